@@ -3,7 +3,7 @@
     share hidden = (compute + communication - together) / min(compute, communication)
 
 On accelerators all three are timed. Without, or with `--predict`, the compiler of v5e:2x4 schedules the program, and
-the time model of `shardkit/analysis/hlo/time_model.py` says how long it computes, how long it sends, and what of that
+the time model of `shardkit/analysis/hlo/compute.py` says how long it computes, how long it sends, and what of that
 no compute covers. Simulated devices are not timed: their compute and communication share the same cores.
 """
 

@@ -26,7 +26,7 @@ from shardkit.bench.strategies import (
     MICROBATCHES,
     Cases,
     Loss,
-    Way,
+    PlanCase,
     has_stages,
     held,
     mean,
@@ -55,7 +55,7 @@ def beside(work: bench.Workload, mesh: Mesh) -> dict[str, Callable[[], bench.Cas
     return found
 
 
-def by_constraints(cases: Cases, way: Way) -> bench.Case:
+def by_constraints(cases: Cases, way: PlanCase) -> bench.Case:
     """jit's step of a loss with constraints: the reference transformer's, or any other's on its parameters."""
     config, mesh = cases.work.config, cases.mesh
     seen = map_layouts(lambda layout: layout.seen, way.plan.layouts(cases.work.params, mesh))

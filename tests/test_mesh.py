@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
-from shardkit.jobs.restarts import RESTARTS
+from shardkit.jobs.launch import RESTARTS
 from shardkit.meshes import simulated
 from support.refusals import raises, type_error, value_error
 

@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 from shardkit import cost
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
-from shardkit.analysis.hlo.compute import NO_CLOCK
+from shardkit.analysis.hlo.compute import NO_CLOCK, clock_of
 from shardkit.analysis.hlo.groups import Groups
-from shardkit.analysis.hlo.time_model import clock_of
 from shardkit.analysis.jaxpr.census import Row, census_of
 from shardkit.bench.records import Record
 from shardkit.cost import Chip, wire

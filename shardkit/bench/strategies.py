@@ -55,7 +55,7 @@ class Workload(NamedTuple):
     config: transformer.Config | None = None
 
 
-class Way(NamedTuple):
+class PlanCase(NamedTuple):
     """A plan, and how the reference transformer communicates under it."""
 
     held: str
@@ -85,26 +85,26 @@ def reference(config: transformer.Config, examples: int, tokens: int) -> Workloa
     return Workload(transformer.loss_fn(config), transformer.init(jax.random.key(0), config), batch, None, config)
 
 
-def ways(sizes: Mapping[str, int], work: Workload) -> list[Way]:
+def ways(sizes: Mapping[str, int], work: Workload) -> list[PlanCase]:
     """The plans that fit a mesh of axes "data" and "model", in the order of the table."""
     every = tuple(axis for axis in ("data", "model") if axis in sizes)
     model, data, config = sizes.get("model", 1), sizes.get("data", 1), work.config
-    found = [Way("dp", sk.dp(every)), Way("zero1", sk.zero1(every)), Way("fsdp", sk.fsdp(every))]
+    found = [PlanCase("dp", sk.dp(every)), PlanCase("zero1", sk.zero1(every)), PlanCase("fsdp", sk.fsdp(every))]
     if config is not None:
-        found += [Way("fsdp, by layer", sk.fsdp(every, layerwise=LAYERS), by_layer=True, jit=False)]
+        found += [PlanCase("fsdp, by layer", sk.fsdp(every, layerwise=LAYERS), by_layer=True, jit=False)]
     if model > 1 and work.rules is not None and data > 1:
-        found += [Way("fsdp x rules", sk.fsdp("data"), manual="data")]
+        found += [PlanCase("fsdp x rules", sk.fsdp("data"), manual="data")]
     if config is not None and _has_columns(sizes, config):
         rules = transformer.tensor_rules(config, "model", model)
         plain, split = Axes("model", impl="gather"), Axes("model", sequence=True, impl="gather")
         tp, sequence = sk.tp("model", rules), sk.tp("model", rules, sequence=True)
         if data == 1:
-            return [*found, Way("tp", tp, plain), Way("tp, sequence", sequence, split, jit=False)]
+            return [*found, PlanCase("tp", tp, plain), PlanCase("tp, sequence", sequence, split, jit=False)]
         fsdp = sk.fsdp("data", layerwise=LAYERS)
         found += [
-            Way("dp x tp", sk.chain(sk.dp("data"), tp), plain),
-            Way("fsdp x tp", sk.chain(fsdp, tp), plain, by_layer=True),
-            Way("fsdp x tp, sequence", sk.chain(fsdp, sequence), split, by_layer=True, jit=False),
+            PlanCase("dp x tp", sk.chain(sk.dp("data"), tp), plain),
+            PlanCase("fsdp x tp", sk.chain(fsdp, tp), plain, by_layer=True),
+            PlanCase("fsdp x tp, sequence", sk.chain(fsdp, sequence), split, by_layer=True, jit=False),
         ]
     return found
 
@@ -169,13 +169,13 @@ class Cases:
         batch = jax.device_put(self.work.batch, here)
         return partitioned("one device", self.work.loss_fn, self.optimizer, carry, batch, update)
 
-    def of(self, way: Way) -> Case:
+    def of(self, way: PlanCase) -> Case:
         """A plan's own step."""
         config = self.work.config
         loss_fn = self.work.loss_fn if config is None else transformer.loss_fn(config, way.axes)
         return self.built(way.held, sk.value_and_grad(loss_fn), way.plan, manual=way.manual)
 
-    def jit(self, kind: str, way: Way, loss_fn: Loss | None = None) -> Case:
+    def jit(self, kind: str, way: PlanCase, loss_fn: Loss | None = None) -> Case:
         """jit's step, held as a plan holds it; of the loss for one device, or of one with constraints."""
         case = self.of(way)
         carry, batch = held(case)

@@ -40,7 +40,7 @@ _OTHER_NAMES = {"1f1b": "one_f_one_b", "zb_h1": "zero_bubble_h1", "zb_v": "zero_
 _PER_STAGE = 4
 
 
-class Model(NamedTuple):
+class PlannedModel(NamedTuple):
     """A transformer on a mesh.
 
     Attributes:
@@ -95,7 +95,7 @@ def config_of(o: TrainOptions, sizes: Mapping[str, int]) -> transformer.Config:
     return transformer.Config(layers=o.layers, dim=o.dim, heads=o.heads, dropout=o.dropout, experts=experts)
 
 
-def model_of(o: TrainOptions, sizes: Mapping[str, int]) -> Model:
+def model_of(o: TrainOptions, sizes: Mapping[str, int]) -> PlannedModel:
     """The transformer of some options, on a mesh of these sizes by axis."""
     if o.sequence and "model" not in sizes:
         raise ValueError(
@@ -111,12 +111,12 @@ def model_of(o: TrainOptions, sizes: Mapping[str, int]) -> Model:
     axes = transformer.Axes(**inside, sequence=o.sequence)
     if schedule is None:
         loss_fn = transformer.loss_fn(config, axes)
-        return Model(config, sk.chain(*plans), None, sk.value_and_grad(loss_fn), loss_fn)
+        return PlannedModel(config, sk.chain(*plans), None, sk.value_and_grad(loss_fn), loss_fn)
     embed, stage, head = transformer.pieces(config, axes)
     pipe = sk.pipeline(schedule, "stage")
     grad_fn = transformer.in_order(pipe.value_and_grad(embed, stage, head, layer_numbers=True), axes)
     piped = transformer.in_order(pipe.loss(embed, stage, head, layer_numbers=True), axes)
-    return Model(config, sk.chain(*plans), schedule, grad_fn, piped)
+    return PlannedModel(config, sk.chain(*plans), schedule, grad_fn, piped)
 
 
 def schedule_of(o: TrainOptions, sizes: Mapping[str, int]) -> Schedule | None:

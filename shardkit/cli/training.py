@@ -76,7 +76,7 @@ def norm_noted() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: jnp.float32(0), update)
 
 
-class Run:
+class TrainingRun:
     """What a run is made of, on one mesh: the step, its data, and the loss on held-out text."""
 
     def __init__(self, options: TrainOptions, mesh: jax.sharding.Mesh):
@@ -130,7 +130,7 @@ def train(options: TrainOptions, log: Log | None = None) -> Trained:
     log.say(sk.describe(mesh))
     saving: Any = sk.runtime.Checkpoints(o.checkpoint, best="validation_loss") if o.checkpoint else nullcontext()
     with saving as checkpoints:
-        run = Run(o, mesh)
+        run = TrainingRun(o, mesh)
         state, saved, said = first_state(run, checkpoints)
         introduce(run, state, said, log)
         if o.verify and saved:
@@ -148,7 +148,7 @@ def train(options: TrainOptions, log: Log | None = None) -> Trained:
         return trained
 
 
-def first_state(run: Run, checkpoints: Any) -> tuple[sk.TrainState, sk.runtime.Run | None, str]:
+def first_state(run: TrainingRun, checkpoints: Any) -> tuple[sk.TrainState, sk.runtime.Run | None, str]:
     """The state to start from, what was saved with it, and where it is from in words; refuses other options."""
     o, key = run.options, jax.random.key(run.options.seed)
     like: Any = run.init.abstract(run.params)
@@ -164,7 +164,7 @@ def first_state(run: Run, checkpoints: Any) -> tuple[sk.TrainState, sk.runtime.R
     return run.init(run.params, key), None, ""
 
 
-def loop(run: Run, state: sk.TrainState, checkpoints: Any, log: Log, *, many: bool) -> Trained:
+def loop(run: TrainingRun, state: sk.TrainState, checkpoints: Any, log: Log, *, many: bool) -> Trained:
     """Trains from the state's step on, and does what is due after each step."""
     o, first = run.options, int(state.step)
     step: Any = run.step
@@ -269,7 +269,7 @@ def stop_signals(saves: bool, many: bool, say: Callable[[str], None]) -> Iterato
             signal.signal(each, handler)
 
 
-def introduce(run: Run, state: sk.TrainState, said: str, log: Log) -> None:
+def introduce(run: TrainingRun, state: sk.TrainState, said: str, log: Log) -> None:
     """Says what the run is: plan, sizes, data, and what it starts from."""
     o, text, model = run.options, run.text, run.model
     pipeline = described(model.schedule) if model.schedule else None
@@ -286,7 +286,7 @@ def introduce(run: Run, state: sk.TrainState, said: str, log: Log) -> None:
     log.row("run", first_step=int(state.step) + 1, parameters=size, held_bytes_per_device=held, **row)
 
 
-def conclude(run: Run, trained: Trained, checkpoints: Any, log: Log) -> None:
+def conclude(run: TrainingRun, trained: Trained, checkpoints: Any, log: Log) -> None:
     """Says how the run ended, and how to go on with it if it ended early."""
     state, end, loss, held = trained
     log.say(f"{end.reason}: {counted(int(state.step), 'step')}")

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import Axis, at_least, axis_names, named, one_of, quoted
-from shardkit._arguments.kinds import DType
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import DType, typed
 from shardkit.collectives import basic, bucketed
 from shardkit.collectives import compressed as quantized
 from shardkit.collectives import hierarchical as two_level

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._arguments.checks import Axis, bound
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 
 

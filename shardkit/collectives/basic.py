@@ -6,6 +6,7 @@ equal copy per device. Costs are bytes sent per device, for n devices and an inp
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -13,10 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._arguments.checks import Axis, bound, dim_of, divides
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
-from shardkit.collectives._derivatives import extremum
 from shardkit.collectives.axes import axis_size, countable, vary
 from shardkit.collectives.deterministic import blocks_sum
 
@@ -70,7 +69,7 @@ def all_reduce(x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = F
             return lax.pmax(leaf, names) if op == "any" else lax.pmin(leaf, names)
         if op in ("max", "min"):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
-                return extremum(leaf, names, op)
+                return _extremum(leaf, names, op)
             return lax.pmax(leaf, names) if op == "max" else lax.pmin(leaf, names)
         if deterministic:
             total = blocks_sum(leaf, names)
@@ -203,3 +202,18 @@ def all_to_all(x: Arrays, axis: Axis, *, split_dim: int, concat_dim: int) -> Any
         return lax.all_to_all(leaf, names, split, concat, tiled=True)
 
     return jax.tree.map(exchange, x)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extremum(x: jax.Array, names: tuple[str, ...], op: str) -> jax.Array:
+    """The elementwise "max" or "min"; its derivative is split equally among the devices that attain it."""
+    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
+
+
+@_extremum.defjvp
+def _extremum_jvp(names: tuple[str, ...], op: str, primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    out = _extremum(x, names, op)
+    attained = x == out
+    ties = lax.psum(attained.astype(jnp.float32), names)  # bfloat16 counts no further than 256
+    return out, lax.psum(jnp.where(attained, dx / ties.astype(dx.dtype), jnp.zeros_like(dx)), names)

@@ -11,28 +11,26 @@ Wang et al., ZeRO++ (2023), for quantized gathers of weights and two-level reduc
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from shardkit._arguments.checks import Axis, bound, dim_of, divides
-from shardkit._arguments.kinds import Arrays, DType
-from shardkit._arguments.typed import typed
+from shardkit._arguments.checks import Axis, at_least, bound, dim_of, divides, one_of
+from shardkit._arguments.typed import Arrays, DType, typed
 from shardkit.collectives import basic, hierarchical
-from shardkit.collectives._compression import (
-    Pair,
-    added_here,
-    any_chunks,
-    checked,
-    chunks,
-    joined,
-    of_pairs,
-    straight_through,
-)
-from shardkit.collectives._quantization import gathered, summed
 from shardkit.collectives.axes import axis_index, axis_size, vary
+from shardkit.cost.quantization import FORMATS, SMALLEST
+
+_Names = tuple[str, ...]
+_BIAS, _NOT_FINITE = 127, 255  # of the exponent field of float32, which is what is sent of a scale
+_MAX = float(np.finfo(np.float32).max)
+_Pair = tuple[jax.Array, Any]  # a result and the new residual
 
 
 @typed
@@ -89,16 +87,16 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int 
         [0. 1. 2. 3.]
     """
     where = "compressed.all_gather"
-    names, (small,) = bound(where, axis), checked(where, x, block, dtype=dtype)
+    names, (small,) = bound(where, axis), _checked(where, x, block, dtype=dtype)
 
     def gather(leaf: jax.Array) -> jax.Array:
         at = dim_of(where, dim, jnp.ndim(leaf))
 
-        def sent(wide: jax.Array) -> Pair:
-            return joined(gathered(wide, names, small, block, replicated), at), None
+        def sent(wide: jax.Array) -> _Pair:
+            return _joined(_gathered(wide, names, small, block, replicated), at), None
 
         exact = partial(basic.all_gather, axis=names, dim=at, replicated=replicated)
-        return straight_through(exact, sent, vary(leaf, names), None)[0]
+        return _straight_through(exact, sent, vary(leaf, names), None)[0]
 
     return jax.tree.map(gather, x)
 
@@ -137,21 +135,21 @@ def reduce_scatter(
         [ 0.  4.  8. 12.]
     """
     where = "compressed.reduce_scatter"
-    names, (small,) = bound(where, axis), checked(where, x, block, dtype=dtype)
+    names, (small,) = bound(where, axis), _checked(where, x, block, dtype=dtype)
     count = axis_size(names)
 
-    def scatter(leaf: jax.Array, residual: jax.Array | None) -> Pair:
+    def scatter(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
         at = dim_of(where, dim, leaf.ndim)
         divides(where, at, leaf.shape[at], names, count)
 
-        def sent(wide: jax.Array) -> Pair:
-            total, left = summed(chunks(wide, at, count), names, small, block)
-            return total, joined(left, at)
+        def sent(wide: jax.Array) -> _Pair:
+            total, left = _summed(_chunks(wide, at, count), names, small, block)
+            return total, _joined(left, at)
 
         exact = partial(basic.reduce_scatter, axis=names, dim=at)
-        return straight_through(exact, sent, vary(leaf, names), vary(residual, names))
+        return _straight_through(exact, sent, vary(leaf, names), vary(residual, names))
 
-    return of_pairs(where, scatter, x, residual)
+    return _of_pairs(where, scatter, x, residual)
 
 
 @partial(typed, where="compressed.reduce_scatter_two_level")
@@ -205,28 +203,28 @@ def reduce_scatter_two_level(
     where = "compressed.reduce_scatter_two_level"
     fast, slow = bound(where, inner), bound(where, outer)
     both = bound(where, (*slow, *fast))  # refuses an axis that is in both
-    small, *first = checked(where, x, block, dtype=dtype, inner_dtype=inner_dtype)
+    small, *first = _checked(where, x, block, dtype=dtype, inner_dtype=inner_dtype)
     ways, machines = axis_size(fast), axis_size(slow)
 
-    def scatter(leaf: jax.Array, residual: jax.Array | None) -> Pair:
+    def scatter(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
         at = dim_of(where, dim, leaf.ndim)
         divides(where, at, leaf.shape[at], both, machines * ways)
 
-        def sent(wide: jax.Array) -> Pair:
-            pieces = chunks(wide, at, machines * ways)
+        def sent(wide: jax.Array) -> _Pair:
+            pieces = _chunks(wide, at, machines * ways)
             swapped = pieces.reshape(machines, ways, *pieces.shape[1:]).swapaxes(0, 1)  # in the order of (inner, outer)
             if first:
-                sums, left = summed(swapped, fast, first[0], block)
+                sums, left = _summed(swapped, fast, first[0], block)
             else:
                 sums, left = basic.reduce_scatter(swapped, fast)[0], jnp.zeros_like(swapped)
-            total, left_here = summed(sums, slow, small, block)
-            left = added_here(left, left_here, fast).swapaxes(0, 1).reshape(pieces.shape)
-            return total, joined(left, at)
+            total, left_here = _summed(sums, slow, small, block)
+            left = _added_here(left, left_here, fast).swapaxes(0, 1).reshape(pieces.shape)
+            return total, _joined(left, at)
 
         exact = partial(hierarchical.reduce_scatter, inner=fast, outer=slow, dim=at)
-        return straight_through(exact, sent, vary(leaf, both), vary(residual, both))
+        return _straight_through(exact, sent, vary(leaf, both), vary(residual, both))
 
-    return of_pairs(where, scatter, x, residual)
+    return _of_pairs(where, scatter, x, residual)
 
 
 @partial(typed, where="compressed.all_reduce")
@@ -272,21 +270,215 @@ def all_reduce(
         [3.] [ True  True]
     """
     where = "compressed.all_reduce"
-    names, (small,) = bound(where, axis), checked(where, x, block, dtype=dtype)
+    names, (small,) = bound(where, axis), _checked(where, x, block, dtype=dtype)
     count = axis_size(names)
 
-    def reduce(leaf: jax.Array, residual: jax.Array | None) -> Pair:
-        def sent(wide: jax.Array) -> Pair:
-            pieces, whole = any_chunks(wide, count)
-            total, left = summed(pieces, names, small, block)
+    def reduce(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
+        def sent(wide: jax.Array) -> _Pair:
+            pieces, whole = _any_chunks(wide, count)
+            total, left = _summed(pieces, names, small, block)
             if compress_result:
-                totals = gathered(total, names, small, block, replicated=True)
-                left = added_here(left, total - totals[axis_index(names)], names)
+                totals = _gathered(total, names, small, block, replicated=True)
+                left = _added_here(left, total - totals[axis_index(names)], names)
             else:
                 totals = basic.all_gather(total.astype(leaf.dtype)[None], names, replicated=True)
             return whole(totals), whole(left)
 
         exact = partial(basic.all_reduce, axis=names)
-        return straight_through(exact, sent, vary(leaf, names), vary(residual, names))
+        return _straight_through(exact, sent, vary(leaf, names), vary(residual, names))
 
-    return of_pairs(where, reduce, x, residual)
+    return _of_pairs(where, reduce, x, residual)
+
+
+class _Message(NamedTuple):
+    """What is sent of float32 [n, ...].
+
+    Bits, as unsigned integers: the compiler cannot move a conversion across the collective, nor send a dtype that the
+    chip lacks as a wider one. Two arrays: flattened into one they take the TPU compiler twenty times as long, and twice
+    the memory traffic.
+
+    Attributes:
+        values: [n, blocks, bytes of a block] in uint8; of bfloat16, [n, ...] in uint16.
+        exponents: of the scales, [n, blocks] in uint8; None for bfloat16.
+    """
+
+    values: jax.Array
+    exponents: jax.Array | None
+
+
+def _gathered(x: jax.Array, names: _Names, dtype: str, block: int, replicated: bool) -> jax.Array:
+    """Every device's float32 [...] as [n, ...], each from its message, the device's own too."""
+    messages = basic.all_gather(_encode(x[None], dtype, block), names, replicated=replicated)
+    return _decode(messages, x.shape, dtype, block)
+
+
+def _summed(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple[jax.Array, jax.Array]:
+    """Of float32 [n, ...] on every device the sum of this device's chunk, [...]; and what was not sent, [n, ...]."""
+    messages = _encode(x, dtype, block)
+    arrived = basic.all_to_all(messages, names, split_dim=0, concat_dim=0)
+    total = jnp.sum(_decode(arrived, x.shape[1:], dtype, block), axis=0)
+    return total, x - _decode(messages, x.shape[1:], dtype, block)
+
+
+def _encode(x: jax.Array, dtype: str, block: int) -> _Message:
+    """Float32 [n, ...] as n messages."""
+    form = FORMATS[dtype]
+    if not form.scaled:
+        rounded = _rounded(x, form.mantissa)
+        # Clipped: an infinity would leave no residual.
+        finite = jnp.where(jnp.isfinite(x), jnp.clip(rounded, -form.largest, form.largest), rounded)
+        return _sent(_Message(lax.bitcast_convert_type(finite.astype(dtype), jnp.uint16), None))
+    flat = x.reshape(len(x), -1)
+    block = min(block, flat.shape[1])
+    blocks = _padded(flat, -flat.shape[1] % block).reshape(len(x), -1, block)
+    exponents = _exponents(jnp.max(jnp.abs(blocks), axis=-1), form.largest)
+    # Products with powers of two, here and in decode, are exact.
+    inverse = lax.bitcast_convert_type((2 * _BIAS - exponents) << 23, jnp.float32)
+    values = blocks * inverse[..., None]
+    if form.mantissa is None:
+        bits = _packed(jnp.round(values).astype(jnp.int32), form.bits)
+    else:
+        bits = lax.bitcast_convert_type(_rounded(values, form.mantissa).astype(dtype), jnp.uint8)
+    return _sent(_Message(bits, exponents.astype(jnp.uint8)))
+
+
+def _decode(message: _Message, shape: tuple[int, ...], dtype: str, block: int) -> jax.Array:
+    """n messages as float32 [n, *shape]; a block that had an element that is not finite is NaN."""
+    form, size = FORMATS[dtype], math.prod(shape)
+    if message.exponents is None:
+        return lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
+    if form.mantissa is None:
+        values = _unpacked(message.values, form.bits)[..., : min(block, size)].astype(jnp.float32)
+    else:
+        values = lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
+    exponents = message.exponents.astype(jnp.int32)
+    scales = lax.bitcast_convert_type(exponents << 23, jnp.float32)
+    scales = jnp.where(exponents == _NOT_FINITE, jnp.nan, scales)[..., None]
+    # Clipped: elements near the largest float32 may have been rounded up.
+    restored = jnp.clip(values * scales, -_MAX, _MAX)
+    return restored.reshape(len(restored), -1)[:, :size].reshape(-1, *shape)
+
+
+def _padded(x: jax.Array, zeros: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, zeros)])
+
+
+def _exponents(largest: jax.Array, most: float) -> jax.Array:
+    """The biased exponent of the smallest power of two s with `largest` at most s `most`; int32.
+
+    The bits of positive floats are ordered, and 2^23 apart for factors of two, so the difference of two of them,
+    rounded up to a multiple of 2^23, is the exponent: no division, which some chips round in their own way.
+    """
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    above = bits - int(np.float32(most).view(np.int32)) + 2**23 - 1
+    exponents = jnp.maximum(above >> 23, SMALLEST) + _BIAS
+    return jnp.where(jnp.isfinite(largest), exponents, _NOT_FINITE)
+
+
+def _rounded(x: jax.Array, mantissa: int | None) -> jax.Array:
+    """`x` to the nearest value with so many bits: a cast alone may round twice, and compilers may elide it."""
+    assert mantissa is not None
+    return lax.reduce_precision(x, 8, mantissa)
+
+
+def _packed(x: jax.Array, bits: int) -> jax.Array:
+    """Whole numbers [..., block] as bytes; of 4 bits, the second half of a block in the upper bits of the first's."""
+    if bits == 4:
+        half = -(-x.shape[-1] // 2)
+        x = x[..., :half] & 15 | _padded(x[..., half:], x.shape[-1] % 2) << 4
+    return x.astype(jnp.uint8)
+
+
+def _unpacked(x: jax.Array, bits: int) -> jax.Array:
+    """The whole numbers of bytes; of an odd number of 4 bits with a zero at the end."""
+    wide = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int32)
+    return jnp.concatenate([wide << 28 >> 28, wide >> 4], axis=-1) if bits == 4 else wide
+
+
+def _sent(message: _Message) -> _Message:
+    """The message as it is sent: what is computed from it here must not come from the wider values before it."""
+    return lax.optimization_barrier(message)
+
+
+def _checked(where: str, x: Any, block: int, **dtypes: Any) -> list[str]:
+    """The names of the dtypes, without None; refuses other dtypes, an empty block and leaves that are no floats."""
+    names = {argument: jnp.dtype(dtype).name for argument, dtype in dtypes.items() if dtype is not None}
+    for argument, name in names.items():
+        one_of(where, argument, name, tuple(FORMATS))
+    at_least(where, 1, block=block)
+    for leaf in jax.tree.leaves(x):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            plain = where.removeprefix("compressed.").replace("reduce_scatter_two_level", "hierarchical.reduce_scatter")
+            raise TypeError(
+                f"{where}: every leaf must be floating-point; got {jnp.result_type(leaf)}. Use {plain} for it."
+            )
+    return list(names.values())
+
+
+def _of_pairs(where: str, reduce: Callable[[jax.Array, Any], _Pair], x: Any, residual: Any) -> tuple[Any, Any]:
+    """The results of `reduce` for each leaf and its residual, and the new residuals: None if there are none."""
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
+    if residual is None:
+        return jax.tree.unflatten(structure, [reduce(leaf, None)[0] for leaf in leaves]), None
+    residuals = jax.tree.leaves(residual)
+    structures: list[Any] = [jax.tree.structure(residual), structure]
+    if structures[0] != structures[1] or [(jnp.shape(r), jnp.result_type(r)) for r in residuals] != [
+        (leaf.shape, jnp.float32) for leaf in leaves
+    ]:
+        got = [f"{jnp.result_type(r)}{list(jnp.shape(r))}" for r in residuals]
+        shapes = [str(list(leaf.shape)) for leaf in leaves]
+        raise ValueError(
+            f"{where}: residual must be a pytree like x of float32 arrays of the same shapes; "
+            f"got {', '.join(got) or 'none'} for shapes {', '.join(shapes) or 'none'}. Create it with init_residual(x)."
+        )
+    pairs = [reduce(leaf, left) for leaf, left in zip(leaves, residuals, strict=True)]
+    total, left = (jax.tree.unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
+    return total, left
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _straight_through(
+    exact: Callable[[jax.Array], jax.Array],
+    sent: Callable[[jax.Array], _Pair],
+    x: jax.Array,
+    residual: jax.Array | None,
+) -> _Pair:
+    """`sent` of x + residual in float32, in the dtype of x; its derivative is that of `exact`."""
+    if not x.size:
+        return exact(x), residual
+    wide = x.astype(jnp.float32)
+    out, left = sent(wide if residual is None else wide + residual)
+    return out.astype(x.dtype), left
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(exact: Any, sent: Any, primals: Any, tangents: Any) -> Any:
+    out, left = _straight_through(exact, sent, *primals)
+    dx, dresidual = tangents
+    tangent = exact(dx if dresidual is None else dx + dresidual.astype(dx.dtype))
+    return (out, left), (tangent, jax.tree.map(jnp.zeros_like, left))
+
+
+def _chunks(x: jax.Array, dim: int, count: int) -> jax.Array:
+    """`x` split along `dim` into chunks, [count, ...]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim, 0)
+
+
+def _any_chunks(x: jax.Array, count: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """`x` in `count` equal chunks, padded if no dim divides; and the inverse for arrays of the same shape."""
+    for dim, size in enumerate(x.shape):
+        if size % count == 0:  # flattened, it takes the TPU compiler much longer
+            return _chunks(x, dim, count), partial(_joined, dim=dim)
+    padded = jnp.pad(x.ravel(), (0, -x.size % count)).reshape(count, -1)
+    return padded, lambda y: y.ravel()[: x.size].reshape(x.shape)
+
+
+def _joined(chunks: jax.Array, dim: int) -> jax.Array:
+    """Chunks [count, ...] concatenated along their `dim`."""
+    whole = jnp.moveaxis(chunks, 0, dim)
+    return whole.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 2 :])
+
+
+def _added_here(x: jax.Array, y: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """`y` added to the chunk of `x`, [n, ...], that this device sums."""
+    return x.at[axis_index(names)].add(y)

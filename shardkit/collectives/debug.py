@@ -13,8 +13,7 @@ import numpy as np
 from jax import lax
 
 from shardkit._arguments.checks import Axis, bound, quoted
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit.collectives.basic import all_gather
 

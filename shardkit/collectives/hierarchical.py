@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import Axis, bound, dim_of, divides
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import basic
 from shardkit.collectives.axes import axis_size
 

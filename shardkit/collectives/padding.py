@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._arguments.checks import Axis, bound, dim_of, named
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives.axes import axis_size
 from shardkit.collectives.basic import all_gather, reduce_scatter
 

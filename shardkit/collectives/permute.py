@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +11,8 @@ import numpy as np
 from jax import lax
 
 from shardkit._arguments.checks import Axis, bound, member
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
-from shardkit.collectives._derivatives import from_source
 from shardkit.collectives.axes import axis_size, vary
 from shardkit.collectives.basic import all_gather
 
@@ -88,7 +87,7 @@ def broadcast(x: Arrays, axis: Axis, *, source: int = 0) -> Any:
     """
     names = bound("broadcast", axis)
     member("broadcast", "source", source, axis_size(names))
-    return jax.tree.map(lambda leaf: from_source(vary(leaf, names), names, source), x)
+    return jax.tree.map(lambda leaf: _from_source(vary(leaf, names), names, source), x)
 
 
 def permuted(x: Any, names: tuple[str, ...], pairs: list[tuple[int, int]]) -> Any:
@@ -113,3 +112,28 @@ def _in_mesh_order(
         return int(np.ravel_multi_index([at[name] for name in ordered], [known[name] for name in ordered]))
 
     return ordered, [(place(source), place(target)) for source, target in pairs]
+
+
+def _from_source(x: jax.Array, names: tuple[str, ...], source: int) -> jax.Array:
+    """The value of device `source`, bit for bit."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return _bits_from_source(x, names, source)
+    reduce = lax.pmax if x.dtype == bool else lax.psum  # a sum of booleans would send four bytes per element
+    return reduce(_masked(x, names, source), names)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _bits_from_source(x: jax.Array, names: tuple[str, ...], source: int) -> jax.Array:
+    # Sent as integers: a sum of floats turns -0.0 into 0.0.
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
+    return lax.bitcast_convert_type(lax.psum(_masked(bits, names, source), names), x.dtype)
+
+
+@_bits_from_source.defjvp
+def _bits_from_source_jvp(names: tuple[str, ...], source: int, primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    return _bits_from_source(x, names, source), lax.psum(_masked(dx, names, source), names)
+
+
+def _masked(x: jax.Array, names: tuple[str, ...], source: int) -> jax.Array:
+    return jnp.where(lax.axis_index(names) == source, x, jnp.zeros_like(x))

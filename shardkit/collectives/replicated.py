@@ -11,8 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from shardkit._arguments.checks import Axis, bound
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.primitives import ASSUMED
 from shardkit.collectives.axes import axis_index, vary

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._arguments.checks import Axis, bound, dim_of, divides
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import axis_index, axis_size, countable, vary

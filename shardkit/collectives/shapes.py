@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._arguments.checks import Axis, at_least, bound, dim_of, member
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives.axes import axis_size, countable, vary
 from shardkit.collectives.basic import all_gather
 from shardkit.collectives.permute import shift

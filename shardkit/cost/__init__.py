@@ -4,13 +4,12 @@ Start with `collectives.py`. A new chip is one row in `hardware.py`. Imports arg
 """
 
 from shardkit.cost.activations import activation_memory, model_activation_memory
-from shardkit.cost.collectives import Traffic, bus_factor, wire
+from shardkit.cost.collectives import Traffic, bus_factor, collective_time, wire
 from shardkit.cost.crossovers import Link, Links, bucket_bytes, links, ring_from, scatter_from
 from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
 from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
 from shardkit.cost.rooflines import Roofline, roofline
-from shardkit.cost.times import collective_time
 from shardkit.cost.transformer import mfu, transformer_flops, transformer_parameters
 from shardkit.cost.volumes import Volume, context_volume, expert_volume, tensor_volume
 from shardkit.cost.zero import ZeroMemory, zero_breakdown, zero_memory, zero_volume

@@ -1,4 +1,4 @@
-"""Starts the processes of a job on this machine, passes on their output and ends them together.
+"""Starts the processes of a job on this machine, passes on their output, ends them together, and starts them again.
 
 A job on several machines is started by their scheduler (`manifests.py` writes its input) or, without a scheduler, by
 ssh (`docs/howto/which_engine.md`).
@@ -7,18 +7,45 @@ ssh (`docs/howto/which_engine.md`).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
+import secrets
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import BinaryIO, NamedTuple
 
 from shardkit._arguments.checks import at_least, at_least_zero, count, counted
 from shardkit._arguments.typed import typed
-from shardkit.jobs.attempt import Events, Job, attempt, signals_to
-from shardkit.jobs.output import say
-from shardkit.jobs.restarts import RESTARTS, Attempt, after
-from shardkit.runtime.channel.place import free_port
+from shardkit.jobs.output import Blamed, passing_on, say, summary
+from shardkit.meshes.simulated import cpu_environment
+from shardkit.runtime.channel.place import TOKEN, free_port
+
+RESTARTS = "SHARDKIT_RESTARTS"  # how many there were: in the environment of the processes of a job that may restart
+_HOUR = 3600.0
+_LONG = 600.0  # seconds after which an attempt made progress, where nobody says which step it reached
+_LONGEST_WAIT = 60.0
+_SAME_STEP = 3  # failures in a row in one step after which it is not tried again
+_WRONG_USAGE = 2  # the exit code of command lines that are wrong: they will be wrong again
+
+_LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
+_LAST_OUTPUT = 3.0  # seconds for the last output of what the processes started, such as their monitors
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A leader is the first of the process group of each process: while it lives, no other group can get its number. The
+# keeper is in a group of its own, so that a stop of the others does not stop it. It reads their numbers from a pipe
+# that only the launcher holds open: it notices the end of the launcher, even by SIGKILL, and kills the groups.
+_LASTING = "trap '' HUP INT QUIT TERM USR1 USR2; "
+_LEADER = ("/bin/sh", "-c", _LASTING + "exec sleep 2147483647")
+_KEEPER = ("/bin/sh", "-c", _LASTING + 'ids=; while read -r id; do ids="$ids -$id"; done; kill -KILL $ids')
+_Child = subprocess.Popen[bytes]
+Events = queue.SimpleQueue[int | signal.Signals]  # a process that has ended, by index, or a signal to the launcher
 
 
 @typed
@@ -112,3 +139,222 @@ def check_counts(where: str, *, processes: int, devices: int | None, port: int |
     at_least(where, 1, processes=processes, devices=devices)
     if port is not None and not 0 < port < 65536:
         raise ValueError(f"{where}: port must be from 1 to 65535; got {port}. Leave it out, or pass one above 1023.")
+
+
+class Job(NamedTuple):
+    """What all attempts of a job have in common."""
+
+    words: Sequence[str]
+    processes: int
+    devices: int | None
+    output: Path | None
+    grace: float
+    environ: Mapping[str, str]
+
+
+def attempt(job: Job, port: int, events: Events, *, first: bool) -> Attempt:
+    """Starts all processes once, and waits for their end; the first attempt replaces the files of an earlier job.
+
+    Its exit code is that of the process that the guard named, else of the first to fail.
+    """
+    began = time.monotonic()
+    blamed: list[Blamed] = []
+    with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
+        files = [] if job.output is None else _files(job.output, job.processes, stack, append=not first)
+        common = _environment(job, port)
+        with _groups(job.processes) as theirs:
+            children = []
+            for rank, group in enumerate(theirs):
+                own = dict.fromkeys(("JAX_PROCESS_ID", "RANK", "LOCAL_RANK"), str(rank))
+                children.append(stack.enter_context(_start(job.words, common | own, group)))
+            reader = stack.enter_context(passing_on(children, files, blamed))
+            order, received = _supervised(children, events, job.grace)
+            reader.join(_LAST_OUTPUT)
+    named = [each.process for each in blamed]
+    codes = [child.returncode for child in children]
+    failed = [rank for rank in sorted(order, key=lambda rank: rank not in named) if codes[rank]]
+    code = codes[failed[0]] if failed else 0
+    if failed:
+        say(summary(failed[0], codes, received))
+    step, in_step = (blamed[0].step, blamed[0].in_step) if blamed else (None, False)
+    return Attempt(code if code >= 0 else 128 - code, step, in_step, began, time.monotonic(), received is not None)
+
+
+def _environment(job: Job, port: int) -> dict[str, str]:
+    common = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": str(job.processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(job.processes),
+        "PYTHONUNBUFFERED": "1",
+        TOKEN: job.environ.get(TOKEN) or secrets.token_hex(32),
+    }
+    if job.devices is not None:
+        common |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(job.devices)}
+        common |= cpu_environment(job.devices, job.environ)
+    return {**job.environ, **common}
+
+
+def _files(output: Path, processes: int, stack: ExitStack, append: bool) -> list[BinaryIO]:
+    """The files that the pipes are copied to: unbuffered, so that they are complete even if the launcher is killed."""
+    names = [f"{rank}.{end}" for rank in range(processes) for end in ("out", "err")]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        return [stack.enter_context(open(output / name, "ab" if append else "wb", buffering=0)) for name in names]
+    except OSError as error:
+        raise ValueError(
+            f"launch: output must be a writable directory; got {error.filename} ({error.strerror}). Pass another "
+            "directory."
+        ) from None
+
+
+@contextmanager
+def signals_to(events: Events) -> Iterator[None]:
+    """Turns signals into events, except ignored ones; does nothing outside the main thread."""
+
+    def put(number: int, frame: FrameType | None) -> None:
+        events.put(signal.Signals(number))
+
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _PASSED_ON if is_main}
+    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, put)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _groups(count: int) -> Iterator[list[int]]:
+    """The numbers of `count` process groups; everything in them is killed at exit, and should the launcher die."""
+    theirs, ours = os.pipe()
+    nothing = subprocess.DEVNULL
+    keeper = subprocess.Popen(_KEEPER, stdin=theirs, stdout=nothing, stderr=nothing, process_group=0)
+    os.close(theirs)
+    leaders: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            leaders.append(subprocess.Popen(_LEADER, stdin=nothing, stdout=nothing, stderr=nothing, process_group=0))
+            os.write(ours, b"%d\n" % leaders[-1].pid)
+        yield [leader.pid for leader in leaders]
+    finally:
+        for leader in leaders:
+            os.killpg(leader.pid, signal.SIGKILL)
+            leader.wait()
+        keeper.kill()  # before the pipe closes: the numbers may have become another's
+        keeper.wait()
+        os.close(ours)
+
+
+def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Child:
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        return subprocess.Popen(words, stdin=nothing, stdout=pipe, stderr=pipe, env=environ, process_group=group)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in a word
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"launch: the command must be an executable program; got {words[0]!r} ({reason}). Give its path and "
+            "permission to run, or put its interpreter first, such as python or sh."
+        ) from None
+
+
+def _supervised(children: Sequence[_Child], events: Events, grace: float) -> tuple[list[int], signal.Signals | None]:
+    """Waits for all processes, and ends them once one failed or a signal came; returns their order and the signal."""
+    for index, child in enumerate(children):
+        threading.Thread(target=_announce, args=(index, child, events), daemon=True).start()
+    steps, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
+    running, order = set(range(len(children))), list[int]()
+    received: signal.Signals | None = None
+    while running:
+        try:
+            event = events.get(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            step = steps.pop(0)
+            for index in running:
+                children[index].send_signal(step)
+            deadline = time.monotonic() + min(grace, _LONGEST_BEFORE_KILL) if steps else math.inf
+            continue
+        if isinstance(event, signal.Signals):
+            received = received or event
+            for index in running:
+                children[index].send_signal(event)
+        else:
+            running.remove(event)
+            order.append(event)
+        failed = bool(order and children[order[-1]].returncode)
+        if (received or failed) and steps and deadline == math.inf:
+            deadline = time.monotonic() + grace
+    return order, received
+
+
+def _announce(index: int, child: _Child, events: Events) -> None:
+    child.wait()
+    events.put(index)
+
+
+class Attempt(NamedTuple):
+    """How one start of a job ended.
+
+    Attributes:
+        code: the exit code of the job.
+        step: the step at which `guard` found the fault, from 0; None if it named none.
+        in_step: whether that was inside of the step, which then is at fault, or its batch.
+        began: when it began, in seconds of the monotonic clock.
+        ended: when it ended.
+        signalled: whether the launcher was told to end it.
+    """
+
+    code: int
+    step: int | None
+    in_step: bool
+    began: float
+    ended: float
+    signalled: bool
+
+
+def after(past: Sequence[Attempt], restarts: int) -> float | str:
+    """What follows a failed attempt: the seconds to wait before the next one, or why there is none.
+
+    The job starts again at once if it got further than the time before. The wait doubles from one second with each
+    attempt in a row that did not, to a minute.
+
+    Args:
+        past: the attempts so far, oldest first; the last one failed.
+        restarts: the most restarts in an hour.
+    """
+    last = past[-1]
+    if last.signalled or not restarts:
+        return ""
+    if last.code == _WRONG_USAGE:
+        return f"not restarted: exit code {_WRONG_USAGE} says that the command is wrong"
+    recent = sum(attempt.began > last.ended - _HOUR for attempt in past[1:])
+    if recent >= restarts:
+        return f"not restarted: {restarts} restarts in an hour are the limit. Mend the cause, or raise --restarts"
+    same = [attempt.step for attempt in past[-_SAME_STEP:] if attempt.in_step]
+    if len(same) == _SAME_STEP and set(same) == {last.step}:
+        return (
+            f"not restarted: step {last.step} failed {_SAME_STEP} times in a row. Look at its batch, number "
+            f"{last.step} from 0"
+        )
+    if len(past) > 1 and _further(last, past[-2]):
+        return 0.0
+    return min(2.0 ** (_without_progress(past) - 1), _LONGEST_WAIT)
+
+
+def _without_progress(past: Sequence[Attempt]) -> int:
+    """How many of the last attempts got no further than the one before them, and that one."""
+    count, rest = 1, list(past)
+    while len(rest) > 1 and not _further(rest[-1], rest[-2]):
+        rest.pop()
+        count += 1
+    return count
+
+
+def _further(attempt: Attempt, before: Attempt) -> bool:
+    if attempt.step is None:
+        return attempt.ended - attempt.began > _LONG
+    return attempt.step > (-1 if before.step is None else before.step)

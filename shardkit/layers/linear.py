@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit._arguments.checks import Axis, at_least, dim_of, divisor, shapes
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import all_gather_matmul, all_reduce, axis_index, axis_size, matmul_reduce_scatter, vary
 from shardkit.collectives.matmul import Impl
 from shardkit.layers.matmul import check_split, live_axes, matmul

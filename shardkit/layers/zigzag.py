@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 
 from shardkit._arguments.checks import Axis, at_least, bound, named, quoted
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit.collectives import axis_index, axis_size
 from shardkit.collectives.permute import permuted

@@ -10,7 +10,7 @@ Ids = tuple[int, ...]
 _LISTED = 8  # of more devices in one cell, consecutive ones are written as a range
 
 
-class Block(NamedTuple):
+class GridTable(NamedTuple):
     """A table of a grid.
 
     Attributes:
@@ -26,7 +26,7 @@ class Block(NamedTuple):
     cells: list[list[Ids]]
 
 
-class Grid(NamedTuple):
+class DeviceGrid(NamedTuple):
     """Device ids over a grid of any number of dims.
 
     Attributes:
@@ -39,7 +39,7 @@ class Grid(NamedTuple):
     labels: Sequence[Sequence[str]]
     cells: Mapping[Ids, Ids]
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[GridTable]:
         """The tables, whose rows and columns are the last two dims."""
         rows, columns = [[""], [""], *self.labels][-2:]
         before = self.labels[:-2]
@@ -48,7 +48,7 @@ class Grid(NamedTuple):
             inner = iter(product(*places[-2:]))
             cells = [[self.cells[*outer, *next(inner)] for _ in columns] for _ in rows]
             at = ", ".join(each[i] for each, i in zip(before, outer, strict=True))
-            yield Block(at, list(rows), list(columns), cells)
+            yield GridTable(at, list(rows), list(columns), cells)
 
     def __str__(self) -> str:
         blocks = list(self.blocks())

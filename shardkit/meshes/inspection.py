@@ -10,11 +10,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardkit._arguments.checks import Axis, quoted
-from shardkit._arguments.kinds import ARRAYS, PLAN, is_array
-from shardkit._arguments.typed import check_kind, typed
+from shardkit._arguments.typed import ARRAYS, PLAN, check_kind, is_array, typed
 from shardkit._jax.compat import bound_axes, tracked_axes, varying_axes
 from shardkit.meshes import mesh as _mesh
-from shardkit.meshes.grid import Grid, beside
+from shardkit.meshes.grid import DeviceGrid, beside
 from shardkit.meshes.layout import brief_spec, bytes_per_device, path_name, shard_bytes, shard_shape, table
 
 
@@ -74,7 +73,7 @@ def describe(
     return f"{table(rows)}\n{_counted(rows)}, {bytes_per_device(thing):,} bytes on each device"
 
 
-def grid_of_array(x: Any) -> Grid:
+def grid_of_array(x: Any) -> DeviceGrid:
     """The devices that hold each piece of an array."""
     where = x.sharding.devices_indices_map(tuple(x.shape))
     spans = {device: tuple(map(_span, index, x.shape)) for device, index in where.items()}
@@ -92,7 +91,7 @@ def grid_of_array(x: Any) -> Grid:
     on = f"on each of {len(spans)}" if len(spans) > 1 else "on one"
     also = f"; {'dim' if len(whole) == 1 else 'dims'} {', '.join(whole)} whole" if whole else ""
     held = f"{local}, {size} bytes, {on} {next(iter(spans)).platform} device{'s' * (len(spans) > 1)}{also}"
-    return Grid((f"{shape} {dtype}, {spec}", held), labels, cells)
+    return DeviceGrid((f"{shape} {dtype}, {spec}", held), labels, cells)
 
 
 def _compared(thing: Any, params: Any, mesh: Any, after: Any) -> str:

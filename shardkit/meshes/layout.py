@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import divides, quoted
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Arrays, Specs
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, Specs, typed
 
 WHOLE = PartitionSpec()
 AxisEntry = str | tuple[str, ...] | None
@@ -195,7 +194,10 @@ def all_axes(spec: PartitionSpec) -> frozenset[str]:
 
 def broadcast_specs(specs: Any, tree: Any) -> Any:
     """One spec for each leaf of `tree`, from a single spec or a pytree of specs that is a prefix of it."""
-    spread = lambda spec, part: jax.tree.map(lambda _: spec, part)  # noqa: E731
+
+    def spread(spec: PartitionSpec, part: Any) -> Any:
+        return jax.tree.map(lambda _: spec, part)
+
     return jax.tree.map(spread, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 

@@ -12,13 +12,12 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardkit._arguments.checks import counted, quoted, sized
-from shardkit._arguments.kinds import Devices
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Devices, typed
 from shardkit._jax import backends
-from shardkit.meshes.grid import Grid
+from shardkit.meshes.grid import DeviceGrid
 from shardkit.meshes.simulated import warn_if_few_threads, widen_thread_pool
 
-_RESTARTS = "SHARDKIT_RESTARTS"  # of jobs/restarts.py, which is below this file
+_RESTARTS = "SHARDKIT_RESTARTS"  # of jobs/launch.py, which is below this file
 
 
 @typed
@@ -178,12 +177,12 @@ def _check_types(axis_types: object, count: int) -> None:
         )
 
 
-def grid_of_mesh(mesh: Mesh) -> Grid:
+def grid_of_mesh(mesh: Mesh) -> DeviceGrid:
     """The device at each coordinate of a mesh."""
     kind = mesh.devices.flat[0].platform
     processes = len({d.process_index for d in mesh.devices.flat})
     title = " x ".join(f"{n}={s}" for n, s in mesh.shape.items())
-    return Grid(
+    return DeviceGrid(
         (f"mesh {title}: {counted(mesh.size, kind + ' device')}, {counted(processes, 'process', 'es')}",),
         [[f"{name}={i}" for i in range(size)] for name, size in mesh.shape.items()],
         {at: (device.id,) for at, device in np.ndenumerate(mesh.devices)},

@@ -7,13 +7,13 @@ key per global example (`example_keys`, `dropout`): the draws are then the same 
 from __future__ import annotations
 
 import zlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import Axis, at_least, bound
-from shardkit._arguments.kinds import Key
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Key, typed
 
 
 @typed
@@ -116,11 +116,10 @@ def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
             f"fold_keys: data must have a shape that broadcasts with the keys' {_keys_shape(keys)}; got "
             f"{jnp.shape(data)}. Insert dims of size 1."
         ) from None
-    folded = jnp.broadcast_to(keys, shape + raw), jnp.broadcast_to(data, shape)
     fold = jax.random.fold_in
     for _ in shape:
         fold = jax.vmap(fold)
-    return fold(*folded)
+    return fold(jnp.broadcast_to(keys, shape + raw), jnp.broadcast_to(data, shape))
 
 
 @typed
@@ -159,7 +158,7 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
             f"dropout: keys_b must have one key per example; got keys of shape {keys_b.shape} for examples of shape "
             f"{x_b.shape}. Pass the keys that the loss function receives with the batch."
         )
-    draw = lambda key: jax.random.bernoulli(key, 1 - rate, x_b.shape[len(shape) :])  # noqa: E731
+    draw = partial(jax.random.bernoulli, p=1 - rate, shape=x_b.shape[len(shape) :])
     for _ in shape:
         draw = jax.vmap(draw)
     return jnp.where(draw(keys_b), x_b / jnp.asarray(1 - rate, x_b.dtype), jnp.zeros_like(x_b))

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import Axis, at_least, divisor, finite, positive
-from shardkit._arguments.kinds import Key
-from shardkit._arguments.typed import check_fields, typed
+from shardkit._arguments.typed import Key, check_fields, typed
 from shardkit.meshes.layout import specs_from_rules
 from shardkit.remat.recompute import Remat, policy_of
 

@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import quoted
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import all_axes, canonical, path_name, spec_axes
 from shardkit.plans.placement import Layout, map_layouts
 from shardkit.plans.plan import Placement, Plan

@@ -33,7 +33,7 @@ class Sums(NamedTuple):
     means: Any
 
 
-class State(NamedTuple):
+class LoopState(NamedTuple):
     """The carry of the loop over ticks. A buffer is a list of arrays `[slots + 1, ...]`, whose last slot is scratch."""
 
     inputs: Leaves
@@ -93,7 +93,7 @@ class Ops(NamedTuple):
     split: TwoHalves | None
     exclusion: Exclusion
 
-    def forward(self, state: State, at: Row) -> tuple[State, Leaves]:
+    def forward(self, state: LoopState, at: Row) -> tuple[LoopState, Leaves]:
         """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""
         p, given, x = self.pieces, self._given(at, "forward"), row(state.inputs, at["forward_input"])
 
@@ -106,12 +106,13 @@ class Ops(NamedTuple):
             state = state._replace(saved=write(state.saved, at["forward_saved"], [*residuals, *y]))
         if not self.train:
             means, last = state.sums.means, (at["forward_stage"] == self.last) & (at["forward_on"] > 0)
-            with_head = lambda: added(means, p.head(self.shared, given, y))  # noqa: E731
-            means = self.exclusion.choose(last, with_head, lambda: means, p.head)
+            means = self.exclusion.choose(
+                last, lambda: added(means, p.head(self.shared, given, y)), lambda: means, p.head
+            )
             state = state._replace(sums=state.sums._replace(means=means))
         return state, y
 
-    def backward(self, state: State, at: Row) -> tuple[State, Leaves]:
+    def backward(self, state: LoopState, at: Row) -> tuple[LoopState, Leaves]:
         """B: the gradients of a stage's input and of its weights."""
 
         def through(layers: Leaves, given: Given, residuals: Leaves, dy: Leaves) -> tuple[Leaves, Leaves, Leaves]:
@@ -121,7 +122,7 @@ class Ops(NamedTuple):
         state, dx, _ = self._back(state, at, through, [])
         return state, dx
 
-    def input_gradient(self, state: State, at: Row, whole: bool) -> tuple[State, Leaves]:
+    def input_gradient(self, state: LoopState, at: Row, whole: bool) -> tuple[LoopState, Leaves]:
         """I: the gradient of a stage's input. Where `whole`, some devices run B in this tick: I, and W at once."""
         split = self.split
         assert split
@@ -135,7 +136,7 @@ class Ops(NamedTuple):
         state, dx, found = self._back(state, at, through, split.residuals)
         return state._replace(weight_residuals=write(state.weight_residuals, at["backward_kept"], found)), dx
 
-    def weight_gradient(self, state: State, at: Row) -> State:
+    def weight_gradient(self, state: LoopState, at: Row) -> LoopState:
         """W: the gradients of a stage's weights, from the residuals of I."""
         given, residuals = self._given(at, "weight"), row(state.weight_residuals, at["weight_kept"])
         on = at["weight_on"] > 0
@@ -143,8 +144,8 @@ class Ops(NamedTuple):
         return state._replace(sums=state.sums._replace(layers=layers))
 
     def _back(
-        self, state: State, at: Row, through: Callable[..., tuple[Leaves, Leaves, Leaves]], residuals: list[Any]
-    ) -> tuple[State, Leaves, Leaves]:
+        self, state: LoopState, at: Row, through: Callable[..., tuple[Leaves, Leaves, Leaves]], residuals: list[Any]
+    ) -> tuple[LoopState, Leaves, Leaves]:
         """A backward pass: `through` the stage, after the head on the last and before the embedding on the first.
 
         Returns:
@@ -167,10 +168,14 @@ class Ops(NamedTuple):
                 return added(sums.means, means), added(sums.shared, grads), dy
 
             last = (at["backward_stage"] == self.last) & (on > 0)
-            unchanged = lambda: (sums.means, sums.shared, received)  # noqa: E731
-            means, shared, dy = self.exclusion.choose(last, head, unchanged, p.head_backward)
+            means, shared, dy = self.exclusion.choose(
+                last, head, lambda: (sums.means, sums.shared, received), p.head_backward
+            )
             layers, dx, found = through(sums.layers, given, residuals, dy)
-            embed = lambda: added(shared, p.embed_backward(self.shared, given, dx))  # noqa: E731
+
+            def embed() -> Leaves:
+                return added(shared, p.embed_backward(self.shared, given, dx))
+
             shared = self.exclusion.choose(first, embed, lambda: shared, p.embed_backward)
             return Sums(layers, shared, means), dx, found
 

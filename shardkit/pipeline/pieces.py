@@ -26,7 +26,7 @@ from shardkit.remat.recompute import Halves, Mask, Traced, halves, learnable
 from shardkit.remat.regather import learned
 
 
-class Model(NamedTuple):
+class StagedModel(NamedTuple):
     """What the user passes.
 
     Attributes:
@@ -88,7 +88,7 @@ class Pieces:
         stage: `(given, x) -> y`.
     """
 
-    def __init__(self, model: Model, shared: Any, given: Given, axes: Axis | tuple[()], least: int):
+    def __init__(self, model: StagedModel, shared: Any, given: Given, axes: Axis | tuple[()], least: int):
         self._model, self._shared, self._given, self._axes, self._least = model, shared, given, axes, least
         tree = eval_shape(lambda s, g: vary(call_sealed(model.embed, s, g.batch, g.keys), axes), shared, given)
         known = None
@@ -185,9 +185,10 @@ class Pieces:
 
         def run(cut: Callable[[Any], Any], x: Any) -> Any:
             layers, here = jax.tree.map(cut, (given.layers, numbers))
-            stage = lambda layers: self._model.stage(  # noqa: E731
-                (layers, here) if self._model.layer_numbers else layers, x, given.keys
-            )
+
+            def stage(layers: Any) -> Any:
+                return self._model.stage((layers, here) if self._model.layer_numbers else layers, x, given.keys)
+
             return call_sealed(stage, layers, at="layers")
 
         x = run(lambda leaf: leaf[: self._least], x)

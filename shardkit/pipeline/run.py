@@ -1,112 +1,306 @@
-"""A pipeline's share of a step on one device: the microbatches of its stages, by the table of a schedule."""
+"""The GradFn and the loss of a pipeline: on each device the microbatches of its stages, by the table of a schedule.
+
+Every device runs the same loop. A tick is forward, backward and weight gradient, each where some device runs it then,
+followed by the moves to the neighbors. A device reads its own column of the table; `ops.py` holds what it computes.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from shardkit._arguments.checks import bound, named, quoted
-from shardkit._jax.compat import eval_shape
-from shardkit.collectives import axis_index, axis_size, vary
+from shardkit._arguments.checks import Axis, bound, named, quoted
+from shardkit._jax.compat import eval_shape, varying_axes
+from shardkit.collectives import axis_index, axis_size, shift, vary
+from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import split_microbatches, take_microbatch
-from shardkit.on_device.handles import parts, unsealed
+from shardkit.on_device.frozen import check_trained, chosen
+from shardkit.on_device.gradient import Mean
+from shardkit.on_device.handles import is_handle, part_gradient, parts, unsealed, with_parts
+from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.pipeline.divergent import refuse_divergent, refuse_mixed
-from shardkit.pipeline.executor import Executor
-from shardkit.pipeline.ops import BRANCHED, MASKED, Ops, Sums
-from shardkit.pipeline.pieces import Given, Model, Pieces
+from shardkit.pipeline.ops import BRANCHED, MASKED, LoopState, Ops, Sums, write
+from shardkit.pipeline.pieces import Given, Pieces, StagedModel
+from shardkit.pipeline.split_backward import TwoHalves
 from shardkit.schedules import Schedule, Stages
+from shardkit.schedules.table import FIELDS, Segment, Table
 
 Mode = Literal["masked", "branch"]
 
 
-def run(
-    model: Model,
-    schedule: Schedule,
-    stages: Stages,
-    params: Any,
-    batch: Any,
-    keys: Any,
-    scale: Any,
-    mode: Mode,
-    recompute: bool,
-    *,
-    train: bool,
-) -> Sums:
-    """The sums over all microbatches on this device."""
-    where, p, v = model.where, schedule.devices, schedule.chunks
-    names = bound(where, stages.axis)
-    if axis_size(names) != p:
-        raise ValueError(
-            f"{where}: the schedule must be for the devices of {named(names)}; it is for {p} and there are "
-            f"{axis_size(names)}. Make one with devices={axis_size(names)}."
-        )
-    if not isinstance(params, Mapping) or "layers" not in params:
-        found = quoted(params) if isinstance(params, Mapping) else type(params).__name__
-        raise ValueError(
-            f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put the "
-            "stack of layers under 'layers', and everything else beside it."
-        )
-    live = live_axes(where, names, *jax.tree.leaves(params))
-    device = axis_index(names) if live else jnp.int32(0)
-    params = vary(unsealed(dict(params)), live)  # gradients stay unreduced until the step sums them
-    layers, shared = params.pop("layers"), params
-    rows = jax.tree.leaves(layers)[0].shape[0]
-    each = stages.layers_per_stage or stages.layers_of(rows * p)
-    _check_divides(where, (batch, keys), schedule.microbatches)
-    microbatches = split_microbatches((batch, keys), schedule.microbatches)
-    starts, counts = np.concatenate([[0], np.cumsum(each)[:-1]]).astype(np.int32), np.array(each, np.int32)
-    stacks = jax.tree.map(lambda leaf: leaf.reshape(v, rows // v, *leaf.shape[1:]), layers)
+def gradient_of(
+    model: StagedModel, schedule: Schedule, stages: Stages, mode: Mode, recompute: bool, trained: Any = None
+) -> PipelineGradFn:
+    """The GradFn of a model in pieces."""
+    check_trained(trained)
+    execution = Execution(model, schedule, stages, mode, recompute)
 
-    def given(stage: Any, chunk: Any, microbatch: Any) -> Given:
-        batch, keys = take_microbatch(microbatches, microbatch)
-        return Given(
-            take_microbatch(stacks, chunk), jnp.asarray(starts)[stage], jnp.asarray(counts)[stage], batch, keys
-        )
+    def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
+        opened = with_parts(params, parts(params))
+        sums = execution.sums(opened, batch, keys, scale)
+        layers = jax.tree.leaves(parts(opened["layers"]))
+        stack = [total.reshape(leaf.shape) for total, leaf in zip(sums.layers, layers, strict=True)]
+        grads = sums.shared | {"layers": jax.tree.unflatten(jax.tree.structure(parts(opened["layers"])), stack)}
+        grads = jax.tree.map(_left, params, grads, is_leaf=is_handle)
+        means = dict(sums.means)
+        some, _, gradients = chosen({name: grads[name] for name in params}, trained)
+        return means.pop("loss"), means, gradients(some)
 
-    zero = vary(jnp.int32(0), live)
-    pieces = Pieces(model, shared, eval_shape(given, zero, zero, zero), live, min(each))
-    if mode == "branch":
-        traced = [pieces.embed, *([pieces.forward, pieces.backward] if train else [pieces.stage])]
-        traced += [pieces.embed_backward, pieces.head_backward] if train else [pieces.head]
-        refuse_divergent(f"{where}: mode='branch'", [t.jaxpr for t in traced], names, "Use mode='masked'.")
-    elif live:
-        traced = [pieces.embed, pieces.stage, pieces.head_backward if train else pieces.head]
-        refuse_mixed(where, [t.jaxpr for t in traced], names)
-    table = schedule.table(saved=not recompute)
-    splits = train and any("I" in segment.ops for segment in table.segments)
-    if splits and pieces.split.whole:
+    return PipelineGradFn(stages, grad_fn, schedule)
+
+
+def loss_of(model: StagedModel, schedule: Schedule, stages: Stages, mode: Mode) -> PipelineLoss:
+    """The loss of a model in pieces, by the forward actions of the schedule."""
+    forward = schedule.forward()
+    execution = Execution(model, forward, stages, mode, train=False)
+
+    def loss(params: Any, batch: Any, keys: Any) -> tuple[Mean, dict[str, Mean]]:
+        means = dict(execution.sums(params, batch, keys).means)
+        return means.pop("loss"), means
+
+    return PipelineLoss(stages, loss, forward)
+
+
+def _left(node: Any, grad: Any) -> Any:
+    """The gradient of a leaf as it leaves the GradFn: of a lazy leaf with `entry`, that of its part."""
+    return part_gradient(node, grad) if is_handle(node) and node.entry else grad
+
+
+class Execution(NamedTuple):
+    """A model in pieces and how it is run.
+
+    Attributes:
+        model: the pieces.
+        schedule: the table.
+        stages: which layers are where.
+        mode: what a device does in an op that is another's: "masked" the same, "branch" nothing.
+        recompute: whether backward passes compute their residuals again.
+        train: whether there are backward passes.
+    """
+
+    model: StagedModel
+    schedule: Schedule
+    stages: Stages
+    mode: Mode
+    recompute: bool = False
+    train: bool = True
+
+    def sums(self, params: Any, batch: Any, keys: Any, scale: Any = 1) -> Sums:
+        """The sums over all microbatches on this device."""
+        where, p, v = self.model.where, self.schedule.devices, self.schedule.chunks
+        names = bound(where, self.stages.axis)
+        self._check(names, params, (batch, keys))
+        live = live_axes(where, names, *jax.tree.leaves(params))
+        device = axis_index(names) if live else jnp.int32(0)
+        params = vary(unsealed(dict(params)), live)  # gradients stay unreduced until the step sums them
+        layers, shared = params.pop("layers"), params
+        rows = jax.tree.leaves(layers)[0].shape[0]
+        each = self.stages.layers_per_stage or self.stages.layers_of(rows * p)
+        microbatches = split_microbatches((batch, keys), self.schedule.microbatches)
+        starts, counts = np.concatenate([[0], np.cumsum(each)[:-1]]).astype(np.int32), np.array(each, np.int32)
+        stacks = jax.tree.map(lambda leaf: leaf.reshape(v, rows // v, *leaf.shape[1:]), layers)
+
+        def given(stage: Any, chunk: Any, microbatch: Any) -> Given:
+            batch, keys = take_microbatch(microbatches, microbatch)
+            layers = take_microbatch(stacks, chunk)
+            return Given(layers, jnp.asarray(starts)[stage], jnp.asarray(counts)[stage], batch, keys)
+
+        zero = vary(jnp.int32(0), live)
+        pieces = Pieces(self.model, shared, eval_shape(given, zero, zero, zero), live, min(each))
+        self._check_collectives(pieces, names, bool(live))
+        table = self.schedule.table(saved=not self.recompute)
+        ops = Ops(
+            pieces,
+            given,
+            shared,
+            jnp.asarray(scale, jnp.float32),
+            last=p * v - 1,
+            saves=self.train and not self.recompute,
+            train=self.train,
+            split=self._split(pieces, table),
+            exclusion=BRANCHED if self.mode == "branch" else MASKED,
+        )
+        executor = Executor(table, ops, live or None, wrap=v > 1 and self.schedule.placement == "loop")
+        return executor.run(jax.tree.leaves(parts(stacks)), device)
+
+    def _check(self, names: tuple[str, ...], params: Any, examples: Any) -> None:
+        """Refuses a mesh, parameters or examples that the schedule does not fit."""
+        where, count = self.model.where, self.schedule.microbatches
+        if axis_size(names) != self.schedule.devices:
+            raise ValueError(
+                f"{where}: the schedule must be for the devices of {named(names)}; it is for {self.schedule.devices} "
+                f"and there are {axis_size(names)}. Make one with devices={axis_size(names)}."
+            )
+        if not isinstance(params, Mapping) or "layers" not in params:
+            found = quoted(params) if isinstance(params, Mapping) else type(params).__name__
+            raise ValueError(
+                f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put the "
+                "stack of layers under 'layers', and everything else beside it."
+            )
+        sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(examples) if leaf.ndim})
+        if any(size % count for size in sizes):
+            raise ValueError(
+                f"{where}: a device's examples must be divisible by the schedule's microbatches; got "
+                f"{', '.join(map(str, sizes))} examples for {count} microbatches. Choose another batch or a schedule "
+                "for other microbatches."
+            )
+
+    def _check_collectives(self, pieces: Pieces, names: tuple[str, ...], several: bool) -> None:
+        """Refuses collectives of the pieces that would wait for devices that do something else."""
+        if self.mode == "branch":
+            traced = [pieces.embed, *([pieces.forward, pieces.backward] if self.train else [pieces.stage])]
+            traced += [pieces.embed_backward, pieces.head_backward] if self.train else [pieces.head]
+            where = f"{self.model.where}: mode='branch'"
+            refuse_divergent(where, [t.jaxpr for t in traced], names, "Use mode='masked'.")
+        elif several:
+            traced = [pieces.embed, pieces.stage, pieces.head_backward if self.train else pieces.head]
+            refuse_mixed(self.model.where, [t.jaxpr for t in traced], names)
+
+    def _split(self, pieces: Pieces, table: Table) -> TwoHalves | None:
+        """The two halves of a backward pass, where the schedule and the stage have them."""
+        if not self.train or not any("I" in segment.ops for segment in table.segments):
+            return None
+        if not pieces.split.whole:
+            return pieces.split
         warnings.warn(
-            f"{where}: the schedule splits backward passes, but those of this stage run whole, in place of I. "
-            f"{pieces.split.why}",
-            stacklevel=3,
+            f"{self.model.where}: the schedule splits backward passes, but those of this stage run whole, in place of "
+            f"I. {pieces.split.why}",
+            stacklevel=4,
         )
-    ops = Ops(
-        pieces,
-        given,
-        shared,
-        jnp.asarray(scale, jnp.float32),
-        last=p * v - 1,
-        saves=train and not recompute,
-        train=train,
-        split=pieces.split if splits and not pieces.split.whole else None,
-        exclusion=BRANCHED if mode == "branch" else MASKED,
-    )
-    executor = Executor(table, ops, live or None, wrap=v > 1 and schedule.placement == "loop")
-    return executor.run(jax.tree.leaves(parts(stacks)), device)
+        return None
 
 
-def _check_divides(where: str, tree: Any, count: int) -> None:
-    """Refuses examples that do not divide into the schedule's microbatches."""
-    sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(tree) if leaf.ndim})
-    if any(size % count for size in sizes):
-        raise ValueError(
-            f"{where}: a device's examples must be divisible by the schedule's microbatches; got "
-            f"{', '.join(map(str, sizes))} examples for {count} microbatches. Choose another batch or a schedule for "
-            "other microbatches."
+class Executor(NamedTuple):
+    """Runs a table.
+
+    Attributes:
+        table: ticks, ops and slots.
+        ops: what a device computes.
+        axis: the pipe axis; None for one device.
+        wrap: whether the last device's neighbor is the first.
+    """
+
+    table: Table
+    ops: Ops
+    axis: Axis | None
+    wrap: bool
+
+    def run(self, layers: list[jax.Array], device: Any) -> Sums:
+        """All ticks of this device; `layers` are the parts of the stack, `[chunks, layers, ...]`."""
+        slots, p, train, split = self.table.slots, self.ops.pieces, self.ops.train, self.ops.split
+        buffers = (
+            (slots.inputs, p.x),
+            (slots.saved, [*p.forward.out[1], *p.x] if self.ops.saves else []),
+            (slots.cotangents, p.moving.split(p.x)[0]),
+            (slots.kept, split.residuals if split else []),
         )
+        means = p.head_backward.out[0] if train else p.head.out
+        wide = partial(jax.tree.map, wide_zeros)
+        learned = (layers, parts(self.ops.shared)) if train else ([], [])
+        sums = Sums(wide(learned[0]), wide(learned[1]), wide(means))
+        inputs, saved, cotangents, residuals = (
+            [typed_zeros(x, shape=(count + 1, *x.shape)) for x in leaves] for count, leaves in buffers
+        )
+        state = LoopState(inputs, saved, cotangents, residuals, sums)
+        # A constant of the program, in as few bytes as hold its numbers, of which a device reads its column once.
+        rows = jnp.asarray(self.table.rows.astype(np.min_scalar_type(self.table.rows.max())))
+        mine = lax.dynamic_index_in_dim(rows, device, 1, keepdims=False).astype(jnp.int32)
+        for segments, times in _rounds(self.table.segments):
+            begin, ticks = segments[0].begin, sum(segment.ticks for segment in segments)
+            rows = mine[begin : begin + times * ticks].reshape(times, ticks, -1)
+            once = partial(self._round, segments)
+            state, _ = once(state, rows[0]) if times == 1 else lax.scan(once, state, rows)
+        return state.sums
+
+    def _round(self, segments: Sequence[Segment], state: LoopState, rows: jax.Array) -> tuple[LoopState, None]:
+        for segment in segments:
+            at = segment.begin - segments[0].begin
+            here = rows[at : at + segment.ticks]
+            nowhere = [getattr(self.table.slots, _buffer(field)) for field in segment.moves]
+            columns = np.array([FIELDS.index(field) for field in segment.moves], int)
+            places = jnp.concatenate([jnp.array([nowhere], jnp.int32), here[:, columns]])
+            none = [[typed_zeros(x) for x in self._moved(field)] for field in segment.moves]
+            (state, moved), _ = lax.scan(partial(self._tick, segment), (state, none), (here, places[:-1]))
+            state = _arrived(state, segment, moved, places[-1])
+        return state, None
+
+    def _moved(self, field: str) -> list[Any]:
+        """The arrays that a move sends."""
+        return self.ops.pieces.x if _buffer(field) == "inputs" else self.ops.pieces.moving.split(self.ops.pieces.x)[0]
+
+    def _tick(self, segment: Segment, carry: Any, row: Any) -> tuple[Any, None]:
+        # What moved at the end of a tick is written to its slot at the start of the next: a buffer that is written
+        # before it is read is updated in place, where the compiler would otherwise copy it.
+        (state, moved), (row, places) = carry, row
+        state = _arrived(state, segment, moved, places)
+        at = {field: row[k] for k, field in enumerate(FIELDS)}
+        results: dict[str, list[jax.Array]] = {}
+        if "F" in segment.ops:
+            # The backward pass starts after the forward pass: their temporary memory would add up.
+            state, results["inputs"] = _complete(self.ops.forward(state, at))
+        if self.ops.split and "I" in segment.ops:
+            state, results["cotangents"] = self.ops.input_gradient(state, at, whole="B" in segment.ops)
+        elif self.ops.train and {"B", "I"} & set(segment.ops):
+            state, results["cotangents"] = self.ops.backward(state, at)
+        if self.ops.split and "W" in segment.ops:
+            state = self.ops.weight_gradient(state, at)
+        return (state, [self._sent(results[_buffer(field)], field) for field in segment.moves]), None
+
+    def _sent(self, leaves: list[jax.Array], field: str) -> list[jax.Array]:
+        """What a neighbor, or the device itself, receives."""
+        side = field.split("_")[-1]
+        if side == "self" or self.axis is None:
+            return leaves
+        return list(shift(leaves, self.axis, by=1 if side == "left" else -1, wrap=self.wrap))
+
+
+def _rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment], int]]:
+    """Runs of segments that repeat, and how often: the program holds a run once.
+
+    On one or two devices a segment has only a few ticks, and the program would grow with the microbatches.
+    """
+    kinds = [(segment.ops, segment.ticks, segment.moves) for segment in segments]
+    at = 0
+    while at < len(kinds):
+        width, times = 1, 1
+        for size in range(2, (len(kinds) - at) // 2 + 1):
+            count = 1
+            while kinds[at + count * size : at + (count + 1) * size] == kinds[at : at + size]:
+                count += 1
+            if count > 1 and count * size > times * width:
+                width, times = size, count
+        yield segments[at : at + width], times
+        at += times * width
+
+
+def _buffer(field: str) -> str:
+    """The buffer that a move fills."""
+    return f"{field.split('_')[0]}s"
+
+
+def _arrived(state: LoopState, segment: Segment, moved: list[list[jax.Array]], places: jax.Array) -> LoopState:
+    """The state with what has moved, in its slots."""
+    for k, (field, leaves) in enumerate(zip(segment.moves, moved, strict=True)):
+        name = _buffer(field)
+        state = state._replace(**{name: write(getattr(state, name), places[k], leaves)})  # type: ignore[arg-type]
+    return state
+
+
+def _complete(tree: Any) -> Any:
+    """A barrier: what comes after it starts when the whole tree is computed."""
+    leaves, structure = jax.tree.flatten(tree)
+    places: dict[frozenset[str], list[int]] = {}
+    for k, leaf in enumerate(leaves):
+        places.setdefault(frozenset(varying_axes(leaf)), []).append(k)
+    for alike in places.values():  # one barrier would type all of them as varying over the axes of any
+        for k, leaf in zip(alike, lax.optimization_barrier([leaves[k] for k in alike]), strict=True):
+            leaves[k] = leaf
+    return jax.tree.unflatten(structure, leaves)

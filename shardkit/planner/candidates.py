@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardkit import cost
-from shardkit._arguments.kinds import ITERABLE
-from shardkit._arguments.typed import check_kind
+from shardkit._arguments.typed import ITERABLE, check_kind
 
 REMAT = ("none", "selective", "full")
 

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least, axis_names, dim_of, quoted, sized
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import canonical, local_shape, path_name, split_dims
 from shardkit.plans.describe import Planned, PlanTable, mesh_of, plan_table

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import named
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import eval_shape
 from shardkit.collectives.axes import vary_like
 from shardkit.on_device.batch import split_microbatches

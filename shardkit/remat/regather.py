@@ -88,7 +88,9 @@ def _with_derivative(
     possible = jax.tree.leaves(jax.tree.map(learned, jax.tree.unflatten(tree, leaves), is_leaf=is_handle))
 
     def primal(weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
-        run = lambda x: jax.tree.leaves(layer(weights, x, constants=shared))  # noqa: E731
+        def run(x: Any) -> list[Any]:
+            return jax.tree.leaves(layer(weights, x, constants=shared))
+
         return (run(x) if microbatches == 1 else jax.lax.map(run, x)), []
 
     # One trace of a call may serve several: jax.jit and jax.checkpoint keep it. What is wanted may differ between them,

@@ -29,7 +29,7 @@ from shardkit.plans.describe import PlanTable
 from shardkit.schedules import Schedule
 
 
-class Leaf(NamedTuple):
+class ArgumentLeaf(NamedTuple):
     """An array among the arguments of a step, as texts.
 
     Attributes:
@@ -73,7 +73,7 @@ class StepReport:
     step: str
     target: str
     mesh: dict[str, int]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ArgumentLeaf, ...]
     census: Census
     findings: tuple[Finding, ...]
     audit: Audit | None
@@ -194,14 +194,14 @@ def arrays_of(step: Step) -> dict[tuple[str, str], Any]:
     return out
 
 
-def leaves_of(step: Step) -> list[Leaf]:
+def leaves_of(step: Step) -> list[ArgumentLeaf]:
     """Every array among the arguments of a step, as texts."""
     out = []
     for (argument, name), leaf in arrays_of(step).items():
         shape, dtype, spec, local, devices = held_as(leaf)
         if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
             spec, local, devices = "the compiler's choice", "?", "?"
-        out.append(Leaf(argument, name, shape, dtype, spec, local, devices, shard_bytes(leaf)))
+        out.append(ArgumentLeaf(argument, name, shape, dtype, spec, local, devices, shard_bytes(leaf)))
     return out
 
 

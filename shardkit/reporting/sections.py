@@ -14,7 +14,7 @@ from shardkit.analysis.hlo.report import size
 from shardkit.analysis.jaxpr.census import Row
 from shardkit.reporting import pictures
 from shardkit.reporting.html import Html, Part, bars, block, element, figures, joined, part, table
-from shardkit.reporting.read import Facts, Leaf
+from shardkit.reporting.read import ArgumentLeaf, Facts
 from shardkit.viz.bars import duration
 
 
@@ -98,7 +98,7 @@ def layout(facts: Facts) -> Part:
             element("p", total),
             table(caption, head, rows, numbers=("bytes/device",), wide=("why",)),
         ]
-    arguments: dict[str, list[Leaf]] = {}
+    arguments: dict[str, list[ArgumentLeaf]] = {}
     for leaf in facts.found.leaves:
         arguments.setdefault(leaf.argument, []).append(leaf)
     for name, leaves in arguments.items():
@@ -152,9 +152,10 @@ def findings(facts: Facts) -> Part:
     found, audit = facts.found.findings, facts.found.audit
     items = []
     for each in found:
-        head = element("strong", each.rule), " at " * bool(each.source), element("code", each.source)
+        rule, source = element("strong", each.rule), element("code", each.source)
         remedy = element("span", each.remedy, class_="quiet")
-        items.append(element("li", *head, element("br"), each.message, element("br"), remedy))
+        at = " at " if each.source else ""
+        items.append(element("li", rule, at, source, element("br"), each.message, element("br"), remedy))
     shown = element("ol", *items, class_="findings") if items else element("p", "No rule is broken.")
     left = [element("p", f"Not tried: {each}.", class_="quiet") for each in (audit.skipped if audit else ())]
     return part("Findings", shown, *left)
@@ -181,8 +182,15 @@ def compiled(facts: Facts) -> Part:
     listed = element("ul", *(element("li", each) for each in changes))
     same = element("p", "Nothing: the program communicates as written.")
     head = element("h3", "What the compiler changed")
-    shown = pictures.memory(facts), _memory(memory), pictures.overlap(facts), _collectives(facts)
-    return part("As compiled", *shown, head, listed if changes else same)
+    return part(
+        "As compiled",
+        pictures.memory(facts),
+        _memory(memory),
+        pictures.overlap(facts),
+        _collectives(facts),
+        head,
+        listed if changes else same,
+    )
 
 
 def _memory(memory: Memory) -> Html:

@@ -7,6 +7,9 @@ A layout is, for each dim, the axes that split it, major to minor. Four kinds of
 - `ppermute` puts the axes of a layout in another order, where every dim stays split into as many parts;
 - `all_gather` removes axes from the minor end of a dim.
 
+A `view` has more dims than the array. A dim that axes split in two ways, as `R[x, y]` and `R[y]`, is several dims
+there, one for each part that the layouts treat apart, so that axes can move between the parts of a dim as between dims.
+
 Each gives every device the part that the next layout assigns to it, so any chain of steps is right, and the search
 takes the one that sends least. No layout on the way has larger shards than the larger of source and target.
 
@@ -23,23 +26,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from shardkit.resharding.views import (
-    Axes,
-    DimAxes,
-    Ends,
-    Shape,
-    elements_of,
-    local_of,
-    shared,
-    taken_apart,
-    view,
-    ways_of,
-)
+Ends = Literal["last", "none", "all"]
+Axes = tuple[str, ...]
+DimAxes = tuple[Axes, ...]
+Shape = tuple[int, ...]
+View = tuple[Shape, Shape, DimAxes, DimAxes, Mapping[str, int], Mapping[str, Shape]]
 
 MOST_PARTS = 6  # of axes that are split into parts: with more, the search takes seconds
 
 
-class Step(NamedTuple):
+class MoveStep(NamedTuple):
     """One step of a redistribution.
 
     Attributes:
@@ -99,7 +95,7 @@ class Redistribution(NamedTuple):
     axes: tuple[tuple[str, int], ...]
     parts: tuple[tuple[str, Shape], ...]
     source: DimAxes
-    steps: tuple[Step, ...]
+    steps: tuple[MoveStep, ...]
     sent: int
     least: int
     held: tuple[int, ...]
@@ -161,7 +157,7 @@ def _search(
     largest = max(elements_of(shape, split, sizes) for split in (source, target))
     least = least_received(shape, source, target, sizes)
     number = itertools.count()  # layouts are not compared
-    queue: list[tuple[int, int, int, int, int, DimAxes, tuple[Step, ...]]] = [(least, 0, 0, 0, 0, source, ())]
+    queue: list[tuple[int, int, int, int, int, DimAxes, tuple[MoveStep, ...]]] = [(least, 0, 0, 0, 0, source, ())]
     done = set()
     while True:
         _, count, held, _, sent, split, steps = heapq.heappop(queue)
@@ -180,7 +176,7 @@ def _search(
     return Redistribution(shape, dims, tuple(sizes.items()), tuple(parts.items()), source, steps, sent, least, shards)
 
 
-def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[Step]:
+def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
     """The steps that lead out of a layout."""
     local = local_of(shape, split, sizes)
     elements = math.prod(local)
@@ -188,13 +184,13 @@ def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, in
     unused = [axis for axis in sizes if axis not in used]
     for dim, axis in itertools.product(range(len(shape)), unused):
         if local[dim] % sizes[axis] == 0:
-            yield Step("slice", split, _replaced(split, dim, (*split[dim], axis)), 0)
+            yield MoveStep("slice", split, _replaced(split, dim, (*split[dim], axis)), 0)
     for dim, axes in enumerate(split):
         for start in range(len(axes)):
             gathered = elements * (ways_of(axes[start:], sizes) - 1)
-            yield Step("all_gather", split, _replaced(split, dim, axes[:start]), gathered)
+            yield MoveStep("all_gather", split, _replaced(split, dim, axes[:start]), gathered)
     for after in _exchanges(split, target):
-        step = Step("all_to_all", split, after, 0)
+        step = MoveStep("all_to_all", split, after, 0)
         if all(local[dim] % ways_of(axes, sizes) == 0 for dim, axes in enumerate(step.arriving())):
             moved = [axis for axes in step.arriving() for axis in axes]
             yield step._replace(sent=elements - elements // ways_of(moved, sizes))
@@ -203,7 +199,7 @@ def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, in
     rest = tuple(axis for axis in used if not any(axis in axes for axes in home))
     for after in _arrangements(rest, home, ways, sizes):
         if after != split:
-            yield Step("ppermute", split, after, elements)
+            yield MoveStep("ppermute", split, after, elements)
 
 
 def _exchanges(split: DimAxes, target: DimAxes) -> Iterator[DimAxes]:
@@ -265,7 +261,7 @@ def least_received(shape: Shape, source: DimAxes, target: DimAxes, sizes: Mappin
     return elements_of(shape, target, sizes) - overlap
 
 
-def permutation(step: Step, sizes: Mapping[str, int]) -> tuple[Axes, list[tuple[int, int]]]:
+def permutation(step: MoveStep, sizes: Mapping[str, int]) -> tuple[Axes, list[tuple[int, int]]]:
     """The axes of a ppermute, and its (source, target) pairs as joint indices over them, the first axis major."""
     changed = [dim for dim, (a, b) in enumerate(zip(step.before, step.after, strict=True)) if a != b]
     axes = tuple(axis for dim in changed for axis in step.before[dim])
@@ -291,3 +287,73 @@ def _replaced(split: DimAxes, dim: int, axes: Axes) -> DimAxes:
 
 def _names(axes: Axes) -> str:
     return ", ".join(axes) or "()"
+
+
+def shared(a: Axes, b: Axes) -> Axes:
+    """The axes with which both begin."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return tuple(axis for axis, _ in pairs)
+
+
+def ways_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """Into how many parts these axes split a dim."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def local_of(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shape:
+    """The shape of a shard."""
+    return tuple(size // ways_of(axes, sizes) for size, axes in zip(shape, split, strict=True))
+
+
+def elements_of(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> int:
+    """The elements of a shard."""
+    return math.prod(local_of(shape, split, sizes))
+
+
+def taken_apart(source: DimAxes, target: DimAxes, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """The parts of axes, cut wherever one layout ends a part of a dim inside an axis of the other."""
+    for pair in zip(source, target, strict=True):
+        for ours, theirs in (pair, pair[::-1]):
+            ends = {end for _, _, _, end in _spans(ours, parts)}
+            for axis, part, start, end in _spans(theirs, parts):
+                for cut in ends:
+                    if start < cut < end and cut % start == 0 and end % cut == 0:
+                        sizes = parts[axis]
+                        finer = (*sizes[:part], cut // start, end // cut, *sizes[part + 1 :])
+                        return taken_apart(source, target, {**parts, axis: finer})
+    return parts
+
+
+def _spans(axes: Axes, parts: Mapping[str, Shape]) -> list[tuple[str, int, int, int]]:
+    """For each part of the axes of a dim: its axis, its number, and into how many the dim is split before and after."""
+    spans, ways = [], 1
+    for axis in axes:
+        for part, size in enumerate(parts[axis]):
+            spans.append((axis, part, ways, ways * size))
+            ways *= size
+    return spans
+
+
+def view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str, Shape], cut: Ends) -> View:
+    """An array as one with more dims: each dim is cut where both layouts end a part of it, or have ended.
+
+    `cut` says which of these cuts are made: "last", the one after which the dim is whole in both layouts, "none" or
+    "all".
+    """
+
+    def name(axis: str, part: int) -> str:
+        return axis if len(parts[axis]) == 1 else f"{axis}.{part}"
+
+    sizes = {name(axis, part): size for axis, each in parts.items() for part, size in enumerate(each)}
+    rows: list[tuple[int, int, Axes, Axes]] = []
+    for dim, (size, *layouts) in enumerate(zip(shape, source, target, strict=True)):
+        spans = [_spans(axes, parts) for axes in layouts]
+        ends = [[1, *(end for _, _, _, end in each)] for each in spans]
+        cuts = [c for c in sorted({*ends[0], *ends[1]}) if all(c in e or c % e[-1] == 0 for e in ends)]
+        made = {"last": dict.fromkeys([1, cuts[-1]]), "none": [1], "all": cuts}[cut]
+        for a, b in itertools.pairwise([*made, size]):
+            first, second = (tuple(name(x, part) for x, part, at, end in each if a <= at < b) for each in spans)
+            rows.append((dim, b // a, first, second))
+    rows = [row for row in rows if row[1] != 1]
+    dims, shape, source, target = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return shape, dims, source, target, sizes, {axis: each for axis, each in parts.items() if len(each) > 1}

@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import path_name
 from shardkit.plans.placement import Layout, map_layouts
 from shardkit.plans.plan import Plan

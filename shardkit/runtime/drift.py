@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import sized
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import all_axes
 from shardkit.runtime.data.checksums import shard_checksums
 from shardkit.runtime.data.reading import on_mesh

@@ -16,8 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least, sized
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import axis_index
 from shardkit.meshes.layout import path_name, spec_axes, table
 from shardkit.meshes.rng import step_key
@@ -219,20 +218,30 @@ def triage(
         return on_mesh(state.params, carried.tree, batch, step_key(state.key, state.step), scale)
 
     compiled = AsLaidOut(lambda plan, _: jax.jit(with_auto_axes(partial(observed, plan), given)), plan, axes)
+    return Triage(compiled, sizes)
 
-    def run(state: TrainState, batch: Any) -> TriageReport:
-        loss, weight, inspected = compiled(state._replace(opt_state=None), batch)
+
+class Triage:
+    """`run(state, batch) -> TriageReport`, as `triage` builds it."""
+
+    def __init__(self, compiled: AsLaidOut, sizes: Mapping[str, int]):
+        self._compiled, self._sizes = compiled, sizes
+
+    def __call__(self, state: TrainState, batch: Any) -> TriageReport:
+        """What is not finite."""
+        loss, weight, inspected = self._compiled(state._replace(opt_state=None), batch)
         # jit sorts a dict by its keys; the report is ordered from causes to consequences.
         rows = [
             row
             for name in ("params", "carried", "batch", "means", "grads")
             for path, x in jax.tree_util.tree_leaves_with_path({name: inspected[name]})
-            for row in _places(path_name(path), x, sizes)
+            for row in _places(path_name(path), x, self._sizes)
         ]
         return TriageReport(tuple(rows), float(loss), float(weight))
 
-    run.trace = lambda state, batch: compiled.trace(state._replace(opt_state=None), batch)  # type: ignore[attr-defined]
-    return run
+    def trace(self, state: TrainState, batch: Any) -> Any:
+        """The program of one call, as a jaxpr."""
+        return self._compiled.trace(state._replace(opt_state=None), batch)
 
 
 @partial(jax.jit, static_argnames=("mesh", "specs"))

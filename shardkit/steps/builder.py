@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Optimizer
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Optimizer, typed
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.microbatches import Microbatches

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.kinds import is_array
+from shardkit._arguments.typed import is_array
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.gradient import GradFn, kind
 from shardkit.on_device.groups import Groups

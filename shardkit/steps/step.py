@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.kinds import ARRAYS
-from shardkit._arguments.typed import check_kind
+from shardkit._arguments.typed import ARRAYS, check_kind
 from shardkit._jax import compat
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.advice import warn_of

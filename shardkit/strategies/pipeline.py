@@ -11,9 +11,8 @@ from typing import Any
 from shardkit._arguments.checks import Axis
 from shardkit._arguments.typed import typed
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
-from shardkit.pipeline.functions import gradient_of, loss_of
-from shardkit.pipeline.pieces import Model
-from shardkit.pipeline.run import Mode
+from shardkit.pipeline.pieces import StagedModel
+from shardkit.pipeline.run import Mode, gradient_of, loss_of
 from shardkit.pipeline.stages import stack_plan
 from shardkit.plans.plan import Plan
 from shardkit.schedules import Schedule, Stages
@@ -135,7 +134,7 @@ class Pipeline:
         Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2;
             Qi et al., Zero bubble (arXiv:2401.10241).
         """
-        model = Model(embed, stage, head, layer_numbers, "pipeline.value_and_grad")
+        model = StagedModel(embed, stage, head, layer_numbers, "pipeline.value_and_grad")
         return gradient_of(model, self.schedule, self.stages, mode, recompute, trained)
 
     @partial(typed, where="pipeline.loss")
@@ -155,7 +154,7 @@ class Pipeline:
 
         Cost: the activations once at every tick of `schedule.forward()`.
         """
-        model = Model(embed, stage, head, layer_numbers, "pipeline.loss")
+        model = StagedModel(embed, stage, head, layer_numbers, "pipeline.loss")
         return loss_of(model, self.schedule, self.stages, mode)
 
 

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import quoted, sized
-from shardkit._arguments.kinds import ARRAYS
-from shardkit._arguments.typed import check_kind
+from shardkit._arguments.typed import ARRAYS, check_kind
 from shardkit.meshes.layout import path_name
 
 # Dtypes that differ in one of these differ by more than rounding.
@@ -49,6 +48,11 @@ class Gap(NamedTuple):
 def on(mesh: Mesh) -> str:
     """`on mesh data=2, model=4`."""
     return f"on mesh {sized(mesh.shape.items())}"
+
+
+def is_spec_or_none(x: Any) -> bool:
+    """Whether a pytree of specs ends here."""
+    return x is None or isinstance(x, PartitionSpec)
 
 
 def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Specs
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Specs, typed
 from shardkit.meshes.layout import check_spec, path_name
 from shardkit.on_device.gradient import kind
 from shardkit.testing._compare import (
     first_gap,
     is_float,
+    is_spec_or_none,
     kinds_differ,
     leaves_of,
     magnitude,
@@ -95,22 +95,48 @@ def assert_matches_reference(
             "one argument."
         )
     wanted = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), reference(*args))
-    everything = [x for _, x in leaves_of((list(args), wanted))]
-    if summands is not None and summands < 1:
-        raise ValueError(
-            f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave "
-            "it out, or pass the length of the longest sum."
-        )
-    n = summands if summands is not None else max((x.size for x in everything), default=1)
-    eps = max((float(jnp.finfo(x.dtype).eps) for x in everything if is_float(x)), default=0.0)
+    comparison = _comparison(mesh, args, wanted, summands)
+    modes = ["under jit", "eagerly"] if eager else ["under jit"]
+    for mode in modes:
+        comparison.check(_run(mapped, mode)(*args), wanted, f"{mode}, the result")
+    if not grad:
+        return
+    leaves, structure = jax.tree.flatten(tuple(args))
+    cotangents = _cotangents(wanted)
+    try:
+        gradients = _vjp_of(reference, structure)(leaves, cotangents)
+    except jax.errors.TracerArrayConversionError:
+        raise TypeError(
+            "assert_matches_reference: the reference must be written in jax when gradients are compared; it converts "
+            "its arguments to numpy arrays. Use jax.numpy in it, or pass grad=False."
+        ) from None
+    backward = _vjp_of(mapped, structure)
+    for mode in modes:
+        comparison.check(_run(backward, mode)(leaves, cotangents), gradients, f"{mode}, the gradient of argument")
 
-    def allowed(path: str, leaf: np.ndarray, overall: float) -> float:
+
+class _Comparison(NamedTuple):
+    """How results on a mesh are compared with the reference's.
+
+    Attributes:
+        mesh: the mesh.
+        eps: that of the coarsest floating-point dtype.
+        summands: the number of terms in the longest sum.
+    """
+
+    mesh: Mesh
+    eps: float
+    summands: int
+
+    def allowed(self, path: str, leaf: np.ndarray, overall: float) -> float:
+        """By how much a leaf may differ, given the largest magnitude in all leaves."""
         largest = magnitude(leaf)
-        bound = eps * ((4 + n**0.5) * largest + 4 * overall)
+        bound = self.eps * ((4 + self.summands**0.5) * largest + 4 * overall)
         return min(bound, LARGEST_RELATIVE * max(largest, overall))
 
-    def compare(got: Any, wanted: Any, what: str, mode: str) -> None:
-        where = f"assert_matches_reference: {on(mesh)}, {mode}, {what}"
+    def check(self, got: Any, wanted: Any, what: str) -> None:
+        """Refuses what differs in structure, shape, kind of dtype, between replicas, or by more than is allowed."""
+        where = f"assert_matches_reference: {on(self.mesh)}, {what}"
         wrong = shapes_differ(got, wanted)
         if wrong:
             raise AssertionError(
@@ -130,19 +156,28 @@ def assert_matches_reference(
                     f"{found[1]} differ. Look for an assume_replicated of a value, or a cond with a predicate, that "
                     "differs."
                 )
-        gap = first_gap(got, wanted, allowed)
+        gap = first_gap(got, wanted, self.allowed)
         if gap:
             raise AssertionError(
                 f"{where}{gap.where} must equal the reference; {gap}. Look for a missing or repeated reduction, or "
                 "shards in the wrong order."
             )
 
-    modes = ["under jit", "eagerly"] if eager else ["under jit"]
-    for mode in modes:
-        compare(_run(mapped, mode)(*args), wanted, "the result", mode)
-    if not grad:
-        return
-    leaves, structure = jax.tree.flatten(tuple(args))
+
+def _comparison(mesh: Mesh, args: Any, wanted: Any, summands: int | None) -> _Comparison:
+    if summands is not None and summands < 1:
+        raise ValueError(
+            f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave "
+            "it out, or pass the length of the longest sum."
+        )
+    everything = [x for _, x in leaves_of((list(args), wanted))]
+    n = summands if summands is not None else max((x.size for x in everything), default=1)
+    eps = max((float(jnp.finfo(x.dtype).eps) for x in everything if is_float(x)), default=0.0)
+    return _Comparison(mesh, eps, n)
+
+
+def _cotangents(wanted: Any) -> list[Any]:
+    """A random one for each floating-point leaf, complex where it is complex."""
     rng = np.random.default_rng(zlib.crc32(b"cotangent"))  # not a seed that the caller is likely to use
     cotangents = []
     for y in jax.tree.leaves(wanted):
@@ -151,16 +186,7 @@ def assert_matches_reference(
             draw = draw + 1j * rng.normal(size=np.shape(y))
         if is_float(y):
             cotangents.append(draw.astype(jnp.result_type(y)))
-    try:
-        gradients = _vjp_of(reference, structure)(leaves, cotangents)
-    except jax.errors.TracerArrayConversionError:
-        raise TypeError(
-            "assert_matches_reference: the reference must be written in jax when gradients are compared; it converts "
-            "its arguments to numpy arrays. Use jax.numpy in it, or pass grad=False."
-        ) from None
-    backward = _vjp_of(mapped, structure)
-    for mode in modes:
-        compare(_run(backward, mode)(leaves, cotangents), gradients, "the gradient of argument", mode)
+    return cotangents
 
 
 # Cached, because a property test calls this for every example: the same kernel on the same shapes compiles once.
@@ -173,7 +199,7 @@ def _mapped(
 
 
 def _hashable(specs: Any) -> tuple[tuple[Any, ...], Any]:
-    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
+    leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec_or_none)
     return tuple(leaves), structure
 
 

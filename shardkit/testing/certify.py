@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit._arguments.checks import axis_names, named, sized
-from shardkit._arguments.kinds import Arrays, Specs
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, Specs, typed
 from shardkit.collectives import vary
 from shardkit.meshes.layout import all_axes, broadcast_specs, check_axes, check_spec, path_name, spec_axes
 from shardkit.meshes.mesh import make_mesh
@@ -25,6 +24,7 @@ from shardkit.testing._compare import (
     constant_factor,
     distance,
     is_float,
+    is_spec_or_none,
     magnitude,
     times,
 )
@@ -131,8 +131,7 @@ def certify_gradients(
 
 def _none_is_whole(specs: Any) -> Any:
     """Specs with P() in place of None."""
-    is_leaf: Callable[[Any], bool] = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_leaf)
+    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_spec_or_none)
 
 
 def _count(devices: int | None) -> int:

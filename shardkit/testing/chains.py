@@ -33,7 +33,7 @@ class Op(NamedTuple):
         return ", ".join([f"{self.kernel}(x", axes, *(f"{name}={value!r}" for name, value in self.options)]) + ")"
 
 
-class State(NamedTuple):
+class BlockState(NamedTuple):
     """The block of a device: its shape, its dtype, and the bits of its largest integer."""
 
     shape: tuple[int, ...]
@@ -92,15 +92,15 @@ class Chain(NamedTuple):
         return x
 
 
-def state_of(program: Chain) -> State:
+def state_of(program: Chain) -> BlockState:
     """The block of a device after a program."""
-    state = State(program.shape, program.dtype, 1.0 if program.dtype == "bool" else 2.0)
+    state = BlockState(program.shape, program.dtype, 1.0 if program.dtype == "bool" else 2.0)
     for op in program.ops:
         state = _after(state, op, math.prod(program.sizes[name] for name in op.axes))
     return state
 
 
-def legal_ops(state: State, axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[Op]:
+def legal_ops(state: BlockState, axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[Op]:
     """Every collective over `axes` whose shapes fit and whose results are exact; the simplest first.
 
     Args:
@@ -128,7 +128,7 @@ def legal_ops(state: State, axes: tuple[str, ...], sizes: Mapping[str, int]) -> 
     return [op for op in every if _fits(state, op, n)]
 
 
-def _fits(state: State, op: Op, n: int) -> bool:
+def _fits(state: BlockState, op: Op, n: int) -> bool:
     options = dict(op.options)
     if op.kernel == "reduce_scatter" and state.shape[options["dim"]] % n:
         return False
@@ -142,7 +142,7 @@ def _fits(state: State, op: Op, n: int) -> bool:
     return math.prod(after.shape) <= _LARGEST_BLOCK and after.bits <= _BITS[after.dtype]
 
 
-def _after(state: State, op: Op, n: int) -> State:
+def _after(state: BlockState, op: Op, n: int) -> BlockState:
     """The block of a device after one collective over n devices."""
     options = dict(op.options)
     shape, dtype, bits = list(state.shape), state.dtype, state.bits
@@ -160,4 +160,4 @@ def _after(state: State, op: Op, n: int) -> State:
         dtype = "int32" if dtype == "bool" else dtype
         if options["op"] == "mean" and dtype == "int32":
             dtype = "float32"
-    return State(tuple(shape), dtype, bits)
+    return BlockState(tuple(shape), dtype, bits)

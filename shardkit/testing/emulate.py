@@ -13,11 +13,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from shardkit._arguments.checks import divides
-from shardkit._arguments.kinds import ARRAYS
-from shardkit._arguments.typed import check_kind, typed
+from shardkit._arguments.typed import ARRAYS, check_kind, typed
 from shardkit.collectives import vary
 from shardkit.meshes.layout import all_axes, check_spec, path_name, spec_axes
-from shardkit.testing._compare import distance
+from shardkit.testing._compare import distance, is_spec_or_none
 from shardkit.testing._interpreter import joined, on_one_device, stackable
 
 
@@ -122,9 +121,8 @@ def _specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
             )
         return jax.tree.map(lambda _: spec, sub)
 
-    is_leaf: Callable[[Any], bool] = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
     try:
-        every = jax.tree_util.tree_map_with_path(one, specs, tree, is_leaf=is_leaf)
+        every = jax.tree_util.tree_map_with_path(one, specs, tree, is_leaf=is_spec_or_none)
     except ValueError:
         of = "the arguments" if what == "in_specs" else "the result"
         raise ValueError(

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._arguments.kinds import Arrays, Key, Optimizer
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, Key, Optimizer, typed
 from shardkit.meshes.rng import example_keys, step_key
-from shardkit.on_device.gradient import GradFn, divisor_of, is_mean, largest_weight, terms_of
+from shardkit.on_device.gradient import GradFn, Mean, divisor_of, is_mean, largest_weight, terms_of
 from shardkit.steps.carry import reads_carried
 from shardkit.steps.state import passed_what_it_takes
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
@@ -111,11 +110,9 @@ def one_device(
     check_batches("one_device", batches)
     check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key
-    run = lambda sign: _run(grad_fn, optimizer, params, batches, key, relative, sign)  # noqa: E731
-    plain = run(0)
+    plain, *noisy = (_run(grad_fn, optimizer, params, batches, key, relative, sign) for sign in (0, 1, -1))
     for index, step in enumerate(plain):
         check_telling(f"one_device: step {index}", step.grads, step.loss)
-    noisy = run(1), run(-1)
     noise: Any = jax.tree.map(lambda x: False, plain[0].grads)
     wanted = []
     for steps in zip(plain, *noisy, strict=True):
@@ -194,12 +191,15 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
         loss, aux, grads = grad_fn(params, batch, keys)
         weight = divisor_of(jnp.asarray(largest_weight(loss), jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
-        mean = lambda mean: mean.total / divisor_of(jnp.asarray(mean.weight, jnp.float32))  # noqa: E731
-        means = jax.tree.map(mean, dict(aux), is_leaf=is_mean)
-        ratio = lambda mean: mean.total / divisor_of(jnp.asarray(mean.weight, mean.total.dtype))  # noqa: E731
-        return sum(map(ratio, terms_of(loss))), {"weight": weight, **means}, grads
+        means = jax.tree.map(lambda mean: _ratio(mean, jnp.float32), dict(aux), is_leaf=is_mean)
+        total = sum(_ratio(mean, mean.total.dtype) for mean in terms_of(loss))
+        return total, {"weight": weight, **means}, grads
 
     return gradient
+
+
+def _ratio(mean: Mean, dtype: Any) -> jax.Array:
+    return mean.total / divisor_of(jnp.asarray(mean.weight, dtype))
 
 
 @lru_cache(maxsize=32)

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardkit._arguments.kinds import Optimizer
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Optimizer, typed
 from shardkit.meshes.mesh import make_mesh
 from shardkit.on_device.advice import Unintended
 from shardkit.on_device.gradient import GradFn, Mean

@@ -9,8 +9,7 @@ import jax
 
 from shardkit._arguments.checks import sized
 from shardkit._arguments.context import apart, replicated_in_context
-from shardkit._arguments.kinds import FUNCTION, Arrays, Key, Optimizer, kinds_of
-from shardkit._arguments.typed import check_kind, typed
+from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_kind, kinds_of, typed
 from shardkit.meshes.layout import table
 from shardkit.on_device.gradient import GradFn
 from shardkit.testing._compare import check_batches, check_relative

@@ -10,8 +10,7 @@ from jax.sharding import Mesh
 
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Arrays, Key, Optimizer
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, Key, Optimizer, typed
 from shardkit.on_device.gradient import GradFn
 from shardkit.plans.plan import Plan
 from shardkit.testing._compare import check_batches, check_relative, on

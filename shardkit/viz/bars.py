@@ -68,16 +68,28 @@ def bytes_on(axis: Any, most: float) -> None:
     axis.set_ticks(ticks := steps_of(most), [size(tick) if tick else "0" for tick in ticks])
 
 
+class Scale(NamedTuple):
+    """What bars measure.
+
+    Attributes:
+        across: the words below the axis.
+        text: what to write beside the bars of a label, which sum to a total.
+        ticks: sets the ticks of an axis up to a value.
+    """
+
+    across: str
+    text: Callable[[str, float], str] = lambda label, total: size(total)
+    ticks: Callable[[Any, float], None] = bytes_on
+
+
 def stacked(
     title: str,
     note: str,
     bars: Sequence[Bar],
     kinds: Sequence[str],
+    scale: Scale,
     *,
-    across: str,
     nothing: str,
-    text: Callable[[str, float], str] = lambda label, total: size(total),
-    ticks: Callable[[Any, float], None] = bytes_on,
     limit: tuple[float, str] | None = None,
 ) -> Figure:
     """A figure of one row per label, in which the values of its kinds stand one after the other.
@@ -87,10 +99,8 @@ def stacked(
         note: the line below it.
         bars: label, kind, value; those of a label and kind are added.
         kinds: all kinds that there may be, in order: each has the same look in every picture.
-        across: what the values are.
+        scale: what the values are.
         nothing: what to write where there are no bars.
-        text: what to write beside the bars of a label, which sum to a total.
-        ticks: sets the ticks of an axis up to a value.
         limit: a value to mark by a line, and its name.
     """
     labels = list(dict.fromkeys(bar.label for bar in bars))
@@ -114,13 +124,13 @@ def stacked(
         return picture
     most = max([*totals.values(), limit[0] if limit else 0.0]) or 1.0
     axes.set_xlim(0, most)
-    ticks(axes.xaxis, most)
-    axes.set_xlabel(across)
+    scale.ticks(axes.xaxis, most)
+    axes.set_xlabel(scale.across)
     axes.grid(axis="x", color=GRID)
     _pieces(axes, bars, labels, kinds)
     over: dict[str, Any] = {"bbox": {"facecolor": PAPER, "linewidth": 0, "pad": 0.8}, "zorder": 4}
     for row, label in enumerate(labels):
-        axes.text(totals[label] + 0.01 * most, row, text(label, totals[label]), va="center", size=SMALL, **over)
+        axes.text(totals[label] + 0.01 * most, row, scale.text(label, totals[label]), va="center", size=SMALL, **over)
     if limit is not None:
         axes.axvline(limit[0], color=INK, linewidth=1.2, linestyle="--", gid="limit")
         axes.annotate(

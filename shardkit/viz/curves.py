@@ -8,8 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit._arguments.kinds import short
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import short, typed
 from shardkit.viz.bars import Line
 from shardkit.viz.style import INK, MUTED, SMALL, blank, file_of, heading, look, saved, stroked
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from shardkit._arguments.checks import counted
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import path_name, shard_bytes, split_dims
 from shardkit.viz.bars import bytes_on, size
 from shardkit.viz.style import (
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 _ROW, _COLUMN, _BARS = 0.22, 0.62, 2.4  # inches
 
 
-class Leaf(NamedTuple):
+class DrawnLeaf(NamedTuple):
     """A leaf of a tree: its path, global shape and dtype as text, the dim that each mesh axis splits, and bytes.
 
     Several small leaves together have no dims.
@@ -103,7 +102,7 @@ def tree(tree: Arrays, *, leaves: int = 40, output: str | Path | None = None) ->
         return saved(picture, path)
 
 
-def layout(tree: Any) -> tuple[dict[str, int], list[Leaf]]:
+def layout(tree: Any) -> tuple[dict[str, int], list[DrawnLeaf]]:
     """The sizes of the mesh axes of a tree's shardings, and its leaves."""
     sizes: dict[str, int] = {}
     out = []
@@ -116,22 +115,22 @@ def layout(tree: Any) -> tuple[dict[str, int], list[Leaf]]:
         shape = tuple(jax.numpy.shape(x))
         whole = prod(shape) * (x if hasattr(x, "dtype") else jax.numpy.asarray(x)).dtype.itemsize
         what = f"{'x'.join(map(str, shape)) or 'scalar'} {getattr(x, 'dtype', type(x).__name__)}"
-        out.append(Leaf(path_name(path), what, splits, shard_bytes(x), whole))
+        out.append(DrawnLeaf(path_name(path), what, splits, shard_bytes(x), whole))
     return sizes, out
 
 
-def shown(every: list[Leaf], most: int) -> list[Leaf]:
+def shown(every: list[DrawnLeaf], most: int) -> list[DrawnLeaf]:
     """The leaves of the most bytes, in the order of the tree, and all others as one."""
     kept = sorted(range(len(every)), key=lambda i: -every[i].local)[:most]
     rows = [every[i] for i in sorted(kept)]
     rest = [leaf for i, leaf in enumerate(every) if i not in set(kept)]
     if rest:
         local, whole = sum(leaf.local for leaf in rest), sum(leaf.whole for leaf in rest)
-        rows.append(Leaf(f"{len(rest)} smaller", "", {}, local, whole))
+        rows.append(DrawnLeaf(f"{len(rest)} smaller", "", {}, local, whole))
     return rows
 
 
-def _cells(axes: Axes, rows: list[Leaf], sizes: dict[str, int]) -> None:
+def _cells(axes: Axes, rows: list[DrawnLeaf], sizes: dict[str, int]) -> None:
     """A cell per leaf and axis; filled where the axis splits a dim of the leaf."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
@@ -161,7 +160,7 @@ def _cells(axes: Axes, rows: list[Leaf], sizes: dict[str, int]) -> None:
             )
 
 
-def _bars(axes: Axes, rows: list[Leaf]) -> None:
+def _bars(axes: Axes, rows: list[DrawnLeaf]) -> None:
     """Bytes per device, and beside them what they are of."""
     most = max(leaf.local for leaf in rows) or 1
     axes.set_xlim(0, most)

@@ -8,14 +8,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from shardkit._arguments.kinds import short
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import short, typed
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.cost import ZeroMemory
 from shardkit.meshes.layout import bytes_per_device
-from shardkit.viz.bars import Bar, size, stacked
+from shardkit.viz.bars import Bar, Scale, size, stacked
 from shardkit.viz.style import file_of, look, saved
 
 _FAR = 4.0  # times the longest bar, up to which a limit is drawn
@@ -66,7 +65,7 @@ def memory(memory: Any, *, state: Any = None, limit: float | None = None, output
             note,
             bars,
             [*KINDS, *dict.fromkeys(bar.kind for bar in bars if bar.kind not in KINDS)],
-            across="bytes per device",
+            Scale("bytes per device"),
             nothing="nothing",
             limit=(mark, f"{size(mark)} on a device") if mark is not None and drawn else None,
         )

@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardkit._arguments.checks import counted
-from shardkit._arguments.kinds import short
-from shardkit._arguments.typed import typed
-from shardkit.meshes.grid import Block, Grid
+from shardkit._arguments.typed import short, typed
+from shardkit.meshes.grid import DeviceGrid, GridTable
 from shardkit.meshes.inspection import grid_of_array, is_placed
 from shardkit.meshes.mesh import grid_of_mesh
 from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
@@ -140,14 +139,14 @@ def mesh(mesh: Mesh, output: str | Path | None = None) -> Any:
     return _drawn("viz.mesh", [grid._replace(title=(*grid.title, *described(mesh)))], output, mesh.devices.flat)
 
 
-def _drawn(where: str, grids: list[Grid], output: str | Path | None, devices: Iterable[Any] = ()) -> Figure:
+def _drawn(where: str, grids: list[DeviceGrid], output: str | Path | None, devices: Iterable[Any] = ()) -> Figure:
     """The grids side by side, each with its title and its tables; cells of `devices` show their places."""
     path = file_of(where, output)
     with look():
         return saved(_picture(grids, {device.id: at for device in devices if (at := coordinates(device))}), path)
 
 
-def _picture(grids: list[Grid], places: Mapping[int, tuple[int, ...]]) -> Figure:
+def _picture(grids: list[DeviceGrid], places: Mapping[int, tuple[int, ...]]) -> Figure:
     row = _PLACED if places else _ROW
     ids = sorted({each for grid in grids for cell in grid.cells.values() for each in cell})
     colours = {each: ramp(i, len(ids)) for i, each in enumerate(ids)}
@@ -184,19 +183,19 @@ def _picture(grids: list[Grid], places: Mapping[int, tuple[int, ...]]) -> Figure
     return picture
 
 
-def _side(tables: Sequence[Block]) -> float:
+def _side(tables: Sequence[GridTable]) -> float:
     """The width of the labels of rows."""
     return LETTER * (max(len(side) for table in tables for side in table.sides) + 1)
 
 
-def _column(tables: Sequence[Block]) -> float:
+def _column(tables: Sequence[GridTable]) -> float:
     """The width of a column: of its label, and of a part for each device of its fullest cell."""
     label = max(len(head) for table in tables for head in table.heads)
     parts = max(len(cell) for table in tables for row in table.cells for cell in row)
     return max(_COLUMN, LETTER * (label + 1), _PART * parts)
 
 
-def _size(grid: Grid, tables: Sequence[Block], row: float) -> tuple[float, float]:
+def _size(grid: DeviceGrid, tables: Sequence[GridTable], row: float) -> tuple[float, float]:
     """Width and height of a grid with its title."""
     table = _side(tables) + _column(tables) * len(tables[0].heads)
     title = 1.1 * LETTER * max(map(len, grid.title))
@@ -206,7 +205,7 @@ def _size(grid: Grid, tables: Sequence[Block], row: float) -> tuple[float, float
 
 def _fill(
     axes: Axes,
-    table: Block,
+    table: GridTable,
     colours: Mapping[int, RGB],
     width: float,
     height: float,

@@ -7,14 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardkit._arguments.kinds import short
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import short, typed
 from shardkit._jax.primitives import TABLE
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import Census, Row
-from shardkit.viz.bars import Bar, duration, size, stacked
+from shardkit.viz.bars import Bar, Scale, duration, size, stacked
 from shardkit.viz.style import file_of, look, saved
 
 # Each has one look in all pictures.
@@ -52,9 +51,8 @@ def census(census: Any, *, output: str | Path | None = None) -> Any:
             totals(several),
             bars,
             list(dict.fromkeys(row.kind for row in TABLE.values() if row.kind)),
-            across="bytes that one device sends per step",
+            Scale("bytes that one device sends per step", lambda label, total: f"{size(total)}, {times[label]} x"),
             nothing="no collectives",
-            text=lambda label, total: f"{size(total)}, {times[label]} x",
         )
         return saved(picture, path)
 
@@ -93,10 +91,8 @@ def overlap(report: Any, *, output: str | Path | None = None) -> Any:
             note,
             bars,
             TIMES,
-            across="seconds of one step, by the model",
+            Scale("seconds of one step, by the model", lambda label, total: duration(total), _seconds_on),
             nothing="neither compute nor collectives",
-            text=lambda label, total: duration(total),
-            ticks=_seconds_on,
         )
         return saved(picture, path)
 

@@ -131,13 +131,13 @@ def test_a_step_that_does_not_repeat_ends_the_run(alone, tmp_path, monkeypatch):
     alone(plain, "data=2 fsdp=2", *words[:2])
     assert losses(right) == losses(plain)
 
-    class Broken(training.Run):
+    class Broken(training.TrainingRun):
         def built_on(self, mesh):
             init, step = super().built_on(mesh)
             moved = mesh.devices.flat[0] != self.mesh.devices.flat[0]  # in the order of the run it changes nothing
             return sk.TrainStep(init, lambda state, batch: step(state._replace(step=state.step + moved), batch))
 
-    monkeypatch.setattr(training, "Run", Broken)
+    monkeypatch.setattr(training, "TrainingRun", Broken)
     printed = alone(tmp_path, "data=2 fsdp=2", *words, code=1)
     assert "error: Replay: a step must have the same bits whichever device computes which shard; step 2 has" in printed
     assert not (tmp_path / "c" / "3").exists()

@@ -153,7 +153,7 @@ def test_a_state_is_checked_before_it_is_saved(monkeypatch):
 def test_a_step_that_is_not_finite_is_looked_into_and_ends_the_run(monkeypatch):
     """The error's state counts the failed step as taken; the keys of dropout depend on the step."""
     repeated = []
-    run = training.Run.__new__(training.Run)  # without a model
+    run = training.TrainingRun.__new__(training.TrainingRun)  # without a model
     run.model, run.mesh, run.how = SimpleNamespace(grad_fn=None), None, {}
     monkeypatch.setattr(sk.runtime, "triage", lambda *a, **o: lambda state, batch: repeated.append((state.step, batch)))
     run.triage(sk.NonFiniteError("", sk.TrainState(4, None, None, None), {}), "batch")

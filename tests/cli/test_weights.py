@@ -7,7 +7,7 @@ from safetensors.numpy import load_file, save_file
 
 import shardkit as sk
 from shardkit.cli.train import Options
-from shardkit.cli.training import Run, first_state
+from shardkit.cli.training import TrainingRun, first_state
 from shardkit.runtime import Checkpoints, save_params
 from support.commands import rows
 
@@ -18,7 +18,7 @@ TINY = [word for name, size in SIZES.items() for word in (f"--{name}", size)]
 def run_of(word, corpus, **options):
     """A run on two devices of one axis, of these options and SIZES."""
     given = Options(mesh=(f"{word}=2",), data=(corpus,), **(SIZES | options))
-    return Run(given, sk.make_mesh(jax.devices()[:2], **{word: 2}))
+    return TrainingRun(given, sk.make_mesh(jax.devices()[:2], **{word: 2}))
 
 
 def same(found, wanted):

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import launch as cli
-from shardkit.jobs import attempt
 from shardkit.jobs.launch import launch
 from shardkit.jobs.output import write
 from shardkit.runtime.channel.place import free_port
@@ -56,7 +55,7 @@ def meeting(monkeypatch, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch):
     """What processes leave behind, and holds their output, is waited for less long."""
-    monkeypatch.setattr(attempt, "_LAST_OUTPUT", 1.0)
+    monkeypatch.setattr("shardkit.jobs.launch._LAST_OUTPUT", 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +99,9 @@ def launching(command):
     code = f"""
 import sys
 from shardkit._jax import backends
-from shardkit.jobs import attempt
-from shardkit.jobs.launch import launch
-attempt._LAST_OUTPUT = 1.0
-code = launch({command!r}, processes=2, grace=3)
+from shardkit.jobs import launch
+launch._LAST_OUTPUT = 1.0
+code = launch.launch({command!r}, processes=2, grace=3)
 sys.exit("jax has started" if backends.jax_has_started() else code)
 """
     return [sys.executable, "-c", code]

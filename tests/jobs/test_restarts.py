@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardkit.jobs.launch import launch
+from shardkit.jobs.launch import Attempt, after, launch
 from shardkit.jobs.output import Blamed, _Pipe
-from shardkit.jobs.restarts import Attempt, after
 from shardkit_command import main
 from support import commands, faults
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import large_model
 from shardkit import cost, planner
-from shardkit.analysis.hlo.time_model import clock_of
+from shardkit.analysis.hlo.compute import clock_of
 from shardkit.planner import Layout, Model
 from support.refusals import type_error
 

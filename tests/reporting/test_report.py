@@ -20,7 +20,7 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.reporting import page as page_module
 from shardkit.reporting.page import page_of
-from shardkit.reporting.read import Facts, Leaf, StepReport
+from shardkit.reporting.read import ArgumentLeaf, Facts, StepReport
 from shardkit.reporting.sections import flops
 from shardkit.viz.bars import duration
 from support.compilers import tpu
@@ -89,7 +89,7 @@ def test_a_train_steps_page_has_its_plan(mesh2x4):
 def facts(*, fits=True, rows=(), chip="v5e", schedule=None):
     """A step that no compiler has seen: its figures are the test's own."""
     memory = Memory(argument=4096, output=1024, alias=512, temp=2048, generated_code=256, host_temp=0)
-    leaf = Leaf("w", "w", "8x8", "float32", "P('data')", "1x8", "8", 32)
+    leaf = ArgumentLeaf("w", "w", "8x8", "float32", "P('data')", "1x8", "8", 32)
     message = "Ran out of memory: used 20.00G of 15.75G hbm <here>"
     work = Work(flops=2 * 10**9, bytes=10**6)
     report = Report("v5e:2x4", {"data": 8}, fits, "" if fits else message, memory if fits else None, 16 * 2**30,

@@ -17,7 +17,7 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit._jax.jaxprs import walk
 from shardkit.analysis.jaxpr.census import census_of
-from shardkit.pipeline.pieces import Given, Model, Pieces
+from shardkit.pipeline.pieces import Given, Pieces, StagedModel
 from shardkit.schedules import Schedule
 from support.pipelines import (
     BUILDERS,
@@ -190,7 +190,7 @@ def test_a_split_backward_does_no_work_twice():
     schedule, layers = schedules.zero_bubble_h1(4, 6), 8
     params, batch = make_params(2), make_batch(1)
     given = Given(params.pop("layers"), jnp.int32(0), jnp.int32(2), batch, sk.example_keys(jax.random.key(1), 1))
-    pieces = Pieces(Model(*PIECES, True, "here"), params, given, (), 2)
+    pieces = Pieces(StagedModel(*PIECES, True, "here"), params, given, (), 2)
     (x,), residuals = pieces.x, pieces.forward.out[1]
     second = jax.make_jaxpr(lambda given, left: pieces.split.second(*jax.tree.leaves(given), residuals=left))
     first = jax.make_jaxpr(lambda *args: pieces.split.first(*jax.tree.leaves(args)))(given, residuals, [x])

@@ -16,7 +16,7 @@ import shardkit as sk
 from shardkit import analysis, collectives, cost, planner, reporting, runtime, schedules, testing, viz
 from shardkit.analysis.hlo import aot
 from shardkit.collectives import compressed, hierarchical, ring
-from shardkit.models import blocks, parameters, transformer
+from shardkit.models import parameters, transformer
 from shardkit.on_device.precision import precision_of
 
 SIZES = {"data": 4, "model": 2}
@@ -146,10 +146,10 @@ def kernels():
         (transformer.init, {"key": key, "config": config}),
         (transformer.apply, {"params": weights, "tokens_bT": tokens, "config": config}),
         (transformer.run, {"params": weights, "batch": {"tokens": tokens}, "config": config}),
-        (blocks.attention, state | {"config": config}),
-        (blocks.experts, state | {"config": config}),
-        (blocks.rms_norm, {"x_bTD": ones(2, 4, 8), "gain_D": ones(8)}),
-        (blocks.rotate, {"x_bTHK": q, "positions_T": np.arange(4)}),
+        (transformer.attention, state | {"config": config}),
+        (transformer.experts, state | {"config": config}),
+        (transformer.rms_norm, {"x_bTD": ones(2, 4, 8), "gain_D": ones(8)}),
+        (transformer.rotate, {"x_bTHK": q, "positions_T": np.arange(4)}),
     ]
 
 

@@ -41,7 +41,7 @@ _RESERVED: list[socket.socket] = []
 def free_port() -> int:
     """A port that is free, and that nobody else is given while this process runs, though whoever names it may listen.
 
-    It stays bound, as in `jobs/attempt.py`: one that was asked for and let go was given to another job that
+    It stays bound, as in `jobs/launch.py`: one that was asked for and let go was given to another job that
     began at the same time.
     """
     reserved = socket.socket()

@@ -73,11 +73,11 @@ def test_the_same_array_gives_the_same_file(suffix, mesh2x4, tmp_path):
 
 
 def test_many_devices_stay_on_one_page():
-    from shardkit.meshes.grid import Grid
+    from shardkit.meshes.grid import DeviceGrid
     from shardkit.viz.places import _drawn
 
     labels = [[str(i) for i in range(64)], ["0", "1"]]
-    grid = Grid(("many",), labels, {at: (2 * at[0] + at[1],) for at in np.ndindex(64, 2)})
+    grid = DeviceGrid(("many",), labels, {at: (2 * at[0] + at[1],) for at in np.ndindex(64, 2)})
     picture = _drawn("viz.mesh", [grid], None)
     assert max(picture.get_size_inches()) <= 16
 

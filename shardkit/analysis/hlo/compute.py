@@ -1,4 +1,11 @@
-"""The compute of a compiled program: FLOPs of its matmuls, bytes that it moves, and seconds by a model."""
+"""The compute of a compiled program: FLOPs of its matmuls, bytes that it moves, and seconds by the model of reports.
+
+Compute takes the longer of FLOPs over the chip's bf16 peak and bytes over its memory bandwidth. A collective takes the
+bytes that one device sends over the bandwidth that its group can use: on a torus, both directions of every dimension
+along which the group extends, one direction for a permute; on GPUs, NVLink inside a host and the network between hosts.
+Each device of a tpu7x has half of its chip's compute and memory bandwidth and all of the chip's links.
+Latency, contention between collectives and the chip's real efficiency are left out, so times are lower bounds.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +13,13 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.hlo.trip_counts import trip_count
+from shardkit.cost import Chip, group_bandwidth
 
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
@@ -57,7 +66,7 @@ class Clock(NamedTuple):
 NO_CLOCK = Clock(lambda flops, size: 0.0, lambda kind, groups, sent: 0.0)
 
 
-class Workload:
+class ModuleWork:
     """The work of a module's instructions; each computation is read once.
 
     The bytes are those of operands and result as a fused loop would move them: an operand that a fusion slices
@@ -181,3 +190,28 @@ def _taps(size: int, kernel: int, result: int, window: dict[int, int]) -> int:
             place = o * stride + k * kernel_step - low
             count += 0 <= place <= (size - 1) * holes and place % holes == 0
     return count
+
+
+def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Clock:
+    """The model for a mesh whose device i is at `places[i]`: torus coordinates, or (slice, host, GPU)."""
+
+    def compute(flops: int, size: int) -> float:
+        return max(flops / chip.flops, size / chip.hbm_bandwidth)
+
+    @lru_cache(maxsize=1024)
+    def bandwidth(kind: str, groups: Groups) -> float:
+        spans = {
+            dim
+            for group in groups or (tuple(range(len(places))),)
+            for device in group[1:]
+            for dim, (a, b) in enumerate(zip(places[group[0]], places[device], strict=True))
+            if a != b
+        }
+        if platform == "cuda":
+            return chip.network_bandwidth if spans & {0, 1} else chip.link_bandwidth
+        return chip.link_bandwidth if kind == "ppermute" else group_bandwidth(chip, max(1, len(spans)))
+
+    def wire(kind: str, groups: Groups, sent: Fraction) -> float:
+        return float(sent) / bandwidth(kind, groups)
+
+    return Clock(compute, wire)

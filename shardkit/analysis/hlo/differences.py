@@ -130,7 +130,7 @@ def written(row: CompiledRow) -> bool:
     return registered(re.split("[/:(]", row.op_name.rstrip(")"))[-1]).kind is not None
 
 
-class Change(NamedTuple):
+class CompilerChange(NamedTuple):
     """One change by the compiler: a line of text, and whether more bytes are sent."""
 
     line: str
@@ -142,16 +142,16 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
     return [change.line for change in changes(census, rows)]
 
 
-def changes(census: Census, rows: Iterable[CompiledRow]) -> list[Change]:
+def changes(census: Census, rows: Iterable[CompiledRow]) -> list[CompilerChange]:
     """What the compiler changed. Collectives over axes of one device send nothing and are left out."""
     before, after, added = _tallies([r for r in census.rows if r.n > 1], [r for r in rows if r.n > 1])
     found, after = _run_as_all_reduce(before, after)
     for key in sorted(before.keys() | after.keys()):
         one, other = before.get(key, _NOTHING), after.get(key, _NOTHING)
         if not _as_written(one, other):
-            found.append(Change(_rewritten(_what(key), one, other), other.sent > one.sent))
+            found.append(CompilerChange(_rewritten(_what(key), one, other), other.sent > one.sent))
     lines = [f"added: {t.times} x {_what(key)}, {t.bytes}{t.at}" for key, t in sorted(added.items())]
-    return found + [Change(line, True) for line in lines]
+    return found + [CompilerChange(line, True) for line in lines]
 
 
 Key = tuple[str, tuple[str, ...]]  # a kind of collective, and its axes in alphabetical order
@@ -222,7 +222,7 @@ def _moved(row: Row, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
     return tuple(sorted(row.axes))
 
 
-def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[Change], _Tally]:
+def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[CompilerChange], _Tally]:
     """Names the reduce_scatters that run as an all_reduce and a slice of it, and restores them among the compiled."""
     found, restored = [], dict(after)
     for key in sorted(key for key in before if key[0] == "reduce_scatter"):
@@ -232,7 +232,7 @@ def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[Change], _Ta
         own, sums = before.get(summed, _NOTHING), after.get(summed, _NOTHING)
         if summed in before | after and lost > 0 and sums.sent - own.sent >= 2 * missing * Fraction(9, 10):
             line = f"run as all_reduce: {lost} x {_what(key)}, {float(2 * missing):,.0f} bytes instead of"
-            found.append(Change(f"{line} {float(missing):,.0f}{wanted.at}", True))
+            found.append(CompilerChange(f"{line} {float(missing):,.0f}{wanted.at}", True))
             restored[key] = run._replace(times=wanted.times, sent=wanted.sent)
             times = max(sums.times - lost, min(1, own.times))  # they may have been merged
             rest = max(sums.sent - 2 * missing, own.sent)  # the sums may have sent up to a tenth less

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from shardkit._arguments.checks import sized
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of, total_work
-from shardkit.analysis.hlo.compute import NO_WORK, Work
+from shardkit.analysis.hlo.compute import NO_WORK, Work, clock_of
 from shardkit.analysis.hlo.differences import account, changed, grouped
 from shardkit.analysis.hlo.memory import Memory
-from shardkit.analysis.hlo.time_model import clock_of
 from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, parse_topology
 from shardkit.analysis.jaxpr.census import Census, Row, census_of
 from shardkit.meshes.layout import table
@@ -39,7 +38,7 @@ class Report:
         limit: memory of a device, bytes.
         rows: every collective of the compiled program.
         census: every collective as written.
-        compute: matmul FLOPs, bytes moved and seconds of compute per device, by the model in `time_model.py`.
+        compute: matmul FLOPs, bytes moved and seconds of compute per device, by the model in `compute.py`.
         lowering_seconds: time to trace and lower.
         compile_seconds: time in the compiler.
         compiler_rss: peak memory of the compiler's process, bytes.

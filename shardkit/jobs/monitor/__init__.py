@@ -5,6 +5,6 @@ status of all, decides what went wrong and tells the others. A thread could not 
 coordinator is gone, a stopped process runs no thread, and code that holds the interpreter's lock stops them all. It
 uses the standard library only, so it starts in hundredths of a second.
 
-Start with `main.py`; `guard.py` and `fingerprint.py` run in the training process, and may import jax. What a process
+Start with `main.py`; `guard.py` runs in the training process, and may import jax. What a process
 and its monitor share is in `runtime/channel/`.
 """

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
+import json
+import os
+import platform
 import queue
+import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +25,18 @@ from jax.sharding import Mesh
 from shardkit._arguments.checks import quoted
 from shardkit._arguments.context import CONTEXT
 from shardkit._arguments.typed import check_fields, typed
-from shardkit.jobs.monitor.fingerprint import fingerprint
 from shardkit.jobs.monitor.judge import Deadlines
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place
 from shardkit.runtime.channel.recorder import Recorder
+
+_COLLECTIVE = re.compile(
+    r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute|collective_broadcast)"
+)
+_LINE_BYTES = 4  # of each line's hash: enough to find the line; the text is compared by a longer hash
+# Paths, caches and process identities: these may differ between processes.
+_OWN = re.compile(r"cache|dir|dump|path|log|visible|process|profil|traceback|address|mtls|color|num_cpu_devices")
+_OWN_FLAGS = re.compile(r"dump|cache|gpu_target_config|force_host_platform_device_count")
 
 
 class StepClock:
@@ -79,13 +93,13 @@ class StepClock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What runs inside belongs to this phase."""
-        here = name, self.next_step - 1 if name in ("evaluate", "save") else self.next_step
-        self._phases.append(here)
-        self._recorder.enter(*here)
+        step = self.next_step - 1 if name in ("evaluate", "save") else self.next_step
+        self._phases.append((name, step))
+        self._recorder.enter(name, step)
         try:
             yield
         except BaseException as error:
-            client.note_phase(error, *here)
+            client.note_phase(error, name, step)
             raise
         finally:
             self._phases.pop()
@@ -98,6 +112,33 @@ class StepClock:
             with contextlib.suppress(Exception):  # the loop raises it too
                 jax.block_until_ready(array)
             self._recorder.done(step)
+
+
+class Watched:
+    """A step, guarded; `Guard.watch` creates one.
+
+    Attributes:
+        lower: that of the step.
+    """
+
+    def __init__(self, step: Callable[..., Any], lower: Any, clock: StepClock, compare: Callable[[Any, int], None]):
+        self.lower, self._step, self._clock, self._compare = lower, step, clock, compare
+        self._seen = set[Any]()
+
+    def __call__(self, state: Any, *batch: Any) -> Any:
+        """What the step returns."""
+        shapes = _shapes(batch)
+        if shapes not in self._seen:
+            self._clock.enter("compile")
+            self._compare(self.lower(state, *batch), len(self._seen))
+            self._seen.add(shapes)
+            self._clock.resume("compile", self._clock.next_step)
+        elif not self._clock.in_phase:
+            self._clock.enter("step")
+        result = self._step(state, *batch)
+        if not self._clock.in_phase:
+            self._clock.dispatched(result)
+        return result
 
 
 class Guard:
@@ -122,26 +163,14 @@ class Guard:
                 f"guard: watch takes a jitted step, which has a method lower; got {step!r}. Pass the step of "
                 "make_train_step, or a function under jax.jit."
             )
-        clock, seen = self._clock, set[Any]()
+        return Watched(step, lower, self._clock, self._compare)
 
-        def watched(state: Any, *batch: Any) -> Any:
-            shapes = _shapes(batch)
-            if shapes not in seen:
-                clock.enter("compile")
-                message = fingerprint(lower(state, *batch), self._mesh, self._config)
-                clock.enter("compare")
-                self._monitor.agree(f"{clock.next_step}:{len(seen)}", message | {"step": clock.next_step})
-                seen.add(shapes)
-                clock.resume("compile", clock.next_step)
-            elif not clock.in_phase:
-                clock.enter("step")
-            result = step(state, *batch)
-            if not clock.in_phase:
-                clock.dispatched(result)
-            return result
-
-        watched.lower = lower  # type: ignore[attr-defined]
-        return watched
+    def _compare(self, lowered: Any, number: int) -> None:
+        """Compares a program of the next step, the `number`th, with that of the other processes."""
+        message = fingerprint(lowered, self._mesh, self._config)
+        self._clock.enter("compare")
+        step = self._clock.next_step
+        self._monitor.agree(f"{step}:{number}", message | {"step": step})
 
     def data(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterates over batches, with each wait for the next one under the deadline for data.
@@ -239,3 +268,63 @@ def _ready_with(result: Any) -> Any:
 def _shapes(batch: Any) -> Any:
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
+
+
+def fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The components by name, and of the program a hash of every line and its collectives, to show where two differ.
+
+    Args:
+        lowered: the result of `step.lower(state, batch)`.
+        mesh: the mesh.
+        config: options of the run.
+
+    Returns:
+        `{"components": {...}, "lines": [...], "collectives": {...}}`, JSON values.
+    """
+    text = lowered.as_text()
+    components = {
+        "program": _digest(text),
+        "world size": jax.process_count(),
+        "mesh axes": dict(mesh.shape),
+        "mesh devices (id, process)": [[d.id, d.process_index] for d in mesh.devices.flat],
+        **{f"version of {name}": version for name, version in _versions().items()},
+        "XLA_FLAGS": _flags("XLA_FLAGS"),
+        "LIBTPU_INIT_ARGS": _flags("LIBTPU_INIT_ARGS"),
+        **{f"setting {name}": value for name, value in _settings().items()},
+        **{f"configuration {name}": value for name, value in config.items()},
+    }
+    return {
+        "components": {name: json.dumps(value, default=_plain, sort_keys=True) for name, value in components.items()},
+        "lines": [_digest(line)[: 2 * _LINE_BYTES] for line in text.splitlines()],
+        "collectives": Counter(_COLLECTIVE.findall(text)),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value that is no JSON as one, without what may differ between processes: the order of sets, addresses."""
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else re.sub(r" at 0x\w+", "", str(value))
+
+
+def _flags(variable: str) -> str:
+    return " ".join(sorted(flag for flag in os.environ.get(variable, "").split() if not _OWN_FLAGS.search(flag)))
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "shardkit", "libtpu", "jax-cuda13-plugin"):
+        for distribution in metadata.distributions(name=name):
+            found.setdefault(name, distribution.version)
+    return found
+
+
+def _settings() -> dict[str, Any]:
+    values = jax.config.values
+    return {
+        name: value
+        for name, value in sorted(values.items())
+        if isinstance(value, bool | int | float | str | None) and not _OWN.search(name)
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -91,7 +91,7 @@ class Known:
         self.due = seen
 
 
-class State(Enum):
+class Health(Enum):
     """The state of one process: the first of these that applies."""
 
     FAILED = auto()  # it raised an error
@@ -105,7 +105,7 @@ class State(Enum):
 
 
 # The states that end the job, by precedence, with the seconds to wait for one that takes precedence.
-_FATAL = {State.FAILED: 0.3, State.DIED: 0.3, State.CRASHED: 1.0, State.CUT_OFF: 2.0}
+_FATAL = {Health.FAILED: 0.3, Health.DIED: 0.3, Health.CRASHED: 1.0, Health.CUT_OFF: 2.0}
 
 
 class Fault(NamedTuple):
@@ -124,52 +124,52 @@ class Fault(NamedTuple):
 
 def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault | None:
     """The fault to report, or None: failures and deaths first, then missed deadlines, then a wait for nobody."""
-    ranks: dict[State, list[int]] = {state: [] for state in State}
+    ranks: dict[Health, list[int]] = {state: [] for state in Health}
     for rank, each in known.items():
         ranks[_state(each, now)].append(rank)
     for state, wait in _FATAL.items():
         if ranks[state]:
-            failed = state is State.FAILED
+            failed = state is Health.FAILED
             return Fault(_end(state, ranks[state], known), wait, primary=failed, lost=not failed)
     coming = min((_position(each) for each in known.values() if _comes(each, deadlines, now)), default=None)
     late = [rank for rank, each in known.items() if _overdue(each, coming, deadlines, now)]
     if late:
         text, culprits = _delay(late, ranks, known, deadlines, now)
-        if ranks[State.STOPPED]:  # whose own deadline may pass a moment before those of the processes that wait for it
+        if ranks[Health.STOPPED]:  # whose own deadline may pass a moment before those of the processes that wait for it
             waits = {rank for rank, each in known.items() if _at(each.status)[0] in _WAITING}
             late = sorted(waits.union(late))
-        lost = bool(ranks[State.SILENT]) and not ranks[State.STOPPED]
+        lost = bool(ranks[Health.SILENT]) and not ranks[Health.STOPPED]
         waiting = _waiting([rank for rank in late if rank not in culprits], known)
         return Fault(text + waiting, lost=lost, hung=sorted(culprits)[:_STACKS])
-    if found := _after_the_exit(ranks[State.EXITED], known, deadlines, now):
+    if found := _after_the_exit(ranks[Health.EXITED], known, deadlines, now):
         return found
     silent = [rank for rank, each in known.items() if now - each.heard > deadlines.silence and not each.left]
     return Fault(unanswered(silent, known, now), lost=True) if silent else None
 
 
-def _state(each: Known, now: float) -> State:
+def _state(each: Known, now: float) -> Health:
     if each.cause:
         follows = any(word in each.cause.lower() for word in _CONSEQUENCES)
-        return State.CUT_OFF if follows else State.FAILED
+        return Health.CUT_OFF if follows else Health.FAILED
     if each.gone:
-        return State.CRASHED if each.crash else State.DIED
+        return Health.CRASHED if each.crash else Health.DIED
     if each.left:
-        return State.EXITED
+        return Health.EXITED
     if each.stopped:
-        return State.STOPPED
-    return State.SILENT if now - each.heard > _SILENT else State.RUNNING
+        return Health.STOPPED
+    return Health.SILENT if now - each.heard > _SILENT else Health.RUNNING
 
 
-def _end(state: State, ranks: Sequence[int], known: Mapping[int, Known]) -> str:
+def _end(state: Health, ranks: Sequence[int], known: Mapping[int, Known]) -> str:
     each = known[ranks[0]]  # process 0 if it died: with its coordinator jax ends every other process
     where = f"{', last seen' if each.unseen else ''} {_in(*each.status[:2])}"
-    if state is State.CRASHED and len(ranks) == len(known) > 1:
+    if state is Health.CRASHED and len(ranks) == len(known) > 1:
         return (
             f"all processes died of a fatal signal ({each.crash}){where}: jax ends them where process 0 fails, which "
             "serves it, or a program from outside of the job joins at that port, which knows no token; read their "
             "output"
         )
-    if state in (State.DIED, State.CRASHED):
+    if state in (Health.DIED, Health.CRASHED):
         how = "without reporting an error (SIGKILL or out of memory?)"
         how = f"of a fatal signal ({each.crash})" if each.crash else how
         return f"{_named(ranks[:1], known)} died {how}{where}"
@@ -231,19 +231,23 @@ def _comes(each: Known, deadlines: Deadlines, now: float) -> bool:
     phase, _ = _at(each.status)
     # A phase without a deadline has that of the phase in which the others wait meanwhile.
     limit = deadlines.of({"start": "compile", "user code": "step", "after": "step"}.get(phase, phase))
-    if _state(each, now) is not State.RUNNING or phase in ("compare", "commit") or limit is None:
+    if _state(each, now) is not Health.RUNNING or phase in ("compare", "commit") or limit is None:
         return False
     since = each.status.device_since if each.status.dispatched > each.status.done else each.status.since
     return now - each.heard + since <= limit
 
 
 def _delay(
-    late: Sequence[int], ranks: Mapping[State, list[int]], known: Mapping[int, Known], deadlines: Deadlines, now: float
+    late: Sequence[int],
+    ranks: Mapping[Health, list[int]],
+    known: Mapping[int, Known],
+    deadlines: Deadlines,
+    now: float,
 ) -> tuple[str, Set[int]]:
     """Who delays the late processes, as a sentence and by rank: a stopped or silent one, else the furthest behind."""
-    if stopped := ranks[State.STOPPED]:
+    if stopped := ranks[Health.STOPPED]:
         return f"{_named(stopped[:1], known)} is stopped (SIGSTOP?) {_where(known[stopped[0]].status)}", {*stopped}
-    if silent := ranks[State.SILENT]:
+    if silent := ranks[Health.SILENT]:
         return unanswered(silent, known, now), {*silent}
     least = min(_position(each) for each in known.values())
     last = [rank for rank, each in known.items() if _position(each) == least]

@@ -18,7 +18,7 @@ from shardkit.jobs.monitor.agreement import Agreement, digest
 from shardkit.jobs.monitor.judge import Deadlines, Fault, Known, fault, unanswered
 from shardkit.jobs.monitor.rendezvous import Refused, meet
 from shardkit.runtime.channel.place import Place
-from shardkit.runtime.channel.recorder import Reader, Status, state
+from shardkit.runtime.channel.recorder import RecordReader, Status, state
 from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, LOST, Lines, Message, as_line, encoded, plain
 
 _TICK = 0.1
@@ -44,7 +44,7 @@ def main() -> None:
     if not given:
         return
     spec = given[0]
-    reader = Reader(spec["ring"])
+    reader = RecordReader(spec["ring"])
     place = Place(*spec["place"])
     met = threading.Event()
     threading.Thread(target=_end_with, args=(spec["parent"], met), daemon=True).start()
@@ -61,7 +61,9 @@ def main() -> None:
 class Monitor:
     """The monitor of one process; that of process 0 is connected to all others, each of them to it alone."""
 
-    def __init__(self, place: Place, parent: int, inbox: Lines, reader: Reader, peers: list[Lines], crash: int = -1):
+    def __init__(
+        self, place: Place, parent: int, inbox: Lines, reader: RecordReader, peers: list[Lines], crash: int = -1
+    ):
         self.place, self.parent, self.inbox, self.reader, self.crash = place, parent, inbox, reader, crash
         ranks = range(1, place.size) if place.rank == 0 else [0]
         self.peers = dict(zip(ranks, peers, strict=True))

@@ -99,14 +99,15 @@ class Recorder:
         self.status = status
         at = _EVENTS_AT + self._count % SLOTS * _EVENT.size
         _EVENT.pack_into(self._memory, at, time.monotonic(), step, phase.encode()[:24])
-        s = status
-        values = s.step, s.since, s.dispatched, s.done, s.device_since, s.phase.encode()[:24]
-        _STATUS.pack_into(self._memory, _status_at(self._count), *values)
+        s, start = status, _status_at(self._count)
+        _STATUS.pack_into(
+            self._memory, start, s.step, s.since, s.dispatched, s.done, s.device_since, s.phase.encode()[:24]
+        )
         self._count += 1
         _COUNT.pack_into(self._memory, 0, self._count)
 
 
-class Reader:
+class RecordReader:
     """The reading end, in the monitor."""
 
     def __init__(self, path: str):

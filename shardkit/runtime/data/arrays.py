@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import named
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Arrays, DType, Specs
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, DType, Specs, typed
 from shardkit.meshes.layout import WHOLE, broadcast_specs, canonical, check_spec, local_shape_of, path_name, spec_axes
 from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.data.reading import is_key, processes_of, to_storable

@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import at_least_zero
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import all_gather, vary
 from shardkit.meshes.layout import path_name
 from shardkit.plans.storage import is_padded, stored_array

@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.plans.storage import is_padded
 from shardkit.runtime.checkpoint.directory import directory_of, named, steps_in
 from shardkit.runtime.checkpoint.portable import Leaves, from_portable, leaves_of, to_read
 from shardkit.runtime.checkpoint.reading import find_step, read_arrays
 from shardkit.runtime.checkpoint.record import some
 from shardkit.runtime.weights.files import INDEX, Safetensors, Tensor
-from shardkit.runtime.weights.names import Leaf, Names, Ranges, named_leaves
+from shardkit.runtime.weights.names import Names, Ranges, StoredLeaf, named_leaves
 from shardkit.steps.state import TrainState
 
 _WHERE = "load_params"
@@ -112,7 +111,7 @@ class _RunStep:
         return {path: _cast(found[_PARAMS + path], x) for path, x in leaves.items()}
 
 
-def _load_files(source: Safetensors, stored: list[Leaf], leaves: Leaves) -> Leaves:
+def _load_files(source: Safetensors, stored: list[StoredLeaf], leaves: Leaves) -> Leaves:
     """The leaves, of which each device gets its part of the original form."""
     wanted = {_PARAMS + path: x for path, x in leaves.items()}
     reads = to_read(wanted, dict.fromkeys(wanted))
@@ -120,7 +119,7 @@ def _load_files(source: Safetensors, stored: list[Leaf], leaves: Leaves) -> Leav
     return {path.removeprefix(_PARAMS): x for path, x in from_portable(arrays, wanted, {}).items()}
 
 
-def _array(source: Safetensors, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _array(source: Safetensors, leaf: StoredLeaf, like: jax.ShapeDtypeStruct) -> jax.Array:
     read: dict[Ranges, np.ndarray] = {}  # once for all replicas
 
     def shard(index: Any) -> np.ndarray:
@@ -154,7 +153,7 @@ def _source(path: Path, step: int | None) -> Safetensors | _RunStep:
     return Safetensors(file)
 
 
-def _check_names(source: Safetensors | _RunStep, stored: list[Leaf], partial: bool) -> None:
+def _check_names(source: Safetensors | _RunStep, stored: list[StoredLeaf], partial: bool) -> None:
     wanted = [name for leaf in stored for _, name in leaf.tensors()]
     missing = [name for name in wanted if name not in source.tensors]
     others = [name for name in source.tensors if name not in {*wanted}]
@@ -170,7 +169,7 @@ def _check_names(source: Safetensors | _RunStep, stored: list[Leaf], partial: bo
         )
 
 
-def _check_leaf(source: Safetensors | _RunStep, leaf: Leaf, x: Any, cast: bool) -> None:
+def _check_leaf(source: Safetensors | _RunStep, leaf: StoredLeaf, x: Any, cast: bool) -> None:
     for _, name in leaf.tensors():
         found = source.tensors[name]
         if found.shape != leaf.tensor_shape:

@@ -37,7 +37,7 @@ Names = Mapping[str, str | StoredAs] | Callable[[str], str | StoredAs]
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StoredLeaf:
     """A leaf by its path, its original shape, and how it is stored.
 
     Attributes:
@@ -98,7 +98,7 @@ class Leaf:
         return np.ascontiguousarray(part.transpose([dim - first for dim in self._order])).reshape(self.tensor_shape)
 
 
-def named_leaves(where: str, shapes: Mapping[str, tuple[int, ...]], names: Names | None) -> list[Leaf]:
+def named_leaves(where: str, shapes: Mapping[str, tuple[int, ...]], names: Names | None) -> list[StoredLeaf]:
     """How each leaf is stored.
 
     Raises:
@@ -126,10 +126,10 @@ def named_leaves(where: str, shapes: Mapping[str, tuple[int, ...]], names: Names
     return found
 
 
-def _leaf(where: str, path: str, shape: tuple[int, ...], names: Names | None) -> Leaf:
+def _leaf(where: str, path: str, shape: tuple[int, ...], names: Names | None) -> StoredLeaf:
     given = path if names is None else names.get(path, path) if isinstance(names, Mapping) else names(path)
     if given == path:
-        return Leaf(path, shape, path, tuple((dim,) for dim in range(len(shape))), 0)
+        return StoredLeaf(path, shape, path, tuple((dim,) for dim in range(len(shape))), 0)
     given = StoredAs(given) if isinstance(given, str) else given
     if not isinstance(given, StoredAs) or not isinstance(given.name, str):
         raise TypeError(
@@ -149,7 +149,7 @@ def _leaf(where: str, path: str, shape: tuple[int, ...], names: Names | None) ->
             f"in dims; got {given.name!r} and dims={given.dims} for leaf {path!r} of shape {list(shape)}. Write "
             f"at most {len(shape)} {{}} in the name, and leave dims out."
         )
-    return Leaf(path, shape, given.name, dims, apart)
+    return StoredLeaf(path, shape, given.name, dims, apart)
 
 
 _LAYER = "model.layers.{}."

@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 
 from shardkit._arguments.checks import at_least
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.plans.storage import stored_array
 from shardkit.runtime.channel.files import create_file
 from shardkit.runtime.channel.place import processes as processes_named
@@ -24,7 +23,7 @@ from shardkit.runtime.checkpoint.orbax_io import reason
 from shardkit.runtime.checkpoint.portable import Leaves, leaves_of, to_portable
 from shardkit.runtime.data.reading import on_any_process, processes_of, replicate
 from shardkit.runtime.weights.files import DTYPES, INDEX, needs_safetensors
-from shardkit.runtime.weights.names import Leaf, Names, named_leaves
+from shardkit.runtime.weights.names import Names, StoredLeaf, named_leaves
 from shardkit.steps.state import TrainState
 
 _WHERE = "save_params"
@@ -36,7 +35,7 @@ class _Tensor(NamedTuple):
     """A tensor to write: of which leaf, at which index along its first dims, and its size."""
 
     name: str
-    leaf: Leaf
+    leaf: StoredLeaf
     at: tuple[int, ...]
     bytes: int
 

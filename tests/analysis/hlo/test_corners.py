@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis.hlo import aot, proto, trip_counts
 from shardkit.analysis.hlo.collectives import CompiledRow
-from shardkit.analysis.hlo.compute import Work, Workload
+from shardkit.analysis.hlo.compute import ModuleWork, Work
 from shardkit.analysis.hlo.differences import _run_as_all_reduce, _Traffic, account, compiled
 from shardkit.analysis.hlo.topology import device_memory, device_of
 from shardkit.analysis.jaxpr.census import Census
@@ -118,7 +118,7 @@ def test_of_a_conditionals_branches_each_figure_is_the_largest_and_kernels_are_c
     copy = proto.Instruction(id=0, opcode="broadcast", shape=proto.Shape(11, (1000,)))
     kernel = proto.Instruction(id=0, opcode="custom-call", target="tpu_custom_call", shape=proto.Shape(11, (10,)))
     module = branches_of(copy, kernel)
-    work = Workload(module, lambda flops, size: float(size)).of_computation(0)
+    work = ModuleWork(module, lambda flops, size: float(size)).of_computation(0)
     assert work == Work(0, 4000, 4000.0, 1)
     assert Work(1, 2, 3.0, 4).plus(work, 2) == Work(1, 8002, 8003.0, 6)
 
@@ -135,7 +135,7 @@ def test_a_fusion_reads_the_slice_that_a_fusion_inside_it_takes_and_writes_the_p
 
     def work(*stages):
         module = proto.Module("", 0, {s.id: s for s in stages}, {})
-        return Workload(module, lambda flops, size: 0.0).of_computation(0)
+        return ModuleWork(module, lambda flops, size: 0.0).of_computation(0)
 
     outer, inner = stage(0, "fusion", layer, calls=(1,)), stage(1, "fusion", layer, calls=(2,))
     assert work(outer, inner, stage(2, "dynamic-slice", layer)).bytes == 2 * layer.bytes  # read and written

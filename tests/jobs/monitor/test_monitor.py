@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardkit.jobs.monitor.agreement import compared
-from shardkit.jobs.monitor.fingerprint import _plain
+from shardkit.jobs.monitor.guard import _plain
 from shardkit.jobs.monitor.judge import Deadlines, Known, fault
 from shardkit.jobs.monitor.main import Monitor
 from shardkit.runtime.channel import client
@@ -24,8 +24,8 @@ from shardkit.runtime.channel.recorder import (
     _STATUS,
     SIZE,
     SLOTS,
-    Reader,
     Recorder,
+    RecordReader,
     Status,
     _status_at,
 )
@@ -303,7 +303,7 @@ def test_a_program_that_differs_is_told_by_line_and_collectives():
 def test_the_record_keeps_the_last_events(tmp_path):
     path = str(tmp_path / "ring")
     recorder = Recorder(path)
-    reader = Reader(path)
+    reader = RecordReader(path)
     assert not os.path.exists(path)
     for step in range(SLOTS):
         recorder.enter("data", step)
@@ -322,7 +322,7 @@ def test_the_record_keeps_the_last_events(tmp_path):
 
 def test_a_flight_record_is_not_written_through_a_link(tmp_path):
     recorder = Recorder(str(tmp_path / "ring"))
-    reader, path = Reader(str(tmp_path / "ring")), tmp_path / "flight.0.json"
+    reader, path = RecordReader(str(tmp_path / "ring")), tmp_path / "flight.0.json"
     (tmp_path / "victim").write_text("kept")
     recorder.enter("data", 3)
     reader.save(path, {})
@@ -345,7 +345,7 @@ def test_a_phase_turns_into_another_under_the_same_deadline(tmp_path):
     recorder.turn("commit", "save")  # it is not in that one
     recorder.turn("save", "commit")
     assert recorder.status[:3] == ("commit", 5, since)
-    reader = Reader(str(tmp_path / "ring"))
+    reader = RecordReader(str(tmp_path / "ring"))
     assert reader.status() == recorder.status and [each[1:] for each in reader.events()][-1] == ("commit", 5)
     recorder.turn("commit", "save")
     assert recorder.status[:3] == ("save", 5, since)
@@ -389,7 +389,7 @@ def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeyp
 def test_a_process_that_is_stopped_while_it_writes_tears_no_record(tmp_path):
     """All that it writes before it counts the event may be half there."""
     recorder = Recorder(str(tmp_path / "ring"))
-    reader = Reader(str(tmp_path / "ring"))
+    reader = RecordReader(str(tmp_path / "ring"))
     for step in range(SLOTS + 9):
         recorder.enter("data", step)
     events, status = reader.events(), reader.status()
@@ -448,7 +448,9 @@ def test_what_an_earlier_run_left_does_not_count(tmp_path):
 def monitor(tmp_path, parent):
     Recorder(str(tmp_path / "ring"))
     inbox, words = os.pipe()
-    return Monitor(Place("", 0, 0, 1, 0.0, False), parent, Lines(inbox), Reader(str(tmp_path / "ring")), []), words
+    return Monitor(
+        Place("", 0, 0, 1, 0.0, False), parent, Lines(inbox), RecordReader(str(tmp_path / "ring")), []
+    ), words
 
 
 def test_a_last_word_counts_though_the_process_has_ended(tmp_path):
