@@ -16,7 +16,7 @@ import shardkit as sk
 from shardkit._jax import primitives
 from shardkit._jax.jaxprs import file_name, not_reached
 from shardkit.analysis import lint
-from shardkit.analysis.hlo import differences, paired, proto
+from shardkit.analysis.hlo import collectives, differences, proto
 from shardkit.cost.collectives import COLLECTIVE_KINDS
 from shardkit.testing import emulate
 
@@ -164,4 +164,4 @@ def test_a_primitive_of_ones_own_is_one_row(monkeypatch):
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.vdot(emulated(x), w))(x), w.reshape(4, 4).T.ravel())
     assert differences.written(SimpleNamespace(op_name="jit(step)/swap"))
     compiled = proto.Instruction(id=1, opcode="swap-start")
-    assert paired.Pairs(None).collective_of(None, compiled).kind == "all_to_all"
+    assert collectives.Pairs(None).collective_of(None, compiled).kind == "all_to_all"
