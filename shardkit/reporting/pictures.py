@@ -30,15 +30,6 @@ def mesh(facts: Facts) -> Html:
     return figure("mesh", viz.mesh(devices), f"The device at each coordinate of the mesh {axes}, by its id")
 
 
-def layout(facts: Facts) -> Html:
-    """Which axes split which leaf."""
-    if not facts.arrays:
-        return joined([])
-    what = "parameter" if facts.plan else "array"
-    caption = f"The mesh axes that split each {what}, with the dim that each splits, and bytes per device"
-    return figure("layout", viz.tree(facts.arrays), caption)
-
-
 def census(facts: Facts) -> Html:
     """What goes over each axis, as written and as compiled."""
     found = facts.found

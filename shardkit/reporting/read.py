@@ -97,7 +97,6 @@ class Facts:
         plan: the table of its plan; None of a step without one.
         chip: the chip whose figures the times are by; None where they are not known.
         work: FLOPs and bytes of one call's compute.
-        arrays: the arrays whose layout is drawn: the parameters of a train step, all arguments of any other.
         state: the state of a train step; None of any other.
         schedule: the schedule of a pipeline's train step; None of any other.
     """
@@ -107,7 +106,6 @@ class Facts:
     plan: PlanTable | None
     chip: cost.Chip | None
     work: Work
-    arrays: Any
     state: Any
     schedule: Schedule | None = None
 
@@ -177,11 +175,7 @@ def read(
     )
     chip = device_of(where) if where else cost.chip_of(jax.devices()[0].device_kind)
     work = compiled.compute if compiled else total_work(program.module) if program else NO_WORK
-    named = {f"{argument} {name}" if name != argument else name: x for (argument, name), x in arrays_of(step).items()}
-    arrays = args[0].params if plan else named
-    return Facts(
-        found, mesh_of(args), plan, chip, work, arrays, args[0] if plan else None, getattr(fn, "schedule", None)
-    )
+    return Facts(found, mesh_of(args), plan, chip, work, args[0] if plan else None, getattr(fn, "schedule", None))
 
 
 def arrays_of(step: Step) -> dict[tuple[str, str], Any]:

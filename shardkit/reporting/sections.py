@@ -109,7 +109,7 @@ def layout(facts: Facts) -> Part:
         caption = f"{leaves_}, {held:,} bytes ({size(held)}) on each device"
         shown = table(caption, leaf_head, cells, numbers=leaf_head[5:], bars=bars([leaf.bytes for leaf in leaves]))
         parts += [element("h3", "Argument ", element("code", name)), shown]
-    return part("Layout", pictures.layout(facts), *parts)
+    return part("Layout", *parts)
 
 
 def pipeline(facts: Facts) -> Part | None:

@@ -1,4 +1,4 @@
-"""Pictures of programs, layouts, memory, schedules, meshes, arrays and measurements, with the extra [viz].
+"""Pictures of programs, memory, schedules, meshes, arrays and measurements, with the extra [viz].
 
 Start with `style.py`, the one look of all. Imports what the pictures are of: schedules, cost, analysis, and
 what describes meshes and arrays as text.
@@ -6,7 +6,6 @@ what describes meshes and arrays as text.
 
 from shardkit.viz.bench import results
 from shardkit.viz.curves import losses
-from shardkit.viz.layouts import tree
 from shardkit.viz.memories import memory
 from shardkit.viz.places import array, mesh
 from shardkit.viz.schedule import draw, facts, figure, title
@@ -24,5 +23,4 @@ __all__ = [
     "overlap",
     "results",
     "title",
-    "tree",
 ]

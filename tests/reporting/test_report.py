@@ -66,7 +66,7 @@ def test_the_page_of_a_step_holds_all_that_was_read_of_it(mesh2x4, tmp_path):
     assert "command" in [given.get("aria-label") for _, given in page.elements]
     assert "python <train>.py" in page.text and jax.__version__ in page.text
     pictures = [given["alt"] for tag, given in page.elements if tag == "img"]
-    assert [each.split()[0] for each in pictures] == ["The", "The", "Bytes", "Memory"] and HOSTILE in page.text
+    assert [each.split()[0] for each in pictures] == ["The", "Bytes", "Memory"] and HOSTILE in page.text
     assert found.audit.skipped == ("second-compile: call is False",) and "Not tried: second-compile" in page.text
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
 
@@ -98,7 +98,7 @@ def facts(*, fits=True, rows=(), chip="v5e", schedule=None):
     found = StepReport(
         "step (a.py:1)", "v5e:2x4", {"data": 8}, (leaf,), Census(()), (), audit if fits else None, report
     )
-    return Facts(found, None, None, chip and cost.chip(chip), work, {}, None, schedule)
+    return Facts(found, None, None, chip and cost.chip(chip), work, None, schedule)
 
 
 def row(kind, size, sent, *, count=1, asynchronous=False):
