@@ -156,6 +156,7 @@ def test_fold_keys_folds_each(make):
     ]
 
 
+@pytest.mark.quick("typed-8", "raw-1")
 @pytest.mark.parametrize("devices", [1, deep(2), deep(4), 8])
 @kinds
 def test_initialisation_and_dropout_are_the_same_on_every_mesh(make, devices):  # proves F44, F45

@@ -67,6 +67,7 @@ def test_sent_and_kept_are_together_exact(dtype):  # proves F12
         x = np.roll(x, 1) * np.float32(-1.7)
 
 
+@pytest.mark.quick("bfloat16-8-axis1", "int4-3-a", "float8_e4m3fn-3-a")
 @pytest.mark.parametrize(("n", "axis"), [(3, "a"), (8, ("b", "a"))])
 @pytest.mark.parametrize("dtype", SOME)
 def test_the_sum(n, axis, dtype):
@@ -170,6 +171,7 @@ def test_gathers_and_scatters_are_the_plain_ones_where_nothing_is_rounded(case):
     check(case, *kernels)
 
 
+@pytest.mark.quick("bfloat16", "int4")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bias_fades_with_feedback_and_stays_without(dtype):  # proves F12
     n, steps = 4, 64
@@ -192,6 +194,7 @@ def test_the_bias_fades_with_feedback_and_stays_without(dtype):  # proves F12
     assert fed[-1] < 4 * unfed[0] / steps  # the error of the sum stays that of one step, so the mean's falls as 1/steps
 
 
+@pytest.mark.quick("bfloat16-1", "bfloat16-3", "int8-2", "int4-5", "float8_e4m3fn-3", "float8_e5m2-8")
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cost_and_bits_on_the_wire(n, dtype):

@@ -31,6 +31,10 @@ def rows():
 # Catches a plan that gathers or sums by another algorithm than the one it was given, or over other axes, or twice: one
 # device's numbers, or numbers within the bound of the rounding, and the bytes of the algorithm's closed form.
 # proves N1: except for deterministic sums, which are an argument of the step
+@pytest.mark.quick(
+    "hsdp_by_hierarchical", "hsdp_of_dp_by_one's_own", "fsdp_pad_by_bfloat16_in_two_levels", "dp_x_tp_by_ring",
+    "dp_by_bucket",
+)
 @pytest.mark.parametrize(("plan", "way"), list(rows()))
 def test_every_plan_by_every_algorithm(plan, way):
     reference = first_step(plan, way) if WAYS[way].sums else None

@@ -96,6 +96,7 @@ def test_the_reference_is_attention(causal, packed):
 
 
 # proves F30, F32
+@pytest.mark.quick("1-zigzag-True", "2-contiguous-True", "3-contiguous-False", "3-zigzag-True")
 @pytest.mark.parametrize(
     ("n", "order", "causal"),
     [
@@ -136,6 +137,7 @@ FACTORS = {
 
 
 # proves F30, F32
+@pytest.mark.quick("0", "1", "3", "8", "10")
 @covered(
     covering(FACTORS | {"sizes": FACTORS["sizes"][:3], "heads": FACTORS["heads"][:2]}),
     **{name: st.sampled_from(values) for name, values in FACTORS.items()},
@@ -178,6 +180,7 @@ def test_keys_and_values_may_be_equal_on_all_devices_of_another_axis():
 
 
 # proves F31
+@pytest.mark.quick("None-3-contiguous", "2-3-zigzag")
 @pytest.mark.parametrize(
     ("ring", "ulysses", "order"),
     [
@@ -348,6 +351,7 @@ FORMS = {
 
 
 # proves F30, F31, F32: the whole step
+@pytest.mark.quick("ulysses", "zigzag")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_training_step_under_cp(form):
     plan, *parts = FORMS[form]
@@ -393,6 +397,7 @@ def step_census(n, H, G, K, b, t, dtype, packed=False, kernel=None, mesh=None):
 
 
 # proves F30, F76: the published volumes
+@pytest.mark.quick("1-bfloat16-contiguous", "3-bfloat16-contiguous", "3-float32-zigzag", "64-float32-contiguous")
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("n", [1, 2, 3, 64])
@@ -488,6 +493,7 @@ def flops_of(n, order, choose=max, dtype="float32", block=None, t=8):
 
 
 # proves F32: every device does the same, and it is half of what the last one does in contiguous order
+@pytest.mark.quick("1", "3")
 @pytest.mark.parametrize("n", [1, 3, 64])
 def test_half_chunk_pairs(n):
     pairs = 2 * n + 1

@@ -242,6 +242,7 @@ SHARDED = {  # stage, layouts of weights and activations, what a layer sends in 
 }
 
 
+@pytest.mark.quick("fsdp", "ring")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.deep if name == "gathered" else []) for name in SHARDED]
 )

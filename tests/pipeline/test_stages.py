@@ -187,6 +187,7 @@ def test_each_layer_has_one_row_on_the_device_of_its_stage(case):  # proves F37
 SOME = ("one chunk", "v, 3 chunks", "v, 2 chunks of 4 devices", "uneven, loop", "uneven on one device")
 
 
+@pytest.mark.quick("uneven on one device", "v, 3 chunks", "uneven, loop")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in SOME else pytest.mark.deep) for case in STAGES]
 )
@@ -217,6 +218,7 @@ def test_a_stack_goes_out_and_comes_back(case):
 SEEN = ("loop, 3 chunks", "v, 1 chunk", "v, 2 chunks of 4 devices", "uneven", "uneven, v")
 
 
+@pytest.mark.quick("v, 1 chunk", "uneven, v", "loop, 3 chunks")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in SEEN else pytest.mark.deep) for case in STAGES]
 )
@@ -232,6 +234,9 @@ TURNS = [
 ]
 
 
+@pytest.mark.quick(
+    "novograd-v, 2 chunks", "clip_by_global_norm-uneven, loop", "adafactor-uneven, loop", "lamb-v, 2 chunks",
+)
 @pytest.mark.parametrize(("name", "case"), TURNS)
 def test_the_optimizer_is_indifferent_to_stages(name, case):  # proves F53, F54, F55
     check(case, name)
@@ -261,6 +266,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.quick("zero1 of the rows-loop, 2 chunks", "fsdp padded-loop, 2 chunks", "fsdp and tp-uneven, v")
 @pytest.mark.parametrize(("beside", "case"), TOGETHER)
 def test_other_plans_share_the_leaves(beside, case):  # proves F59
     plans, sizes = COMPOSED[beside]
@@ -413,6 +419,7 @@ def test_a_device_holds_its_own_stages_and_sends_nothing_of_them(case):
     assert sk.census(made.step, state, batch).sent() == 4 * F + 8  # the shared leaf, and the loss with its weight
 
 
+@pytest.mark.quick("adamw-False", "adafactor-True")
 @pytest.mark.parametrize("name, moves", [("adamw", False), ("novograd", False), ("adafactor", True)])
 def test_rows_move_for_an_optimizer_alone_that_keeps_other_arrays(name, moves):  # proves F54, F55
     sent = []

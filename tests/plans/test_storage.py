@@ -107,6 +107,9 @@ TURNS = [
 ]
 
 
+@pytest.mark.quick(
+    "clip_by_block_rms-zero1", "novograd-fsdp", "adamw-two padded dims", "adafactor-fsdp", "lamb-two padded dims",
+)
 @pytest.mark.parametrize(("name", "kind"), TURNS)
 def test_the_optimizer_sees_original_shapes(name, kind):  # proves F13, F53, F55, S67, S92
     sizes, plan = LAID_OUT[kind]
@@ -188,6 +191,7 @@ def test_what_is_held_is_the_padded_leaf_over_n():  # proves F13, S65, S69
         assert (sk.bytes_per_device(state.params), sk.bytes_per_device(state.opt_state)) == (params, 2 * update + 4)
 
 
+@pytest.mark.quick("clip_by_global_norm-zero1", "lamb-fsdp")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("adamw", "fsdp"), ("clip_by_global_norm", "zero1"), ("lamb", "fsdp"), ("adafactor", "zero1"), ("muon", "fsdp")]
@@ -269,6 +273,7 @@ def test_a_dim_that_cannot_be_padded_is_refused(make_layouts, message):
 # ---- a state
 
 
+@pytest.mark.quick("zero1", "fsdp layerwise")
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_state_goes_out_and_comes_back(kind):
     init, step = make(PLANS[kind](), nonfinite="skip")

@@ -83,6 +83,7 @@ def trained(name, layers, way, steps=2, accumulate=1):
     return state.params, step, state
 
 
+@pytest.mark.quick("gathered-checkpoint", "scan_layers-jit")
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("run", ["gathered", "scan_layers"])
 def test_one_trace_serves_calls_that_are_differentiated_differently(run, wrap):
@@ -170,6 +171,7 @@ def traffic(step, state):
     return {kind: (census.count(kind=kind), census.sent(kind=kind)) for kind in ("all_gather", "reduce_scatter")}
 
 
+@pytest.mark.quick("1", "5")
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_prefetching_sends_what_gathering_in_place_sends_but_for_the_last_layer(layers):  # proves F20, F23
     for k in (1, 2):
@@ -181,6 +183,7 @@ def test_prefetching_sends_what_gathering_in_place_sends_but_for_the_last_layer(
         assert traffic(*ahead)["reduce_scatter"][0] == 1 + k * layers * 3
 
 
+@pytest.mark.quick("fsdp-3-1-False", "zero2-2-2-False", "fsdp-3-4-True", "zero2-2-1-True")
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize(("name", "stage"), [("fsdp", 3), ("zero2", 2)])

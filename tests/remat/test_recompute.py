@@ -75,6 +75,10 @@ def stacked(jaxpr):
             yield from ((v.aval.shape[1:], v.aval.dtype.name) for v in outs)
 
 
+@pytest.mark.quick(
+    "gathered-full", "gathered-dots_without_batch", "scan_layers-names", "scan_layers-default", "gathered-hostile",
+    "microbatches-dots", "prefetch-callable", "both-default",
+)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("run", RUNS)
 def test_no_policy_saves_weights_or_what_follows_from_them(run, policy):  # proves S66, F19, F20, F49
@@ -101,6 +105,7 @@ OFFLOADED = {("gathered", "dots_without_batch"), ("prefetch", ("hidden",)), ("bo
 
 
 # proves F20, F49: the bytes of a layer by hand, of 48 tokens with D = 64, 4 heads and 2 key/value heads of 16, F = 80
+@pytest.mark.quick("axes0-48-576-0", "axes3-48-288-0", "axes4-24-480-4")
 @pytest.mark.parametrize(
     "axes, tokens, elements, wide",
     [
@@ -128,6 +133,7 @@ def test_matmuls_in_bfloat16_are_saved_in_bfloat16(axes, tokens, elements, wide)
     assert found == {"bfloat16": 2 * tokens * elements, "float32": 4 * tokens * wide}
 
 
+@pytest.mark.quick("gathered-dots_without_batch", "prefetch-remat5")
 @pytest.mark.parametrize(
     ("run", "remat"),
     [

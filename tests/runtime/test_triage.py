@@ -57,6 +57,7 @@ def plans(mesh):
 
 
 # proves S123: keys, dropout, precision and accumulation are those of the step, so the loss is the step's
+@pytest.mark.quick("fsdp-options1", "padded-options2", "zero1-options3")
 @pytest.mark.parametrize(
     ("plan", "options"),
     [

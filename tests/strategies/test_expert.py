@@ -96,6 +96,7 @@ def assert_near(got, wanted, relative):
 
 
 # proves F33, F34
+@pytest.mark.quick("capacity-2-6-1", "dropless-3-6-2")
 @pytest.mark.parametrize(
     ("path", "n", "experts", "top_k"),
     [("capacity", 2, 6, 1), ("capacity", 4, 4, 4), ("dropless", 3, 6, 2), ("dropless", 8, 16, 3)]
@@ -119,6 +120,7 @@ def test_forward_and_gradients_are_those_of_one_device(path, n, experts, top_k):
     assert_near(got, wanted, 1e-5)
 
 
+@pytest.mark.quick("capacity-3", "dropless-2")
 @pytest.mark.parametrize(
     ("path", "top_k"),
     [("capacity", 1), ("dropless", 2), ("capacity", 3)]
@@ -311,6 +313,7 @@ def test_experts_over_two_axes():
 
 
 # proves F33, F34
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_bytes_are_the_closed_forms(n):
     E, top_k, examples = 24, 2, 24

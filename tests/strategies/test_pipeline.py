@@ -168,6 +168,7 @@ def test_ticks_and_traffic_are_those_of_the_table(name):
     assert sum(reads) == max(map(len, schedule.rows))
 
 
+@pytest.mark.quick("lockstep-4", "interleaved-1")
 @pytest.mark.parametrize(
     ("name", "p"),
     [

@@ -43,6 +43,7 @@ def normal(seed, *shapes, dtype="float32"):
 DTYPES, IMPLS = ["float32", "bfloat16"], ["gather", "ring", "auto"]
 
 
+@pytest.mark.quick("9", "5", "6", "7", "1")
 @covered(
     [  # impl is about sequence parallelism alone
         row | {"seed": i}
@@ -102,6 +103,7 @@ def grouped(heads, kv_heads):
 
 
 # devices, query heads, key/value heads, and how many of these a device takes
+@pytest.mark.quick("1-6-3-3", "3-12-2-2", "4-8-2-1", "5-5-5-1")
 @pytest.mark.parametrize(
     "n, heads, kv_heads, taken",
     [
@@ -139,6 +141,7 @@ def test_each_device_takes_the_groups_of_its_query_heads(n, heads, kv_heads, tak
     np.testing.assert_array_equal(sk.layers.local_groups(key, None, heads=heads, kv_heads=kv_heads), key)
 
 
+@pytest.mark.quick("2-4-2", "3-6-3")
 @pytest.mark.parametrize("n, heads, kv_heads", [(1, 4, 4), (2, 4, 2), (4, 8, 8), (3, 6, 3)])
 def test_a_fused_weight_is_the_three_unfused_ones(n, heads, kv_heads):  # proves F24
     widths = (heads * K, kv_heads * K, kv_heads * K)

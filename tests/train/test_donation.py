@@ -46,6 +46,10 @@ def buffers(tree):
     return [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
 
 
+@pytest.mark.quick(
+    "dp-float32", "zero2-float32 with a float32 master", "fsdp-bfloat16 with a float32 master",
+    "zero1-bfloat16 with a float32 master",
+)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.optimized
@@ -57,6 +61,11 @@ def test_every_byte_of_the_state_is_written_in_place(plan, policy):  # proves F5
     assert step.lower(keyed, BATCH).compile().memory_analysis().alias_size_in_bytes == held
 
 
+@pytest.mark.quick(
+    "adamw-dp-float32", "adamw-zero1-float32 with a float32 master",
+    "schedule_free-fsdp-float32 with a float32 master", "schedule_free-zero2-float32",
+    "adamw-fsdp-bfloat16 with a float32 master",
+)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(

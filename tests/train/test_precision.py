@@ -47,6 +47,7 @@ def batch(scale=1.0):
 
 
 # proves S88, F47
+@pytest.mark.quick("None-float32-2", "bf16-bfloat16-1", "fp16-float16-2", "precision4-bfloat16-2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     ("precision", "compute"),
@@ -203,6 +204,7 @@ def test_the_weight_is_a_count_whatever_the_output_dtype():
 
 # 256 + 1 + 1 + 1 is 259, which bfloat16 does not know: gradients are sums in the dtype of reductions, wherever they are
 # scattered.
+@pytest.mark.quick("dp", "zero2", "fsdp layerwise")
 @pytest.mark.parametrize(
     "plan",
     [

@@ -39,6 +39,7 @@ def make(mesh, plan=None, optimizer=None, **options):
 
 
 # proves S94
+@pytest.mark.quick("raw-fsdp", "typed-zero", "typed-dp")
 @pytest.mark.parametrize("plan", ["dp", "fsdp", "zero"])
 @pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(3)], ids=["typed", "raw"])
 def test_nothing_is_compiled_after_the_first_step(plan, key, data8):

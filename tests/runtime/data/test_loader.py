@@ -39,6 +39,7 @@ def test_epochs_cover_the_source_in_orders_of_their_own(data8):
 
 
 # proves F66: the order depends neither on the mesh nor on the threads
+@pytest.mark.quick("0-sizes2", "3-sizes1")
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "context": 4}, {"data": 1}])
 @pytest.mark.parametrize("threads", [0, 3])
 def test_the_order_does_not_depend_on_mesh_or_threads(sizes, threads, data8):
