@@ -96,7 +96,7 @@ def test_the_reference_is_attention(causal, packed):
 
 
 # proves F30, F32
-@pytest.mark.quick("1-zigzag-True", "2-contiguous-True", "3-contiguous-False", "3-zigzag-True")
+@pytest.mark.quick("1-zigzag-True", "3-contiguous-False", "3-zigzag-True")
 @pytest.mark.parametrize(
     ("n", "order", "causal"),
     [
@@ -137,7 +137,7 @@ FACTORS = {
 
 
 # proves F30, F32
-@pytest.mark.quick("0", "1", "3", "8", "10")
+@pytest.mark.quick("0", "1", "8", "10")
 @covered(
     covering(FACTORS | {"sizes": FACTORS["sizes"][:3], "heads": FACTORS["heads"][:2]}),
     **{name: st.sampled_from(values) for name, values in FACTORS.items()},
@@ -180,7 +180,7 @@ def test_keys_and_values_may_be_equal_on_all_devices_of_another_axis():
 
 
 # proves F31
-@pytest.mark.quick("None-3-contiguous", "2-3-zigzag")
+@pytest.mark.quick("2-3-zigzag")
 @pytest.mark.parametrize(
     ("ring", "ulysses", "order"),
     [
@@ -351,7 +351,7 @@ FORMS = {
 
 
 # proves F30, F31, F32: the whole step
-@pytest.mark.quick("ulysses", "zigzag")
+@pytest.mark.quick("zigzag")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_training_step_under_cp(form):
     plan, *parts = FORMS[form]
@@ -430,6 +430,7 @@ def test_what_segments_and_the_permutation_send():
 
 
 # proves F31, F76: the published volumes
+@pytest.mark.quick("1-bfloat16", "3-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_what_ulysses_sends(n, dtype):
@@ -493,7 +494,7 @@ def flops_of(n, order, choose=max, dtype="float32", block=None, t=8):
 
 
 # proves F32: every device does the same, and it is half of what the last one does in contiguous order
-@pytest.mark.quick("1", "3")
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("n", [1, 3, 64])
 def test_half_chunk_pairs(n):
     pairs = 2 * n + 1
@@ -528,6 +529,7 @@ def test_bfloat16_gradients_on_one_device():  # proves F32
 
 
 # proves F32: what is skipped is never computed, or NaN would spread
+@pytest.mark.quick("zigzag")
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.optimized
 def test_skipped_blocks_are_not_computed(order):

@@ -1,7 +1,7 @@
 """A backward pass in two halves: the same numbers, no matmul and no collective twice, few residuals."""
 
 import inspect
-from functools import cache, partial
+from functools import partial
 from itertools import compress, pairwise
 
 import jax
@@ -19,6 +19,7 @@ from shardkit.on_device.handles import Handle
 from shardkit.pipeline.split_backward import TwoHalves
 from shardkit.plans.placement import Cut
 from shardkit.remat.recompute import POLICIES, Traced, halves, learnable
+from support.conformance import weights
 
 LAYERS, TOKENS, WIDTH, HIDDEN = 3, 24, 32, 80
 CONFIG = transformer.Config(layers=LAYERS, dim=WIDTH, heads=2, kv_heads=1, hidden=HIDDEN)
@@ -50,7 +51,7 @@ MLP = {"up": draw(LAYERS, WIDTH, HIDDEN), "bias": draw(LAYERS, HIDDEN), "down": 
 LAYER_FNS = {
     "mlp": (mlp, lambda: MLP),
     "normed": (normed, lambda: MLP),
-    "transformer": (block, cache(lambda: transformer.init(jax.random.key(0), CONFIG)["layers"])),
+    "transformer": (block, lambda: weights(CONFIG, 0)["layers"]),
 }
 X = draw(2, TOKENS, WIDTH)
 
@@ -142,15 +143,15 @@ def check(fn, args, first, lasting):
 WAYS = [*((how, None) for how in STAGES), ("unrolled", "full"), ("scan", "dots")]
 
 
-# The plain layer in every way, and the others where what they add meets a loop or recomputing.
+# The plain layer in a loop, recomputed and in microbatches, and the others where what they add meets these.
 @pytest.mark.parametrize(
     ("name", "how", "policy"),
     [
-        pytest.param(name, *way, marks=[] if name == "mlp" or way in chosen else pytest.mark.deep)
+        pytest.param(name, *way, marks=[] if way in chosen else pytest.mark.deep)
         for name, chosen in [
-            ("mlp", ()),
-            ("normed", [("scan", None), ("unrolled", "full"), ("microbatches", None)]),
-            ("transformer", [("scan", "dots"), ("remat full", None)]),
+            ("mlp", [("remat full", None), ("scan", None), ("scan", "dots"), ("microbatches", None)]),
+            ("normed", [("unrolled", "full")]),
+            ("transformer", [("scan", "dots")]),
         ]
         for way in WAYS
     ],
@@ -242,7 +243,7 @@ SHARDED = {  # stage, layouts of weights and activations, what a layer sends in 
 }
 
 
-@pytest.mark.quick("fsdp", "ring")
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.deep if name == "gathered" else []) for name in SHARDED]
 )

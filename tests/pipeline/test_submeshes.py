@@ -102,6 +102,7 @@ def test_four_devices_and_twelve_microbatches():  # proves S84, S76, S77: widths
     close(np.concatenate(outputs), sequential(params, x))
 
 
+@pytest.mark.quick("8")
 @pytest.mark.parametrize("microbatches", [1, 8, pytest.param(2, marks=pytest.mark.deep)])  # proves S77, S81
 def test_microbatches_do_not_change_the_output(microbatches):
     meshes = sk.submeshes(sk.make_mesh(stage=4, data=2), "stage")
@@ -144,6 +145,7 @@ def reference(params, x, labels):
 ALONE, SPLIT = ({"stage": 4}, P()), ({"stage": 4, "data": 2}, P("data"))
 
 
+@pytest.mark.quick("sizes1-spec1-3")
 @pytest.mark.parametrize(
     ("sizes", "spec", "microbatches"),
     [(*ALONE, 12), (*SPLIT, 3)]

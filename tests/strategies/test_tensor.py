@@ -14,6 +14,7 @@ import shardkit as sk
 from shardkit import cost
 from shardkit.models import transformer
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
+from support.conformance import weights
 from support.layouts import Specs, specs
 from support.refusals import raises, refusals, value_error
 from support.tiers import covered
@@ -103,7 +104,7 @@ def grouped(heads, kv_heads):
 
 
 # devices, query heads, key/value heads, and how many of these a device takes
-@pytest.mark.quick("1-6-3-3", "3-12-2-2", "4-8-2-1", "5-5-5-1")
+@pytest.mark.quick("1-6-3-3", "3-12-2-2", "4-8-2-1")
 @pytest.mark.parametrize(
     "n, heads, kv_heads, taken",
     [
@@ -141,7 +142,7 @@ def test_each_device_takes_the_groups_of_its_query_heads(n, heads, kv_heads, tak
     np.testing.assert_array_equal(sk.layers.local_groups(key, None, heads=heads, kv_heads=kv_heads), key)
 
 
-@pytest.mark.quick("2-4-2", "3-6-3")
+@pytest.mark.quick("3-6-3")
 @pytest.mark.parametrize("n, heads, kv_heads", [(1, 4, 4), (2, 4, 2), (4, 8, 8), (3, 6, 3)])
 def test_a_fused_weight_is_the_three_unfused_ones(n, heads, kv_heads):  # proves F24
     widths = (heads * K, kv_heads * K, kv_heads * K)
@@ -213,7 +214,7 @@ def loss_fn(axis, sequence=False):
 
 
 def params():
-    return jax.tree.map(lambda x: 3 * x, transformer.init(jax.random.key(0), CONFIG))
+    return jax.tree.map(lambda x: 3 * x, weights(CONFIG, 0))
 
 
 def batch(step):
@@ -231,6 +232,7 @@ STEPS = {  # and whether with sequence parallelism
 }
 
 
+@pytest.mark.quick("tp and sp x fsdp", "sp of one device")
 @pytest.mark.parametrize("sizes, plan, sequence", STEPS.values(), ids=STEPS)
 def test_a_step_is_that_of_one_device(sizes, plan, sequence):  # proves F24, F25, F27
     axis, specs = "model", rules()

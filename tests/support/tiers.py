@@ -20,4 +20,6 @@ def covered(rows, /, **strategies):
 
         return drawn
     names = list(strategies)
-    return pytest.mark.parametrize(names, [[row[name] for name in names] for row in rows], ids=map(str, range(len(rows))))
+    return pytest.mark.parametrize(
+        names, [[row[name] for name in names] for row in rows], ids=map(str, range(len(rows)))
+    )

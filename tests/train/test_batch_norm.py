@@ -92,6 +92,7 @@ def one_device(name):
 
 # Catches statistics of one device's examples or of another step, an average of them that is reduced or differentiated,
 # and a key of Dropout that depends on the mesh.
+@pytest.mark.quick("nnx-fsdp('data')")
 @pytest.mark.parametrize("name, plan", ROWS)
 def test_batch_statistics_are_those_of_the_global_batch(name, plan):
     example = example_of(f"{name}_batch_norm")

@@ -47,7 +47,9 @@ def buffers(tree):
 
 
 @pytest.mark.quick(
-    "dp-float32", "zero2-float32 with a float32 master", "fsdp-bfloat16 with a float32 master",
+    "dp-float32",
+    "zero2-float32 with a float32 master",
+    "fsdp-bfloat16 with a float32 master",
     "zero1-bfloat16 with a float32 master",
 )
 @pytest.mark.parametrize("policy", POLICIES)
@@ -62,8 +64,10 @@ def test_every_byte_of_the_state_is_written_in_place(plan, policy):  # proves F5
 
 
 @pytest.mark.quick(
-    "adamw-dp-float32", "adamw-zero1-float32 with a float32 master",
-    "schedule_free-fsdp-float32 with a float32 master", "schedule_free-zero2-float32",
+    "adamw-dp-float32",
+    "adamw-zero1-float32 with a float32 master",
+    "schedule_free-fsdp-float32 with a float32 master",
+    "schedule_free-zero2-float32",
     "adamw-fsdp-bfloat16 with a float32 master",
 )
 @pytest.mark.parametrize("policy", POLICIES)
@@ -83,6 +87,7 @@ def test_no_two_leaves_share_a_buffer(plan, policy, optimizer):  # proves F51
     assert state.params["w"].is_deleted() is False
 
 
+@pytest.mark.quick("dp", "zero2")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_donated_state_is_gone(plan):  # proves F51
     state, step, _ = built(plan, "float32", optax.adam(1e-3))

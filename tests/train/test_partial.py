@@ -63,6 +63,7 @@ FEW = ("dp", "fsdp")
 
 # Catches a frozen leaf that moves, whose gradient is sent, or that has optimizer state; a trained one that is constant;
 # and an average that is whole on each device.
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("row", [n if n in FEW else pytest.param(n, marks=pytest.mark.deep) for n in ROWS])
 def test_a_part_of_the_parameters_is_trained(row, one_device):
     sizes, plan = ROWS[row]

@@ -37,7 +37,7 @@ PLANS = {
 }
 
 
-@pytest.mark.quick("dp-AxisType.Explicit", "fsdp pad-AxisType.Auto")
+@pytest.mark.quick("fsdp pad-AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.optimized

@@ -67,7 +67,7 @@ FAULTS = {
     "early": r"shardkit guard: process {r} failed in startup, before its first step: ValueError: nothing to train on\.",
 }
 # The tests below plant a kill, an exception, late data and a long save.
-SHALLOW = {("straggle", 1), ("hook", 1), ("iterator", 0)}
+SHALLOW = {("straggle", 1)}
 ROWS = [
     pytest.param(fault, rank, marks=() if (fault, rank) in SHALLOW else pytest.mark.deep)
     for fault in FAULTS
@@ -86,6 +86,7 @@ def test_a_fault_is_named_by_all(fault, rank):
     assert max(each.at for each in ended) < planted + DEADLINE + SLACK + BUSY * ((fault, rank) in SHALLOW)
 
 
+@pytest.mark.deep
 def test_a_process_that_ends_in_native_code_was_not_killed():
     ended = faulty("abort", 1, processes=2)
     agree(ended, 1, r"shardkit guard: process 1 died of a fatal signal \(Aborted\) in user code after step 4\.")
@@ -185,9 +186,13 @@ def test_one_process_may_end_long_after_the_others(rank):
 
 
 # A hung evaluation, and a thread that is no daemon
+@pytest.mark.quick("busy-0-1")
 @pytest.mark.parametrize(
     ("fault", "rank", "processes"),
-    [("last", 1, 2), ("busy", 0, 1), *(pytest.param("busy", rank, 2, marks=pytest.mark.deep) for rank in (0, 1))],
+    [
+        ("busy", 0, 1),
+        *(pytest.param(*row, 2, marks=pytest.mark.deep) for row in (("last", 1), ("busy", 0), ("busy", 1))),
+    ],
 )
 def test_a_process_that_does_not_end_after_the_last_step(fault, rank, processes):
     """The others waited for it for an hour, with all devices."""

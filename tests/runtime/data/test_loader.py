@@ -49,6 +49,7 @@ def test_the_order_does_not_depend_on_mesh_or_threads(sizes, threads, data8):
 
 
 # proves F65: a run that goes on from the position repeats and skips nothing, with another batch and mesh too
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_position_resumes(prefetch, data8, mesh2x4):
     line = taken(make(data8), 12)
