@@ -155,6 +155,7 @@ def test_replicated_results():
 
 
 # proves F12
+@pytest.mark.quick("b-a")
 @pytest.mark.parametrize(("inner", "outer"), [("a", "b"), ("b", "a"), (("a", "c"), "b")])
 def test_two_levels_equal_one(inner, outer):
     levels = lambda axis: (axis,) if isinstance(axis, str) else axis  # noqa: E731

@@ -264,7 +264,7 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.quick("zero1 of the rows-loop, 2 chunks", "fsdp and tp-uneven, v")
+@pytest.mark.quick("zero1 of the rows-loop, 2 chunks")
 @pytest.mark.parametrize(("beside", "case"), TOGETHER)
 def test_other_plans_share_the_leaves(beside, case):  # proves F59
     plans, sizes = COMPOSED[beside]
@@ -417,7 +417,7 @@ def test_a_device_holds_its_own_stages_and_sends_nothing_of_them(case):
     assert sk.census(made.step, state, batch).sent() == 4 * F + 8  # the shared leaf, and the loss with its weight
 
 
-@pytest.mark.quick("adamw-False", "adafactor-True")
+@pytest.mark.quick("adafactor-True")
 @pytest.mark.parametrize("name, moves", [("adamw", False), ("novograd", False), ("adafactor", True)])
 def test_rows_move_for_an_optimizer_alone_that_keeps_other_arrays(name, moves):  # proves F54, F55
     sent = []

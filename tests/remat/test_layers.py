@@ -83,7 +83,7 @@ def trained(name, layers, way, steps=2, accumulate=1):
     return state.params, step, state
 
 
-@pytest.mark.quick("gathered-checkpoint", "scan_layers-jit")
+@pytest.mark.quick("gathered-checkpoint")
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("run", ["gathered", "scan_layers"])
 def test_one_trace_serves_calls_that_are_differentiated_differently(run, wrap):

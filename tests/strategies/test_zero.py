@@ -454,6 +454,7 @@ def stacked_by_scans(jaxpr):
             yield from (v.aval.shape for v in site.equation.outvars[compat.scan_parts(site.equation)[1] :])
 
 
+@pytest.mark.quick("zero2 layerwise")
 @pytest.mark.parametrize("name", ["fsdp layerwise", "zero2 layerwise"])
 def test_no_whole_weight_or_gradient_of_a_stack_is_kept(monkeypatch, name):  # proves S66, F18
     def kept():
