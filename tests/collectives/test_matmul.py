@@ -169,11 +169,8 @@ def block(impl, x_tD, w):
 
 # proves F26: under scan and jax.checkpoint, as a layer uses them
 @pytest.mark.quick("4-gather", "3-ring")
-@pytest.mark.parametrize(
-    ("n", "impl"),
-    [(3, "ring"), (4, "bidirectional"), (4, "gather")]
-    + [pytest.param(n, impl, marks=pytest.mark.deep) for n, impl in ((3, "bidirectional"), (3, "gather"), (4, "ring"))],
-)
+@pytest.mark.parametrize("impl", EXPLICIT)
+@pytest.mark.parametrize("n", [3, 4])
 def test_gradients_through_a_scan_of_recomputed_layers(n, impl):
     specs = {"up": P(None, None, "a"), "gate": P(None, None, "a"), "down": P(None, "a")}
     weights = {"up": whole((2, 3, n)), "gate": whole((2, 3, n), seed=1), "down": whole((2, n, 3))}

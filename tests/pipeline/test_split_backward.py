@@ -144,18 +144,12 @@ WAYS = [*((how, None) for how in STAGES), ("unrolled", "full"), ("scan", "dots")
 
 
 # The plain layer in a loop, recomputed and in microbatches, and the others where what they add meets these.
-@pytest.mark.parametrize(
-    ("name", "how", "policy"),
-    [
-        pytest.param(name, *way, marks=[] if way in chosen else pytest.mark.deep)
-        for name, chosen in [
-            ("mlp", [("remat full", None), ("scan", None), ("scan", "dots"), ("microbatches", None)]),
-            ("normed", [("unrolled", "full")]),
-            ("transformer", [("scan", "dots")]),
-        ]
-        for way in WAYS
-    ],
+@pytest.mark.quick(
+    *("mlp-remat full-None", "mlp-scan-None", "mlp-scan-dots", "mlp-microbatches-None"),
+    *("normed-unrolled-full", "transformer-scan-dots"),
 )
+@pytest.mark.parametrize(("how", "policy"), WAYS)
+@pytest.mark.parametrize("name", ["mlp", "normed", "transformer"])
 @pytest.mark.optimized
 def test_both_halves_are_the_whole_and_nothing_runs_twice(name, how, policy):  # proves F38
     layer, weights = LAYER_FNS[name]
@@ -244,9 +238,7 @@ SHARDED = {  # stage, layouts of weights and activations, what a layer sends in 
 
 
 @pytest.mark.quick("fsdp")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.deep if name == "gathered" else []) for name in SHARDED]
-)
+@pytest.mark.parametrize("name", SHARDED)
 def test_collectives_of_weight_gradients_wait_for_the_second_half(name):  # proves F38, F24, F20
     stage, specs, x_spec, later = SHARDED[name]
     mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)

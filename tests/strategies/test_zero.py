@@ -573,11 +573,8 @@ def trained(plan, precision, steps=4, rate=1e-2):
     return state
 
 
-SOME = [*("zero1", "fsdp"), *(pytest.param(name, marks=pytest.mark.deep) for name in ("dp", "zero2"))]
-
-
 @pytest.mark.quick("fsdp")
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "fsdp"])
 def test_a_master_copy_in_the_same_dtype_changes_nothing(name):
     plain = trained(PLANS[name](), None)
     with_copy = trained(PLANS[name](), sk.Precision(master=jnp.float32))
@@ -587,7 +584,7 @@ def test_a_master_copy_in_the_same_dtype_changes_nothing(name):
 
 
 @pytest.mark.quick("fsdp")
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "fsdp"])
 def test_low_precision_parameters_follow_their_master_copy(name):  # proves F23
     low = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
     state = trained(PLANS[name](), low, steps=8, rate=1e-5)

@@ -146,9 +146,7 @@ def is_as(state, described):
 # an update from old parameters, and carried state in another layout than `init.abstract` says.
 # proves N7
 @pytest.mark.quick("fsdp-layerwise", "dp-tp")
-@pytest.mark.parametrize(
-    "row", [*ROWS.values(), *[pytest.param(row, marks=pytest.mark.deep) for row in DEEP.values()]], ids=[*ROWS, *DEEP]
-)
+@pytest.mark.parametrize("row", (ROWS | DEEP).values(), ids=ROWS | DEEP)
 def test_it_is_the_same_on_every_mesh_and_for_every_accumulation(row, wanted):
     init, step = step_of(row)
     described = init.abstract(PARAMS, carried=first)

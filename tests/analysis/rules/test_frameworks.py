@@ -104,11 +104,8 @@ def equinox_step(fault):
 
 
 @pytest.mark.quick(
-    "replicated-leaf-nnx_step",
-    "replicated-leaf-equinox_step",
-    "unplaced-leaf-nnx_step",
-    "host-transfer-equinox_step",
-    "summed-each-iteration-equinox_step",
+    *("replicated-leaf-nnx_step", "unplaced-leaf-nnx_step"),
+    *("host-transfer-equinox_step", "summed-each-iteration-equinox_step"),
 )
 @pytest.mark.parametrize("make", [nnx_step, equinox_step])
 @pytest.mark.parametrize("fault", ["summed-each-iteration", "unplaced-leaf", "replicated-leaf", "host-transfer"])
