@@ -10,6 +10,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.meshes.layout import spec_axes
+from shardkit.models import transformer
 from shardkit.plans.placement import Layout
 from shardkit.testing import LAWS
 from support import conformance
@@ -52,7 +53,8 @@ def test_every_plan(row):
 @pytest.mark.parametrize("row", PLANS, ids=name)
 def test_every_plan_splits_some_leaf(row):
     """A strategy that splits nothing would pass all laws: it is data parallelism."""
-    plan, params = row.plan(), [jax.eval_shape(model.params) for model in MODELS]
+    makes = SOFTMAX.params, lambda: transformer.init(jax.random.key(2), conformance.TRANSFORMER)
+    plan, params = row.plan(), [jax.eval_shape(make) for make in makes]
     layouts = [plan.layouts(each, sk.abstract_mesh(**row.sizes)) for each in params]
     split = [
         layout

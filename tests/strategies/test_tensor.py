@@ -217,6 +217,10 @@ def params():
     return jax.tree.map(lambda x: 3 * x, weights(CONFIG, 0))
 
 
+def shapes():
+    return jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))
+
+
 def batch(step):
     rng = np.random.default_rng(step)
     tokens, targets = rng.integers(0, 24, (2, 8, 12)).astype(np.int32)
@@ -305,7 +309,7 @@ def test_gradients_of_gains_are_summed_once_a_step(accumulate):  # proves F25
     init, step = sk.make_train_step(
         sk.value_and_grad(loss_fn("model", True)), optax.sgd(0.1), mesh=mesh, plan=plan, accumulate=accumulate
     )
-    state = init.abstract(jax.eval_shape(params))
+    state = init.abstract(shapes())
     small = sk.census(step, state, batch(0)).select(axis="model", kind="all_reduce")
     gains = [row for row in small if row.bytes_in in (4 * CONFIG.dim, 4 * CONFIG.layers * CONFIG.dim)]
     assert sorted((row.axes, row.bytes_in, row.count) for row in gains) == [
@@ -318,27 +322,27 @@ def test_gradients_of_gains_are_summed_once_a_step(accumulate):  # proves F25
 
 
 def test_leaves_stay_split_and_whole_ones_are_marked_under_sequence_parallelism():
-    shapes = jax.eval_shape(params)
+    whole = shapes()
     mesh = sk.abstract_mesh(data=2, model=2)
     plain, sequence = (sk.tp("model", rules(), sequence=each) for each in (False, True))
     assert str(plain) == "tp('model')" and plain.batch_spec(mesh) == P()
     up, head = P(None, None, "model"), P(None, "model")
     for plan, varies in ((plain, ()), (sequence, ("model",))):
-        found = specs(plan.layouts(shapes, mesh))
+        found = specs(plan.layouts(whole, mesh))
         assert found["layers"]["up"] == Specs(up, up, up) and found["head"] == Specs(head, head, head)
         assert found["final_norm"] == found["layers"]["key"] == Specs(P(), P(), P(), varies=varies)
     whole = Specs(P(), P(), P())
-    alone = specs(sequence.layouts(shapes, sk.abstract_mesh(data=2, model=1)))
+    alone = specs(sequence.layouts(whole, sk.abstract_mesh(data=2, model=1)))
     assert set(jax.tree.leaves(alone, is_leaf=lambda x: isinstance(x, Specs))) == {whole}
     chosen = sk.tp("model", lambda path, shape: -1 if path == "layers.up" else None)
-    assert specs(chosen.layouts(shapes, mesh))["layers"]["up"] == Specs(up, up, up)
-    both = specs(sk.chain(sk.zero1("data", min_size=1), sequence).layouts(shapes, mesh))
+    assert specs(chosen.layouts(whole, mesh))["layers"]["up"] == Specs(up, up, up)
+    both = specs(sk.chain(sk.zero1("data", min_size=1), sequence).layouts(whole, mesh))
     assert both["final_norm"] == Specs(P(), P(), P("data"), varies=("model",))
     assert both["layers"]["up"].update == P(None, "data", "model")
 
 
 def laid_out(plan, **sizes):
-    return plan.layouts(jax.eval_shape(params), sk.abstract_mesh(**sizes))
+    return plan.layouts(shapes(), sk.abstract_mesh(**sizes))
 
 
 def on_two(fn, *args):
