@@ -322,21 +322,21 @@ def test_gradients_of_gains_are_summed_once_a_step(accumulate):  # proves F25
 
 
 def test_leaves_stay_split_and_whole_ones_are_marked_under_sequence_parallelism():
-    whole = shapes()
+    tree = shapes()
     mesh = sk.abstract_mesh(data=2, model=2)
     plain, sequence = (sk.tp("model", rules(), sequence=each) for each in (False, True))
     assert str(plain) == "tp('model')" and plain.batch_spec(mesh) == P()
     up, head = P(None, None, "model"), P(None, "model")
     for plan, varies in ((plain, ()), (sequence, ("model",))):
-        found = specs(plan.layouts(whole, mesh))
+        found = specs(plan.layouts(tree, mesh))
         assert found["layers"]["up"] == Specs(up, up, up) and found["head"] == Specs(head, head, head)
         assert found["final_norm"] == found["layers"]["key"] == Specs(P(), P(), P(), varies=varies)
     whole = Specs(P(), P(), P())
-    alone = specs(sequence.layouts(whole, sk.abstract_mesh(data=2, model=1)))
+    alone = specs(sequence.layouts(tree, sk.abstract_mesh(data=2, model=1)))
     assert set(jax.tree.leaves(alone, is_leaf=lambda x: isinstance(x, Specs))) == {whole}
     chosen = sk.tp("model", lambda path, shape: -1 if path == "layers.up" else None)
-    assert specs(chosen.layouts(whole, mesh))["layers"]["up"] == Specs(up, up, up)
-    both = specs(sk.chain(sk.zero1("data", min_size=1), sequence).layouts(whole, mesh))
+    assert specs(chosen.layouts(tree, mesh))["layers"]["up"] == Specs(up, up, up)
+    both = specs(sk.chain(sk.zero1("data", min_size=1), sequence).layouts(tree, mesh))
     assert both["final_norm"] == Specs(P(), P(), P("data"), varies=("model",))
     assert both["layers"]["up"].update == P(None, "data", "model")
 
