@@ -191,6 +191,7 @@ def test_monitors_quick():
 # ---- strategies
 
 
+@pytest.mark.deep  # what measures is held by tests/cli/test_bench_strategies.py
 def test_a_tutorials_step_agrees_with_one_device():
     """What autodiff reduces in every microbatch is twice what the gradients are, and gives the same numbers."""
     mesh, name = sk.make_mesh(data=2, model=4), "tutorial: dp, 2 microbatches"

@@ -104,6 +104,7 @@ LAYOUTS = [  # a global array [8, 16] on data=2 x model=4
 ]
 
 
+@pytest.mark.quick("spec1-local1", "spec4-local4", "spec6-local6", "spec7-local7")
 @pytest.mark.parametrize(("spec", "local"), LAYOUTS)
 def test_specs_and_local_shapes(spec, local, mesh2x4):  # proves S20, S21, S22, S32
     x = np.arange(128, dtype=np.float32).reshape(8, 16)

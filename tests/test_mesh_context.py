@@ -85,6 +85,7 @@ def test_beside_ordinary_code(mesh2x4):
     np.testing.assert_array_equal(on_mesh(X) + 1, SUMS + 1)  # without jit, beside an operation on the whole
 
 
+@pytest.mark.quick("AxisType.Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_what_takes_a_mesh_takes_that_of_the_context(kind):
     """It alone would see one that still asks for `mesh=`, or takes another, or cannot take Explicit axes."""

@@ -66,6 +66,7 @@ def test_fold_axis_over_a_tuple_uses_the_joint_index(make, mesh2x4):
     assert turned == [one_device[i] for i in (0, 2, 4, 6, 1, 3, 5, 7)]
 
 
+@pytest.mark.quick("typed")
 @kinds
 def test_two_axes_share_a_stream_unless_salted(make, mesh2x4):
     def keys(fold, axis):
@@ -76,6 +77,7 @@ def test_two_axes_share_a_stream_unless_salted(make, mesh2x4):
     assert len({tuple(key) for key in salted}) == 6
 
 
+@pytest.mark.quick("typed")
 @kinds
 def test_fold_axes_is_order_free_and_never_repeats(make):  # proves S54
     mesh = sk.make_mesh(data=2, model=2, stage=2)
@@ -133,6 +135,7 @@ def test_a_stage_starts_from_its_own_key():  # proves S57
     np.testing.assert_array_equal(layers, np.stack(by_hand))
 
 
+@pytest.mark.quick("True-typed", "False-raw")
 @kinds
 @pytest.mark.parametrize("partitionable", [True, False])
 def test_example_keys_do_not_depend_on_how_many(make, partitionable):
@@ -156,6 +159,7 @@ def test_fold_keys_folds_each(make):
     ]
 
 
+@pytest.mark.quick("typed-8", "raw-1")
 @pytest.mark.parametrize("devices", [1, deep(2), deep(4), 8])
 @kinds
 def test_initialisation_and_dropout_are_the_same_on_every_mesh(make, devices):  # proves F44, F45
@@ -172,6 +176,7 @@ def test_initialisation_and_dropout_are_the_same_on_every_mesh(make, devices):  
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.quick("typed")
 @kinds
 def test_tokens_with_keys_of_their_own_drop_the_same_however_they_are_split(make):  # proves F44
     keys, x = sk.example_keys(make(1), 4), np.ones((4, 8, 16), np.float32)

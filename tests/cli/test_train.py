@@ -140,7 +140,8 @@ def verified(inside, out, *words):
     return rows(out, "run")[0]["held_bytes_per_device"]
 
 
-@pytest.mark.parametrize("words", [["data=2", "fsdp=4"], deep(["zero1=8"]), deep(["zero2=4", "data=2"])])
+@pytest.mark.deep  # the option --verify: test_pipeline.py
+@pytest.mark.parametrize("words", [["data=2", "fsdp=4"], ["zero1=8"], ["zero2=4", "data=2"]])
 def test_sharded_state_trains_to_one_devices_numbers_and_is_small(words, inside, corpus, tmp_path):  # proves S67
     held = verified(inside, tmp_path / "run.json", *words, "--data", corpus, "--steps", 4)
     whole = 3 * 4 * rows(tmp_path / "run.json", "run")[0]["parameters"]

@@ -41,6 +41,7 @@ def mapped(kernel, sizes, out_specs):
     )
 
 
+@pytest.mark.quick("sizes3-a", "sizes2-axis2")
 @pytest.mark.parametrize(("sizes", "axis"), MESHES)
 def test_bitwise_the_plain_reduction(sizes, axis):
     names = (axis,) if isinstance(axis, str) else axis

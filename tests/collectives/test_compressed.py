@@ -67,6 +67,7 @@ def test_sent_and_kept_are_together_exact(dtype):  # proves F12
         x = np.roll(x, 1) * np.float32(-1.7)
 
 
+@pytest.mark.quick("bfloat16-8-axis1", "int4-3-a")
 @pytest.mark.parametrize(("n", "axis"), [(3, "a"), (8, ("b", "a"))])
 @pytest.mark.parametrize("dtype", SOME)
 def test_the_sum(n, axis, dtype):
@@ -133,6 +134,7 @@ on_cases = covered(
 )
 
 
+@pytest.mark.quick("1", "2")
 @on_cases
 def test_gathers_and_scatters_are_the_plain_ones_where_nothing_is_rounded(case):
     """Blocks of multiples of 30 are exact: values, dtypes and the straight-through derivatives of all forms."""
@@ -170,6 +172,7 @@ def test_gathers_and_scatters_are_the_plain_ones_where_nothing_is_rounded(case):
     check(case, *kernels)
 
 
+@pytest.mark.quick("bfloat16", "int4")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bias_fades_with_feedback_and_stays_without(dtype):  # proves F12
     n, steps = 4, 64
@@ -192,6 +195,7 @@ def test_the_bias_fades_with_feedback_and_stays_without(dtype):  # proves F12
     assert fed[-1] < 4 * unfed[0] / steps  # the error of the sum stays that of one step, so the mean's falls as 1/steps
 
 
+@pytest.mark.quick("bfloat16-1", "bfloat16-3", "int8-2", "int4-5", "float8_e4m3fn-3", "float8_e5m2-8")
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cost_and_bits_on_the_wire(n, dtype):
@@ -304,6 +308,7 @@ def test_what_is_not_finite_shows():
         assert np.isfinite(total).all() and (np.asarray(total) + np.asarray(residual).sum(0) == huge[0]).all()
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int4])
 def test_gradient_is_that_of_the_exact_sum(dtype):
     weights = np.array([1.0, 10, 100], np.float32)
@@ -324,6 +329,7 @@ def test_gradient_is_that_of_the_exact_sum(dtype):
         np.testing.assert_array_equal(got, np.broadcast_to(wanted, got.shape))
 
 
+@pytest.mark.quick("axis1")
 @pytest.mark.parametrize("axis", ["a", ("b", "a")])
 def test_under_vmap_the_same(axis):
     """A kernel that names axes in a way that only shard_map takes; the sums have the same bits."""

@@ -41,6 +41,7 @@ def on_meshes(blocks, kernel):
             yield sizes, axis, np.asarray(jax.jit(f)(blocks))
 
 
+@pytest.mark.quick("30-bfloat16")
 @pytest.mark.parametrize(("count", "dtype"), [(8, "float32"), (24, "float32"), (30, "bfloat16"), (40, "float16")])
 @pytest.mark.optimized
 def test_the_bits_do_not_depend_on_the_mesh(count, dtype):  # proves F77 in part: no catalogue of operations

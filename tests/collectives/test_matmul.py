@@ -96,6 +96,7 @@ def assert_same(*cases, seed=1):
 
 
 # proves F26, S44
+@pytest.mark.quick("1", "2", "3")
 @pytest.mark.parametrize("n", SIZES)
 def test_they_equal_plain_matmuls(n):
     mesh = line(n)
@@ -115,6 +116,7 @@ ROWS = [
 
 
 # proves F26
+@pytest.mark.quick("0", "5", "6", "1", "8")
 @covered(
     ROWS,
     n=st.sampled_from(SIZES),
@@ -135,6 +137,7 @@ def test_batch_dims_column_dims_and_several_weights(n, impl, dtype, batch, rows,
     )
 
 
+@pytest.mark.quick("axis3")
 @pytest.mark.parametrize("axis", ["a", "b", ("a", "b"), ("b", "a")])
 def test_tuples_of_axes_and_a_batch_over_another_axis(axis):
     """A weight that is the same on all of "data" gets the sum of its gradients."""
@@ -165,11 +168,9 @@ def block(impl, x_tD, w):
 
 
 # proves F26: under scan and jax.checkpoint, as a layer uses them
-@pytest.mark.parametrize(
-    ("n", "impl"),
-    [(3, "ring"), (4, "bidirectional"), (4, "gather")]
-    + [pytest.param(n, impl, marks=pytest.mark.deep) for n, impl in ((3, "bidirectional"), (3, "gather"), (4, "ring"))],
-)
+@pytest.mark.quick("4-gather", "3-ring")
+@pytest.mark.parametrize("impl", EXPLICIT)
+@pytest.mark.parametrize("n", [3, 4])
 def test_gradients_through_a_scan_of_recomputed_layers(n, impl):
     specs = {"up": P(None, None, "a"), "gate": P(None, None, "a"), "down": P(None, "a")}
     weights = {"up": whole((2, 3, n)), "gate": whole((2, 3, n), seed=1), "down": whole((2, n, 3))}
@@ -199,6 +200,7 @@ def test_eagerly_and_on_one_device():
         np.testing.assert_array_equal(jax.jit(mapped)(x, w), x @ w)
 
 
+@pytest.mark.quick("gather", "ring")
 @pytest.mark.parametrize("impl", EXPLICIT)
 def test_bfloat16_is_summed_in_float32(impl):
     """One rounding of what is not sent; of what is sent one a hop, and none of the matmul's own sums."""
@@ -227,6 +229,7 @@ def backward(f):
 
 
 # proves F26, F76: the closed forms of the docstrings
+@pytest.mark.quick("1-ring", "2-bidirectional", "3-ring", "5-bidirectional", "5-gather", "8-gather")
 @pytest.mark.parametrize("impl", EXPLICIT)
 @pytest.mark.parametrize("n", SIZES)
 def test_what_they_send(n, impl):

@@ -101,6 +101,7 @@ def test_rings_run_eagerly_and_under_vmap():
 
 
 # proves F76: the closed forms of the docstrings
+@pytest.mark.quick("1-one way", "3-one way", "4-both ways", "5-both ways")
 @BOTH
 @pytest.mark.parametrize("n", SIZES)
 def test_what_a_ring_sends(n, bidirectional):
@@ -154,6 +155,7 @@ def test_replicated_results():
 
 
 # proves F12
+@pytest.mark.quick("b-a")
 @pytest.mark.parametrize(("inner", "outer"), [("a", "b"), ("b", "a"), (("a", "c"), "b")])
 def test_two_levels_equal_one(inner, outer):
     levels = lambda axis: (axis,) if isinstance(axis, str) else axis  # noqa: E731

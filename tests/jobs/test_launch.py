@@ -359,6 +359,7 @@ def adopting():
 
 
 # proves S101, F68: also processes that are stopped
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("stop", [False, True])
 def test_nothing_is_left_when_the_launcher_is_killed(stop, adopting):
     with launcher(program(SLEEPER), lines=2) as (started, lines):
@@ -398,6 +399,7 @@ def test_a_stream_that_nobody_reads_stays_the_callers():
         assert os.fstat(stream.fileno()) == before
 
 
+@pytest.mark.deep  # of another command: tests/cli/test_command.py
 def test_help_that_nobody_reads_to_its_end():
     """As in `shardkit launch --help | head`; what Python holds back it would write again at its end, and complain."""
     env = environment() | {"PYTHONUNBUFFERED": ""}
@@ -408,6 +410,7 @@ def test_help_that_nobody_reads_to_its_end():
         assert (started.wait(timeout=LONG), started.stderr.read()) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.deep  # as where nobody reads
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_the_job_runs_on_when_nobody_can_read():
     """As in `shardkit launch ... > FILE` on a full disk."""

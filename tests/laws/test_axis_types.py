@@ -36,6 +36,7 @@ def rows():
 
 
 # proves F7, S18: every plan's numbers, census, compiled program, donation and one compilation
+@pytest.mark.quick("zero1-beside_Explicit")
 @pytest.mark.parametrize(("row", "kind"), list(rows()))
 def test_every_law_holds(row, kind):
     if kind == "Explicit":

@@ -37,8 +37,9 @@ def choices(draw, factors):
     return {name: choice[name] for name in factors}
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.deep) for i in range(1, PARTS))])
-def test_drawn_strategies(part):  # proves N10
+@pytest.mark.deep
+@pytest.mark.parametrize("part", range(PARTS))
+def test_drawn_strategies(part):
     """Each part has its own order of the values, so that the same draws are other strategies."""
     order = random.Random(part)
     every = DEEP_FACTORS if part else FACTORS | {name: [None] for name in SLOW}
@@ -59,7 +60,7 @@ def refused_in_words(error):
 
 
 # proves N10: models of odd sizes on meshes of one to eight devices in any order
-@pytest.mark.deep
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(STRATEGIES))
 def test_a_drawn_strategy_is_one_device(seed, record_property):
     """What is refused gives its place to the next that the seed draws; the report says how many were."""

@@ -11,14 +11,18 @@ pytestmark = pytest.mark.optimized
 
 CASES = cases()
 # Rows that compile quickly. The deep tier has every pair of options. Rows with those of ELSEWHERE take ten seconds of
-# CPU time each; test_plans.py, test_pipeline_composition.py and strategies/test_expert.py have these options.
-FEW = [10, 13, 16, 20, 28]
+# CPU time each; test_plans.py (by adamw and without low precision), test_pipeline_composition.py,
+# strategies/test_expert.py and remat/test_layers.py have these options.
+FEW = [16, 20, 28]
 ELSEWHERE = {
-    ("shard", "zero2"),
-    ("shard", None),
+    *(("shard", each) for each in ("zero2", "zero2 by layer", "fsdp", None)),
     ("stage", "lockstep"),
     ("stage", "1f1b in branches"),
-    ("experts", "whole"),
+    *(("experts", each) for each in ("whole", "split")),
+    ("optimizer", "adamw"),
+    ("accumulate", 2),
+    ("precision", None),
+    ("prefetch", True),
 }
 ROWS = [
     pytest.param(case, marks=() if i in FEW else pytest.mark.deep, id=case.name.replace(", ", "-").replace(" ", "_"))

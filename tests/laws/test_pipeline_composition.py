@@ -120,6 +120,7 @@ def first() -> Any:
 
 
 # proves F41: evaluation lays the stages out as training does
+@pytest.mark.quick("unequal, interleaved")
 @pytest.mark.parametrize("name", ["tp by rings, fsdp layerwise", "unequal, interleaved"])
 def test_evaluation_is_the_loss_without_dropout(name):
     row = (FEW | REST)[name]
@@ -127,7 +128,7 @@ def test_evaluation_is_the_loss_without_dropout(name):
     init, _ = row.step()
     loss = pipelined_loss(*pieces(row.axis), row.schedule, "stage", **how)
     metrics = sk.make_eval_step(loss, mesh=row.mesh(), plan=row.plan)(init(params(), KEY).params, batch(0))
-    mean, aux = unpipelined(pieces())(params(), batch(0), None)
+    mean, aux = jax.jit(unpipelined(pieces()))(params(), batch(0), None)
     np.testing.assert_allclose(metrics["loss"], mean.total / mean.weight, rtol=1e-6)
     np.testing.assert_allclose(metrics["accuracy"], aux["accuracy"].total / aux["accuracy"].weight, rtol=1e-6)
 

@@ -10,6 +10,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.meshes.layout import spec_axes
+from shardkit.models import transformer
 from shardkit.plans.placement import Layout
 from shardkit.testing import LAWS
 from support import conformance
@@ -32,6 +33,17 @@ def one_in(n, row):
 
 
 # proves S58, S59, S60, S63, S92, F14, F15, F53, F55, F57, F59, F60
+@pytest.mark.quick(
+    "dp_over_two_axes",
+    "toy_tp_x_fsdp_x_zero1",
+    "zero1_layerwise",
+    "zero2_layerwise",
+    "fsdp_layerwise_pad",
+    "fsdp_pad_x_zero2_pad_x_dp",
+    "fsdp_with_a_secondary_shard_and_zero2_layerwise",
+    "a_secondary_shard_over_one_device",
+    "small_leaves_whole",
+)
 @pytest.mark.parametrize("row", PLANS, ids=name)
 def test_every_plan(row):
     check(row, SOFTMAX, laws=LAWS if one_in(3, row) else ONCE)
@@ -41,7 +53,8 @@ def test_every_plan(row):
 @pytest.mark.parametrize("row", PLANS, ids=name)
 def test_every_plan_splits_some_leaf(row):
     """A strategy that splits nothing would pass all laws: it is data parallelism."""
-    plan, params = row.plan(), [jax.eval_shape(model.params) for model in MODELS]
+    makes = SOFTMAX.params, lambda: transformer.init(jax.random.key(2), conformance.TRANSFORMER)
+    plan, params = row.plan(), [jax.eval_shape(make) for make in makes]
     layouts = [plan.layouts(each, sk.abstract_mesh(**row.sizes)) for each in params]
     split = [
         layout
@@ -70,6 +83,7 @@ def accumulations():
 
 
 # proves S86, S87, F45, F58: unequal weights and dropout on, and the effective batch stays what it is
+@pytest.mark.quick("zero2_pad-2")
 @pytest.mark.parametrize(("row", "accumulate"), list(accumulations()))
 def test_every_accumulation(row, accumulate):
     check(row, SOFTMAX, "sgd", accumulate=accumulate)

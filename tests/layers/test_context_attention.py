@@ -96,15 +96,10 @@ def test_the_reference_is_attention(causal, packed):
 
 
 # proves F30, F32
-@pytest.mark.parametrize(
-    ("n", "order", "causal"),
-    [
-        *[(1, "zigzag", True), (2, "contiguous", True), (3, "contiguous", False), (3, "zigzag", True)],
-        *[(4, "contiguous", True), (8, "zigzag", True)],
-        *[pytest.param(n, "zigzag", True, marks=pytest.mark.deep) for n in (2, 4)],
-        *[pytest.param(n, "contiguous", True, marks=pytest.mark.deep) for n in (1, 3, 8)],
-    ],
-)
+@pytest.mark.quick("1-zigzag-True", "3-contiguous-False", "3-zigzag-True")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_ring_attention_is_attention(n, order, causal):
     args = drawn(2, 4 * n, 4, 2, 8, packed=n % 2 == 0)
     assert_equal(over_ring(order, causal=causal), reference(causal=causal), devices(c=n), P(None, "c"), args)
@@ -136,6 +131,7 @@ FACTORS = {
 
 
 # proves F30, F32
+@pytest.mark.quick("0", "1", "8", "10")
 @covered(
     covering(FACTORS | {"sizes": FACTORS["sizes"][:3], "heads": FACTORS["heads"][:2]}),
     **{name: st.sampled_from(values) for name, values in FACTORS.items()},
@@ -178,16 +174,10 @@ def test_keys_and_values_may_be_equal_on_all_devices_of_another_axis():
 
 
 # proves F31
+@pytest.mark.quick("2-3-zigzag")
 @pytest.mark.parametrize(
-    ("ring", "ulysses", "order"),
-    [
-        (None, 3, "contiguous"),
-        (None, 4, "contiguous"),
-        (2, 2, "contiguous"),
-        (2, 3, "zigzag"),
-        *[pytest.param(*row, marks=pytest.mark.deep) for row in ((None, 1, "contiguous"), (2, 1, "zigzag"))],
-        pytest.param(2, 4, "zigzag", marks=pytest.mark.deep),
-    ],
+    "ring, ulysses, order",
+    [*((None, n, "contiguous") for n in (1, 3, 4)), (2, 2, "contiguous"), *((2, n, "zigzag") for n in (1, 3, 4))],
 )
 def test_ulysses_attention_alone_and_with_a_ring(ring, ulysses, order):
     kv_heads = {1: 2, 2: 4, 3: 2, 4: 6}[ulysses]  # as many as devices, more, fewer, and no multiple either way
@@ -348,6 +338,7 @@ FORMS = {
 
 
 # proves F30, F31, F32: the whole step
+@pytest.mark.quick("zigzag")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_training_step_under_cp(form):
     plan, *parts = FORMS[form]
@@ -393,6 +384,7 @@ def step_census(n, H, G, K, b, t, dtype, packed=False, kernel=None, mesh=None):
 
 
 # proves F30, F76: the published volumes
+@pytest.mark.quick("1-bfloat16-contiguous", "3-bfloat16-contiguous", "3-float32-zigzag", "64-float32-contiguous")
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("n", [1, 2, 3, 64])
@@ -425,6 +417,7 @@ def test_what_segments_and_the_permutation_send():
 
 
 # proves F31, F76: the published volumes
+@pytest.mark.quick("1-bfloat16", "3-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_what_ulysses_sends(n, dtype):
@@ -488,6 +481,7 @@ def flops_of(n, order, choose=max, dtype="float32", block=None, t=8):
 
 
 # proves F32: every device does the same, and it is half of what the last one does in contiguous order
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("n", [1, 3, 64])
 def test_half_chunk_pairs(n):
     pairs = 2 * n + 1
@@ -522,6 +516,7 @@ def test_bfloat16_gradients_on_one_device():  # proves F32
 
 
 # proves F32: what is skipped is never computed, or NaN would spread
+@pytest.mark.quick("zigzag")
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.optimized
 def test_skipped_blocks_are_not_computed(order):

@@ -69,6 +69,7 @@ def test_a_layer_split_by_columns_is_the_dense_layer(ways):  # proves S71
     close(jax.jit(split)(layer, x), column(layer, x, None))
 
 
+@pytest.mark.quick("sizes1")
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 4}, {"data": 4, "model": 2}])
 def test_a_split_encoder_equals_the_whole_one(sizes):  # proves S72, S75
     mesh = sk.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)

@@ -39,6 +39,7 @@ def arguments(features, dtype, offset, seed):
 DTYPES = ["float32", "bfloat16"]
 
 
+@pytest.mark.quick("0", "4")
 @covered(
     [{"mesh": mesh, "dtype": DTYPES[i % 2], "width": 1 + i % 3, "seed": i} for i, mesh in enumerate(MESHES)],
     mesh=st.sampled_from(MESHES),

@@ -72,6 +72,7 @@ def cross_entropy(x, head, targets, z_loss=0.0, label_smoothing=0.0):
     return jnp.where(targets < 0, 0, nats), hits
 
 
+@pytest.mark.quick("0", "1", "7")
 @covered(ROWS, **{name: each for name, each in DRAWN.items() if name != "options"})
 def test_the_embedding_is_that_of_one_device(mesh, dtype, sequence, width, seed):  # proves F27
     sizes, axis = mesh
@@ -88,6 +89,7 @@ def test_the_embedding_is_that_of_one_device(mesh, dtype, sequence, width, seed)
     )
 
 
+@pytest.mark.quick("0", "1", "7")
 @covered(ROWS, **DRAWN)
 def test_the_cross_entropy_is_that_of_whole_logits(mesh, dtype, sequence, width, seed, options):  # proves F27
     sizes, axis = mesh

@@ -93,6 +93,7 @@ ROWS = {
 }
 
 
+@pytest.mark.quick("dp x tp, bf16", "zero1 in two levels, accumulated", "dp x fsdp padded x zero1 without")
 @pytest.mark.parametrize("name", ROWS)  # proves N2 in part: it is sharded, and adds what was left out
 def test_no_gradient_is_lost(name):
     row, layouts = ROWS[name]

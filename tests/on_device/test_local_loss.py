@@ -67,6 +67,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.quick("data=2: dp('data'), accumulate=2", "data=2, z=2: zero2('z') + dp('data'), steps=2")
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_loss_with_loops_that_nobody_can_cast_has_the_numbers_of_one_device(row):
     data = {"params": PARAMS, "batches": [BATCH, {**BATCH, "x": BATCH["x"][::-1]}]}

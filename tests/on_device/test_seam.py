@@ -29,6 +29,7 @@ def one_step(plan, precision, sizes):
         return step(state, batch)[0].params["layers"], census
 
 
+@pytest.mark.quick("sizes1-plan0", "sizes0-plan1")
 @pytest.mark.parametrize("plan", [sk.zero1("d", min_size=1), sk.fsdp("d", min_size=1)])
 @pytest.mark.parametrize("sizes", [{"d": 4}, {"d": 2, "r": 2}])
 def test_a_stack_is_scattered_layer_by_layer_where_the_sum_is_wider(monkeypatch, plan, sizes):  # proves F17, F19, F23

@@ -1,7 +1,7 @@
 """A backward pass in two halves: the same numbers, no matmul and no collective twice, few residuals."""
 
 import inspect
-from functools import cache, partial
+from functools import partial
 from itertools import compress, pairwise
 
 import jax
@@ -19,6 +19,7 @@ from shardkit.on_device.handles import Handle
 from shardkit.pipeline.split_backward import TwoHalves
 from shardkit.plans.placement import Cut
 from shardkit.remat.recompute import POLICIES, Traced, halves, learnable
+from support.conformance import weights
 
 LAYERS, TOKENS, WIDTH, HIDDEN = 3, 24, 32, 80
 CONFIG = transformer.Config(layers=LAYERS, dim=WIDTH, heads=2, kv_heads=1, hidden=HIDDEN)
@@ -50,7 +51,7 @@ MLP = {"up": draw(LAYERS, WIDTH, HIDDEN), "bias": draw(LAYERS, HIDDEN), "down": 
 LAYER_FNS = {
     "mlp": (mlp, lambda: MLP),
     "normed": (normed, lambda: MLP),
-    "transformer": (block, cache(lambda: transformer.init(jax.random.key(0), CONFIG)["layers"])),
+    "transformer": (block, lambda: weights(CONFIG, 0)["layers"]),
 }
 X = draw(2, TOKENS, WIDTH)
 
@@ -142,19 +143,13 @@ def check(fn, args, first, lasting):
 WAYS = [*((how, None) for how in STAGES), ("unrolled", "full"), ("scan", "dots")]
 
 
-# The plain layer in every way, and the others where what they add meets a loop or recomputing.
-@pytest.mark.parametrize(
-    ("name", "how", "policy"),
-    [
-        pytest.param(name, *way, marks=[] if name == "mlp" or way in chosen else pytest.mark.deep)
-        for name, chosen in [
-            ("mlp", ()),
-            ("normed", [("scan", None), ("unrolled", "full"), ("microbatches", None)]),
-            ("transformer", [("scan", "dots"), ("remat full", None)]),
-        ]
-        for way in WAYS
-    ],
+# The plain layer in a loop, recomputed and in microbatches, and the others where what they add meets these.
+@pytest.mark.quick(
+    *("mlp-remat full-None", "mlp-scan-None", "mlp-scan-dots", "mlp-microbatches-None"),
+    *("normed-unrolled-full", "transformer-scan-dots"),
 )
+@pytest.mark.parametrize(("how", "policy"), WAYS)
+@pytest.mark.parametrize("name", ["mlp", "normed", "transformer"])
 @pytest.mark.optimized
 def test_both_halves_are_the_whole_and_nothing_runs_twice(name, how, policy):  # proves F38
     layer, weights = LAYER_FNS[name]
@@ -242,9 +237,8 @@ SHARDED = {  # stage, layouts of weights and activations, what a layer sends in 
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.deep if name == "gathered" else []) for name in SHARDED]
-)
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("name", SHARDED)
 def test_collectives_of_weight_gradients_wait_for_the_second_half(name):  # proves F38, F24, F20
     stage, specs, x_spec, later = SHARDED[name]
     mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)

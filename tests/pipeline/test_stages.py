@@ -183,13 +183,8 @@ def test_each_layer_has_one_row_on_the_device_of_its_stage(case):  # proves F37
         assert [n for n in row if n >= 0] == list(range(first, starts[stage + 1]))
 
 
-# One device's, natural order, both orders of chunks, and stages of unequal layers in each.
-SOME = ("one chunk", "v, 3 chunks", "v, 2 chunks of 4 devices", "uneven, loop", "uneven on one device")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in SOME else pytest.mark.deep) for case in STAGES]
-)
+@pytest.mark.quick("uneven on one device", "v, 3 chunks")
+@pytest.mark.parametrize("case", STAGES)
 def test_a_stack_goes_out_and_comes_back(case):
     layers, stages = STAGES[case]
     init, _ = make(case)
@@ -214,25 +209,18 @@ def test_a_stack_goes_out_and_comes_back(case):
 # ---- numbers
 
 
-SEEN = ("loop, 3 chunks", "v, 1 chunk", "v, 2 chunks of 4 devices", "uneven", "uneven, v")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in SEEN else pytest.mark.deep) for case in STAGES]
-)
+@pytest.mark.quick("v, 1 chunk", "uneven, v")
+@pytest.mark.parametrize("case", STAGES)
 def test_three_steps_are_those_of_one_device(case):  # proves F37, F42, F54
     check(case)
 
 
 NAMES = ["adamw", "lamb", "adafactor", "novograd", "sm3", "add_noise", "clip_by_global_norm"]
-TURNS = [
-    pytest.param(name, case, marks=[] if i % 2 == j else pytest.mark.deep)
-    for i, name in enumerate(NAMES)
-    for j, case in enumerate(["uneven, loop", "v, 2 chunks"])
-]
 
 
-@pytest.mark.parametrize(("name", "case"), TURNS)
+@pytest.mark.quick("novograd-v, 2 chunks", "clip_by_global_norm-uneven, loop", "adafactor-uneven, loop")
+@pytest.mark.parametrize("case", ["uneven, loop", "v, 2 chunks"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_optimizer_is_indifferent_to_stages(name, case):  # proves F53, F54, F55
     check(case, name)
 
@@ -251,17 +239,11 @@ COMPOSED = {
 }
 
 
-TOGETHER = [
-    pytest.param(beside, case, marks=[] if case in chosen else pytest.mark.deep)
-    for beside, *chosen in [
-        *(("dp",), ("fsdp", "uneven, v"), ("fsdp of the rows", "uneven, v"), ("fsdp padded", "loop, 2 chunks")),
-        *(("zero1 of the rows", "loop, 2 chunks"), ("zero2",), ("fsdp and tp", "uneven, v")),
-    ]
-    for case in ("loop, 2 chunks", "uneven, v")
-]
-
-
-@pytest.mark.parametrize(("beside", "case"), TOGETHER)
+@pytest.mark.quick("zero1 of the rows-loop, 2 chunks")
+@pytest.mark.parametrize("case", ["loop, 2 chunks", "uneven, v"])
+@pytest.mark.parametrize(
+    "beside", ["dp", "fsdp", "fsdp of the rows", "fsdp padded", "zero1 of the rows", "zero2", "fsdp and tp"]
+)
 def test_other_plans_share_the_leaves(beside, case):  # proves F59
     plans, sizes = COMPOSED[beside]
     state = check(case, "adamw", *plans, sizes=sizes, model="model" if "model" in sizes else None)
@@ -413,6 +395,7 @@ def test_a_device_holds_its_own_stages_and_sends_nothing_of_them(case):
     assert sk.census(made.step, state, batch).sent() == 4 * F + 8  # the shared leaf, and the loss with its weight
 
 
+@pytest.mark.quick("adafactor-True")
 @pytest.mark.parametrize("name, moves", [("adamw", False), ("novograd", False), ("adafactor", True)])
 def test_rows_move_for_an_optimizer_alone_that_keeps_other_arrays(name, moves):  # proves F54, F55
     sent = []

@@ -102,7 +102,8 @@ def test_four_devices_and_twelve_microbatches():  # proves S84, S76, S77: widths
     close(np.concatenate(outputs), sequential(params, x))
 
 
-@pytest.mark.parametrize("microbatches", [1, 8, pytest.param(2, marks=pytest.mark.deep)])  # proves S77, S81
+@pytest.mark.quick("8")
+@pytest.mark.parametrize("microbatches", [1, 2, 8])  # proves S77, S81
 def test_microbatches_do_not_change_the_output(microbatches):
     meshes = sk.submeshes(sk.make_mesh(stage=4, data=2), "stage")
     params, (x, _) = layers((6, 8, 5, 7, 10)), inputs(16, 6)
@@ -144,11 +145,9 @@ def reference(params, x, labels):
 ALONE, SPLIT = ({"stage": 4}, P()), ({"stage": 4, "data": 2}, P("data"))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "spec", "microbatches"),
-    [(*ALONE, 12), (*SPLIT, 3)]
-    + [pytest.param(*each, marks=pytest.mark.deep) for each in ((*ALONE, 1), (*ALONE, 3), (*SPLIT, 1), (*SPLIT, 12))],
-)
+@pytest.mark.quick("3-sizes1-spec1")
+@pytest.mark.parametrize(("sizes", "spec"), [ALONE, SPLIT])
+@pytest.mark.parametrize("microbatches", [1, 3, 12])
 def test_gradients_equal_those_of_the_sequential_model(sizes, spec, microbatches):  # proves S80, S76, S81
     meshes = sk.submeshes(sk.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes), "stage")
     params, (x, labels) = layers(WIDTHS), inputs(24, 784)

@@ -98,16 +98,12 @@ def padding_of(tree):
 # ---- numbers
 
 
-# Of every optimizer one layout, in turn; of the plain one all.
 CROSSING = ["adafactor", "lamb", "muon", "novograd", "clip_by_global_norm", "clip_by_block_rms", "adaptive_grad_clip"]
-TURNS = [
-    pytest.param(name, kind, marks=[] if name == "adamw" or i % 3 == j else pytest.mark.deep)
-    for i, name in enumerate(["adamw", *CROSSING])
-    for j, kind in enumerate(LAID_OUT)
-]
 
 
-@pytest.mark.parametrize(("name", "kind"), TURNS)
+@pytest.mark.quick("clip_by_block_rms-zero1", "novograd-fsdp", "lamb-two padded dims", "adafactor-fsdp")
+@pytest.mark.parametrize("kind", LAID_OUT)
+@pytest.mark.parametrize("name", ["adamw", *CROSSING])
 def test_the_optimizer_sees_original_shapes(name, kind):  # proves F13, F53, F55, S67, S92
     sizes, plan = LAID_OUT[kind]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -122,9 +118,8 @@ def test_the_optimizer_sees_original_shapes(name, kind):  # proves F13, F53, F55
     assert all((x == 0).all() for x in padding_of(state))
 
 
-@pytest.mark.parametrize(
-    "kind", ["zero2", "fsdp layerwise", *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("zero1", "fsdp"))]
-)
+@pytest.mark.quick("fsdp layerwise")
+@pytest.mark.parametrize("kind", PLANS)
 def test_dtypes_accumulation_and_a_loss_scale_go_with_it(kind):  # proves F13, F23
     low = sk.Precision(compute=jnp.bfloat16, param=jnp.bfloat16, master=jnp.float32, loss_scale="dynamic")
     with jax.numpy_dtype_promotion("standard"):
@@ -188,12 +183,9 @@ def test_what_is_held_is_the_padded_leaf_over_n():  # proves F13, S65, S69
         assert (sk.bytes_per_device(state.params), sk.bytes_per_device(state.opt_state)) == (params, 2 * update + 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("adamw", "fsdp"), ("clip_by_global_norm", "zero1"), ("lamb", "fsdp"), ("adafactor", "zero1"), ("muon", "fsdp")]
-    + [pytest.param(name, "fsdp", marks=pytest.mark.deep) for name in ("clip_by_global_norm", "adafactor")]
-    + [pytest.param(name, "zero1", marks=pytest.mark.deep) for name in ("adamw", "lamb", "muon")],
-)
+@pytest.mark.quick("clip_by_global_norm-zero1", "lamb-fsdp")
+@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+@pytest.mark.parametrize("name", ["adamw", "clip_by_global_norm", "lamb", "adafactor", "muon"])
 def test_cutting_and_padding_add_no_collective(kind, name):  # proves F13, F55
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         init, step = make(PLANS[kind](), optax.with_extra_args_support(OPTIMIZERS[name]()))
@@ -269,6 +261,7 @@ def test_a_dim_that_cannot_be_padded_is_refused(make_layouts, message):
 # ---- a state
 
 
+@pytest.mark.quick("fsdp layerwise")
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_state_goes_out_and_comes_back(kind):
     init, step = make(PLANS[kind](), nonfinite="skip")

@@ -75,6 +75,9 @@ def stacked(jaxpr):
             yield from ((v.aval.shape[1:], v.aval.dtype.name) for v in outs)
 
 
+@pytest.mark.quick(
+    "gathered-dots_without_batch", "scan_layers-names", "microbatches-full", "prefetch-callable", "both-hostile"
+)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("run", RUNS)
 def test_no_policy_saves_weights_or_what_follows_from_them(run, policy):  # proves S66, F19, F20, F49
@@ -97,10 +100,8 @@ def test_the_count_of_what_is_saved_is_the_policys():  # proves F49
     assert found["hostile"] > 3
 
 
-OFFLOADED = {("gathered", "dots_without_batch"), ("prefetch", ("hidden",)), ("both", "dots_without_batch")}
-
-
 # proves F20, F49: the bytes of a layer by hand, of 48 tokens with D = 64, 4 heads and 2 key/value heads of 16, F = 80
+@pytest.mark.quick("axes3-48-288-0", "axes4-24-480-4")
 @pytest.mark.parametrize(
     "axes, tokens, elements, wide",
     [
@@ -128,14 +129,9 @@ def test_matmuls_in_bfloat16_are_saved_in_bfloat16(axes, tokens, elements, wide)
     assert found == {"bfloat16": 2 * tokens * elements, "float32": 4 * tokens * wide}
 
 
-@pytest.mark.parametrize(
-    ("run", "remat"),
-    [
-        pytest.param(run, remat, marks=[] if (run, remat) in OFFLOADED else pytest.mark.deep)
-        for run in RUNS
-        for remat in ("dots_without_batch", ("hidden",))
-    ],
-)
+@pytest.mark.quick("dots_without_batch-gathered")
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("remat", ["dots_without_batch", ("hidden",)])
 def test_offloading_changes_no_number(run, remat):  # proves F49
     batch = np.random.default_rng(1).normal(size=(2 * LOCAL, WIDTH)).astype("f")
     found = []

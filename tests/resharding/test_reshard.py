@@ -73,6 +73,7 @@ ZERO = sk.chain(sk.zero1("data", min_size=1), sk.dp("model"))
 
 
 # Alone in finding: optimizer state that stays where the old plan had it.
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_state_goes_on_under_another_plan(mesh2x4, donate):
     grad_fn, optimizer = sk.value_and_grad(loss), OPTIMIZERS["adamw"]
@@ -124,6 +125,7 @@ UNLIKE = {  # leaves of which one plan or another pads a dim
 
 # Alone in finding: shards whose padding comes or goes while the dim is split, so that numbers are lost in silence.
 # proves N52 in part
+@pytest.mark.quick("whole-over 6", "over 2-whole", "over 6-over 3", "over 6-over 6, other order", "state over 6-over 3")
 @pytest.mark.parametrize("source", PADDED)
 @pytest.mark.parametrize("target", PADDED)
 def test_between_all_plans_that_pad_or_not_every_bit_arrives(source, target):

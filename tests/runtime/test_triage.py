@@ -57,6 +57,7 @@ def plans(mesh):
 
 
 # proves S123: keys, dropout, precision and accumulation are those of the step, so the loss is the step's
+@pytest.mark.quick("fsdp-options1")
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
@@ -78,6 +79,7 @@ def test_a_finite_step_is_repeated_exactly(plan, options, mesh2x4):
 
 
 # proves S123: after the step every gradient is NaN on every device; before the sum one device has it
+@pytest.mark.quick("padded")
 @pytest.mark.parametrize("plan", ["fsdp", "padded", deep("dp"), deep("zero1")])
 def test_an_example_that_is_not_finite_is_named(plan, mesh2x4):
     state, step, run = built(mesh2x4, plans(mesh2x4)[plan])
@@ -145,6 +147,7 @@ def test_what_the_loss_makes_is_named_too(data8):
 
 
 # proves S123: a parameter, where it is held and where its copies are
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["dp", "fsdp"])
 def test_a_parameter_that_is_not_finite(plan, mesh2x4):
     state, _, run = built(mesh2x4, plans(mesh2x4)[plan])

@@ -280,6 +280,7 @@ def beside(stage_fn: Any, mode: str, recompute: bool = True) -> Any:
     return sk.make_train_step(grad_fn, recording_sgd(0.5), mesh=mesh, plan=sk.pp("stage"))
 
 
+@pytest.mark.quick("pipe axis-False", "derivative-True", "ppermute-False")
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(("stage_fn", "kind", "axis", "line"), REFUSED, ids=["ppermute", "pipe axis", "derivative"])
 def test_branches_refuse_what_may_not_run_apart(stage_fn, kind, axis, line, recompute):  # proves F39

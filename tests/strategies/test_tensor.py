@@ -14,6 +14,7 @@ import shardkit as sk
 from shardkit import cost
 from shardkit.models import transformer
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
+from support.conformance import weights
 from support.layouts import Specs, specs
 from support.refusals import raises, refusals, value_error
 from support.tiers import covered
@@ -43,6 +44,7 @@ def normal(seed, *shapes, dtype="float32"):
 DTYPES, IMPLS = ["float32", "bfloat16"], ["gather", "ring", "auto"]
 
 
+@pytest.mark.quick("9", "5", "6", "7", "1")
 @covered(
     [  # impl is about sequence parallelism alone
         row | {"seed": i}
@@ -102,6 +104,7 @@ def grouped(heads, kv_heads):
 
 
 # devices, query heads, key/value heads, and how many of these a device takes
+@pytest.mark.quick("1-6-3-3", "3-12-2-2", "4-8-2-1")
 @pytest.mark.parametrize(
     "n, heads, kv_heads, taken",
     [
@@ -139,6 +142,7 @@ def test_each_device_takes_the_groups_of_its_query_heads(n, heads, kv_heads, tak
     np.testing.assert_array_equal(sk.layers.local_groups(key, None, heads=heads, kv_heads=kv_heads), key)
 
 
+@pytest.mark.quick("3-6-3")
 @pytest.mark.parametrize("n, heads, kv_heads", [(1, 4, 4), (2, 4, 2), (4, 8, 8), (3, 6, 3)])
 def test_a_fused_weight_is_the_three_unfused_ones(n, heads, kv_heads):  # proves F24
     widths = (heads * K, kv_heads * K, kv_heads * K)
@@ -210,7 +214,11 @@ def loss_fn(axis, sequence=False):
 
 
 def params():
-    return jax.tree.map(lambda x: 3 * x, transformer.init(jax.random.key(0), CONFIG))
+    return jax.tree.map(lambda x: 3 * x, weights(CONFIG, 0))
+
+
+def shapes():
+    return jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))
 
 
 def batch(step):
@@ -228,6 +236,7 @@ STEPS = {  # and whether with sequence parallelism
 }
 
 
+@pytest.mark.quick("tp and sp x fsdp", "sp of one device")
 @pytest.mark.parametrize("sizes, plan, sequence", STEPS.values(), ids=STEPS)
 def test_a_step_is_that_of_one_device(sizes, plan, sequence):  # proves F24, F25, F27
     axis, specs = "model", rules()
@@ -300,7 +309,7 @@ def test_gradients_of_gains_are_summed_once_a_step(accumulate):  # proves F25
     init, step = sk.make_train_step(
         sk.value_and_grad(loss_fn("model", True)), optax.sgd(0.1), mesh=mesh, plan=plan, accumulate=accumulate
     )
-    state = init.abstract(jax.eval_shape(params))
+    state = init.abstract(shapes())
     small = sk.census(step, state, batch(0)).select(axis="model", kind="all_reduce")
     gains = [row for row in small if row.bytes_in in (4 * CONFIG.dim, 4 * CONFIG.layers * CONFIG.dim)]
     assert sorted((row.axes, row.bytes_in, row.count) for row in gains) == [
@@ -313,27 +322,27 @@ def test_gradients_of_gains_are_summed_once_a_step(accumulate):  # proves F25
 
 
 def test_leaves_stay_split_and_whole_ones_are_marked_under_sequence_parallelism():
-    shapes = jax.eval_shape(params)
+    tree = shapes()
     mesh = sk.abstract_mesh(data=2, model=2)
     plain, sequence = (sk.tp("model", rules(), sequence=each) for each in (False, True))
     assert str(plain) == "tp('model')" and plain.batch_spec(mesh) == P()
     up, head = P(None, None, "model"), P(None, "model")
     for plan, varies in ((plain, ()), (sequence, ("model",))):
-        found = specs(plan.layouts(shapes, mesh))
+        found = specs(plan.layouts(tree, mesh))
         assert found["layers"]["up"] == Specs(up, up, up) and found["head"] == Specs(head, head, head)
         assert found["final_norm"] == found["layers"]["key"] == Specs(P(), P(), P(), varies=varies)
     whole = Specs(P(), P(), P())
-    alone = specs(sequence.layouts(shapes, sk.abstract_mesh(data=2, model=1)))
+    alone = specs(sequence.layouts(tree, sk.abstract_mesh(data=2, model=1)))
     assert set(jax.tree.leaves(alone, is_leaf=lambda x: isinstance(x, Specs))) == {whole}
     chosen = sk.tp("model", lambda path, shape: -1 if path == "layers.up" else None)
-    assert specs(chosen.layouts(shapes, mesh))["layers"]["up"] == Specs(up, up, up)
-    both = specs(sk.chain(sk.zero1("data", min_size=1), sequence).layouts(shapes, mesh))
+    assert specs(chosen.layouts(tree, mesh))["layers"]["up"] == Specs(up, up, up)
+    both = specs(sk.chain(sk.zero1("data", min_size=1), sequence).layouts(tree, mesh))
     assert both["final_norm"] == Specs(P(), P(), P("data"), varies=("model",))
     assert both["layers"]["up"].update == P(None, "data", "model")
 
 
 def laid_out(plan, **sizes):
-    return plan.layouts(jax.eval_shape(params), sk.abstract_mesh(**sizes))
+    return plan.layouts(shapes(), sk.abstract_mesh(**sizes))
 
 
 def on_two(fn, *args):

@@ -280,6 +280,7 @@ def test_a_sharded_dim_is_not_taken_off(loss, dim):
         jax.eval_shape(step, init.abstract({"layers": [{"w": jnp.ones((4, 4, 4))}]}), jnp.ones((4, 4)))
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", LAZY)
 def test_stop_gradient_freezes_a_lazy_leaf(plan):
     """The first layer alone: its gradient is zero, and the other's that of plain arrays."""
@@ -453,6 +454,7 @@ def stacked_by_scans(jaxpr):
             yield from (v.aval.shape for v in site.equation.outvars[compat.scan_parts(site.equation)[1] :])
 
 
+@pytest.mark.quick("zero2 layerwise")
 @pytest.mark.parametrize("name", ["fsdp layerwise", "zero2 layerwise"])
 def test_no_whole_weight_or_gradient_of_a_stack_is_kept(monkeypatch, name):  # proves S66, F18
     def kept():
@@ -516,11 +518,14 @@ def one_device(name):
     return params
 
 
-# Of those that look across shards one layout, in turn, whose traffic is bounded; of the others every second.
+# Of those that look across shards one layout, in turn, whose traffic is bounded; of the others every fourth.
 TURNS = [
-    pytest.param(name, kind, marks=[] if kind == kinds[i % len(kinds)] and (name in OWN or i % 2) else pytest.mark.deep)
+    pytest.param(
+        name, kind, marks=[] if kind == kinds[i % len(kinds)] and (name in OWN or i % 4 == 1) else pytest.mark.deep
+    )
     for i, name in enumerate(OPTIMIZERS)
     for kinds in [("zero1", "fsdp") if name in OWN else tuple(LAID_OUT)]
+    for turn in [kinds[i % len(kinds)]]
     for kind in LAID_OUT
 ]
 
@@ -568,10 +573,8 @@ def trained(plan, precision, steps=4, rate=1e-2):
     return state
 
 
-SOME = [*("zero1", "fsdp"), *(pytest.param(name, marks=pytest.mark.deep) for name in ("dp", "zero2"))]
-
-
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "fsdp"])
 def test_a_master_copy_in_the_same_dtype_changes_nothing(name):
     plain = trained(PLANS[name](), None)
     with_copy = trained(PLANS[name](), sk.Precision(master=jnp.float32))
@@ -580,7 +583,8 @@ def test_a_master_copy_in_the_same_dtype_changes_nothing(name):
         assert jnp.array_equal(with_copy.params[leaf], with_copy.opt_state.copy[leaf])
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "fsdp"])
 def test_low_precision_parameters_follow_their_master_copy(name):  # proves F23
     low = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
     state = trained(PLANS[name](), low, steps=8, rate=1e-5)

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -189,6 +190,12 @@ def _softmax_loss(model_axis: str | None) -> Callable[..., Any]:
     return loss
 
 
+@cache
+def weights(config: transformer.Config, seed: int = 3) -> Any:
+    """The reference transformer's in numpy: made op by op, and cut by jax, they compile for longer than a step runs."""
+    return jax.tree.map(np.asarray, jax.jit(transformer.init, static_argnums=1)(jax.random.key(seed), config))
+
+
 TRANSFORMER = transformer.Config(vocabulary=32, layers=2, dim=16, heads=4, kv_heads=2, hidden=24, dropout=0.1)
 
 
@@ -204,7 +211,7 @@ MODELS = [
     ModelRow("softmax", _softmax_params, _softmax_batch, _softmax_loss),
     ModelRow(
         "transformer",
-        lambda: transformer.init(jax.random.key(2), TRANSFORMER),
+        lambda: weights(TRANSFORMER, 2),
         text_batch,
         lambda _: transformer.loss_fn(TRANSFORMER),
     ),
@@ -219,7 +226,7 @@ def _mesh_model(name: str, config: transformer.Config) -> ModelRow:
     def loss(axes: transformer.Axes | None) -> Callable[..., Any]:
         return transformer.loss_fn(config, axes or transformer.ONE_DEVICE)
 
-    return ModelRow(name, lambda: transformer.init(jax.random.key(3), config), lambda i: text_batch(i, 16), loss)
+    return ModelRow(name, lambda: weights(config), lambda i: text_batch(i, 16), loss)
 
 
 MESH_MODELS = [_mesh_model(*item) for item in MESH_CONFIGS.items()]

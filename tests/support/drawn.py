@@ -19,6 +19,7 @@ import shardkit as sk
 from shardkit.models import transformer
 from shardkit.testing import Row, laws, prove
 from support import pipelines
+from support.conformance import weights
 from support.drawn_meshes import SPLIT_THE_BATCH, USES, Mesh, draw_mesh, draw_plans, draw_row, draw_schedule, draw_sizes
 from support.pipelines import pipelined_grad
 from support.training import KEY
@@ -196,7 +197,7 @@ def _transformer(draw: random.Random) -> Drawn:
         alone, grad_fn = _without_accuracy(alone), _without_accuracy(grad_fn)
     row = draw_row(draw, mesh, plans, grad_fn, label, accumulate=accumulate, precision=low)
     batches = [_text(draw, config.vocabulary, rows, tokens, step) for step in range(STEPS)]
-    return Drawn(row, alone, transformer.init(jax.random.key(draw.randrange(99)), config), batches)
+    return Drawn(row, alone, weights(config, draw.randrange(99)), batches)
 
 
 def _without_accuracy(grad_fn: Any) -> Any:

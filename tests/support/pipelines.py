@@ -39,7 +39,7 @@ def pipelined_loss(
 # Its layers are NaN on zeros, which is what a masked device is given.
 def make_params(layers: int, dim: int = D) -> Any:
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.5, jnp.float32)  # noqa: E731
+    draw = lambda *shape: (rng.normal(size=shape) * 0.5).astype(np.float32)  # noqa: E731
     stack = {"w": draw(layers, dim, dim), "b": draw(layers, dim)}
     return {"embed": 1 + draw(VOCABULARY, dim), "gain": 1 + draw(dim), "layers": stack}
 

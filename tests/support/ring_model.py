@@ -18,7 +18,7 @@ D, F, TOKENS, RATE, LAYERS = 8, 12, 4, 0.25, 8
 
 def params() -> Any:
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.4, jnp.float32)  # noqa: E731
+    draw = lambda *shape: (rng.normal(size=shape) * 0.4).astype(np.float32)  # noqa: E731
     stack = {"up": draw(LAYERS, D, F), "down": draw(LAYERS, F, D), "gain": 1 + draw(LAYERS, D)}
     return {"embed": 1 + draw(7, D), "layers": stack, "out": draw(D, 7)}
 

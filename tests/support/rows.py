@@ -17,6 +17,7 @@ from shardkit import schedules
 from shardkit.models import transformer
 from shardkit.testing import Row, covering, one_device, prove
 from shardkit.testing.prove import relative_of
+from support.conformance import weights
 from support.pipelines import pipelined_grad
 from support.training import lenient
 
@@ -192,11 +193,6 @@ def _alone(config: transformer.Config, ways: int) -> Any:
 
 
 @cache
-def params(config: transformer.Config) -> Any:
-    return transformer.init(jax.random.key(3), config)
-
-
-@cache
 def batch(step: int) -> Any:
     """Tokens with weights that are far from equal: a quarter of the examples has none at all."""
     rng = np.random.default_rng(step)
@@ -217,7 +213,7 @@ def expected(case: Case) -> Any:
 @cache
 def _expected(config: transformer.Config, ways: int, optimizer: str, relative: float) -> Any:
     batches = [batch(step) for step in range(STEPS)]
-    return one_device(_alone(config, ways), OPTIMIZERS[optimizer], params(config), batches, key=KEY, relative=relative)
+    return one_device(_alone(config, ways), OPTIMIZERS[optimizer], weights(config), batches, key=KEY, relative=relative)
 
 
 def assert_every_law(case: Case, laws: Any) -> None:
@@ -227,7 +223,7 @@ def assert_every_law(case: Case, laws: Any) -> None:
         case.row.grad_fn,
         expected(case),
         rows=[case.row],
-        params=params(case.config),
+        params=weights(case.config),
         batches=batches,
         laws=laws,
         key=KEY,

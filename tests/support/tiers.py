@@ -1,16 +1,25 @@
-"""One test for both tiers: chosen rows by default, and whatever hypothesis draws in the deep profile."""
+"""One test for both tiers: chosen rows by default, and these and what hypothesis draws in the deep profile."""
 
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 
 
 def covered(rows, /, **strategies):
-    """Runs a test on rows, dicts of its arguments; in the deep profile on drawn arguments."""
+    """Runs a test on rows, dicts of its arguments; in the deep profile on these and on drawn arguments."""
     if DEEP:  # a tenth of the examples of others, because each is compiled anew
-        return lambda test: settings(max_examples=settings.default.max_examples // 10)(given(**strategies)(test))
+
+        def drawn(test):
+            test = settings(max_examples=settings.default.max_examples // 10)(given(**strategies)(test))
+            for row in rows:
+                test = example(**row)(test)
+            return test
+
+        return drawn
     names = list(strategies)
-    return pytest.mark.parametrize(names, [[row[name] for name in names] for row in rows])
+    return pytest.mark.parametrize(
+        names, [[row[name] for name in names] for row in rows], ids=map(str, range(len(rows)))
+    )

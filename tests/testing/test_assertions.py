@@ -234,6 +234,7 @@ def training(grad_fn=None, reference=None, plan=None, mesh=None, optimizer=None,
 
 
 # proves F72: unequal weights, dropout, a leaf whose gradient is zero, clipping and Adam
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_on_a_mesh_is_training_on_one_device(data8, accumulate):
     adam = lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.compiling import QUICK
+
 ROOT = Path(__file__).parents[2]
 USER = """
 import jax
@@ -45,7 +47,8 @@ def pytest_run(folder, *options, ini="", **files):
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC") and "PYTEST" not in k}
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the same whether or not this checkout is installed
+    # The same whether or not this checkout is installed.
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "XLA_FLAGS": QUICK}
     command = [sys.executable, "-m", "pytest", "-p", "shardkit_pytest", "-p", "no:cacheprovider", "-q", *options]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr

@@ -375,6 +375,7 @@ def test_several_steps_in_one_call_are_proved():
 
 
 # A hidden layer of relus has gradients that are nearly zero; Adam moves their weights by the whole rate either way.
+@pytest.mark.quick("adam")
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "lion"])
 def test_relus_under_adam_are_the_same_training(optimizer):
     rng = np.random.default_rng(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import find, given, settings
 from jax.sharding import PartitionSpec
 
@@ -92,6 +93,7 @@ def test_the_kit_needs_neither_hypothesis_nor_pytest():
     assert all(hasattr(sk.testing, name) for name in sk.testing.__all__)
 
 
+@pytest.mark.deep
 def test_proof_throughput_smoke(tmp_path):
     file, root = tmp_path / "out.jsonl", Path(__file__).parents[2]
     command = [sys.executable, "-m", "benchmarks.proof_throughput", "--smoke", "--json", str(file)]

@@ -70,11 +70,6 @@ def equinox_loop(example, batches):
 
 LOOPS = {"nnx": nnx_loop, "equinox": equinox_loop}
 PLANS = [sk.dp("data"), sk.zero1("data", min_size=1), sk.fsdp("data", min_size=1)]
-ROWS = [
-    pytest.param(name, plan, id=f"{name}-{plan}", marks=[pytest.mark.deep] * (name == "equinox"))
-    for name in LOOPS
-    for plan in PLANS
-]
 
 
 def batches_of(name):
@@ -92,7 +87,9 @@ def one_device(name):
 
 # Catches statistics of one device's examples or of another step, an average of them that is reduced or differentiated,
 # and a key of Dropout that depends on the mesh.
-@pytest.mark.parametrize("name, plan", ROWS)
+@pytest.mark.quick("nnx-plan2")
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_batch_statistics_are_those_of_the_global_batch(name, plan):
     example = example_of(f"{name}_batch_norm")
     step, state = example["make"](sk.make_mesh(jax.devices()[:4], data=4), plan)

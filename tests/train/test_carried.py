@@ -146,9 +146,8 @@ def is_as(state, described):
 # Catches statistics of one device or microbatch, a mean of means, a teacher that is not gathered with the parameters,
 # an update from old parameters, and carried state in another layout than `init.abstract` says.
 # proves N7
-@pytest.mark.parametrize(
-    "row", [*ROWS.values(), *[pytest.param(row, marks=pytest.mark.deep) for row in DEEP.values()]], ids=[*ROWS, *DEEP]
-)
+@pytest.mark.quick("fsdp-layerwise", "dp-tp")
+@pytest.mark.parametrize("row", (ROWS | DEEP).values(), ids=ROWS | DEEP)
 def test_it_is_the_same_on_every_mesh_and_for_every_accumulation(row, wanted):
     init, step = step_of(row)
     described = init.abstract(PARAMS, carried=first)
@@ -244,6 +243,7 @@ def test_a_step_that_is_not_finite_keeps_it():
 
 # Catches averages of layers in another order than their parameters', in a pipeline that stores both by stage: those of
 # an update that depends on the order, and of one that does not, which moves no rows. Five layers leave a row of zeros.
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("layers", [4, 5])
 def test_layers_in_the_order_of_stages_are_averaged_with_their_own(layers):
     sizes = {"layers_per_stage": (1, 1, 1, 2)} if layers == 5 else {}

@@ -16,6 +16,7 @@ from shardkit.models import transformer
 from shardkit.on_device.advice import Unintended
 from shardkit.testing import LAWS, Row, prove
 from support.compiling import QUICK
+from support.conformance import weights
 from support.refusals import value_error
 from support.training import lenient
 
@@ -164,7 +165,7 @@ def test_twenty_steps_on_every_mesh(options):
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_twenty_steps_of_a_transformer(precision):
     config = transformer.Config(vocabulary=64, layers=2, dim=32, heads=4, dropout=0.1)
-    grad_fn, params = sk.value_and_grad(transformer.loss_fn(config)), transformer.init(KEY, config)
+    grad_fn, params = sk.value_and_grad(transformer.loss_fn(config)), weights(config)
     tokens = [np.random.default_rng(seed).integers(0, 64, (16, 17)).astype(np.int32) for seed in range(20)]
     found = {}
     for name, (sizes, plan) in MESHES.items():

@@ -46,6 +46,7 @@ def buffers(tree):
     return [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
 
 
+@pytest.mark.quick("dp-float32", "zero2-float32 with a float32 master", "fsdp-bfloat16 with a float32 master")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.optimized
@@ -57,6 +58,11 @@ def test_every_byte_of_the_state_is_written_in_place(plan, policy):  # proves F5
     assert step.lower(keyed, BATCH).compile().memory_analysis().alias_size_in_bytes == held
 
 
+@pytest.mark.quick(
+    "adamw-zero1-float32 with a float32 master",
+    "schedule_free-fsdp-float32",
+    "adamw-fsdp-bfloat16 with a float32 master",
+)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
@@ -74,6 +80,7 @@ def test_no_two_leaves_share_a_buffer(plan, policy, optimizer):  # proves F51
     assert state.params["w"].is_deleted() is False
 
 
+@pytest.mark.quick("dp", "zero2")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_donated_state_is_gone(plan):  # proves F51
     state, step, _ = built(plan, "float32", optax.adam(1e-3))

@@ -13,6 +13,7 @@ import shardkit as sk
 from benchmarks import large_model
 from shardkit._jax.jaxprs import walk
 from shardkit.models import transformer
+from support.conformance import weights
 
 CONFIG = transformer.Config(vocabulary=64, layers=3, dim=16, heads=4, kv_heads=2, hidden=32)
 
@@ -22,7 +23,7 @@ def reference():
     """Loss and gradient of the reference transformer on one device, in plain jax."""
     tokens = jax.random.randint(jax.random.key(1), (8, 8), 0, 64)
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
-    params = transformer.init(jax.random.key(0), CONFIG)
+    params = weights(CONFIG, 0)
 
     def loss(params):
         mean, _ = transformer.loss_fn(CONFIG)(params, batch, None)

@@ -81,6 +81,7 @@ def alone():
     return trained(*built(sk.make_mesh(jax.devices()[:1], data=1), sk.dp("data")), make_params())[0]
 
 
+@pytest.mark.quick("AxisType.Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.optimized
 def test_a_tensor_parallel_model_gets_explicit_fsdp(kind, alone):
@@ -99,6 +100,7 @@ def test_a_tensor_parallel_model_gets_explicit_fsdp(kind, alone):
     assert not [row for row in rows if row.kind == "all_gather" and row.bytes_out >= 4 * DIM * HIDDEN]
 
 
+@pytest.mark.quick("plan1")
 @pytest.mark.parametrize("plan", [sk.zero1("data", **EACH), sk.fsdp("data", min_size=1, gather=sk.algorithms.ring())])
 @pytest.mark.optimized
 def test_other_strategies_and_algorithms(plan, alone):

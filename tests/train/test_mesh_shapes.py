@@ -41,6 +41,7 @@ def loss_fn(axis):
 
 
 # proves S28, S75: three steps on each mesh, against one device
+@pytest.mark.quick("2-4")
 @pytest.mark.parametrize(("data", "model"), [(4, 2), (2, 4), (1, 8), (8, 1)])
 def test_every_shape_of_eight_devices_gives_the_same_numbers(data, model):
     with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion

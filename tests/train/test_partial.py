@@ -58,12 +58,12 @@ ROWS = {
     "zero1": ({"data": 4}, sk.zero1("data", min_size=1)),
     "zero2": ({"data": 4}, sk.zero2("data", layerwise=("layers",), min_size=1)),
 }
-FEW = ("dp", "fsdp")
 
 
 # Catches a frozen leaf that moves, whose gradient is sent, or that has optimizer state; a trained one that is constant;
 # and an average that is whole on each device.
-@pytest.mark.parametrize("row", [n if n in FEW else pytest.param(n, marks=pytest.mark.deep) for n in ROWS])
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("row", ROWS)
 def test_a_part_of_the_parameters_is_trained(row, one_device):
     sizes, plan = ROWS[row]
     step, state = LORA["make"](sk.make_mesh(jax.devices()[:4], **sizes), plan)

@@ -47,6 +47,7 @@ def batch(scale=1.0):
 
 
 # proves S88, F47
+@pytest.mark.quick("None-float32-2", "fp16-float16-2", "precision4-bfloat16-2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     ("precision", "compute"),
@@ -77,6 +78,7 @@ def train(precision, steps=3, mesh=None, **options):
 
 
 # proves S88, S89: low precision changes the numbers by its rounding and no more
+@pytest.mark.quick("precision0-0.02")
 @pytest.mark.parametrize(("precision", "tolerance"), [(BFLOAT16, 2e-2), (FLOAT16._replace(loss_scale=2.0**10), 3e-3)])
 def test_low_precision_stays_near_float32(precision, tolerance):
     state, metrics = train(precision)
@@ -203,6 +205,7 @@ def test_the_weight_is_a_count_whatever_the_output_dtype():
 
 # 256 + 1 + 1 + 1 is 259, which bfloat16 does not know: gradients are sums in the dtype of reductions, wherever they are
 # scattered.
+@pytest.mark.quick("dp", "fsdp layerwise")
 @pytest.mark.parametrize(
     "plan",
     [

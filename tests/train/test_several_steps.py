@@ -37,6 +37,7 @@ PLANS = {
 }
 
 
+@pytest.mark.quick("fsdp pad-AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.optimized

@@ -39,6 +39,7 @@ def make(mesh, plan=None, optimizer=None, **options):
 
 
 # proves S94
+@pytest.mark.quick("raw-fsdp", "typed-zero")
 @pytest.mark.parametrize("plan", ["dp", "fsdp", "zero"])
 @pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(3)], ids=["typed", "raw"])
 def test_nothing_is_compiled_after_the_first_step(plan, key, data8):
@@ -121,6 +122,7 @@ class Unregistered(Linear):
 
 
 # It was called with the key, as the function that makes the parameters.
+@pytest.mark.quick("fsdp('data')")
 @pytest.mark.parametrize("plan", [sk.dp("data"), sk.fsdp("data", min_size=1)], ids=str)
 def test_a_module_that_can_be_called_is_the_parameters(plan, data8):
     grad_fn = sk.value_and_grad(lambda model, batch, keys: sk.Mean.of(model(batch["x"])))
@@ -243,6 +245,7 @@ def test_the_collectives_of_zero1_and_fsdp(data8):
 
 
 # proves F56, S123: all devices decide together
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["dp", "fsdp"])
 def test_a_nonfinite_gradient_on_one_device_skips_the_step_on_all(plan, data8):
     plan = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data", min_size=1)}[plan]

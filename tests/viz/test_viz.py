@@ -81,6 +81,7 @@ def test_the_curve_of_1f1b():
 
 
 # proves F40: every box's pixels have its op's and chunk's colour, at the place that the simulation says
+@pytest.mark.quick("one device", "gpipe", "no weight gradient", "lockstep, synchronous", "zero_bubble_h1")
 def test_a_png_shows_the_simulation(case, tmp_path):
     schedule, timeline, costs = case
     viz.draw(schedule, tmp_path / "made" / "picture.PNG", **costs)

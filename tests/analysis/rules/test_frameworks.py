@@ -103,6 +103,10 @@ def equinox_step(fault):
     return step, (eqx.combine(place(arrays), rest), batches())
 
 
+@pytest.mark.quick(
+    *("replicated-leaf-nnx_step", "unplaced-leaf-nnx_step"),
+    *("host-transfer-equinox_step", "summed-each-iteration-equinox_step"),
+)
 @pytest.mark.parametrize("make", [nnx_step, equinox_step])
 @pytest.mark.parametrize("fault", ["summed-each-iteration", "unplaced-leaf", "replicated-leaf", "host-transfer"])
 @pytest.mark.optimized

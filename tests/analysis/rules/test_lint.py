@@ -277,6 +277,7 @@ def test_the_librarys_collectives_are_clean(name, kernel):
 
 
 # Of all steps of the library: tests/laws.
+@pytest.mark.quick("options1")
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "precision": "fp16", "nonfinite": "stop"}])
 def test_a_step_over_two_axes_is_clean(options, mesh2x4):
     config = transformer.Config(vocabulary=64, layers=2, dim=32, heads=4, hidden=64, dropout=0.1)

@@ -81,6 +81,7 @@ def test_restart_on_the_same_mesh(saved):
 
 
 # With SGD at a rate of 1 the parameters are what was applied: with what is left they are the exact gradients.
+@pytest.mark.quick("three", "padded parts")
 @pytest.mark.parametrize("name", ELSEWHERE)  # proves N2
 def test_restart_on_another_mesh_keeps_the_sum(name, saved):
     directory, (params, residuals) = saved

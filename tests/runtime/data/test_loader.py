@@ -39,6 +39,7 @@ def test_epochs_cover_the_source_in_orders_of_their_own(data8):
 
 
 # proves F66: the order depends neither on the mesh nor on the threads
+@pytest.mark.quick("0-sizes2", "3-sizes1")
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "context": 4}, {"data": 1}])
 @pytest.mark.parametrize("threads", [0, 3])
 def test_the_order_does_not_depend_on_mesh_or_threads(sizes, threads, data8):
@@ -48,6 +49,7 @@ def test_the_order_does_not_depend_on_mesh_or_threads(sizes, threads, data8):
 
 
 # proves F65: a run that goes on from the position repeats and skips nothing, with another batch and mesh too
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_position_resumes(prefetch, data8, mesh2x4):
     line = taken(make(data8), 12)

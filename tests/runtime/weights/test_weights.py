@@ -45,6 +45,7 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 
 
 # proves F62: bit for bit through files, from every plan onto another
+@pytest.mark.quick("fsdp", "one device", "fsdp padded", "pipeline of chunks", "unequal stages, fsdp padded", "tp")
 @pytest.mark.parametrize("row", ROWS)
 def test_every_plan_is_saved_and_loaded_under_another(row, tmp_path):
     save_file(natural(), tmp_path / "first.safetensors")
