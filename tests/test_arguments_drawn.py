@@ -136,7 +136,7 @@ def test_few_wrong_arguments_are_taken_or_unclear(rows, seed):
 def test_a_method_and_what_a_builder_returned_are_told_as_functions_are(rows):
     """Each of these ended in an error of Python or jax, or was taken."""
     mended = {
-        *("trace", "emulate", "plan.Plan.layouts", "plan.Plan.batch_spec", "gradient.Mean.of", "algorithms.bucket"),
+        *("trace", "emulate", "plan.Plan.layouts", "plan.Plan.batch_spec", "gradient.Mean.of", "algorithms.bucket")
     }
     found = {row.function: row for row in rows if row.verdict != "sentence" and row.function.endswith((*mended,))}
     assert not found, "\n".join(map(str, found.values()))

@@ -165,7 +165,7 @@ def test_many_devices_are_ranges():
 
 NOT_ALIKE = {
     "after must have the leaves of thing; got 'v' in one of them alone. Pass the same tree, before and "
-    "after.": lambda: sk.describe({"w": X}, after={"v": X}),
+    "after.": lambda: sk.describe({"w": X}, after={"v": X})
 }
 NO_ARRAYS = {
     "after must come with an array or a pytree alone; got params or a mesh too. Leave them out.": lambda: sk.describe(

@@ -76,8 +76,7 @@ def test_wrong_and_untimed_rows_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
-    [([], "0 usable records of 0 sizes"), (rows(1e-6, 1e9)[:1] * 3, "3 usable records of 1 size")],
+    ("given", "said"), [([], "0 usable records of 0 sizes"), (rows(1e-6, 1e9)[:1] * 3, "3 usable records of 1 size")]
 )
 def test_one_size_is_refused(given, said):
     with pytest.raises(ValueError) as error:

@@ -256,12 +256,7 @@ def test_a_full_disk_ends_the_file_and_not_the_job(capfd, tmp_path):
             5,
             "process 0 failed first, exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)",
         ),
-        (
-            "meet(); os.kill(os.getpid(), signal.SIGRTMIN + 1)",
-            LONG,
-            128 + signal.SIGRTMIN + 1,
-            None,
-        ),
+        ("meet(); os.kill(os.getpid(), signal.SIGRTMIN + 1)", LONG, 128 + signal.SIGRTMIN + 1, None),
     ],
 )
 def test_the_first_to_fail_gives_the_exit_code(capfd, text, grace, code, summary):

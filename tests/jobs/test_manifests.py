@@ -122,10 +122,7 @@ def test_only_a_preempted_job_is_started_again():  # proves S108
     policy = {
         rule["onJobFailureReasons"][0]: rule["action"] for rule in found["JobSet"]["spec"]["failurePolicy"]["rules"]
     }
-    assert policy == {
-        "PodFailurePolicy": "FailJobSet",
-        "BackoffLimitExceeded": "RestartJobSet",
-    }
+    assert policy == {"PodFailurePolicy": "FailJobSet", "BackoffLimitExceeded": "RestartJobSet"}
     assert found["JobSet"]["spec"]["failurePolicy"]["maxRestarts"] == 100
 
 

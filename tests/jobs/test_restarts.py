@@ -76,14 +76,8 @@ def test_the_limit_is_one_of_an_hour():
         (b"shardkit guard: process 3 failed in step 57: ValueError: step 9", Blamed(3, 57, True)),
         (b"shardkit guard: process 3 on node-a.x failed in step 57: ValueError: step 9", Blamed(3, 57, True)),
         (b"shardkit guard: process 3 on node-a.x failed saving after step 5: ValueError", Blamed(3, 5, False)),
-        (
-            b"shardkit guard: process 0 died without reporting an error (SIGKILL?) in step 4",
-            Blamed(0, 4, True),
-        ),
-        (
-            b"shardkit guard: processes 1, 2 timed out waiting for the data of step 12: 10.1 s",
-            Blamed(1, 12, False),
-        ),
+        (b"shardkit guard: process 0 died without reporting an error (SIGKILL?) in step 4", Blamed(0, 4, True)),
+        (b"shardkit guard: processes 1, 2 timed out waiting for the data of step 12: 10.1 s", Blamed(1, 12, False)),
         (
             b"shardkit guard: process 2 failed in startup, before its first step: ValueError: step 3",
             Blamed(2, None, False),

@@ -431,7 +431,7 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
 
 WRONG_COUNTS = {
     "counts must have shape (2, 2): rows from each of 2 devices to each; got shape (2,). Gather them over the axis "
-    "first.": (np.ones(2, np.int32), {}),
+    "first.": (np.ones(2, np.int32), {})
 } | {
     "every count must be from 0 to limit=3, and a device must send at most its 5 rows and receive at most rows=5; got "
     f"{counts}. Lower the counts, or raise limit or rows.": (np.array(counts), {})

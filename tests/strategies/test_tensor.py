@@ -393,7 +393,7 @@ def on_two(fn, *args):
         },
         {
             "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'vocabulary' for "
-            "embed.0. Make the tree with specs_from_rules.": lambda: sk.tp("model", {"embed": ("vocabulary", "embed")}),
+            "embed.0. Make the tree with specs_from_rules.": lambda: sk.tp("model", {"embed": ("vocabulary", "embed")})
         },
     ),
 )

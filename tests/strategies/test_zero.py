@@ -126,7 +126,7 @@ def test_one_device_splits_nothing():
         {
             "fsdp: layerwise must be a tuple of names; got 'layers'. Write layerwise=('layers',).": lambda: sk.fsdp(
                 "d", layerwise="layers"
-            ),
+            )
         },
     ),
 )

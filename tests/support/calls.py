@@ -101,10 +101,7 @@ def kernels():
         (compressed.all_reduce, over | {"residual": ones(8, 4), "dtype": jnp.bfloat16}),
         (compressed.all_gather, over | {"dtype": jnp.bfloat16}),
         (compressed.reduce_scatter, over | {"residual": ones(8, 4), "dtype": jnp.bfloat16}),
-        (
-            compressed.reduce_scatter_two_level,
-            levels | {"residual": ones(8, 4), "dtype": jnp.bfloat16},
-        ),
+        (compressed.reduce_scatter_two_level, levels | {"residual": ones(8, 4), "dtype": jnp.bfloat16}),
         (sk.layers.column_linear, {"x": x, "w": ones(4, 4), "axis": "model"}),
         (sk.layers.row_linear, {"h": x, "w": ones(4, 4), "axis": "model"}),
         (sk.layers.device_major_qkv, {"w": ones(4, 24), "ways": 2, "heads": 4}),

@@ -209,12 +209,7 @@ def text_batch(step: int, length: int = 8) -> Any:
 
 MODELS = [
     ModelRow("softmax", _softmax_params, _softmax_batch, _softmax_loss),
-    ModelRow(
-        "transformer",
-        lambda: weights(TRANSFORMER, 2),
-        text_batch,
-        lambda _: transformer.loss_fn(TRANSFORMER),
-    ),
+    ModelRow("transformer", lambda: weights(TRANSFORMER, 2), text_batch, lambda _: transformer.loss_fn(TRANSFORMER)),
 ]
 
 # Models that every mesh of eight devices can split: eight heads, experts, columns, and sixteen tokens.

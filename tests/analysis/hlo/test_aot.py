@@ -45,14 +45,8 @@ def test_topologies_are_read():
             "aot: unknown chip 'v9' in topology 'v9:2x2'; known are 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', "
             "'h100', 'h200', 'b200'. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'.",
         ),
-        (
-            "v5e",
-            "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.",
-        ),
-        (
-            "v5p:0x4x4",
-            "aot: topology 'v5p:0x4x4' must give a valid shape. After 'v5p' write the torus, as 'v5e:2x4'.",
-        ),
+        ("v5e", "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'."),
+        ("v5p:0x4x4", "aot: topology 'v5p:0x4x4' must give a valid shape. After 'v5p' write the torus, as 'v5e:2x4'."),
         (
             "h100:8",
             "aot: topology 'h100:8' must give a valid shape. After 'h100' write slices x hosts x GPUs per host, "

@@ -446,12 +446,7 @@ DIVERGENT = [
         on(_while_small(lambda s: s, _half_sum)),
         on(_while_small(lambda s: sk.all_reduce(s, BOTH), _half_sum)),
     ),
-    Planted(
-        "a fixed point of this device's own",
-        D,
-        on(_fixed_point(agree=False)),
-        on(_fixed_point(agree=True)),
-    ),
+    Planted("a fixed point of this device's own", D, on(_fixed_point(agree=False)), on(_fixed_point(agree=True))),
     Planted("a loop as long as the index", D, on(_test_sums(agree=False)), on(_test_sums(agree=True))),
     Planted(
         "a predicate that becomes different in the second iteration",
@@ -483,10 +478,7 @@ DIVERGENT = [
         ),
         on(
             lambda x: lax.cond(
-                lax.while_loop(lambda i: i < sk.axis_size("model"), lambda i: i + 1, 0) > 2,
-                _sum_model,
-                lambda x: x,
-                x,
+                lax.while_loop(lambda i: i < sk.axis_size("model"), lambda i: i + 1, 0) > 2, _sum_model, lambda x: x, x
             )
         ),
     ),
