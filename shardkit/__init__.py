@@ -40,7 +40,7 @@ from shardkit.on_device.gradient import GradFn, Mean, value_and_grad
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.on_device.precision import Precision
 from shardkit.on_device.residuals import init_residuals
-from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
+from shardkit.pipelines.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
 from shardkit.plans.placement import Split
 from shardkit.plans.plan import Plan, chain, strategy
 from shardkit.plans.storage import unpadded

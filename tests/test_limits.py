@@ -20,7 +20,7 @@ LIMITS = {
     "collectives *": 3000,
     "layers *": 1950,
     "on_device *": 2300,
-    "pipeline *": 1650,
+    "pipelines *": 1650,
     "plans *": 1150,
     "remat *": 650,
     "schedules *": 1350,

@@ -28,7 +28,7 @@ FLOORS = [
     ["on_device"],
     ["remat"],
     ["layers"],
-    ["pipeline"],
+    ["pipelines"],
     ["strategies"],
     ["steps"],
     ["resharding"],

@@ -50,7 +50,7 @@ GROUPS = {
     "meshes and layouts": ("meshes", "strategies.config", "resharding"),
     "train steps and keys": ("meshes.rng", "steps", "on_device", "plans.storage"),
     "plans": ("strategies", "plans", "remat"),
-    "pipelines": ("strategies.pipeline", "on_device.pipelines", "pipeline"),
+    "pipelines": ("strategies.pipeline", "on_device.pipelines", "pipelines"),
     "collectives": ("collectives",),
     "reading programs": ("analysis", "reporting"),
 }

@@ -28,7 +28,7 @@ from shardkit.on_device.metrics import metrics_of
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
-from shardkit.pipeline.stages import arranged
+from shardkit.pipelines.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, with_auto_axes
 from shardkit.plans.manual import manual_axes
 from shardkit.plans.placement import map_layouts

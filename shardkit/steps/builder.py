@@ -20,7 +20,7 @@ from shardkit.on_device.groups import Groups
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.on_device.precision import Precision, precision_of
-from shardkit.pipeline.stages import arranged
+from shardkit.pipelines.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, with_auto_axes
 from shardkit.plans.manual import manual_axes
 from shardkit.plans.plan import Plan

@@ -17,7 +17,7 @@ from shardkit.on_device.local_step import local_means, noting_whole
 from shardkit.on_device.metrics import metrics_of, returned
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
-from shardkit.pipeline.stages import arranged
+from shardkit.pipelines.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, retyped, with_auto_axes
 from shardkit.plans.manual import leaving_automatic, manual_axes
 from shardkit.plans.plan import Plan

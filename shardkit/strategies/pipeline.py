@@ -11,10 +11,10 @@ from typing import Any
 from shardkit._arguments.checks import Axis
 from shardkit._arguments.typed import typed
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
-from shardkit.pipeline.functions import gradient_of, loss_of
-from shardkit.pipeline.pieces import Model
-from shardkit.pipeline.run import Mode
-from shardkit.pipeline.stages import stack_plan
+from shardkit.pipelines.functions import gradient_of, loss_of
+from shardkit.pipelines.pieces import Model
+from shardkit.pipelines.run import Mode
+from shardkit.pipelines.stages import stack_plan
 from shardkit.plans.plan import Plan
 from shardkit.schedules import Schedule, Stages
 

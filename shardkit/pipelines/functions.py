@@ -11,8 +11,8 @@ from shardkit.on_device.frozen import check_trained, chosen
 from shardkit.on_device.gradient import Mean
 from shardkit.on_device.handles import is_handle, part_gradient, parts, with_parts
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
-from shardkit.pipeline.pieces import Model
-from shardkit.pipeline.run import Mode, run
+from shardkit.pipelines.pieces import Model
+from shardkit.pipelines.run import Mode, run
 from shardkit.schedules import Schedule, Stages
 
 

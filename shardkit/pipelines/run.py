@@ -16,10 +16,10 @@ from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import split_microbatches, take_microbatch
 from shardkit.on_device.handles import parts, unsealed
-from shardkit.pipeline.divergent import refuse_divergent, refuse_mixed
-from shardkit.pipeline.executor import Executor
-from shardkit.pipeline.ops import BRANCHED, MASKED, Ops, Sums
-from shardkit.pipeline.pieces import Given, Model, Pieces
+from shardkit.pipelines.divergent import refuse_divergent, refuse_mixed
+from shardkit.pipelines.executor import Executor
+from shardkit.pipelines.ops import BRANCHED, MASKED, Ops, Sums
+from shardkit.pipelines.pieces import Given, Model, Pieces
 from shardkit.schedules import Schedule, Stages
 
 Mode = Literal["masked", "branch"]

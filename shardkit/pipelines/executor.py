@@ -20,7 +20,7 @@ from shardkit._jax.compat import varying_axes
 from shardkit.collectives import shift
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.on_device.handles import parts
-from shardkit.pipeline.ops import Ops, State, Sums, write
+from shardkit.pipelines.ops import Ops, State, Sums, write
 from shardkit.schedules.table import FIELDS, Segment, Table
 
 
