@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shardkit.cli import main
 from shardkit.jobs.launch import launch
 from shardkit.jobs.output import Blamed, _Pipe
 from shardkit.jobs.restarts import Attempt, after
-from shardkit_command import main
 from support import commands, faults
 
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]  # starts in a few milliseconds
