@@ -148,6 +148,7 @@ SIZES = Kind(
 )
 PATH = Kind("a path", lambda x: isinstance(x, str | os.PathLike) and str(x) != "", "Pass a string or a pathlib.Path")
 _MESH = Kind("a mesh", lambda x: isinstance(x, Mesh | AbstractMesh), "Pass for example sk.make_mesh(data=8)")
+_MESH_OR_NONE = _MESH._replace(test=lambda x: x is None or _MESH.test(x))  # what to pass is a mesh
 _REMEDIES = {
     "GradFn": "Pass sk.value_and_grad(loss_fn)",
     "Plan": "Pass for example sk.dp('data'), or sk.chain(...) of several",
@@ -185,6 +186,8 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     if origin is Literal:
         return args
     if origin in (Union, types.UnionType):
+        if Mesh in args:
+            return (_MESH_OR_NONE if type(None) in args else _MESH,)
         named = {str, tuple[str, ...]}
         if named <= set(args):  # an Axis, or another union with names, which the function checks
             rest = set(args) - named

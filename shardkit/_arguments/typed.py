@@ -12,7 +12,6 @@ from typing import Any, TypeVar, get_type_hints
 import numpy as np
 
 from shardkit._arguments.checks import either
-from shardkit._arguments.context import CONTEXT, mesh_in_context
 from shardkit._arguments.kinds import NAMES, Kind, is_whole, kinds_of, short
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,17 +25,15 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
 
     Checks bool, int, float, str, Literal and None (a string is truthy, nan passes every comparison and True equals 1,
     so that Python would accept them silently), the kinds of `kinds.py` (arrays, axes, meshes, plans, keys, functions,
-    paths, sequences), and unions of them; any other annotation is not checked. A mesh that defaults to `CONTEXT` is
-    the mesh of `jax.set_mesh` where the caller leaves it out. Whole numbers must be below 2**63, which jax can
-    represent; other ranges are checked by the function. `where` is the function's name in errors; `only` restricts
-    the check to one kind.
+    paths, sequences), and unions of them; any other annotation is not checked. Whole numbers must be below 2**63, which
+    jax can represent; other ranges are checked by the function. `where` is the function's name in errors; `only`
+    restricts the check to one kind.
 
     Raises:
         TypeError: from the call: "function: argument must be a whole number; got 1.5. Pass for example argument=1."
         ValueError: likewise, for nan, and for a string that is none of the choices.
     """
     signature = inspect.signature(fn)
-    may_omit_mesh = "mesh" in signature.parameters and signature.parameters["mesh"].default is CONTEXT
     name = where or (fn.__qualname__.split(".")[-2] if fn.__name__ == "__init__" else fn.__name__)
 
     @functools.cache
@@ -61,10 +58,6 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
                     check_kind(name, each, value, allowed)
             elif each in given:
                 check_kind(name, each, given[each], allowed)
-        if may_omit_mesh and None not in kinds().get("mesh", (None,)):
-            mesh = mesh_in_context(name, given.get("mesh"))
-            if "mesh" not in given:
-                kwargs["mesh"] = mesh
         return fn(*args, **kwargs)
 
     return checked  # type: ignore[return-value]

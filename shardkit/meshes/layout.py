@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import divides, quoted
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.kinds import Arrays, Specs
 from shardkit._arguments.typed import typed
 
@@ -67,7 +67,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
 
 
 @typed
-def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh | None = None) -> tuple[int, ...]:
     """The shape of one device's shard of a global array.
 
     Args:
@@ -83,6 +83,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT)
         >>> sk.local_shape((8, 512), P("data", "model"), mesh)
         (4, 128)
     """
+    mesh = mesh_in_context("local_shape", mesh)
     _check_shape("local_shape", shape)
     check_spec("local_shape", spec, mesh, len(shape))
     local = list(shape)
@@ -95,7 +96,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT)
 
 
 @typed
-def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT) -> tuple[int, ...]:
+def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh | None = None) -> tuple[int, ...]:
     """The shape of the global array of which one device's shard has `shape`; the inverse of `local_shape`.
 
     Args:
@@ -110,6 +111,7 @@ def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT
         >>> sk.global_shape((4, 128), P("data", "model"), mesh)
         (8, 512)
     """
+    mesh = mesh_in_context("global_shape", mesh)
     _check_shape("global_shape", shape)
     check_spec("global_shape", spec, mesh, len(shape))
     counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
@@ -118,7 +120,7 @@ def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT
 
 
 @typed
-def shard(tree: Arrays, mesh: Mesh = CONTEXT, specs: Specs = WHOLE) -> Any:
+def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
     """Places the arrays of a pytree on the mesh.
 
     Args:
@@ -137,6 +139,7 @@ def shard(tree: Arrays, mesh: Mesh = CONTEXT, specs: Specs = WHOLE) -> Any:
         >>> params["w"].sharding.shard_shape((8, 512))
         (8, 128)
     """
+    mesh = mesh_in_context("shard", mesh)
 
     def place(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least, sized
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.kinds import Arrays
 from shardkit._arguments.typed import typed
 from shardkit.collectives import axis_index
@@ -135,7 +135,7 @@ def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
 def triage(
     grad_fn: GradFn,
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | None = None,
     plan: Plan,
     precision: Precision | str | None = None,
     accumulate: int = 1,
@@ -175,6 +175,7 @@ def triage(
         loss 2.5, weight 2
         all values are finite before the cross-device reduction
     """
+    mesh = mesh_in_context("triage", mesh)
     check_function("triage", grad_fn)
     at_least("triage", 1, accumulate=accumulate)
     plan = arranged(plan, grad_fn, accumulate)

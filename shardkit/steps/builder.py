@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.kinds import Optimizer
 from shardkit._arguments.typed import typed
 from shardkit.on_device.gradient import GradFn
@@ -55,7 +55,7 @@ def make_train_step(
     grad_fn: GradFn,
     optimizer: Optimizer,
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | AbstractMesh | None = None,
     plan: Plan,
     accumulate: int = 1,
     precision: Precision | str | None = None,
@@ -137,6 +137,7 @@ def make_train_step(
         >>> print(step(state, {"x": jnp.eye(2), "y": jnp.ones(2)})[0].carried["w"])
         [0.25 0.25]
     """
+    mesh = mesh_in_context("make_train_step", mesh)
     check_function("make_train_step", grad_fn)
     at_least("make_train_step", 1, accumulate=accumulate, steps=1 if steps is None else steps)
     if steps and nonfinite == "stop":

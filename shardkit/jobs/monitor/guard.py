@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit._arguments.checks import quoted
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import check_fields, typed
 from shardkit.jobs.monitor.fingerprint import fingerprint
 from shardkit.jobs.monitor.judge import Deadlines
@@ -174,7 +174,7 @@ class Guard:
 @typed
 def guard(
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | None = None,
     config: Mapping[str, Any] | None = None,
     deadlines: Deadlines | None = None,
     flight: str | Path | None = None,
@@ -213,6 +213,7 @@ def guard(
                 with guard.phase("save"):
                     checkpoints.save(state)
     """
+    mesh = mesh_in_context("guard", mesh)
     deadlines = Deadlines() if deadlines is None else deadlines
     check_fields(deadlines)
     for name, seconds in deadlines._asdict().items():
