@@ -14,7 +14,7 @@ from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.kinds import Arrays, Specs
 from shardkit._arguments.typed import typed
 
-WHOLE = PartitionSpec()
+WHOLE: PartitionSpec = PartitionSpec()
 AxisEntry = str | tuple[str, ...] | None
 Rules = Mapping[str, AxisEntry] | Sequence[tuple[str, AxisEntry]]
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -24,12 +24,15 @@ from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place
 from shardkit.runtime.channel.recorder import Recorder
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class StepClock:
     """Which step and phase the training loop is in, written to the flight recorder."""
 
     def __init__(self, recorder: Recorder, first_step: int):
-        self._recorder, self.next_step = recorder, first_step
+        self._recorder = recorder
+        self.next_step: int = first_step
         self._phases: list[tuple[str, int]] = []  # the ones that the loop is in, outermost first
         self._between = "user code"  # the phase outside of these
         self._dispatched: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
@@ -107,7 +110,7 @@ class Guard:
         self._monitor, self._mesh, self._config = monitor, mesh, config
         self._clock = StepClock(monitor.recorder, first_step)
 
-    def watch(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(self, step: F) -> F:
         """Returns the step, guarded: every call is under the deadline for steps.
 
         Before the first call, and again for each new shape of its batch, its program is compared with that of the other
@@ -141,7 +144,7 @@ class Guard:
             return result
 
         watched.lower = lower  # type: ignore[attr-defined]
-        return watched
+        return watched  # type: ignore[return-value]
 
     def data(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterates over batches, with each wait for the next one under the deadline for data.
