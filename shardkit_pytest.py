@@ -6,7 +6,7 @@
     def test_step(prove):  # every law on every row
         prove(grad_fn, grad_fn, rows=rows, params=params, batches=batches)
 
-pytest imports its plugins at the start of every run, and importing anything below `shardkit` imports jax. The plugin is
+pytest imports its plugins at the start of every run, and importing `shardkit.testing` imports jax. The plugin is
 therefore a module beside the package, which imports `shardkit` only when a test asks for a fixture: pytest starts in
 0.1 s with it, and would in 0.8 s if it were inside.
 

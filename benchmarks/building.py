@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Times `--rounds` of each row; an import is a child process."""
     options = start(__doc__, argv, devices=1)
     rounds = 1 if options.smoke else options.rounds or 3
-    modules = {f"import {module}": partial(imported, module) for module in ("jax", "shardkit", "shardkit.cost")}
+    modules = {f"import {module}": partial(imported, module) for module in ("jax", "jax, shardkit", "shardkit.runtime")}
     bench.report(measure_functions("building", "imports", modules, rounds=rounds), options.json)
     for name, row in ROWS.items():
         records = measure_functions("building", name, {name: partial(traced_afresh, row, options.smoke)}, rounds=rounds)

@@ -25,11 +25,12 @@ stage = lambda layers, x, keys: sk.scan_layers(layer, layers, x)
 head = lambda model, x, batch: sk.Mean.of((last.apply(model["head"], x) - batch.sum(1)) ** 2)
 own = sk.value_and_grad(lambda p, batch, keys: head(p, stage(p["layers"], embed(p, batch, keys), keys), batch))
 pipe, tp = sk.pipeline(sk.schedules.lockstep(2, 4), "stage"), sk.tp("model", lambda path, shape: dims.get(path))
-runs = {
+ways = {
     "fsdp": (own, sk.fsdp("fsdp", layerwise=("layers",), min_size=1)),
     "stage": (pipe.value_and_grad(embed, stage, head), pipe.plan),
 }
-for axis, (grad_fn, plan) in runs.items():
+runs = {}
+for axis, (grad_fn, plan) in ways.items():
     mesh, plan = sk.make_mesh(**{"data": 2, axis: 2, "model": 2}), sk.chain(sk.dp("data"), plan, tp)
     train = sk.make_train_step(grad_fn, optax.adam(1e-2), mesh=mesh, plan=plan)
     state = train.init(model, jax.random.key(0))

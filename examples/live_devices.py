@@ -27,12 +27,12 @@ def loss_fn(params, batch, keys):
 def on(devices):
     """The mesh, and init and step on it."""
     mesh = sk.make_mesh(devices, data=len(devices))
-    return mesh, *sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+    return mesh, sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
 
 
 def train(devices, begin, saved, count):
     """The state after some steps on these devices, on the host, and their losses."""
-    mesh, init, step = on(devices)
+    mesh, (init, step) = on(devices)
     state = (
         init({"w": np.zeros(3, np.float32)}, jax.random.key(0)) if saved is None else sk.runtime.from_full(saved, mesh)
     )
@@ -47,7 +47,8 @@ if __name__ == "__main__":
     jax.config.update("jax_enable_recoverability", True)
     size, rank = (int(os.environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
     jax.distributed.initialize(None, size, rank, heartbeat_timeout_seconds=4)
-    saved, losses = None, []
+    saved = None
+    losses: list[float] = []
     while len(losses) < STEPS:
         if rank == size - 1 and len(losses) == 8:
             os._exit(1)

@@ -13,8 +13,9 @@ split, init, zeros = nnx.with_partitioning, nnx.initializers.lecun_normal(), nnx
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        up = {"kernel_init": split(init, (None, "model")), "bias_init": split(zeros, ("model",))}
-        self.norm, self.up = nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 32, **up, rngs=rngs)
+        kernel, bias = split(init, (None, "model")), split(zeros, ("model",))
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.up = nnx.Linear(8, 32, kernel_init=kernel, bias_init=bias, rngs=rngs)
         self.down = nnx.Linear(32, 8, use_bias=False, kernel_init=split(init, ("model", None)), rngs=rngs)
 
     def __call__(self, x, axis=None):  # row_linear is self.down, summed over the axis
@@ -28,8 +29,9 @@ stage = lambda layers, x, keys: sk.scan_layers(lambda layer, x: layer(x, "model"
 head = lambda model, x, batch: sk.Mean.of((model["head"](x)[:, 0] - batch.sum(1)) ** 2)
 own = sk.value_and_grad(lambda p, batch, keys: head(p, stage(p["layers"], embed(p, batch, keys), keys), batch))
 pipe, tp = sk.pipeline(sk.schedules.lockstep(2, 4), "stage"), sk.tp("model", nnx.get_partition_spec(model))
-runs = {"fsdp": (own, sk.fsdp("fsdp", min_size=1)), "stage": (pipe.value_and_grad(embed, stage, head), pipe.plan)}
-for axis, (grad_fn, plan) in runs.items():
+ways = {"fsdp": (own, sk.fsdp("fsdp", min_size=1)), "stage": (pipe.value_and_grad(embed, stage, head), pipe.plan)}
+runs = {}
+for axis, (grad_fn, plan) in ways.items():
     mesh, plan = sk.make_mesh(**{"data": 2, axis: 2, "model": 2}), sk.chain(sk.dp("data"), plan, tp)
     train = sk.make_train_step(grad_fn, optax.adam(1e-2), mesh=mesh, plan=plan)
     state = train.init(model, jax.random.key(0))

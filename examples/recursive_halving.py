@@ -31,9 +31,11 @@ def all_reduce(x, axis):
 if __name__ == "__main__":
     sk.simulate_devices(8)
     x = np.random.default_rng(0).normal(size=(64, 3)).astype("f")
-    specs = {"in_specs": P("data"), "out_specs": P()}
     kernel, reference = lambda x: all_reduce(x, "data"), lambda x: x.reshape(8, 8, 3).sum(0)
-    mesh = sk.make_mesh(data=8)
-    sk.testing.assert_matches_reference(kernel, reference, mesh=mesh, args=(x,), eager=False, **specs)
-    total = sk.testing.emulate(kernel, {"data": 8}, **specs)(x)  # compares the devices' x at assume_replicated
+    mesh, split = sk.make_mesh(data=8), P("data")
+    sk.testing.assert_matches_reference(
+        kernel, reference, mesh=mesh, in_specs=split, out_specs=P(), args=(x,), eager=False
+    )
+    # Compares the devices' x at assume_replicated.
+    total = sk.testing.emulate(kernel, {"data": 8}, in_specs=split, out_specs=P())(x)
     np.testing.assert_allclose(total, reference(x), atol=1e-5)

@@ -1,5 +1,5 @@
 """`python -m shardkit` is the `shardkit` command."""
 
-from shardkit_command import main
+from shardkit.cli import main
 
 main()

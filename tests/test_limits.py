@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import shardkit_command
+from shardkit import cli
 
 pytestmark = pytest.mark.check
 
@@ -20,7 +20,7 @@ LIMITS = {
     "collectives *": 2930,
     "layers *": 1940,
     "on_device *": 2300,
-    "pipeline *": 1650,
+    "pipelines *": 1650,
     "plans *": 1150,
     "remat *": 640,
     "schedules *": 1320,
@@ -29,7 +29,7 @@ LIMITS = {
     "testing *": 3160,
     "analysis": 6250,  # inner gradients, Pallas kernels and foreign calls
     "bench": 2670,
-    "cli": 2500,
+    "cli": 2640,  # what stood beside the package while that imported jax: the list of commands
     "cost": 1510,
     "jobs": 2290,  # exit codes by cause
     "models": 700,
@@ -41,7 +41,7 @@ LIMITS = {
     "_jax": 1150,  # the registry of primitives, with what emulates each, which left the rooms that read it
     "_arguments": 620,
     "meshes": 1070,
-    "": 250,
+    "": 70,
 }
 
 
@@ -63,7 +63,7 @@ def test_every_room_keeps_to_its_limit():
 
 
 def test_commands_and_pages():
-    assert len(shardkit_command.every_command()) <= 12
+    assert len(cli.every_command()) <= 12
     pages = list((ROOT / "docs").rglob("*.md"))
     assert len(pages) <= 42, "pages that are written by hand; docs/generate makes the others"
 

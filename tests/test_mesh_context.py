@@ -1,5 +1,6 @@
 """Meshes as jax's own code meets them: as a context, with every type of axis, and round functions of both forms."""
 
+import inspect
 import re
 
 import chex
@@ -173,3 +174,12 @@ def test_meshes_that_differ_in_the_types_of_their_axes_are_told_apart():
         "shard: mesh must be the mesh of jax.set_mesh where there is one; got mesh data=2 of Auto axes in the context "
         "of data=2 of Explicit axes. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
     )
+
+
+@pytest.mark.check
+def test_a_mesh_that_may_be_left_out_says_so_in_the_signature():
+    """A checker refuses a call without a mesh where the annotation says Mesh and the default is of another kind."""
+    named = [getattr(face, name) for face in (sk, sk.runtime, sk.testing) for name in face.__all__]
+    meshes = [inspect.signature(each).parameters.get("mesh") for each in filter(inspect.isfunction, named)]
+    optional = [str(each) for each in meshes if each and each.default is not each.empty]
+    assert len(optional) > 15 and [text for text in optional if not text.endswith("| None' = None")] == []

@@ -3,6 +3,8 @@
 import ast
 import importlib
 import inspect
+import pickle
+import pydoc
 import re
 import subprocess
 import sys
@@ -28,7 +30,7 @@ FLOORS = [
     ["on_device"],
     ["remat"],
     ["layers"],
-    ["pipeline"],
+    ["pipelines"],
     ["strategies"],
     ["steps"],
     ["resharding"],
@@ -53,6 +55,7 @@ FLOORS = [
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 # The two lowest rooms use each other's files.
+MODULES = {"algorithms", "aot", "compressed", "hierarchical", "ring"}  # names of `sk` that are modules of a room
 NEIGHBOURS = {"_arguments": {"_jax"}, "_jax": {"_arguments"}}
 
 
@@ -97,13 +100,10 @@ def test_a_file_imports_only_from_its_own_folder_and_lower_floors(path):
 
 @pytest.mark.check
 def test_a_training_script_needs_nothing_of_jobs():
-    """The command starts jobs, and `sk.runtime` has their names: importing either a step or a runtime imports none."""
+    """The command starts jobs, and `sk.runtime` has their names, which it imports when they are used."""
     named = [path for path in modules() if "shardkit.jobs" in path.read_text() and "jobs" not in path.parts]
     allowed = {PACKAGE / "runtime" / "__init__.py", *(PACKAGE / "cli").rglob("*.py")}
     assert set(named) <= allowed, sorted(set(named) - allowed)
-    code = "import sys, shardkit.runtime as r; print([n for n in sys.modules if 'jobs' in n]); print(r.guard, r.launch)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.startswith("[]\n<function guard") and set(sk.runtime.__all__) <= set(dir(sk.runtime))
 
 
 @pytest.mark.check
@@ -113,15 +113,44 @@ def test_only_compat_imports_jax_privately(path):
         assert "jax._src" not in path.read_text()
 
 
+def printed(code):
+    """What a program prints in a process of its own."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
 def test_importing_touches_no_device_and_nothing_heavy():
     code = (
         "import sys, jax, shardkit\n"
         "from shardkit._jax import backends\n"
         "heavy = {'optax', 'chex', 'rich', 'tyro', 'uniplot', 'hypothesis', 'pytest', 'matplotlib', 'scipy'}\n"
+        "shardkit.make_train_step, shardkit.pipeline, shardkit.census, shardkit.testing, shardkit.runtime\n"
         "print(backends.jax_has_started(), sorted(heavy & set(sys.modules)))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out == "False []\n"
+    assert printed(code) == "False []\n"
+
+
+# benchmarks/building.py has the time.
+@pytest.mark.check
+def test_an_import_loads_what_it_names():
+    """A room that the face or the runtime imports at once, which every training script would wait for."""
+    code = "import sys, shardkit; print([n for n in sys.modules if n.split('.')[0] in ('jax', 'numpy', 'shardkit')])"
+    assert printed(code) == "['shardkit']\n"
+    late = "analysis", "bench", "jobs", "reporting", "testing", "viz"
+    code = "import sys, {}; print([n for n in sys.modules if n.startswith({})]); {}"
+    first = code.format("shardkit.runtime as r", tuple(f"shardkit.{name}" for name in late), "print(r.guard, r.launch)")
+    assert printed(first).startswith("[]\n<function guard") and set(sk.runtime.__all__) <= set(dir(sk.runtime))
+
+
+@pytest.mark.check
+def test_a_lazy_face_is_a_module_like_others():
+    """A submodule that takes the place of a name of `sk` (`pipeline` was a folder), and what looks at modules."""
+    names = {}
+    exec("from shardkit import *", names)
+    assert set(sk.__all__) < names.keys() and set(sk.__all__) < set(dir(sk))
+    rooms = {path.stem for path in PACKAGE.iterdir()}
+    assert [name for name in dir(sk) if inspect.ismodule(getattr(sk, name)) != (name in rooms | MODULES)] == []
+    assert pickle.loads(pickle.dumps(sk.TrainState)) is sk.TrainState is inspect.getmodule(sk.TrainState).TrainState
+    assert "explicit collectives for JAX" in pydoc.render_doc(sk) and sk.strategies.pipeline.pp is sk.pp
 
 
 @pytest.mark.check
@@ -226,7 +255,10 @@ def test_every_public_name_is_documented_and_exported_once():
         room = importlib.import_module(f"shardkit.{face}".rstrip("."))
         for name in room.__all__:
             each = getattr(room, name)
-            if inspect.isfunction(each) or inspect.isclass(each):
+            own = (
+                not face or name not in sk.__all__ or getattr(sk, name) is not each
+            )  # `sk` has the names of analysis that all need
+            if own and (inspect.isfunction(each) or inspect.isclass(each)):
                 assert inspect.getdoc(each), f"{face}.{name}"
                 seen.setdefault(id(each), []).append(f"{face}.{name}".lstrip("."))
     assert [names for names in seen.values() if len(names) > 1] == []

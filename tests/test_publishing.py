@@ -14,7 +14,7 @@ import pytest
 import shardkit as sk
 
 ROOT = Path(__file__).parents[1]
-PUBLISHED = ("shardkit/", "shardkit_command.py", "shardkit_pytest.py")
+PUBLISHED = ("shardkit/", "shardkit_pytest.py")
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS", "NPROC")}
 
 

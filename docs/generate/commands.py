@@ -8,16 +8,13 @@ import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 
-from shardkit_command import COMPLETION
+from shardkit.cli import COMPLETION, every_command, perform
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def helps() -> Iterator[tuple[str, str]]:
     """The full name of each command, and its help in 84 columns without colors."""
-    from shardkit.cli import perform
-    from shardkit_command import every_command
-
     columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "84"
     try:
         for full, command in every_command().items():

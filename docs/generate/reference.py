@@ -50,7 +50,7 @@ GROUPS = {
     "meshes and layouts": ("meshes", "strategies.config", "resharding"),
     "train steps and keys": ("meshes.rng", "steps", "on_device", "plans.storage"),
     "plans": ("strategies", "plans", "remat"),
-    "pipelines": ("strategies.pipeline", "on_device.pipelines", "pipeline"),
+    "pipelines": ("strategies.pipeline", "on_device.pipelines", "pipelines"),
     "collectives": ("collectives",),
     "reading programs": ("analysis", "reporting"),
 }
@@ -102,18 +102,11 @@ def names(face: str) -> list[Name]:
     listed = getattr(module, "__all__", None)
     if listed is None:
         listed = [name for name, value in vars(module).items() if name[0] != "_" and defined_in(module, value)]
-    if face == "sk":
-        listed = [*listed, *lazy()]
     return [
         Name(f"{face}.{name}", _path(module, name, value), value)
         for name, value in ((name, getattr(module, name)) for name in listed)
         if not inspect.ismodule(value)
     ]
-
-
-def lazy() -> list[str]:
-    """The names of `sk` that its `__getattr__` imports when they are used."""
-    return list(importlib.import_module("shardkit")._LAZY_NAMES)
 
 
 def defined_in(module: ModuleType, value: Any) -> bool:

@@ -6,12 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-CONTEXT: Any = None  # the default of an argument `mesh` that may be left out inside `jax.set_mesh`
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
-def mesh_in_context(where: str, given: Any) -> Any:
+def mesh_in_context(where: str, given: Mesh | AbstractMesh | None) -> Mesh:
     """The mesh that a caller means: the given one, or that of `jax.set_mesh`.
 
     Raises:
@@ -27,7 +25,7 @@ def mesh_in_context(where: str, given: Any) -> Any:
         return context
     inside_jit = not isinstance(context, Mesh)  # where shapes may be asked for of any mesh, and jax checks the rest
     if not isinstance(given, Mesh) or context.empty or inside_jit or context == given:
-        return given
+        return given  # type: ignore[return-value]  # an AbstractMesh serves whoever runs nothing
     own, around = _told(given), _told(context)
     if own == around:
         own, around = f"{own} of {_types(given)} axes", f"{around} of {_types(context)} axes"

@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardkit._arguments.checks import either
-from shardkit._arguments.context import CONTEXT, mesh_in_context
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
@@ -161,6 +160,7 @@ SIZES = Kind(
 )
 PATH = Kind("a path", lambda x: isinstance(x, str | os.PathLike) and str(x) != "", "Pass a string or a pathlib.Path")
 _MESH = Kind("a mesh", lambda x: isinstance(x, Mesh | AbstractMesh), "Pass for example sk.make_mesh(data=8)")
+_MESH_OR_NONE = _MESH._replace(test=lambda x: x is None or _MESH.test(x))  # what to pass is a mesh
 _REMEDIES = {
     "GradFn": "Pass sk.value_and_grad(loss_fn)",
     "Plan": "Pass for example sk.dp('data'), or sk.chain(...) of several",
@@ -178,7 +178,7 @@ SPECS = Kind("a PartitionSpec or a pytree of them", _are_specs, "Pass for exampl
 Arrays = Annotated[Any, ARRAYS]
 Key = Annotated[jax.Array, KEY]
 DType = Annotated[Any, DTYPE]
-Devices = Annotated[Sequence[jax.Device], DEVICES]
+Devices = Annotated[Sequence[Any], DEVICES]  # jax.Device is unknown to pyright
 Specs = Annotated[Any, SPECS]
 Optimizer = Annotated[Any, OPTIMIZER]
 SCALARS = (bool, int, float, str)
@@ -198,6 +198,8 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     if origin is Literal:
         return args
     if origin in (Union, types.UnionType):
+        if Mesh in args:
+            return (_MESH_OR_NONE if type(None) in args else _MESH,)
         named = {str, tuple[str, ...]}
         if named <= set(args):  # an Axis, or another union with names, which the function checks
             rest = set(args) - named
@@ -241,17 +243,15 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
 
     Checks bool, int, float, str, Literal and None (a string is truthy, nan passes every comparison and True equals 1,
     so that Python would accept them silently), the kinds above (arrays, axes, meshes, plans, keys, functions,
-    paths, sequences), and unions of them; any other annotation is not checked. A mesh that defaults to `CONTEXT` is
-    the mesh of `jax.set_mesh` where the caller leaves it out. Whole numbers must be below 2**63, which jax can
-    represent; other ranges are checked by the function. `where` is the function's name in errors; `only` restricts
-    the check to one kind.
+    paths, sequences), and unions of them; any other annotation is not checked. Whole numbers must be below 2**63, which
+    jax can represent; other ranges are checked by the function. `where` is the function's name in errors; `only`
+    restricts the check to one kind.
 
     Raises:
         TypeError: from the call: "function: argument must be a whole number; got 1.5. Pass for example argument=1."
         ValueError: likewise, for nan, and for a string that is none of the choices.
     """
     signature = inspect.signature(fn)
-    may_omit_mesh = "mesh" in signature.parameters and signature.parameters["mesh"].default is CONTEXT
     name = where or (fn.__qualname__.split(".")[-2] if fn.__name__ == "__init__" else fn.__name__)
 
     @functools.cache
@@ -276,10 +276,6 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
                     check_kind(name, each, value, allowed)
             elif each in given:
                 check_kind(name, each, given[each], allowed)
-        if may_omit_mesh and None not in kinds().get("mesh", (None,)):
-            mesh = mesh_in_context(name, given.get("mesh"))
-            if "mesh" not in given:
-                kwargs["mesh"] = mesh
         return fn(*args, **kwargs)
 
     return checked  # type: ignore[return-value]

@@ -39,7 +39,7 @@ _STANDARD: list[TextIO] = []  # standard output, while text for people goes to s
 
 
 class Piped(Console):
-    """A console whose closed pipe ends the command as `shardkit_command.main` says; rich would exit with 1."""
+    """A console whose closed pipe ends the command as `shardkit.cli.main` says; rich would exit with 1."""
 
     def on_broken_pipe(self) -> None:
         """Called while the error is handled."""

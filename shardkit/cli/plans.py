@@ -86,7 +86,7 @@ def mesh_of(where: str, words: tuple[str, ...], *, many: bool) -> jax.sharding.M
     sizes = mesh_words(words, where)
     if not many and all(size > 0 for size in sizes.values()):
         offer_cpu_devices(math.prod(sizes.values()))
-    return sk.make_mesh(**sizes)  # type: ignore[arg-type]
+    return sk.make_mesh(**sizes)
 
 
 def config_of(o: TrainOptions, sizes: Mapping[str, int]) -> transformer.Config:

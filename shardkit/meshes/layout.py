@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import divides, quoted
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import Arrays, Specs, typed
 
-WHOLE = PartitionSpec()
+WHOLE: PartitionSpec = PartitionSpec()
 AxisEntry = str | tuple[str, ...] | None
 Rules = Mapping[str, AxisEntry] | Sequence[tuple[str, AxisEntry]]
 
@@ -66,7 +66,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
 
 
 @typed
-def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh | None = None) -> tuple[int, ...]:
     """The shape of one device's shard of a global array.
 
     Args:
@@ -82,7 +82,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT)
         >>> sk.local_shape((8, 512), P("data", "model"), mesh)
         (4, 128)
     """
-    return local_shape_of("local_shape", shape, spec, mesh)
+    return local_shape_of("local_shape", shape, spec, mesh_in_context("local_shape", mesh))
 
 
 def local_shape_of(where: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def local_shape_of(where: str, shape: Sequence[int], spec: PartitionSpec, mesh: 
 
 
 @typed
-def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT) -> tuple[int, ...]:
+def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh | None = None) -> tuple[int, ...]:
     """The shape of the global array of which one device's shard has `shape`; the inverse of `local_shape`.
 
     Args:
@@ -114,6 +114,7 @@ def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT
         >>> sk.global_shape((4, 128), P("data", "model"), mesh)
         (8, 512)
     """
+    mesh = mesh_in_context("global_shape", mesh)
     _check_shape("global_shape", shape)
     check_spec("global_shape", spec, mesh, len(shape))
     counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
@@ -122,7 +123,7 @@ def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT
 
 
 @typed
-def shard(tree: Arrays, mesh: Mesh = CONTEXT, specs: Specs = WHOLE) -> Any:
+def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
     """Places the arrays of a pytree on the mesh.
 
     Args:
@@ -141,6 +142,7 @@ def shard(tree: Arrays, mesh: Mesh = CONTEXT, specs: Specs = WHOLE) -> Any:
         >>> params["w"].sharding.shard_shape((8, 512))
         (8, 128)
     """
+    mesh = mesh_in_context("shard", mesh)
 
     def place(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
         local_shape_of(f"shard: leaf {path_name(path)}", jax.numpy.shape(x), spec, mesh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import overload
 
 import jax
 import numpy as np
@@ -20,12 +21,19 @@ from shardkit.meshes.simulated import warn_if_few_threads, widen_thread_pool
 _RESTARTS = "SHARDKIT_RESTARTS"  # of jobs/launch.py, which is below this file
 
 
-@typed
+@overload
+def make_mesh(devices: Devices | None = None, /, **sizes: int) -> Mesh: ...  # sizes may be a dict[str, int]
+
+
+@overload
 def make_mesh(
-    devices: Devices | None = None,
-    *,
-    axis_types: AxisType | Sequence[AxisType] = AxisType.Auto,
-    **sizes: int,
+    devices: Devices | None = None, *, axis_types: AxisType | Sequence[AxisType] = AxisType.Auto, **sizes: int
+) -> Mesh: ...
+
+
+@typed  # type: ignore[misc]  # a size of the name axis_types is refused
+def make_mesh(
+    devices: Devices | None = None, *, axis_types: AxisType | Sequence[AxisType] = AxisType.Auto, **sizes: int
 ) -> Mesh:
     """Builds a mesh of named axes: `make_mesh(data=2, model=-1)`.
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import quoted
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import all_axes, canonical, path_name, spec_axes
 from shardkit.plans.placement import Layout, map_layouts
@@ -26,7 +26,7 @@ from shardkit.plans.storage import Held, as_stored, is_padded, padded_shape, pad
 
 
 @typed
-def init_residuals(params: Arrays, *, mesh: Mesh = CONTEXT, plan: Plan) -> Any:
+def init_residuals(params: Arrays, *, mesh: Mesh | None = None, plan: Plan) -> Any:
     """The residuals of a new TrainState: zeros for each leaf that the plan reduces with error feedback.
 
     `init` makes them; pass them to a state from before feedback: `state._replace(residuals=init_residuals(...))`.
@@ -51,6 +51,7 @@ def init_residuals(params: Arrays, *, mesh: Mesh = CONTEXT, plan: Plan) -> Any:
         >>> residuals["w"].shape, residuals["w"].sharding.spec
         ((2, 3), P('data',))
     """
+    mesh = mesh_in_context("init_residuals", mesh)
     plan.check(mesh)
     return first_residuals(params, plan.placement(params, mesh))
 

@@ -17,13 +17,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardkit.meshes.layout import canonical
 
 
-def auto_mesh(mesh: Any) -> Any:
+def auto_mesh(mesh: Any) -> Mesh:
     """The same mesh with Auto axes; the same object if it has no others."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if mesh.axis_types == types:
         return mesh
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)  # type: ignore[return-value]
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,14 @@ from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
 from shardkit.remat.regather import regathered, regathered_stack
 
 LayerFn = Callable[[Any, Any], Any]
+Args = ParamSpec("Args")
+Out = TypeVar("Out")
 
 
 @typed
 def gathered(
-    layer_fn: Callable[..., Any], *, keep: bool = False, remat: Remat = None, offload: bool = False
-) -> Callable[..., Any]:
+    layer_fn: Callable[Args, Out], *, keep: bool = False, remat: Remat = None, offload: bool = False
+) -> Callable[Args, Out]:
     """A function that gathers its weights when it is called, and again for its backward pass.
 
     On plain arrays it is `layer_fn` under the same `remat`: the same loss runs on one device and under every plan.

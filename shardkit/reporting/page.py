@@ -14,7 +14,7 @@ from typing import Any
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import typed
 from shardkit.analysis.judge import LARGE_LEAF, SMALL
-from shardkit.bench import environment
+from shardkit.bench.environment import environment
 from shardkit.reporting import sections
 from shardkit.reporting.html import STYLE, Html, document, element
 from shardkit.reporting.html import sections as below

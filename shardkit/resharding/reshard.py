@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import at_least
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import path_name
 from shardkit.plans.placement import Layout, map_layouts
@@ -29,7 +29,7 @@ def reshard(
     source: Layouts,
     target: Layouts,
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | None = None,
     donate: bool = False,
     piece_bytes: int = 2**24,
 ) -> Any:
@@ -75,6 +75,7 @@ def reshard(
     Source: Rink et al., Memory-efficient array redistribution through portable collective communication (2021,
     arXiv:2112.01075).
     """
+    mesh = mesh_in_context("reshard", mesh)
     at_least("reshard", 1, piece_bytes=piece_bytes)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
     befores, afters = _both("reshard", tree, source, target, mesh)
@@ -89,7 +90,7 @@ def reshard(
 
 
 @typed
-def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh = CONTEXT) -> Moves:
+def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh | AbstractMesh | None = None) -> Moves:
     """The collectives of `reshard`, leaf by leaf, with the bytes that each device sends, without moving anything.
 
     Args:
@@ -110,6 +111,7 @@ def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh 
         w     P('model',)  P(None, 'model')  all_to_all model from dim 0 to dim 1  24           24            64
         24 bytes sent by each device; some device must receive 24
     """
+    mesh = mesh_in_context("reshard_steps", mesh)
     return Moves(_moves("reshard_steps", tree, *_both("reshard_steps", tree, source, target, mesh), mesh))
 
 

@@ -1,8 +1,8 @@
 """What a training script calls around its steps: processes that join, checkpoints, weights, data, checks.
 
 Start with `cluster/join.py`; each of `channel/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
-Imports training, and testing, whose laws it extends. What surrounds processes is in `jobs/`: its `launch` and `guard`
-are reached from here too, and imported when somebody asks for them.
+Imports training. What surrounds processes is in `jobs/`: its `launch` and `guard` are reached from here too, and
+imported when somebody asks for them, as is the law that it adds to those of testing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, Run, latest_step
-from shardkit.runtime.checkpoint.laws import restores_elsewhere
 from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.gpu_flags import gpu_flags
@@ -30,6 +29,7 @@ from shardkit.runtime.weights.save import save_params
 if TYPE_CHECKING:
     from shardkit.jobs.launch import launch
     from shardkit.jobs.monitor.guard import Deadlines, Guard, guard
+    from shardkit.runtime.checkpoint.laws import restores_elsewhere
 
 __all__ = [
     "PREEMPTED",
@@ -83,15 +83,18 @@ __all__ = [
     "watch_preemption",
 ]
 
-_OF_JOBS = dict.fromkeys(("Deadlines", "Guard", "guard"), "shardkit.jobs.monitor.guard")
-_OF_JOBS["launch"] = "shardkit.jobs.launch"
+_LATER = {
+    **dict.fromkeys(("Deadlines", "Guard", "guard"), "shardkit.jobs.monitor.guard"),
+    "launch": "shardkit.jobs.launch",
+    "restores_elsewhere": "shardkit.runtime.checkpoint.laws",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_JOBS:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_OF_JOBS[name]), name)
+    return getattr(import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_JOBS})
+    return sorted({*globals(), *_LATER})

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import at_least, counted, either, sized
-from shardkit._arguments.context import CONTEXT, apart
+from shardkit._arguments.context import apart, mesh_in_context
 from shardkit._arguments.typed import typed
 from shardkit.collectives.permute import permuted
 from shardkit.runtime.data.checksums import shard_checksums
@@ -122,12 +122,13 @@ class Replay:
         step: Callable[[Any, Any], tuple[Any, Any]],
         build: Callable[[Mesh], Callable[[Any, Any], tuple[Any, Any]]],
         *,
-        mesh: Mesh = CONTEXT,
+        mesh: Mesh | None = None,
         every: int = 100,
         rotate: bool = True,
         stored: bool = True,
         first_step: int = 0,
     ):
+        mesh = mesh_in_context("Replay", mesh)
         at_least("Replay", 1, every=every)
         at_least("Replay", 0, first_step=first_step)
         self._step, self._build, self._mesh, self._every = step, build, mesh, every

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least, sized
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import axis_index
 from shardkit.meshes.layout import path_name, spec_axes, table
@@ -27,7 +27,7 @@ from shardkit.on_device.metrics import metrics_of
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
-from shardkit.pipeline.stages import arranged
+from shardkit.pipelines.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, with_auto_axes
 from shardkit.plans.manual import manual_axes
 from shardkit.plans.placement import map_layouts
@@ -134,7 +134,7 @@ def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
 def triage(
     grad_fn: GradFn,
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | None = None,
     plan: Plan,
     precision: Precision | str | None = None,
     accumulate: int = 1,
@@ -174,6 +174,7 @@ def triage(
         loss 2.5, weight 2
         all values are finite before the cross-device reduction
     """
+    mesh = mesh_in_context("triage", mesh)
     check_function("triage", grad_fn)
     at_least("triage", 1, accumulate=accumulate)
     plan = arranged(plan, grad_fn, accumulate)

@@ -9,17 +9,17 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import Optimizer, typed
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.on_device.precision import Precision, precision_of
-from shardkit.pipeline.stages import arranged
+from shardkit.pipelines.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, with_auto_axes
 from shardkit.plans.manual import manual_axes
 from shardkit.plans.plan import Plan
@@ -54,7 +54,7 @@ def make_train_step(
     grad_fn: GradFn,
     optimizer: Optimizer,
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | AbstractMesh | None = None,
     plan: Plan,
     accumulate: int = 1,
     precision: Precision | str | None = None,
@@ -136,6 +136,7 @@ def make_train_step(
         >>> print(step(state, {"x": jnp.eye(2), "y": jnp.ones(2)})[0].carried["w"])
         [0.25 0.25]
     """
+    mesh = mesh_in_context("make_train_step", mesh)
     check_function("make_train_step", grad_fn)
     at_least("make_train_step", 1, accumulate=accumulate, steps=1 if steps is None else steps)
     if steps and nonfinite == "stop":

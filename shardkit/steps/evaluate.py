@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import typed
 from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.gradient import LossFn, global_means, takes_carried
@@ -17,7 +17,7 @@ from shardkit.on_device.local_step import local_means, noting_whole
 from shardkit.on_device.metrics import metrics_of, returned
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
-from shardkit.pipeline.stages import arranged
+from shardkit.pipelines.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, retyped, with_auto_axes
 from shardkit.plans.manual import leaving_automatic, manual_axes
 from shardkit.plans.plan import Plan
@@ -68,7 +68,7 @@ class Evaluate:
 def make_eval_step(
     loss_fn: LossFn,
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | AbstractMesh | None = None,
     plan: Plan,
     precision: Precision | str | None = None,
     manual: Axis | None = None,
@@ -101,6 +101,7 @@ def make_eval_step(
         >>> print(metrics["loss"])
         1.0
     """
+    mesh = mesh_in_context("make_eval_step", mesh)
     check_function("make_eval_step", loss_fn)
     plan = arranged(plan, loss_fn)
     plan.check(mesh)

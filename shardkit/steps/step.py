@@ -26,7 +26,8 @@ class NonFiniteError(FloatingPointError):
 
     def __init__(self, message: str, state: TrainState, metrics: dict[str, jax.Array]):
         super().__init__(message)
-        self.state, self.metrics = state, metrics
+        self.state: TrainState = state
+        self.metrics: dict[str, jax.Array] = metrics
 
 
 class Step:
@@ -43,7 +44,11 @@ class Step:
             ("stop"), and whether only for the loss, since a loss scale is "dynamic".
     """
 
-    __name__ = "step"  # in profiles and reports
+    __name__: str = "step"  # in profiles and reports
+    plan: Plan | None
+    mesh: Any
+    manual: Any
+    schedule: Any
 
     def __init__(
         self,
@@ -58,7 +63,7 @@ class Step:
         schedule: Any = None,
     ):
         self.plan, self.mesh, self.manual, self.schedule = plan, mesh, manual, schedule
-        self.ends = ends
+        self.ends: dict[str, bool] = ends
         self._run, self._check, self._warns = run, check, warns
         self._array = compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
 

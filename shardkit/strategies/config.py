@@ -241,7 +241,7 @@ class DistributedConfig:
         """
         names = self.mesh_axis_names or _AXES
         if not self.enabled:
-            return make_mesh(jax.local_devices()[:1], **dict.fromkeys(names, 1))  # type: ignore[arg-type]
+            return make_mesh(jax.local_devices()[:1], **dict.fromkeys(names, 1))
         shape = self.mesh_shape or (
             self.get_data_parallel_size(),
             self.tensor_parallel_size,
@@ -252,7 +252,7 @@ class DistributedConfig:
                 f"DistributedConfig: world_size must equal the number of devices; got world_size={self.world_size} and "
                 f"{jax.device_count()} devices. Change world_size, or call simulate_devices({self.world_size}) first."
             )
-        return make_mesh(**dict(zip(names, shape, strict=True)))  # type: ignore[arg-type]
+        return make_mesh(**dict(zip(names, shape, strict=True)))
 
     @typed
     def plan(self, rules: DimRules | None = None, *, layerwise: tuple[str, ...] = ()) -> Plan:

@@ -11,9 +11,9 @@ from typing import Any
 from shardkit._arguments.checks import Axis
 from shardkit._arguments.typed import typed
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
-from shardkit.pipeline.pieces import StagedModel
-from shardkit.pipeline.run import Mode, gradient_of, loss_of
-from shardkit.pipeline.stages import stack_plan
+from shardkit.pipelines.pieces import StagedModel
+from shardkit.pipelines.run import Mode, gradient_of, loss_of
+from shardkit.pipelines.stages import stack_plan
 from shardkit.plans.plan import Plan
 from shardkit.schedules import Schedule, Stages
 

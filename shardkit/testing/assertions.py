@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import Specs, typed
 from shardkit.meshes.layout import check_spec, path_name
 from shardkit.on_device.gradient import kind
@@ -38,7 +38,7 @@ def assert_matches_reference(
     kernel: Callable[..., Any],
     reference: Callable[..., Any],
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | None = None,
     in_specs: Specs | None,
     out_specs: Specs,
     args: Sequence[Any],
@@ -84,6 +84,7 @@ def assert_matches_reference(
         ...     mesh=mesh, in_specs=P("data"), out_specs=P(), args=(np.arange(4, dtype="f"),),
         ... )
     """
+    mesh = mesh_in_context("assert_matches_reference", mesh)
     if kernel.__hash__ is None:  # an instance of a class with its own __eq__
         kernel = partial(kernel)
     for spec in jax.tree.leaves((in_specs, out_specs), is_leaf=lambda x: isinstance(x, PartitionSpec)):

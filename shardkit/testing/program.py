@@ -21,7 +21,7 @@ from shardkit.meshes.mesh import make_mesh
 from shardkit.on_device.advice import Unintended
 from shardkit.on_device.gradient import GradFn, Mean
 from shardkit.on_device.pipelines import PipelineGradFn
-from shardkit.pipeline.stages import arranged
+from shardkit.pipelines.stages import arranged
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import unpadded
 from shardkit.steps.builder import TrainStep, make_train_step

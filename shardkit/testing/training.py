@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit._arguments.checks import at_least
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import Arrays, Key, Optimizer, typed
 from shardkit.on_device.gradient import GradFn
 from shardkit.plans.plan import Plan
@@ -26,7 +26,7 @@ def assert_same_training(
     reference_grad_fn: GradFn,
     optimizer: Optimizer,
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | None = None,
     plan: Plan,
     params: Arrays,
     batches: Sequence[Any],
@@ -69,6 +69,7 @@ def assert_same_training(
         ...     params=np.ones(4, "f"), batches=[np.ones((8, 4), "f")],
         ... )
     """
+    mesh = mesh_in_context("assert_same_training", mesh)
     at_least("assert_same_training", 1, accumulate=accumulate, steps=steps)
     check_batches("assert_same_training", batches)
     check_relative("assert_same_training", relative)

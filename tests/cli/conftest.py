@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-import shardkit_command
+from shardkit import cli
 from shardkit.cli import aot, doctor, plans, target
 
 
@@ -46,7 +46,7 @@ def inside(monkeypatch, capsys):
         words = ["shardkit", *map(str, words)]
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as end, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            shardkit_command.main()
+            cli.main()
         out, err = capsys.readouterr()
         assert (end.value.code or 0) == code, out + err
         return subprocess.CompletedProcess(words, code, out, err)

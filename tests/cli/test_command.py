@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import shardkit as sk
-import shardkit_command
 from shardkit import cli
 from shardkit.bench.comm import IMPLS, REDOPS
 from shardkit.bench.operations import DTYPES, OPERATIONS
@@ -22,7 +21,7 @@ from shardkit.runtime.drift import DriftError
 from shardkit.runtime.replay import CorruptionError
 from support.commands import command, environment
 
-EVERY = shardkit_command.every_command()
+EVERY = cli.every_command()
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def shardkit(monkeypatch, capsys):
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["shardkit", *words])
         with pytest.raises(SystemExit) as end:
-            shardkit_command.main()
+            cli.main()
         return (end.value.code or 0, *capsys.readouterr())
 
     return run
@@ -42,7 +41,7 @@ def shardkit(monkeypatch, capsys):
 def test_the_version_the_list_of_commands_and_a_mistake_import_no_jax():
     """Importing jax takes a second and more, also for a typing mistake."""
     code = (
-        "import sys\nfrom shardkit_command import main\n"
+        "import sys\nfrom shardkit.cli import main\n"
         "for words in ['--version'], ['--help'], ['bench', '--help'], ['tain'], ['completion', '--help']:\n"
         "    sys.argv = ['shardkit', *words]\n"
         "    try: main()\n"
@@ -77,7 +76,7 @@ def test_a_wrong_command_is_wrong_usage(words, error, shardkit):
 
 @pytest.mark.check
 def test_without_its_extra_the_command_names_the_remedy(shardkit, monkeypatch):
-    monkeypatch.setattr(shardkit_command, "find_spec", lambda name: None if name == "tyro" else name)
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tyro" else name)
     said = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'\n"
     assert shardkit("train", "data=2") == (2, "", said)
     assert shardkit("--version")[0] == 0
@@ -168,7 +167,7 @@ def ends(error, monkeypatch, how=SystemExit):
     monkeypatch.setattr(cli, "_run", raising)
     monkeypatch.setattr(cli.os, "_exit", leaving)
     with pytest.raises(how) as end:
-        cli.perform(shardkit_command.COMMANDS[0], "train", [])
+        cli.perform(cli.COMMANDS[0], "train", [])
     return end.value.code
 
 
@@ -215,7 +214,7 @@ def test_what_shardkit_refuses_is_wrong_usage_and_drift_a_failed_check(error, co
     exec("def mistake(error):\n    int('one')\n", names)
     monkeypatch.setattr(cli, "_run", lambda *_: names["mistake" if error is None else "refuse"](error))
     with pytest.raises(SystemExit) as end:
-        cli.perform(shardkit_command.COMMANDS[0], "train", [])
+        cli.perform(cli.COMMANDS[0], "train", [])
     assert end.value.code == code
     assert ("unexpected" in capsys.readouterr().err) == (code == 70)
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import launch as cli
+from shardkit.cli import main
 from shardkit.jobs.launch import launch
 from shardkit.jobs.output import write
 from shardkit.runtime.channel.place import free_port
-from shardkit_command import main
 from support import commands
 from support.commands import environment
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shardkit.cli import main
 from shardkit.jobs.launch import Attempt, after, launch
 from shardkit.jobs.output import Blamed, _Pipe
-from shardkit_command import main
 from support import commands, faults
 
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]  # starts in a few milliseconds

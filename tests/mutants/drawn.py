@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mutants import ROOT, Mutant
 
 ROOMS = (
-    "_arguments", "_jax", "collectives", "layers", "meshes", "on_device", "pipeline", "plans", "remat", "resharding",
+    "_arguments", "_jax", "collectives", "layers", "meshes", "on_device", "pipelines", "plans", "remat", "resharding",
     "schedules", "steps", "strategies", "testing",
 )  # fmt: skip
 OPERATORS = {

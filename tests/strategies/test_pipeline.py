@@ -17,7 +17,7 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit._jax.jaxprs import walk
 from shardkit.analysis.jaxpr.census import census_of
-from shardkit.pipeline.pieces import Given, Pieces, StagedModel
+from shardkit.pipelines.pieces import Given, Pieces, StagedModel
 from shardkit.schedules import Schedule
 from support.pipelines import (
     BUILDERS,

@@ -42,7 +42,6 @@ OPTIMIZER = (
         ({"plan": [PLAN]}, PLANS.format("a list")),
         ({"mesh": 8}, MESHES.format("8")),
         ({"mesh": {"data": 8}}, MESHES.format("{'data': 8}")),
-        ({"mesh": None}, MESHES.format("None")),
         ({"optimizer": 0.1}, OPTIMIZER.format("0.1")),
         ({"optimizer": optax.sgd}, OPTIMIZER.format("the function 'sgd'")),
     ],
@@ -84,7 +83,7 @@ def test_an_evaluation_and_a_description_of_no_plan(plan):
     {
         "a plan must come with parameters; got none. Call describe(plan, params, mesh).": [PLAN],
         "params must be an array or a pytree of arrays; got 'w'. Pass arrays of jax or NumPy.": [PLAN, "w", MESH],
-        "mesh must be a mesh or None; got 8. Pass for example sk.make_mesh(data=8).": [PLAN, np.ones(3), 8],
+        "mesh must be a mesh; got 8. Pass for example sk.make_mesh(data=8).": [PLAN, np.ones(3), 8],
         "plan must be a Plan; got array([1., 1., 1.]). Pass for example sk.dp('data'), or sk.chain(...) of several.": [
             np.ones(3),
             PLAN,

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from shardkit._arguments.checks import quoted
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import check_fields, typed
 from shardkit.jobs.monitor.judge import Deadlines
 from shardkit.runtime.channel import client
@@ -38,12 +38,15 @@ _LINE_BYTES = 4  # of each line's hash: enough to find the line; the text is com
 _OWN = re.compile(r"cache|dir|dump|path|log|visible|process|profil|traceback|address|mtls|color|num_cpu_devices")
 _OWN_FLAGS = re.compile(r"dump|cache|gpu_target_config|force_host_platform_device_count")
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class StepClock:
     """Which step and phase the training loop is in, written to the flight recorder."""
 
     def __init__(self, recorder: Recorder, first_step: int):
-        self._recorder, self.next_step = recorder, first_step
+        self._recorder = recorder
+        self.next_step: int = first_step
         self._phases: list[tuple[str, int]] = []  # the ones that the loop is in, outermost first
         self._between = "user code"  # the phase outside of these
         self._dispatched: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
@@ -148,7 +151,7 @@ class Guard:
         self._monitor, self._mesh, self._config = monitor, mesh, config
         self._clock = StepClock(monitor.recorder, first_step)
 
-    def watch(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(self, step: F) -> F:
         """Returns the step, guarded: every call is under the deadline for steps.
 
         Before the first call, and again for each new shape of its batch, its program is compared with that of the other
@@ -163,7 +166,7 @@ class Guard:
                 f"guard: watch takes a jitted step, which has a method lower; got {step!r}. Pass the step of "
                 "make_train_step, or a function under jax.jit."
             )
-        return Watched(step, lower, self._clock, self._compare)
+        return Watched(step, lower, self._clock, self._compare)  # type: ignore[return-value]
 
     def _compare(self, lowered: Any, number: int) -> None:
         """Compares a program of the next step, the `number`th, with that of the other processes."""
@@ -203,7 +206,7 @@ class Guard:
 @typed
 def guard(
     *,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | None = None,
     config: Mapping[str, Any] | None = None,
     deadlines: Deadlines | None = None,
     flight: str | Path | None = None,
@@ -242,6 +245,7 @@ def guard(
                 with guard.phase("save"):
                     checkpoints.save(state)
     """
+    mesh = mesh_in_context("guard", mesh)
     deadlines = Deadlines() if deadlines is None else deadlines
     check_fields(deadlines)
     for name, seconds in deadlines._asdict().items():

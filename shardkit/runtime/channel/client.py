@@ -41,7 +41,9 @@ class MonitorClient:
     """
 
     def __init__(self, place: Place):
-        self.place, self._own = place, os.getpid()
+        self.place: Place = place
+        self._own = os.getpid()
+        self.recorder: Recorder
         self.recorder, ring = _recorder()
         _open_closed_descriptors()
         crash, name = tempfile.mkstemp(dir=ring.parent)  # tells a fatal signal, such as the abort of jax, from SIGKILL

@@ -62,7 +62,7 @@ class Recorder:
             os.close(descriptor)
         self._lock = threading.Lock()
         self._count = 0
-        self.status = Status()
+        self.status: Status = Status()
         self.enter("start", 0)
 
     def restart(self, step: int) -> None:

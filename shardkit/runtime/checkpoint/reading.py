@@ -37,7 +37,8 @@ class DamagedError(ValueError):
             "No older step can be either." if older is None else f"To restore the newest before it, pass step={older}."
         )
         super().__init__(f"{found} {remedy}")
-        self.found, self.older = found, older
+        self.found: str = found
+        self.older: int | None = older
 
 
 def newest_step(directory: Path) -> int | None:

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import named
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import Arrays, DType, Specs, typed
 from shardkit.meshes.layout import WHOLE, broadcast_specs, canonical, check_spec, local_shape_of, path_name, spec_axes
 from shardkit.runtime.channel.place import processes as processes_named
@@ -22,7 +22,7 @@ from shardkit.runtime.data.reading import is_key, processes_of, to_storable
 
 
 @typed
-def from_full(tree: Arrays, mesh: Mesh = CONTEXT, spec: Specs = WHOLE) -> Any:
+def from_full(tree: Arrays, mesh: Mesh | None = None, spec: Specs = WHOLE) -> Any:
     """Creates global arrays from data that every process has whole: parameters from one seed, a small data set.
 
     Args:
@@ -45,6 +45,7 @@ def from_full(tree: Arrays, mesh: Mesh = CONTEXT, spec: Specs = WHOLE) -> Any:
         >>> x.sharding.shard_shape(x.shape)
         (4, 3)
     """
+    mesh = mesh_in_context("from_full", mesh)
 
     def sharding(path: Any, x: Any, spec: PartitionSpec) -> NamedSharding:
         return sharding_of("from_full", path, np.shape(x), mesh, spec)
@@ -58,7 +59,7 @@ def from_full(tree: Arrays, mesh: Mesh = CONTEXT, spec: Specs = WHOLE) -> Any:
 
 @typed
 def from_process_local(
-    tree: Arrays, mesh: Mesh = CONTEXT, spec: PartitionSpec = WHOLE, *, batch: int | None = None
+    tree: Arrays, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE, *, batch: int | None = None
 ) -> Any:
     """Creates global arrays from the rows of each process: the batch of a step.
 
@@ -85,6 +86,7 @@ def from_process_local(
         >>> batch["x"].shape
         (8,)
     """
+    mesh = mesh_in_context("from_process_local", mesh)
     check_spec("from_process_local", spec, mesh, len(spec))
     pieces = math.prod(mesh.shape[axis] for axis in _row_axes(spec))
     mine = len(local_rows(pieces, mesh, spec))
@@ -115,7 +117,7 @@ def from_process_local(
 
 
 @typed
-def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh = CONTEXT, spec: PartitionSpec = WHOLE) -> Any:
+def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE) -> Any:
     """Creates global arrays of `batch` rows from this process's rows in ascending order, without communication.
 
     Example:
@@ -123,6 +125,7 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh = CONTEXT, spe
         >>> sk.runtime.from_rows(np.float32(rows), rows, 8, mesh, P("data")).shape
         (8,)
     """
+    mesh = mesh_in_context("from_rows", mesh)
 
     def one(path: Any, x: Any) -> jax.Array:
         x = on_host("from_process_local", path, x)
@@ -181,7 +184,7 @@ def from_single_device(
 
 
 @typed
-def local_rows(batch: int, mesh: Mesh = CONTEXT, spec: PartitionSpec = WHOLE) -> np.ndarray:
+def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE) -> np.ndarray:
     """The rows of a global batch on this process's devices, ascending; none outside the mesh.
 
     Raises:
@@ -191,6 +194,7 @@ def local_rows(batch: int, mesh: Mesh = CONTEXT, spec: PartitionSpec = WHOLE) ->
         >>> sk.runtime.local_rows(8, mesh, P("data"))
         array([0, 1, 2, 3, 4, 5, 6, 7])
     """
+    mesh = mesh_in_context("local_rows", mesh)
     check_spec("local_rows", spec, mesh, len(spec))
     axes = _row_axes(spec)
     parts = math.prod(mesh.shape[axis] for axis in axes)

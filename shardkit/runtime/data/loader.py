@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import at_least
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import typed
 from shardkit.runtime.data.arrays import from_rows, local_rows
 
@@ -26,7 +26,7 @@ def loader(
     *,
     batch: int,
     seed: int | None,
-    mesh: Mesh = CONTEXT,
+    mesh: Mesh | None = None,
     spec: PartitionSpec,
     position: int = 0,
     epochs: int | None = None,
@@ -67,6 +67,7 @@ def loader(
         >>> next(batches), batches.position
         (Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32), 8)
     """
+    mesh = mesh_in_context("loader", mesh)
     samples = _sequence(source, seed, epochs)
     at_least("loader", 1, batch=batch)
     at_least("loader", 0, position=position, threads=threads, prefetch=prefetch)

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import at_least_zero
-from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.context import mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import all_gather, vary
 from shardkit.meshes.layout import path_name
@@ -92,7 +92,7 @@ def fetch(tree: Arrays) -> Any:
 
 
 @typed
-def replicate(tree: Arrays, mesh: Mesh = CONTEXT) -> Any:
+def replicate(tree: Arrays, mesh: Mesh | None = None) -> Any:
     """The arrays of a tree, whole on every device of the mesh; every process of the mesh must call it.
 
     It replaces `jax.device_put_replicated`, which jax 0.10 removed. That prepended a dim of devices to every leaf, for
@@ -109,6 +109,7 @@ def replicate(tree: Arrays, mesh: Mesh = CONTEXT) -> Any:
         >>> sk.runtime.replicate(x, mesh).is_fully_replicated
         True
     """
+    mesh = mesh_in_context("replicate", mesh)
     return _replicating(mesh)(tree)
 
 

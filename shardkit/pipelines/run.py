@@ -26,10 +26,10 @@ from shardkit.on_device.frozen import check_trained, chosen
 from shardkit.on_device.gradient import Mean
 from shardkit.on_device.handles import is_handle, part_gradient, parts, unsealed, with_parts
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
-from shardkit.pipeline.divergent import refuse_divergent, refuse_mixed
-from shardkit.pipeline.ops import BRANCHED, MASKED, LoopState, Ops, Sums, write
-from shardkit.pipeline.pieces import Given, Pieces, StagedModel
-from shardkit.pipeline.split_backward import TwoHalves
+from shardkit.pipelines.divergent import refuse_divergent, refuse_mixed
+from shardkit.pipelines.ops import BRANCHED, MASKED, LoopState, Ops, Sums, write
+from shardkit.pipelines.pieces import Given, Pieces, StagedModel
+from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.schedules import Schedule, Stages
 from shardkit.schedules.table import FIELDS, Segment, Table
 

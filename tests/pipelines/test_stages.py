@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import compiled
-from shardkit.pipeline.stages import arranged
+from shardkit.pipelines.stages import arranged
 from shardkit.plans.storage import Padded
 from shardkit.schedules import Stages
 from support import optimizers, pipelines

@@ -17,8 +17,8 @@ from jax import lax
 from shardkit._jax.compat import eval_shape
 from shardkit.collectives._sums import added, typed_zeros
 from shardkit.on_device.batch import row
-from shardkit.pipeline.pieces import Given, Piece, Pieces
-from shardkit.pipeline.split_backward import TwoHalves
+from shardkit.pipelines.pieces import Given, Piece, Pieces
+from shardkit.pipelines.split_backward import TwoHalves
 
 Row = dict[str, jax.Array]  # of the table, by field
 Leaves = list[jax.Array]

@@ -20,8 +20,8 @@ from shardkit.collectives import vary
 from shardkit.collectives.axes import vary_like
 from shardkit.on_device.gradient import Mean, kind, loss_and_aux, means_by_path, scaled_gradients
 from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
-from shardkit.pipeline.divergent import collectives
-from shardkit.pipeline.split_backward import TwoHalves
+from shardkit.pipelines.divergent import collectives
+from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.remat.recompute import Halves, Mask, Traced, halves, learnable
 from shardkit.remat.regather import learned
 

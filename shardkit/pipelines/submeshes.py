@@ -26,8 +26,8 @@ from shardkit._arguments.checks import divisor, quoted, sized, whole
 from shardkit._arguments.typed import typed
 from shardkit.meshes.layout import check_spec, local_shape_of, path_name
 from shardkit.on_device.batch import split_microbatches, take_microbatch
-from shardkit.pipeline import stage_programs
-from shardkit.pipeline.stage_programs import Stage, Station, fitted
+from shardkit.pipelines import stage_programs
+from shardkit.pipelines.stage_programs import Stage, Station, fitted
 from shardkit.schedules import one_f_one_b
 
 Specs = PartitionSpec | Sequence[Any]

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.pipeline import stage_programs
-from shardkit.pipeline.submeshes import _line
+from shardkit.pipelines import stage_programs
+from shardkit.pipelines.submeshes import _line
 from support.counting import Compiles
 from support.refusals import value_error
 
