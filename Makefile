@@ -21,7 +21,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tests/support/user_code.py
+	$(BIN)/python docs/generate/user_code.py
 	$(BIN)/python tests/support/proved.py
 
 # Under a minute: lint, types, and all tests that need no compiler.
