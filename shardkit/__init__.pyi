@@ -27,7 +27,7 @@ from shardkit.on_device.precision import Precision as Precision
 from shardkit.steps.state import TrainState as TrainState
 from shardkit.steps.builder import TrainStep as TrainStep
 from shardkit.steps.step import NonFiniteError as NonFiniteError
-from shardkit.on_device.residuals import init_residuals as init_residuals
+from shardkit.on_device.feedback import init_residuals as init_residuals
 from shardkit.plans.storage import unpadded as unpadded
 
 # plans

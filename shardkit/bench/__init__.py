@@ -7,14 +7,7 @@ from shardkit.bench.comm import comm
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.fit import Crossover, Fit, alpha_beta, crossovers, links
-from shardkit.bench.measure import (
-    MODES,
-    Case,
-    Sample,
-    interleaved,
-    measure,
-    summarise,
-)
+from shardkit.bench.measure import MODES, Case, Sample, interleaved, measure, summarise
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.strategies import Workload, reference, strategies
 from shardkit.bench.trace import ExecutionTrace, execution_trace

@@ -1,7 +1,12 @@
-"""The axes that are Manual in a step (`manual=`), and how arrays are split over those left to XLA's partitioner."""
+"""The axes that are Manual in a step (`manual=`), and how arrays are split over those left to XLA's partitioner.
+
+Where the parameters are split over the latter is the caller's choice, in the layouts of the arrays that `init` gets. It
+is read there, and from the first state in each step: the plan splits other dims, and every state keeps its layout.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,3 +51,32 @@ def leaving_automatic(plan: Any, params: Any, manual: tuple[str, ...]) -> Any:
             spec = canonical(PartitionSpec(*entries))
             found += [(path_name(path), spec)] if spec else []
     return plan._replace(automatic=tuple(found))
+
+
+class AsLaidOut:
+    """A jitted function of a state, or of parameters, and more, built for the layouts of the first that it gets.
+
+    `build(plan, layouts)` gets the plan with these, and the layouts as a tree; `params_of` takes the parameters out of
+    the first argument. Arguments with other layouts are right: the results are laid out as the first.
+    """
+
+    def __init__(self, build: Callable[..., Any], plan: Any, manual: tuple[str, ...], params_of: Callable[[Any], Any]):
+        self._build, self._plan, self._manual, self._params_of = build, plan, manual, params_of
+        self._built: dict[Any, Any] = {}
+
+    def _for(self, first: Any) -> Any:
+        structure = jax.tree.structure(first)
+        if structure not in self._built:
+            plan = leaving_automatic(self._plan, self._params_of(first), self._manual)
+            layouts = jax.tree.map(lambda x: getattr(x, "sharding", None), first)
+            self._built[structure] = self._build(plan, layouts)
+        return self._built[structure]
+
+    def __call__(self, first: Any, *args: Any) -> Any:
+        return self._for(first)(first, *args)
+
+    def trace(self, first: Any, *args: Any) -> Any:
+        return self._for(first).trace(first, *args)
+
+    def lower(self, first: Any, *args: Any) -> Any:
+        return self._for(first).lower(first, *args)

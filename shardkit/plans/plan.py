@@ -24,16 +24,7 @@ from shardkit.meshes.layout import canonical, local_shape, path_name, split_dims
 from shardkit.plans.describe import Planned, PlanTable, mesh_of, plan_table
 from shardkit.plans.dim_rules import axes_of_rules, in_subtrees
 from shardkit.plans.manual import leaving_automatic, manual_axes
-from shardkit.plans.placement import (
-    Layout,
-    Leaf,
-    Split,
-    Strategy,
-    check_feedback,
-    in_order,
-    is_layout,
-    map_layouts,
-)
+from shardkit.plans.placement import Layout, Leaf, Split, Strategy, check_feedback, in_order, is_layout, map_layouts
 from shardkit.plans.storage import in_rows, is_padded, padded_shape, padding
 
 

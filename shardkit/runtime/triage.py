@@ -29,14 +29,13 @@ from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipelines.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, with_auto_axes
-from shardkit.plans.manual import manual_axes
+from shardkit.plans.manual import AsLaidOut, manual_axes
 from shardkit.plans.placement import map_layouts
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import stored_array
 from shardkit.runtime.data.reading import from_every_device, on_mesh
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried, check_carried, reads_carried
-from shardkit.steps.partitioner import AsLaidOut
 from shardkit.steps.state import TrainState
 
 _REPLICATED = PartitionSpec()
@@ -218,7 +217,10 @@ def triage(
         )
         return on_mesh(state.params, carried.tree, batch, step_key(state.key, state.step), scale)
 
-    compiled = AsLaidOut(lambda plan, _: jax.jit(with_auto_axes(partial(observed, plan), given)), plan, axes)
+    def build(plan: Plan, _: Any) -> Any:
+        return jax.jit(with_auto_axes(partial(observed, plan), given))
+
+    compiled = AsLaidOut(build, plan, axes, lambda state: state.params)
     return Triage(compiled, sizes)
 
 

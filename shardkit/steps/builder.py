@@ -21,12 +21,11 @@ from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.pipelines.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, with_auto_axes
-from shardkit.plans.manual import manual_axes
+from shardkit.plans.manual import AsLaidOut, manual_axes
 from shardkit.plans.plan import Plan
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import reads_carried
 from shardkit.steps.init import Init
-from shardkit.steps.partitioner import AsLaidOut
 from shardkit.steps.state import passed_what_it_takes, state_check
 from shardkit.steps.step import Step
 from shardkit.steps.train import TrainProgram, in_sequence
@@ -178,8 +177,9 @@ def make_train_step(
         donated = (0,) if donate else ()
         return jax.jit(with_auto_axes(traced_step, mesh), donate_argnums=donated, out_shardings=laid_out)
 
-    typed_axes = program.mesh is not mesh
-    run = AsLaidOut(compiled, plan, axes) if typed_axes or not all_manual else compiled(plan)
+    run = compiled(plan)
+    if program.mesh is not mesh or not all_manual:
+        run = AsLaidOut(compiled, plan, axes, lambda state: state.params)
     step = Step(
         run,
         ends={"stop": nonfinite == "stop", "dynamic": policy.loss_scale == "dynamic"},

@@ -19,12 +19,11 @@ from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipelines.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, retyped, with_auto_axes
-from shardkit.plans.manual import leaving_automatic, manual_axes
+from shardkit.plans.manual import AsLaidOut, leaving_automatic, manual_axes
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import check_held, padded
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried
-from shardkit.steps.partitioner import AsLaidOut
 from shardkit.steps.state import described, made_by, makes, shardings
 
 _REPLICATED = PartitionSpec()
@@ -136,5 +135,7 @@ def make_eval_step(
         out = None if given is mesh else NamedSharding(given, _REPLICATED)
         return jax.jit(with_auto_axes(partial(evaluate, plan), given), out_shardings=out)
 
-    run: Any = compiled(plan) if set(axes) == set(mesh.axis_names) else AsLaidOut(compiled, plan, axes)
+    run: Any = (
+        compiled(plan) if set(axes) == set(mesh.axis_names) else AsLaidOut(compiled, plan, axes, lambda params: params)
+    )
     return Evaluate(run, plan, given, axes)

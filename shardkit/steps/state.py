@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import sized
 from shardkit.meshes.layout import canonical, path_name, spec_axes
+from shardkit.on_device.feedback import first_residuals, residual_shapes, residuals_held
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.metrics import if_finite
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import LossScale, Precision, first_loss_scale, next_loss_scale
-from shardkit.on_device.residuals import first_residuals, residual_shapes, residuals_held
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import Held, check_held, is_padded, original, padded, stored_array, unpadded
 from shardkit.steps.layer_order import order_matters

@@ -27,13 +27,13 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import step_key
 from shardkit.on_device.batch import batch_specs
+from shardkit.on_device.feedback import residual_specs
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.local_step import local_gradients, noting_whole
 from shardkit.on_device.metrics import all_finite, if_finite, metrics_of, returned
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision
-from shardkit.on_device.residuals import residual_specs
 from shardkit.on_device.seam import enter, to_rest
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import check_held

@@ -22,12 +22,7 @@ from shardkit.testing._interpreter import joined, on_one_device, stackable
 
 @typed
 def emulate(
-    kernel: Callable[..., Any],
-    mesh_sizes: Mapping[str, int],
-    in_specs: Any,
-    out_specs: Any,
-    *,
-    check_vma: bool = True,
+    kernel: Callable[..., Any], mesh_sizes: Mapping[str, int], in_specs: Any, out_specs: Any, *, check_vma: bool = True
 ) -> Callable[..., Any]:
     """Runs a per-device function for all devices of a mesh on one device, by vmap over every axis.
 

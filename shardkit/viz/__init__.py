@@ -11,16 +11,4 @@ from shardkit.viz.places import array, mesh
 from shardkit.viz.schedule import draw, facts, figure, title
 from shardkit.viz.traffic import census, overlap
 
-__all__ = [
-    "array",
-    "census",
-    "draw",
-    "facts",
-    "figure",
-    "losses",
-    "memory",
-    "mesh",
-    "overlap",
-    "results",
-    "title",
-]
+__all__ = ["array", "census", "draw", "facts", "figure", "losses", "memory", "mesh", "overlap", "results", "title"]

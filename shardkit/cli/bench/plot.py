@@ -11,9 +11,7 @@ import tyro
 from shardkit import bench, viz
 from shardkit.cli.output import WithJson, write_json
 
-EXAMPLES = {
-    "shardkit bench plot comm.jsonl --output comm.svg": "bandwidth and latency",
-}
+EXAMPLES = {"shardkit bench plot comm.jsonl --output comm.svg": "bandwidth and latency"}
 
 
 @dataclass(frozen=True)

@@ -238,11 +238,7 @@ def _comes(each: Known, deadlines: Deadlines, now: float) -> bool:
 
 
 def _delay(
-    late: Sequence[int],
-    ranks: Mapping[Health, list[int]],
-    known: Mapping[int, Known],
-    deadlines: Deadlines,
-    now: float,
+    late: Sequence[int], ranks: Mapping[Health, list[int]], known: Mapping[int, Known], deadlines: Deadlines, now: float
 ) -> tuple[str, Set[int]]:
     """Who delays the late processes, as a sentence and by rank: a stopped or silent one, else the furthest behind."""
     if stopped := ranks[Health.STOPPED]:
