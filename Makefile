@@ -28,7 +28,7 @@ lint: $(VENV)/.test
 check: lint
 	$(PYTEST) -m "check and not deep"
 
-# That and the rest, the quick ones first: nine minutes on two cores. Lint runs beside the tests.
+# That and the rest, the quick ones first: seven minutes on two cores. Lint runs beside the tests.
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory lint > $(VENV)/lint.log 2>&1 & lint=$$!; \
 	$(PYTEST) -m "not deep"; tests=$$?; \

@@ -17,31 +17,31 @@ PACKAGE = ROOT / "shardkit"
 
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
-    "collectives *": 2930,
-    "layers *": 1940,
-    "on_device *": 2300,
-    "pipelines *": 1650,
-    "plans *": 1150,
+    "collectives *": 2920,
+    "layers *": 1960,
+    "on_device *": 2560,  # a paragraph at each seam
+    "pipelines *": 1630,
+    "plans *": 1230,
     "remat *": 640,
     "schedules *": 1320,
-    "steps *": 1650,
-    "strategies *": 1100,
-    "testing *": 3160,
-    "analysis": 6250,  # inner gradients, Pallas kernels and foreign calls
+    "steps *": 1580,
+    "strategies *": 1070,
+    "testing *": 3170,
+    "": 60,
+    "_arguments": 600,
+    "_jax": 1160,  # the registry of primitives, with what emulates each
+    "analysis": 6180,
     "bench": 2670,
     "cli": 2640,  # what stood beside the package while that imported jax: the list of commands
     "cost": 1510,
-    "jobs": 2290,  # exit codes by cause
+    "jobs": 2280,
+    "meshes": 1080,
     "models": 700,
     "planner": 630,
-    "reporting": 960,
-    "runtime": 5150,
-    "viz": 1720,
+    "reporting": 940,
     "resharding": 890,
-    "_jax": 1150,  # the registry of primitives, with what emulates each, which left the rooms that read it
-    "_arguments": 620,
-    "meshes": 1070,
-    "": 70,
+    "runtime": 5150,
+    "viz": 1530,
 }
 
 
@@ -59,6 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
+    assert sum(found.values()) <= 46_000
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

@@ -28,7 +28,7 @@ from shardkit.collectives import all_gather, all_to_all, axis_size, vary
 from shardkit.layers.attention import check, join_heads, scale_of, split_heads
 from shardkit.layers.blockwise import Form, attend
 from shardkit.layers.zigzag import Order, half_of, ring_first
-from shardkit.on_device.token_axes import in_plan_order
+from shardkit.on_device.batch import in_plan_order
 
 
 @typed

@@ -61,8 +61,7 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
     if sequence and names:
         return all_gather_matmul(x, w, names, impl=impl)
     # Nothing is sent in the forward pass: every device has x, and multiplies it by its columns. In the backward pass
-    # each has the gradient of x from its columns alone, and the transpose of this cast sums them: once for all weights,
-    # because the cast stands before they use x. Cast for each weight, q, k and v would cost three sums.
+    # the transpose of this cast sums their gradients of x, once for all weights: cast for each, q, k and v cost three.
     x = vary(x, names)
     return jax.tree.map(lambda each: matmul(x, each), w)
 

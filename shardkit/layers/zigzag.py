@@ -14,7 +14,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit.collectives import axis_index, axis_size
 from shardkit.collectives.permute import permuted
-from shardkit.on_device.token_axes import in_plan_order
+from shardkit.on_device.batch import in_plan_order
 
 Order = Literal["contiguous", "zigzag"]
 

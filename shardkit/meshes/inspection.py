@@ -13,8 +13,8 @@ from shardkit._arguments.checks import Axis, quoted
 from shardkit._arguments.typed import ARRAYS, PLAN, check_kind, is_array, typed
 from shardkit._jax.compat import bound_axes, tracked_axes, varying_axes
 from shardkit.meshes import mesh as _mesh
-from shardkit.meshes.grid import DeviceGrid, beside
 from shardkit.meshes.layout import brief_spec, bytes_per_device, path_name, shard_bytes, shard_shape, table
+from shardkit.meshes.mesh import DeviceGrid, beside
 
 
 @typed

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import divides, quoted
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import divides, mesh_in_context, quoted
 from shardkit._arguments.typed import Arrays, Specs, typed
 
 WHOLE: PartitionSpec = PartitionSpec()

@@ -31,9 +31,9 @@ from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits, vocab_embed
 from shardkit.layers.zigzag import Order, positions, zigzag
 from shardkit.meshes.rng import dropout, fold_keys
 from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
+from shardkit.on_device.batch import token_axes
 from shardkit.on_device.gradient import Mean
 from shardkit.on_device.pipelines import Staged
-from shardkit.on_device.token_axes import token_axes
 from shardkit.remat.layers import scan_layers
 
 __all__ = [

@@ -74,8 +74,7 @@ def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replica
 
     # Cuts are undone in the opposite order: the last one cut the parts of those before it, so that its parts are
     # neighbors in the whole. Gathered the other way round, the rows of a dim that two strategies split come back
-    # shuffled. And padding is cut off once, after the last gather: each device's part of a dim that does not divide
-    # ends in zeros only on the last device, which none of them can see of the others.
+    # shuffled.
     def gather(x: jax.Array) -> jax.Array:
         for cut in reversed(cuts):
             assert cut.gather_by.all_gather

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import quoted
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
@@ -104,8 +103,8 @@ def _cut(each: Reduced, cut: Cut, dtype: Any) -> Reduced:
     if set(axes) - varying_axes(each.grad):
         raise _summed_before(each, set(axes) - varying_axes(each.grad))
     assert cut.reduce_by.reduce_scatter
-    # What the algorithm leaves out is this device's own, of the operand before the sum: it is kept where it was cut
-    # from, and added before the next step's reduction. Added after it, every device of the sum would add it again.
+    # What the algorithm leaves out is of this device's operand before the sum, and is added before the next step's sum:
+    # added after it, every device would add it again.
     left = None
     if cut.reduce_by.feedback:
         part, left = cut.reduce_by.reduce_scatter(each.grad.astype(jnp.float32), axes, dim=cut.dim)

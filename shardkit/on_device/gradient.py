@@ -20,8 +20,8 @@ from shardkit._jax.one_device import as_on_one_device, noting
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
+from shardkit.on_device.batch import check_whole
 from shardkit.on_device.handles import call_sealed, has_handles, is_handle, made_anew, parts, with_parts
-from shardkit.on_device.token_axes import check_whole
 
 
 class Mean(NamedTuple):
@@ -172,7 +172,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         if local:
             return through(alone, params, scale, *args)
         with noting_local(partial(through, alone, params, scale, *args)):
-            return through(_plainly, params, scale, *args)
+            return through(lambda fn, *args: fn(*args), params, scale, *args)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Any, Mapping[str, Any], Any]:
         return run(params, scale, batch, keys)
@@ -212,10 +212,6 @@ def noting_local(otherwise: Callable[[], Any]) -> AbstractContextManager[None]:
         "local=True to make_eval_step."
     )
     return noting(note, otherwise) if tracked_axes() else nullcontext()
-
-
-def _plainly(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
 
 
 def alone(fn: Callable[..., Any], *args: Any) -> Any:
@@ -395,11 +391,10 @@ def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, (name, mean) in enumerate(means_by_path(dict(means))):
         groups.setdefault(_axes_of_sum(name, mean, batch_axes), []).append(i)
-    # The sums of a step stand together, after the loss and outside of what is differentiated: total and weight are
-    # summed by one collective, over exactly the axes over which the total varies. Summed inside the loss, the total's
-    # gradient would be that of all devices' totals on each device, and the sum over devices that follows would count it
-    # again. Over an axis along which all devices have the same total, as tp's, a sum would count it once for each
-    # device.
+    # After the loss and outside of what is differentiated, total and weight are summed by one collective, over exactly
+    # the axes over which the total varies. Summed inside the loss, the total's gradient would be that of all devices'
+    # totals, which `leave` would sum again. Over an axis along which all devices have the same total, as tp's, a sum
+    # would count it once for each.
     for axes, group in groups.items():
         flat, restored = ravel_pytree([vary(x.astype(jnp.float32), axes) for i in group for x in leaves[i]])
         back = restored(all_reduce(flat, axes) if axes else flat)

@@ -105,8 +105,7 @@ class Groups(NamedTuple):
         Raises:
             ValueError: a batch that the groups do not divide, or a leaf whose gradient is not summed once per step.
         """
-        layouts = jax.tree_util.tree_leaves_with_path(placement.layouts, is_leaf=is_layout)
-        for path, layout in layouts:
+        for path, layout in jax.tree_util.tree_leaves_with_path(placement.layouts, is_leaf=is_layout):
             if any(s.scatter != "step" for s in layout.splits):
                 raise ValueError(
                     "make_train_step: with deterministic= every gradient must be summed at the end of the step; that "

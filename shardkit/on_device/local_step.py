@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from shardkit._arguments.checks import quoted
 from shardkit._jax.one_device import noting
 from shardkit.meshes.layout import path_name, spec_axes
-from shardkit.on_device.batch import device_keys, split_microbatches, take_microbatch
+from shardkit.on_device.batch import device_keys, split_microbatches, take_microbatch, tokens_split
 from shardkit.on_device.gradient import GradFn, LossFn, Sum, alone, call_loss, is_mean, kind, named_means, noting_local
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating, parts, with_parts
@@ -22,7 +22,6 @@ from shardkit.on_device.loss_weights import in_compute
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.pipelines import Staged
 from shardkit.on_device.precision import Precision
-from shardkit.on_device.token_axes import tokens_split
 from shardkit.plans.plan import Placement
 from shardkit.plans.storage import unpadded
 

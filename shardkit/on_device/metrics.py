@@ -34,8 +34,7 @@ def all_finite(loss: jax.Array, grads: Any) -> jax.Array:
     finite = jnp.isfinite(loss)
     for grad in jax.tree.leaves(grads):
         finite = finite & jnp.all(jnp.isfinite(grad))
-    # Devices with other parts of the gradients must agree, or some would skip a step that others take, and their copies
-    # of whole leaves part for good. A minimum of one bit each says it; where every gradient is whole, nothing is sent.
+    # Devices with other parts of the gradients must agree, or some would skip a step that others take.
     axes = tuple(sorted(varying_axes(finite)))
     return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1 if axes else finite
 

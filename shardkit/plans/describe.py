@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import quoted
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.meshes.layout import local_shape, split_dims, table
 from shardkit.plans.placement import Layout, Split, Strategy

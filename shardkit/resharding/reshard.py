@@ -10,8 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import at_least
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import path_name
 from shardkit.plans.placement import Layout, map_layouts

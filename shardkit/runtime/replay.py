@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import at_least, counted, either, sized
-from shardkit._arguments.context import apart, mesh_in_context
+from shardkit._arguments.checks import apart, at_least, counted, either, mesh_in_context, sized
 from shardkit._arguments.typed import typed
 from shardkit.collectives.permute import permuted
 from shardkit.runtime.data.checksums import shard_checksums

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import Axis, at_least, sized
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import Axis, at_least, mesh_in_context, sized
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import axis_index
 from shardkit.meshes.layout import path_name, spec_axes, table

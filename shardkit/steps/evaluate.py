@@ -8,8 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import Axis
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import Axis, mesh_in_context
 from shardkit._arguments.typed import typed
 from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.gradient import LossFn, global_means, takes_carried

@@ -89,9 +89,7 @@ class TrainProgram:
         params = self.at_rest(params, placement)
         if state.loss_scale:
             metrics["loss_scale"] = scale
-        kept = state.carried
-        if self.carry:
-            kept = carried.updated(self.carry, metrics, params, state.step, self.sums)
+        kept = carried.updated(self.carry, metrics, params, state.step, self.sums) if self.carry else state.carried
         new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, kept)
         return new, returned(metrics, self.policy.output)
 

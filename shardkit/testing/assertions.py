@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import mesh_in_context
 from shardkit._arguments.typed import Specs, typed
 from shardkit.meshes.layout import check_spec, path_name
 from shardkit.on_device.gradient import kind

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardkit._arguments.checks import sized
-from shardkit._arguments.context import apart, replicated_in_context
+from shardkit._arguments.checks import apart, replicated_in_context, sized
 from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_kind, kinds_of, typed
 from shardkit.meshes.layout import table
 from shardkit.on_device.gradient import GradFn

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardkit._arguments.checks import at_least
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import Arrays, Key, Optimizer, typed
 from shardkit.on_device.gradient import GradFn
 from shardkit.plans.plan import Plan

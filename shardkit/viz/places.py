@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 
 from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import short, typed
-from shardkit.meshes.grid import DeviceGrid, GridTable
 from shardkit.meshes.inspection import grid_of_array, is_placed
-from shardkit.meshes.mesh import grid_of_mesh
+from shardkit.meshes.mesh import DeviceGrid, GridTable, grid_of_mesh
 from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
 
 if TYPE_CHECKING:

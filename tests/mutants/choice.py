@@ -62,9 +62,7 @@ def chosen(mutant: Mutant, text: bytes, reach: Reach) -> tuple[list[str], list[s
     def near(test: str) -> bool:
         if test.startswith("tests/laws/"):
             return True
-        if folder != Path():
-            return test.startswith(f"tests/{folder}/")
-        return test.startswith("tests/train/") or test.count("/") == 1  # the package's own files
+        return test.startswith(f"tests/{folder}/") if folder != Path() else test.count("/") == 1
 
     rest = {test for test in reach.seconds if near(test)} - direct
     first, second = (sorted(tests, key=lambda test: (reach.seconds[test], test)) for tests in (direct, rest))

@@ -20,6 +20,5 @@ def covered(rows, /, **strategies):
 
         return drawn
     names = list(strategies)
-    return pytest.mark.parametrize(
-        names, [[row[name] for name in names] for row in rows], ids=map(str, range(len(rows)))
-    )
+    values = [[row[name] for name in names] for row in rows]
+    return pytest.mark.parametrize(names, values, ids=map(str, range(len(rows))))

@@ -73,7 +73,7 @@ def test_the_same_array_gives_the_same_file(suffix, mesh2x4, tmp_path):
 
 
 def test_many_devices_stay_on_one_page():
-    from shardkit.meshes.grid import DeviceGrid
+    from shardkit.meshes.mesh import DeviceGrid
     from shardkit.viz.places import _drawn
 
     labels = [[str(i) for i in range(64)], ["0", "1"]]

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from shardkit._arguments.checks import quoted
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit._arguments.typed import check_fields, typed
 from shardkit.jobs.monitor.judge import Deadlines
 from shardkit.runtime.channel import client
@@ -118,11 +117,7 @@ class StepClock:
 
 
 class Watched:
-    """A step, guarded; `Guard.watch` creates one.
-
-    Attributes:
-        lower: that of the step.
-    """
+    """A step, guarded, with its `lower`; `Guard.watch` creates one."""
 
     def __init__(self, step: Callable[..., Any], lower: Any, clock: StepClock, compare: Callable[[Any, int], None]):
         self.lower, self._step, self._clock, self._compare = lower, step, clock, compare

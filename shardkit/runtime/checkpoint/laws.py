@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardkit._arguments.context import apart
+from shardkit._arguments.checks import apart
 from shardkit.meshes.layout import path_name
 from shardkit.meshes.mesh import make_mesh
 from shardkit.on_device.gradient import value_and_grad

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardkit._arguments.checks import one_of, quoted
-from shardkit.runtime.channel.files import open_file
+from shardkit.runtime.channel.place import open_file
 
 FORMAT = 2  # increased whenever older readers would fail, including for other checksums
 RECORD = "_CHECKPOINT_METADATA"  # orbax writes it last, before it renames the step

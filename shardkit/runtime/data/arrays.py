@@ -13,8 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import named
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import mesh_in_context, named
 from shardkit._arguments.typed import Arrays, DType, Specs, typed
 from shardkit.meshes.layout import WHOLE, broadcast_specs, canonical, check_spec, local_shape_of, path_name, spec_axes
 from shardkit.runtime.channel.place import processes as processes_named

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import at_least
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import typed
 from shardkit.runtime.data.arrays import from_rows, local_rows
 

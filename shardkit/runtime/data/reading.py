@@ -13,8 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import at_least_zero
-from shardkit._arguments.context import mesh_in_context
+from shardkit._arguments.checks import at_least_zero, mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import all_gather, vary
 from shardkit.meshes.layout import path_name

@@ -16,7 +16,7 @@ from jax import lax
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.plans.storage import stored_array
-from shardkit.runtime.channel.files import create_file
+from shardkit.runtime.channel.place import create_file
 from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.checkpoint.directory import named
 from shardkit.runtime.checkpoint.orbax_io import reason

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.meshes.grid import written
 from shardkit.meshes.inspection import grid_of_array
+from shardkit.meshes.mesh import written
 from support.refusals import raises, refusals
 
 pytestmark = pytest.mark.check

@@ -16,7 +16,7 @@ from shardkit.jobs.launch import RESTARTS
 from shardkit.meshes import simulated
 from support.refusals import raises, type_error, value_error
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TASKS = Path("/proc/self/task")
 needs_threads = pytest.mark.skipif(not TASKS.exists(), reason="the system does not show a process's threads")
 POOL = """
