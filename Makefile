@@ -21,7 +21,6 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python docs/generate/user_code.py
 	$(BIN)/python tests/support/proved.py
 
 # Under a minute: lint, types, and all tests that need no compiler.
@@ -53,6 +52,7 @@ test-newest:
 
 # The manual, in site/: open site/index.html. A warning, a link that leads nowhere or a name without a page ends it.
 docs: $(VENV)/.test
+	$(BIN)/python docs/generate/user_code.py  # what a type checker says of the programs of README, manual and examples
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build  # not --quiet, which would hide warnings from strict
 	@echo "the manual is in site/index.html"
 

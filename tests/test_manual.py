@@ -22,7 +22,6 @@ QUICK = {
     "benchmarks/strategies.md",
     "howto/from_jit.md",
     "howto/from_pmap.md",
-    "howto/training_script.md",
     "index.md",
     "start.md",
     "symptoms.md",

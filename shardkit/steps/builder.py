@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least, mesh_in_context
 from shardkit._arguments.typed import Optimizer, typed
+from shardkit.meshes.layout import path_name
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.microbatches import Microbatches
@@ -36,7 +38,7 @@ from shardkit.steps.state import (
     state_check,
 )
 from shardkit.steps.step import Step
-from shardkit.steps.train import TrainProgram, in_sequence
+from shardkit.steps.train import TrainProgram
 
 
 class TrainStep(NamedTuple):
@@ -180,7 +182,7 @@ def make_train_step(
     def compiled(plan: Plan, out: Any = None) -> Any:
         """The program with this plan; with the layouts of the new state, where they are those of the first."""
         own = dataclasses.replace(program, plan=plan)
-        traced_step = own if steps is None else partial(in_sequence, own, steps)
+        traced_step = own if steps is None else partial(_in_sequence, own, steps)
         laid_out = out and (out, NamedSharding(mesh, PartitionSpec()))
         donated = (0,) if donate else ()
         return jax.jit(with_auto_axes(traced_step, mesh), donate_argnums=donated, out_shardings=laid_out)
@@ -198,6 +200,17 @@ def make_train_step(
         schedule=getattr(grad_fn, "schedule", None),
     )
     return TrainStep(Init(program.optimizer, policy, mesh, plan, axes, reads, carry), step)
+
+
+def _in_sequence(program: TrainProgram, steps: int, state: TrainState, key: jax.Array, batches: Any) -> Any:
+    """A number of steps, over batches whose arrays have the step as dim 0."""
+    for path, x in jax.tree_util.tree_leaves_with_path(batches):
+        if jnp.shape(x)[:1] != (steps,):
+            raise ValueError(
+                f"step: every array of the batch must have dim 0 of size steps={steps}; leaf {path_name(path)} has "
+                f"shape {jnp.shape(x)}. Stack the batches of {steps} steps."
+            )
+    return jax.lax.scan(lambda state, batch: program(state, key, batch), state, batches)
 
 
 def _check_deterministic(program: TrainProgram, accumulate: int, manual: Any) -> None:

@@ -11,8 +11,7 @@ What not every step has joins in one place each, and can be read past:
 | `nonfinite=`, a loss scale | the metric "finite", and what then stays as it was | `self.watches`, `if_finite` |
 | `carry=`, a loss with carried state | `Carried`, which enters and is updated beside the parameters | `carried` |
 | error feedback | residuals, which `leave` adds and returns | `residuals` |
-| `steps=` | a scan around the step | `in_sequence` |
-| `manual=`, a mesh with Explicit axes | functions around the step | `builder.py` |
+| `steps=`, `manual=`, a mesh with Explicit axes | functions around the step | `builder.py` |
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import step_key
 from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.feedback import residual_specs
@@ -152,14 +150,3 @@ class TrainProgram:
 
     def _pinned(self, params: Any, placement: Placement) -> Any:
         return jax.lax.with_sharding_constraint(params, shardings(self.mesh, placement.at_rest))
-
-
-def in_sequence(program: TrainProgram, steps: int, state: TrainState, key: jax.Array, batches: Any) -> Any:
-    """A number of steps, over batches whose arrays have the step as dim 0."""
-    for path, x in jax.tree_util.tree_leaves_with_path(batches):
-        if jnp.shape(x)[:1] != (steps,):
-            raise ValueError(
-                f"step: every array of the batch must have dim 0 of size steps={steps}; leaf {path_name(path)} has "
-                f"shape {jnp.shape(x)}. Stack the batches of {steps} steps."
-            )
-    return jax.lax.scan(lambda state, batch: program(state, key, batch), state, batches)

@@ -103,7 +103,7 @@ def haiku_loop(example):
 
 LOOPS = {"nnx": nnx_loop, "equinox": equinox_loop, "linen": linen_loop, "haiku": haiku_loop}
 SPLIT = {"nnx": 3, "equinox": 3, "linen": 2, "haiku": 3}  # leaves over the axis "model"
-DEEP = ("linen", "haiku")
+DEEP = ("equinox", "linen", "haiku")
 
 
 # Catches a module, a stack or a static leaf that the builders do not take, and metadata or rules that split the wrong
