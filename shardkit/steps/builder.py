@@ -179,17 +179,16 @@ def make_train_step(
     )
     _check_deterministic(program, accumulate, manual)
 
+    # With the layouts of the new state, where they are those of the first.
     def compiled(plan: Plan, out: Any = None) -> Any:
-        """The program with this plan; with the layouts of the new state, where they are those of the first."""
         own = dataclasses.replace(program, plan=plan)
         traced_step = own if steps is None else partial(_in_sequence, own, steps)
         laid_out = out and (out, NamedSharding(mesh, PartitionSpec()))
         donated = (0,) if donate else ()
         return jax.jit(with_auto_axes(traced_step, mesh), donate_argnums=donated, out_shardings=laid_out)
 
-    run = compiled(plan)
-    if program.mesh is not mesh or not all_manual:
-        run = AsLaidOut(compiled, plan, axes, lambda state: state.params)
+    by_layouts = AsLaidOut(compiled, plan, axes, lambda state: state.params)
+    run = compiled(plan) if program.mesh is mesh and all_manual else by_layouts
     step = Step(
         run,
         ends={"stop": nonfinite == "stop", "dynamic": policy.loss_scale == "dynamic"},
