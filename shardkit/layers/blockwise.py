@@ -140,9 +140,8 @@ def _round(
     else:
         own = [Visit(0, 0, t, 0 if causal else None)]
     n = axis_size(names) if names else 1
-    # The next keys are sent before this device's own are visited, so that they travel while it computes: sent after,
-    # the links would wait for the matmuls and the matmuls for the links. Keys go round and queries stay, since with
-    # grouped heads keys and values are smaller, and the sums of softmax stay where their queries are.
+    # The first send stands before the loop, and each turn sends the keys of the next: they travel while it computes.
+    # Sent in the turn that visits them, the matmuls would wait. Keys go round; queries and the sums of softmax stay.
     arriving = keys if n == 1 else shift(keys, names)
     for at in own:
         carry = visit(carry, keys, at)

@@ -60,8 +60,8 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
     names = live_axes("column_linear", axis, x, w)
     if sequence and names:
         return all_gather_matmul(x, w, names, impl=impl)
-    # Nothing is sent in the forward pass: every device has x, and multiplies it by its columns. In the backward pass
-    # the transpose of this cast sums their gradients of x, once for all weights: cast for each, q, k and v cost three.
+    # Where x is whole, nothing is sent in the forward pass. In the backward pass the transpose of this cast sums the
+    # devices' gradients of x, once for all weights: cast for each, q, k and v cost three.
     x = vary(x, names)
     return jax.tree.map(lambda each: matmul(x, each), w)
 

@@ -391,10 +391,10 @@ def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, (name, mean) in enumerate(means_by_path(dict(means))):
         groups.setdefault(_axes_of_sum(name, mean, batch_axes), []).append(i)
-    # After the loss and outside of what is differentiated, total and weight are summed by one collective, over exactly
-    # the axes over which the total varies. Summed inside the loss, the total's gradient would be that of all devices'
-    # totals, which `leave` would sum again. Over an axis along which all devices have the same total, as tp's, a sum
-    # would count it once for each.
+    # After the loss, total and weight are summed by one collective for all means over the same axes, those over which
+    # the total varies. In the loss, the sum would be sent for each microbatch, and divided where no device has the
+    # weight of them all. Over an axis along which all devices have the same total, as tp's, a sum would count it once
+    # for each.
     for axes, group in groups.items():
         flat, restored = ravel_pytree([vary(x.astype(jnp.float32), axes) for i in group for x in leaves[i]])
         back = restored(all_reduce(flat, axes) if axes else flat)

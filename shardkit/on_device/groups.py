@@ -37,7 +37,7 @@ from shardkit.meshes.layout import all_axes, path_name, spec_axes
 from shardkit.on_device.batch import split_microbatches, split_over
 from shardkit.on_device.gradient import divisor_of
 from shardkit.on_device.metrics import means_of_groups
-from shardkit.on_device.microbatches import Sums, of_arrays
+from shardkit.on_device.microbatches import OfExamples, of_arrays
 from shardkit.on_device.precision import Precision
 from shardkit.plans.placement import Cuts, Layout, is_layout, map_layouts
 from shardkit.plans.plan import Placement, Plan
@@ -121,13 +121,13 @@ class Groups(NamedTuple):
         devices = math.prod(placement.mesh.shape[axis] for axis in split_over(placement.batch))
         return self._replace(parts=self.number // devices)
 
-    def scaled(self, scale: jax.Array, step: jax.Array) -> jax.Array:
+    def unfolded(self, scale: jax.Array, step: jax.Array) -> jax.Array:
         """The factor on the gradients inside the GradFn, which the compiler cannot take for a constant."""
         return jnp.where(step < 0, 0.0, scale)
 
-    def of(self, sums: Sums, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement) -> Any:
+    def of(self, of_examples: OfExamples, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement) -> Any:
         """The Means and gradients of each subtree that a device's groups are, `[runs, ...]` in float32."""
-        call, arrays = of_arrays(sums, batch, keys, self.parts)
+        call, arrays = of_arrays(of_examples, batch, keys, self.parts)
         return sums_of_groups(call, arrays, scale > 0, split_over(placement.batch))
 
     def leave(

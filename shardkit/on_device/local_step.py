@@ -34,7 +34,7 @@ def local_gradients(
     scale: jax.Array,
     placement: Placement,
     policy: Precision,
-    sums: Microbatches | Groups,
+    microbatches: Microbatches | Groups,
 ) -> tuple[Any, dict[str, Any], Any]:
     """What one device computes in a step: its batch as the loss sees it, its Means by name, and its gradients.
 
@@ -51,22 +51,22 @@ def local_gradients(
         if taken:
             raise ValueError(f"make_train_step: aux must not use the names {quoted(sorted(taken))}. Rename them.")
         _check_gradients(seen, grads)
-        if isinstance(loss, Sum) and sums.words:
+        if isinstance(loss, Sum) and microbatches.words:
             raise ValueError(
                 "make_train_step: a sum of means divides by the weights of the whole batch before the gradient, so it "
-                f"must be computed at once; got {sums.words}. Leave that out, or weight the values of one Mean."
+                f"must be computed at once; got {microbatches.words}. Leave that out, or weight the values of one Mean."
             )
         return named_means((loss, aux)), grads
 
     def first_means(batch: Any) -> dict[str, Any]:
-        return of_examples(*take_microbatch(split_microbatches((batch, keys), sums.parts), 0))[0]
+        return of_examples(*take_microbatch(split_microbatches((batch, keys), microbatches.parts), 0))[0]
 
     with tokens_split(_token_axes(placement.batch), placement.split_leaf):
-        once = not sums.words and _sees_all(placement.batch, grad_fn)
+        once = not microbatches.words and _sees_all(placement.batch, grad_fn)
         batch = in_compute(first_means, batch, policy.compute, once=once)
-        if not sums.words:
+        if not microbatches.words:
             return batch, *of_examples(batch, keys)
-        return batch, *sums.of(of_examples, batch, keys, scale, placement)
+        return batch, *microbatches.of(of_examples, batch, keys, scale, placement)
 
 
 def local_means(

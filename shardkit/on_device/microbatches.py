@@ -24,7 +24,8 @@ from shardkit.on_device.seam import leave
 from shardkit.plans.plan import Placement
 
 # The Means by name, and the gradients, of a batch and the keys of its examples.
-Sums = Callable[[Any, Any], tuple[dict[str, Any], Any]]
+OfExamples = Callable[[Any, Any], tuple[dict[str, Any], Any]]
+Arrays = list[jax.Array]
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,21 @@ class Microbatches:
         """With the number of `parts` that a device has of this batch."""
         return self
 
-    def scaled(self, scale: jax.Array, step: jax.Array) -> jax.Array:
+    def unfolded(self, scale: jax.Array, step: jax.Array) -> jax.Array:
         """The factor on the gradients inside the GradFn."""
         return scale
 
-    def of(self, sums: Sums, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement) -> Any:
+    def of(self, of_examples: OfExamples, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement) -> Any:
         """The Means and gradients of this device's examples."""
-        call, arrays = of_arrays(sums, batch, keys, self.parts)
+        call, arrays = of_arrays(of_examples, batch, keys, self.parts)
         first = take_microbatch(split_microbatches((batch, keys), self.parts), 0)
-        shapes = _of_microbatch(sums, first, self.parts, split_over(placement.batch))
+        shapes = _of_microbatch(of_examples, first, self.parts, split_over(placement.batch))
 
-        def add(total: Any, arrays: list[jax.Array]) -> tuple[Any, None]:
+        def add(total: Any, arrays: Arrays) -> tuple[Any, None]:
             return added(total, call(arrays)), None
 
         return lax.scan(add, jax.tree.map(lambda x: typed_zeros(x, dtype=jnp.float32), shapes), arrays)[0]
 
-    # Plain sums leave by the seam; `Groups` has a way of its own.
     leave = staticmethod(leave)
 
     def apart(
@@ -67,27 +67,27 @@ class Microbatches:
         return update(given, held)
 
 
-def of_arrays(sums: Sums, batch: Any, keys: jax.Array, parts: int) -> tuple[Callable[[list[jax.Array]], Any], Any]:
+def of_arrays(of_examples: OfExamples, batch: Any, keys: Any, parts: int) -> tuple[Callable[[Arrays], Any], Arrays]:
     """The same function of the arrays of one microbatch, and all arrays with the microbatch as dim 0.
 
     Scalars, which a scan does not take, are those of the whole batch.
     """
     leaves, structure = jax.tree.flatten(split_microbatches((batch, keys), parts))
 
-    def call(arrays: list[jax.Array]) -> Any:
+    def call(arrays: Arrays) -> Any:
         here = iter(arrays)
-        return sums(*jax.tree.unflatten(structure, [next(here) if x.ndim else x for x in leaves]))
+        return of_examples(*jax.tree.unflatten(structure, [next(here) if x.ndim else x for x in leaves]))
 
     return call, [x for x in leaves if x.ndim]
 
 
-def _of_microbatch(sums: Sums, example: Any, parts: int, axes: tuple[str, ...]) -> Any:
+def _of_microbatch(of_examples: OfExamples, example: Any, parts: int, axes: tuple[str, ...]) -> Any:
     """The shapes of what one microbatch gives, after a warning where its loss mixes examples of several devices.
 
     It would mix those of one microbatch: a contrastive loss has fewer negatives, a norm over the batch other moments.
     What the plan sends for its leaves is right in each microbatch, and marked.
     """
-    jaxpr, shapes = jax.make_jaxpr(sums, return_shape=True)(*example)
+    jaxpr, shapes = jax.make_jaxpr(of_examples, return_shape=True)(*example)
     for site in walk(jaxpr.jaxpr):
         mixed = kind_of(site.equation) and set(mesh_axes(site.equation)) & set(axes)
         if mixed and not site.backward and not (site.within(PLAN) or site.within(PER_MICROBATCH)):

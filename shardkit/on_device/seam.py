@@ -1,6 +1,6 @@
-"""The seam: parameters in, gradients out. The collectives of a step that are not the loss's own, for every plan.
+"""The seam: parameters in, gradients out, by the collectives that a plan's layouts ask for.
 
-`enter`, `leave` and `to_rest` run inside shard_map and read only the layouts of a placement: no strategy is named here.
+`enter`, `leave` and `to_rest` run inside shard_map and read a placement alone: no strategy is named here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more t
 def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """The parameters as the GradFn sees them, from those at rest: cast, gathered, then marked as varying.
 
-    Cost: an all_gather of `rest - seen` for each leaf that is not lazy, in the compute dtype.
+    Cost: an all_gather of what is whole once per step for each leaf, in the compute dtype.
     """
     leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
     layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
@@ -43,13 +43,12 @@ def enter_leaf(placement: Placement, policy: Precision, layout: Layout, x: Any) 
     """One leaf of `enter`."""
     # The gather stands here, once and before all microbatches, because a leaf that is whole in the loss is the same in
     # each of them: inside the loss it would be sent again for each. A leaf that is to be whole only while its layer
-    # computes goes in as a Handle, and the loss gathers it.
+    # computes, or whose gradient is scattered as soon as it exists, goes in as a Handle, which the loss opens.
     #
     # Then the leaf is marked as varying over the axes of the batch, and over those where its strategies say that the
-    # data differ. An unmarked leaf is the same on all devices to jax's types, and so would be its gradient: jax would
-    # sum the gradient wherever the loss first uses the leaf, once for each use and each microbatch, before `leave` can
-    # choose when, in which dtype and by which algorithm. The mark sends nothing, and since the gradient is taken of the
-    # marked leaf, it stays this device's sum until `leave`.
+    # data differ. An unmarked leaf is the same on all devices to jax's types, and so must be its gradient: jax would
+    # sum it at each use of the leaf, in each microbatch, before `leave` can choose when, in which dtype and by which
+    # algorithm. The mark sends nothing, and since the gradient is taken of the marked leaf, it stays this device's sum.
     batch_axes = [axis for axes in spec_axes(placement.batch) for axis in axes]
     x, data_axes = stored_array(x), (*batch_axes, *layout.varies)
     if layout.lazy:
@@ -59,7 +58,7 @@ def enter_leaf(placement: Placement, policy: Precision, layout: Layout, x: Any) 
 
 
 def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
-    """The Handle of a lazy leaf: opening it gathers what is at rest in parts; a whole leaf gets its part beside it."""
+    """The Handle of a lazy leaf: opening it gathers what is at rest in parts; a part of a whole leaf has it beside."""
     compute, reduce = policy.compute, policy.reduce
     gathers = layout.cuts(gather=("layer",))
     now = layout.cuts(gather=("step",))
@@ -88,13 +87,13 @@ def leave(
         the rest, in the reduce dtype.
     """
     # The reductions stand here, after the last microbatch, because a sum over devices of a sum over microbatches is
-    # sent once for all of them. What is still to be summed is read from the gradient's type, and no strategy says it: a
-    # reduce_scatter where the update is split further than the gradient, an all_reduce over every other axis over which
-    # it still varies. So a loss that has summed over an axis itself (tensor parallelism, a pipeline's last stage) is
-    # not summed over it again, and one that has not is not forgotten.
+    # sent once for all of them: a reduce_scatter where the update is split further than the gradient, the sums for
+    # which strategies have an algorithm, and an all_reduce over what is left. What is left to sum is read from the
+    # gradient's type: a loss that has summed over an axis itself (tensor parallelism, a pipeline's last stage) is not
+    # summed over it again, and one that has not is not forgotten.
     #
-    # The division by the global weight comes last, in float32: dividing by each device's own weight first gives the
-    # mean of means, which is another number as soon as two devices have unequal weights.
+    # The division by the global weight (and the scale) comes last, in float32: dividing by each device's own weight
+    # first gives the mean of means, which is another number as soon as two devices have unequal weights.
     means = global_means(means, placement.plan.batch_axes)
     divisor = divisor_of(largest_weight(means["loss"])) * scale
     with jax.named_scope(PLAN):
@@ -158,7 +157,8 @@ def _scattered(leaf: Reduced, layout: Layout, dtype: Any) -> Reduced:
     if leaf.residual is not None:
         return scattered(leaf, layout, dtype)
     grad = leaf.grad
-    # Layer by layer, where a copy of the whole stack in a wider dtype would be the largest array of the step.
+    # Layer by layer, where a copy in a wider dtype has more than LAYER_BYTES a layer: it is the largest array of a
+    # step.
     wider = jnp.dtype(dtype).itemsize * grad.size if jnp.dtype(dtype).itemsize > grad.dtype.itemsize else 0
     cuts = from_end(layout.cuts(scatter=("step",)), grad.ndim)
     if cuts and wider > grad.shape[0] * LAYER_BYTES and all(cut.dim > -grad.ndim for cut in cuts):

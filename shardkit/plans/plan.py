@@ -2,8 +2,8 @@
 
 A strategy says which dim of each leaf it splits, when the weight is gathered, and when its gradient is scattered (the
 table of `Split`). The layouts at `rest` (in the state), as `seen` (in the GradFn) and for the `update` (gradients and
-optimizer state) follow. `enter` and `leave` (in `on_device/seam.py`) read nothing else, so a new strategy is a new
-file with a placement rule.
+optimizer state) follow. `enter` and `leave` (in `on_device/seam.py`) read no more but the batch's
+spec, so a new strategy is a new file with a placement rule.
 """
 
 from __future__ import annotations

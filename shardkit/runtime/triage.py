@@ -185,7 +185,7 @@ def triage(
 
     def observed(plan: Plan, state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
         placement = plan.placement(state.params, mesh)
-        layouts, sums = placement.layouts, Microbatches(accumulate)
+        layouts, microbatches = placement.layouts, Microbatches(accumulate)
         specs = batch_specs(batch, placement.batch, mesh, accumulate)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
@@ -196,7 +196,7 @@ def triage(
         def per_device(params: Any, kept: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, placement, policy)
             run = carried.bound(grad_fn, kept, policy) if reads else grad_fn
-            batch, means, grads = local_gradients(run, seen, batch, key, scale, placement, policy, sums)
+            batch, means, grads = local_gradients(run, seen, batch, key, scale, placement, policy, microbatches)
             inspected = {
                 "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),
                 "carried": jax.tree.map(lambda held, x: _observed(stored_array(x), held.spec), carried.held, kept),

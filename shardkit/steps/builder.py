@@ -171,7 +171,7 @@ def make_train_step(
         plan,
         axes,
         policy,
-        sums=Microbatches(accumulate) if deterministic is None else Groups(deterministic),
+        microbatches=Microbatches(accumulate) if deterministic is None else Groups(deterministic),
         watches=nonfinite != "keep" or policy.loss_scale is not None,
         reads=reads,
         carry=carry,
@@ -214,13 +214,13 @@ def _in_sequence(program: TrainProgram, steps: int, state: TrainState, key: jax.
 
 def _check_deterministic(program: TrainProgram, accumulate: int, manual: Any) -> None:
     """Refuses what cannot have the same bits on every mesh."""
-    if isinstance(program.sums, Groups):
+    if isinstance(program.microbatches, Groups):
         if set(program.manual) != set(program.mesh.axis_names):
             raise ValueError(
-                f"make_train_step: deterministic={program.sums.number} needs every axis of the mesh to be Manual; got "
-                f"{manual=}. Leave manual out, or deterministic."
+                f"make_train_step: deterministic={program.microbatches.number} needs every axis of the mesh to be "
+                f"Manual; got {manual=}. Leave manual out, or deterministic."
             )
-        program.sums.check(accumulate, program.plan, program.mesh, program.policy.reduce)
+        program.microbatches.check(accumulate, program.plan, program.mesh, program.policy.reduce)
 
 
 @dataclass(frozen=True, eq=False)

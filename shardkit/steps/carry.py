@@ -98,7 +98,7 @@ class Carried:
         takes: Any = grad_fn
         return partial(takes, carried=self.enter(tree, policy))
 
-    def updated(self, carry: Update, metrics: Any, params: Any, step: jax.Array, sums: Microbatches | Groups) -> Any:
+    def updated(self, carry: Update, metrics: Any, params: Any, step: Any, microbatches: Microbatches | Groups) -> Any:
         """`carry(state, metrics, params)` on global arrays in original shapes, laid out as before.
 
         Where the metrics have "finite" and it is False, the state stays as it was.
@@ -119,7 +119,7 @@ class Carried:
             return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), new, old)
 
         what = "a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean."
-        new = sums.apart(update, given, old, step=step, specs=self._placement.rest, what=what)
+        new = microbatches.apart(update, given, old, step=step, specs=self._placement.rest, what=what)
         stored = padded(if_finite(metrics, new, old), self.held, mesh, in_order=in_order)
         return lax.with_sharding_constraint(stored, shardings(mesh, self.held))
 

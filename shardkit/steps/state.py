@@ -305,7 +305,7 @@ def updated(
     state: TrainState,
     grads: Any,
     metrics: Any,
-    sums: Microbatches | Groups,
+    microbatches: Microbatches | Groups,
 ) -> tuple[Any, Any, LossScale | None]:
     """The new parameters (in the layout of the update), optimizer state and loss scale, in the jit of the step.
 
@@ -338,7 +338,7 @@ def updated(
 
     what = "an optimizer", "Use dp, or an optimizer without it: clip by value, not by norm."
     given, old = (grads, metrics["loss"]), (params, opt_state)
-    new = sums.apart(update, given, old, step=state.step, specs=placement.update, what=what)
+    new = microbatches.apart(update, given, old, step=state.step, specs=placement.update, what=what)
     params, opt_state = if_finite(metrics, new, old)
     loss_scale = state.loss_scale
     if "finite" in metrics:

@@ -1,13 +1,13 @@
 """One training step, from top to bottom: enter, loss and gradient, leave, update, back to rest.
 
 `TrainProgram` is the step that `jit` compiles; `make_train_step` (in `builder.py`) makes one, and `Step` (in `step.py`)
-calls it. Between global arrays and one device stands one shard_map, and what is inside of it is `on_device`.
+calls it. Between global arrays and one device stands a shard_map, and what is inside of it is in `on_device/`.
 
 What not every step has joins in one place each, and can be read past:
 
 | option | what it is | where it joins |
 |---|---|---|
-| `accumulate=`, `deterministic=` | `Microbatches` or `Groups`: how a device sums over its examples | `self.sums` |
+| `accumulate=`, `deterministic=` | `Microbatches` or `Groups`: how a device sums its examples | `microbatches` |
 | `nonfinite=`, a loss scale | the metric "finite", and what then stays as it was | `self.watches`, `if_finite` |
 | `carry=`, a loss with carried state | `Carried`, which enters and is updated beside the parameters | `carried` |
 | error feedback | residuals, which `leave` adds and returns | `residuals` |
@@ -53,7 +53,7 @@ class TrainProgram:
         plan: how its axes are used.
         manual: those that are Manual inside of the step.
         policy: the dtypes.
-        sums: how a device sums over its examples.
+        microbatches: how a device sums over its examples.
         watches: whether the step looks at what is finite, and leaves the state as it was where something is not.
         reads: whether the loss takes carried state; `carry` updates it.
         in_loop: whether the step is the body of a loop.
@@ -65,7 +65,7 @@ class TrainProgram:
     plan: Plan
     manual: tuple[str, ...]
     policy: Precision
-    sums: Microbatches | Groups
+    microbatches: Microbatches | Groups
     watches: bool
     reads: bool
     carry: Update | None
@@ -75,47 +75,49 @@ class TrainProgram:
         placement = self.plan.placement(state.params, self.mesh)
         check_held("step: the parameters", state.params, placement.at_rest, self.mesh)
         check_carried("step", self.reads, self.carry, state.carried)
-        if self.in_loop:  # else the partitioner splits what a loop carries as the optimizer does, and gathers it
+        if self.in_loop:  # else the partitioner splits the parameters that a loop carries further, and gathers them
             state = state._replace(params=self._pinned(state.params, placement))
         carried = Carried("step", state.carried, state.params, placement)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
         metrics, grads, residuals = self.gradients(placement, carried, state, key, batch, scale)
         params, opt_state, loss_scale = updated(
-            self.optimizer, self.policy, placement, state, grads, metrics, self.sums
+            self.optimizer, self.policy, placement, state, grads, metrics, self.microbatches
         )
-        params = self.at_rest(params, placement)
+        params = self.back_to_rest(params, placement)
         if state.loss_scale:
             metrics["loss_scale"] = scale
-        kept = carried.updated(self.carry, metrics, params, state.step, self.sums) if self.carry else state.carried
-        new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, kept)
+        own = state.carried
+        if self.carry:
+            own = carried.updated(self.carry, metrics, params, state.step, self.microbatches)
+        new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, own)  # `Step` adds the key
         return new, returned(metrics, self.policy.output)
 
     def gradients(
         self, placement: Placement, carried: Carried, state: TrainState, key: jax.Array, batch: Any, scale: jax.Array
     ) -> tuple[Metrics, Any, Any]:
         """The metrics, the gradients in the layout of the update, and the new residuals, from all devices."""
-        sums = self.sums.placed(batch, placement)
-        residuals = residual_specs(state.residuals, state.params, placement)
+        microbatches = self.microbatches.placed(batch, placement)
+        residual_spec = residual_specs(state.residuals, state.params, placement)
 
-        def on_device(params: Any, kept: Any, left_out: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
+        def on_device(params: Any, own: Any, residuals: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             # Enter: this device's parts of the parameters become what the loss sees.
             seen = enter(params, placement, self.policy)
-            grad_fn = carried.bound(self.grad_fn, kept, self.policy) if self.reads else self.grad_fn
+            grad_fn = carried.bound(self.grad_fn, own, self.policy) if self.reads else self.grad_fn
 
-            # Loss and gradient: sums over this device's examples. Nothing is sent but by the loss itself.
+            # Loss and gradient: sums over this device's examples, by the loss and what its lazy leaves send.
             def local(seen: Any) -> Any:
-                return local_gradients(grad_fn, seen, batch, key, scale, placement, self.policy, sums)
+                return local_gradients(grad_fn, seen, batch, key, scale, placement, self.policy, microbatches)
 
             with noting_whole(local, state.params, placement, self.policy.compute):
                 _, means, grads = local(seen)
 
-            # Leave: sums over all devices, divided by the weight of the whole batch.
-            means, grads, left = sums.leave(means, grads, placement, self.policy, scale, left_out)
+            # Leave: sums over all devices, divided by the weight of the whole batch. `Microbatches` leave by the seam.
+            means, grads, left = microbatches.leave(means, grads, placement, self.policy, scale, residuals)
             metrics = metrics_of(means)
             if self.watches:
                 metrics["finite"] = all_finite(metrics["loss"], grads)
-            return metrics, grads, if_finite(metrics, left, left_out)
+            return metrics, grads, if_finite(metrics, left, residuals)
 
         on_mesh = jax.shard_map(
             on_device,
@@ -123,18 +125,18 @@ class TrainProgram:
             in_specs=(
                 placement.rest,
                 carried.specs,
-                residuals,
-                batch_specs(batch, placement.batch, self.mesh, sums.parts),
+                residual_spec,
+                batch_specs(batch, placement.batch, self.mesh, microbatches.parts),
                 _REPLICATED,
                 _REPLICATED,
             ),
-            out_specs=(_REPLICATED, placement.update, residuals),
+            out_specs=(_REPLICATED, placement.update, residual_spec),
             axis_names=set(self.manual),
         )
-        scale = sums.scaled(scale, state.step)
+        scale = microbatches.unfolded(scale, state.step)
         return on_mesh(state.params, carried.tree, state.residuals, batch, step_key(key, state.step), scale)
 
-    def at_rest(self, params: Any, placement: Placement) -> Any:
+    def back_to_rest(self, params: Any, placement: Placement) -> Any:
         """The new parameters from the layout of the update to that of the state."""
         if placement.rest == placement.update:
             return params
