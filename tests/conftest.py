@@ -109,16 +109,14 @@ def pytest_mark_deep_rows(config, items):
     """Of a test marked `quick`, the rows that it does not name are deep."""
     left = {}
     for item in items:
-        if (mark := item.get_closest_marker("quick")) and hasattr(
-            item, "callspec"
-        ):  # the deep profile draws the others
+        mark = item.get_closest_marker("quick")
+        if mark and hasattr(item, "callspec"):  # the deep profile draws the others
             left.setdefault(item.nodeid.partition("[")[0], set(mark.args)).discard(item.callspec.id)
             if item.callspec.id not in mark.args:
                 item.add_marker("deep")
-    if any(left.values()) and not any("::" in arg for arg in config.args):
-        raise pytest.UsageError(
-            f"marked quick, but no such row: { ({name: ids for name, ids in left.items() if ids}) }"
-        )
+    unknown = {name: ids for name, ids in left.items() if ids}
+    if unknown and not any("::" in arg for arg in config.args):
+        raise pytest.UsageError(f"marked quick, but no such row: {unknown}")
 
 
 @pytest.hookimpl(trylast=True)  # among the rows that the options -m and -k have left

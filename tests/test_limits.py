@@ -17,7 +17,7 @@ PACKAGE = ROOT / "shardkit"
 
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
-    "collectives *": 2920,
+    "collectives *": 2930,
     "layers *": 1960,
     "on_device *": 2560,  # a paragraph at each seam
     "pipelines *": 1630,
@@ -28,8 +28,8 @@ LIMITS = {
     "strategies *": 1070,
     "testing *": 3170,
     "": 60,
-    "_arguments": 600,
-    "_jax": 1160,  # the registry of primitives, with what emulates each
+    "_arguments": 580,
+    "_jax": 1180,  # the registry of primitives, with what emulates each
     "analysis": 6180,
     "bench": 2670,
     "cli": 2640,  # what stood beside the package while that imported jax: the list of commands

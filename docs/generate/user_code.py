@@ -23,9 +23,8 @@ THEIRS = re.compile(
     r"|TransformUpdateFn|ConvertibleToFloat"  # optax names an update's arguments, and schedules may be complex
     r"|\[report(Unknown|Missing|PossiblyUnbound|Unused)"  # what pyright does not know of jax, NumPy and the page
 )
-OURS = re.compile(
-    r"\b(shardkit|sk|bench|runtime|schedules|testing|init|step|state)\b"
-)  # in a line that pyright reports
+# In a line that pyright reports.
+OURS = re.compile(r"\b(shardkit|sk|bench|runtime|schedules|testing|init|step|state)\b")
 
 
 def programs():

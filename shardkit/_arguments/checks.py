@@ -13,8 +13,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._jax import compat
-
 Axis = str | tuple[str, ...]
 
 
@@ -63,24 +61,6 @@ def axis_names(where: str, axis: Axis) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{where}: axis {name!r} is used twice in {names!r}. Name each axis once.")
-    return names
-
-
-def bound(where: str, axis: Axis) -> tuple[str, ...]:
-    """The axis names as a tuple, all of them bound by the surrounding shard_map (or vmap)."""
-    names = axis_names(where, axis)
-    known = compat.bound_axes()
-    for name in names:
-        if name not in known:
-            if not known:
-                raise ValueError(
-                    f"{where}: axis {name!r} is not bound here, because no shard_map surrounds this call. "
-                    "Call it inside jax.shard_map over a mesh with that axis."
-                )
-            raise ValueError(
-                f"{where}: axis {name!r} is not an axis of this mesh; its axes are {quoted(known)}. "
-                "Use one of them, or add the axis to make_mesh."
-            )
     return names
 
 

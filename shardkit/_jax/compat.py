@@ -19,6 +19,8 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardkit._arguments.checks import Axis, axis_names, quoted
+
 # The scope of the casts that `vary` makes.
 ASKED = "shardkit_vary"
 _PMAP = str(Path(jax.__file__).parent / "_src" / "pmap.py")
@@ -93,6 +95,24 @@ def bound_axes() -> dict[str, int]:
     sizes = {name: size for name, size in private("core.get_axis_env")().axis_sizes.items() if isinstance(name, str)}
     mesh = jax.sharding.get_abstract_mesh().axis_names  # nested shard_maps bind axes in another order
     return {name: sizes[name] for name in sorted(sizes, key=lambda n: mesh.index(n) if n in mesh else len(mesh))}
+
+
+def bound(where: str, axis: Axis) -> tuple[str, ...]:
+    """The axis names as a tuple, all of them bound by the surrounding shard_map (or vmap)."""
+    names = axis_names(where, axis)
+    known = bound_axes()
+    for name in names:
+        if name not in known:
+            if not known:
+                raise ValueError(
+                    f"{where}: axis {name!r} is not bound here, because no shard_map surrounds this call. "
+                    "Call it inside jax.shard_map over a mesh with that axis."
+                )
+            raise ValueError(
+                f"{where}: axis {name!r} is not an axis of this mesh; its axes are {quoted(known)}. "
+                "Use one of them, or add the axis to make_mesh."
+            )
+    return names
 
 
 def arguments_used(jaxpr: Any) -> list[bool]:

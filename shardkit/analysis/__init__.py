@@ -2,7 +2,7 @@
 
 `jaxpr/` reads the traced program, `hlo/` the compiled one, `profiling/` a run; `judge.py` holds any function against
 the rules in `rules/`, and `contracts.py` against the collectives that it should run. Start with `jaxpr/census.py`.
-Imports collectives, cost and plans.
+Imports cost, meshes, on_device and steps.
 """
 
 from shardkit.analysis.contracts import Collective, collective, expects

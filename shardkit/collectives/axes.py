@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import Axis, bound
+from shardkit._arguments.checks import Axis
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
+from shardkit._jax.compat import bound
 
 
 @typed

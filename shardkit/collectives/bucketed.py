@@ -8,9 +8,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, at_least, bound
+from shardkit._arguments.checks import Axis, at_least
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
+from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, vary
 from shardkit.collectives.basic import all_gather, all_reduce, reduce_scatter
 

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import Axis, at_least, bound, dim_of, divides, one_of
+from shardkit._arguments.checks import Axis, at_least, dim_of, divides, one_of
 from shardkit._arguments.typed import Arrays, DType, typed
+from shardkit._jax.compat import bound
 from shardkit.collectives import basic, hierarchical
 from shardkit.collectives.axes import axis_index, axis_size, vary
 from shardkit.cost.quantization import FORMATS, SMALLEST

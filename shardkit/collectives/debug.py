@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import Axis, bound, quoted
+from shardkit._arguments.checks import Axis, quoted
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
+from shardkit._jax.compat import bound
 from shardkit.collectives.basic import all_gather
 
 

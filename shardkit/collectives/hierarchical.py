@@ -12,8 +12,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, bound, dim_of, divides
+from shardkit._arguments.checks import Axis, dim_of, divides
 from shardkit._arguments.typed import Arrays, typed
+from shardkit._jax.compat import bound
 from shardkit.collectives import basic
 from shardkit.collectives.axes import axis_size
 

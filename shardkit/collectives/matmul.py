@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit import cost
-from shardkit._arguments.checks import Axis, bound, divides
+from shardkit._arguments.checks import Axis, divides
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import backends, compat
+from shardkit._jax.compat import bound
 from shardkit.collectives._sums import saved_as_dot, wide, wide_zeros
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import all_gather, reduce_scatter

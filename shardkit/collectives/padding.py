@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import Axis, bound, dim_of, named
+from shardkit._arguments.checks import Axis, dim_of, named
 from shardkit._arguments.typed import Arrays, typed
+from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size
 from shardkit.collectives.basic import all_gather, reduce_scatter
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import Axis, bound, member
+from shardkit._arguments.checks import Axis, member
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
+from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, vary
 from shardkit.collectives.basic import all_gather
 

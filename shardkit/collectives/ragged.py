@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import Axis, at_least, bound
+from shardkit._arguments.checks import Axis, at_least
 from shardkit._arguments.typed import typed
 from shardkit._jax import backends
+from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import all_to_all
 

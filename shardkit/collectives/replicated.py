@@ -10,9 +10,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from shardkit._arguments.checks import Axis, bound
+from shardkit._arguments.checks import Axis
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
+from shardkit._jax.compat import bound
 from shardkit._jax.primitives import ASSUMED
 from shardkit.collectives.axes import axis_index, vary
 

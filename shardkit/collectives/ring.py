@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import Axis, bound, dim_of, divides
+from shardkit._arguments.checks import Axis, dim_of, divides
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
+from shardkit._jax.compat import bound
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import axis_index, axis_size, countable, vary
 from shardkit.collectives.permute import shift

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import Axis, at_least, bound, dim_of, member
+from shardkit._arguments.checks import Axis, at_least, dim_of, member
 from shardkit._arguments.typed import Arrays, typed
+from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, countable, vary
 from shardkit.collectives.basic import all_gather
 from shardkit.collectives.permute import shift

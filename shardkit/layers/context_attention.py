@@ -21,9 +21,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, bound, finite, named
+from shardkit._arguments.checks import Axis, finite, named
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
+from shardkit._jax.compat import bound
 from shardkit.collectives import all_gather, all_to_all, axis_size, vary
 from shardkit.layers.attention import check, join_heads, scale_of, split_heads
 from shardkit.layers.blockwise import Form, attend

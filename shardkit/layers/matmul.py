@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, bound, named
+from shardkit._arguments.checks import Axis, named
 from shardkit._jax import compat
+from shardkit._jax.compat import bound
 from shardkit.collectives import vary
 from shardkit.collectives._sums import dot_dtype
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import Axis, bound, named, shapes
+from shardkit._arguments.checks import Axis, named, shapes
 from shardkit._arguments.typed import Arrays, typed
+from shardkit._jax.compat import bound
 from shardkit._jax.jaxprs import PER_MICROBATCH
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardkit.collectives._sums import dot_dtype

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import Axis, at_least, bound, shapes
+from shardkit._arguments.checks import Axis, at_least, shapes
 from shardkit._arguments.typed import check_fields, typed
-from shardkit._jax.compat import varying_axes
+from shardkit._jax.compat import bound, varying_axes
 from shardkit._jax.jaxprs import PER_MICROBATCH
 from shardkit.collectives import all_reduce
 from shardkit.on_device.gradient import Mean

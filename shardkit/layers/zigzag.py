@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import Axis, at_least, bound, named, quoted
+from shardkit._arguments.checks import Axis, at_least, named, quoted
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
+from shardkit._jax.compat import bound
 from shardkit.collectives import axis_index, axis_size
 from shardkit.collectives.permute import permuted
 from shardkit.on_device.batch import in_plan_order

@@ -1,1 +1,1 @@
-"""Meshes, what is where on them, and keys. Start with `mesh.py`. Imports checks of arguments only."""
+"""Meshes, what is where on them, and keys. Start with `mesh.py`. Imports `_jax` and checks of arguments."""

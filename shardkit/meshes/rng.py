@@ -12,8 +12,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, at_least, bound
+from shardkit._arguments.checks import Axis, at_least
 from shardkit._arguments.typed import Key, typed
+from shardkit._jax.compat import bound
 
 
 @typed

@@ -32,8 +32,6 @@ def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[
 
     The partitioner would gather what it has split before each all_gather and reduce_scatter. A census sees the parts.
     """
-    if not split:
-        return fn(x)
     spec = PartitionSpec(*(split.get(dim) for dim in range(x.ndim)))
     axes = {axis for names in split.values() for axis in names}
     return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=axes)(x)

@@ -21,7 +21,7 @@ from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import check_whole
-from shardkit.on_device.handles import call_sealed, has_handles, is_handle, made_anew, parts, with_parts
+from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
 
 
 class Mean(NamedTuple):
@@ -267,8 +267,6 @@ def takes_carried(loss_fn: LossFn) -> bool:
 
 def call_loss(loss_fn: LossFn, params: Any, batch: Any, keys: Any, *carried: Any) -> Any:
     """The loss of parameters, and of carried state if there is some, with the lazy leaves of both sealed."""
-    if not has_handles((params, carried)):
-        return loss_fn(made_anew(params), batch, keys, *made_anew(carried))
     if not carried:
         return call_sealed(loss_fn, params, batch, keys)
 

@@ -107,16 +107,6 @@ def is_handle(x: Any) -> bool:
     return isinstance(x, Handle)
 
 
-def has_handles(tree: Any) -> bool:
-    """Whether a tree has lazy leaves."""
-    return any(map(is_handle, jax.tree.leaves(tree, is_leaf=is_handle)))
-
-
-def made_anew(tree: Any) -> Any:
-    """The same tree of other nodes: flax changes no variable of an outer trace."""
-    return jax.tree.map(lambda x: x, tree)
-
-
 def opened(tree: Any) -> Any:
     """The tree with the weight of each lazy leaf."""
     return jax.tree.map(lambda x: _open(x) if is_handle(x) else x, tree, is_leaf=is_handle)
@@ -167,8 +157,8 @@ def call_sealed(fn: Callable[..., Any], tree: Any, *args: Any, at: str = "") -> 
     Raises:
         TypeError: `fn` computes with a lazy leaf, or changes its dims from the first sharded one on.
     """
-    if not has_handles(tree):
-        return fn(made_anew(tree), *args)
+    if not any(map(is_handle, jax.tree.leaves(tree, is_leaf=is_handle))):
+        return fn(jax.tree.map(lambda x: x, tree), *args)  # made anew: flax changes no variable of an outer trace
     prefix = (jax.tree_util.DictKey(at),) if at else ()
 
     def sealed(path: Any, x: Any) -> Any:

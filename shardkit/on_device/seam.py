@@ -106,12 +106,9 @@ def leave(
         reduced = []
         for layout, leaf in zip(layouts, several, strict=True):
             grad, over = leaf.grad, tuple(sorted(varying_axes(leaf.grad) - all_axes(layout.update)))
-            if over and len(layout.automatic):
-                grad = in_parts(
-                    partial(all_reduce, axis=over), grad.astype(policy.reduce), split_dims(layout.automatic)
-                )
-            elif over:
-                grad = all_reduce(grad.astype(policy.reduce), over)
+            if over:
+                grad, split = grad.astype(policy.reduce), split_dims(layout.automatic)
+                grad = in_parts(partial(all_reduce, axis=over), grad, split) if split else all_reduce(grad, over)
             reduced.append(as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows))
     grads = jax.tree.unflatten(jax.tree.structure(grads), reduced)
     return means, grads, residuals_after(residuals, several, divisor)

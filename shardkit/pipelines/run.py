@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import Axis, bound, named, quoted
-from shardkit._jax.compat import eval_shape, varying_axes
+from shardkit._arguments.checks import Axis, named, quoted
+from shardkit._jax.compat import bound, eval_shape, varying_axes
 from shardkit.collectives import axis_index, axis_size, shift, vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -211,27 +212,27 @@ class Placement:
     layouts: Any
     batch: PartitionSpec
 
-    @property
+    @cached_property
     def rest(self) -> Any:
         """The spec of each leaf in the state."""
         return map_layouts(lambda layout: layout.rest, self.layouts)
 
-    @property
+    @cached_property
     def update(self) -> Any:
         """The spec of each gradient, and of what mirrors the leaf in the optimizer's state."""
         return map_layouts(lambda layout: layout.update, self.layouts)
 
-    @property
+    @cached_property
     def at_rest(self) -> Any:
         """How the state stores each leaf, as a Held."""
         return map_layouts(Layout.at_rest, self.layouts)
 
-    @property
+    @cached_property
     def in_update(self) -> Any:
         """How gradients and optimizer state are stored, as a Held for each leaf."""
         return map_layouts(Layout.in_update, self.layouts)
 
-    @property
+    @cached_property
     def split_leaf(self) -> str:
         """The path of a leaf of which the loss gets a part, as of tp, ep and pp; "" if it gets every leaf whole."""
         leaves = jax.tree_util.tree_leaves_with_path(self.layouts, is_leaf=is_layout)

@@ -211,9 +211,7 @@ def _exchanges(split: DimAxes, target: DimAxes) -> Iterator[DimAxes]:
     home = {axis: dim for dim, axes in enumerate(target) for axis in axes}
     for kept in itertools.product(*(range(len(axes) + 1) for axes in split)):
         moved = [axis for dim in dims for axis in split[dim][kept[dim] :]]
-        whole = [
-            dim for dim in dims if kept[dim] == len(split[dim])
-        ]  # a dim that loses axes is put together, not split
+        whole = [dim for dim in dims if kept[dim] == len(split[dim])]  # one that loses axes is put together, not split
         if len(moved) == 1:
             for dim in whole:
                 yield tuple(split[to][: kept[to]] + (moved[0],) * (to == dim) for to in dims)

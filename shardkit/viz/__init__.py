@@ -1,6 +1,6 @@
 """Pictures of programs, memory, schedules, meshes, arrays and measurements, with the extra [viz].
 
-Start with `style.py`, the one look of all. Imports what the pictures are of: schedules, cost, analysis, and meshes.
+Start with `style.py`, the one look of all. Imports what the pictures are of: schedules, cost, analysis, meshes.
 """
 
 from shardkit.viz.bench import results

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -37,7 +37,8 @@ _LINE_BYTES = 4  # of each line's hash: enough to find the line; the text is com
 _OWN = re.compile(r"cache|dir|dump|path|log|visible|process|profil|traceback|address|mtls|color|num_cpu_devices")
 _OWN_FLAGS = re.compile(r"dump|cache|gpu_target_config|force_host_platform_device_count")
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class StepClock:
@@ -116,24 +117,24 @@ class StepClock:
             self._recorder.done(step)
 
 
-class Watched:
+class Watched(Generic[P, R]):
     """A step, guarded, with its `lower`; `Guard.watch` creates one."""
 
-    def __init__(self, step: Callable[..., Any], lower: Any, clock: StepClock, compare: Callable[[Any, int], None]):
+    def __init__(self, step: Callable[P, R], lower: Any, clock: StepClock, compare: Callable[[Any, int], None]):
         self.lower, self._step, self._clock, self._compare = lower, step, clock, compare
         self._seen = set[Any]()
 
-    def __call__(self, state: Any, *batch: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """What the step returns."""
-        shapes = _shapes(batch)
+        shapes = _shapes((args[1:], kwargs))
         if shapes not in self._seen:
             self._clock.enter("compile")
-            self._compare(self.lower(state, *batch), len(self._seen))
+            self._compare(self.lower(*args, **kwargs), len(self._seen))
             self._seen.add(shapes)
             self._clock.resume("compile", self._clock.next_step)
         elif not self._clock.in_phase:
             self._clock.enter("step")
-        result = self._step(state, *batch)
+        result = self._step(*args, **kwargs)
         if not self._clock.in_phase:
             self._clock.dispatched(result)
         return result
@@ -146,7 +147,7 @@ class Guard:
         self._monitor, self._mesh, self._config = monitor, mesh, config
         self._clock = StepClock(monitor.recorder, first_step)
 
-    def watch(self, step: F) -> F:
+    def watch(self, step: Callable[P, R]) -> Watched[P, R]:
         """Returns the step, guarded: every call is under the deadline for steps.
 
         Before the first call, and again for each new shape of its batch, its program is compared with that of the other
@@ -161,7 +162,7 @@ class Guard:
                 f"guard: watch takes a jitted step, which has a method lower; got {step!r}. Pass the step of "
                 "make_train_step, or a function under jax.jit."
             )
-        return Watched(step, lower, self._clock, self._compare)  # type: ignore[return-value]
+        return Watched(step, lower, self._clock, self._compare)
 
     def _compare(self, lowered: Any, number: int) -> None:
         """Compares a program of the next step, the `number`th, with that of the other processes."""

@@ -82,9 +82,8 @@ def no_proxy(host: str, environ: Mapping[str, str]) -> dict[str, str]:
     """
     if not any(environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         return {}
-    known = (
-        environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
-    )  # gRPC reads the second where it lacks the first
+    # gRPC reads the second where it lacks the first.
+    known = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
     return {"no_grpc_proxy": ",".join(filter(None, [*known.split(","), host]))}
 
 
