@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -110,12 +110,12 @@ def one_device(
     check_batches("one_device", batches)
     check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key
-    plain, *noisy = (_run(grad_fn, optimizer, params, batches, key, relative, sign) for sign in (0, 1, -1))
-    for index, step in enumerate(plain):
+    run = partial(_run, grad_fn, optimizer, params, batches, key, relative)
+    for index, step in enumerate(plain := run(0)):
         check_telling(f"one_device: step {index}", step.grads, step.loss)
     noise: Any = jax.tree.map(lambda x: False, plain[0].grads)
     wanted = []
-    for steps in zip(plain, *noisy, strict=True):
+    for steps in zip(plain, run(1), run(-1), strict=True):
         # The optimizer state carries noise of one step into the later ones.
         noise = jax.tree.map(
             lambda was, x, error: was or magnitude(x) <= error,
