@@ -15,6 +15,7 @@ from shardkit.testing.assertions import assert_matches_reference
 from shardkit.testing.certify import Certificate, certify_gradients
 from shardkit.testing.chains import Chain, Op
 from shardkit.testing.emulate import emulate
+from shardkit.testing.exact import Equality, assert_equal_for_all_inputs
 from shardkit.testing.laws import LAWS
 from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Program, recording
@@ -28,12 +29,14 @@ __all__ = [
     "LAWS",
     "Certificate",
     "Chain",
+    "Equality",
     "Op",
     "Program",
     "Proof",
     "Reference",
     "Row",
     "ShardedArray",
+    "assert_equal_for_all_inputs",
     "assert_matches_reference",
     "assert_same_training",
     "certify_gradients",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -47,10 +48,22 @@ class Wanted(NamedTuple):
     params_allowed: Any
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a training on one device is of, as `one_device` takes it."""
+
+    grad_fn: GradFn
+    optimizer: Any
+    params: Any
+    batches: Sequence[Any]
+    key: jax.Array
+
+
 class Reference(NamedTuple):
-    """A training run on one device: the expected results of each step."""
+    """A training run on one device: the expected results of each step, and what they are of."""
 
     steps: tuple[Wanted, ...]
+    given: Given | None = None
 
 
 class _Step(NamedTuple):
@@ -124,7 +137,7 @@ def one_device(
             noise_of(steps[0].grads, relative),
         )
         wanted.append(_wanted(*steps, relative=relative, noise=noise))
-    return Reference(tuple(wanted))
+    return Reference(tuple(wanted), Given(grad_fn, optimizer, params, tuple(batches), key))
 
 
 def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
@@ -168,7 +181,7 @@ def _run(
     grad_fn: GradFn, optimizer: Any, params: Any, batches: Sequence[Any], key: jax.Array, relative: float, sign: int
 ) -> list[_Step]:
     loss_and_gradient: Any = grad_fn
-    gradient, update = _gradient(loss_and_gradient), _update(optimizer)
+    gradient, update = gradient_of(loss_and_gradient), update_of(optimizer)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)
     opt_state, steps = passed_what_it_takes(optimizer).init(params), []
     for index, batch in enumerate(batches):
@@ -183,7 +196,7 @@ def _run(
 
 
 @lru_cache(maxsize=32)
-def _gradient(grad_fn: Any) -> Callable[..., Any]:
+def gradient_of(grad_fn: Any) -> Callable[..., Any]:
     """Loss, metrics and gradients of the mean, compiled once per function."""
 
     @jax.jit
@@ -203,7 +216,7 @@ def _ratio(mean: Mean, dtype: Any) -> jax.Array:
 
 
 @lru_cache(maxsize=32)
-def _update(optimizer: Any) -> Callable[..., Any]:
+def update_of(optimizer: Any) -> Callable[..., Any]:
     import optax
 
     extended = passed_what_it_takes(optimizer)

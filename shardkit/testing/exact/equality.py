@@ -1,0 +1,302 @@
+"""Proves that a kernel equals a plain function for all inputs, and says what that means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit._arguments.checks import at_least, mesh_in_context, quoted, sized
+from shardkit._arguments.typed import Specs, typed
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import walk
+from shardkit.meshes.layout import check_spec, path_name
+from shardkit.on_device.gradient import kind
+from shardkit.testing._compare import is_float, is_spec_or_none, kinds_differ, on, shapes_differ
+from shardkit.testing._interpreter import of_floats
+from shardkit.testing.exact.difference import Runs, located
+from shardkit.testing.exact.field import CONSTANT, LEVELS, Exact, Field, RedrawError
+from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
+from shardkit.testing.exact.rules import Operand, UnsupportedError, held
+
+# What a proof takes on one core, about: per element and component, and per product of a matmul.
+_SECONDS = {"element": 4e-8, "product": 4e-9, "equation": 2e-4}
+_LONGEST = 600.0
+_SEEDS = 8
+
+ASSUMED = (
+    "numbers are real: nothing is said about rounding, overflow or the compiler",
+    "a float constant is the simplest rational that rounds to it",
+    "constants of -1e9 and less are minus infinity",
+    "comparisons follow a random total order: a branch that no input takes may be followed",
+    "functions of different arguments have independent values",
+)
+
+
+class Equality(NamedTuple):
+    """What was proved, and how surely: a certificate, as text by `print` and as JSON by `to_json`.
+
+    Attributes:
+        what: the two sides, and their mesh.
+        shapes: dtype and shape of each input.
+        points: at how many random points of the field both sides were evaluated.
+        chance: a bound of the probability that sides which differ agree at all of them.
+        uninterpreted: the functions of which only that equal arguments have equal values was used.
+        assumed: the assumptions.
+    """
+
+    what: str
+    shapes: tuple[str, ...]
+    points: int
+    chance: float
+    uninterpreted: tuple[str, ...]
+    assumed: tuple[str, ...] = ASSUMED
+
+    def __str__(self) -> str:
+        functions = f"uninterpreted: {', '.join(self.uninterpreted)}" if self.uninterpreted else "no function is uninterpreted"
+        lines = [
+            f"equal for all inputs: {self.what}",
+            f"inputs: {', '.join(self.shapes)}",
+            f"{self.points} points; the chance of a wrong verdict is at most {self.chance:.1g}",
+            functions,
+            *(f"assumed: {each}" for each in self.assumed),
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The certificate as JSON, an object of the attributes."""
+        return json.dumps(self._asdict())
+
+
+@typed
+def assert_equal_for_all_inputs(
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Specs | None,
+    out_specs: Specs,
+    args: Sequence[Any],
+    grad: bool = True,
+    points: int = 3,
+    check_vma: bool = True,
+) -> Equality:
+    """Proves a kernel against a plain function without a tolerance: the same values and gradients for all inputs.
+
+    Both are traced, and run with numbers of a finite field in place of floats: every float of `args` is an unknown,
+    drawn at random, and only its shape and dtype matter. Integers, booleans and keys keep their values. Programs that
+    agree there are the same function of real numbers, but for a chance that the result bounds; one that is wrong by a
+    part in 10^12 is found. Rounding is not seen: `assert_matches_reference` compares floats.
+
+    Args:
+        kernel: the function that each device runs.
+        reference: the same as a function of the global arrays, in jax and without collectives.
+        mesh: the mesh; by default that of `jax.set_mesh`.
+        in_specs: as for `jax.shard_map`.
+        out_specs: as for `jax.shard_map`.
+        args: the global arguments, a tuple of pytrees of arrays or ShapeDtypeStructs; small shapes prove as much.
+        grad: compare gradients too, for unknown cotangents.
+        points: the number of random points; each multiplies the chance of a wrong verdict by that of one.
+        check_vma: as for `jax.shard_map`; False for a kernel of others that does not type what varies.
+
+    Returns:
+        Equality: what was proved, the chance of a wrong verdict, and what was assumed; print it.
+
+    Raises:
+        AssertionError: a difference; names the result or gradient, the line of the first value that the reference does
+            not have, and how it differs: a factor, a missing sum, another device's piece.
+        TypeError: no float among the arguments, or what has no meaning in a field, by its name and line.
+        ValueError: nested deeper, or larger, than can be proved, with what to shrink.
+
+    Cost: seconds on the host for shapes of a few hundred elements; nothing is compiled.
+
+    Example:
+        >>> print(sk.testing.assert_equal_for_all_inputs(
+        ...     lambda x: sk.all_reduce(jnp.exp(x), "data"), lambda x: jnp.exp(x[:2]) + jnp.exp(x[2:]),
+        ...     mesh=mesh, in_specs=P("data"), out_specs=P(), args=(np.zeros(4, "f"),),
+        ... ).what)
+        <lambda> and <lambda>, on mesh data=2, values and gradients
+
+    Source: Schwartz, Fast Probabilistic Algorithms for Verification of Polynomial Identities, JACM 1980; Zhang et al.,
+        Mirage, OSDI 2025.
+    """
+    where = "assert_equal_for_all_inputs"
+    mesh = mesh_in_context(where, mesh)
+    at_least(where, 1, points=points)
+    for spec in jax.tree.leaves((in_specs, out_specs), is_leaf=is_spec_or_none):
+        if isinstance(spec, PartitionSpec):
+            check_spec(where, spec, mesh, len(spec))
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"{where}: args must be a tuple of the arguments; got {kind(args)}. Pass args=(x,) for one argument.")
+    args = tuple(args)
+    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    shapes = jax.tree.map(_described, args)
+    check_floats(where, shapes)
+    got, wanted = jax.eval_shape(mapped, *shapes), jax.eval_shape(reference, *shapes)
+    for wrong in (shapes_differ(got, wanted), kinds_differ(got, wanted)):
+        if wrong:
+            raise AssertionError(
+                f"{where}: {on(mesh)}, the result must have the reference's structure, shapes and kinds of dtype; "
+                f"{wrong}. Check out_specs and the gathers."
+            )
+    cotangents = [y for y in jax.tree.leaves(wanted) if is_float(y)] if grad else []
+    sides = [_with_gradients(each, jax.tree.structure(shapes), grad) for each in (mapped, reference)]
+    traced = [jax.make_jaxpr(each)(jax.tree.leaves(shapes), cotangents) for each in sides]
+    check_size(where, traced)
+    values = [f"result{_behind(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
+    inputs = [path for path, x in jax.tree_util.tree_leaves_with_path(shapes) if is_float(x)]
+    names = [*values, *(f"gradient of argument {path_name(path)}" for path in inputs if grad)]
+    given = [*jax.tree.leaves(args), *cotangents]
+
+    def run(side: int, field: Field, seen: Seen | None) -> list[Operand]:
+        return Interpreter(field, seen=seen).run(traced[side], [symbol(field, f"{i}", x) for i, x in enumerate(given)])
+
+    field, results = equal(where, on(mesh), names, partial(run, 0), partial(run, 1), points)
+    what = f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}"
+    return certificate(field, results, what, shapes)
+
+
+def certificate(field: Field, results: Sequence[Operand], what: str, inputs: Any) -> Equality:
+    """What follows from equal results."""
+    exact = [x.degree for x in results if isinstance(x, Exact)]
+    degree = CONSTANT.plus(*exact) if exact else CONSTANT
+    shapes = tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(inputs))
+    return Equality(what, shapes, field.points, field.chance(degree), tuple(sorted(field.uninterpreted)))
+
+
+def equal(
+    where: str,
+    subject: str,
+    names: Sequence[str],
+    on_mesh: Callable[[Field, Seen | None], list[Operand]],
+    alone: Callable[[Field, Seen | None], list[Operand]],
+    points: int,
+) -> tuple[Field, list[Operand]]:
+    """Runs both sides in the same field, and refuses results that differ.
+
+    Returns:
+        The field, and the results.
+    """
+    shallow = False
+    for seed in range(_SEEDS):
+        field = Field(points, seed, shallow)
+        try:
+            wanted = alone(field, None)
+            got = on_mesh(field, None)
+        except RedrawError:
+            continue
+        except UnsupportedError as error:
+            name, *line = error.args
+            raise TypeError(
+                f"{where}: whatever is computed from a float must have a meaning in a finite field; {name} "
+                f"{f'at {line[0]} ' if line else ''}has none. Prove the part before it, or compare floats with "
+                "assert_matches_reference."
+            ) from error
+        except DiffersError as error:
+            found = located(Runs(field, on_mesh, alone), 0, None)
+            raise AssertionError(f"{where}: {subject}, {error} differs between devices{found}") from error
+        for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
+            a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
+            if max(a.used.max(initial=0), b.used.max(initial=0)) >= LEVELS:
+                break
+            if not field.same(a, b).all():
+                found = located(Runs(field, on_mesh, alone), index, b)
+                raise AssertionError(f"{where}: {subject}, the {name} is not the reference's for all inputs{found}")
+        else:
+            return field, got
+        if shallow:
+            raise ValueError(
+                f"{where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these programs nest "
+                "more. Pass a model of fewer layers: a layer more proves nothing else."
+            )
+        shallow = True
+    raise ValueError(
+        f"{where}: a divisor must not be zero for most inputs; at {_SEEDS} draws one was. Remove a division by what is "
+        "always zero."
+    )
+
+
+def symbol(field: Field, name: str, x: Any) -> Operand:
+    """An input: unknown if it is a float, else what it is."""
+    if is_float(x):
+        return field.drawn(name, np.shape(x))
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return np.zeros(x.shape, x.dtype)
+    return held(x)
+
+
+def check_floats(where: str, shapes: Any) -> None:
+    """Refuses inputs without a float, and complex ones."""
+    leaves = jax.tree.leaves(shapes)
+    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves):
+        raise TypeError(
+            f"{where}: inputs must be real; got a complex one. Pass real and imaginary parts as two arrays, or compare "
+            "floats with assert_matches_reference."
+        )
+    if not any(is_float(x) for x in leaves):
+        raise TypeError(
+            f"{where}: at least one input must be an array of floats, for which the proof holds; got "
+            f"{quoted(sorted({str(x.dtype) for x in leaves})) or 'none'}. Compare integers with assert_matches_reference."
+        )
+
+
+def check_size(where: str, traced: Sequence[Any]) -> None:
+    """Refuses programs that would take more than ten minutes."""
+    seconds, largest = 0.0, ((0,), "")
+    for closed in traced:
+        for site in walk(closed.jaxpr):
+            if compat.inner_jaxprs(site.equation):
+                continue
+            devices = 1
+            for n in site.sizes.values():
+                devices *= n
+            times = (site.times or 1) * devices
+            shapes = [v.aval.shape for v in site.equation.outvars if hasattr(v.aval, "shape")]
+            size = max((int(np.prod(shape)) for shape in shapes), default=0)
+            largest = max(largest, (shapes[0] if shapes else (), site.source), key=lambda each: int(np.prod(each[0])))
+            inner = 1
+            if site.name == "dot_general":
+                contracted = site.equation.params["dimension_numbers"][0][0]
+                inner = int(np.prod([site.equation.invars[0].aval.shape[dim] for dim in contracted]))
+            seconds += (site.times or 1) * _SECONDS["equation"]
+            seconds += times * 24 * size * (_SECONDS["element"] + inner * _SECONDS["product"])
+    if seconds > _LONGEST:
+        raise ValueError(
+            f"{where}: shapes must be small, because a proof holds for all values and not for more shapes; these would "
+            f"take about {seconds / 60:,.0f} minutes, the largest array is {list(largest[0])} at {largest[1]}. Shrink "
+            "batch, sequence, widths and layers to a few elements per device."
+        )
+
+
+def _described(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)) if not hasattr(x, "dtype") else x.dtype)
+
+
+def _behind(path: Any) -> str:
+    return f" {path_name(path)}" if path else ""
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _with_gradients(function: Callable[..., Any], structure: Any, grad: bool) -> Callable[..., Any]:
+    """`(leaves, cotangents) -> [results, then gradients]` of a function, all flat."""
+
+    def flat(*leaves: Any) -> list[Any]:
+        return [jnp.asarray(y) for y in jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))]
+
+    def both(leaves: list[Any], cotangents: list[Any]) -> list[Any]:
+        results = flat(*leaves)
+        if not grad:
+            return results
+        _, pull = jax.vjp(of_floats(flat, leaves), [x for x in leaves if is_float(x)])
+        return [*results, *pull(list(cotangents))[0]]
+
+    return both

@@ -1,0 +1,480 @@
+"""Real arithmetic in a finite field: numbers modulo a tower of primes, at several random points at once.
+
+Two programs whose results agree at random points of a field are the same function of all inputs, but for a chance that
+is their degree over the size of the field (Schwartz and Zippel). What a field does not have is added so that the laws
+that programs rely on hold exactly:
+
+- `exp` goes from one prime of the tower to the next, p to 2p + 1, by powers of an element of order p: exp(x + y) is
+  exp(x) exp(y). Each `exp` on the way from an input to a result uses up one prime.
+- `log` is kept beside the number, as the number whose logarithm is added: exp(log x) is x, log(xy) is log x + log y.
+- `max`, sorts and comparisons follow a random total order in which x < y when -y < -x, and what is known to be positive
+  is above zero. They are decided for all points at once, so that every mask is an array of booleans.
+- Constants of -1e9 and less are minus infinity: exp gives 0, `max` the other.
+- Any other function is a random one, "uninterpreted": equal arguments have equal values, nothing else is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+# p, 2p + 1, ... of a chain of eight primes (Cunningham's of the first kind); the product of two fits 64 bits.
+PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
+LEVELS = len(PRIMES)
+INFINITE = 1e9
+_LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
+_LOWEST = np.iinfo(np.int64).min
+
+
+class RedrawError(Exception):
+    """A divisor that is not always zero is zero at one of the points: they are drawn again."""
+
+
+class Degree(NamedTuple):
+    """Of values as polynomials of inputs, inverses and values of functions: bounds for every element.
+
+    Attributes:
+        total: the degree.
+        inverses: the degree in the inverses of one division, and the sum of the degrees of what is divided by, for
+            each division by its number.
+    """
+
+    total: int = 0
+    inverses: Mapping[int, tuple[int, int]] = MappingProxyType({})
+
+    def plus(self, *others: Degree) -> Degree:
+        """That of a sum, or of an array with elements of all."""
+        inverses = dict(self.inverses)
+        for number, (most, weight) in (item for each in others for item in each.inverses.items()):
+            inverses[number] = max(most, inverses.get(number, (0, 0))[0]), weight
+        return Degree(max(self.total, *(each.total for each in others)), inverses)
+
+    def times(self, other: Degree) -> Degree:
+        """That of a product."""
+        inverses = dict(self.inverses)
+        for number, (most, weight) in other.inverses.items():
+            inverses[number] = most + inverses.get(number, (0, 0))[0], weight
+        return Degree(self.total + other.total, inverses)
+
+    def to_the(self, n: int) -> Degree:
+        """That of a power."""
+        return Degree(self.total * n, {number: (n * most, weight) for number, (most, weight) in self.inverses.items()})
+
+
+CONSTANT, INPUT = Degree(), Degree(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """An array of numbers of the field, `number + log(factor)`.
+
+    The leading dim of `number` and `factor` has their components, prime by prime and point by point. That of `facts`
+    has what is known of each element, in rows: its sign, 1 where it is not negative and -1 where it is not positive;
+    whether it is minus infinity; and how many of the lowest primes exps have used up on its way, in the number and in
+    the factor. The components of those have no meaning.
+
+    Attributes:
+        number: uint64 [components, ...].
+        facts: int8 [4, ...].
+        factor: uint64 [components, ...]; None for 1.
+        degree: bounds of its degree.
+    """
+
+    number: np.ndarray
+    facts: np.ndarray
+    factor: np.ndarray | None = None
+    degree: Degree = CONSTANT
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the array, without the components."""
+        return self.number.shape[1:]
+
+    @property
+    def sign(self) -> np.ndarray:
+        """int8 [...]."""
+        return self.facts[0]
+
+    @property
+    def low(self) -> np.ndarray:
+        """bool [...], whether it is minus infinity."""
+        return self.facts[1] > 0
+
+    @property
+    def used(self) -> np.ndarray:
+        """int8 [2, ...], the used primes of number and factor."""
+        return self.facts[2:]
+
+    def moved(self, move: Callable[[np.ndarray], np.ndarray]) -> Exact:
+        """With its elements at other places: `move` acts on each part, behind its leading dim."""
+        factor = None if self.factor is None else move(self.factor)
+        return replace(self, number=move(self.number), facts=move(self.facts), factor=factor)
+
+    def signed(self, sign: int) -> Exact:
+        """The same, known to have a sign."""
+        return replace(self, facts=facts(self.shape, sign, self.low, *self.used))
+
+
+def facts(shape: Sequence[int], sign: Any = 0, low: Any = False, used: Any = 0, factor_used: Any = 0) -> np.ndarray:
+    """The facts of an array of this shape."""
+    rows = np.empty((4, *shape), np.int8)
+    for number, value in enumerate((sign, low, used, factor_used)):
+        rows[number] = value
+    return rows
+
+
+def simplest(value: float, dtype: Any) -> Fraction:
+    """The simplest rational that rounds to a constant, so that 1/3 is a third; else the constant itself.
+
+    One with a small denominator, or one of few decimal digits, as an epsilon is written.
+    """
+    exact = Fraction(value)
+    for bits in range(_LARGEST_DENOMINATOR.bit_length()):
+        near = exact.limit_denominator(1 << bits)
+        if np.asarray(float(near)).astype(dtype) == np.asarray(value).astype(dtype):
+            return near
+    digits = f"{value:.{_MOST_DIGITS - 1}e}"
+    return Fraction(digits) if np.asarray(float(digits)).astype(dtype) == np.asarray(value).astype(dtype) else exact
+
+
+def widened(x: np.ndarray) -> np.ndarray:
+    """Constants of less than 32 bits as what they stand for, because rounding is not modelled."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+        return x
+    values, where = np.unique(x.astype(np.float32), return_inverse=True)
+    simple = [float(simplest(float(value), x.dtype)) if np.isfinite(value) else float(value) for value in values]
+    return np.array(simple, np.float32)[where].reshape(x.shape)
+
+
+class Field:
+    """The arithmetic, at `points` random points that `seed` draws.
+
+    Attributes:
+        shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
+        uninterpreted: the functions that were applied without a law, by name.
+        compared: how many arrays were put in order.
+    """
+
+    def __init__(self, points: int, seed: int, shallow: bool = False):
+        self.points, self.seed, self.shallow = points, seed, shallow
+        self.moduli = np.repeat(np.array(PRIMES, np.uint64), points)
+        self.uninterpreted: set[str] = set()
+        self.compared, self._divisions = 0, 0
+        self._constants: dict[Any, np.ndarray] = {}
+        self._salts: dict[str, np.ndarray] = {}
+
+    def p(self, x: np.ndarray) -> np.ndarray:
+        """The primes of an array's components."""
+        return self.moduli.reshape(-1, *[1] * (x.ndim - 1))
+
+    def valid(self, used: np.ndarray) -> np.ndarray:
+        """bool [components, ...]: which components have a meaning where so many primes are used up."""
+        level = np.repeat(np.arange(LEVELS), self.points)
+        return level.reshape(-1, *[1] * used.ndim) >= used
+
+    def salt(self, name: str) -> np.ndarray:
+        """A random word for each component."""
+        if name not in self._salts:
+            hashes = [hashlib.blake2b(f"{self.seed} {name} {i}".encode(), digest_size=8) for i in range(len(self.moduli))]
+            self._salts[name] = np.array([int.from_bytes(each.digest(), "big") for each in hashes], np.uint64)
+        return self._salts[name]
+
+    # Values
+
+    def drawn(self, name: str, shape: Sequence[int]) -> Exact:
+        """An input: a random number for every component and element."""
+        size = math.prod(shape)
+        rng = np.random.default_rng([self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")])
+        number = rng.integers(1, self.moduli[:, None], (len(self.moduli), size), np.uint64)
+        return Exact(number.reshape(-1, *shape), facts(shape), degree=INPUT)
+
+    def lifted(self, x: Any) -> Exact:
+        """A constant array of floats, integers or booleans."""
+        x = np.asarray(x)
+        values, where = np.unique(x, return_inverse=True)
+        table = np.stack([self._constant(each, x.dtype) for each in values], 1) if values.size else self.moduli[:, None]
+        number = np.take(table, where.reshape(-1), 1).reshape(-1, *x.shape)
+        wide = np.asarray(values, np.float64)
+        low = wide <= -INFINITE
+        sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
+        return Exact(number, facts(x.shape, np.take(sign, where.reshape(x.shape)), np.take(low, where.reshape(x.shape))))
+
+    def _constant(self, value: Any, dtype: Any) -> np.ndarray:
+        known = (value.item(), str(dtype))
+        if known not in self._constants:
+            if not np.isfinite(np.asarray(value, np.float64)) or float(value) <= -INFINITE:
+                self._constants[known] = self.salt(f"constant {value}") % self.moduli
+            else:
+                ratio = simplest(float(value), dtype) if jnp.issubdtype(dtype, jnp.floating) else Fraction(int(value))
+                residues = [ratio.numerator * pow(ratio.denominator, -1, int(p)) % int(p) for p in self.moduli]
+                self._constants[known] = np.array(residues, np.uint64)
+        return self._constants[known]
+
+    def plain(self, x: Exact) -> Exact:
+        """Without a logarithm: that of the factor becomes an uninterpreted number."""
+        if x.factor is None:
+            return x
+        one = x.factor == 1
+        if not one.all():
+            self.uninterpreted.add("log")
+        number = (x.number + np.where(one, np.uint64(0), self.random("log", x.factor))) % self.p(x.number)
+        used = np.where(one.all(0), x.used[0], x.used.max(0))
+        return Exact(number, facts(x.shape, 0, x.low, used), degree=x.degree.plus(INPUT))
+
+    def random(self, name: str, *arrays: np.ndarray) -> np.ndarray:
+        """A random function of numbers, component by component."""
+        word = np.uint64(0)
+        for number, x in enumerate(arrays):
+            word = mixed(word + x + self.salt(f"{name} {number}").reshape(-1, *[1] * (x.ndim - 1)))
+        return word % self.p(word)
+
+    def opaque(self, name: str, *operands: Exact, sign: int = 0) -> Exact:
+        """An uninterpreted function of each element."""
+        self.uninterpreted.add(name)
+        plain = [self.plain(x) for x in operands]
+        number = self.random(name, *(x.number for x in plain))
+        used = plain[0].used[0]
+        for x in plain[1:]:
+            used = np.maximum(used, x.used[0])
+        return Exact(number, facts(number.shape[1:], sign, False, used), degree=INPUT)
+
+    # Arithmetic
+
+    def add(self, x: Exact, y: Exact) -> Exact:
+        """x + y."""
+        number = (x.number + y.number) % self.p(x.number)
+        factor = y.factor if x.factor is None else x.factor
+        if x.factor is not None and y.factor is not None:
+            factor = x.factor * y.factor % self.p(x.factor)
+        if factor is not None:
+            factor = np.broadcast_to(factor, number.shape)
+        sign = np.where(x.sign == y.sign, x.sign, 0)
+        known = facts(number.shape[1:], sign, x.low | y.low, *np.maximum(x.used, y.used))
+        return Exact(number, known, factor, x.degree.plus(y.degree))
+
+    def negative(self, x: Exact) -> Exact:
+        """-x; of minus infinity itself, which is never meant."""
+        p = self.p(x.number)
+        factor = None if x.factor is None else self.inverted(x.factor, x.used[1])
+        return replace(x, number=(p - x.number) % p, facts=facts(x.shape, -x.sign, x.low, *x.used), factor=factor)
+
+    def sub(self, x: Exact, y: Exact) -> Exact:
+        """x - y; minus infinity is 0 as a subtrahend."""
+        if y.low.any():
+            number = np.where(y.low, np.uint64(0), y.number)
+            y = replace(y, number=number, facts=facts(y.shape, y.sign, False, *np.where(y.low, 0, y.used)))
+        return self.add(x, self.negative(y))
+
+    def mul(self, x: Exact, y: Exact) -> Exact:
+        """x * y; a logarithm times a small whole number stays one."""
+        for one, other in ((x, y), (y, x)):
+            times = self.whole(other) if one.factor is not None else None
+            if times is not None:
+                factor = self.power(one.factor, abs(times))
+                factor = self.inverted(factor, one.used[1]) if times < 0 else factor
+                number = one.number * other.number % self.p(one.number)
+                known = facts(number.shape[1:], 0, one.low, *one.used)
+                return Exact(number, known, np.broadcast_to(factor, number.shape), one.degree)
+        x, y = self.plain(x), self.plain(y)
+        number = x.number * y.number % self.p(x.number)
+        used = np.maximum(x.used[0], y.used[0])
+        return Exact(number, facts(number.shape[1:], x.sign * y.sign, x.low | y.low, used), degree=x.degree.times(y.degree))
+
+    def whole(self, x: Exact) -> int | None:
+        """The one small whole number that every element is; None if there is none."""
+        if x.factor is not None or x.degree.total or x.number.size == 0:
+            return None
+        first = x.number.reshape(len(x.number), -1)[:, 0]
+        if not (x.number == first.reshape(-1, *[1] * (x.number.ndim - 1))).all():
+            return None
+        for value, given in ((int(first[0]), first), (-int(self.moduli[0] - first[0]), self.moduli - first)):
+            if abs(value) <= 64 and (given == abs(value)).all():
+                return value
+        return None
+
+    def power(self, x: Any, n: int) -> np.ndarray:
+        """A power of numbers, n at least 0."""
+        p, result = self.p(x), np.ones_like(x)
+        for bit in bin(n)[2:]:
+            result = result * result % p
+            if bit == "1":
+                result = result * x % p
+        return result
+
+    def inverse(self, x: Exact) -> Exact:
+        """1 / x; that of a zero is one uninterpreted number."""
+        x = self.plain(x)
+        degree = CONSTANT
+        if x.degree.total:
+            self._divisions += 1
+            weight = x.degree.total * x.number[0].size
+            degree = Degree(1, {**x.degree.inverses, self._divisions: (1, weight)})
+        return Exact(self.inverted(x.number, x.used[0]), facts(x.shape, x.sign, False, x.used[0]), degree=degree)
+
+    def inverted(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """The inverses of numbers: of all of them at the price of one, by the products of a tree."""
+        p = self.p(x)
+        zero, valid = x == 0, self.valid(used)
+        if zero.any():
+            always = np.where(valid, zero, True).all(0)
+            if (zero & valid & ~always).any():
+                raise RedrawError
+            inverse = self._inverted(np.where(zero, np.uint64(1), x))
+            return np.where(zero, self.salt("1/0").reshape(p.shape) % p, inverse)
+        return self._inverted(x)
+
+    def _inverted(self, x: np.ndarray) -> np.ndarray:
+        p = self.moduli[:, None]
+        flat = x.reshape(len(x), -1)
+        size = 1 << max(flat.shape[1] - 1, 0).bit_length()
+        tree = [np.concatenate([flat, np.ones((len(x), size - flat.shape[1]), np.uint64)], 1)]
+        while tree[-1].shape[1] > 1:
+            tree.append(tree[-1][:, ::2] * tree[-1][:, 1::2] % p)
+        roots = [pow(int(value), -1, int(q)) for value, q in zip(tree[-1][:, 0], self.moduli, strict=True)]
+        inverse = np.array(roots, np.uint64)[:, None]
+        for products in reversed(tree[:-1]):
+            pairs = np.empty_like(products)
+            pairs[:, ::2], pairs[:, 1::2] = inverse * products[:, 1::2] % p, inverse * products[:, ::2] % p
+            inverse = pairs
+        return inverse[:, : flat.shape[1]].reshape(x.shape)
+
+    def total(self, x: Exact, dims: Sequence[int], keep: bool = False) -> Exact:
+        """The sum over dims of the array."""
+        behind = tuple(dim + 1 for dim in dims)
+        number = x.number.sum(behind, np.uint64, keepdims=keep)
+        positive, negative = ((x.facts[:1] == sign).all(behind, keepdims=keep)[0] for sign in (1, -1))
+        most = x.facts.max(behind, keepdims=keep, initial=0)
+        factor = x.factor
+        if factor is not None:
+            for dim in sorted(behind, reverse=True):
+                factor = self._product(factor, dim, keep)
+        known = facts(number.shape[1:], np.where(positive, 1, np.where(negative, -1, 0)), *most[1:])
+        return Exact(number % self.p(number), known, factor, x.degree)
+
+    def _product(self, x: np.ndarray, dim: int, keep: bool) -> np.ndarray:
+        result = np.ones((*x.shape[:dim], 1, *x.shape[dim + 1 :]), np.uint64)
+        for i in range(x.shape[dim]):
+            result = result * np.take(x, [i], dim) % self.p(x)
+        return result if keep else np.squeeze(result, dim)
+
+    def matmul(self, x: Exact, y: Exact) -> Exact:
+        """[..., m, k] @ [..., k, n]: the second operand in halves of 16 bits, so that sums of products fit a word."""
+        x, y = self.plain(x), self.plain(y)
+        a, b = x.number, y.number
+        k = a.shape[-1]
+        if k >= 2**16:
+            raise ValueError(f"a sum of {k:,} products")
+        p, half = self.p(a), np.uint64(16)
+        high, low = np.matmul(a, b >> half) % p, np.matmul(a, b & np.uint64(0xFFFF))
+        number = ((high << half) + low) % p
+        same = [bool(np.all(x.sign == s) and np.all(y.sign == t)) for s, t in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
+        sign = 1 if same[0] or same[3] else -1 if same[1] or same[2] else 0
+        used = np.maximum(x.used[0].max(-1, keepdims=True, initial=0), y.used[0].max(-2, keepdims=True, initial=0))
+        return Exact(number, facts(number.shape[1:], sign, False, used), degree=x.degree.times(y.degree))
+
+    # Functions
+
+    def exp(self, x: Exact) -> Exact:
+        """exp, one prime higher."""
+        p = self.p(x.number)
+        exponents = x.number[: -self.points] * self._generator.reshape(p.shape)[self.points :] % p[: -self.points]
+        result, byte = np.ones((len(x.number), *x.shape), np.uint64), np.uint64(0xFF)
+        component = np.arange(self.points, len(self.moduli)).reshape(-1, *[1] * len(x.shape))
+        for number in range(4):
+            digit = ((exponents >> np.uint64(8 * number)) & byte).astype(np.int64)
+            power = self._powers[component, number, digit]
+            result[self.points :] = result[self.points :] * power % p[self.points :]
+        used = x.used[0] + 1
+        degree = INPUT if x.degree.total else CONSTANT
+        if x.factor is not None:
+            result = result * x.factor % p
+            used, degree = np.maximum(used, x.used[1]), degree.times(x.degree)
+        result = np.where(x.low, np.uint64(0), result)
+        used = np.where(x.low, 0, np.minimum(used, LEVELS))
+        return Exact(result, facts(x.shape, 1, False, used), degree=degree)
+
+    @cached_property
+    def _generator(self) -> np.ndarray:
+        """By component: a random power, for the component below, of the base of exp."""
+        below = np.concatenate([self.moduli[: self.points], self.moduli[: -self.points]])
+        return 1 + self.salt("exp") % (below - np.uint64(1))
+
+    @cached_property
+    def _powers(self) -> np.ndarray:
+        """By component, number of a byte and value of it: 4, which has order p modulo 2p + 1, to that power."""
+        table = np.ones((len(self.moduli), 4, 256), np.uint64)
+        for i, p in enumerate(self.moduli):
+            for number in range(4):
+                base = pow(4, 256**number, int(p))
+                for digit in range(1, 256):
+                    table[i, number, digit] = int(table[i, number, digit - 1]) * base % int(p)
+        return table
+
+    def log(self, x: Exact) -> Exact:
+        """log, kept as what it is of."""
+        x = self.plain(x)
+        return Exact(np.zeros_like(x.number), facts(x.shape, factor_used=x.used[0]), x.number, x.degree)
+
+    # Order
+
+    def key(self, x: Exact) -> np.ndarray:
+        """int64 [...]: the place of each element in the total order, equal where the numbers are."""
+        self.compared += 1
+        x = self.plain(x)
+        top = x.number[-self.points :]
+        p = np.uint64(PRIMES[-1])
+        negative = np.where(x.sign == 0, top[0] > p // np.uint64(2), x.sign < 0)
+        # The same magnitude for x and -x: the representative whose first component is in the lower half.
+        upper = top[0] > p // np.uint64(2)
+        canonical = np.where(upper, p - top, top) % p
+        magnitude = np.zeros(x.shape, np.uint64)
+        for component, salt in zip(canonical, self.salt("order"), strict=False):
+            magnitude = mixed(magnitude + component + salt)
+        size = (magnitude >> np.uint64(1)).astype(np.int64) | 1
+        key = np.where((top == 0).all(0), 0, np.where(negative, -size, size))
+        return np.where(x.low, _LOWEST, key)
+
+    def where(self, mask: np.ndarray, x: Exact, y: Exact) -> Exact:
+        """x where the mask [...] holds, else y."""
+        number = np.where(mask, x.number, y.number)
+        factor = None
+        if x.factor is not None or y.factor is not None:
+            factor = np.where(mask, *(np.ones_like(z.number) if z.factor is None else z.factor for z in (x, y)))
+        degree = x.degree if mask.all() else y.degree if not mask.any() else x.degree.plus(y.degree)
+        return Exact(number, np.where(mask, x.facts, y.facts), factor, degree)
+
+    def chance(self, degree: Degree) -> float:
+        """A bound of the chance that two different results of this degree agree at all points.
+
+        Their difference is a polynomial of inputs, inverses and values of functions. Multiplied by each divisor as
+        often as its inverse may occur in one term, it is one of inputs and values alone, which at one point is zero
+        with a chance of at most its degree over the smallest prime.
+        """
+        total = degree.total + sum(most * weight for most, weight in degree.inverses.values())
+        return min(1.0, total / PRIMES[0]) ** self.points
+
+    def same(self, x: Exact, y: Exact) -> np.ndarray:
+        """bool [...]: where two arrays are equal, in the components that both have; of logarithms, where their exps are."""
+        if x.factor is not None and y.factor is not None:
+            x, y = self.exp(x), self.exp(y)
+        x, y = self.plain(x), self.plain(y)
+        valid = self.valid(np.maximum(x.used[0], y.used[0]))
+        equal = ((x.number == y.number) | ~valid).all(0)
+        return np.asarray(np.where(x.low | y.low, x.low == y.low, equal))
+
+
+def mixed(x: Any) -> Any:
+    """A bijection of 64-bit words that spreads every bit (the finalizer of splitmix64)."""
+    with np.errstate(over="ignore"):  # of 0-d arrays
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,138 @@
+"""The law that a training step is one device's for all parameters, batches and weights."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardkit.meshes.layout import path_name
+from shardkit.meshes.rng import example_keys, step_key
+from shardkit.plans.storage import unpadded
+from shardkit.steps.state import passed_what_it_takes
+from shardkit.steps.step import Step
+from shardkit.testing._compare import on
+from shardkit.testing.exact.equality import check_floats, check_size, equal, symbol
+from shardkit.testing.exact.field import Exact, Field
+from shardkit.testing.exact.interpreter import Interpreter, Seen
+from shardkit.testing.exact.rules import Operand, held, stacked
+from shardkit.testing.one_device import Given, Reference, gradient_of, update_of
+from shardkit.testing.program import Program
+
+_STEPS = 2
+_POINTS = 2
+# What rounds, and so is no function that one device's program has.
+_ROUNDING = {"round", "floor", "ceil", "to an integer"}
+
+
+def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
+    """Losses and updated parameters of the first two steps equal one device's for all parameters and floats of a batch.
+
+    Integers of the batch, as tokens, and keys keep their values. Nothing is compiled or run, and there is no tolerance:
+    floats are unknowns in a finite field, as in `assert_equal_for_all_inputs`. Rounding is not seen. What has no
+    meaning in a field, or is too large, is told in a note.
+
+    Example:
+        >>> laws = [sk.testing.laws.equal_for_all_inputs]  # for `prove(..., laws=laws)`
+    """
+    given = reference.given
+    if given is None or not isinstance(program.step, Step):
+        return "for all inputs: the step and the reference must be GradFns"
+    calls = max(1, _STEPS // (program.row.steps or 1))
+    steps = calls * (program.row.steps or 1)
+    if len(given.batches) < steps:
+        calls, steps = len(program.calls), len(given.batches)
+    names = [*(f"loss of step {i}" for i in range(steps)), *_names(given.params)]
+    try:
+        check_floats("prove", jax.eval_shape(lambda: (given.params, given.batches[0])))
+        check_size("prove", [program.traced.jaxpr] * calls)
+        equal(
+            "prove", on(program.mesh), names, partial(_on_mesh, program, calls), partial(_alone, given, steps), _POINTS
+        )
+    except (TypeError, ValueError) as error:
+        return f"not for all inputs: {error}"
+    except RoundsError as error:
+        return f"not for all inputs: the step rounds, by {error}"
+    return None
+
+
+class RoundsError(Exception):
+    """The program on the mesh rounds where one device's does not."""
+
+
+def _names(params: Any) -> list[str]:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return [f"updated parameter{f' {path_name(path)}' if path else ''}" for path in paths]
+
+
+def _symbols(field: Field, name: str, tree: Any) -> list[Operand]:
+    return [symbol(field, f"{name} {i}", x) for i, x in enumerate(jax.tree.leaves(tree))]
+
+
+@lru_cache(maxsize=16)
+def _traced_alone(given: Given, steps: int) -> Any:
+    """The first steps on one device: from parameters and batches to losses and parameters."""
+    optimizer = given.optimizer
+
+    def train(params: Any, batches: Any) -> Any:
+        opt_state, losses = passed_what_it_takes(optimizer).init(params), []
+        for index, batch in enumerate(batches):
+            rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+            keys = example_keys(step_key(given.key, index), rows)
+            loss, _, grads = gradient_of(given.grad_fn)(params, batch, keys)
+            params, opt_state = update_of(optimizer)(grads, opt_state, params, loss)
+            losses.append(loss)
+        return losses, params
+
+    return jax.make_jaxpr(train)(given.params, list(given.batches[:steps]))
+
+
+@lru_cache(maxsize=16)
+def _run_alone(given: Given, steps: int, points: int, seed: int, shallow: bool) -> tuple[list[Operand], set[str]]:
+    field = Field(points, seed, shallow)
+    return _evaluated_alone(given, steps, field, None), field.uninterpreted
+
+
+def _alone(given: Given, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
+    if seen is not None:
+        return _evaluated_alone(given, steps, field, seen)
+    results, functions = _run_alone(given, steps, field.points, field.seed, field.shallow)
+    field.uninterpreted |= functions
+    return results
+
+
+def _evaluated_alone(given: Given, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
+    batches = [symbol for i in range(steps) for symbol in _symbols(field, f"batch {i}", given.batches[i])]
+    return Interpreter(field, seen=seen).run(_traced_alone(given, steps), [*_symbols(field, "params", given.params), *batches])
+
+
+def _on_mesh(program: Program, calls: int, field: Field, seen: Seen | None) -> list[Operand]:
+    """The first steps of the row's program, from the first state that `init` makes of the parameters."""
+    run = Interpreter(field, seen=seen).run
+    without = set(field.uninterpreted)
+    make = partial(program.init, key=program.key)
+    closed, shapes = jax.make_jaxpr(make, return_shape=True)(program.params)
+    state = jax.tree.unflatten(jax.tree.structure(shapes), run(closed, _symbols(field, "params", program.params)))
+    key = [held(program.key)]
+    per_call = program.row.steps or 1
+    losses: list[Operand] = []
+    for call in range(calls):
+        batches = [_symbols(field, f"batch {call * per_call + i}", program.batches[call * per_call + i]) for i in range(per_call)]
+        batch = batches[0]
+        if program.row.steps:
+            batch = [stacked(field, leaves, 0, new=True) for leaves in zip(*batches, strict=True)]
+        results = run(program.traced.jaxpr, [*jax.tree.leaves(state._replace(key=None)), *key, *batch])
+        state, metrics = jax.tree.unflatten(jax.tree.structure(program.traced.out_info), results)
+        loss = metrics["loss"]
+        losses += [_row(loss, i) for i in range(per_call)] if program.row.steps else [loss]
+    closed = jax.make_jaxpr(unpadded)(shapes.params)
+    rounds = (field.uninterpreted - without) & _ROUNDING
+    if rounds:
+        raise RoundsError(", ".join(sorted(rounds)))
+    return [*losses, *run(closed, jax.tree.leaves(state.params))]
+
+
+def _row(x: Operand, i: int) -> Operand:
+    return x.moved(lambda part: part[:, i]) if isinstance(x, Exact) else x[i]

@@ -1,0 +1,701 @@
+"""What each primitive means in the field: a function of its operands, without a mesh.
+
+The dims of a mesh come first in every operand (`rank` of them, of size 1 where all devices have the same), those of the
+array behind. What only moves elements needs no rule of its own: it is applied to the places of the elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+
+from shardkit.testing.exact.field import Exact, Field, facts, mixed, widened
+
+# Arrays of integers and booleans, of floats that follow from no input, and of keys, a word each.
+Known = np.ndarray
+Operand = Exact | Known
+
+
+class UnsupportedError(Exception):
+    """A primitive that has no meaning in the field."""
+
+
+def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
+    return part.reshape((*part.shape[:lead], *equation.outvars[0].aval.shape))
+
+
+def _transpose(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
+    return part.transpose(*range(lead), *(lead + dim for dim in equation.params["permutation"]))
+
+
+def _broadcast(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
+    shape, dims = equation.outvars[0].aval.shape, equation.params["broadcast_dimensions"]
+    own = [1] * len(shape)
+    for dim, size in zip(dims, part.shape[lead:], strict=True):
+        own[dim] = size
+    return np.broadcast_to(part.reshape((*part.shape[:lead], *own)), (*part.shape[:lead], *shape))
+
+
+def _slice(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
+    params = equation.params
+    strides = params["strides"] or (1,) * (part.ndim - lead)
+    cut = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return part[(slice(None),) * lead + tuple(slice(*each) for each in cut)]
+
+
+def _reverse(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
+    return np.flip(part, [lead + dim for dim in equation.params["dimensions"]])
+
+
+# Primitives of one operand that only move elements, behind `lead` other dims.
+_ONE: dict[str, Callable[[np.ndarray, int, Any], np.ndarray]] = {
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "slice": _slice,
+    "rev": _reverse,
+}
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array of jax, or the type of a value, is of keys."""
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))
+
+
+def held(x: Any) -> Known:
+    """A constant or an input as a known array."""
+    if not hasattr(x, "dtype") or not is_key(x):
+        return widened(np.asarray(x))
+    return _worded(np.asarray(jax.random.key_data(x)))
+
+
+def _worded(data: np.ndarray) -> np.ndarray:
+    """Keys from their data: a word each."""
+    word = np.zeros(data.shape[:-1], np.uint64)
+    for part in np.moveaxis(data, -1, 0):
+        word = mixed(word + part)
+    return word
+
+
+# Random numbers are hashes of a key and a place. jax's own are so too, by another hash that takes longer to compile than
+# all the rest; a program that is right is right for any.
+def _random(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
+    name, params = equation.primitive.name, equation.params
+    x = operands[0]
+    if name == "random_seed":
+        return mixed(np.asarray(x).astype(np.uint64))
+    if name == "random_wrap":
+        return _worded(x)
+    if name == "random_unwrap":
+        return np.stack([x >> np.uint64(32), x & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)
+    if name == "random_clone":
+        return x
+    if name == "random_fold_in":
+        return mixed(mixed(x) + operands[1].astype(np.uint64))
+    if name in ("random_split", "random_bits"):
+        shape = params["shape"]
+        count = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) << np.uint64(32)
+        words = mixed(x.reshape(x.shape + (1,) * len(shape)) + count.reshape(shape))
+        return words if name == "random_split" else words.astype(f"uint{params['bit_width']}")
+    return None
+
+
+# Elementwise functions of known arrays that numpy computes with jax's bits, and faster.
+_NUMPY: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "shift_right_logical": np.right_shift,
+}
+
+
+def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
+    """The results of an equation whose operands are all known, for every device."""
+    name, params = equation.primitive.name, equation.params
+    out = equation.outvars[0].aval if equation.outvars else None
+    if name in _NUMPY:
+        with np.errstate(all="ignore"):
+            return [np.asarray(_NUMPY[name](*_aligned(operands, rank)), _long(out.dtype))]
+    if name in _ONE and len(operands) == 1:
+        return [_ONE[name](operands[0], rank, equation)]
+    if name == "iota" and not operands:
+        shape = [size if dim == params["dimension"] else 1 for dim, size in enumerate(out.shape)]
+        return [np.broadcast_to(np.arange(max(shape), dtype=_long(out.dtype)).reshape(shape), out.shape)[(None,) * rank]]
+    if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(out):
+        return [operands[0].astype(_long(out.dtype))]
+    if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(out.dtype).itemsize:
+        return [np.ascontiguousarray(operands[0]).view(out.dtype)]
+    if name == "select_n" and len(operands) == 3 and operands[0].dtype == bool:
+        which, *cases = _aligned(operands, rank)
+        return [np.where(which, cases[1], cases[0])]
+    if name.startswith("random_") and (words := _random(equation, operands)) is not None:
+        return [words]
+    if name in ("concatenate", "stack"):
+        return [joined(list(operands), rank + params["dimension" if name == "concatenate" else "axis"], name == "stack")]
+    if name in _MOVES:
+        data = _MOVES[name](len(operands))
+        lead = np.broadcast_shapes(*(operands[i].shape[:rank] for i in data))
+        flat = [np.broadcast_to(operands[i], lead + operands[i].shape[rank:]).reshape(*lead, -1) for i in data]
+        source = np.concatenate([*flat, np.zeros((*lead, 1), flat[0].dtype)], -1)[None]
+        return [_taken(source, at, rank)[0] for at in _places(equation, operands, data, rank)]
+    return bound(equation, operands, rank)
+
+
+def bound(
+    equation: Any, operands: Sequence[Known], rank: int, changed: dict[str, Any] | None = None, as_typed: bool = True
+) -> list[Known]:
+    """The primitive's own results, by jax, without a mesh, for the operands of every device."""
+    if any(is_key(v.aval) for v in (*equation.invars, *equation.outvars)):
+        raise UnsupportedError(equation.primitive.name)
+    params = {key: None if isinstance(x, NamedSharding) else x for key, x in equation.params.items()} | (changed or {})
+    primitive = equation.primitive
+
+    def run(*xs: Any) -> list[Any]:
+        dtypes = [_long(v.aval.dtype) if as_typed else x.dtype for v, x in zip(equation.invars, xs, strict=True)]
+        typed = [jnp.asarray(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+        results = primitive.bind(*typed, **primitive.get_bind_params(params))
+        return list(results) if primitive.multiple_results else [results]
+
+    lead = np.broadcast_shapes(*(x.shape[:rank] for x in operands)) if operands else (1,) * rank
+    if math.prod(lead) == 1:
+        results = run(*(x.reshape(x.shape[rank:]) for x in operands))
+        return [widened(np.asarray(y)).reshape((1,) * rank + y.shape) for y in results]
+    split = [math.prod(x.shape[:rank]) > 1 for x in operands]
+    flat = [
+        np.broadcast_to(x, lead + x.shape[rank:]).reshape(-1, *x.shape[rank:]) if each else x.reshape(x.shape[rank:])
+        for x, each in zip(operands, split, strict=True)
+    ]
+    results = jax.vmap(run, in_axes=tuple(0 if each else None for each in split))(*flat)
+    return [widened(np.asarray(y)).reshape(lead + y.shape[1:]) for y in results]
+
+
+def _places(equation: Any, operands: Sequence[Any], data: Sequence[int], rank: int) -> list[np.ndarray]:
+    """Where a primitive that moves elements takes each from: its place in all operands that are moved, one after another."""
+    start, places = 0, list(operands)
+    for number in data:
+        own = operands[number].shape[rank:]
+        places[number] = (start + np.arange(math.prod(own), dtype=np.int32)).reshape((1,) * rank + own)
+        start += math.prod(own)
+    if equation.primitive.name == "split":
+        dim = rank + equation.params["axis"]
+        return list(np.split(places[0], np.cumsum(equation.params["sizes"])[:-1], dim))
+    if equation.primitive.name in ("dynamic_slice", "dynamic_update_slice"):
+        return [_windows(equation, places, len(data), rank)]
+    changed = {"fill_value": start} if equation.primitive.name == "gather" else {}
+    return bound(equation, places, rank, changed, as_typed=False)
+
+
+def _windows(equation: Any, places: Sequence[np.ndarray], data: int, rank: int) -> np.ndarray:
+    """The places of a dynamic_slice or dynamic_update_slice."""
+    whole = places[0].reshape(places[0].shape[rank:])
+    sizes = equation.params["slice_sizes"] if data == 1 else places[1].shape[rank:]
+    lead = np.broadcast_shapes((1,) * rank, *(x.shape for x in places[data:]))
+    starts = [np.broadcast_to(x, lead) for x in places[data:]]
+    rows = []
+    for device in np.ndindex(*lead):
+        at = [int(np.clip(int(x[device]), 0, n - size)) for x, n, size in zip(starts, whole.shape, sizes, strict=True)]
+        window = tuple(slice(first, first + size) for first, size in zip(at, sizes, strict=True))
+        row = whole[window]
+        if data == 2:
+            row = whole.copy()
+            row[window] = places[1].reshape(sizes)
+        rows.append(row)
+    return np.stack(rows).reshape(*lead, *rows[0].shape)
+
+
+def _taken(source: np.ndarray, at: np.ndarray, rank: int) -> np.ndarray:
+    """Elements of [components, *lead, n] at places [*lead, ...]."""
+    lead, own = source.shape[1:-1], at.shape[rank:]
+    flat = at.reshape(at.shape[:rank] + (-1,))
+    if math.prod(at.shape[:rank]) == 1:
+        return source[..., flat.reshape(-1)].reshape(*source.shape[:-1], *own)
+    over = np.broadcast_shapes(lead, at.shape[:rank])
+    source = np.broadcast_to(source, (len(source), *over, source.shape[-1]))
+    flat = np.broadcast_to(flat, (len(source), *over, flat.shape[-1]))
+    return np.take_along_axis(source, flat, -1).reshape(len(source), *over, *own)
+
+
+def _is_short(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
+
+
+def _long(dtype: Any) -> Any:
+    """Known floats have at least 32 bits."""
+    return jnp.float32 if _is_short(dtype) else dtype
+
+
+def _aligned(operands: Sequence[Any], rank: int, before: int = 0) -> list[Any]:
+    """Scalars with as many dims of size 1 as the others have dims of their own."""
+    most = max(x.ndim for x in operands)
+    lead = rank + before
+    return [x if x.ndim == most else x.reshape(x.shape[:lead] + (1,) * (most - lead) + x.shape[lead:]) for x in operands]
+
+
+class Rules:
+    """The primitives on operands of which at least one is in the field.
+
+    Attributes:
+        field: the arithmetic.
+        rank: the number of mesh dims in front.
+    """
+
+    def __init__(self, field: Field, rank: int):
+        self.field, self.rank = field, rank
+
+    def __call__(self, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
+        """The results of an equation."""
+        name = equation.primitive.name
+        if name in _ONE and len(operands) == 1:
+            return [operands[0].moved(lambda part: _ONE[name](part, 1 + self.rank, equation))]
+        if name == "unstack":
+            dim = self.rank + equation.params["axis"]
+            [x] = operands
+            return [x.moved(lambda part, i=i: np.take(part, i, 1 + dim)) for i in range(x.shape[dim])]
+        if name in ("concatenate", "stack"):
+            dim = self.rank + equation.params["dimension" if name == "concatenate" else "axis"]
+            return [stacked(self.field, list(operands), dim, new=name == "stack")]
+        if name in _MOVES and not (name == "select_n" and len(operands) == 3):
+            return self.moved(equation, operands)
+        rule = _RULES.get(name)
+        if rule is None:
+            raise UnsupportedError(name)
+        results = rule(self, equation, *operands)
+        return results if isinstance(results, list) else [results]
+
+    def exact(self, *operands: Operand) -> list[Exact]:
+        """Operands in the field, with dims that broadcast."""
+        given = [x if isinstance(x, Exact) else self.field.lifted(x) for x in operands]
+        most = max(len(x.shape) for x in given)
+        return [x if len(x.shape) == most else x.moved(lambda part: self._padded(part, most)) for x in given]
+
+    def _padded(self, part: np.ndarray, dims: int) -> np.ndarray:
+        lead = 1 + self.rank
+        return part.reshape(part.shape[:lead] + (1,) * (1 + dims - part.ndim) + part.shape[lead:])
+
+    def dims(self, equation: Any) -> list[int]:
+        """The dims of a reduction, behind those of the mesh."""
+        return [self.rank + dim for dim in equation.params["axes"]]
+
+    def moved(self, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
+        """A primitive that only moves elements, by what it does to the numbers of their places."""
+        data = _MOVES[equation.primitive.name](len(operands))
+        sources = [self.exact(operands[number])[0] for number in data]
+        indices = _places(equation, operands, data, self.rank)
+        sources.append(self.field.lifted(np.full((1,) * self.rank, np.nan)))  # what is out of bounds
+        lead = np.broadcast_shapes(*(x.shape[: self.rank] for x in sources))
+        degree = sources[0].degree.plus(*(x.degree for x in sources))
+
+        def flat(parts: Sequence[np.ndarray]) -> np.ndarray:
+            rows = [np.broadcast_to(p, (len(p), *lead, *p.shape[1 + self.rank :])) for p in parts]
+            return np.concatenate([row.reshape(len(row), *lead, -1) for row in rows], -1)
+
+        numbers, known, factors = flat([x.number for x in sources]), flat([x.facts for x in sources]), None
+        if any(x.factor is not None for x in sources):
+            factors = flat([np.ones_like(x.number) if x.factor is None else x.factor for x in sources])
+        results: list[Operand] = []
+        for at in indices:
+            factor = None if factors is None else _taken(factors, at, self.rank)
+            results.append(Exact(_taken(numbers, at, self.rank), _taken(known, at, self.rank), factor, degree))
+        return results
+
+    def selected(self, equation: Any, which: Operand, no: Operand, yes: Operand) -> Exact:
+        """select_n of two."""
+        if isinstance(which, Exact):
+            raise UnsupportedError("select_n by a number")
+        no, yes = self.exact(no, yes)
+        most = len(no.shape)
+        mask = self._padded(np.asarray(which, bool)[None], most)[0] if which.ndim < most else np.asarray(which, bool)
+        return self.field.where(mask, yes, no)
+
+    def compared(self, equation: Any, x: Operand, y: Operand) -> Known:
+        """A comparison, by the total order."""
+        x, y = self.exact(x, y)
+        return np.asarray(_NUMPY[equation.primitive.name](self.field.key(x), self.field.key(y)))
+
+    def larger(self, equation: Any, x: Operand, y: Operand) -> Exact:
+        """max or min."""
+        x, y = self.exact(x, y)
+        field, largest = self.field, equation.primitive.name == "max"
+        mask = field.key(x) >= field.key(y) if largest else field.key(x) <= field.key(y)
+        chosen = field.where(mask, x, y)
+        extreme = np.maximum(x.sign, y.sign) if largest else np.minimum(x.sign, y.sign)
+        decided = extreme > 0 if largest else extreme < 0
+        sign = np.where(decided, extreme, np.where(x.sign == y.sign, x.sign, 0))
+        return Exact(chosen.number, facts(chosen.shape, sign, *chosen.facts[1:]), chosen.factor, chosen.degree)
+
+    def converted(self, equation: Any, x: Exact) -> Exact:
+        """A cast: rounding is not modelled; to integers it is an uninterpreted function."""
+        whole = jnp.issubdtype(equation.params["new_dtype"], jnp.integer)
+        if whole and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating):
+            return self.field.opaque("to an integer", x)
+        return x
+
+    def multiplied(self, equation: Any, x: Operand, y: Operand) -> Exact:
+        """A product; of a value with itself it is positive."""
+        same = equation.invars[0] is equation.invars[1]
+        x, y = self.exact(x, y)
+        product = self.field.mul(x, y)
+        return product.signed(1) if same else product
+
+    def divided(self, equation: Any, x: Operand, y: Operand) -> Exact:
+        """A quotient."""
+        x, y = self.exact(x, y)
+        return self.field.mul(x, self.field.inverse(y))
+
+    def raised(self, equation: Any, x: Exact) -> Exact:
+        """integer_pow."""
+        return self.to_the(x, equation.params["y"])
+
+    def to_the(self, x: Exact, n: int) -> Exact:
+        """x to a whole power."""
+        x = self.field.plain(x)
+        known = facts(x.shape, 1 if n % 2 == 0 else x.sign, False, x.used[0])
+        result = Exact(self.field.power(x.number, abs(n)), known, degree=x.degree.to_the(abs(n)))
+        return self.field.inverse(result) if n < 0 else result
+
+    def powered(self, equation: Any, x: Operand, y: Operand) -> Exact:
+        """pow: to a whole number that is known, a product; else uninterpreted."""
+        if not isinstance(y, Exact) and y.size and (np.asarray(y) == np.round(y)).all() and np.ptp(y) == 0:
+            n = int(np.asarray(y).flat[0])
+            if abs(n) <= 1024:
+                return self.to_the(self.exact(x)[0], n)
+        if not isinstance(y, Exact) and y.size and (np.asarray(y) == 0.5).all():
+            return self.field.opaque("sqrt", self.exact(x)[0], sign=1)
+        return self.field.opaque("pow", *self.exact(x, y))
+
+    def logistic(self, equation: Any, x: Exact) -> Exact:
+        """1 / (1 + exp(-x))."""
+        field = self.field
+        if field.shallow:
+            return field.opaque("logistic", x, sign=1)
+        one = field.lifted(np.ones((1,) * len(x.shape), np.float32))
+        return field.inverse(field.add(one, field.exp(field.negative(x))))
+
+    def shifted(self, equation: Any, x: Exact) -> Exact:
+        """log1p and expm1."""
+        field = self.field
+        one = field.lifted(np.ones((1,) * len(x.shape), np.float32))
+        return field.log(field.add(x, one)) if equation.primitive.name == "log1p" else field.sub(field.exp(x), one)
+
+    def absolute(self, equation: Any, x: Exact) -> Exact:
+        """abs, by the order."""
+        x = self.field.plain(x)
+        return self.field.where(self.field.key(x) >= 0, x, self.field.negative(x)).signed(1)
+
+    def sign(self, equation: Any, x: Exact) -> Exact:
+        """sign, by the order, which has a place for every number."""
+        return self.field.lifted(np.sign(self.field.key(x)).astype(np.float32))
+
+    def root(self, equation: Any, x: Exact) -> Exact:
+        """sqrt and rsqrt: uninterpreted, and inverses of each other."""
+        root = self.field.opaque("sqrt", x, sign=1)
+        return root if equation.primitive.name == "sqrt" else self.field.inverse(root)
+
+    def opaque(self, equation: Any, *operands: Operand) -> Exact:
+        """A function without a law."""
+        return self.field.opaque(equation.primitive.name, *self.exact(*operands))
+
+    def total(self, equation: Any, x: Exact) -> Exact:
+        """reduce_sum."""
+        return self.field.total(x, self.dims(equation))
+
+    def product(self, equation: Any, x: Exact) -> Exact:
+        """reduce_prod."""
+        for dim in sorted(self.dims(equation), reverse=True):
+            parts = [x.moved(lambda part, i=i, dim=dim: np.take(part, i, dim + 1)) for i in range(x.shape[dim])]
+            result = self.field.lifted(np.ones((), np.float32))
+            for part in parts:
+                result = self.field.mul(result, part)
+            x = result
+        return x
+
+    def extreme(self, equation: Any, x: Exact) -> Exact:
+        """reduce_max and reduce_min."""
+        dims = self.dims(equation)
+        keys = self.field.key(x)
+        largest = equation.primitive.name == "reduce_max"
+        at = self._place(keys, dims, largest)
+        lead = [dim for dim in range(len(x.shape)) if dim not in dims]
+
+        def pick(part: np.ndarray) -> np.ndarray:
+            part = part.transpose(0, *(1 + dim for dim in lead), *(1 + dim for dim in dims))
+            part = part.reshape(*part.shape[: 1 + len(lead)], -1)
+            return np.take_along_axis(part, np.broadcast_to(at, (len(part), *at.shape))[..., None], -1)[..., 0]
+
+        chosen = self.field.plain(x).moved(pick)
+        return chosen
+
+    def _place(self, keys: np.ndarray, dims: Sequence[int], largest: bool) -> np.ndarray:
+        lead = [dim for dim in range(keys.ndim) if dim not in dims]
+        keys = keys.transpose(*lead, *dims)
+        keys = keys.reshape(*keys.shape[: len(lead)], -1)
+        return np.asarray(keys.argmax(-1) if largest else keys.argmin(-1))
+
+    def arg(self, equation: Any, x: Exact) -> Known:
+        """argmax and argmin."""
+        largest = equation.primitive.name == "argmax"
+        at = self._place(self.field.key(x), self.dims(equation), largest)
+        return at.astype(equation.params["index_dtype"])
+
+    def cumulated(self, equation: Any, x: Exact) -> Exact:
+        """cumsum, cumprod, cummax and cummin, term by term."""
+        name, dim = equation.primitive.name, self.rank + equation.params["axis"]
+        n = x.shape[dim]
+        order = range(n - 1, -1, -1) if equation.params["reverse"] else range(n)
+        x = self.field.plain(x)
+        terms: dict[int, Exact] = {}
+        before: Exact | None = None
+        for i in order:
+            term = x.moved(lambda part, i=i: np.take(part, [i], dim + 1))
+            if before is None:
+                before = term
+            elif name == "cumsum":
+                before = self.field.add(before, term)
+            elif name == "cumprod":
+                before = self.field.mul(before, term)
+            else:
+                keys = self.field.key(before), self.field.key(term)
+                before = self.field.where(keys[0] >= keys[1] if name == "cummax" else keys[0] <= keys[1], before, term)
+            terms[i] = before
+        return stacked(self.field, [terms[i] for i in range(n)], dim) if n else x
+
+    def dotted(self, equation: Any, x: Operand, y: Operand) -> Exact:
+        """dot_general."""
+        given = [z if isinstance(z, Exact) else self.field.lifted(z) for z in (x, y)]
+        return self.product_over(*given, equation.params["dimension_numbers"])
+
+    def product_over(self, x: Exact, y: Exact, numbers: Any) -> Exact:
+        """A product with the dimension numbers of a dot_general."""
+        (cx, cy), (bx, by) = numbers
+        given = x, y
+        plain = [self.field.plain(z) for z in given]
+        kept = []
+        for z, contracted, batch, last in zip(plain, (cx, cy), (bx, by), (True, False), strict=True):
+            mine = z.shape[self.rank :]
+            free = [dim for dim in range(len(mine)) if dim not in contracted and dim not in batch]
+            order = [*batch, *free, *contracted] if last else [*batch, *contracted, *free]
+            sizes = [math.prod(mine[dim] for dim in dims) for dims in (batch, free, contracted)]
+            shape = [sizes[0], *((sizes[1], sizes[2]) if last else (sizes[2], sizes[1]))]
+            kept.append(z.moved(lambda part, order=order, shape=shape: self._matrix(part, order, shape)))
+        product = self.field.matmul(*kept)
+        own = [x.shape[self.rank + dim] for dim in bx]
+        for z, contracted, batch in zip(plain, (cx, cy), (bx, by), strict=True):
+            mine = z.shape[self.rank :]
+            own += [size for dim, size in enumerate(mine) if dim not in contracted and dim not in batch]
+        return product.moved(lambda part: part.reshape((*part.shape[: 1 + self.rank], *own)))
+
+    def _matrix(self, part: np.ndarray, order: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+        lead = 1 + self.rank
+        return part.transpose(*range(lead), *(lead + dim for dim in order)).reshape(*part.shape[:lead], *shape)
+
+    def grouped(self, equation: Any, x: Operand, w: Operand, sizes: Known) -> Exact:
+        """ragged_dot: the rows of x, sorted by group, times the matrix of their group; or those sums, group by group."""
+        params = equation.params["ragged_dot_dimension_numbers"]
+        [ragged] = params.lhs_ragged_dimensions
+        (cx, cy), (bx, by) = params.dot_dimension_numbers
+        if bx or by or isinstance(sizes, Exact):
+            raise UnsupportedError("ragged_dot_general with batch dims")
+        x, w = self.exact(x)[0], self.exact(w)[0]
+        rows = np.arange(x.shape[self.rank + ragged])
+        ends = np.cumsum(sizes, -1)[..., None]
+        mine = ((rows >= ends - np.asarray(sizes)[..., None]) & (rows < ends)).astype(np.int32)  # [.., group, row]
+        own = [1] * (len(x.shape) - self.rank)
+        own[ragged] = len(rows)
+        results = []
+        for group in range(mine.shape[self.rank]):
+            mask = np.take(mine, group, self.rank)
+            here = self.field.mul(x, self.field.lifted(mask.reshape(*mask.shape[: self.rank], *own)))
+            matrix, numbers = w, (cx, cy)
+            if params.rhs_group_dimensions:
+                [at] = params.rhs_group_dimensions
+                matrix = w.moved(lambda part, group=group, at=at: np.take(part, group, 1 + self.rank + at))
+                numbers = cx, tuple(dim - (dim > at) for dim in cy)
+            results.append(self.product_over(here, matrix, (numbers, ((), ()))))
+        if not params.rhs_group_dimensions:
+            return stacked(self.field, results, self.rank, new=True)
+        total = results[0]
+        for result in results[1:]:
+            total = self.field.add(total, result)
+        return total
+
+    def scattered(self, equation: Any, operand: Operand, indices: Known, updates: Operand) -> Exact:
+        """scatter and scatter-add: the place of each update is what a gather with the same numbers reads there."""
+        operand, updates = self.exact(operand)[0], self.exact(updates)[0]
+        numbers = equation.params["dimension_numbers"]
+        own = operand.shape[self.rank :]
+        window = iter(equation.invars[2].aval.shape[dim] for dim in numbers.update_window_dims)
+        without = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        sizes = tuple(1 if dim in without else next(window) for dim in range(len(own)))
+        reads = lax.GatherDimensionNumbers(
+            offset_dims=numbers.update_window_dims,
+            collapsed_slice_dims=numbers.inserted_window_dims,
+            start_index_map=numbers.scatter_dims_to_operand_dims,
+            operand_batching_dims=numbers.operand_batching_dims,
+            start_indices_batching_dims=numbers.scatter_indices_batching_dims,
+        )
+        size = math.prod(own)
+        places = jnp.arange(size, dtype=jnp.int32).reshape(own)
+
+        def where(at: Any) -> Any:
+            return lax.gather(places, jnp.asarray(at), reads, sizes, mode="fill", fill_value=size)
+
+        lead = np.broadcast_shapes(*(x.shape[: self.rank] for x in (operand, indices, updates)))
+        n = math.prod(lead)
+        at = jnp.broadcast_to(indices, lead + indices.shape[self.rank :]).reshape(n, *indices.shape[self.rank :])
+        at = np.asarray(jax.vmap(where)(at)).reshape(n, -1)
+        rows = np.broadcast_to(np.arange(n)[:, None], at.shape)
+        adds = equation.primitive.name.startswith("scatter-add") or equation.primitive.name == "scatter_add"
+        operand, updates = self.field.plain(operand), self.field.plain(updates)
+
+        def written(old: np.ndarray, new: np.ndarray, add: bool) -> np.ndarray:
+            old = np.broadcast_to(old, (len(old), *lead, *own)).reshape(len(old), n, size)
+            new = np.broadcast_to(new, (len(new), *lead, *new.shape[1 + self.rank :])).reshape(len(new), n, -1)
+            result = np.concatenate([old, np.zeros((len(old), n, 1), old.dtype)], -1)
+            if add:
+                np.add.at(result, (slice(None), rows, at), new)
+            else:
+                result[:, rows, at] = new
+            return result[..., :-1].reshape(len(old), *lead, *own)
+
+        number = written(operand.number, updates.number, adds)
+        known = written(operand.facts, updates.facts, False)
+        if adds:
+            known[0] = (operand.sign == 1).all() and (updates.sign == 1).all()
+            known[1:] = np.maximum(known[1:], operand.facts[1:])
+            known[2] = max(operand.used[0].max(initial=0), updates.used[0].max(initial=0))
+        return Exact(number % self.field.p(number), known, degree=operand.degree.plus(updates.degree))
+
+    def sorted(self, equation: Any, *operands: Operand) -> list[Operand]:
+        """sort, by the order of the field where the operand is in it."""
+        dim, keyed = self.rank + equation.params["dimension"], equation.params["num_keys"]
+        keys = [self.field.key(x) if isinstance(x, Exact) else np.asarray(x) for x in operands[:keyed]]
+        shape = np.broadcast_shapes(*(x.shape for x in operands))
+        keys = [np.broadcast_to(key, shape) for key in keys]
+        at = np.lexsort([np.moveaxis(key, dim, -1) for key in reversed(keys)], -1)
+        at = np.moveaxis(at, -1, dim)
+        return [self._along(x, at, dim, shape) for x in operands]
+
+    def _along(self, x: Operand, at: np.ndarray, dim: int, shape: tuple[int, ...]) -> Operand:
+        if isinstance(x, Exact):
+            return x.moved(
+                lambda part: np.take_along_axis(
+                    np.broadcast_to(part, (len(part), *shape)), np.broadcast_to(at, (len(part), *at.shape)), dim + 1
+                )
+            )
+        return np.take_along_axis(np.broadcast_to(x, shape), at, dim)
+
+    def top(self, equation: Any, x: Exact) -> list[Operand]:
+        """top_k over the last dim."""
+        k = equation.params["k"]
+        dim = self.rank + equation.params.get("axis", len(x.shape) - self.rank - 1) % (len(x.shape) - self.rank)
+        keys = self.field.key(x)
+        at = np.take(np.argsort(-(keys.astype(object)), axis=dim, kind="stable"), range(k), dim)
+        return [self._along(x, at, dim, x.shape), at.astype(np.int32)]
+
+    def clamped(self, equation: Any, low: Operand, x: Operand, high: Operand) -> Exact:
+        """clamp."""
+        field = self.field
+        low, x, high = self.exact(low, x, high)
+        x = field.where(field.key(x) >= field.key(low), x, low)
+        return field.where(field.key(x) <= field.key(high), x, high)
+
+
+def joined(parts: Sequence[np.ndarray], dim: int, new: bool, behind: int = 0) -> np.ndarray:
+    """Arrays stacked or concatenated along a dim, behind others; their other dims broadcast."""
+    own = [x.shape[behind:] for x in parts]
+    shape = np.broadcast_shapes(*(each if new else (*each[:dim], 1, *each[dim + 1 :]) for each in own))
+    whole = []
+    for part, each in zip(parts, own, strict=True):
+        full = shape if new else (*shape[:dim], each[dim], *shape[dim + 1 :])
+        whole.append(np.broadcast_to(part, (*part.shape[:behind], *full)))
+    return np.stack(whole, behind + dim) if new else np.concatenate(whole, behind + dim)
+
+
+def stacked(field: Field, rows: Sequence[Operand], dim: int, new: bool = False) -> Operand:
+    """Operands joined along a dim, `new` or their own."""
+    if not any(isinstance(x, Exact) for x in rows):
+        return joined(rows, dim, new)
+    exact = [x if isinstance(x, Exact) else field.lifted(x) for x in rows]
+    factor = None
+    if any(x.factor is not None for x in exact):
+        factor = joined([np.ones_like(x.number) if x.factor is None else x.factor for x in exact], dim, new, 1)
+    degree = exact[0].degree.plus(*(x.degree for x in exact))
+    number, known = (joined(parts, dim, new, 1) for parts in ([x.number for x in exact], [x.facts for x in exact]))
+    return Exact(number, known, factor, degree)
+
+
+def _all(n: int) -> range:
+    return range(n)
+
+
+def _first(n: int) -> range:
+    return range(1)
+
+
+# Primitives that only move elements, with the operands that are moved; the others are indices.
+_MOVES: dict[str, Callable[[int], range]] = {
+    **dict.fromkeys(("gather", "dynamic_slice", "split"), _first),
+    **dict.fromkeys(("pad", "tile"), _all),
+    "dynamic_update_slice": lambda n: range(2),
+    "select_n": lambda n: range(1, n),
+}
+_RULES: dict[str, Callable[..., Any]] = {
+    "add": lambda rules, _, x, y: rules.field.add(*rules.exact(x, y)),
+    "add_any": lambda rules, _, x, y: rules.field.add(*rules.exact(x, y)),
+    "sub": lambda rules, _, x, y: rules.field.sub(*rules.exact(x, y)),
+    "neg": lambda rules, _, x: rules.field.negative(x),
+    "exp": lambda rules, _, x: rules.field.exp(x),
+    "log": lambda rules, _, x: rules.field.log(x),
+    "square": lambda rules, _, x: rules.field.mul(x, x).signed(1),
+    "is_finite": lambda rules, _, x: np.ones(x.shape, bool),
+    "mul": Rules.multiplied,
+    "div": Rules.divided,
+    "integer_pow": Rules.raised,
+    "pow": Rules.powered,
+    "logistic": Rules.logistic,
+    "abs": Rules.absolute,
+    "sign": Rules.sign,
+    "convert_element_type": Rules.converted,
+    "select_n": Rules.selected,
+    "clamp": Rules.clamped,
+    "reduce_sum": Rules.total,
+    "reduce_prod": Rules.product,
+    "dot_general": Rules.dotted,
+    "ragged_dot_general": Rules.grouped,
+    "sort": Rules.sorted,
+    "top_k": Rules.top,
+    **dict.fromkeys(("log1p", "expm1"), Rules.shifted),
+    **dict.fromkeys(("sqrt", "rsqrt"), Rules.root),
+    **dict.fromkeys(("max", "min"), Rules.larger),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), Rules.compared),
+    **dict.fromkeys(("reduce_max", "reduce_min"), Rules.extreme),
+    **dict.fromkeys(("argmax", "argmin"), Rules.arg),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), Rules.cumulated),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), Rules.scattered),
+    **dict.fromkeys(
+        ("tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "erf")
+        + ("erfc", "erf_inv", "cbrt", "exp2", "floor", "ceil", "round", "rem", "lgamma", "digamma", "nextafter"),
+        Rules.opaque,
+    ),
+}
