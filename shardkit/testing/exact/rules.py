@@ -166,7 +166,7 @@ def bound(
     equation: Any, operands: Sequence[Known], rank: int, changed: dict[str, Any] | None = None, as_typed: bool = True
 ) -> list[Known]:
     """The primitive's own results, by jax, without a mesh, for the operands of every device."""
-    if any(is_key(v.aval) for v in (*equation.invars, *equation.outvars)):
+    if as_typed and any(is_key(v.aval) for v in (*equation.invars, *equation.outvars)):
         raise UnsupportedError(equation.primitive.name)
     params = {key: None if isinstance(x, NamedSharding) else x for key, x in equation.params.items()} | (changed or {})
     primitive = equation.primitive
