@@ -40,7 +40,7 @@ LIMITS = {
     "planner": 630,
     "reporting": 940,
     "resharding": 890,
-    "runtime": 5150,
+    "runtime": 4500,
     "viz": 1530,
 }
 
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 45_600
+    assert sum(found.values()) <= 45_000
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

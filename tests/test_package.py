@@ -183,7 +183,7 @@ def test_what_is_promised_is_there():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == sk.__version__ == metadata.version("shardkit")
     assert {d.split(">")[0] for d in project["dependencies"]} == {"jax", "numpy", "optax"}
-    extras = {"cli", "pytest", "test", "viz", "docs", "checkpoint", "safetensors", "data", "all"}
+    extras = {"cli", "pytest", "test", "viz", "docs", "checkpoint", "data", "all"}
     extras |= {"aot", "aot-gpu", "cuda", "tpu"}
     assert set(project["optional-dependencies"]) == extras
 

@@ -86,7 +86,7 @@ class TrainOptions:
     change: tuple[Change, ...] = ()
     """Options that may differ from those of the run that is resumed."""
     init_from: Path | None = None
-    """Parameters to start from: another run's checkpoints, or .safetensors files."""
+    """Parameters to start from: another run's checkpoints."""
     deadline: float = 300.0
     """With several processes: seconds for a step, or for its data, after which all stop and name the late ones."""
 

@@ -23,8 +23,6 @@ from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_d
 from shardkit.runtime.replay import Corruption, CorruptionError, Replay
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
 from shardkit.runtime.weights.load import load_params
-from shardkit.runtime.weights.names import StoredAs, llama_names
-from shardkit.runtime.weights.save import save_params
 
 if TYPE_CHECKING:
     from shardkit.jobs.launch import launch
@@ -46,7 +44,6 @@ __all__ = [
     "NonFinite",
     "Replay",
     "Run",
-    "StoredAs",
     "TriageReport",
     "assert_no_drift",
     "barrier",
@@ -64,7 +61,6 @@ __all__ = [
     "latest_step",
     "launch",
     "leave",
-    "llama_names",
     "load_params",
     "loader",
     "local_rows",
@@ -77,7 +73,6 @@ __all__ = [
     "replica_drift",
     "replicate",
     "restores_elsewhere",
-    "save_params",
     "to_numpy",
     "triage",
     "watch_preemption",
