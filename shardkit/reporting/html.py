@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-_VOID = ("meta", "br", "img")
+_VOID = ("meta", "br")
 # Light, dark and on paper, from a telephone's width on. Contrasts are at least 4.5 to 1.
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1d21; --quiet: #565d66; --paper: #ffffff; --box: #f5f6f8; --line: #d5d9df;
@@ -34,7 +34,7 @@ dd { margin: 0; font-weight: 600; }
 .good { color: var(--good); }
 .bad { color: var(--bad); }
 .scroll { overflow-x: auto; margin: .35rem 0; border: 1px solid var(--line); border-radius: .4rem; }
-.scroll:focus-visible, .picture:focus-visible, a:focus-visible { outline: 2px solid var(--mark); outline-offset: 2px; }
+.scroll:focus-visible, a:focus-visible { outline: 2px solid var(--mark); outline-offset: 2px; }
 table { border-collapse: collapse; width: 100%; overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-top: 1px solid var(--line); }
 td, tbody th { white-space: nowrap; }
@@ -50,14 +50,12 @@ td.bars { width: 30%; min-width: 7rem; }
 .findings li { margin: .75rem 0; max-width: 80ch; }
 figure { margin: 1rem 0; }
 figcaption { color: var(--quiet); font-size: .875rem; }
-.picture { overflow-x: auto; margin: .35rem 0; }
 @media print { :root { --ink: #000; --quiet: #444; --paper: #fff; --box: #fff; --line: #999; --mark: #0072b2;
   --good: #000; --bad: #000; } body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; }
-  .scroll, .picture { overflow: visible; }
-  .picture img { max-width: 100%; height: auto; } td, tbody th { white-space: normal; font-size: 7.5pt;
+  .scroll { overflow: visible; } td, tbody th { white-space: normal; font-size: 7.5pt;
   padding: .15rem .3rem; }
   td.wide { min-width: 0; } td.bars { width: 10%; min-width: 2cm; } h2, h3, figcaption { break-after: avoid; }
-  tr, .picture, .figures > div { break-inside: avoid; }
+  tr, .figures > div { break-inside: avoid; }
   .bar { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
@@ -178,7 +176,7 @@ def sections(parts: Sequence[Part]) -> Html:
 
 def document(title: str, style: str, *content: object) -> Html:
     """A whole page. Its policy forbids scripts, and all that is not in the page itself."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
     head = element(
         "head",
         element("meta", charset="utf-8"),

@@ -19,7 +19,6 @@ from shardkit.reporting import sections
 from shardkit.reporting.html import STYLE, Html, document, element
 from shardkit.reporting.html import sections as below
 from shardkit.reporting.read import Facts, StepReport, read
-from shardkit.viz.style import look
 
 _PARTS = (
     sections.mesh,
@@ -28,7 +27,6 @@ _PARTS = (
     sections.census,
     sections.findings,
     sections.compiled,
-    sections.costs,
 )
 # What a reader needs of the environment, and its name on the page.
 _ABOUT = {
@@ -63,14 +61,14 @@ def report(
     """Writes what one call of a jitted step holds, sends and wastes as one HTML page that can be mailed.
 
     The page has the mesh, the layout of every leaf, every collective as written and as compiled, the findings of
-    `lint` and `audit`, memory, times by the alpha-beta model and the roofline, and versions, date and command. It needs
-    no other file and no script; it follows the reader's light or dark theme, fits a telephone, and can be printed.
+    `lint` and `audit`, memory, and versions, date and command. It needs no other file and no script; it follows the
+    reader's light or dark theme, fits a telephone, and can be printed.
 
     Args:
         step: the step: a train step, or any jitted function.
         *args: its positional arguments: arrays, or `jax.ShapeDtypeStruct` with shardings.
-        target: chips to compile for, as "v5e:2x4" (see `aot.compile`); None: the devices of this process. Times need
-            the figures of a chip.
+        target: chips to compile for, as "v5e:2x4" (see `aot.compile`), which has times too; None: the devices of this
+            process.
         file: the .html file to write, whose missing directories are created; None writes none.
         command: the command that the page says it was made by; None: that of this process; "" leaves it out, as where
             its words are not for the page's readers.
@@ -87,7 +85,7 @@ def report(
     Raises:
         ValueError: a file that does not end in .html or cannot be written, a name in `ignore` that is not a rule, a
             step that cannot be traced and compiled with these arguments.
-        RuntimeError: the target's compiler or matplotlib is missing.
+        RuntimeError: the target's compiler is missing.
 
     Example:
         >>> w, x = (jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, P(axis))) for axis in ("model", "data"))
@@ -97,8 +95,6 @@ def report(
     """
     at_least("report", 0, large=large, small=small)
     path = None if file is None else check_file(Path(file))
-    with look():  # matplotlib is missed before a compiler takes its minutes
-        pass
     facts = read(step, args, target, ignore, large, small, call, timeout)
     html = page_of(facts, shlex.join(sys.orig_argv) if command is None else command)
     if path:

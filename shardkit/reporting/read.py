@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 
-from shardkit import cost
 from shardkit.analysis.hlo import aot
-from shardkit.analysis.hlo.collectives import CompiledRow, total_work
-from shardkit.analysis.hlo.compute import NO_WORK, Work
+from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import account
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
-from shardkit.analysis.hlo.topology import device_of, parse_topology
+from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
 from shardkit.analysis.jaxpr.step import Step, trace_step
 from shardkit.analysis.judge import LARGE, Audit, audit_of, check_rules, findings_of
@@ -93,20 +90,12 @@ class Facts:
 
     Attributes:
         found: what the caller gets.
-        devices: the mesh with its devices; None where it has none, or where the step is over none.
         plan: the table of its plan; None of a step without one.
-        chip: the chip whose figures the times are by; None where they are not known.
-        work: FLOPs and bytes of one call's compute.
-        state: the state of a train step; None of any other.
         schedule: the schedule of a pipeline's train step; None of any other.
     """
 
     found: StepReport
-    devices: Mesh | None
     plan: PlanTable | None
-    chip: cost.Chip | None
-    work: Work
-    state: Any
     schedule: Schedule | None = None
 
     @property
@@ -173,9 +162,7 @@ def read(
         audit,
         compiled,
     )
-    chip = device_of(where) if where else cost.chip_of(jax.devices()[0].device_kind)
-    work = compiled.compute if compiled else total_work(program.module) if program else NO_WORK
-    return Facts(found, mesh_of(args), plan, chip, work, args[0] if plan else None, getattr(fn, "schedule", None))
+    return Facts(found, plan, getattr(fn, "schedule", None))
 
 
 def arrays_of(step: Step) -> dict[tuple[str, str], Any]:
@@ -197,15 +184,6 @@ def leaves_of(step: Step) -> list[ArgumentLeaf]:
             spec, local, devices = "the compiler's choice", "?", "?"
         out.append(ArgumentLeaf(argument, name, shape, dtype, spec, local, devices, shard_bytes(leaf)))
     return out
-
-
-def mesh_of(args: Any) -> Mesh | None:
-    """The mesh with devices over which the arguments are laid out."""
-    for leaf in jax.tree.leaves(args):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    return None
 
 
 def plan_of(fn: Any, args: tuple[Any, ...]) -> PlanTable | None:

@@ -1,19 +1,18 @@
-"""The parts of the page, each a function of the facts: the step as it is written, as it is compiled, what it costs."""
+"""The parts of the page, each a function of the facts: the step as it is written, and as it is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
 
-from shardkit import cost, viz
+from shardkit import viz
 from shardkit._arguments.checks import counted, sized
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import grouped
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import size
 from shardkit.analysis.jaxpr.census import Row
-from shardkit.reporting import pictures
-from shardkit.reporting.html import Html, Part, bars, block, element, figures, joined, part, table
+from shardkit.reporting.html import Html, Part, bars, block, element, figures, part, table
 from shardkit.reporting.read import ArgumentLeaf, Facts
 from shardkit.viz.bars import duration
 
@@ -83,8 +82,7 @@ def mesh(facts: Facts) -> Part:
         for axis, n in found.mesh.items()
     ]
     caption = "What goes over each axis: collectives per step, bytes that a device sends per step"
-    shown = table(caption, head, rows, numbers=head[1:], bars=bars(sent.values()))
-    return part("Mesh", pictures.mesh(facts), shown)
+    return part("Mesh", table(caption, head, rows, numbers=head[1:], bars=bars(sent.values())))
 
 
 def layout(facts: Facts) -> Part:
@@ -118,8 +116,7 @@ def pipeline(facts: Facts) -> Part | None:
         return None
     timeline = facts.schedule.simulate()
     said = element("p", f"{viz.title(facts.schedule)}; {viz.facts(timeline)}.")
-    grid = block("schedule", facts.schedule)
-    return part("Pipeline", said, pictures.pipeline(facts.schedule, timeline), grid)
+    return part("Pipeline", said, block("schedule", facts.schedule))
 
 
 def census(facts: Facts) -> Part:
@@ -144,7 +141,7 @@ def census(facts: Facts) -> Part:
     said = f"{counted(found.count(), 'collective')} per step; a device sends {count(found.sent())} bytes."
     caption = "Every collective of the traced program; bytes per device"
     shown = table(caption, head, rows, numbers=head[2:6], bars=bars([row.total for row in found.rows]))
-    return part("Collectives as written", element("p", said), pictures.census(facts), shown)
+    return part("Collectives as written", element("p", said), shown)
 
 
 def findings(facts: Facts) -> Part:
@@ -176,21 +173,12 @@ def compiled(facts: Facts) -> Part:
     report, memory = facts.found.compiled, facts.memory
     if memory is None:
         message = block("the compiler's message", report.message if report else "")
-        drawn = pictures.memory(facts) if report and report.needed else ""
-        return part("As compiled", element("p", "The program does not fit:", class_="bad"), message, drawn)
+        return part("As compiled", element("p", "The program does not fit:", class_="bad"), message)
     changes = facts.differences
     listed = element("ul", *(element("li", each) for each in changes))
     same = element("p", "Nothing: the program communicates as written.")
     head = element("h3", "What the compiler changed")
-    return part(
-        "As compiled",
-        pictures.memory(facts),
-        _memory(memory),
-        pictures.overlap(facts),
-        _collectives(facts),
-        head,
-        listed if changes else same,
-    )
+    return part("As compiled", _memory(memory), _collectives(facts), head, listed if changes else same)
 
 
 def _memory(memory: Memory) -> Html:
@@ -231,60 +219,3 @@ def _collectives(facts: Facts) -> Html:
 def sent(rows: Sequence[CompiledRow]) -> Fraction:
     """Bytes that a device sends per step in some collectives."""
     return sum((row.total for row in rows), Fraction(0))
-
-
-def costs(facts: Facts) -> Part:
-    """Time of each kind of collective by the alpha-beta model, and the roofline."""
-    work, chip = facts.work, facts.chip
-    done = f"Matmuls: {work.flops:,} FLOPs per device per step; memory traffic: {work.bytes:,} bytes."
-    if not facts.found.audit:
-        return part("Cost", element("p", "Not known: the program does not fit."))
-    if chip is None:
-        why = f"There are no figures of the links and the peak of {facts.found.target} devices: name chips as target."
-        return part("Cost", element("p", done), element("p", why, class_="quiet"))
-    link = cost.links(chip).link
-    groups: dict[tuple[str, tuple[str, ...], int], list[CompiledRow]] = {}
-    for row in facts.rows:
-        groups.setdefault((row.kind, row.axes, row.n), []).append(row)
-    rows, times_ = [], []
-    for (kind, axes, n), same in groups.items():
-        runs = sum(row.times for row in same)
-        hops = runs * cost.wire(kind, 0, n).hops
-        alpha, beta = hops * link.latency, float(sent(same)) / link.bandwidth
-        times_.append(alpha + beta)
-        rows.append(
-            (
-                kind,
-                over(axes, n),
-                runs,
-                count(sent(same)),
-                f"{hops:,}",
-                duration(alpha),
-                duration(beta),
-                duration(alpha + beta),
-            )
-        )
-    head = ("kind", "axes", "times", "sent/device", "messages", "latency", "bytes", "both")
-    caption = f"Time per step by the alpha-beta model: a ring over one link, {link}; {duration(sum(times_))} in all"
-    shown = table(caption, head, rows, numbers=head[2:], bars=bars(times_)) if rows else ""
-    return part("Cost", element("p", done), _roofline(facts, chip), shown)
-
-
-def _roofline(facts: Facts, chip: cost.Chip) -> Html:
-    work, moved = facts.work, float(sent(facts.rows))
-    if not work.flops + work.bytes + moved:
-        return joined([])
-    line = cost.roofline(work.flops, work.bytes, chip, sent=moved)
-    parts = {
-        "compute": (line.compute_seconds, f"{chip.flops / 1e12:g} TFLOP/s"),
-        "memory": (line.memory_seconds, f"{chip.hbm_bandwidth / 1e9:g} GB/s"),
-        "network": (line.network_seconds, f"{cost.group_bandwidth(chip) / 1e9:g} GB/s, one dimension both ways"),
-    }
-    rows = [(name, duration(each), peak) for name, (each, peak) in parts.items()]
-    caption = (
-        f"Roofline of {chip.name}: bound by {line.bound}, at least {duration(line.seconds)} per step; "
-        f"{line.intensity:,.3g} FLOPs per byte, and from "
-        f"{line.critical_intensity:,.3g} on compute takes longer than memory"
-    )
-    drawn = bars([each for each, _ in parts.values()])
-    return table(caption, ("part", "at least", "at"), rows, numbers=("at least",), bars=drawn)

@@ -86,17 +86,6 @@ def test_doctor_knows_every_package_of_every_extra(monkeypatch):
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("command", ["aot train.py:make --topology v5e:2x4", "audit train.py:make", "doctor"])
-def test_another_kind_of_picture_is_refused_before_anything_else(command, inside):
-    """Otherwise a compiler's minutes would be lost."""
-    words = command.split()
-    assert inside(*words, "--output", "picture.pdf", code=2).stderr == (
-        f"error: {words[0]}: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example "
-        "'picture.svg'.\n"
-    )
-
-
-@pytest.mark.check
 def test_only_process_0_writes(monkeypatch, tmp_path):
     monkeypatch.setattr(train.sk.runtime, "is_main", lambda: False)
     with train.CommandLog(train.Options(json=tmp_path / "run.json"), output.console()) as log:

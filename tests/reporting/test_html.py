@@ -6,9 +6,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-import shardkit as sk
-from shardkit import viz
-from shardkit.reporting import pictures
 from shardkit.reporting.html import STYLE, bars, document, element, escaped, figures, part, sections, table
 from support.pages import assert_self_contained
 
@@ -46,14 +43,6 @@ def test_what_is_html_already_is_not_escaped_again():
 
 def test_bars_are_shares_of_the_largest():
     assert bars([1, 4, 0]) == [0.25, 1.0, 0.0] and bars([0, 0]) == [0.0, 0.0] and bars([]) == []
-
-
-# Alone catches a picture of thousands of parts that makes the page too large to mail.
-def test_a_large_picture_stands_as_pixels(monkeypatch):
-    monkeypatch.setattr(pictures, "LARGEST", 100)
-    page = assert_self_contained(pictures.figure("mesh", viz.mesh(sk.make_mesh(data=8)), "eight <devices>"))
-    assert [given["alt"] for tag, given in page.elements if tag == "img"] == ["eight <devices>"]
-    assert [given["src"].partition(";")[0] for tag, given in page.elements if tag == "img"] == ["data:image/png"]
 
 
 def contrast(one, other):

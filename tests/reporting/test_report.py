@@ -1,7 +1,5 @@
 """The page of a step holds all that was read of it, and says what is wrong in a sentence."""
 
-import sys
-from base64 import b64decode
 from fractions import Fraction
 
 import jax
@@ -12,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import cost
 from shardkit.analysis import Audit, Census
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.compute import Work
@@ -21,8 +18,6 @@ from shardkit.analysis.hlo.report import Report
 from shardkit.reporting import page as page_module
 from shardkit.reporting.page import page_of
 from shardkit.reporting.read import ArgumentLeaf, Facts, StepReport
-from shardkit.reporting.sections import flops
-from shardkit.viz.bars import duration
 from support.compilers import tpu
 from support.pages import assert_self_contained
 
@@ -65,8 +60,7 @@ def test_the_page_of_a_step_holds_all_that_was_read_of_it(mesh2x4, tmp_path):
     assert page.column("bytes sent", 0) == [f"{int(found.census.sent(axis=axis)):,}" for axis in ("data", "model")]
     assert "command" in [given.get("aria-label") for _, given in page.elements]
     assert "python <train>.py" in page.text and jax.__version__ in page.text
-    pictures = [given["alt"] for tag, given in page.elements if tag == "img"]
-    assert [each.split()[0] for each in pictures] == ["The", "Bytes", "Memory"] and HOSTILE in page.text
+    assert HOSTILE in page.text
     assert found.audit.skipped == ("second-compile: call is False",) and "Not tried: second-compile" in page.text
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
 
@@ -86,7 +80,7 @@ def test_a_train_steps_page_has_its_plan(mesh2x4):
     assert [leaf.spec for leaf in found.leaves if leaf.argument == "batch"] == ["the compiler's choice"]
 
 
-def facts(*, fits=True, rows=(), chip="v5e", schedule=None):
+def facts(*, fits=True, rows=(), schedule=None):
     """A step that no compiler has seen: its figures are the test's own."""
     memory = Memory(argument=4096, output=1024, alias=512, temp=2048, generated_code=256, host_temp=0)
     leaf = ArgumentLeaf("w", "w", "8x8", "float32", "P('data')", "1x8", "8", 32)
@@ -98,32 +92,12 @@ def facts(*, fits=True, rows=(), chip="v5e", schedule=None):
     found = StepReport(
         "step (a.py:1)", "v5e:2x4", {"data": 8}, (leaf,), Census(()), (), audit if fits else None, report
     )
-    return Facts(found, None, None, chip and cost.chip(chip), work, None, schedule)
+    return Facts(found, None, schedule)
 
 
 def row(kind, size, sent, *, count=1, asynchronous=False):
     return CompiledRow(kind, "r.1", ("data",), 8, count, 1, size, size, Fraction(sent), asynchronous, 3 * 10**9,
                        2e-6, 1e-6, "", "a.py:2", "")  # fmt: skip
-
-
-# Alone catches a time of a collective that is not that of cost.collective_time.
-@pytest.mark.check
-def test_times_are_those_of_the_closed_forms():
-    sizes = {"all_reduce": 8000, "all_gather": 1000, "all_to_all": 8000, "ppermute": 500}
-    rows = [row(kind, size, cost.wire(kind, size, 8).sent, count=3) for kind, size in sizes.items()]
-    page = assert_self_contained(page_of(facts(rows=rows), "made"))
-    link = cost.links("v5e").link
-    table = next(i for i, t in enumerate(page.tables) if t[0][:4] == ["kind", "axes", "times", "sent/device"])
-    expected = [
-        3 * cost.collective_time(kind, size, 8, bandwidth=link.bandwidth, latency=link.latency)
-        for kind, size in sizes.items()
-    ]
-    assert page.column("both", table) == [duration(each) for each in expected]
-    line = cost.roofline(2e9, 1e6, "v5e", sent=float(sum(r.total for r in rows)))
-    assert page.column("at least", table - 1) == [
-        duration(each) for each in (line.compute_seconds, line.memory_seconds, line.network_seconds)
-    ]
-    assert f"bound by {line.bound}" in page.text
 
 
 @pytest.mark.check
@@ -143,16 +117,7 @@ def test_the_compiled_program_is_shown_as_it_runs():
 @pytest.mark.check
 def test_a_step_that_does_not_fit_has_a_page_that_says_so():
     page = assert_self_contained(page_of(facts(fits=False), "made"))
-    [picture] = [given["src"] for tag, given in page.elements if tag == "img"]
-    assert b"15.75 GiB on a device" in b64decode(picture.partition(",")[2])
     assert "NO, 20.00 GiB of 15.75 GiB" in page.text and "used 20.00G of 15.75G hbm <here>" in page.text
-
-
-@pytest.mark.check
-def test_without_a_chips_figures_the_page_says_what_to_pass():
-    page = assert_self_contained(page_of(facts(chip=None), ""))
-    assert "command" not in [given.get("aria-label") for _, given in page.elements]
-    assert "There are no figures of the links and the peak of v5e:2x4 devices: name chips as target." in page.text
 
 
 # Alone catches a pipeline's step that does not know its schedule.
@@ -166,11 +131,6 @@ def test_a_pipelines_page_has_its_schedule(mesh2x4):
     page = assert_self_contained(page_of(facts(schedule=step.schedule), "made"))
     assert "one_f_one_b: 4 devices, 8 microbatches; makespan 33, bubble 37.5% of the work" in page.text
     assert str(pipe.schedule) in page.text
-
-
-@pytest.mark.check
-def test_units():
-    assert [flops(each) for each in (0, 5e6, 7e9, 2e12)] == ["0 kFLOP", "5 MFLOP", "7 GFLOP", "2 TFLOP"]
 
 
 @pytest.mark.check
@@ -209,16 +169,6 @@ def test_bad_use(options, message, tmp_path, monkeypatch):
         sk.report(jax.jit(broken), np.ones(2), **options)
     assert str(error.value) == message
     assert not (tmp_path / "step.html").exists()
-
-
-@pytest.mark.check
-def test_without_matplotlib_nothing_is_compiled(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(RuntimeError) as error:
-        sk.report(jax.jit(jnp.sum), np.ones(2), target="v5e:2x4", file=None)
-    assert str(error.value) == (
-        "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
-    )
 
 
 @pytest.mark.check
@@ -261,6 +211,5 @@ def test_the_page_of_a_transformer_on_a_tpu(tmp_path):
     assert (tmp_path / "step.html").stat().st_size < 300_000
     page = assert_self_contained(found.html)
     shown_on(page, found)
-    assert "Compute and collectives of one step" in page.text
     assert found.compiled.fits and all(line in page.text for line in found.compiled.differences())
     assert len(found.leaves) == 41 and found.audit is not None

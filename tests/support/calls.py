@@ -287,7 +287,6 @@ def builders():
         (runtime.barrier, {"name": "x"}),
         (viz.draw, {"schedule": schedule, "output": path / "a.svg"}),
         (viz.array, {"x": laid, "output": path / "b.svg", "after": laid}),
-        (viz.mesh, {"mesh": mesh, "output": path / "c.svg"}),
         (viz.losses, {"losses": {"a": [1.0]}, "output": path / "e.svg"}),
         (transformer.loss_fn, {"config": config}),
         (transformer.pieces, {"config": config}),
