@@ -185,9 +185,8 @@ def perform(command: Command, full: str, words: list[str]) -> int:
             _unexpected(error)
         _say(f"error: {error}")
         from shardkit.runtime.drift import DriftError
-        from shardkit.runtime.replay import CorruptionError
 
-        _end(error, FOUND if isinstance(error, DriftError | CorruptionError) else USAGE)
+        _end(error, FOUND if isinstance(error, DriftError) else USAGE)
 
 
 def _run(command: Command, full: str, words: list[str]) -> int:

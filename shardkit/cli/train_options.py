@@ -74,8 +74,6 @@ class TrainOptions:
     """Steps between evaluations of the validation loss."""
     compare_replicas: int = 0
     """Steps between bitwise comparisons of all replicas of the state, which stop the run on a difference. 0: never."""
-    replay_every: int = 0
-    """Steps between those that are repeated on exchanged devices, to stop the run at silent corruption. 0: never."""
     verify: int = 0
     """Train this many steps on one device with plain jax too, and print the largest differences."""
     checkpoint: Path | None = None
@@ -93,7 +91,7 @@ class TrainOptions:
 
 _AT_LEAST = dict.fromkeys(("steps", "batch", "length", "accumulate", "layers", "dim", "heads", "microbatches"), 1)
 _AT_LEAST |= dict.fromkeys(("chunks", "log_every", "evaluate_every", "checkpoint_every"), 1)
-_AT_LEAST |= dict.fromkeys(("experts", "seed", "verify", "compare_replicas", "replay_every", "dropout"), 0)
+_AT_LEAST |= dict.fromkeys(("experts", "seed", "verify", "compare_replicas", "dropout"), 0)
 
 
 def check(options: TrainOptions) -> None:

@@ -20,7 +20,6 @@ from shardkit.runtime.data.arrays import from_full, from_process_local, from_row
 from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
 from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate, to_numpy
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
-from shardkit.runtime.replay import Corruption, CorruptionError, Replay
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
 from shardkit.runtime.weights.load import load_params
 
@@ -33,8 +32,6 @@ __all__ = [
     "PREEMPTED",
     "Checkpoints",
     "Cluster",
-    "Corruption",
-    "CorruptionError",
     "DamagedError",
     "Deadlines",
     "Drift",
@@ -42,7 +39,6 @@ __all__ = [
     "Guard",
     "Loader",
     "NonFinite",
-    "Replay",
     "Run",
     "TriageReport",
     "assert_no_drift",

@@ -18,7 +18,6 @@ from shardkit.bench.comm import IMPLS, REDOPS
 from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.cli import output
 from shardkit.runtime.drift import DriftError
-from shardkit.runtime.replay import CorruptionError
 from support.commands import command, environment
 
 EVERY = cli.every_command()
@@ -202,7 +201,6 @@ def test_a_command_ends_with_one_sentence_and_a_code(error, code, said, monkeypa
         (TypeError("no"), 2),
         (ImportError("no"), 2),
         (DriftError("no", []), 1),
-        (CorruptionError("no", []), 1),
         (KeyError("no"), 70),
         (None, 70),
     ],

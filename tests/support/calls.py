@@ -274,7 +274,6 @@ def builders():
         (runtime.replicate, {"tree": batch, "mesh": mesh}),
         (runtime.replica_drift, {"tree": laid}),
         (runtime.assert_no_drift, {"tree": laid}),
-        (runtime.Replay, {"step": print, "build": print, "mesh": mesh}),
         (runtime.nonfinite, {"tree": laid}),
         (runtime.triage, {"grad_fn": grad_fn, "mesh": mesh, "plan": plan}),
         (runtime.loader, {"source": [np.ones(4)] * 8, "batch": 4, "seed": 0, "mesh": mesh, "spec": P("data")}),
