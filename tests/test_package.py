@@ -121,7 +121,7 @@ def test_importing_touches_no_device_and_nothing_heavy():
     code = (
         "import sys, jax, shardkit\n"
         "from shardkit._jax import backends\n"
-        "heavy = {'optax', 'chex', 'rich', 'tyro', 'uniplot', 'hypothesis', 'pytest', 'matplotlib', 'scipy'}\n"
+        "heavy = {'optax', 'chex', 'rich', 'tyro', 'hypothesis', 'pytest', 'matplotlib', 'scipy'}\n"
         "shardkit.make_train_step, shardkit.pipeline, shardkit.census, shardkit.testing, shardkit.runtime\n"
         "print(backends.jax_has_started(), sorted(heavy & set(sys.modules)))"
     )

@@ -45,7 +45,6 @@ COMMANDS = (
     Command("audit", "what a function sends, and what hangs, is wrong or wasted", "shardkit.cli.audit"),
     Command("aot", "compile a step for chips that are not attached", "shardkit.cli.aot"),
     Command("report", "a step as one HTML page, to read or to mail", "shardkit.cli.report"),
-    Command("draw", "a pipeline schedule as text, numbers and picture", "shardkit.cli.draw"),
 )
 BENCH = (
     Command("comm", "collectives, as nccl-tests measures them", "shardkit.cli.bench.comm"),
@@ -54,7 +53,7 @@ BENCH = (
 )
 _BENCH = "measure communication and plans, and compare measurements"
 _SHELLS = ("bash", "zsh", "fish")
-_NEEDS = ("packaging", "rich", "tyro", "uniplot", "yaml")
+_NEEDS = ("packaging", "rich", "tyro", "yaml")
 _REMEDY = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'"
 COMPLETION = """usage: shardkit completion bash|zsh|fish
 

@@ -35,7 +35,7 @@ class Options:
     grace: float = 10.0
     """Seconds that processes have to exit before they are killed, after one has failed, Ctrl-C or SIGTERM."""
     restarts: int = 0
-    """Start a failed job again, at most so many times in an hour; the program resumes from its checkpoint."""
+    """Start a failed job again, at most so many times; the program resumes from its checkpoint."""
     port: int | None = None
     """The coordinator's port; by default a free one, and with --render jobset 55527."""
     render: Kind | None = None

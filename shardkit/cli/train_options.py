@@ -55,7 +55,7 @@ class TrainOptions:
     """Sequence parallelism: between the blocks, split tokens over axis model."""
     schedule: str | None = None
     """Pipeline schedule, with axis stage: gpipe, one_f_one_b, interleaved, breadth_first, lockstep (the default),
-    zero_bubble_h1, zero_bubble_v, dualpipe_v, or a .csv file from `shardkit draw --to-csv`."""
+    zero_bubble_h1, zero_bubble_v, dualpipe_v, or a .csv file of `Schedule.to_csv()`."""
     microbatches: int | None = None
     """Pipeline microbatches; by default 4 per stage, or the most that divide the examples of a device."""
     chunks: int | None = None

@@ -230,7 +230,7 @@ def test_ctrl_c_ends_no_interpreter_under_a_compilation(monkeypatch, capfd):
 
 @pytest.mark.check
 def test_a_closed_pipe_is_not_rich_s_to_end(monkeypatch):
-    """As in `shardkit draw ... | head -1`: rich ends the process with 1, where 141 is documented."""
+    """As in `shardkit doctor | head -1`: rich ends the process with 1, where 141 is documented."""
 
     class Closed(io.StringIO):
         def write(self, text):

@@ -82,6 +82,16 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
             "stage=2, or pass another schedule.",
         ),
         (
+            ["stage=2", "--schedule", "no/such.csv"],
+            "train: no/such.csv must be a schedule as Schedule.to_csv writes it; it cannot be read "
+            "(FileNotFoundError). Check the path.",
+        ),
+        (
+            ["stage=2", "--schedule", "gpipe", "--chunks", 2],
+            "train: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose 'breadth_first', "
+            "'interleaved' or 'lockstep'.",
+        ),
+        (
             ["stage=2", "--schedule", "FILE", "--microbatches", 4],
             "train: --microbatches must not come with a --schedule file, which holds the whole schedule. Leave it out.",
         ),

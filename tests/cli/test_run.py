@@ -29,7 +29,7 @@ def test_the_loop_runs_without_tyro_and_rich_as_its_docstring_says(corpus, tmp_p
     """A user imports it, or copies it, without the extra [cli]."""
     code = (
         "import sys, pathlib\n"
-        "for name in ('tyro', 'rich', 'uniplot'): sys.modules[name] = None\n"
+        "for name in ('tyro', 'rich'): sys.modules[name] = None\n"
         "from shardkit.cli.train_options import TrainOptions\n"
         "from shardkit.cli.training import train\n"
         f"options = TrainOptions(mesh=('data=2',), data=(pathlib.Path({str(corpus)!r}),), steps=2, layers=1, dim=8,\n"
