@@ -35,10 +35,10 @@ LIMITS = {
     "cli": 2360,  # what stood beside the package while that imported jax: the list of commands
     "cost": 1510,
     "jobs": 2190,
-    "meshes": 1060,
+    "meshes": 1050,
     "models": 700,
     "planner": 630,
-    "reporting": 770,
+    "reporting": 310,
     "resharding": 890,
     "runtime": 4130,
     "viz": 1220,
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 43_700
+    assert sum(found.values()) <= 43_200
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from shardkit import viz
 from shardkit.analysis.hlo import aot
-from shardkit.analysis.hlo.collectives import CompiledRow
-from shardkit.analysis.hlo.differences import account
-from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
@@ -20,34 +18,9 @@ from shardkit.analysis.jaxpr.step import Step, trace_step
 from shardkit.analysis.judge import LARGE, Audit, audit_of, check_rules, findings_of
 from shardkit.analysis.rules import Finding
 from shardkit.analysis.rules.program import Program, compiled_program
-from shardkit.meshes.inspection import held_as
-from shardkit.meshes.layout import path_name, shard_bytes
-from shardkit.plans.describe import PlanTable
-from shardkit.schedules import Schedule
-
-
-class ArgumentLeaf(NamedTuple):
-    """An array among the arguments of a step, as texts.
-
-    Attributes:
-        argument: the argument that holds it.
-        name: its path in the argument; of an argument that is an array, its name.
-        shape: the global shape.
-        dtype: the dtype.
-        spec: how it is split over the mesh.
-        local: the shape of what one device holds.
-        devices: devices that hold it.
-        bytes: bytes on each.
-    """
-
-    argument: str
-    name: str
-    shape: str
-    dtype: str
-    spec: str
-    local: str
-    devices: str
-    bytes: int
+from shardkit.meshes.inspection import describe
+from shardkit.meshes.layout import path_name
+from shardkit.reporting.html import escaped
 
 
 @dataclass(frozen=True)
@@ -58,7 +31,6 @@ class StepReport:
         step: the step's name, and the line at which it is defined; of a train step, its plan.
         target: the chips for which it was compiled; the platform of this process, as "cpu", without a target.
         mesh: names and sizes of the mesh axes.
-        leaves: every array among the arguments.
         census: every collective as written.
         findings: what breaks a rule of `lint` or of `audit`.
         audit: the audit; None where the program does not fit the memory of the chips.
@@ -70,7 +42,6 @@ class StepReport:
     step: str
     target: str
     mesh: dict[str, int]
-    leaves: tuple[ArgumentLeaf, ...]
     census: Census
     findings: tuple[Finding, ...]
     audit: Audit | None
@@ -79,43 +50,8 @@ class StepReport:
     html: str = ""
 
     def _repr_html_(self) -> str:
-        from shardkit.reporting.html import element
-
-        return element("iframe", srcdoc=self.html, title=self.step, style="width:100%;height:40rem;border:0")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """All that the page shows of a step.
-
-    Attributes:
-        found: what the caller gets.
-        plan: the table of its plan; None of a step without one.
-        schedule: the schedule of a pipeline's train step; None of any other.
-    """
-
-    found: StepReport
-    plan: PlanTable | None
-    schedule: Schedule | None = None
-
-    @property
-    def memory(self) -> Memory | None:
-        """Bytes per device; None where the program does not fit."""
-        return self.found.audit.memory if self.found.audit else None
-
-    @property
-    def rows(self) -> tuple[CompiledRow, ...]:
-        """Every collective as compiled, with times where a target is named; none where the program does not fit."""
-        found = self.found
-        return found.compiled.rows if found.compiled else found.audit.rows if found.audit else ()
-
-    @property
-    def differences(self) -> list[str]:
-        """What the compiler changed, one line each."""
-        found = self.found
-        if found.compiled:
-            return found.compiled.differences()
-        return account(found.audit.census, found.audit.rows) if found.audit else []
+        style = "width:100%;height:40rem;border:0"
+        return f'<iframe srcdoc="{escaped(self.html)}" title="{escaped(self.step)}" style="{style}"></iframe>'
 
 
 def read(
@@ -127,8 +63,8 @@ def read(
     small: int,
     call: bool,
     timeout: float,
-) -> Facts:
-    """Traces and compiles one call, and reads it.
+) -> tuple[StepReport, dict[str, str]]:
+    """Traces and compiles one call, and reads it: what the caller gets, and the texts of the page by their headings.
 
     Raises:
         ValueError: a step that cannot be traced, lowered and compiled with these arguments.
@@ -156,40 +92,31 @@ def read(
         f"train step: {getattr(fn, 'plan', '')}" if plan else f"{step.name} ({step.source})",
         str(where) if where else jax.default_backend(),
         audit.mesh if audit else compiled.mesh if compiled else mesh_sizes(step.jaxpr, args),
-        tuple(leaves_of(step)),
         census_of(step.jaxpr),
         audit.findings if audit else tuple(findings_of(replace(traced, large=LARGE), ignore)),
         audit,
         compiled,
     )
-    return Facts(found, plan, getattr(fn, "schedule", None))
+    texts = {"Plan": plan} if plan else {}
+    texts |= {f"Argument {name}": describe(leaves) for name, leaves in arrays_of(step).items()}
+    if (schedule := getattr(fn, "schedule", None)) is not None:
+        texts["Pipeline"] = f"{viz.title(schedule)}; {viz.facts(schedule.simulate())}\n{schedule}"
+    audited = str(audit) if audit else "\n".join([str(found.census), *map(str, found.findings)])
+    texts["What it sends, holds and wastes" if audit else "As written"] = audited
+    return found, texts | ({f"Compiled for {where}": str(compiled)} if compiled else {})
 
 
-def arrays_of(step: Step) -> dict[tuple[str, str], Any]:
-    """Every array among the arguments of a step, by its argument and its path there; an argument itself by its name."""
-    out = {}
+def arrays_of(step: Step) -> dict[str, dict[str, Any]]:
+    """The arrays of each argument of a step, by their paths; of an argument that is an array, by its name."""
+    out: dict[str, dict[str, Any]] = {}
     for (position, *inner), leaf in jax.tree_util.tree_leaves_with_path(step.args):
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             argument = step.parameters[position.idx]
-            out[argument, path_name(inner) if inner else argument] = leaf
+            out.setdefault(argument, {})[path_name(inner) if inner else argument] = leaf
     return out
 
 
-def leaves_of(step: Step) -> list[ArgumentLeaf]:
-    """Every array among the arguments of a step, as texts."""
-    out = []
-    for (argument, name), leaf in arrays_of(step).items():
-        shape, dtype, spec, local, devices = held_as(leaf)
-        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
-            spec, local, devices = "the compiler's choice", "?", "?"
-        out.append(ArgumentLeaf(argument, name, shape, dtype, spec, local, devices, shard_bytes(leaf)))
-    return out
-
-
-def plan_of(fn: Any, args: tuple[Any, ...]) -> PlanTable | None:
-    """The table of a train step's plan; None of any other step."""
+def plan_of(fn: Any, args: tuple[Any, ...]) -> str:
+    """What `describe` prints of a train step's plan; nothing of any other step."""
     plan, params = getattr(fn, "plan", None), getattr(args[0], "params", None) if args else None
-    if plan is None or params is None:
-        return None
-    table: PlanTable = plan.table(params, fn.mesh, fn.manual)
-    return table
+    return "" if plan is None or params is None else describe(plan, params, fn.mesh, manual=fn.manual)
