@@ -48,8 +48,6 @@ class Options:
     """In the manifest: cpu, gpu, or a TPU slice type on Google's clusters, such as tpu-v5p-slice."""
     topology: str | None = None
     """Chips of the TPU slice, such as 4x4."""
-    queue: str | None = None
-    """Kueue's queue for the job (jobset)."""
     json: Json = None
     """Write how the job ended to this file, or with - to standard output."""
 
@@ -70,7 +68,7 @@ def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     return 0
 
 
-_OF_MANIFESTS = ("name", "image", "accelerator", "topology", "queue")
+_OF_MANIFESTS = ("name", "image", "accelerator", "topology")
 _OF_PROCESSES_HERE = ("output", "grace", "restarts", "json")
 
 
