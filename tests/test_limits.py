@@ -30,7 +30,7 @@ LIMITS = {
     "": 60,
     "_arguments": 580,
     "_jax": 1180,  # the registry of primitives, with what emulates each
-    "analysis": 5970,
+    "analysis": 6160,
     "bench": 2220,
     "cli": 2360,  # what stood beside the package while that imported jax: the list of commands
     "cost": 1510,
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 43_000
+    assert sum(found.values()) <= 43_200
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

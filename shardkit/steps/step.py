@@ -37,9 +37,11 @@ class Step:
     call, which costs more than the rest of the dispatch.
 
     Attributes:
-        plan: how the axes of the mesh are used.
+        plan: how the axes of the mesh are used; None of a step that was loaded from a file, as all below.
         mesh: the mesh; `manual` are the axes that were named as Manual.
         schedule: that of a pipeline.
+        ends: what a step does with what is not finite, as `analysis.compiled(...).save` keeps it: whether it raises
+            ("stop"), and whether only for the loss, since a loss scale is "dynamic".
     """
 
     __name__: str = "step"  # in profiles and reports
@@ -54,15 +56,15 @@ class Step:
         *,
         ends: dict[str, bool],
         check: Callable[[Any], None] | None = None,
+        warns: bool = True,
         plan: Plan | None = None,
         mesh: Any = None,
         manual: Any = None,
         schedule: Any = None,
     ):
         self.plan, self.mesh, self.manual, self.schedule = plan, mesh, manual, schedule
-        # Whether it raises for what is not finite ("stop"), and only for the loss, as a loss scale is "dynamic".
-        self._ends = ends
-        self._run, self._check, self._warns = run, check, True
+        self.ends: dict[str, bool] = ends
+        self._run, self._check, self._warns = run, check, warns
         self._array = compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -83,8 +85,8 @@ class Step:
         new, metrics = _called(self._run, args)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
-        dynamic = self._ends["dynamic"]
-        if self._ends["stop"] and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
+        dynamic = self.ends["dynamic"]
+        if self.ends["stop"] and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
             raise NonFiniteError(
                 f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
                 "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",

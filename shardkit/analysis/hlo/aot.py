@@ -26,6 +26,7 @@ from shardkit._arguments.checks import sized
 from shardkit._arguments.typed import check_kind
 from shardkit._jax import backends
 from shardkit.analysis.hlo.report import Built, Report, report_of
+from shardkit.analysis.hlo.saved import load
 from shardkit.analysis.hlo.topology import (
     ALONE,
     Topology,
@@ -36,7 +37,7 @@ from shardkit.analysis.hlo.topology import (
 )
 from shardkit.analysis.jaxpr.census import mesh_sizes, traceable
 
-__all__ = ["Topology", "build", "compile", "parse_topology", "report_of", "topology_devices"]
+__all__ = ["Topology", "build", "compile", "load", "parse_topology", "report_of", "topology_devices"]
 
 
 def compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -12,6 +13,7 @@ from shardkit._jax.primitives import registered
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
+from shardkit.analysis.hlo.saved import save
 from shardkit.analysis.jaxpr.census import Census, Row, census_of, mesh_sizes, traceable
 from shardkit.meshes.layout import table
 
@@ -23,15 +25,34 @@ class Compiled(NamedTuple):
         census: every collective as written.
         rows: every collective of the compiled program.
         memory: what it needs per device.
+        program: the `jax.stages.Compiled`; None where the report was read.
+        ends: of a train step, what it does after the program.
     """
 
     census: Census
     rows: tuple[CompiledRow, ...]
     memory: Memory
+    program: Any = None
+    ends: dict[str, bool] | None = None
 
     def differences(self) -> list[str]:
         """What the compiler changed, one line each."""
         return account(self.census, self.rows)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the program to a file, which `aot.load` runs in another process without compiling.
+
+        Args:
+            path: the file, which you alone can write to: what it holds is executed.
+
+        Raises:
+            ValueError: a program that calls back to Python.
+
+        Example:
+            sk.analysis.compiled(step, state, batch).save("step.program")
+        """
+        assert self.program is not None, "of a program that was compiled here"
+        save(self.program, path, self.ends)
 
     def __str__(self) -> str:
         lines = [("kind", "axes", "times", "bytes in", "sent/device", "runs", "source")]
@@ -60,7 +81,8 @@ def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
         **kwargs: its keyword arguments.
 
     Returns:
-        Compiled: the collectives as written and as compiled, the differences, and the memory. Nothing runs.
+        Compiled: the collectives as written and as compiled, the differences, and the memory; `.save(path)` keeps the
+        program. Nothing runs.
 
     Example:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
@@ -69,7 +91,7 @@ def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
         ('all_reduce', ('model',), [])
     """
     traced = traceable(fn).trace(*args, **kwargs)
-    return read_compiled(traced, traced.lower().compile(), args, kwargs)
+    return read_compiled(traced, traced.lower().compile(), args, kwargs)._replace(ends=getattr(fn, "ends", None))
 
 
 def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None) -> Compiled:
@@ -78,7 +100,7 @@ def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None)
     module = executable.hlo_modules()[0]
     sizes = mesh_sizes(traced.jaxpr.jaxpr, (args, kwargs))
     rows = collectives_of(proto.read(module.as_serialized_hlo_module_proto()), sizes)
-    return Compiled(census_of(traced.jaxpr.jaxpr), rows, memory_of(executable))
+    return Compiled(census_of(traced.jaxpr.jaxpr), rows, memory_of(executable), program)
 
 
 def grouped(rows: tuple[CompiledRow, ...]) -> list[list[CompiledRow]]:

@@ -123,7 +123,7 @@ def device_memory(where: Topology) -> int:
 
 
 def topology_devices(topology: str) -> list[Any]:
-    """The devices of chips that need not be present, for a mesh whose programs are compiled here.
+    """The devices of chips that need not be present, for a mesh whose programs are compiled here and saved.
 
     The compiler runs in this process: unlike that of `compile`, it ends the process where it aborts.
 
@@ -140,7 +140,7 @@ def topology_devices(topology: str) -> list[Any]:
     Example:
         mesh = sk.make_mesh(devices=sk.aot.topology_devices("v5e:2x4"), data=8)
         init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=sk.dp("data"))
-        program = step.lower(init.abstract(params), batch).compile()
+        sk.analysis.compiled(step, init.abstract(params), batch).save("step.program")
     """
     where = parse_topology(topology)
     compiler_package(where)
