@@ -30,9 +30,9 @@ LIMITS = {
     "": 60,
     "_arguments": 580,
     "_jax": 1180,  # the registry of primitives, with what emulates each
-    "analysis": 6160,
-    "bench": 2220,
-    "cli": 2360,  # what stood beside the package while that imported jax: the list of commands
+    "analysis": 6180,
+    "bench": 2560,
+    "cli": 2410,  # what stood beside the package while that imported jax: the list of commands
     "cost": 1510,
     "jobs": 2180,
     "meshes": 1050,
@@ -59,12 +59,12 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 43_200
+    assert sum(found.values()) <= 43_700
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 
 def test_commands_and_pages():
-    assert len(cli.every_command()) <= 9
+    assert len(cli.every_command()) <= 12
     pages = list((ROOT / "docs").rglob("*.md"))
     assert len(pages) <= 42, "pages that are written by hand; docs/generate makes the others"
 

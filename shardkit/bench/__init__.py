@@ -10,6 +10,7 @@ from shardkit.bench.fit import Fit, alpha_beta, links
 from shardkit.bench.measure import MODES, Case, Sample, interleaved, measure, summarise
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.strategies import Workload, reference, strategies
+from shardkit.bench.trace import ExecutionTrace, execution_trace
 
 __all__ = [
     "FORMAT",
@@ -17,6 +18,7 @@ __all__ = [
     "Case",
     "Change",
     "Comparison",
+    "ExecutionTrace",
     "Fit",
     "Record",
     "Sample",
@@ -26,6 +28,7 @@ __all__ = [
     "comm",
     "compare",
     "environment",
+    "execution_trace",
     "interleaved",
     "links",
     "measure",
