@@ -71,6 +71,7 @@ UNWALKED = {
     "analysis.hlo.differences.compiled": "compiles",
     "analysis.profiling.profile.trace": "starts the profiler",
     "cost.hardware.chip_of": "any name may be one of a chip without figures",
+    "viz.bench.results": "of records, which bench.read gives; tests/viz/test_bench.py has its sentences",
     "viz.traffic.census": "of a census, which sk.census gives; tests/viz/test_traffic.py has its sentences",
     "viz.traffic.overlap": "of a report, which aot.compile gives; tests/viz/test_traffic.py has its sentences",
     "viz.memories.memory": "of what others return; tests/viz/test_memories.py has its sentences",

@@ -31,8 +31,8 @@ LIMITS = {
     "_arguments": 580,
     "_jax": 1180,  # the registry of primitives, with what emulates each
     "analysis": 6180,
-    "bench": 2560,
-    "cli": 2410,  # what stood beside the package while that imported jax: the list of commands
+    "bench": 2630,
+    "cli": 2450,  # what stood beside the package while that imported jax: the list of commands
     "cost": 1510,
     "jobs": 2180,
     "meshes": 1050,
@@ -41,7 +41,7 @@ LIMITS = {
     "reporting": 310,
     "resharding": 890,
     "runtime": 4130,
-    "viz": 1220,
+    "viz": 1440,
 }
 
 
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 43_700
+    assert sum(found.values()) <= 46_000
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

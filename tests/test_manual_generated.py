@@ -153,7 +153,7 @@ def test_formulas_become_mathml():
 def test_the_help_of_every_command_is_shown():
     """As it is printed, whatever terminal builds the manual."""
     made = dict(commands.helps())
-    assert {"train", "launch", "aot", "bench comm", "bench compare"} <= set(made)
+    assert {"train", "launch", "aot", "bench comm", "bench plot"} <= set(made)
     assert "--verify" in made["train"] and "usage: shardkit bench comm" in made["bench comm"]
     assert max(len(line) for text in made.values() for line in text.splitlines()) <= 84
     one_page = (ROOT / "docs" / "one_page.md").read_text().partition("## The command")[2]
@@ -170,15 +170,18 @@ def test_papers_come_from_the_sources_of_docstrings():
 
 
 @pytest.mark.check
-def test_pages_of_benchmarks_show_the_table_of_records():
-    """A file of records without a row would be forgotten."""
-    shown = measurements.shown("<!-- results -->", ROOT)
-    assert shown.startswith("| records |")
-    rows = shown.splitlines()[2:]
+def test_pages_of_benchmarks_show_plots_and_the_table_of_records():
+    """Markers that no page of the repository shows; a file of records without a row would be forgotten."""
+    text = "<!-- plot benchmarks/results/comm.jsonl op=all_reduce: Bandwidth -->\n<!-- results -->"
+    shown = measurements.shown(text, ROOT)
+    assert shown.startswith("[![Bandwidth](pictures/comm.svg)](pictures/comm.svg)\n| records |")
+    rows = shown.splitlines()[3:]
     assert [row.split("`")[1] for row in rows] == [
         f"benchmarks/results/{p.name}" for p in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
     ]
     assert all(row.endswith("| 0 |") for row in rows)  # no wrong element in what is published
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "benchmarks").glob("*.md"))
+    assert len(measurements.PLOT.findall(pages)) == pages.count("<!-- plot ") > 0
 
 
 @pytest.mark.check

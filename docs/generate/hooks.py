@@ -54,6 +54,7 @@ def pages() -> dict[str, str | bytes]:
     for file, page in links.PAGES.items():
         if page != "index.md":
             made[page] = links.rewritten(links.titled((ROOT / file).read_text(), page), file, page)
+    made |= {f"benchmarks/pictures/{name}": data for name, data in measurements.pictures(ROOT)}
     made["reference/commands.md"] = commands.page()
     made["papers.md"] = papers.page(ROOT / "shardkit")
     made |= proofs.pages(ROOT)
@@ -73,7 +74,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    """The table of records, and links to notebooks and other files of the repository, which lead to their pages."""
+    """Plots of records, and links to notebooks and other files of the repository, which lead to their pages."""
     if not (ROOT / "docs" / page.file.src_uri).exists():
         return text  # generated
     text = measurements.shown(text, ROOT)

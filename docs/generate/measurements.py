@@ -1,17 +1,35 @@
-"""What the pages of benchmarks show of the records in benchmarks/results/: a table of all files."""
+"""What the pages of benchmarks show of the records in benchmarks/results/: a table of all files, and plots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# A file of records, which of them by the value of a key, and what the picture shows.
+PLOT = re.compile(r"<!-- plot benchmarks/results/(\w+)\.jsonl(?: (\w+)=(\w+))?: (.*?) -->")
 RESULTS, FOLDER = "<!-- results -->", "benchmarks/results"
 
 
 def shown(text: str, root: Path) -> str:
-    """The text of a page with its marker replaced by the table."""
+    """The text of a page with its markers replaced by the table and the pictures."""
+    text = PLOT.sub(r"[![\4](pictures/\1.svg)](pictures/\1.svg)", text)
     return text.replace(RESULTS, table(root / FOLDER)) if RESULTS in text else text
+
+
+def pictures(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and SVG of each picture that the pages of docs/benchmarks ask for."""
+    from shardkit import bench, viz
+
+    text = "".join(page.read_text() for page in sorted((root / "docs" / "benchmarks").glob("*.md")))
+    for name, key, value, _ in PLOT.findall(text):
+        records = [each for each in bench.read(root / FOLDER / f"{name}.jsonl") if not key or each[key] == value]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"{name}.svg"
+            viz.results(records, file)
+            yield f"{name}.svg", file.read_bytes()
 
 
 def table(results: Path) -> str:

@@ -6,7 +6,7 @@ Start with `measure.py`. Imports everything but `cli/`; `reporting/` and `cli/` 
 from shardkit.bench.comm import comm
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
-from shardkit.bench.fit import Fit, alpha_beta, links
+from shardkit.bench.fit import Crossover, Fit, alpha_beta, crossovers, links
 from shardkit.bench.measure import MODES, Case, Sample, interleaved, measure, summarise
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.strategies import Workload, reference, strategies
@@ -18,6 +18,7 @@ __all__ = [
     "Case",
     "Change",
     "Comparison",
+    "Crossover",
     "ExecutionTrace",
     "Fit",
     "Record",
@@ -27,6 +28,7 @@ __all__ = [
     "calibration",
     "comm",
     "compare",
+    "crossovers",
     "environment",
     "execution_trace",
     "interleaved",

@@ -1,4 +1,4 @@
-"""What measurements of `shardkit bench comm` say of the links: latency and bandwidth."""
+"""What measurements of `shardkit bench comm` say of the links: latency, bandwidth, and from where a way is faster."""
 
 from __future__ import annotations
 
@@ -80,6 +80,22 @@ def _usable(record: Record) -> bool:
     return known and record["wall_us_median"] > 0 and not record.get("wrong")
 
 
+class Crossover(NamedTuple):
+    """From which size another implementation is faster than lax's, as fitted to measured times.
+
+    Attributes:
+        op: the operation.
+        axes: over which it was measured, as "data" or "data, model".
+        impl: the other implementation.
+        size: bytes of the array; 0: always, infinite: never.
+    """
+
+    op: str
+    axes: str
+    impl: str
+    size: float
+
+
 def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Links:
     """The links that were measured: of each axis, and over all of them for axes that were not.
 
@@ -122,6 +138,36 @@ def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Link
     return cost.Links(own[0][1] if len(own) == 1 else _link(usable), known, own)
 
 
+def crossovers(records: Sequence[Record]) -> list[Crossover]:
+    """From which size each implementation is faster than lax's, over the same axes, by the fit of each.
+
+    "two_step", a reduce_scatter and an all_gather, against lax's all_reduce is what `scatter_from=` of
+    `all_reduce_tree` asks for.
+
+    Args:
+        records: of `bench.comm`, of at least two sizes each.
+
+    Returns:
+        One Crossover for each operation, axes and implementation; float32 where there are several dtypes.
+
+    Example:
+        >>> sk.bench.crossovers([])
+        []
+    """
+    found: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for record in records:
+        if "op" in record and record.get("dtype", "float32") == "float32":
+            ways = found.setdefault((record["op"], record["axes"]), {})
+            ways.setdefault(record["impl"], []).append(record)
+    out = []
+    for (op, axes), ways in found.items():
+        whole = {impl: way for impl, each in ways.items() if (way := _whole(each)) is not None}
+        if "lax" in whole:
+            rest = {impl: way for impl, way in whole.items() if impl != "lax"}
+            out += [Crossover(op, axes, impl, _faster_from(whole["lax"], way)) for impl, way in rest.items()]
+    return out
+
+
 def _link(records: Sequence[Record]) -> cost.Link:
     fit = alpha_beta(records)
     if math.isinf(fit.bandwidth):
@@ -130,3 +176,23 @@ def _link(records: Sequence[Record]) -> cost.Link:
             f"{max(r['written_bytes'] for r in records):,.0f} bytes. Measure larger sizes."
         )
     return cost.Link(fit.latency, fit.bandwidth, f"measured on {records[-1]['environment']['date'][:10]}")
+
+
+def _faster_from(first: cost.Link, second: cost.Link) -> float:
+    """The bytes from which the second of two ways is faster; 0 where it always is, infinite where it never is."""
+    gained, lost = 1 / first.bandwidth - 1 / second.bandwidth, second.latency - first.latency
+    if gained > 0:
+        return max(0.0, lost / gained)
+    return 0.0 if lost < 0 and gained == 0 else math.inf
+
+
+def _whole(records: Sequence[Record]) -> cost.Link | None:
+    """The fit of one implementation as a function of the size of the array: the latency of all its hops."""
+    try:
+        fit = alpha_beta(records)
+    except ValueError:  # a single size
+        return None
+    last = max(records, key=lambda record: record["size"])
+    if not last["written_bytes"] or math.isinf(fit.bandwidth):
+        return None
+    return cost.Link(fit.latency * last["hops"], fit.bandwidth * last["size"] / last["written_bytes"])

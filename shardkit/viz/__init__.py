@@ -3,10 +3,11 @@
 Start with `style.py`, the one look of all. Imports what the pictures are of: schedules, cost, analysis, meshes.
 """
 
+from shardkit.viz.bench import results
 from shardkit.viz.curves import losses
 from shardkit.viz.memories import memory
 from shardkit.viz.places import array
 from shardkit.viz.schedule import draw, facts, figure, title
 from shardkit.viz.traffic import census, overlap
 
-__all__ = ["array", "census", "draw", "facts", "figure", "losses", "memory", "overlap", "title"]
+__all__ = ["array", "census", "draw", "facts", "figure", "losses", "memory", "overlap", "results", "title"]

@@ -4,11 +4,16 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shardkit import bench
+from shardkit import bench, cost
+from shardkit.bench.fit import _faster_from
 
 pytestmark = pytest.mark.check
 
+LATENCY = st.floats(1e-7, 1e-3)
+BANDWIDTH = st.floats(1e6, 1e12)
 SIZES = [1 << k for k in range(10, 27, 2)]
 
 
@@ -82,7 +87,7 @@ def test_one_size_is_refused(given, said):
     )
 
 
-# ---- links
+# ---- links and crossovers
 
 HERE = {"date": "2026-11-23T12:00:00+00:00", "device_kind": "TPU v5 lite"}
 LARGE = [2**k for k in range(10, 27, 4)]
@@ -122,6 +127,31 @@ def test_each_axis_has_the_link_that_was_measured_over_it():
     assert close(bench.links(measured(1e-6, 45e9)).of("another"), 1e-6, 45e9)  # the only one there is
     unknown = measured(1e-6, 1e9, kind="cpu")
     assert bench.links(unknown).flops is None and bench.links(unknown, flops=1e12).flops == 1e12
+
+
+@given(ways=st.tuples(LATENCY, BANDWIDTH, LATENCY, BANDWIDTH))
+def test_the_second_of_two_fitted_ways_is_faster_from_there_on(ways):
+    a, b, c, d = ways
+    found = _faster_from(cost.Link(a, b), cost.Link(c, d))
+
+    def gained(size):
+        return a + size / b - c - size / d
+
+    if found and not math.isinf(found):
+        assert gained(found * 0.9) < 0 < gained(found * 1.1) or math.isclose(b, d)
+    else:  # bandwidths that differ in the last bit: their times are equal but for rounding
+        rounding = 1e-12 * 1e18 / min(b, d)
+        assert gained(1e18) <= rounding if found else gained(1e18) >= -rounding and gained(0) >= 0
+
+
+def test_a_crossover_is_where_the_fitted_times_meet():
+    rows = measured(1e-6, 1e9) + measured(2e-6, 4e9, impl="two_step") + measured(2e-6, 0.5e9, impl="ring")
+    found = {each.impl: each for each in bench.crossovers(rows)}
+    # 14 us and 1.75 bytes/ns against 28 us and 0.4375
+    assert found["two_step"] == ("all_reduce", "data", "two_step", pytest.approx(14e-6 / (1.75e-9 - 0.4375e-9)))
+    assert found["ring"].size == math.inf
+    assert bench.crossovers(measured(1e-6, 1e9, impl="ring")) == []  # nothing to compare with
+    assert bench.crossovers(measured(1e-6, 1e9)[:1] + measured(1e-6, 1e9, impl="ring")) == []  # a single size
 
 
 REFUSED = [
