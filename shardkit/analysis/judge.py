@@ -15,6 +15,7 @@ import jax
 
 from shardkit._arguments.checks import at_least, counted, quoted, sized
 from shardkit._arguments.typed import typed
+from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
@@ -22,7 +23,7 @@ from shardkit.analysis.hlo.report import plain_row, read_row, size
 from shardkit.analysis.jaxpr.census import Census, Row, mesh_sizes
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.analysis.rules import RULES, Finding
-from shardkit.analysis.rules.program import CompiledProgram, Program, compiled_program
+from shardkit.analysis.rules.program import CompiledProgram, Program, compiled_program, in_one_sentence
 from shardkit.analysis.rules.second_call import second_call, why_not_called
 
 FORMAT = 1
@@ -30,6 +31,10 @@ LARGE = 256 * 2**20  # of an input of a shard_map
 LARGE_LEAF = 16 * 2**20  # of a leaf, per device
 SMALL = 1024
 GROWTH = 0.05
+
+
+class OtherFormatError(ValueError):
+    """A snapshot that another version wrote."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,12 @@ class Audit:
         """The audit that `to_json` wrote.
 
         Raises:
-            ValueError: it has another format.
+            OtherFormatError: a ValueError; another version wrote it.
         """
         data: dict[str, Any] = json.loads(text)
         data.pop("derived")
         if (found := data.pop("format")) != FORMAT:
-            raise ValueError(
+            raise OtherFormatError(
                 f"audit: the snapshot must have format {FORMAT}; got {found}. Write it again with this version."
             )
         data["memory"] = data["memory"] and Memory(**data["memory"])
@@ -258,17 +263,10 @@ def audit(
     compiled = compiled or target is not None
     if large is None:
         large = LARGE_LEAF if compiled else LARGE
-    try:
+    with in_one_sentence("audit", "traced and compiled" if compiled else "traced"):
         program = Program(trace_step(step, args), large, small, memory)
-        program = compiled_program(program, target, timeout) if compiled else program
-    except Exception as error:
-        if str(error).startswith(("audit: ", "aot")):
-            raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"audit: the step must be traced{' and compiled' if compiled else ''} with these arguments; it raises "
-            f"{type(error).__name__}: {first}. Check the arguments, and the mesh context that the step needs."
-        ) from error
+    built = None if target is None else aot.build(program.step.traced, args, topology=target, timeout=timeout)
+    program = compiled_program("audit", program, built, target) if compiled else program
     return audit_of(program, ignore, call)
 
 

@@ -22,7 +22,7 @@ from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
 from shardkit.analysis.jaxpr.step import Step, trace_step
 from shardkit.analysis.judge import LARGE, Audit, audit_of, check_rules, findings_of
 from shardkit.analysis.rules import Finding
-from shardkit.analysis.rules.program import Program, compiled_program
+from shardkit.analysis.rules.program import Program, compiled_program, in_one_sentence
 from shardkit.meshes.inspection import held_as
 from shardkit.meshes.layout import path_name, shard_bytes
 from shardkit.plans.describe import PlanTable
@@ -146,20 +146,12 @@ def read(
     """
     check_rules("report", ignore)
     where = None if target is None else parse_topology(target)
-    try:
+    with in_one_sentence("report", "traced and compiled"):
         step = trace_step(fn, args)
-        built = None if target is None else aot.build(step.traced, args, topology=target, timeout=timeout)
-        traced, program = Program(step, large, small), None
-        if built is None or built.module is not None:
-            program = compiled_program(traced, target, timeout, built)
-    except Exception as error:
-        if str(error).startswith("aot"):
-            raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"report: the step must be traced and compiled with these arguments; it raises {type(error).__name__}: "
-            f"{first} Check the arguments, and the mesh context that the step needs."
-        ) from error
+    built = None if target is None else aot.build(step.traced, args, topology=target, timeout=timeout)
+    traced, program = Program(step, large, small), None
+    if built is None or built.module is not None:
+        program = compiled_program("report", traced, built, target)
     audit = audit_of(program, ignore, call) if program else None
     compiled = None if built is None or where is None else built.report(where)
     plan = plan_of(fn, args)

@@ -131,10 +131,19 @@ def written(row: CompiledRow) -> bool:
 
 
 class CompilerChange(NamedTuple):
-    """One change by the compiler: a line of text, and whether more bytes are sent."""
+    """One change by the compiler.
+
+    Attributes:
+        line: it in words.
+        kind: the kind of the collectives that changed.
+        more: whether more bytes are sent.
+        added: whether nothing as written is behind them.
+    """
 
     line: str
+    kind: str
     more: bool
+    added: bool = False
 
 
 def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
@@ -149,9 +158,11 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[CompilerChange]
     for key in sorted(before.keys() | after.keys()):
         one, other = before.get(key, _NOTHING), after.get(key, _NOTHING)
         if not _as_written(one, other):
-            found.append(CompilerChange(_rewritten(_what(key), one, other), other.sent > one.sent))
-    lines = [f"added: {t.times} x {_what(key)}, {t.bytes}{t.at}" for key, t in sorted(added.items())]
-    return found + [CompilerChange(line, True) for line in lines]
+            found.append(CompilerChange(_rewritten(_what(key), one, other), key[0], other.sent > one.sent))
+    for key, each in sorted(added.items()):
+        line = f"added: {each.times} x {_what(key)}, {each.bytes}{each.at}"
+        found.append(CompilerChange(line, key[0], more=True, added=True))
+    return found
 
 
 Key = tuple[str, tuple[str, ...]]  # a kind of collective, and its axes in alphabetical order
@@ -232,7 +243,7 @@ def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[CompilerChan
         own, sums = before.get(summed, _NOTHING), after.get(summed, _NOTHING)
         if summed in before | after and lost > 0 and sums.sent - own.sent >= 2 * missing * Fraction(9, 10):
             line = f"run as all_reduce: {lost} x {_what(key)}, {float(2 * missing):,.0f} bytes instead of"
-            found.append(CompilerChange(f"{line} {float(missing):,.0f}{wanted.at}", True))
+            found.append(CompilerChange(f"{line} {float(missing):,.0f}{wanted.at}", key[0], True))
             restored[key] = run._replace(times=wanted.times, sent=wanted.sent)
             times = max(sums.times - lost, min(1, own.times))  # they may have been merged
             rest = max(sums.sent - 2 * missing, own.sent)  # the sums may have sent up to a tenth less

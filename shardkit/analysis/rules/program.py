@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -132,25 +133,43 @@ class CompiledProgram(Program):
         return max(row.bytes_in, row.bytes_out)
 
 
-def compiled_program(
-    program: Program, target: str | None, timeout: float, built: aot.Built | None = None
-) -> CompiledProgram:
-    """Compiles one call: for the devices of this process, or for those of `target`, where it may be `built` already."""
+@contextmanager
+def in_one_sentence(where: str, what: str) -> Iterator[None]:
+    """Says what the step, jax or the compiler raises inside as one sentence of `where`.
+
+    Only calls of theirs stand inside: what shardkit itself refuses is a sentence already.
+    """
+    try:
+        yield
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{where}: the step must be {what} with these arguments; it raises {type(error).__name__}: {first}. Check "
+            "the arguments, and the mesh context that the step needs."
+        ) from error
+
+
+def compiled_program(where: str, program: Program, built: aot.Built | None, target: str | None) -> CompiledProgram:
+    """One call compiled for the devices of this process, or as it is `built` for those of `target`.
+
+    Raises:
+        ValueError: a step that cannot be compiled.
+        RuntimeError: a program that does not fit the target's memory.
+    """
     step = program.step
     sizes = mesh_sizes(step.jaxpr, step.args)
-    if target is None:
-        lowered = step.lowered
-        with backends.captured_log(_REPLICATED) as log:
+    if built is None or target is None:
+        with in_one_sentence(where, "traced and compiled"), backends.captured_log(_REPLICATED) as log:
+            lowered = step.lowered
             compiled = lowered.compile()
         executable: Any = compiled.runtime_executable()
         serialized, memory = executable.hlo_modules()[0].as_serialized_hlo_module_proto(), memory_of(executable)
         held = tuple(compiled.in_tree.flatten_up_to(compiled.input_shardings))  # type: ignore[attr-defined]
         versions = {"jax": jax.__version__}
     else:
-        built = built or aot.build(step.traced, step.args, topology=target, timeout=timeout)
         if built.module is None:
             raise RuntimeError(
-                f"audit: the program must fit the memory of {target}; its compiler says "
+                f"{where}: the program must fit the memory of {target}; its compiler says "
                 f"{built.answer['message'].splitlines()[0]} Pass more or larger chips as target=, or smaller arguments."
             )
         lowered = step.traced.lower(lowering_platforms=(parse_topology(target).platform,))
