@@ -17,9 +17,9 @@ PACKAGE = ROOT / "shardkit"
 
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
-    "collectives *": 2930,
-    "layers *": 1960,
-    "on_device *": 2560,  # a paragraph at each seam
+    "collectives *": 2940,  # a paragraph at each seam, here and in layers, on_device and pipelines
+    "layers *": 1970,
+    "on_device *": 2560,
     "pipelines *": 1630,
     "plans *": 1230,
     "remat *": 640,
