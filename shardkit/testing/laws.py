@@ -19,7 +19,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import PLAN, kind_of, walk
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import row_of
-from shardkit.analysis.jaxpr.step import Step
+from shardkit.analysis.jaxpr.step import TracedStep
 from shardkit.analysis.judge import lint
 from shardkit.analysis.rules.processes import differences_of_processes
 from shardkit.collectives.algorithms import Sent
@@ -166,7 +166,7 @@ def processes_agree(program: Program, reference: Reference) -> None:
     Example:
         >>> laws = [sk.testing.laws.processes_agree]  # for `prove(..., laws=laws)`
     """
-    found = list(differences_of_processes(Step(program.step, program.shapes, program.traced)))
+    found = list(differences_of_processes(TracedStep(program.step, program.shapes, program.traced)))
     if found:
         raise AssertionError(
             "all processes must run the same program; lint reports: " + "; ".join(str(each) for each in found)

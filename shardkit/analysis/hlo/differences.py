@@ -14,7 +14,7 @@ from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
 from shardkit.analysis.hlo.saved import save
-from shardkit.analysis.jaxpr.census import Census, Row, census_of, mesh_sizes, traceable
+from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of, mesh_sizes, traceable
 from shardkit.meshes.layout import table
 
 
@@ -176,7 +176,7 @@ class _Traffic(NamedTuple):
     places: tuple[str, ...] = ()
     unknown: bool = False
 
-    def plus(self, row: Row | CompiledRow, place: str, unknown: bool) -> _Traffic:
+    def plus(self, row: CensusRow | CompiledRow, place: str, unknown: bool) -> _Traffic:
         """With the collectives of one more row."""
         new = (place,) if place and place not in self.places else ()
         return _Traffic(self.times + row.times, self.sent + row.total, self.places + new, self.unknown or unknown)
@@ -197,7 +197,7 @@ _NOTHING = _Traffic()
 _Tally = dict[Key, _Traffic]
 
 
-def _tallies(wanted: list[Row], rows: list[CompiledRow]) -> tuple[_Tally, _Tally, _Tally]:
+def _tallies(wanted: list[CensusRow], rows: list[CompiledRow]) -> tuple[_Tally, _Tally, _Tally]:
     """The collectives as written, those of them in the compiled program, and those that the compiler added."""
     before: _Tally = {}
     after: _Tally = {}
@@ -220,7 +220,7 @@ def _what(key: Key) -> str:
     return f"{key[0]} over {quoted(key[1])}"
 
 
-def _moved(row: Row, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
+def _moved(row: CensusRow, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
     """The axes of a written collective under which it is found among the compiled.
 
     A group does not show axes of one device, nor the pairs of a permute an axis along which they stay: fewer axes with

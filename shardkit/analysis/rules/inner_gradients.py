@@ -10,13 +10,13 @@ from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import CONSTANT, State, short
 from shardkit.analysis.jaxpr.explain import with_origins
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
-def inner_gradients(program: Program) -> Iterator[Finding]:
+def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
     """Inside of what is differentiated again, and over axes over which the program reduces after differentiating.
 
     A gradient of shared weights that are constants is summed rightly where nothing differentiates it, and along axes of

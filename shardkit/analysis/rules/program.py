@@ -21,13 +21,13 @@ from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.hlo.uses import Uses
 from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
 from shardkit.analysis.jaxpr.dataflow import Block, follow
-from shardkit.analysis.jaxpr.step import Leaf, Step, leaves_of
+from shardkit.analysis.jaxpr.step import StepLeaf, TracedStep, leaves_of
 
 _REPLICATED = "Involuntary full rematerialization"
 
 
 @dataclass(frozen=True)
-class Program:
+class TracedProgram:
     """One call of a function as the rules on a trace read it.
 
     Attributes:
@@ -37,7 +37,7 @@ class Program:
         capacity: bytes that one device can hold, less activations; None if that is not known.
     """
 
-    step: Step
+    step: TracedStep
     large: int
     small: int
     capacity: int | None = None
@@ -61,7 +61,7 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompiledProgram(Program):
+class CompiledProgram(TracedProgram):
     """The same, compiled: what all rules read.
 
     Attributes:
@@ -89,7 +89,7 @@ class CompiledProgram(Program):
     target: str
 
     @cached_property
-    def leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[StepLeaf]:
         """The arrays among the arguments."""
         return leaves_of(self.step)
 
@@ -108,7 +108,7 @@ class CompiledProgram(Program):
         return next((leaf.source for leaf in self.leaves if name in (leaf.name, leaf.argument)), "")
 
     @cached_property
-    def passed(self) -> list[Leaf] | None:
+    def passed(self) -> list[StepLeaf] | None:
         """The leaves that the program uses, in the order of its arguments; None where that is not known."""
         used = compat.arguments_used(self.step.jaxpr)
         leaves = [leaf for leaf, is_used in zip(self.leaves, used, strict=True) if is_used]
@@ -149,14 +149,14 @@ def in_one_sentence(where: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def compiled_program(where: str, program: Program, built: aot.Built | None, target: str | None) -> CompiledProgram:
+def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None, target: str | None) -> CompiledProgram:
     """One call compiled for the devices of this process, or as it is `built` for those of `target`.
 
     Raises:
         ValueError: a step that cannot be compiled.
         RuntimeError: a program that does not fit the target's memory.
     """
-    step = program.step
+    step = traced.step
     sizes = mesh_sizes(step.jaxpr, step.args)
     if built is None or target is None:
         with in_one_sentence(where, "traced and compiled"), backends.captured_log(_REPLICATED) as log:
@@ -183,10 +183,10 @@ def compiled_program(where: str, program: Program, built: aot.Built | None, targ
     module = proto.read(serialized, _line)
     kept = [line for line in log if _REPLICATED in line]
     return CompiledProgram(
-        program.step,
-        program.large,
-        program.small,
-        program.capacity,
+        step,
+        traced.large,
+        traced.small,
+        traced.capacity,
         mesh=sizes,
         devices=partitions,
         module=module,
