@@ -148,39 +148,26 @@ def _reason(site: Site, found: Sequence[Site]) -> Reason:
     row = row_of(site)
     values = list(dict.fromkeys(_name(each.equation.invars[0], each) for each in found))
     value = " or ".join(values) or _name(site.equation.invars[0], site)
-    why = _why(site, row.kind, row.axes, value, found)
+    why = _why(site, row.axes, value, found)
     return Reason(row.kind, row.axes, row.n, row.count, row.bytes_in, row.sent, row.source, value, why)
 
 
-def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequence[Site]) -> str:
+def _why(site: Site, axes: tuple[str, ...], value: str, found: Sequence[Site]) -> str:
     over, it = quoted(axes), "it" if len(axes) == 1 else "them"
     if site.recomputed:
         return "jax.checkpoint runs this collective of the forward pass again instead of saving its result."
     if not found:
         return "a custom_vjp backward rule calls it there."
-    if kind == "all_reduce" and kind_of(found[0].equation):
-        return f"{value} is summed over {over} there without check_vma, where the gradient of a sum is a sum."
-    if kind == "all_reduce":
-        beside = _beside(found[0], axes)
-        cause = f"is used where a value must vary over {it}"
-        if found[0].within(compat.ASKED) or registered(found[0].name).asked:
-            cause = f"is cast there to vary over {it}"
-        elif beside:
-            cause = f"is used with {beside}, which varies over {it}"
-        return f"{value} is invariant over {over} and {cause}; the gradient of the cast is a sum."
-    if kind == "reduce_scatter":
-        return (
-            f"{value} is gathered over {over} there and each device uses the whole; its gradient is summed over the "
-            "devices and split again."
-        )
-    if kind == "all_gather":
-        return (
-            f"{value} is summed over {over} there and each device keeps a piece; its gradient gathers those of all "
-            "pieces."
-        )
-    if kind == "ppermute":
-        return f"{value} is sent along {named(axes)} there; its gradient is sent back."
-    return f"the pieces of {value} are exchanged over {over} there; their gradients are sent back."
+    origin = registered(found[0].name)
+    if origin.why:
+        return origin.why.format(value=value, over=over, along=named(axes))
+    beside = _beside(found[0], axes)
+    cause = f"is used where a value must vary over {it}"
+    if found[0].within(compat.ASKED) or origin.asked:
+        cause = f"is cast there to vary over {it}"
+    elif beside:
+        cause = f"is used with {beside}, which varies over {it}"
+    return f"{value} is invariant over {over} and {cause}; the gradient of the cast is a sum."
 
 
 def _beside(site: Site, axes: tuple[str, ...]) -> str:
