@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import raised, sized
 from shardkit._arguments.typed import check_kind
 from shardkit._jax import backends
 from shardkit.analysis.hlo.report import Built, Report, report_of
@@ -170,8 +170,7 @@ def _traced(step: Any, args: Sequence[Any]) -> Any:
 
 
 def _untraceable(what: str, error: Exception) -> ValueError:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ValueError(f"aot.compile: the function cannot be {what}: {type(error).__name__}: {first}")
+    return ValueError(f"aot.compile: the function cannot be {what}: {raised(error)}.")
 
 
 def _in_child(

@@ -131,14 +131,7 @@ def written(row: CompiledRow) -> bool:
 
 
 class CompilerChange(NamedTuple):
-    """One change by the compiler.
-
-    Attributes:
-        line: it in words.
-        kind: the kind of the collectives that changed.
-        more: whether more bytes are sent.
-        added: whether nothing as written is behind them.
-    """
+    """One change by the compiler: a line, the kind, whether more bytes are sent, and whether it is its own addition."""
 
     line: str
     kind: str

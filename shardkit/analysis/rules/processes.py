@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quoted, raised
 from shardkit._jax import backends, compat
 from shardkit._jax.jaxprs import kind_of, mesh_axes, source_line, walk
 from shardkit.analysis.jaxpr.dataflow import Context, short
@@ -55,7 +55,7 @@ def differences_of_processes(step: TracedStep) -> Iterator[Finding]:
     except Exception as error:
         yield Finding(
             "process-dependent-program",
-            f"it can be traced as process {here} and raises {_said(error)} as process {there}.",
+            f"it can be traced as process {here} and raises {raised(error)} as process {there}.",
             _raised_at(error),
             _REMEDY,
         )
@@ -144,11 +144,6 @@ def _told(line: _Line | None) -> str:
         name = f"{kind_of(equation)} over {quoted(mesh_axes(equation))}"
     shapes = ", ".join(short(v) for v in equation.invars)
     return f"{name}({shapes})"
-
-
-def _said(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return type(error).__name__ + (f": {lines[0].rstrip('.')}" if lines else "")
 
 
 def _raised_at(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from shardkit._arguments.checks import raised
 from shardkit._jax import backends, compat
 from shardkit._jax.jaxprs import own_line
 from shardkit.analysis.hlo import aot, proto
@@ -142,20 +143,14 @@ def in_one_sentence(where: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ValueError(
-            f"{where}: the step must be {what} with these arguments; it raises {type(error).__name__}: {first}. Check "
-            "the arguments, and the mesh context that the step needs."
+            f"{where}: the step must be {what} with these arguments; it raises {raised(error)}. Check the arguments, "
+            "and the mesh context that the step needs."
         ) from error
 
 
 def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None, target: str | None) -> CompiledProgram:
-    """One call compiled for the devices of this process, or as it is `built` for those of `target`.
-
-    Raises:
-        ValueError: a step that cannot be compiled.
-        RuntimeError: a program that does not fit the target's memory.
-    """
+    """One call compiled for the devices of this process, or as it is `built` for those of `target`."""
     step = traced.step
     sizes = mesh_sizes(step.jaxpr, step.args)
     if built is None or target is None:
