@@ -116,7 +116,9 @@ def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
     forward: dict[Any, list[Site]] = {}
     for site in {id(each.equation): each for each in sites if not each.backward or each.recomputed}.values():
         if kind := registered(site.name).gradient:
-            forward.setdefault(_key(site.equation, kind), []).append(site)
+            key = _key(site.equation, kind)
+            for each in (key, key[:-1]):
+                forward.setdefault(each, []).append(site)
     backward = [site for site in sites if site.backward and kind_of(site.equation)]
     transposes: dict[Any, list[Site]] = {}
     for site in backward:
@@ -124,7 +126,7 @@ def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
             transposes.setdefault(_key(site.equation), []).append(site)
     origins: dict[int, list[Site]] = {}
     for key, group in transposes.items():
-        found = forward.get(key, [])
+        found = forward.get(key) or forward.get(key[:-1], [])  # vmap batches a sum, and not a constant that was cast
         found = [each for each in found if not each.recomputed] or found  # what jax.checkpoint repeats is there twice
         for number, site in enumerate(group):
             # Transposing runs a program backwards: the last one of a line comes first.

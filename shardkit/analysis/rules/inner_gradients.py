@@ -30,8 +30,9 @@ def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
     for site, origins in with_origins(program.step.jaxpr):
         axes = [axis for axis in mesh_axes(site.equation) if axis in batch]
         casts = [each.equation.invars[0] for each in origins if registered(each.name).cast]
+        made = [states.get(v, CONSTANT) for v in casts if not hasattr(v, "val")]  # a literal is a constant
         # A loop carries what it begins with and the gradients that it adds, neither of which an argument makes.
-        if axes and casts and _inner(site) and not any(states.get(v, CONSTANT).passed for v in casts):
+        if axes and casts and _inner(site) and not any(state.passed for state in made):
             yield Finding(
                 "inner-gradient-of-a-constant",
                 f"the gradient of a {short(casts[0])} that begins as a constant is summed over {quoted(axes)}, whose "
