@@ -113,26 +113,20 @@ def test_an_evaluation_of_a_gradfn():
 
 @pytest.mark.check
 def test_what_an_evaluation_and_a_first_state_are_made_of():
-    evaluate, init = (
-        sk.make_eval_step(loss, mesh=MESH, plan=PLAN),
-        sk.make_train_step(OWN, SGD, mesh=MESH, plan=PLAN)[0],
-    )
+    evaluate = sk.make_eval_step(loss, mesh=MESH, plan=PLAN)
+    init, _ = sk.make_train_step(OWN, SGD, mesh=MESH, plan=PLAN)
     params, mixed = {"w": np.ones(3)}, {"layer": {"w": np.ones(3), 1: np.ones(3)}}
     with type_error("evaluate: params must be the parameters; got a TrainState. Pass state.params."):
         evaluate(init.abstract(params), np.ones((8, 3)))
-    with value_error(
-        "evaluate: every array of the batch must have the same number of examples along dim 0; got no array. Pass "
-        "arrays that share dim 0; what all examples share goes into carried state, or the loss."
-    ):
+    with pytest.raises(ValueError, match=r"^evaluate: every array of the batch must .*; got no array\. Pass arrays "):
         evaluate.trace(params, {})
-    for name, use in {
-        "init: the keys of each dict in params": lambda: init.abstract(mixed),
-        "evaluate: the keys of each dict in batch": lambda: evaluate(params, mixed),
-        "layouts: the keys of each dict in params": lambda: PLAN.layouts(mixed, MESH),
-    }.items():
-        told = "must be of one type, in whose order jax puts the leaves; got 'w', 1. Make all of them strings."
-        with type_error(f"{name} {told}"):
-            use()
+    keys = "must be of one type, in whose order jax puts the leaves; got 'w', 1. Make all of them strings."
+    with type_error(f"init: the keys of each dict in params {keys}"):
+        init.abstract(mixed)
+    with type_error(f"evaluate: the keys of each dict in batch {keys}"):
+        evaluate(params, mixed)
+    with type_error(f"layouts: the keys of each dict in params {keys}"):
+        PLAN.layouts(mixed, MESH)
 
 
 @pytest.mark.check
