@@ -69,11 +69,7 @@ def _wrong_leaf(tree: Any) -> tuple[str, Any] | None:
     """The path and value of the first leaf that is neither an array nor a number; None if there is none."""
     if tree is None:
         return "", tree
-    try:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-    except (TypeError, ValueError):  # raised by a node of the user's own
-        return "", tree
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not (is_array(leaf) or isinstance(leaf, Number)):
             return jax.tree_util.keystr(tuple(path), simple=True, separator="."), leaf
     return None

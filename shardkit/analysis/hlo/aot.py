@@ -126,7 +126,7 @@ def build(
     try:
         lowered = traced.lower(lowering_platforms=(where.platform,))
     except Exception as error:
-        raise _untraceable("lowered for this platform", error) from error
+        raise ValueError(f"aot.compile: the function cannot be lowered for this platform: {raised(error)}.") from error
     lowering = time.monotonic() - started
     inside, partitions = backends.lowered_mesh(lowered)
     sizes = sizes or inside  # a sharding constraint's, or that of the jit's own shardings
@@ -166,11 +166,8 @@ def _traced(step: Any, args: Sequence[Any]) -> Any:
     try:
         return traceable(step).trace(*args)
     except Exception as error:
-        raise _untraceable("traced with these arguments", error) from error
-
-
-def _untraceable(what: str, error: Exception) -> ValueError:
-    return ValueError(f"aot.compile: the function cannot be {what}: {raised(error)}.")
+        said = f"aot.compile: the function cannot be traced with these arguments: {raised(error)}."
+        raise ValueError(said) from error
 
 
 def _in_child(

@@ -136,10 +136,7 @@ class CompiledProgram(TracedProgram):
 
 @contextmanager
 def in_one_sentence(where: str, what: str) -> Iterator[None]:
-    """Says what the step, jax or the compiler raises inside as one sentence of `where`.
-
-    Only calls of theirs stand inside: what shardkit itself refuses is a sentence already.
-    """
+    """What the step, jax or the compiler raises inside, as a sentence; what shardkit refuses, outside, is one already."""
     try:
         yield
     except Exception as error:
