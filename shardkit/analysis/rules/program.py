@@ -136,7 +136,7 @@ class CompiledProgram(TracedProgram):
 
 @contextmanager
 def in_one_sentence(where: str, what: str) -> Iterator[None]:
-    """What the step, jax or the compiler raises inside, as a sentence; what shardkit refuses, outside, is one already."""
+    """What the step, jax or the compiler raises inside, as a sentence; what shardkit refuses is one already."""
     try:
         yield
     except Exception as error:
