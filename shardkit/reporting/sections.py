@@ -11,7 +11,7 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import grouped
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import size
-from shardkit.analysis.jaxpr.census import Row
+from shardkit.analysis.jaxpr.census import CensusRow
 from shardkit.reporting import pictures
 from shardkit.reporting.html import Html, Part, bars, block, element, figures, joined, part, table
 from shardkit.reporting.read import ArgumentLeaf, Facts
@@ -38,7 +38,7 @@ def place(source: str, branch: str) -> str:
     return f"{source} [{branch}]" if branch else source
 
 
-def pass_of(row: Row) -> str:
+def pass_of(row: CensusRow) -> str:
     """The part of the step in which a collective runs."""
     return "backward" if row.backward else "update" if row.update else "forward"
 

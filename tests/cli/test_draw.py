@@ -1,11 +1,16 @@
 """`shardkit draw` as a user runs it."""
 
+import inspect
 import sys
 
 import pytest
 
 from shardkit import schedules
+from shardkit._arguments.checks import either
+from shardkit.cli import draw
+from shardkit.cli.train_options import TrainOptions
 from support import commands
+from support.pipelines import BUILDERS, CHUNKED
 
 LOCKSTEP = ["--schedule", "lockstep", "--devices", "4", "--microbatches", "8"]
 
@@ -43,12 +48,13 @@ def test_costs_change_the_time(run):
 
 @pytest.mark.parametrize(
     ("spelling", "name"),
-    [(name, name) for name in ("gpipe", "one_f_one_b", "breadth_first", "dualpipe_v")]
+    [(name, name) for name in BUILDERS]
     + [("1F1B", "one_f_one_b"), ("ZB-H1", "zero_bubble_h1"), ("zb-v", "zero_bubble_v"), ("Interleaved", "interleaved")],
 )
 def test_every_schedule_has_a_name(spelling, name, run):
     out, _ = run("--schedule", spelling, "--devices", 2, "--microbatches", 4)
     assert f"\n\n{name}: 2 devices" in out
+    assert all(name in inspect.getsource(options) for options in (draw.Options, TrainOptions)), "its help"
 
 
 def test_a_picture_is_written(run, tmp_path):
@@ -98,13 +104,13 @@ def test_a_file_can_be_written_and_read(run, tmp_path):
         ),
         (
             ["--schedule", "fastest", *LOCKSTEP[2:]],
-            "draw: schedule must be 'breadth_first', 'dualpipe_v', 'gpipe', 'interleaved', 'lockstep', 'one_f_one_b', "
-            "'zero_bubble_h1' or 'zero_bubble_v'; got 'fastest'. Pass for example schedule='breadth_first'.",
+            f"draw: schedule must be {either([*map(repr, BUILDERS)])}; got 'fastest'. Pass for example "
+            "schedule='breadth_first'.",
         ),
         (
             ["--schedule", "gpipe", *LOCKSTEP[2:], "--chunks", "2"],
             "draw: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose "
-            "'breadth_first', 'interleaved' or 'lockstep'.",
+            f"{either([*map(repr, CHUNKED)])}.",
         ),
         (
             [*LOCKSTEP[:2], "--devices", "0", "--microbatches", "8"],
