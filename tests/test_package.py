@@ -214,6 +214,20 @@ def test_every_remedy_names_what_to_pass():
     assert not found, found
 
 
+@pytest.mark.check
+def test_one_class_name_has_one_meaning():
+    trees = [ast.parse(path.read_text()) for path in modules()]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    twins = {name for name in names if names.count(name) > 1 and not name.startswith("_")}
+    assert twins == {"Options"}, "of which each command has its own"
+
+
+@pytest.mark.check
+def test_no_error_is_known_by_its_words():
+    reads = re.compile(r"str\(error\)\.startswith|\" (not )?in str\(error\)|error\.args")
+    assert [path.name for path in modules() if reads.search(path.read_text())] == ["profile.py"], "jax has only words"
+
+
 def imports_of(path):
     """The modules of the package that a file imports, wherever in it."""
     names = {

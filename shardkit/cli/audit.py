@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from shardkit.analysis.jaxpr.explain import explain as explain_backward
-from shardkit.analysis.judge import GROWTH, SMALL, Audit
+from shardkit.analysis.judge import GROWTH, SMALL, Audit, OtherFormatError
 from shardkit.analysis.judge import audit as read
 from shardkit.cli.output import write_json
 from shardkit.cli.target import StepOptions, step_of
@@ -86,9 +86,9 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 def _read(file: Path) -> Audit:
     try:
         return Audit.from_json(file.read_text())
+    except OtherFormatError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if str(error).startswith("audit: "):
-            raise
         raise ValueError(
             f"audit: {file} must be a file that --snapshot wrote; it cannot be read ({type(error).__name__}). Check "
             "the path."

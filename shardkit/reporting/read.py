@@ -14,10 +14,10 @@ from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
-from shardkit.analysis.jaxpr.step import Step, trace_step
+from shardkit.analysis.jaxpr.step import TracedStep, trace_step
 from shardkit.analysis.judge import LARGE, Audit, audit_of, check_rules, findings_of
 from shardkit.analysis.rules import Finding
-from shardkit.analysis.rules.program import Program, compiled_program
+from shardkit.analysis.rules.program import TracedProgram, compiled_program, in_one_sentence
 from shardkit.meshes.inspection import describe
 from shardkit.meshes.layout import path_name
 from shardkit.reporting.html import escaped
@@ -71,20 +71,12 @@ def read(
     """
     check_rules("report", ignore)
     where = None if target is None else parse_topology(target)
-    try:
+    with in_one_sentence("report", "traced and compiled"):
         step = trace_step(fn, args)
-        built = None if target is None else aot.build(step.traced, args, topology=target, timeout=timeout)
-        traced, program = Program(step, large, small), None
-        if built is None or built.module is not None:
-            program = compiled_program(traced, target, timeout, built)
-    except Exception as error:
-        if str(error).startswith("aot"):
-            raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"report: the step must be traced and compiled with these arguments; it raises {type(error).__name__}: "
-            f"{first} Check the arguments, and the mesh context that the step needs."
-        ) from error
+    built = None if target is None else aot.build(step.traced, args, topology=target, timeout=timeout)
+    traced, program = TracedProgram(step, large, small), None
+    if built is None or built.module is not None:
+        program = compiled_program("report", traced, built, target)
     audit = audit_of(program, ignore, call) if program else None
     compiled = None if built is None or where is None else built.report(where)
     plan = plan_of(fn, args)
@@ -106,7 +98,7 @@ def read(
     return found, texts | ({f"Compiled for {where}": str(compiled)} if compiled else {})
 
 
-def arrays_of(step: Step) -> dict[str, dict[str, Any]]:
+def arrays_of(step: TracedStep) -> dict[str, dict[str, Any]]:
     """The arrays of each argument of a step, by their paths; of an argument that is an array, by its name."""
     out: dict[str, dict[str, Any]] = {}
     for (position, *inner), leaf in jax.tree_util.tree_leaves_with_path(step.args):

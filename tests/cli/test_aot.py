@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from shardkit._arguments.checks import quoted
+from shardkit.cost import chips
 from support.compilers import tpu
 
 PROGRAM = """
@@ -59,8 +61,8 @@ def test_types_on_the_command_line(inside, program):
 def test_mistakes_are_one_sentence(inside, program):
     done = inside("aot", f"{program}:make", "--topology", "v5", code=2)
     assert done.stderr == (
-        "error: aot: unknown chip 'v5' in topology 'v5'; known are 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', 'h100', "
-        "'h200', 'b200'. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'.\n"
+        f"error: aot: unknown chip 'v5' in topology 'v5'; known are {quoted(chips)}. Pass for example 'v5p:8x8x8' or "
+        "'h100:1x1x8'.\n"
     )
 
 

@@ -74,7 +74,7 @@ def test_interrupting_ends_with_a_summary(corpus):
                 break
         child.send_signal(signal.SIGINT)
         rest = child.stdout.read()
-        assert child.wait(timeout=60) == 130
+        assert child.wait(timeout=60) == 130, rest
     assert "interrupted after step" in rest and "validation loss" in rest
     assert "stopping after this step; Ctrl-C again stops at once" in rest
     assert "nothing was saved; with --checkpoint DIRECTORY a run is saved, and the same command resumes it" in rest

@@ -96,7 +96,7 @@ def test_a_pipelines_page_has_its_schedule(mesh2x4):
         ({"target": "v5e"}, "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'."),
         (
             {},
-            "report: the step must be traced and compiled with these arguments; it raises TypeError: no program Check "
+            "report: the step must be traced and compiled with these arguments; it raises TypeError: no program. Check "
             "the arguments, and the mesh context that the step needs.",
         ),
         ({"small": -1}, "report: small must be at least 0; got -1. Pass small=0 or more."),
