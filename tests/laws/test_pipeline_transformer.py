@@ -18,21 +18,15 @@ from shardkit import schedules
 from shardkit.models import transformer
 from support import conformance
 from support.conformance import BATCH, MESH_CONFIGS, MESH_MODELS, mesh_rows
-from support.pipelines import pipelined_grad, pipelined_loss
+from support.pipelines import EVERY_SCHEDULE, pipelined_grad, pipelined_loss
 from support.refusals import value_error
 from support.training import KEY, check
 
 pytestmark = pytest.mark.optimized
 
 MICROBATCHES = 4
-ONE_CHUNK = [schedules.lockstep, schedules.zero_bubble_h1, schedules.one_f_one_b, schedules.gpipe]
-TWO_CHUNKS = [
-    lambda p, m: schedules.interleaved(p, m, 2),
-    schedules.zero_bubble_v,
-    lambda p, m: schedules.lockstep(p, m, 2),
-    schedules.dualpipe_v,
-    lambda p, m: schedules.breadth_first(p, m, 2),
-]
+ONE_CHUNK = [build for build in EVERY_SCHEDULE.values() if build(2, MICROBATCHES).chunks == 1]
+TWO_CHUNKS = [build for build in EVERY_SCHEDULE.values() if build not in ONE_CHUNK]
 CONFIGS = {name: dataclasses.replace(config, layers=4) for name, config in MESH_CONFIGS.items()}
 
 

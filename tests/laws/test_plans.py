@@ -11,7 +11,7 @@ import pytest
 import shardkit as sk
 from shardkit.meshes.layout import spec_axes
 from shardkit.models import transformer
-from shardkit.plans.placement import Layout
+from shardkit.plans.placement import LeafLayout
 from shardkit.testing import LAWS
 from support import conformance
 from support.conformance import BATCH, MODELS, PLANS
@@ -59,7 +59,7 @@ def test_every_plan_splits_some_leaf(row):
     split = [
         layout
         for each in layouts
-        for layout in jax.tree.leaves(each, is_leaf=lambda x: isinstance(x, Layout))
+        for layout in jax.tree.leaves(each, is_leaf=lambda x: isinstance(x, LeafLayout))
         if spec_axes(layout.update)
     ]
     names = {each.name.split("(")[0] for each in plan.strategies}
