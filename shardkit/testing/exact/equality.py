@@ -59,7 +59,9 @@ class Equality(NamedTuple):
     assumed: tuple[str, ...] = ASSUMED
 
     def __str__(self) -> str:
-        functions = f"uninterpreted: {', '.join(self.uninterpreted)}" if self.uninterpreted else "no function is uninterpreted"
+        functions = (
+            f"uninterpreted: {', '.join(self.uninterpreted)}" if self.uninterpreted else "no function is uninterpreted"
+        )
         lines = [
             f"equal for all inputs: {self.what}",
             f"inputs: {', '.join(self.shapes)}",
@@ -133,7 +135,9 @@ def assert_equal_for_all_inputs(
         if isinstance(spec, PartitionSpec):
             check_spec(where, spec, mesh, len(spec))
     if not isinstance(args, tuple | list):
-        raise TypeError(f"{where}: args must be a tuple of the arguments; got {kind(args)}. Pass args=(x,) for one argument.")
+        raise TypeError(
+            f"{where}: args must be a tuple of the arguments; got {kind(args)}. Pass args=(x,) for one argument."
+        )
     args = tuple(args)
     mapped = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     shapes = jax.tree.map(_described, args)
@@ -275,7 +279,9 @@ def check_size(where: str, traced: Sequence[Any]) -> None:
 
 
 def _described(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)) if not hasattr(x, "dtype") else x.dtype)
+    return jax.ShapeDtypeStruct(
+        np.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)) if not hasattr(x, "dtype") else x.dtype
+    )
 
 
 def _behind(path: Any) -> str:

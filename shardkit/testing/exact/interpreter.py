@@ -291,7 +291,9 @@ class Interpreter:
                 part = self._full(part, first, dim)
                 part = np.moveaxis(part, first + dim, lead + to - 1)
                 shape = part.shape
-                part = part.reshape(*shape[: lead + to - 1], shape[lead + to - 1] * shape[lead + to], *shape[lead + to + 1 :])
+                part = part.reshape(
+                    *shape[: lead + to - 1], shape[lead + to - 1] * shape[lead + to], *shape[lead + to + 1 :]
+                )
                 part = np.expand_dims(part, first + dim)
             return part
 

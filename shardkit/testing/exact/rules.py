@@ -141,7 +141,9 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
         return [_ONE[name](operands[0], rank, equation)]
     if name == "iota" and not operands:
         shape = [size if dim == params["dimension"] else 1 for dim, size in enumerate(out.shape)]
-        return [np.broadcast_to(np.arange(max(shape), dtype=_long(out.dtype)).reshape(shape), out.shape)[(None,) * rank]]
+        return [
+            np.broadcast_to(np.arange(max(shape), dtype=_long(out.dtype)).reshape(shape), out.shape)[(None,) * rank]
+        ]
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(out):
         return [operands[0].astype(_long(out.dtype))]
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(out.dtype).itemsize:
@@ -152,7 +154,9 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     if name.startswith("random_") and (words := _random(equation, operands)) is not None:
         return [words]
     if name in ("concatenate", "stack"):
-        return [joined(list(operands), rank + params["dimension" if name == "concatenate" else "axis"], name == "stack")]
+        return [
+            joined(list(operands), rank + params["dimension" if name == "concatenate" else "axis"], name == "stack")
+        ]
     if name in _MOVES:
         data = _MOVES[name](len(operands))
         lead = np.broadcast_shapes(*(operands[i].shape[:rank] for i in data))
@@ -249,7 +253,9 @@ def _aligned(operands: Sequence[Any], rank: int, before: int = 0) -> list[Any]:
     """Scalars with as many dims of size 1 as the others have dims of their own."""
     most = max(x.ndim for x in operands)
     lead = rank + before
-    return [x if x.ndim == most else x.reshape(x.shape[:lead] + (1,) * (most - lead) + x.shape[lead:]) for x in operands]
+    return [
+        x if x.ndim == most else x.reshape(x.shape[:lead] + (1,) * (most - lead) + x.shape[lead:]) for x in operands
+    ]
 
 
 class Rules:
