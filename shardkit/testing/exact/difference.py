@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ class _Made(NamedTuple):
     equation: Any
     operands: tuple[Any, ...]
     value: Exact
-    axes: dict[str, int]
+    axes: Mapping[str, int]
 
 
 def located(runs: Runs, index: int, wanted: Exact | None) -> str:
@@ -49,13 +49,13 @@ def located(runs: Runs, index: int, wanted: Exact | None) -> str:
     field = runs.field
     known: set[bytes] = set()
 
-    def keep(equation: Any, operands: Any, results: Any, axes: dict[str, int]) -> None:
+    def keep(equation: Any, operands: Any, results: Any, axes: Mapping[str, int]) -> None:
         known.update(_digest(_top(field, x)) for x in (*operands, *results) if isinstance(x, Exact))
 
     runs.alone(field, keep)
     made: dict[int, _Made] = {}
 
-    def note(equation: Any, operands: Any, results: Any, axes: dict[str, int]) -> None:
+    def note(equation: Any, operands: Any, results: Any, axes: Mapping[str, int]) -> None:
         for x in results:
             if isinstance(x, Exact) and id(x) not in made:
                 made[id(x)] = _Made(equation, tuple(operands), x, axes)
@@ -124,7 +124,7 @@ def _relation(field: Field, got: Exact, wanted: Exact) -> str:
     return ""
 
 
-def _ratios(axes: dict[str, int]) -> Iterator[tuple[Fraction, str]]:
+def _ratios(axes: Mapping[str, int]) -> Iterator[tuple[Fraction, str]]:
     """Factors that a wrong program may have, and their words."""
     for name, n in axes.items():
         yield Fraction(n), f"{n} times, the size of {name!r},"
@@ -155,19 +155,20 @@ def _top(field: Field, x: Exact) -> np.ndarray:
     return field.plain(x).number[-field.points :]
 
 
-def _forms(field: Field, x: Exact, axes: dict[str, int]) -> Iterator[tuple[np.ndarray, str]]:
+def _forms(field: Field, x: Exact, axes: Mapping[str, int]) -> Iterator[tuple[np.ndarray, str]]:
     """The arrays that a value of all devices may be a part of, and how."""
     number = _top(field, x)
     rank = len(axes)
-    ways = []
-    for at, (name, n) in enumerate(axes.items()):
+    ways: list[list[tuple[Any, int, str]]] = []
+    for at, name in enumerate(axes):
         if number.shape[1 + at] == 1:
             ways.append([("whole", at, name)])
         else:
             dims = range(number.ndim - 1 - rank)
             ways.append([("first", at, name), ("sum", at, name), *((dim, at, name) for dim in dims)])
     for choice in itertools.islice(itertools.product(*ways), _MOST_FORMS):
-        form, how = number, []
+        form: Any = number
+        how: list[str] = []
         for way, at, name in reversed(choice):
             if way == "sum":
                 form = form.sum(1 + at, np.uint64, keepdims=True) % field.p(form)

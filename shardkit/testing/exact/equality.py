@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import at_least, mesh_in_context, quoted, sized
+from shardkit._arguments.checks import at_least, mesh_in_context, quoted
 from shardkit._arguments.typed import Specs, typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
@@ -216,8 +216,8 @@ def equal(
             return field, got
         if shallow:
             raise ValueError(
-                f"{where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these programs nest "
-                "more. Pass a model of fewer layers: a layer more proves nothing else."
+                f"{where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these programs "
+                "nest more. Pass a model of fewer layers: a layer more proves nothing else."
             )
         shallow = True
     raise ValueError(
@@ -246,13 +246,15 @@ def check_floats(where: str, shapes: Any) -> None:
     if not any(is_float(x) for x in leaves):
         raise TypeError(
             f"{where}: at least one input must be an array of floats, for which the proof holds; got "
-            f"{quoted(sorted({str(x.dtype) for x in leaves})) or 'none'}. Compare integers with assert_matches_reference."
+            f"{quoted(sorted({str(x.dtype) for x in leaves})) or 'none'}. Compare integers with "
+            "assert_matches_reference."
         )
 
 
 def check_size(where: str, traced: Sequence[Any]) -> None:
     """Refuses programs that would take more than ten minutes."""
-    seconds, largest = 0.0, ((0,), "")
+    seconds = 0.0
+    largest: tuple[Any, str] = (0,), ""
     for closed in traced:
         for site in walk(closed.jaxpr):
             if compat.inner_jaxprs(site.equation):

@@ -119,6 +119,10 @@ class Exact:
         factor = None if self.factor is None else move(self.factor)
         return replace(self, number=move(self.number), facts=move(self.facts), factor=factor)
 
+    def row(self, dim: int, i: int) -> Exact:
+        """The elements at a place of a dim, without it."""
+        return self.moved(lambda part: np.take(part, i, dim + 1))
+
     def signed(self, sign: int) -> Exact:
         """The same, known to have a sign."""
         return replace(self, facts=facts(self.shape, sign, self.low, *self.used))
@@ -238,7 +242,7 @@ class Field:
 
     def random(self, name: str, *arrays: np.ndarray) -> np.ndarray:
         """A random function of numbers, component by component."""
-        word = np.uint64(0)
+        word: Any = np.uint64(0)
         for number, x in enumerate(arrays):
             word = mixed(word + x + self.salt(f"{name} {number}").reshape(-1, *[1] * (x.ndim - 1)))
         return word % self.p(word)
@@ -471,7 +475,7 @@ class Field:
         return min(1.0, total / PRIMES[0]) ** self.points
 
     def same(self, x: Exact, y: Exact) -> np.ndarray:
-        """bool [...]: where two arrays are equal, in the components that both have; of logarithms, where their exps are."""
+        """bool [...]: where two arrays are equal in the components that both have; logarithms, where their exps are."""
         if x.factor is not None and y.factor is not None:
             x, y = self.exp(x), self.exp(y)
         x, y = self.plain(x), self.plain(y)

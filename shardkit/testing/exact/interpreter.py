@@ -7,12 +7,13 @@ axis have the same. So a collective is a sum over a dim, a roll of it or its exc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as attribute
 from typing import Any
 
-import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import flow, mesh_axes, scan_operands, source_line, while_operands
@@ -23,7 +24,7 @@ from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, held,
 
 Move = Callable[[Any, int], Any]
 # Called with each equation, its operands, its results and the bound axes.
-Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], dict[str, int]], None]
+Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int]], None]
 _QUIET = ("debug_callback", "debug_print")
 
 
@@ -38,7 +39,7 @@ class Interpreter:
     """
 
     field: Field
-    axes: dict[str, int] = field(default_factory=dict)
+    axes: Mapping[str, int] = attribute(default_factory=dict)
     seen: Seen | None = None
 
     @property
@@ -72,7 +73,7 @@ class Interpreter:
             self.seen(equation, operands, results, self.axes)
 
     def _results(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         row = registered(name)
         if name == ASSUMED:
             return [self._replicated(equation, operands[0])]
@@ -85,7 +86,7 @@ class Interpreter:
         if row.kind is not None:
             return self._collective(equation, operands)
         inner = [
-            jax.extend.core.ClosedJaxpr(sub, list(constants))
+            ClosedJaxpr(sub, list(constants))
             for (_, sub), constants in zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
         ]
         if name == "shard_map":
@@ -189,7 +190,7 @@ class Interpreter:
         length, rows = equation.params["length"], []
         order = range(length - 1, -1, -1) if equation.params["reverse"] else range(length)
         for i in order:
-            now = [moved(x, self.rank, lambda part, lead, i=i: part[(slice(None),) * lead + (i,)]) for x in each]
+            now = [x.row(self.rank, i) if isinstance(x, Exact) else np.take(x, i, self.rank) for x in each]
             for x, row in zip(each, now, strict=True):
                 self._tell(equation, [x], [row])
             results = self.run(body, [*fixed, *held, *now])

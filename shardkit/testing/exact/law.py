@@ -15,7 +15,7 @@ from shardkit.steps.state import passed_what_it_takes
 from shardkit.steps.step import Step
 from shardkit.testing._compare import on
 from shardkit.testing.exact.equality import check_floats, check_size, equal, symbol
-from shardkit.testing.exact.field import Exact, Field
+from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.rules import Operand, held, stacked
 from shardkit.testing.one_device import Given, Reference, gradient_of, update_of
@@ -75,13 +75,15 @@ def _symbols(field: Field, name: str, tree: Any) -> list[Operand]:
 def _traced_alone(given: Given, steps: int) -> Any:
     """The first steps on one device: from parameters and batches to losses and parameters."""
     optimizer = given.optimizer
+    loss_and_gradient: Any = given.grad_fn
+    gradient = gradient_of(loss_and_gradient)
 
     def train(params: Any, batches: Any) -> Any:
         opt_state, losses = passed_what_it_takes(optimizer).init(params), []
         for index, batch in enumerate(batches):
             rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
             keys = example_keys(step_key(given.key, index), rows)
-            loss, _, grads = gradient_of(given.grad_fn)(params, batch, keys)
+            loss, _, grads = gradient(params, batch, keys)
             params, opt_state = update_of(optimizer)(grads, opt_state, params, loss)
             losses.append(loss)
         return losses, params
@@ -114,8 +116,7 @@ def _on_mesh(program: Program, calls: int, field: Field, seen: Seen | None) -> l
     """The first steps of the row's program, from the first state that `init` makes of the parameters."""
     run = Interpreter(field, seen=seen).run
     without = set(field.uninterpreted)
-    make = partial(program.init, key=program.key)
-    closed, shapes = jax.make_jaxpr(make, return_shape=True)(program.params)
+    closed, shapes = jax.make_jaxpr(partial(program.init, key=program.key), return_shape=True)(program.params)
     state = jax.tree.unflatten(jax.tree.structure(shapes), run(closed, _symbols(field, "params", program.params)))
     key = [held(program.key)]
     per_call = program.row.steps or 1
@@ -131,13 +132,9 @@ def _on_mesh(program: Program, calls: int, field: Field, seen: Seen | None) -> l
         results = run(program.traced.jaxpr, [*jax.tree.leaves(state._replace(key=None)), *key, *batch])
         state, metrics = jax.tree.unflatten(jax.tree.structure(program.traced.out_info), results)
         loss = metrics["loss"]
-        losses += [_row(loss, i) for i in range(per_call)] if program.row.steps else [loss]
+        losses += [loss.row(0, i) for i in range(per_call)] if program.row.steps else [loss]
     closed = jax.make_jaxpr(unpadded)(shapes.params)
     rounds = (field.uninterpreted - without) & _ROUNDING
     if rounds:
         raise RoundsError(", ".join(sorted(rounds)))
     return [*losses, *run(closed, jax.tree.leaves(state.params))]
-
-
-def _row(x: Operand, i: int) -> Operand:
-    return x.moved(lambda part: part[:, i]) if isinstance(x, Exact) else x[i]
