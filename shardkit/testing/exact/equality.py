@@ -39,6 +39,10 @@ ASSUMED = (
 )
 
 
+class UnprovableError(ValueError):
+    """What cannot be proved for all inputs."""
+
+
 class Equality(NamedTuple):
     """What was proved, and how surely: a certificate, as text by `print` and as JSON by `to_json`.
 
@@ -113,8 +117,9 @@ def assert_equal_for_all_inputs(
     Raises:
         AssertionError: a difference; names the result or gradient, the line of the first value that the reference does
             not have, and how it differs: a factor, a missing sum, another device's piece.
-        TypeError: no float among the arguments, or what has no meaning in a field, by its name and line.
-        ValueError: nested deeper, or larger, than can be proved, with what to shrink.
+        TypeError: args that is not a tuple.
+        ValueError: no float among the arguments, what has no meaning in a field, by its name and line, or programs that
+            are nested deeper, or larger, than can be proved, with what to shrink.
 
     Cost: seconds on the host for shapes of a few hundred elements; nothing is compiled.
 
@@ -197,7 +202,7 @@ def equal(
             continue
         except UnsupportedError as error:
             name, *line = error.args
-            raise TypeError(
+            raise UnprovableError(
                 f"{where}: whatever is computed from a float must have a meaning in a finite field; {name} "
                 f"{f'at {line[0]} ' if line else ''}has none. Prove the part before it, or compare floats with "
                 "assert_matches_reference."
@@ -215,12 +220,12 @@ def equal(
         else:
             return field, got
         if shallow:
-            raise ValueError(
+            raise UnprovableError(
                 f"{where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these programs "
                 "nest more. Pass a model of fewer layers: a layer more proves nothing else."
             )
         shallow = True
-    raise ValueError(
+    raise UnprovableError(
         f"{where}: a divisor must not be zero for most inputs; at {_SEEDS} draws one was. Remove a division by what is "
         "always zero."
     )
@@ -239,12 +244,12 @@ def check_floats(where: str, shapes: Any) -> None:
     """Refuses inputs without a float, and complex ones."""
     leaves = jax.tree.leaves(shapes)
     if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves):
-        raise TypeError(
+        raise UnprovableError(
             f"{where}: inputs must be real; got a complex one. Pass real and imaginary parts as two arrays, or compare "
             "floats with assert_matches_reference."
         )
     if not any(is_float(x) for x in leaves):
-        raise TypeError(
+        raise UnprovableError(
             f"{where}: at least one input must be an array of floats, for which the proof holds; got "
             f"{quoted(sorted({str(x.dtype) for x in leaves})) or 'none'}. Compare integers with "
             "assert_matches_reference."
@@ -273,7 +278,7 @@ def check_size(where: str, traced: Sequence[Any]) -> None:
             seconds += (site.times or 1) * _SECONDS["equation"]
             seconds += times * 24 * size * (_SECONDS["element"] + inner * _SECONDS["product"])
     if seconds > _LONGEST:
-        raise ValueError(
+        raise UnprovableError(
             f"{where}: shapes must be small, because a proof holds for all values and not for more shapes; these would "
             f"take about {seconds / 60:,.0f} minutes, the largest array is {list(largest[0])} at {largest[1]}. Shrink "
             "batch, sequence, widths and layers to a few elements per device."

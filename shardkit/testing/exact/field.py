@@ -244,7 +244,7 @@ class Field:
         """A random function of numbers, component by component."""
         word: Any = np.uint64(0)
         for number, x in enumerate(arrays):
-            word = mixed(word + x + self.salt(f"{name} {number}").reshape(-1, *[1] * (x.ndim - 1)))
+            word = mixed(word, x, self.salt(f"{name} {number}").reshape(-1, *[1] * (x.ndim - 1)))
         return word % self.p(word)
 
     def opaque(self, name: str, *operands: Exact, sign: int = 0) -> Exact:
@@ -450,7 +450,7 @@ class Field:
         canonical = np.where(upper, p - top, top) % p
         magnitude = np.zeros(x.shape, np.uint64)
         for component, salt in zip(canonical, self.salt("order"), strict=False):
-            magnitude = mixed(magnitude + component + salt)
+            magnitude = mixed(magnitude, component, salt)
         size = (magnitude >> np.uint64(1)).astype(np.int64) | 1
         key = np.where((top == 0).all(0), 0, np.where(negative, -size, size))
         return np.where(x.low, _LOWEST, key)
@@ -484,9 +484,10 @@ class Field:
         return np.asarray(np.where(x.low | y.low, x.low == y.low, equal))
 
 
-def mixed(x: Any) -> Any:
-    """A bijection of 64-bit words that spreads every bit (the finalizer of splitmix64)."""
+def mixed(*words: Any) -> Any:
+    """A sum of 64-bit words, every bit of it spread (the finalizer of splitmix64)."""
     with np.errstate(over="ignore"):  # of 0-d arrays
+        x = sum(words[1:], words[0])
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -75,7 +75,8 @@ def is_key(x: Any) -> bool:
 def held(x: Any) -> Known:
     """A constant or an input as a known array."""
     if not hasattr(x, "dtype") or not is_key(x):
-        return widened(np.asarray(x))
+        x = np.asarray(x)
+        return widened(np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)))
     return _worded(np.asarray(jax.random.key_data(x)))
 
 
@@ -83,7 +84,7 @@ def _worded(data: np.ndarray) -> np.ndarray:
     """Keys from their data: a word each."""
     word = np.zeros(data.shape[:-1], np.uint64)
     for part in np.moveaxis(data, -1, 0):
-        word = mixed(word + part)
+        word = mixed(word, part)
     return word
 
 
@@ -101,11 +102,11 @@ def _random(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
     if name == "random_clone":
         return x
     if name == "random_fold_in":
-        return mixed(mixed(x) + operands[1].astype(np.uint64))
+        return mixed(mixed(x), operands[1].astype(np.uint64))
     if name in ("random_split", "random_bits"):
         shape = params["shape"]
         count = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) << np.uint64(32)
-        words = mixed(x.reshape(x.shape + (1,) * len(shape)) + count.reshape(shape))
+        words = mixed(x.reshape(x.shape + (1,) * len(shape)), count.reshape(shape))
         return words if name == "random_split" else words.astype(f"uint{params['bit_width']}")
     return None
 
@@ -517,7 +518,7 @@ class Rules:
         return part.transpose(*range(lead), *(lead + dim for dim in order)).reshape(*part.shape[:lead], *shape)
 
     def grouped(self, equation: Any, x: Operand, w: Operand, sizes: Known) -> Exact:
-        """ragged_dot: the rows of x, sorted by group, times the matrix of their group; or those sums, group by group."""
+        """ragged_dot: the rows of x, sorted by group, times the matrix of their group; or those sums by group."""
         params = equation.params["ragged_dot_dimension_numbers"]
         [ragged] = params.lhs_ragged_dimensions
         (cx, cy), (bx, by) = params.dot_dimension_numbers
@@ -580,7 +581,7 @@ class Rules:
             new = np.broadcast_to(new, (len(new), *lead, *new.shape[1 + self.rank :])).reshape(len(new), n, -1)
             result = np.concatenate([old, np.zeros((len(old), n, 1), old.dtype)], -1)
             if add:
-                np.add.at(result, np.s_[:, rows, at], new)
+                np.add.at(result, (slice(None), rows, np.asarray(at)), new)  # type: ignore[arg-type]
             else:
                 result[:, rows, at] = new
             return result[..., :-1].reshape(len(old), *lead, *own)
@@ -676,6 +677,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "log": lambda rules, _, x: rules.field.log(x),
     "square": lambda rules, _, x: rules.field.mul(x, x).signed(1),
     "is_finite": lambda rules, _, x: np.ones(x.shape, bool),
+    "bitcast_convert_type": lambda rules, _, x: x,  # what is sent as bits comes back from them
     "mul": Rules.multiplied,
     "div": Rules.divided,
     "integer_pow": Rules.raised,
