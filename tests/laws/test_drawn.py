@@ -20,8 +20,8 @@ from support.training import ONCE
 
 pytestmark = pytest.mark.optimized
 
-PARTS = 20
-STRATEGIES = 60
+PARTS = 10
+STRATEGIES = 30
 ATTEMPTS = 10
 SLOW = ("stage", "experts", "model", "context")  # to compile: each has rows of its own in the default tier
 
