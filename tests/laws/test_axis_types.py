@@ -27,6 +27,7 @@ def rows():
         yield pytest.param(row, kind, id=f"{row.name}-{kind}".replace(" ", "_"))
 
 
+# Alone in finding: a plan that is right on Auto axes alone, or that another axis of the mesh changes.
 # proves F7, S18: every plan's numbers, census, compiled program, donation and one compilation
 @pytest.mark.quick("zero1-beside_Explicit")
 @pytest.mark.parametrize(("row", "kind"), list(rows()))

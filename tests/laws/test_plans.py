@@ -81,6 +81,7 @@ def accumulations():
         yield pytest.param(row, k, id=f"{name(row)}-{k}")
 
 
+# Alone in finding: a plan whose sums or keys go wrong in microbatches, of which there are two or as many as examples.
 # proves S86, S87, F45, F58: unequal weights and dropout on, and the effective batch stays what it is
 @pytest.mark.quick("zero2_pad-2")
 @pytest.mark.parametrize(("row", "accumulate"), list(accumulations()))
