@@ -1,8 +1,4 @@
-"""The reference transformer, dense and with experts, on every mesh of eight devices.
-
-In the covering list an axis has two or three devices: these alone find what is wrong with four or eight, or with three
-axes that only together are.
-"""
+"""The transformer on every mesh of eight: alone in finding what is wrong with four devices or more along an axis."""
 
 from __future__ import annotations
 

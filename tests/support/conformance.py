@@ -248,11 +248,9 @@ def mesh_rows(model: str, devices: int = 8) -> list[PlanRow]:
 
 def one_form(rows: list[PlanRow]) -> list[PlanRow]:
     """Of each mesh one row: with sequence parallelism or without, in turn."""
-    forms: dict[str, list[PlanRow]] = {}
-    for row in rows:
-        forms.setdefault(str(row.sizes), []).append(row)
     turn = itertools.cycle((-1, 0))
-    return [each[next(turn) if len(each) > 1 else 0] for each in forms.values()]
+    forms = [list(each) for _, each in itertools.groupby(rows, lambda row: row.sizes)]
+    return [each[next(turn) if len(each) > 1 else 0] for each in forms]
 
 
 def _mesh_row(sizes: dict[str, int], config: transformer.Config, sequence: bool, impl: Any) -> PlanRow:
