@@ -42,7 +42,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # ci is bounded and always draws the same examples; deep is for long runs (make test-deep).
 _COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
 hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, database=None, **_COMMON)
-hypothesis.settings.register_profile("deep", max_examples=500, **_COMMON)
+hypothesis.settings.register_profile("deep", max_examples=100, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 COMPILED = [0]

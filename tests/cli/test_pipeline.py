@@ -40,7 +40,6 @@ def trained(inside, corpus, tmp_path):
         deep(["data=2", "stage=2", "model=2", "--dropout", 0.1]),
         deep(["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2]),
         deep(["stage=2", "--schedule", "1f1b"]),
-        deep(["stage=4", "--dropout", 0.1]),
         deep(["stage=2", "--schedule", "zb-h1", "--microbatches", 4]),
         deep(["stage=2", "model=2", "context=2", "--sequence", "--heads", 4]),
         deep(["stage=2", "expert=2", "data=2", "--dropout", 0.1]),

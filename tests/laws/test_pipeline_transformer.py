@@ -17,7 +17,7 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit.models import transformer
 from support import conformance
-from support.conformance import BATCH, MESH_CONFIGS, MESH_MODELS, mesh_rows
+from support.conformance import BATCH, MESH_CONFIGS, MESH_MODELS, mesh_rows, one_form
 from support.pipelines import EVERY_SCHEDULE, pipelined_grad, pipelined_loss
 from support.refusals import value_error
 from support.training import KEY, check
@@ -74,7 +74,7 @@ def cases():
         turns = {2: itertools.cycle([*ONE_CHUNK, *TWO_CHUNKS]), 4: itertools.cycle(ONE_CHUNK)}
         saved = itertools.cycle((True, True, False))
         for stages in (2, 4):
-            for row in (pipelined(row, stages) for row in mesh_rows(name, 8 // stages)):
+            for row in (pipelined(row, stages) for row in one_form(mesh_rows(name, 8 // stages))):
                 schedule = next(turns[stages])(stages, MICROBATCHES)
                 label = f"{name}-{row.name}-{schedule.name}".replace(" ", "_").replace("=", "")
                 yield pytest.param(name, row, schedule, next(saved), id=label)
