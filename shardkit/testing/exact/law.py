@@ -90,22 +90,27 @@ def _traced_alone(given: Given, steps: int) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _run_alone(given: Given, steps: int, points: int, seed: int, shallow: bool) -> tuple[list[Operand], set[str]]:
-    field = Field(points, seed, shallow)
-    return _evaluated_alone(given, steps, field, None), field.uninterpreted
+def _run_alone(
+    given: Given, steps: int, points: int, seed: int, shallow: bool, order: int
+) -> tuple[list[Operand], set[str], int]:
+    field = Field(points, seed, shallow, order)
+    return _evaluated_alone(given, steps, field, None), field.uninterpreted, field.compared
 
 
 def _alone(given: Given, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     if seen is not None:
         return _evaluated_alone(given, steps, field, seen)
-    results, functions = _run_alone(given, steps, field.points, field.seed, field.shallow)
+    results, functions, compared = _run_alone(given, steps, field.points, field.seed, field.shallow, field.order)
     field.uninterpreted |= functions
+    field.compared += compared
     return results
 
 
 def _evaluated_alone(given: Given, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     batches = [symbol for i in range(steps) for symbol in _symbols(field, f"batch {i}", given.batches[i])]
-    return Interpreter(field, seen=seen).run(_traced_alone(given, steps), [*_symbols(field, "params", given.params), *batches])
+    return Interpreter(field, seen=seen).run(
+        _traced_alone(given, steps), [*_symbols(field, "params", given.params), *batches]
+    )
 
 
 def _on_mesh(program: Program, calls: int, field: Field, seen: Seen | None) -> list[Operand]:
@@ -119,7 +124,10 @@ def _on_mesh(program: Program, calls: int, field: Field, seen: Seen | None) -> l
     per_call = program.row.steps or 1
     losses: list[Operand] = []
     for call in range(calls):
-        batches = [_symbols(field, f"batch {call * per_call + i}", program.batches[call * per_call + i]) for i in range(per_call)]
+        batches = [
+            _symbols(field, f"batch {call * per_call + i}", program.batches[call * per_call + i])
+            for i in range(per_call)
+        ]
         batch = batches[0]
         if program.row.steps:
             batch = [stacked(field, leaves, 0, new=True) for leaves in zip(*batches, strict=True)]
