@@ -29,6 +29,7 @@ from shardkit.on_device.precision import precision_of
 from shardkit.steps.state import passed_what_it_takes
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic
+from shardkit.testing.exact.law import equal_for_all_inputs as equal_for_all_inputs  # a law, of a room of its own
 from shardkit.testing.one_device import Reference
 from shardkit.testing.program import SCALE, Program
 

@@ -21,7 +21,7 @@ from shardkit.on_device.gradient import kind
 from shardkit.testing._compare import is_float, is_spec_or_none, kinds_differ, on, shapes_differ
 from shardkit.testing._interpreter import of_floats
 from shardkit.testing.exact.difference import Runs, located
-from shardkit.testing.exact.field import CONSTANT, LEVELS, Exact, Field, RedrawError
+from shardkit.testing.exact.field import CONSTANT, LEVELS, ORDERS, Exact, Field, RedrawError, TooDeepError
 from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
 from shardkit.testing.exact.rules import Operand, UnsupportedError, held
 
@@ -34,7 +34,8 @@ ASSUMED = (
     "numbers are real: nothing is said about rounding, overflow or the compiler",
     "a float constant is the simplest rational that rounds to it",
     "constants of -1e9 and less are minus infinity",
-    "comparisons follow a random total order: a branch that no input takes may be followed",
+    "comparisons follow random total orders, which put any two numbers both ways: a branch that no input takes may be "
+    "followed, and one that needs several comparisons missed",
     "functions of different arguments have independent values",
 )
 
@@ -166,7 +167,7 @@ def assert_equal_for_all_inputs(
     def run(side: int, field: Field, seen: Seen | None) -> list[Operand]:
         return Interpreter(field, seen=seen).run(traced[side], [symbol(field, f"{i}", x) for i, x in enumerate(given)])
 
-    field, results = equal(where, on(mesh), names, partial(run, 0), partial(run, 1), points)
+    field, results = equal(where, on(mesh), names, (partial(run, 0), partial(run, 1)), points)
     what = f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}"
     return certificate(field, results, what, shapes)
 
@@ -179,55 +180,83 @@ def certificate(field: Field, results: Sequence[Operand], what: str, inputs: Any
     return Equality(what, shapes, field.points, field.chance(degree), tuple(sorted(field.uninterpreted)))
 
 
+Side = Callable[[Field, Seen | None], list[Operand]]
+
+
 def equal(
     where: str,
     subject: str,
     names: Sequence[str],
-    on_mesh: Callable[[Field, Seen | None], list[Operand]],
-    alone: Callable[[Field, Seen | None], list[Operand]],
+    sides: tuple[Side, Side],
     points: int,
+    orders: Sequence[int] = ORDERS,
 ) -> tuple[Field, list[Operand]]:
-    """Runs both sides in the same field, and refuses results that differ.
+    """Runs the program on the mesh and the one alone in the same fields, and refuses results that differ.
 
     Returns:
-        The field, and the results.
+        The last field, and the results in it.
     """
-    shallow = False
-    for seed in range(_SEEDS):
-        field = Field(points, seed, shallow)
+    shallow, seed = False, 0
+    while seed < _SEEDS:
         try:
-            wanted = alone(field, None)
-            got = on_mesh(field, None)
+            for order in orders:
+                field = Field(points, seed, shallow, order)
+                results = _compared(where, subject, names, sides, field)
+                if not field.compared:
+                    break
+            return field, results
         except RedrawError:
-            continue
-        except UnsupportedError as error:
-            name, *line = error.args
-            raise UnprovableError(
-                f"{where}: whatever is computed from a float must have a meaning in a finite field; {name} "
-                f"{f'at {line[0]} ' if line else ''}has none. Prove the part before it, or compare floats with "
-                "assert_matches_reference."
-            ) from error
-        except DiffersError as error:
-            found = located(Runs(field, on_mesh, alone), 0, None)
-            raise AssertionError(f"{where}: {subject}, {error} differs between devices{found}") from error
-        for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
-            a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
-            if max(a.used.max(initial=0), b.used.max(initial=0)) >= LEVELS:
-                break
-            if not field.same(a, b).all():
-                found = located(Runs(field, on_mesh, alone), index, b)
-                raise AssertionError(f"{where}: {subject}, the {name} is not the reference's for all inputs{found}")
-        else:
-            return field, got
-        if shallow:
-            raise UnprovableError(
-                f"{where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these programs "
-                "nest more. Pass a model of fewer layers: a layer more proves nothing else."
-            )
-        shallow = True
+            seed += 1
+        except TooDeepError:
+            if shallow:
+                raise UnprovableError(
+                    f"{where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these programs "
+                    "nest more. Pass a model of fewer layers: a layer more proves nothing else."
+                ) from None
+            shallow = True
     raise UnprovableError(
         f"{where}: a divisor must not be zero for most inputs; at {_SEEDS} draws one was. Remove a division by what is "
         "always zero."
+    )
+
+
+def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side, Side], field: Field) -> list[Operand]:
+    """The results of both sides in a field, where they are equal."""
+    on_mesh, alone = sides
+    try:
+        wanted, got = alone(field, None), on_mesh(field, None)
+    except UnsupportedError as error:
+        name, *line = error.args
+        raise UnprovableError(
+            f"{where}: whatever is computed from a float must have a meaning in a finite field; {name} "
+            f"{f'at {line[0]} ' if line else ''}has none. Prove the part before it, or compare floats with "
+            "assert_matches_reference."
+        ) from error
+    except DiffersError as error:
+        found = located(Runs(field, on_mesh, alone), 0, None)
+        raise AssertionError(f"{where}: {subject}, {error} differs between devices{found}{_perhaps(field)}") from error
+    for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
+        a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
+        logs = a.factor is not None or b.factor is not None  # their exps are compared
+        if max(a.used.max(initial=0), b.used.max(initial=0)) + logs >= LEVELS:
+            raise TooDeepError
+        if not field.same(a, b).all():
+            found = located(Runs(field, on_mesh, alone), index, b)
+            raise AssertionError(
+                f"{where}: {subject}, the {name} is not the reference's for all inputs{found}{_perhaps(field)}"
+            )
+    return got
+
+
+def _perhaps(field: Field) -> str:
+    """Ends the message: what to do about a false alarm, where functions of which little is known are on the way."""
+    names = [*sorted(field.uninterpreted), *(["comparisons"] if field.compared else [])]
+    if not names:
+        return "."
+    listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return (
+        f". If only an identity of {listed} is missing, write that part alike on both sides, or compare floats with "
+        "assert_matches_reference."
     )
 
 

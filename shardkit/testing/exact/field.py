@@ -8,7 +8,8 @@ that programs rely on hold exactly:
   exp(x) exp(y). Each `exp` on the way from an input to a result uses up one prime.
 - `log` is kept beside the number, as the number whose logarithm is added: exp(log x) is x, log(xy) is log x + log y.
 - `max`, sorts and comparisons follow a random total order in which x < y when -y < -x, and what is known to be positive
-  is above zero. They are decided for all points at once, so that every mask is an array of booleans.
+  is above zero. They are decided for all points at once, so that every mask is an array of booleans. Of any two
+  numbers each is above the other in one of a field's four orders at least, unless their signs decide.
 - Constants of -1e9 and less are minus infinity: exp gives 0, `max` the other.
 - Any other function is a random one, "uninterpreted": equal arguments have equal values, nothing else is known.
 """
@@ -30,6 +31,7 @@ import numpy as np
 # p, 2p + 1, ... of a chain of eight primes (Cunningham's of the first kind); the product of two fits 64 bits.
 PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
 LEVELS = len(PRIMES)
+ORDERS = (0, 1, 2, 3)
 INFINITE = 1e9
 _LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
 _LOWEST = np.iinfo(np.int64).min
@@ -37,6 +39,10 @@ _LOWEST = np.iinfo(np.int64).min
 
 class RedrawError(Exception):
     """A divisor that is not always zero is zero at one of the points: they are drawn again."""
+
+
+class TooDeepError(Exception):
+    """More nested exps, on the way to a result, than the tower has primes."""
 
 
 class Degree(NamedTuple):
@@ -164,12 +170,13 @@ class Field:
 
     Attributes:
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
+        order: which of its orders, 0 to 3: sizes the other way round, unknown signs the other way round.
         uninterpreted: the functions that were applied without a law, by name.
         compared: how many arrays were put in order.
     """
 
-    def __init__(self, points: int, seed: int, shallow: bool = False):
-        self.points, self.seed, self.shallow = points, seed, shallow
+    def __init__(self, points: int, seed: int, shallow: bool = False, order: int = 0):
+        self.points, self.seed, self.shallow, self.order = points, seed, shallow, order
         self.moduli = np.repeat(np.array(PRIMES, np.uint64), points)
         self.uninterpreted: set[str] = set()
         self.compared, self._divisions = 0, 0
@@ -177,8 +184,8 @@ class Field:
         self._salts: dict[str, np.ndarray] = {}
 
     def p(self, x: np.ndarray) -> np.ndarray:
-        """The primes of an array's components."""
-        return self.moduli.reshape(-1, *[1] * (x.ndim - 1))
+        """The primes of an array's components, the last ones if it has fewer."""
+        return self.moduli[-len(x) :].reshape(-1, *[1] * (x.ndim - 1))
 
     def valid(self, used: np.ndarray) -> np.ndarray:
         """bool [components, ...]: which components have a meaning where so many primes are used up."""
@@ -444,14 +451,15 @@ class Field:
         x = self.plain(x)
         top = x.number[-self.points :]
         p = np.uint64(PRIMES[-1])
-        negative = np.where(x.sign == 0, top[0] > p // np.uint64(2), x.sign < 0)
         # The same magnitude for x and -x: the representative whose first component is in the lower half.
         upper = top[0] > p // np.uint64(2)
+        negative = np.where(x.sign == 0, upper ^ (self.order >= 2), x.sign < 0)
         canonical = np.where(upper, p - top, top) % p
         magnitude = np.zeros(x.shape, np.uint64)
         for component, salt in zip(canonical, self.salt("order"), strict=False):
             magnitude = mixed(magnitude, component, salt)
         size = (magnitude >> np.uint64(1)).astype(np.int64) | 1
+        size = size if self.order % 2 == 0 else np.iinfo(np.int64).max - size | 1
         key = np.where((top == 0).all(0), 0, np.where(negative, -size, size))
         return np.where(x.low, _LOWEST, key)
 
@@ -476,7 +484,7 @@ class Field:
 
     def same(self, x: Exact, y: Exact) -> np.ndarray:
         """bool [...]: where two arrays are equal in the components that both have; logarithms, where their exps are."""
-        if x.factor is not None and y.factor is not None:
+        if x.factor is not None or y.factor is not None:
             x, y = self.exp(x), self.exp(y)
         x, y = self.plain(x), self.plain(y)
         valid = self.valid(np.maximum(x.used[0], y.used[0]))

@@ -24,6 +24,8 @@ from shardkit.testing.program import Program
 
 _STEPS = 2
 _POINTS = 2
+# Of the four orders, those that turn round both a comparison of positive numbers and one with zero.
+_ORDERS = (0, 3)
 # What rounds, and so is no function that one device's program has.
 _ROUNDING = {"round", "floor", "ceil", "to an integer"}
 
@@ -51,7 +53,7 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
         traced = _traced(program)
         check_size("prove", [traced.jaxpr] * calls)
         on_mesh = partial(_on_mesh, program, traced, calls)
-        equal("prove", on(program.mesh), names, on_mesh, partial(_alone, given, steps), _POINTS)
+        equal("prove", on(program.mesh), names, (on_mesh, partial(_alone, given, steps)), _POINTS, _ORDERS)
     except UnprovableError as error:
         return f"not for all inputs: {error}"
     except RoundsError as error:
@@ -100,16 +102,19 @@ def _traced_alone(given: Given, steps: int) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _run_alone(given: Given, steps: int, points: int, seed: int, shallow: bool) -> tuple[list[Operand], set[str]]:
-    field = Field(points, seed, shallow)
-    return _evaluated_alone(given, steps, field, None), field.uninterpreted
+def _run_alone(
+    given: Given, steps: int, points: int, seed: int, shallow: bool, order: int
+) -> tuple[list[Operand], set[str], int]:
+    field = Field(points, seed, shallow, order)
+    return _evaluated_alone(given, steps, field, None), field.uninterpreted, field.compared
 
 
 def _alone(given: Given, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     if seen is not None:
         return _evaluated_alone(given, steps, field, seen)
-    results, functions = _run_alone(given, steps, field.points, field.seed, field.shallow)
+    results, functions, compared = _run_alone(given, steps, field.points, field.seed, field.shallow, field.order)
     field.uninterpreted |= functions
+    field.compared += compared
     return results
 
 

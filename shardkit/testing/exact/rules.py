@@ -351,7 +351,7 @@ class Rules:
         chosen = field.where(mask, x, y)
         extreme = np.maximum(x.sign, y.sign) if largest else np.minimum(x.sign, y.sign)
         decided = extreme > 0 if largest else extreme < 0
-        sign = np.where(decided, extreme, np.where(x.sign == y.sign, x.sign, 0))
+        sign = np.where(decided, extreme, chosen.sign)
         return Exact(chosen.number, facts(chosen.shape, sign, *chosen.facts[1:]), chosen.factor, chosen.degree)
 
     def converted(self, equation: Any, x: Exact) -> Exact:
@@ -390,8 +390,9 @@ class Rules:
             n = int(np.asarray(y).flat[0])
             if abs(n) <= 1024:
                 return self.to_the(self.exact(x)[0], n)
-        if not isinstance(y, Exact) and y.size and (np.asarray(y) == 0.5).all():
-            return self.field.opaque("sqrt", self.exact(x)[0], sign=1)
+        if not isinstance(y, Exact) and y.size and (np.abs(y) == 0.5).all() and np.ptp(y) == 0:
+            root = self.field.opaque("sqrt", self.exact(x)[0], sign=1)
+            return root if np.asarray(y).flat[0] > 0 else self.field.inverse(root)
         return self.field.opaque("pow", *self.exact(x, y))
 
     def logistic(self, equation: Any, x: Exact) -> Exact:

@@ -1,0 +1,147 @@
+"""Which identities a proof for all inputs knows, and which not: the lists of docs/howto/prove_for_all_inputs.md."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.testing import assert_equal_for_all_inputs
+
+SPLIT = P("data")
+relu = jax.nn.relu
+
+
+def equal(left, right, shape=(4, 3), spec=SPLIT, grad=True):
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    count = min(len(inspect.signature(each).parameters) for each in (left, right))
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32)] * count
+    return assert_equal_for_all_inputs(left, right, mesh=mesh, in_specs=spec, out_specs=spec, args=args, grad=grad)
+
+
+def row_sum(x):
+    return x.sum(-1, keepdims=True)
+
+
+KNOWN = {
+    "rings": (lambda x, y: (x + y) ** 2, lambda x, y: x * x + 2 * x * y + y * y),
+    "powers": (lambda x: x**3, lambda x: x * x * x),
+    "variance": (lambda x: x.var(-1), lambda x: (x * x).mean(-1) - x.mean(-1) ** 2),
+    "division is by the inverse": (lambda x, y: x / y, lambda x, y: x * (1 / y)),
+    "x/y y/x": (lambda x, y: x / y * (y / x), lambda x, y: jnp.ones_like(x)),
+    "a third is a third": (lambda x: x * (1 / 3), lambda x: x / 3),
+    "decimals": (lambda x: 0.1 * x + 0.2 * x, lambda x: 0.3 * x),
+    "softmax less its largest": (jax.nn.softmax, lambda x: jnp.exp(x) / row_sum(jnp.exp(x))),
+    "logsumexp": (lambda x: jax.nn.logsumexp(x, -1), lambda x: jnp.log(jnp.exp(x).sum(-1))),
+    "log_softmax": (jax.nn.log_softmax, lambda x: jnp.log(jax.nn.softmax(x))),
+    "masks": (
+        lambda x: jax.nn.softmax(jnp.where(jnp.arange(3)[None] < 2, x, -1e30)),
+        lambda x: jnp.concatenate([jax.nn.softmax(x[:, :2]), jnp.zeros_like(x[:, 2:])], 1),
+    ),
+    "exp(x + y)": (lambda x, y: jnp.exp(x + y), lambda x, y: jnp.exp(x) * jnp.exp(y)),
+    "exp(-x)": (lambda x: jnp.exp(-x), lambda x: 1 / jnp.exp(x)),
+    "exp(x/2)": (lambda x: jnp.exp(x / 2) ** 2, jnp.exp),
+    "exp(log x)": (lambda x: jnp.exp(jnp.log(x)), lambda x: x),
+    "log(exp x)": (lambda x: jnp.log(jnp.exp(x)), lambda x: x),
+    "log(xy)": (lambda x, y: jnp.log(x * y), lambda x, y: jnp.log(x) + jnp.log(y)),
+    "log(x/y)": (lambda x, y: jnp.log(x / y), lambda x, y: jnp.log(x) - jnp.log(y)),
+    "logistic": (lambda x: jax.nn.sigmoid(-x), lambda x: 1 - jax.nn.sigmoid(x)),
+    "silu": (jax.nn.silu, lambda x: x / (1 + jnp.exp(-x))),
+    "relu(x) - relu(-x)": (lambda x: relu(x) - relu(-x), lambda x: x),
+    "relu(x) relu(-x)": (lambda x: relu(x) * relu(-x), jnp.zeros_like),
+    "sums of relus": (lambda x, y: relu(relu(x) + relu(y)), lambda x, y: relu(x) + relu(y)),
+    "|x|": (jnp.abs, lambda x: jnp.maximum(x, -x)),
+    "max is associative": (
+        lambda x, y, z: jnp.maximum(jnp.maximum(x, y), z),
+        lambda x, y, z: jnp.maximum(x, jnp.maximum(z, y)),
+    ),
+    "max + min": (lambda x, y: jnp.maximum(x, y) + jnp.minimum(x, y), lambda x, y: x + y),
+    "max of negatives": (lambda x, y: -jnp.maximum(-x, -y), jnp.minimum),
+    "clip": (lambda x: jnp.clip(x, -0.5, 0.5), lambda x: jnp.maximum(-0.5, jnp.minimum(x, 0.5))),
+    "sorted": (lambda x: jnp.sort(x, -1).sum(-1), lambda x: x.sum(-1)),
+    "a branch that none takes": (lambda x: jnp.where(x * x < 0, 1.0, x), lambda x: x),
+    "other orders inside of a function": (lambda x, y, z: jnp.sin((x + y) + z), lambda x, y, z: jnp.sin(x + (z + y))),
+    "powers of one half": (lambda x: x**0.5, jnp.sqrt),
+}
+# What must be named in the message.
+UNKNOWN = {
+    "sqrt(x) sqrt(x)": (lambda x: jnp.sqrt(x) * jnp.sqrt(x), lambda x: x, "sqrt"),
+    "sqrt(xy)": (lambda x, y: jnp.sqrt(x * y), lambda x, y: jnp.sqrt(x) * jnp.sqrt(y), "sqrt"),
+    "rsqrt, in its gradient": (lambda x: lax.rsqrt(x), lambda x: 1 / jnp.sqrt(x), "sqrt"),
+    "tanh is odd": (lambda x: jnp.tanh(-x), lambda x: -jnp.tanh(x), "tanh"),
+    "tanh by logistic": (jnp.tanh, lambda x: 2 * jax.nn.sigmoid(2 * x) - 1, "tanh"),
+    "sin and cos": (lambda x: jnp.sin(x) ** 2 + jnp.cos(x) ** 2, jnp.ones_like, "cos or sin"),
+    "exp2": (jnp.exp2, lambda x: jnp.exp(x * jnp.log(jnp.float32(2))), "exp2"),
+    "half a log": (lambda x: jnp.log(x * x) / 2, jnp.log, "log"),
+    "relu(2x)": (lambda x: relu(2 * x), lambda x: 2 * relu(x), "comparisons"),
+    "max(x + z, y + z)": (
+        lambda x, y, z: jnp.maximum(x + z, y + z),
+        lambda x, y, z: jnp.maximum(x, y) + z,
+        "comparisons",
+    ),
+    "|xy|": (lambda x, y: jnp.abs(x * y), lambda x, y: jnp.abs(x) * jnp.abs(y), "comparisons"),
+    "x < x - 1": (lambda x: jnp.where(x < x - 1, 1.0, x), lambda x: x, "comparisons"),
+    "logaddexp": (
+        lambda x, y: jnp.logaddexp(x, y),
+        lambda x, y: jnp.log(jnp.exp(x) + jnp.exp(y)),
+        "log or comparisons",
+    ),
+}
+
+
+# proves N49: both sides of an identity of real numbers are equal for all inputs, and so are their gradients
+@pytest.mark.parametrize("name", KNOWN)
+def test_it_knows(name):
+    assert equal(*KNOWN[name]).chance < 1e-12
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_it_does_not_know_and_says_which_function(name):
+    """A false alarm that reads as a mistake of the kernel."""
+    left, right, names = UNKNOWN[name]
+    with pytest.raises(AssertionError) as error:
+        equal(left, right)
+    said = f". If only an identity of {names} is missing, write that part alike on both sides, or compare floats with "
+    assert str(error.value).endswith(f"{said}assert_matches_reference.")
+    equal(left, left)  # alike on both sides
+
+
+def test_where_every_function_has_its_laws_a_difference_is_one():
+    with pytest.raises(AssertionError) as error:
+        equal(jnp.exp, lambda x: 2 * jnp.exp(x))
+    assert "If only" not in str(error.value) and str(error.value).endswith(".")
+
+
+# proves N49: every comparison of two numbers goes both ways, also where a single number decides
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (jnp.maximum, lambda x, y: x),
+        (jnp.maximum, lambda x, y: y),
+        (jnp.minimum, lambda x, y: x),
+        (relu, lambda x: x),
+        (relu, jnp.zeros_like),
+        (lambda x: jnp.where(jnp.abs(x) < 5, x, 5 * x / jnp.abs(x)), lambda x: 5 * x / jnp.abs(x)),
+        (lambda x: jnp.where(jnp.abs(x) < 5, x, 5 * x / jnp.abs(x)), lambda x: x),
+        (lambda x, y: jnp.where(x < y * y, x, y), lambda x, y: x),
+        (lambda x, y: jnp.where(x < y * y, x, y), lambda x, y: y),
+    ],
+)
+def test_no_branch_is_left_out(left, right):
+    """In one order alone, max(x, y) is x with a chance of a half: a clipping that is wrong would be proved."""
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        equal(left, right, shape=(), spec=P(), grad=False)
+
+
+# Of a sum with a logarithm the exps are compared, a level further than there are: everything was equal there.
+def test_a_logarithm_beside_the_last_exp_is_refused():
+    def deep(x, y):
+        for _ in range(7):
+            x = jnp.exp(x)
+        return x + jnp.log(y)
+
+    with pytest.raises(ValueError, match="exps may be nested at most 7 deep"):
+        equal(deep, lambda x, y: 2 * deep(x, y), grad=False)
