@@ -207,6 +207,7 @@ def compiles_once(program: Program, reference: Reference) -> None:
 
 LAWS: tuple[Law, ...] = (
     same_numbers,
+    equal_for_all_inputs,
     equal_copies,
     census_is_the_closed_form,
     compiled_as_written,

@@ -151,6 +151,14 @@ def test_the_collectives_of_lax_over_tuples_of_axes():
         jax.tree.map(np.testing.assert_array_equal, mine, list(what_they_mean(blocks, device)))
 
 
+def test_a_mesh_of_the_same_axes_in_another_order_was_traced_before():
+    other = sk.make_mesh(jax.devices()[:4], b=2, a=2)
+    jax.eval_shape(jax.shard_map(lambda x: lax.psum(x, BA), mesh=other, in_specs=P(BA), out_specs=P()), np.zeros(4))
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    got = emulate(lambda x: lax.ppermute(x, AB, ring), {"a": 2, "b": 2}, P(AB), P(AB))(np.arange(4.0))
+    np.testing.assert_array_equal(got, [3, 0, 1, 2])
+
+
 def softmax_of_all(x):
     """Flash attention around a ring of both axes: casts, a scan, recomputation, a custom derivative."""
 

@@ -255,7 +255,7 @@ class Interpreter:
         if row.kind == "reduce_scatter":
             return [self._scattered(x, dims, params["scatter_dimension"], params["tiled"]) for x in operands]
         if row.kind == "ppermute":
-            return [self._permuted(x, dims, params["perm"]) for x in operands]
+            return [self._permuted(x, sorted(dims), params["perm"]) for x in operands]  # in the mesh's order
         if row.kind == "all_to_all" and "split_axis" in params:
             split, joined, tiled = params["split_axis"], params["concat_axis"], params["tiled"]
             return [self._exchanged(x, dims, split, joined, tiled) for x in operands]
