@@ -32,7 +32,7 @@ LIMITS = {
     "_jax": 1180,  # the registry of primitives, with what emulates each
     "analysis": 6180,
     "bench": 2670,
-    "cli": 2640,  # what stood beside the package while that imported jax: the list of commands
+    "cli": 2720,  # prove; what stood beside the package while that imported jax: the list of commands
     "cost": 1510,
     "jobs": 2280,
     "meshes": 1080,
@@ -64,7 +64,7 @@ def test_every_room_keeps_to_its_limit():
 
 
 def test_commands_and_pages():
-    assert len(cli.every_command()) <= 12
+    assert len(cli.every_command()) <= 13  # prove: of the three uses, proof had none
     pages = list((ROOT / "docs").rglob("*.md"))
     assert len(pages) <= 43, "pages that are written by hand; docs/generate makes the others"
 
