@@ -72,7 +72,8 @@ def test_a_step(program, inside):
         (
             "half",
             "must return the arguments of sk.testing.assert_equal_for_all_inputs; missing a required argument: "
-            "'reference'. Its parameters are kernel, reference, mesh, in_specs, out_specs, args, grad, points, check_vma.",
+            "'reference'. Its parameters are kernel, reference, mesh, in_specs, out_specs, args, grad, points, "
+            "check_vma.",
         ),
         (
             "listed",
@@ -81,7 +82,8 @@ def test_a_step(program, inside):
         ),
         (
             "broken",
-            "must return the arguments of a proof; it raises OSError: no disk. Run it with python to see the traceback.",
+            "must return the arguments of a proof; it raises OSError: no disk. Run it with python to see the "
+            "traceback.",
         ),
     ],
 )
