@@ -32,7 +32,7 @@ LIMITS = {
     "_jax": 1200,  # the registry of primitives, with what emulates each and why its gradient is sent
     "analysis": 6170,  # what a step raises, in one sentence of audit or report
     "bench": 2630,
-    "cli": 2460,  # what stood beside the package while that imported jax: the list of commands
+    "cli": 2540,  # prove; what stood beside the package while that imported jax: the list of commands
     "cost": 1510,
     "jobs": 2180,
     "meshes": 1050,
@@ -64,9 +64,9 @@ def test_every_room_keeps_to_its_limit():
 
 
 def test_commands_and_pages():
-    assert len(cli.every_command()) <= 12
+    assert len(cli.every_command()) <= 13  # prove: of the three uses, proof had none
     pages = list((ROOT / "docs").rglob("*.md"))
-    assert len(pages) <= 42, "pages that are written by hand; docs/generate makes the others"
+    assert len(pages) <= 43, "pages that are written by hand; docs/generate makes the others"
 
 
 def test_the_top_level():

@@ -12,6 +12,7 @@ SECTIONS: Mapping[str, list[str]] = {
     "Learn": ["learn/"],
     "How to": [
         "howto/test_a_collective.md",
+        "howto/prove_for_all_inputs.md",
         "howto/training_script.md",
         "howto/choose_a_plan.md",
         "howto/choose_collectives.md",

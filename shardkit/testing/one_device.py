@@ -217,6 +217,7 @@ def _ratio(mean: Mean, dtype: Any) -> jax.Array:
 
 @lru_cache(maxsize=32)
 def update_of(optimizer: Any) -> Callable[..., Any]:
+    """`(grads, opt_state, params, loss) -> (params, opt_state)` of an optimizer, compiled."""
     import optax
 
     extended = passed_what_it_takes(optimizer)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardkit._arguments.checks import at_least, mesh_in_context, quoted
 from shardkit._arguments.typed import Specs, typed
@@ -86,7 +86,7 @@ def assert_equal_for_all_inputs(
     kernel: Callable[..., Any],
     reference: Callable[..., Any],
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     in_specs: Specs | None,
     out_specs: Specs,
     args: Sequence[Any],
@@ -104,7 +104,7 @@ def assert_equal_for_all_inputs(
     Args:
         kernel: the function that each device runs.
         reference: the same as a function of the global arrays, in jax and without collectives.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh, also of devices that do not exist (`sk.abstract_mesh`); by default that of `jax.set_mesh`.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees of arrays or ShapeDtypeStructs; small shapes prove as much.
