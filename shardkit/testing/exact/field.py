@@ -184,7 +184,9 @@ class Field:
     def salt(self, name: str) -> np.ndarray:
         """A random word for each component."""
         if name not in self._salts:
-            hashes = [hashlib.blake2b(f"{self.seed} {name} {i}".encode(), digest_size=8) for i in range(len(self.moduli))]
+            hashes = [
+                hashlib.blake2b(f"{self.seed} {name} {i}".encode(), digest_size=8) for i in range(len(self.moduli))
+            ]
             self._salts[name] = np.array([int.from_bytes(each.digest(), "big") for each in hashes], np.uint64)
         return self._salts[name]
 
@@ -193,7 +195,9 @@ class Field:
     def drawn(self, name: str, shape: Sequence[int]) -> Exact:
         """An input: a random number for every component and element."""
         size = math.prod(shape)
-        rng = np.random.default_rng([self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")])
+        rng = np.random.default_rng(
+            [self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")]
+        )
         number = rng.integers(1, self.moduli[:, None], (len(self.moduli), size), np.uint64)
         return Exact(number.reshape(-1, *shape), facts(shape), degree=INPUT)
 
@@ -206,7 +210,9 @@ class Field:
         wide = np.asarray(values, np.float64)
         low = wide <= -INFINITE
         sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
-        return Exact(number, facts(x.shape, np.take(sign, where.reshape(x.shape)), np.take(low, where.reshape(x.shape))))
+        return Exact(
+            number, facts(x.shape, np.take(sign, where.reshape(x.shape)), np.take(low, where.reshape(x.shape)))
+        )
 
     def _constant(self, value: Any, dtype: Any) -> np.ndarray:
         known = (value.item(), str(dtype))
@@ -220,13 +226,15 @@ class Field:
         return self._constants[known]
 
     def plain(self, x: Exact) -> Exact:
-        """Without a logarithm: that of the factor becomes an uninterpreted number."""
+        """Without a logarithm: that of the factor becomes an uninterpreted number, and minus that for its inverse."""
         if x.factor is None:
             return x
         one = x.factor == 1
         if not one.all():
             self.uninterpreted.add("log")
-        number = (x.number + np.where(one, np.uint64(0), self.random("log", x.factor))) % self.p(x.number)
+        p = self.p(x.number)
+        log = self.random("log", x.factor) + p - self.random("log", self.inverted(x.factor, x.used[1]))
+        number = (x.number + np.where(one, np.uint64(0), log)) % p
         used = np.where(one.all(0), x.used[0], x.used.max(0))
         return Exact(number, facts(x.shape, 0, x.low, used), degree=x.degree.plus(INPUT))
 
@@ -275,7 +283,7 @@ class Field:
         return self.add(x, self.negative(y))
 
     def mul(self, x: Exact, y: Exact) -> Exact:
-        """x * y; a logarithm times a small whole number stays one."""
+        """x * y; a logarithm times a small whole number or a mask stays one."""
         for one, other in ((x, y), (y, x)):
             times = self.whole(other) if one.factor is not None else None
             if times is not None:
@@ -284,10 +292,18 @@ class Field:
                 number = one.number * other.number % self.p(one.number)
                 known = facts(number.shape[1:], 0, one.low, *one.used)
                 return Exact(number, known, np.broadcast_to(factor, number.shape), one.degree)
+            if one.factor is not None and other.factor is None and not other.degree.total:
+                ones = (other.number == 1).all(0)
+                if (ones | (other.number == 0).all(0)).all():  # a mask
+                    factor = np.where(ones, one.factor, np.uint64(1))
+                    number = one.number * other.number
+                    return Exact(number, facts(number.shape[1:], 0, one.low, *one.used), factor, one.degree)
         x, y = self.plain(x), self.plain(y)
         number = x.number * y.number % self.p(x.number)
         used = np.maximum(x.used[0], y.used[0])
-        return Exact(number, facts(number.shape[1:], x.sign * y.sign, x.low | y.low, used), degree=x.degree.times(y.degree))
+        return Exact(
+            number, facts(number.shape[1:], x.sign * y.sign, x.low | y.low, used), degree=x.degree.times(y.degree)
+        )
 
     def whole(self, x: Exact) -> int | None:
         """The one small whole number that every element is; None if there is none."""

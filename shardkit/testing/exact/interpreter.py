@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -22,8 +22,8 @@ from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, held, known, stacked
 
 Move = Callable[[Any, int], Any]
-# Called with each equation, its operands, its results and the bound axes.
-Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], dict[str, int]], None]
+# Called with each equation, its operands, its results, the bound axes and the line of the call around it.
+Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], dict[str, int], str], None]
 _QUIET = ("debug_callback", "debug_print")
 
 
@@ -35,11 +35,13 @@ class Interpreter:
         field: the arithmetic.
         axes: the bound mesh axes with their sizes, in the order of the dims in front.
         seen: what watches.
+        around: the line of the call whose equations these are, for those that know none.
     """
 
     field: Field
     axes: dict[str, int] = field(default_factory=dict)
     seen: Seen | None = None
+    around: str = ""
 
     @property
     def rank(self) -> int:
@@ -69,10 +71,10 @@ class Interpreter:
 
     def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> None:
         if self.seen is not None:
-            self.seen(equation, operands, results, self.axes)
+            self.seen(equation, operands, results, self.axes, self.around)
 
     def _results(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         row = registered(name)
         if name == ASSUMED:
             return [self._replicated(equation, operands[0])]
@@ -97,7 +99,8 @@ class Interpreter:
         if name == "cond":
             return self._cond(equation, inner, operands)
         if name in compat.CALLS and len(inner) == 1:
-            return self.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
+            within = self if self.seen is None else replace(self, around=source_line(equation, self.around))
+            return within.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
         if name in _QUIET:
             return []
         if not any(isinstance(x, Exact) for x in operands):
@@ -291,7 +294,9 @@ class Interpreter:
                 part = self._full(part, first, dim)
                 part = np.moveaxis(part, first + dim, lead + to - 1)
                 shape = part.shape
-                part = part.reshape(*shape[: lead + to - 1], shape[lead + to - 1] * shape[lead + to], *shape[lead + to + 1 :])
+                part = part.reshape(
+                    *shape[: lead + to - 1], shape[lead + to - 1] * shape[lead + to], *shape[lead + to + 1 :]
+                )
                 part = np.expand_dims(part, first + dim)
             return part
 
