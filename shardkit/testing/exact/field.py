@@ -237,13 +237,15 @@ class Field:
         return self._constants[known]
 
     def plain(self, x: Exact) -> Exact:
-        """Without a logarithm: that of the factor becomes an uninterpreted number."""
+        """Without a logarithm: that of the factor becomes an uninterpreted number, and minus that for its inverse."""
         if x.factor is None:
             return x
         one = x.factor == 1
         if not one.all():
             self.uninterpreted.add("log")
-        number = (x.number + np.where(one, np.uint64(0), self.random("log", x.factor))) % self.p(x.number)
+        p = self.p(x.number)
+        log = self.random("log", x.factor) + p - self.random("log", self.inverted(x.factor, x.used[1]))
+        number = (x.number + np.where(one, np.uint64(0), log)) % p
         used = np.where(one.all(0), x.used[0], x.used.max(0))
         return Exact(number, facts(x.shape, 0, x.low, used), degree=x.degree.plus(INPUT))
 
@@ -292,7 +294,7 @@ class Field:
         return self.add(x, self.negative(y))
 
     def mul(self, x: Exact, y: Exact) -> Exact:
-        """x * y; a logarithm times a small whole number stays one."""
+        """x * y; a logarithm times a small whole number or a mask stays one."""
         for one, other in ((x, y), (y, x)):
             times = self.whole(other) if one.factor is not None else None
             if times is not None:
@@ -301,6 +303,12 @@ class Field:
                 number = one.number * other.number % self.p(one.number)
                 known = facts(number.shape[1:], 0, one.low, *one.used)
                 return Exact(number, known, np.broadcast_to(factor, number.shape), one.degree)
+            if one.factor is not None and other.factor is None and not other.degree.total:
+                ones = (other.number == 1).all(0)
+                if (ones | (other.number == 0).all(0)).all():  # a mask
+                    factor = np.where(ones, one.factor, np.uint64(1))
+                    number = one.number * other.number
+                    return Exact(number, facts(number.shape[1:], 0, one.low, *one.used), factor, one.degree)
         x, y = self.plain(x), self.plain(y)
         number = x.number * y.number % self.p(x.number)
         used = np.maximum(x.used[0], y.used[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as attribute
 from typing import Any
 
@@ -23,8 +23,8 @@ from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, held, known, stacked
 
 Move = Callable[[Any, int], Any]
-# Called with each equation, its operands, its results and the bound axes.
-Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int]], None]
+# Called with each equation, its operands, its results, the bound axes and the line of the call around it.
+Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int], str], None]
 _QUIET = ("debug_callback", "debug_print")
 
 
@@ -36,11 +36,13 @@ class Interpreter:
         field: the arithmetic.
         axes: the bound mesh axes with their sizes, in the order of the dims in front.
         seen: what watches.
+        around: the line of the call whose equations these are, for those that know none.
     """
 
     field: Field
     axes: Mapping[str, int] = attribute(default_factory=dict)
     seen: Seen | None = None
+    around: str = ""
 
     @property
     def rank(self) -> int:
@@ -70,7 +72,7 @@ class Interpreter:
 
     def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> None:
         if self.seen is not None:
-            self.seen(equation, operands, results, self.axes)
+            self.seen(equation, operands, results, self.axes, self.around)
 
     def _results(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         name = equation.primitive.name
@@ -98,7 +100,8 @@ class Interpreter:
         if name == "cond":
             return self._cond(equation, inner, operands)
         if name in compat.CALLS and len(inner) == 1:
-            return self.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
+            within = self if self.seen is None else replace(self, around=source_line(equation, self.around))
+            return within.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
         if name in _QUIET:
             return []
         if not any(isinstance(x, Exact) for x in operands):
