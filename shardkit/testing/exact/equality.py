@@ -34,8 +34,7 @@ ASSUMED = (
     "numbers are real: nothing is said about rounding, overflow or the compiler",
     "a float constant is the simplest rational that rounds to it",
     "constants of -1e9 and less are minus infinity",
-    "comparisons follow random total orders, which put any two numbers both ways: a branch that no input takes may be "
-    "followed, and one that needs several comparisons missed",
+    "comparisons follow random orders in which any two numbers stand both ways: a branch behind several may be missed",
     "functions of different arguments have independent values",
 )
 
@@ -205,19 +204,19 @@ def equal(
                 "assert_matches_reference."
             ) from error
         except DiffersError as error:
+            hint = _perhaps(field)  # before more functions are met on the way to the line
             found = located(Runs(field, on_mesh, alone), 0, None)
-            raise AssertionError(
-                f"{where}: {subject}, {error} differs between devices{found}{_perhaps(field)}"
-            ) from error
+            raise AssertionError(f"{where}: {subject}, {error} differs between devices{found}{hint}") from error
         for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
             a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
             logs = a.factor is not None or b.factor is not None  # their exps are compared
             if max(a.used.max(initial=0), b.used.max(initial=0)) + logs >= LEVELS:
                 break
             if not field.same(a, b).all():
+                hint = _perhaps(field)
                 found = located(Runs(field, on_mesh, alone), index, b)
                 raise AssertionError(
-                    f"{where}: {subject}, the {name} is not the reference's for all inputs{found}{_perhaps(field)}"
+                    f"{where}: {subject}, the {name} is not the reference's for all inputs{found}{hint}"
                 )
         else:
             order += 1

@@ -51,6 +51,8 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
         equal(
             "prove", on(program.mesh), names, partial(_on_mesh, program, calls), partial(_alone, given, steps), _POINTS
         )
+    except AssertionError as error:  # `prove` says on which mesh
+        raise AssertionError(str(error).removeprefix(f"prove: {on(program.mesh)}, ")) from error
     except (TypeError, ValueError) as error:
         return f"not for all inputs: {error}"
     except RoundsError as error:
