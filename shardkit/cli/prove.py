@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import tyro
 
 from shardkit import testing
+from shardkit._arguments.checks import raised
 from shardkit.cli.output import WithJson, write_json
-from shardkit.cli.target import TargetError, first_line, function_of
+from shardkit.cli.target import TargetError, function_of
 from shardkit.meshes.simulated import offer_cpu_devices
+from shardkit.testing._compare import UnequalError
 
 EXAMPLES = {
     "shardkit prove kernels.py:softmax": "softmax() returns {'kernel': ..., 'reference': ..., ...}",
@@ -40,12 +42,9 @@ def prove(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     call, given = _asked(options.make)
     try:
         found = call(**given)
-    except AssertionError as error:
-        said = str(error)
-        if not said.startswith(f"{call.__name__}: "):  # an assert of the program that is proved
-            raise
-        print(said)
-        lines = [line.removeprefix("- ") for line in said.splitlines()]
+    except UnequalError as error:
+        print(error)
+        lines = [line.removeprefix("- ") for line in str(error).splitlines()]
         write_json(options.json, "prove", [], differs=lines[1:] or lines)
         return 1
     print(found)
@@ -61,7 +60,7 @@ def _asked(text: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         given = function()
     except Exception as error:
         raise ValueError(
-            f"prove: {text} must return the arguments of a proof; it raises {first_line(error)}. Run it with python to "
+            f"prove: {text} must return the arguments of a proof; it raises {raised(error)}. Run it with python to "
             "see the traceback."
         ) from error
     if not isinstance(given, dict):

@@ -18,6 +18,10 @@ from shardkit.meshes.layout import path_name
 _KINDS = (jnp.floating, jnp.complexfloating)
 
 
+class UnequalError(AssertionError):
+    """A proof found that something is not one device's."""
+
+
 class Gap(NamedTuple):
     """A leaf that differs from the reference by more than is allowed, at its worst element."""
 

@@ -11,7 +11,7 @@ from shardkit._arguments.checks import apart, replicated_in_context, sized
 from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_kind, kinds_of, typed
 from shardkit.meshes.layout import table
 from shardkit.on_device.gradient import GradFn
-from shardkit.testing._compare import check_batches, check_relative
+from shardkit.testing._compare import UnequalError, check_batches, check_relative
 from shardkit.testing.laws import LAWS, Law
 from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Build, Program, mesh_of
@@ -131,7 +131,7 @@ def prove(
     broken = [each for each in verdicts if each.broken]
     if broken:
         lines = [f"- {each.row}, {each.law}: {each.broken}" for each in broken]
-        raise AssertionError("\n".join([f"prove: {len(broken)} of {len(verdicts)} do not hold:", *lines]))
+        raise UnequalError("\n".join([f"prove: {len(broken)} of {len(verdicts)} do not hold:", *lines]))
     return Proof(tuple(verdicts))
 
 

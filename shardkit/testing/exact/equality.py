@@ -18,7 +18,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
 from shardkit.meshes.layout import check_spec, path_name
 from shardkit.on_device.gradient import kind
-from shardkit.testing._compare import is_float, is_spec_or_none, kinds_differ, on, shapes_differ
+from shardkit.testing._compare import UnequalError, is_float, is_spec_or_none, kinds_differ, on, shapes_differ
 from shardkit.testing._interpreter import of_floats
 from shardkit.testing.exact.difference import Runs, located
 from shardkit.testing.exact.field import CONSTANT, LEVELS, ORDERS, Exact, Field, RedrawError, TooDeepError
@@ -34,8 +34,7 @@ ASSUMED = (
     "numbers are real: nothing is said about rounding, overflow or the compiler",
     "a float constant is the simplest rational that rounds to it",
     "constants of -1e9 and less are minus infinity",
-    "comparisons follow random total orders, which put any two numbers both ways: a branch that no input takes may be "
-    "followed, and one that needs several comparisons missed",
+    "comparisons follow random orders in which any two numbers stand both ways: a branch behind several may be missed",
     "functions of different arguments have independent values",
 )
 
@@ -151,7 +150,7 @@ def assert_equal_for_all_inputs(
     got, wanted = jax.eval_shape(mapped, *shapes), jax.eval_shape(reference, *shapes)
     for wrong in (shapes_differ(got, wanted), kinds_differ(got, wanted)):
         if wrong:
-            raise AssertionError(
+            raise UnequalError(
                 f"{where}: {on(mesh)}, the result must have the reference's structure, shapes and kinds of dtype; "
                 f"{wrong}. Check out_specs and the gathers."
             )
@@ -167,7 +166,7 @@ def assert_equal_for_all_inputs(
     def run(side: int, field: Field, seen: Seen | None) -> list[Operand]:
         return Interpreter(field, seen=seen).run(traced[side], [symbol(field, f"{i}", x) for i, x in enumerate(given)])
 
-    field, results = equal(where, on(mesh), names, (partial(run, 0), partial(run, 1)), points)
+    field, results = equal(where, f"{where}: {on(mesh)}, ", names, (partial(run, 0), partial(run, 1)), points)
     what = f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}"
     return certificate(field, results, what, shapes)
 
@@ -192,6 +191,8 @@ def equal(
     orders: Sequence[int] = ORDERS,
 ) -> tuple[Field, list[Operand]]:
     """Runs the program on the mesh and the one alone in the same fields, and refuses results that differ.
+
+    Errors begin with `where`, those of a difference with `subject`.
 
     Returns:
         The last field, and the results in it.
@@ -233,18 +234,18 @@ def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side,
             "assert_matches_reference."
         ) from error
     except DiffersError as error:
+        hint = _perhaps(field)  # before more functions are met on the way to the line
         found = located(Runs(field, on_mesh, alone), 0, None)
-        raise AssertionError(f"{where}: {subject}, {error} differs between devices{found}{_perhaps(field)}") from error
+        raise UnequalError(f"{subject}{error} differs between devices{found}{hint}") from error
     for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
         a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
         logs = a.factor is not None or b.factor is not None  # their exps are compared
         if max(a.used.max(initial=0), b.used.max(initial=0)) + logs >= LEVELS:
             raise TooDeepError
         if not field.same(a, b).all():
+            hint = _perhaps(field)
             found = located(Runs(field, on_mesh, alone), index, b)
-            raise AssertionError(
-                f"{where}: {subject}, the {name} is not the reference's for all inputs{found}{_perhaps(field)}"
-            )
+            raise UnequalError(f"{subject}the {name} is not the reference's for all inputs{found}{hint}")
     return got
 
 
