@@ -184,9 +184,7 @@ class Field:
     def salt(self, name: str) -> np.ndarray:
         """A random word for each component."""
         if name not in self._salts:
-            hashes = [
-                hashlib.blake2b(f"{self.seed} {name} {i}".encode(), digest_size=8) for i in range(len(self.moduli))
-            ]
+            hashes = [hashlib.blake2b(f"{self.seed} {name} {i}".encode(), digest_size=8) for i in range(len(self.moduli))]
             self._salts[name] = np.array([int.from_bytes(each.digest(), "big") for each in hashes], np.uint64)
         return self._salts[name]
 
@@ -195,9 +193,7 @@ class Field:
     def drawn(self, name: str, shape: Sequence[int]) -> Exact:
         """An input: a random number for every component and element."""
         size = math.prod(shape)
-        rng = np.random.default_rng(
-            [self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")]
-        )
+        rng = np.random.default_rng([self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")])
         number = rng.integers(1, self.moduli[:, None], (len(self.moduli), size), np.uint64)
         return Exact(number.reshape(-1, *shape), facts(shape), degree=INPUT)
 
@@ -210,9 +206,7 @@ class Field:
         wide = np.asarray(values, np.float64)
         low = wide <= -INFINITE
         sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
-        return Exact(
-            number, facts(x.shape, np.take(sign, where.reshape(x.shape)), np.take(low, where.reshape(x.shape)))
-        )
+        return Exact(number, facts(x.shape, np.take(sign, where.reshape(x.shape)), np.take(low, where.reshape(x.shape))))
 
     def _constant(self, value: Any, dtype: Any) -> np.ndarray:
         known = (value.item(), str(dtype))
@@ -295,15 +289,12 @@ class Field:
             if one.factor is not None and other.factor is None and not other.degree.total:
                 ones = (other.number == 1).all(0)
                 if (ones | (other.number == 0).all(0)).all():  # a mask
-                    factor = np.where(ones, one.factor, np.uint64(1))
-                    number = one.number * other.number
+                    factor, number = np.where(ones, one.factor, np.uint64(1)), one.number * other.number
                     return Exact(number, facts(number.shape[1:], 0, one.low, *one.used), factor, one.degree)
         x, y = self.plain(x), self.plain(y)
         number = x.number * y.number % self.p(x.number)
         used = np.maximum(x.used[0], y.used[0])
-        return Exact(
-            number, facts(number.shape[1:], x.sign * y.sign, x.low | y.low, used), degree=x.degree.times(y.degree)
-        )
+        return Exact(number, facts(number.shape[1:], x.sign * y.sign, x.low | y.low, used), degree=x.degree.times(y.degree))
 
     def whole(self, x: Exact) -> int | None:
         """The one small whole number that every element is; None if there is none."""
@@ -454,7 +445,8 @@ class Field:
         canonical = np.where(upper, p - top, top) % p
         magnitude = np.zeros(x.shape, np.uint64)
         for component, salt in zip(canonical, self.salt("order"), strict=False):
-            magnitude = mixed(magnitude + component + salt)
+            with np.errstate(over="ignore"):  # of 0-d arrays
+                magnitude = mixed(magnitude + component + salt)
         size = (magnitude >> np.uint64(1)).astype(np.int64) | 1
         key = np.where((top == 0).all(0), 0, np.where(negative, -size, size))
         return np.where(x.low, _LOWEST, key)

@@ -74,7 +74,7 @@ class Interpreter:
             self.seen(equation, operands, results, self.axes, self.around)
 
     def _results(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
-        name = equation.primitive.name
+        name, params = equation.primitive.name, equation.params
         row = registered(name)
         if name == ASSUMED:
             return [self._replicated(equation, operands[0])]
@@ -294,9 +294,7 @@ class Interpreter:
                 part = self._full(part, first, dim)
                 part = np.moveaxis(part, first + dim, lead + to - 1)
                 shape = part.shape
-                part = part.reshape(
-                    *shape[: lead + to - 1], shape[lead + to - 1] * shape[lead + to], *shape[lead + to + 1 :]
-                )
+                part = part.reshape(*shape[: lead + to - 1], shape[lead + to - 1] * shape[lead + to], *shape[lead + to + 1 :])
                 part = np.expand_dims(part, first + dim)
             return part
 
