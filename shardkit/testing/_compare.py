@@ -60,11 +60,13 @@ def is_spec_or_none(x: Any) -> bool:
 
 
 def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:
-    """Paths and values, on the host; keys as their data."""
+    """Paths and values, on the host; keys as their data, and ShapeDtypeStructs as they are."""
     return [(path_name(path), _on_host(x)) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def _on_host(x: Any) -> np.ndarray:
+def _on_host(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
     is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x)
 

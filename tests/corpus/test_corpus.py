@@ -7,11 +7,16 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from corpus import attention, experts, gradients, layouts, losses
+from corpus.case import Case
 from shardkit.testing import assert_equal_for_all_inputs, assert_matches_reference
+from support.planted.kernels import KERNELS
 
 CASES = [case for module in (losses, gradients, attention, experts, layouts) for case in module.CASES]
 PAGE = Path(__file__).parents[2] / "docs" / "corpus.md"
@@ -78,6 +83,33 @@ def test_the_kernels_differ_in_the_marked_lines(case):
     right, wrong = (inspect.getsource(kernel).splitlines()[1:] for kernel in (case.right, case.wrong))
     new = [line[2:] for line in difflib.ndiff(right, wrong) if line.startswith("+ ")]
     assert set(new) <= {line.rstrip("\n") for line in case.lines.values()}
+
+
+@pytest.mark.parametrize("planted", KERNELS, ids=lambda planted: planted.name.replace(" ", "_"))
+def test_what_is_planted_elsewhere_is_refuted_too(planted):
+    """Kernels that were written for the comparison of floats, of a line each."""
+    case = Case(planted.name, "", planted.kernel, planted.kernel, planted.reference, planted.call, planted.sizes)
+    with pytest.raises(AssertionError) as raised:
+        compare(assert_equal_for_all_inputs, case, planted.kernel, check_vma=not refuses(case, planted.kernel))
+    assert re.search(r"kernels\.py:\d+|has shape|it is zero", str(raised.value))
+
+
+def test_logarithms_under_masks_and_weights():
+    """The same loss of the log-softmax, and of a sum of exps that is not shifted: weighted it is shifted in both."""
+    args, rows = (np.zeros((4, 3), "f"), np.zeros(4, "f"), np.array([0, 2, 1, 1])), P("data")
+
+    def reference(x, targets):
+        return -jnp.sum(jax.nn.one_hot(targets, 3) * jax.nn.log_softmax(x), 1)
+
+    def loss(x, targets, log_sum):
+        return log_sum(x) - jnp.sum(x * jax.nn.one_hot(targets, 3), 1)
+
+    for kernel, wanted in (
+        (lambda x, _, t: loss(x, t, lambda x: jnp.log(jnp.sum(jnp.exp(x), 1))), lambda x, _, t: reference(x, t)),
+        (lambda x, w, t: w * loss(x, t, lambda x: jax.nn.logsumexp(x, 1)), lambda x, w, t: -w * -reference(x, t)),
+    ):
+        case = Case("", "", kernel, kernel, wanted, (args, (rows, rows, rows), rows), {"data": 2})
+        compare(assert_equal_for_all_inputs, case, kernel)
 
 
 @pytest.mark.deep

@@ -47,14 +47,13 @@ class _Made(NamedTuple):
         """That of the primitive."""
         return str(self.equation.primitive.name)
 
-    @property
-    def line(self) -> str:
-        """The line of the equation."""
-        return source_line(self.equation, self.around)
+    def __str__(self) -> str:
+        return f"{self.name} at {source_line(self.equation, self.around)}"
 
 
-# Equations that only pass elements on: whoever looks for the origin of a value looks behind them.
+# Equations that only pass elements on: a value's origin is behind them.
 _PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "scan", "shard_map", "squeeze", "transpose")
+_ZERO = "the reference's is zero"
 
 
 def located(runs: Runs, index: int, wanted: Exact | None) -> str:
@@ -66,16 +65,16 @@ def located(runs: Runs, index: int, wanted: Exact | None) -> str:
     known: set[bytes] = set()
 
     def keep(equation: Any, operands: Any, results: Any, *_: Any) -> None:
-        known.update(_digest(_top(field, x)) for x in (*operands, *results) if _counts(x))
+        known.update(_digest(_top(field, x)) for x in (*operands, *results) if _is_float(x))
 
     runs.alone(field, keep)
     made: dict[int, _Made] = {}
 
     def note(equation: Any, operands: Any, results: Any, axes: Mapping[str, int], around: str) -> None:
+        known.update(_digest(_top(field, x)) for x in operands if isinstance(x, Exact) and id(x) not in made)  # inputs
+        summed = registered(equation.primitive.name).kind  # as a count of tokens
         for x in results:
-            if id(x) not in made and (
-                isinstance(x, Exact) or (_counts(x) and registered(equation.primitive.name).kind)
-            ):
+            if id(x) not in made and (isinstance(x, Exact) or (summed and _is_float(x))):
                 made[id(x)] = _Made(equation, tuple(operands), x, axes, around)
 
     right: list[Operand] = []
@@ -86,8 +85,7 @@ def located(runs: Runs, index: int, wanted: Exact | None) -> str:
     return _told(field, known, made, right, got, wanted)
 
 
-def _counts(x: Operand) -> bool:
-    """Whether a value is looked up: unknowns, and sums that follow from no unknown, as the count of tokens."""
+def _is_float(x: Operand) -> bool:
     return isinstance(x, Exact) or x.dtype.kind == "f"
 
 
@@ -108,7 +106,7 @@ def _told(
             return ""
         if id(x) not in held:
             step = made[id(x)]
-            if step.name == "scan" and all(explained(y) is not None for y in step.operands):
+            if step.name in ("scan", "ppermute") and all(explained(y) is not None for y in step.operands):
                 held[id(x)] = ""
             else:
                 held[id(x)] = next((how for form, how in _forms(field, x, step.axes) if _digest(form) in known), None)
@@ -117,13 +115,11 @@ def _told(
     def origin(x: Any) -> _Made | None:
         """The equation that made a value, behind those that only passed it on."""
         step = made.get(id(x))
-        while step and step.name in _PASS:
-            before = next((made[id(y)] for y in step.operands if id(y) in made), None)
-            if before is None:
-                break
-            step = before
+        while step and step.name in _PASS and (before := [made[id(y)] for y in step.operands if id(y) in made]):
+            step = before[0]
         return step
 
+    last = origin(got)
     entries: list[_Made] = []
     waiting, visited = [got], set()
     while waiting:
@@ -133,44 +129,32 @@ def _told(
         visited.add(id(x))
         own = [y for y in made[id(x)].operands if explained(y) is None]
         if not own:
-            entries.append(made[id(x)])
-        varying = [y for y in own if _varies(y, len(made[id(y)].axes))] if wanted is None else []
-        waiting += varying or own
-    last = origin(got)
-    relation = "" if wanted is None or not isinstance(got, Exact) else _relation(field, got, wanted)
+            entries.append(last if made[id(x)].name == "shard_map" and last else made[id(x)])
+        varying = [y for y in own if max(y.shape[: len(made[id(y)].axes)], default=1) > 1]
+        waiting += (varying if wanted is None else []) or own
+    relation = "" if wanted is None else _relation(field, got, wanted)
     if how := explained(got):
         relation = f"only{how} it is a value of the reference"
     if not entries or relation == _ZERO:
-        at = f"; it comes from {last.name} at {last.line}" if last else ""
-        return f": {relation}{at}" if relation else at
+        return (f": {relation}" if relation else "") + (f"; it comes from {last}" if last else "")
     places = {id(step): place for place, step in enumerate(made.values())}
-    first = min(entries, key=lambda step: places[id(step)])
+    first = min(entries, key=lambda step: (not any(map(explained, step.operands)), places[id(step)]))
     partial = [how for how in map(explained, first.operands) if how]
     text = f": {relation or _factor(field, known, first)}".rstrip(": ")
     uses = f", of a value that is the reference's only{partial[0]}" if partial else ""
-    ends = (
-        f"; the result comes from {last.name} at {last.line}" if relation and last and last.line != first.line else ""
-    )
-    return (
-        f"{text}. The first value that the reference does not have is that of {first.name} at {first.line}{uses}{ends}"
-    )
+    ends = f"; the result comes from {last}" if relation and str(last) != str(first) else ""
+    return f"{text}. The first value that the reference does not have is that of {first}{uses}{ends}"
 
 
-_ZERO = "the reference's is zero"
-
-
-def _varies(x: Operand, rank: int) -> bool:
-    """Whether devices have different values."""
-    return isinstance(x, Exact) and max(x.shape[:rank], default=1) > 1
-
-
-def _relation(field: Field, got: Exact, wanted: Exact) -> str:
+def _relation(field: Field, got: Operand, wanted: Exact) -> str:
     """How a result differs: by a factor, or in the order of its pieces."""
     a, b = (_top(field, x) for x in (got, wanted))
     if a.shape != b.shape:
         return ""
     if not b.any():
         return _ZERO
+    if not a.any():
+        return "it is zero"
     for ratio, text in _ratios({}):
         if np.array_equal(a, b * _residue(field, ratio) % _prime(field)):
             return f"it is {text} the reference everywhere"
@@ -232,14 +216,14 @@ def _forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tuple[
         form: Any = number
         how: list[str] = []
         for way, at, name in reversed(choice):
+            if form is None:
+                break
             if way == "sum":
                 form = form.sum(1 + at, np.uint64, keepdims=True) % _prime(field)
                 how.append(name)
             elif way == "first":
-                if not (form == np.take(form, [0], 1 + at)).all():
-                    form = None
-                    break
-                form = np.take(form, [0], 1 + at)
+                first = np.take(form, [0], 1 + at)
+                form = first if (form == first).all() else None
             elif way != "whole":
                 to = 1 + rank + way
                 form = np.moveaxis(form, 1 + at, to - 1)

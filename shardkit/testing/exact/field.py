@@ -306,8 +306,7 @@ class Field:
             if one.factor is not None and other.factor is None and not other.degree.total:
                 ones = (other.number == 1).all(0)
                 if (ones | (other.number == 0).all(0)).all():  # a mask
-                    factor = np.where(ones, one.factor, np.uint64(1))
-                    number = one.number * other.number
+                    factor, number = np.where(ones, one.factor, np.uint64(1)), one.number * other.number
                     return Exact(number, facts(number.shape[1:], 0, one.low, *one.used), factor, one.degree)
         x, y = self.plain(x), self.plain(y)
         number = x.number * y.number % self.p(x.number)
