@@ -16,10 +16,10 @@ from benchmarks.functions import measure_functions
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.analysis import census, explain, lint
-from shardkit.analysis.jaxpr.census import traced
+from shardkit.analysis.jaxpr.step import trace_step
 
 INSTRUMENTS: dict[str, Callable[..., Any]] = {
-    "trace": lambda step, *args: traced(step, args, {}),
+    "trace": lambda step, *args: trace_step(step, args),
     "census": census,
     "lint": lint,
     "explain": explain,

@@ -14,29 +14,9 @@ pytest.register_assert_rewrite("support")
 from support.compiling import QUICK
 
 # What surrounds the tests is no part of them: inside of a scheduler's job, jax and the library would join that job.
-_AROUND = (
-    "SLURM_",
-    "OMPI_",
-    "PMI",
-    "KUBERNETES_",
-    "JOB_COMPLETION_",
-    "TPU_",
-    "MEGASCALE_",
-    "JAX_",
-    "SHARDKIT_",
-    "MASTER_",
-)
-_AROUND += (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "CUDA_VISIBLE_DEVICES",
-    "XLA_FLAGS",
-    "NPROC",
-    "COLUMNS",
-    "NO_COLOR",
-    "FORCE_COLOR",
-)
+_AROUND = ("SLURM_", "OMPI_", "PMI", "KUBERNETES_", "JOB_COMPLETION_", "TPU_", "MEGASCALE_", "JAX_", "SHARDKIT_")
+_AROUND += ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "NPROC")
+_AROUND += ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
 for name in [name for name in os.environ if name.startswith(_AROUND) or name.lower().endswith("_proxy")]:
     del os.environ[name]
 
@@ -62,7 +42,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # ci is bounded and always draws the same examples; deep is for long runs (make test-deep).
 _COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
 hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, database=None, **_COMMON)
-hypothesis.settings.register_profile("deep", max_examples=500, **_COMMON)
+hypothesis.settings.register_profile("deep", max_examples=100, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 COMPILED = [0]

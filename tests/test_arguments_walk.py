@@ -65,7 +65,6 @@ UNWALKED = {
     "runtime.data.reading.print_global": "prints any tree",
     "runtime.data.arrays.from_rows": "what from_process_local and the loader call",
     "runtime.checkpoint.laws.restores_elsewhere": "a law, called by prove alone",
-    "runtime.weights.save.save_params": "writes files; tests/runtime/weights has its sentences",
     "runtime.cluster.preemption.watch_preemption": "takes nothing",
     "models.transformer.in_order": "a function of what pieces gives",
     "models.transformer.mlp": "a layer of the model, walked with apply",

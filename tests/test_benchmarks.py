@@ -33,6 +33,13 @@ from shardkit import bench
 ROOT = Path(start.__file__).parents[1]
 
 
+@pytest.mark.check
+@pytest.mark.parametrize("name", sorted(path.stem for path in Path(start.__file__).parent.glob("[a-z]*.py")))
+def test_every_benchmark_imports_names_that_exist(name):
+    """The deep tier alone runs most of them."""
+    import_module(f"benchmarks.{name}")
+
+
 def test_start_says_that_simulated_devices_share_the_cores(capsys):
     options = start.start("A benchmark.", ["--rounds", "3", "--more"], devices=8, more="another flag")
     assert (options.simulate, options.rounds, options.calls, options.json) == (8, 3, None, None)

@@ -131,6 +131,7 @@ def test_rows_are_primitives_and_the_collectives_of_jax_are_rows():
     sending = {name: row for name, row in rows.items() if row.kind}
     assert {row.kind for row in sending.values()} == {*COLLECTIVE_KINDS, "broadcast"}
     assert {row.gradient for row in rows.values()} <= {*COLLECTIVE_KINDS, None}
+    assert all(row.why for row in sending.values() if row.gradient)
     assert {name for name, row in sending.items() if not row.emulate} == {"ragged_all_to_all", "pbroadcast"}
     assert not any(row.opcode or row.emulate or row.reduces for row in rows.values() if not row.kind)
 
@@ -144,11 +145,8 @@ def test_a_primitive_of_ones_own_is_one_row(monkeypatch):
     """A reader that knows jax's own primitives by name."""
     for table in (primitives.TABLE, primitives.KIND_OF_OPCODE):
         monkeypatch.setitem(table, "swap", None)  # and taken out after the test
-    primitives.register(
-        primitives.Primitive(
-            "swap", "all_to_all", "swap", "all_to_all", lambda x, axes, _: lax.all_to_all(x, axes, 0, 0), ("over",)
-        )
-    )
+    row = primitives.TABLE["all_to_all"]._replace(name="swap", opcode="swap", why="{value} is swapped over {over}.")
+    primitives.register(row._replace(emulate=lambda x, axes, _: lax.all_to_all(x, axes, 0, 0), axes=("over",)))
     swap = lambda x: SWAP.bind(x, over=("data",))  # noqa: E731
     mesh, x, w = sk.abstract_mesh(data=4), jnp.arange(16.0), jnp.cos(jnp.arange(16.0))
     on = lambda f: jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  # noqa: E731
@@ -158,7 +156,7 @@ def test_a_primitive_of_ones_own_is_one_row(monkeypatch):
         "divergent-collective"
     ]
     (reason,) = sk.explain(jax.grad(lambda x: jnp.vdot(on(swap)(x), x)), x)
-    assert reason.why == "the pieces of x are exchanged over 'data' there; their gradients are sent back."
+    assert reason.why == "x is swapped over 'data'."
     emulated = emulate(swap, {"data": 4}, P("data"), P("data"))
     np.testing.assert_array_equal(emulated(x), x.reshape(4, 4).T.ravel())
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.vdot(emulated(x), w))(x), w.reshape(4, 4).T.ravel())

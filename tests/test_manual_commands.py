@@ -19,11 +19,11 @@ CHATTER = re.compile(r"^(\[\d+\] )?(\[Gloo\]|[EWI]\d{4} ).*\n", re.M)
 
 
 def commands(page):
-    """Files that a page names, and its commands with what they print."""
+    """Files that a page names, and its commands with what they print; a block without a command is of another job."""
     fenced = FENCED.findall(page.read_text())
     files = {title: text for kind, title, text in fenced if title}
-    shown = "".join(text for kind, _, text in fenced if kind == "console")
-    return files, re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", shown, re.M)
+    command = re.compile(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", re.M)
+    return files, [each for kind, _, text in fenced if kind == "console" for each in command.findall(text)]
 
 
 def alike(shown, printed):
@@ -56,6 +56,14 @@ def test_the_commands_of_a_page_print_what_it_says(name, tmp_path):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 300}
         done = subprocess.run(["bash", "-c", SHELL + command], cwd=tmp_path, env=variables, check=False, **options)
         assert alike(shown, done.stdout), f"$ {command}\n{done.stdout}"
+
+
+@pytest.mark.check
+def test_a_block_without_a_command_is_no_output_of_the_one_before(tmp_path):
+    """It alone finds what a page quotes of another job compared with what its last command printed."""
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ a \\\n  b\nsaid\n$ c\n```\n\nElsewhere:\n\n```console\nrejected\n```\n")
+    assert commands(page) == ({}, [("a \\\n  b", "said\n"), ("c", "")])
 
 
 @pytest.mark.check

@@ -121,7 +121,7 @@ def test_importing_touches_no_device_and_nothing_heavy():
     code = (
         "import sys, jax, shardkit\n"
         "from shardkit._jax import backends\n"
-        "heavy = {'optax', 'chex', 'rich', 'tyro', 'uniplot', 'hypothesis', 'pytest', 'matplotlib', 'scipy'}\n"
+        "heavy = {'optax', 'chex', 'rich', 'tyro', 'hypothesis', 'pytest', 'matplotlib', 'scipy'}\n"
         "shardkit.make_train_step, shardkit.pipeline, shardkit.census, shardkit.testing, shardkit.runtime\n"
         "print(backends.jax_has_started(), sorted(heavy & set(sys.modules)))"
     )
@@ -183,7 +183,7 @@ def test_what_is_promised_is_there():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == sk.__version__ == metadata.version("shardkit")
     assert {d.split(">")[0] for d in project["dependencies"]} == {"jax", "numpy", "optax"}
-    extras = {"cli", "pytest", "test", "viz", "docs", "checkpoint", "safetensors", "data", "all"}
+    extras = {"cli", "pytest", "test", "viz", "docs", "checkpoint", "data", "all"}
     extras |= {"aot", "aot-gpu", "cuda", "tpu"}
     assert set(project["optional-dependencies"]) == extras
 
@@ -212,6 +212,20 @@ def test_every_remedy_names_what_to_pass():
     assert empty.search("f: x must be at least 1; got 0. Correct {}.")
     found = [(path.name, text) for path in modules() for text in texts_of(path) if empty.search(text)]
     assert not found, found
+
+
+@pytest.mark.check
+def test_one_class_name_has_one_meaning():
+    trees = [ast.parse(path.read_text()) for path in modules()]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    twins = {name for name in names if names.count(name) > 1 and not name.startswith("_")}
+    assert twins == {"Options"}, "of which each command has its own"
+
+
+@pytest.mark.check
+def test_no_error_is_known_by_its_words():
+    reads = re.compile(r"str\(error\)\.startswith|\" (not )?in str\(error\)|error\.args")
+    assert [path.name for path in modules() if reads.search(path.read_text())] == ["profile.py"], "jax has only words"
 
 
 def imports_of(path):

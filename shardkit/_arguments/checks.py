@@ -41,6 +41,12 @@ def either(words: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
+def raised(error: BaseException) -> str:
+    """`TypeError: no array`: an exception's type and the first line of its text, without the dot."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *(line.rstrip(".") for line in lines[:1])])
+
+
 def one_of(where: str, name: str, value: object, choices: Sequence[object]) -> None:
     """Refuses what is none of the choices; the error names one to pass."""
     if value not in choices or isinstance(value, bool):  # True would be 1

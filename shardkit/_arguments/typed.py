@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 import types
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from numbers import Integral, Number, Real
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from shardkit._arguments.checks import either
+from shardkit._arguments.checks import either, quoted
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
@@ -68,11 +69,7 @@ def _wrong_leaf(tree: Any) -> tuple[str, Any] | None:
     """The path and value of the first leaf that is neither an array nor a number; None if there is none."""
     if tree is None:
         return "", tree
-    try:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-    except (TypeError, ValueError):  # keys that cannot be sorted
-        return "", tree
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not (is_array(leaf) or isinstance(leaf, Number)):
             return jax.tree_util.keystr(tuple(path), simple=True, separator="."), leaf
     return None
@@ -288,8 +285,23 @@ def check_fields(options: Any) -> None:
             check_kind(type(options).__name__, name, getattr(options, name), allowed)
 
 
+def check_keys(where: str, name: str, tree: Any) -> None:
+    """Refuses a tree with a dict that jax cannot flatten, because it puts leaves in the order of their keys."""
+    try:
+        sorted(tree if type(tree) in (dict, defaultdict) else ())
+    except TypeError:
+        raise TypeError(
+            f"{where}: the keys of each dict in {name} must be of one type, in whose order jax puts the leaves; got "
+            f"{quoted(tree)}. Make all of them strings."
+        ) from None
+    for each in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ():
+        check_keys(where, name, each)
+
+
 def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Refuses a value that is of none of these kinds: types of `_WORDS`, Kinds, None, or choices."""
+    if ARRAYS in allowed:
+        check_keys(where, name, value)
     if any(_is(value, kind) for kind in allowed):
         if is_whole(value) and abs(int(value)) >= _HUGE:
             raise ValueError(f"{where}: {name} must be a whole number below 2**63; got {value}. Lower it.")

@@ -28,7 +28,9 @@ class Primitive(NamedTuple):
         kind: the collective that it is, as `cost.wire` counts it; None if it sends nothing. One of kind "ppermute" has
             its pairs in the parameter `perm`.
         opcode: what XLA calls it; "" if XLA has none of its own.
+        differs: whether its result is another one on each device of its axes.
         gradient: the kind of collective that its transpose is; None if that sends nothing.
+        why: the reason for that collective, in a sentence about a {value} and the axes, {over} or {along} which it is.
         emulate: `emulate(x, axes, params)` is the result for an operand under `jax.vmap` over named axes; None if there
             is no such form.
         axes: the parameters that hold its mesh axes, a name or a tuple of names each.
@@ -44,7 +46,9 @@ class Primitive(NamedTuple):
     name: str
     kind: str | None = None
     opcode: str = ""
+    differs: bool = False
     gradient: str | None = None
+    why: str = ""
     emulate: Callable[[Any, tuple[str, ...], Any], Any] | None = None
     axes: tuple[str, ...] = ("axes", "axis_name")
     dim: str = ""
@@ -99,9 +103,19 @@ def _permute(x: Any, axes: tuple[str, ...], params: Any) -> Any:
     return jnp.where(mine >= 0, _gathered(x[None], names, 0)[mine], jnp.zeros_like(x))
 
 
-_REDUCE = Primitive("", "all_reduce", "all-reduce", emulate=lambda x, axes, _: lax.psum(x, axes))
-_GATHER = Primitive("", "all_gather", "all-gather", emulate=_gather, dim="all_gather_dimension")
-_SCATTER = Primitive("", "reduce_scatter", "reduce-scatter", emulate=_scatter)
+_SUMMED = "{value} is summed over {over} there without check_vma, where the gradient of a sum is a sum."
+_GATHERED = (
+    "{value} is gathered over {over} there and each device uses the whole; its gradient is summed over the devices and "
+    "split again."
+)
+_KEPT = "{value} is summed over {over} there and each device keeps a piece; its gradient gathers those of all pieces."
+_EXCHANGED = "the pieces of {value} are exchanged over {over} there; their gradients are sent back."
+_SENT = "{value} is sent along {along} there; its gradient is sent back."
+_REDUCE = Primitive("", "all_reduce", "all-reduce", why=_SUMMED, emulate=lambda x, axes, _: lax.psum(x, axes))
+_GATHER = Primitive("", "all_gather", "all-gather", why=_GATHERED, emulate=_gather, dim="all_gather_dimension")
+_SCATTER = Primitive("", "reduce_scatter", "reduce-scatter", differs=True, why=_KEPT, emulate=_scatter)
+_EXCHANGE = Primitive("", "all_to_all", differs=True, gradient="all_to_all", why=_EXCHANGED)
+_PERMUTE = Primitive("", "ppermute", differs=True, gradient="ppermute", why=_SENT)
 _SAME = Primitive("", same=True)
 _CAST = Primitive("", same=True, cast=True)
 # Those of jax 0.10 to 0.12, in the order in which pictures show their kinds.
@@ -116,9 +130,9 @@ _ROWS = (
     _REDUCE._replace(name="unreduced_psum"),
     _REDUCE._replace(name="pmax", reduces="maximum", emulate=lambda x, axes, _: lax.pmax(x, axes)),
     _REDUCE._replace(name="pmin", reduces="minimum", emulate=lambda x, axes, _: lax.pmin(x, axes)),
-    Primitive("all_to_all", "all_to_all", "all-to-all", "all_to_all", _exchange),
-    Primitive("ragged_all_to_all", "all_to_all", "ragged-all-to-all", sent=1),
-    Primitive("ppermute", "ppermute", "collective-permute", "ppermute", _permute),
+    _EXCHANGE._replace(name="all_to_all", opcode="all-to-all", emulate=_exchange),
+    _EXCHANGE._replace(name="ragged_all_to_all", opcode="ragged-all-to-all", sent=1),
+    _PERMUTE._replace(name="ppermute", opcode="collective-permute", emulate=_permute),
     Primitive("pbroadcast", "broadcast"),
     _CAST._replace(name="pvary", gradient="all_reduce"),
     _CAST._replace(name="reduced_vary_cast", gradient="all_reduce", asked=True),

@@ -8,7 +8,7 @@ Imports cost, meshes, on_device and steps.
 from shardkit.analysis.contracts import Collective, collective, expects
 from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.differences import Compiled, compiled
-from shardkit.analysis.jaxpr.census import Census, Row, census
+from shardkit.analysis.jaxpr.census import Census, CensusRow, census
 from shardkit.analysis.jaxpr.explain import Explanation, Reason, explain
 from shardkit.analysis.judge import Audit, audit, lint
 from shardkit.analysis.profiling.profile import profile, trace
@@ -19,13 +19,13 @@ __all__ = [
     "RULES",
     "Audit",
     "Census",
+    "CensusRow",
     "Collective",
     "Compiled",
     "Explanation",
     "Finding",
     "Profile",
     "Reason",
-    "Row",
     "Rule",
     "Timing",
     "aot",

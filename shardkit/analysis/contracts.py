@@ -10,7 +10,7 @@ from shardkit._arguments.checks import Axis, at_least, axis_names, quoted
 from shardkit._arguments.typed import typed
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import compiled
-from shardkit.analysis.jaxpr.census import Census, Row, census
+from shardkit.analysis.jaxpr.census import Census, CensusRow, census
 from shardkit.cost.collectives import COLLECTIVE_KINDS
 
 
@@ -133,9 +133,9 @@ class expects:
             )
 
 
-def differences(found: Sequence[Row | CompiledRow], expected: tuple[Collective, ...]) -> list[str]:
+def differences(found: Sequence[CensusRow | CompiledRow], expected: tuple[Collective, ...]) -> list[str]:
     """The differences between a program's collectives and the expected ones, one line each, with source lines."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Row | CompiledRow]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[CensusRow | CompiledRow]] = {}
     for row in found:
         groups.setdefault((row.kind, tuple(sorted(row.axes))), []).append(row)
     wrong = []
@@ -152,14 +152,14 @@ def differences(found: Sequence[Row | CompiledRow], expected: tuple[Collective, 
     return wrong
 
 
-def _together(kind: str, axes: tuple[str, ...], rows: Sequence[Row | CompiledRow]) -> Collective:
+def _together(kind: str, axes: tuple[str, ...], rows: Sequence[CensusRow | CompiledRow]) -> Collective:
     return Collective(kind, axes, sum(row.times for row in rows), sum((row.total for row in rows), Fraction(0)))
 
 
-def _places(rows: Sequence[Row | CompiledRow]) -> str:
+def _places(rows: Sequence[CensusRow | CompiledRow]) -> str:
     places: dict[str, int | None] = {}
     for row in rows:
-        source = row.source if isinstance(row, Row) else row.place
+        source = row.source if isinstance(row, CensusRow) else row.place
         before = places.get(source, 0)
         places[source] = None if row.count is None or before is None else before + row.count
     return "".join(f"\n    {'?' if count is None else count} x at {source}" for source, count in places.items())

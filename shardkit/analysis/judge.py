@@ -15,14 +15,15 @@ import jax
 
 from shardkit._arguments.checks import at_least, counted, quoted, sized
 from shardkit._arguments.typed import typed
+from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import plain_row, read_row, size
-from shardkit.analysis.jaxpr.census import Census, Row, mesh_sizes
+from shardkit.analysis.jaxpr.census import Census, CensusRow, mesh_sizes
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.analysis.rules import RULES, Finding
-from shardkit.analysis.rules.program import CompiledProgram, Program, compiled_program
+from shardkit.analysis.rules.program import CompiledProgram, TracedProgram, compiled_program, in_one_sentence
 from shardkit.analysis.rules.second_call import second_call, why_not_called
 
 FORMAT = 1
@@ -30,6 +31,10 @@ LARGE = 256 * 2**20  # of an input of a shard_map
 LARGE_LEAF = 16 * 2**20  # of a leaf, per device
 SMALL = 1024
 GROWTH = 0.05
+
+
+class OtherFormatError(ValueError):
+    """A snapshot that another version wrote."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +84,16 @@ class Audit:
         """The audit that `to_json` wrote.
 
         Raises:
-            ValueError: it has another format.
+            OtherFormatError: a ValueError; another version wrote it.
         """
         data: dict[str, Any] = json.loads(text)
         data.pop("derived")
         if (found := data.pop("format")) != FORMAT:
-            raise ValueError(
+            raise OtherFormatError(
                 f"audit: the snapshot must have format {FORMAT}; got {found}. Write it again with this version."
             )
         data["memory"] = data["memory"] and Memory(**data["memory"])
-        data["census"] = Census(tuple(Row(**read_row(r)) for r in data["census"]))
+        data["census"] = Census(tuple(CensusRow(**read_row(r)) for r in data["census"]))
         data["rows"] = tuple(CompiledRow(**read_row(r)) for r in data["rows"])
         data["findings"] = tuple(Finding(**f) for f in data["findings"])
         return Audit(**data | {"skipped": tuple(data["skipped"])})
@@ -122,7 +127,7 @@ class Audit:
                 lines.append(f"{name}: {size(old.get(name, 0))} before, {size(count)} now")
         return lines
 
-    def _sent(self) -> tuple[Row | CompiledRow, ...]:
+    def _sent(self) -> tuple[CensusRow | CompiledRow, ...]:
         return self.rows if self.memory else self.census.rows
 
     def _bytes(self) -> dict[str, Fraction]:
@@ -201,7 +206,7 @@ def lint(
     """
     at_least("lint", 0, large=large, small=small, memory=memory)
     check_rules("lint", ignore)
-    return findings_of(Program(trace_step(fn, args, kwargs), large, small, memory), ignore)
+    return findings_of(TracedProgram(trace_step(fn, args, kwargs), large, small, memory), ignore)
 
 
 @typed
@@ -258,17 +263,10 @@ def audit(
     compiled = compiled or target is not None
     if large is None:
         large = LARGE_LEAF if compiled else LARGE
-    try:
-        program = Program(trace_step(step, args), large, small, memory)
-        program = compiled_program(program, target, timeout) if compiled else program
-    except Exception as error:
-        if str(error).startswith(("audit: ", "aot")):
-            raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"audit: the step must be traced{' and compiled' if compiled else ''} with these arguments; it raises "
-            f"{type(error).__name__}: {first}. Check the arguments, and the mesh context that the step needs."
-        ) from error
+    with in_one_sentence("audit", "traced and compiled" if compiled else "traced"):
+        program = TracedProgram(trace_step(step, args), large, small, memory)
+    built = None if target is None else aot.build(program.step.traced, args, topology=target, timeout=timeout)
+    program = compiled_program("audit", program, built, target) if compiled else program
     return audit_of(program, ignore, call)
 
 
@@ -279,7 +277,7 @@ def check_rules(where: str, ignore: Collection[str]) -> None:
         raise ValueError(f"{where}: ignore must name rules, {quoted(RULES)}; got {quoted(unknown)}. Pass some of them.")
 
 
-def findings_of(program: Program, ignore: Collection[str]) -> list[Finding]:
+def findings_of(program: TracedProgram, ignore: Collection[str]) -> list[Finding]:
     """What breaks the rules: those on a compiled program, if it is one, then those on a trace."""
     left_out, reads = set(ignore), ["trace"]
     if isinstance(program, CompiledProgram):
@@ -291,7 +289,7 @@ def findings_of(program: Program, ignore: Collection[str]) -> list[Finding]:
     return [each for each in dict.fromkeys(found) if each.rule not in left_out]
 
 
-def audit_of(program: Program, ignore: Collection[str], call: bool = True) -> Audit:
+def audit_of(program: TracedProgram, ignore: Collection[str], call: bool = True) -> Audit:
     """The audit of a program: every rule on it."""
     name = f"{program.step.name} ({program.step.source})"
     if not isinstance(program, CompiledProgram):

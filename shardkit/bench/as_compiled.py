@@ -15,7 +15,7 @@ from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.compute import NO_CLOCK, clock_of
 from shardkit.analysis.hlo.groups import Groups
-from shardkit.analysis.jaxpr.census import Row, census_of
+from shardkit.analysis.jaxpr.census import CensusRow, census_of
 from shardkit.bench.records import Record
 from shardkit.cost import Chip, wire
 
@@ -111,7 +111,7 @@ def _times(count: float) -> str:
     return "" if count == 1 else f"{count:g} "
 
 
-def _hops(row: Row) -> int:
+def _hops(row: CensusRow) -> int:
     once = int(row.sent > 0) if row.kind == "ppermute" else wire(row.kind, row.bytes_in, row.n).hops
     return once * row.times
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class Comparison(NamedTuple):
         rows = [("row", "case", "ratio to", "old", "new", "change", "99 % interval", "verdict")]
         for c in self.changes:
             numbers = ("", "", "", "")
-            if not c.verdict.startswith("only"):
+            if not math.isnan(c.change):  # of a case that one run alone has, all numbers are missing
                 numbers = (f"{c.old:.3f}", f"{c.new:.3f}", f"{c.change:+.1%}", f"{c.low:+.1%} to {c.high:+.1%}")
             where = f"{c.benchmark}: {c.row}" + (f" ({c.mode})" if c.mode else "")
             rows.append((where, c.case, c.measure, *numbers, c.verdict))

@@ -12,7 +12,6 @@ from shardkit import cost
 from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import check_kind
 from shardkit.bench.records import Record
-from shardkit.meshes.layout import table
 
 
 class Fit(NamedTuple):
@@ -167,42 +166,6 @@ def crossovers(records: Sequence[Record]) -> list[Crossover]:
             rest = {impl: way for impl, way in whole.items() if impl != "lax"}
             out += [Crossover(op, axes, impl, _faster_from(whole["lax"], way)) for impl, way in rest.items()]
     return out
-
-
-def in_words(links: cost.Links, ways: dict[str, int], measured: Sequence[Crossover] = ()) -> str:
-    """The links of axes of so many devices, with what follows from them, as text.
-
-    Args:
-        links: of a chip, or as measured.
-        ways: devices by axis.
-        measured: what `crossovers` found.
-    """
-    lines = []
-    for axis, n in ways.items():
-        link = links.of(axis)
-        rows = [("", f"links of axis {axis!r}, {n} devices: {link}")]
-        if links.flops:
-            columns = max(1, round(links.flops / link.bandwidth))
-            size = cost.ring_from(link, 2 * columns, flops=links.flops)
-            rows += [
-                (
-                    "collective matmul in rings",
-                    f"from {columns:,} bfloat16 columns a device; with twice as many, messages from {size:,.0f} bytes",
-                )
-            ]
-        else:
-            rows += [("collective matmul in rings", "unknown: the FLOP/s of a device are not")]
-        rows += [
-            ("reduce_scatter + all_gather", f"{_from(cost.scatter_from(link, n))}, for scatter_from="),
-            ("buckets", f"{cost.bucket_bytes(link, n):,} bytes: latency takes 10% of the time, for bucket_bytes="),
-        ]
-        rows += [(f"{m.op} by {m.impl}", f"{_from(m.size)}, as measured") for m in measured if m.axes == axis]
-        lines += [rows[0][1], *(f"  {line}" for line in table(rows[1:]).splitlines())]
-    return "\n".join(lines)
-
-
-def _from(size: float) -> str:
-    return "never faster" if math.isinf(size) else f"from {size:,.0f} bytes" if size else "always faster"
 
 
 def _link(records: Sequence[Record]) -> cost.Link:

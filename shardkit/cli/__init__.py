@@ -18,7 +18,7 @@ import textwrap
 import traceback
 from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any, NamedTuple, NoReturn, Union
 
@@ -46,7 +46,6 @@ COMMANDS = (
     Command("audit", "what a function sends, and what hangs, is wrong or wasted", "shardkit.cli.audit"),
     Command("aot", "compile a step for chips that are not attached", "shardkit.cli.aot"),
     Command("report", "a step as one HTML page, to read or to mail", "shardkit.cli.report"),
-    Command("draw", "a pipeline schedule as text, numbers and picture", "shardkit.cli.draw"),
 )
 BENCH = (
     Command("comm", "collectives, as nccl-tests measures them", "shardkit.cli.bench.comm"),
@@ -57,7 +56,7 @@ BENCH = (
 )
 _BENCH = "measure communication and plans, and compare measurements"
 _SHELLS = ("bash", "zsh", "fish")
-_NEEDS = ("packaging", "rich", "tyro", "uniplot", "yaml")
+_NEEDS = ("packaging", "rich", "tyro", "yaml")
 _REMEDY = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'"
 COMPLETION = """usage: shardkit completion bash|zsh|fish
 
@@ -75,15 +74,29 @@ def every_command() -> dict[str, Command]:
 
 def main() -> None:
     """Runs `shardkit COMMAND` with the words of `sys.argv`, and exits with its code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the shell has it ignored
+        signal.signal(signal.SIGINT, _end_while_importing)
     try:
         try:
             sys.exit(_main(sys.argv[1:]))
         finally:
+            _imported()
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:  # the reader of the pipe has closed it: | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at interpreter exit
         sys.exit(128 + signal.SIGPIPE)
+
+
+def _end_while_importing(*_: Any) -> NoReturn:
+    """Ctrl-C before a command has begun: a KeyboardInterrupt inside of jax's imports is lost, or another error."""
+    os._exit(INTERRUPTED)
+
+
+def _imported() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end_while_importing:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _main(words: list[str]) -> int:
@@ -154,6 +167,8 @@ def _commands(prog: str, commands: tuple[Command, ...]) -> str:
 
 def _version() -> str:
     """The versions in a line, without importing jax."""
+    from importlib import metadata  # which takes a third of the time to this line
+
     try:
         jax = metadata.version("jax")
     except metadata.PackageNotFoundError:
@@ -188,9 +203,8 @@ def perform(command: Command, full: str, words: list[str]) -> int:
             _unexpected(error)
         _say(f"error: {error}")
         from shardkit.runtime.drift import DriftError
-        from shardkit.runtime.replay import CorruptionError
 
-        _end(error, FOUND if isinstance(error, DriftError | CorruptionError) else USAGE)
+        _end(error, FOUND if isinstance(error, DriftError) else USAGE)
 
 
 def _run(command: Command, full: str, words: list[str]) -> int:
@@ -207,6 +221,7 @@ def _run(command: Command, full: str, words: list[str]) -> int:
     finally:
         if shows:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    _imported()
     how: Any = {"prog": f"shardkit {full}", "description": _described(command), "config": (tyro.conf.OmitArgPrefixes,)}
     try:
         with text_beside_json(words):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json as json_lib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from shardkit import viz
 from shardkit.analysis.hlo.aot import compile
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
-from shardkit.cli.output import Json, check_picture, write_json
+from shardkit.cli.output import Json, write_json
 from shardkit.meshes.simulated import offer_cpu_devices
 
 EXAMPLES = {
@@ -34,8 +32,6 @@ class Options:
     """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     json: Json = None
     """Write the report to this file; with - to standard output."""
-    output: Path | None = None
-    """Write the picture of a device's memory to this .png or .svg file; needs the extra [viz]."""
     timeout: float = 1800.0
     """Seconds after which the compiler is stopped."""
     devices: int = 8
@@ -48,13 +44,9 @@ def aot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     The exit code is 0 if the program fits the chip's memory, 1 if it does not.
     """
     parse_topology(options.topology)
-    check_picture("aot", options.output)
     offer_cpu_devices(options.devices)
     fn, args = targets.load(options.target, options.args)
     report = compile(fn, args, topology=options.topology, timeout=options.timeout)
     print(report)
-    if options.output:
-        parts = report if report.memory else {"needed": report.needed}
-        viz.memory(parts, limit=report.available, output=options.output)
     write_json(options.json, "aot", [json_lib.loads(report.to_json())])
     return 0 if report.fits else 1

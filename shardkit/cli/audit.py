@@ -9,13 +9,10 @@ from typing import Annotated
 
 import tyro
 
-from shardkit import viz
-from shardkit.analysis.hlo.differences import Compiled
-from shardkit.analysis.jaxpr.census import Census
 from shardkit.analysis.jaxpr.explain import explain as explain_backward
-from shardkit.analysis.judge import GROWTH, SMALL, Audit
+from shardkit.analysis.judge import GROWTH, SMALL, Audit, OtherFormatError
 from shardkit.analysis.judge import audit as read
-from shardkit.cli.output import check_picture, write_json
+from shardkit.cli.output import write_json
 from shardkit.cli.target import StepOptions, step_of
 
 EXAMPLES = {
@@ -36,8 +33,6 @@ class Options(StepOptions):
     it."""
     explain: bool = False
     """Also name the line of the forward pass that causes each collective of the backward pass."""
-    output: Path | None = None
-    """Write the picture of what goes over each axis to this .png or .svg file; needs the extra [viz]."""
     snapshot: Path | None = None
     """Write the audit to this file, for a later --against."""
     against: Path | None = None
@@ -60,7 +55,6 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
     The exit code is 1 if there are findings; with --against, if there are new ones or bytes grew.
     """
-    check_picture("audit", options.output)
     before = _read(options.against) if options.against else None
     step, args = step_of("audit", options)
     found = read(
@@ -81,11 +75,6 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     worse = found.compare(before, options.growth) if before else []
     if before:
         print(f"against {options.against}: {len(worse) or 'nothing'} worse", *worse, sep="\n")
-    if options.output:
-        shown: dict[str, Census | Compiled] = {"as written": found.census}
-        if found.memory:
-            shown["as compiled"] = Compiled(found.census, found.rows, found.memory)
-        viz.census(shown, output=options.output)
     if options.snapshot:
         options.snapshot.parent.mkdir(parents=True, exist_ok=True)
         options.snapshot.write_text(found.to_json())
@@ -97,9 +86,9 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 def _read(file: Path) -> Audit:
     try:
         return Audit.from_json(file.read_text())
+    except OtherFormatError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if str(error).startswith("audit: "):
-            raise
         raise ValueError(
             f"audit: {file} must be a file that --snapshot wrote; it cannot be read ({type(error).__name__}). Check "
             "the path."

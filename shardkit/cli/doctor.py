@@ -1,4 +1,4 @@
-"""`shardkit doctor`: versions, devices, a self-test of every collective, what its links are for, missing packages."""
+"""`shardkit doctor`: versions, devices, a self-test of every collective, missing packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -18,15 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 import shardkit as sk
-from shardkit import bench, cost, viz
-from shardkit.bench.fit import in_words
-from shardkit.cli.output import WithJson, check_picture, console, write_json
+from shardkit.cli.output import WithJson, console, write_json
 from shardkit.meshes.simulated import offer_cpu_devices
 
-EXAMPLES = {
-    "shardkit doctor": "on this machine's devices, or eight simulated ones",
-    "shardkit doctor --links comm.jsonl": "with links as bench comm measured them",
-}
+EXAMPLES = {"shardkit doctor": "on this machine's devices, or eight simulated ones"}
 
 
 @dataclass(frozen=True)
@@ -35,28 +29,16 @@ class Options(WithJson):
 
     devices: int = 8
     """CPU devices to simulate without an accelerator."""
-    links: Path | None = None
-    """Results of `shardkit bench comm --json`, to choose by in place of the chip's published figures."""
-    flops: float | None = None
-    """FLOP/s of a device's matmuls, where the chip is not known."""
-    output: Path | None = None
-    """Write the picture of the devices to this .png or .svg file; needs the extra [viz]."""
 
 
 def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Check this installation: versions, devices, every collective, links and what they are for, optional packages."""
-    check_picture("doctor", options.output)
-    records = bench.read(options.links) if options.links else []
-    measured = bench.links(records, flops=options.flops) if records else None
+    """Check this installation: versions, devices, every collective, optional packages."""
     here = console()
     offer_cpu_devices(options.devices)
     versions = {name: version_of(name) or "missing" for name in ("shardkit", "jax", "jaxlib", "numpy", "optax")}
     here.print("python " + platform.python_version() + "".join(f", {k} {v}" for k, v in versions.items()))
     mesh = sk.make_mesh(x=-1)
     here.print(sk.describe(mesh))
-    if options.output:
-        viz.mesh(mesh, options.output)
-
     table = Table("collective", "result", "largest difference", title=f"self-test over {mesh.size} devices")
     failed = 0
     differences = self_test(mesh)
@@ -65,7 +47,6 @@ def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         failed += not right
         table.add_row(name, "ok" if right else Text("WRONG", "red"), f"{difference:g}")
     here.print(table)
-    here.print(links_of(mesh, measured, records))
     found = extras()
     for extra, needs in found.items():
         here.print(line(extra, needs))
@@ -81,18 +62,6 @@ def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         rows.append({"row": "extra", "name": extra, "right": all(need.met for need in needs), "packages": packages})
     write_json(options.json, "doctor", rows, packages=versions)
     return 1 if failed else 0
-
-
-def links_of(mesh: Mesh, measured: cost.Links | None, records: list[bench.Record]) -> str:
-    """The links of this machine, as measured or as published for its chip, and the sizes that follow from them."""
-    if measured is not None:
-        axes = {r["axes"]: r["n"] for r in records if r.get("axes") in dict(measured.axes)}
-        return in_words(measured, axes, bench.crossovers(records))
-    kind = mesh.devices.flat[0].device_kind
-    chip = cost.chip_of(kind)
-    if chip is None:
-        return f"links: no figures of {kind!r}; measure them: shardkit bench comm --json FILE, then doctor --links FILE"
-    return in_words(cost.links(chip), dict(mesh.shape))
 
 
 def self_test(mesh: Mesh) -> dict[str, float]:

@@ -35,7 +35,7 @@ class Options:
     grace: float = 10.0
     """Seconds that processes have to exit before they are killed, after one has failed, Ctrl-C or SIGTERM."""
     restarts: int = 0
-    """Start a failed job again, at most so many times in an hour; the program resumes from its checkpoint."""
+    """Start a failed job again, at most so many times; the program resumes from its checkpoint."""
     port: int | None = None
     """The coordinator's port; by default a free one, and with --render jobset 55527."""
     render: Kind | None = None
@@ -48,8 +48,6 @@ class Options:
     """In the manifest: cpu, gpu, or a TPU slice type on Google's clusters, such as tpu-v5p-slice."""
     topology: str | None = None
     """Chips of the TPU slice, such as 4x4."""
-    queue: str | None = None
-    """Kueue's queue for the job (jobset)."""
     json: Json = None
     """Write how the job ended to this file, or with - to standard output."""
 
@@ -70,7 +68,7 @@ def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     return 0
 
 
-_OF_MANIFESTS = ("name", "image", "accelerator", "topology", "queue")
+_OF_MANIFESTS = ("name", "image", "accelerator", "topology")
 _OF_PROCESSES_HERE = ("output", "grace", "restarts", "json")
 
 

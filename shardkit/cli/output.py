@@ -21,7 +21,6 @@ from rich.console import Console
 
 import shardkit as sk
 from shardkit._jax.backends import jax_has_started
-from shardkit.viz.style import file_of, look
 
 SCHEMA = 1
 Json = Annotated[Path | None, tyro.conf.arg(metavar="FILE|-")]
@@ -143,10 +142,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, bool | int | float | str | None) else str(value)
-
-
-def check_picture(where: str, output: Path | None) -> None:
-    """Refuses what is no .png or .svg file, and a picture without matplotlib, before a compiler takes its minutes."""
-    if file_of(where, output) is not None:
-        with look():
-            pass

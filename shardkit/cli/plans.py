@@ -189,8 +189,8 @@ def read(where: str, file: Path) -> Schedule:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{where}: {file} must be a file that --to-csv wrote; it cannot be read ({type(error).__name__}). Check "
-            "the path."
+            f"{where}: {file} must be a schedule as Schedule.to_csv writes it; it cannot be read "
+            f"({type(error).__name__}). Check the path."
         ) from error
     return replace(Schedule.from_csv(text), name=file.stem)
 

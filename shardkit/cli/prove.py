@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import tyro
 
 from shardkit import testing
+from shardkit._arguments.checks import raised
 from shardkit.cli.output import WithJson, write_json
-from shardkit.cli.target import TargetError, first_line, function_of
+from shardkit.cli.target import TargetError, function_of
 from shardkit.meshes.simulated import offer_cpu_devices
 
 EXAMPLES = {
@@ -61,7 +62,7 @@ def _asked(text: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         given = function()
     except Exception as error:
         raise ValueError(
-            f"prove: {text} must return the arguments of a proof; it raises {first_line(error)}. Run it with python to "
+            f"prove: {text} must return the arguments of a proof; it raises {raised(error)}. Run it with python to "
             "see the traceback."
         ) from error
     if not isinstance(given, dict):

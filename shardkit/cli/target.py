@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
+from shardkit._arguments.checks import raised
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli.output import WithJson
 from shardkit.meshes.simulated import offer_cpu_devices
@@ -99,7 +100,7 @@ def step_of(where: str, options: StepOptions) -> tuple[Callable[..., Any], tuple
     except Exception as error:
         # Python's own exit code would be that of a finding.
         raise ValueError(
-            f"{where}: {options.make} must return a step and its arguments; it raises {first_line(error)}. Run it with "
+            f"{where}: {options.make} must return a step and its arguments; it raises {raised(error)}. Run it with "
             "python to see the traceback."
         ) from error
     return (step, given[0]) if len(given) == 1 and type(given[0]) is tuple else (step, given)
@@ -128,12 +129,6 @@ def function_of(text: str) -> Callable[..., Any]:
             f"target: {text} must be callable; got {type(fn).__name__}. Name a function or another callable."
         )
     return cast(Callable[..., Any], fn)
-
-
-def first_line(error: BaseException) -> str:
-    """An exception's type and the first line of its message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
 
 
 def _import(where: str) -> ModuleType:
@@ -169,7 +164,7 @@ def _import(where: str) -> ModuleType:
 
 def _broken(where: str, error: Exception) -> TargetError:
     return TargetError(
-        f"target: {where} cannot be imported; it raises {first_line(error)}. Run it with python to see the traceback."
+        f"target: {where} cannot be imported; it raises {raised(error)}. Run it with python to see the traceback."
     )
 
 

@@ -1,4 +1,4 @@
-"""`shardkit train data=8`: the loop of `training.py`, with a progress bar, a plot of the losses, and JSON lines."""
+"""`shardkit train data=8`: the loop of `training.py`, with a progress bar, and JSON lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Annotated, Any, TextIO
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
 
 import shardkit as sk
 from shardkit.cli.output import Json, console, header, plain, writing
@@ -25,7 +24,6 @@ EXAMPLES = {
     "shardkit train data=2 stage=4 --schedule one_f_one_b": "a pipeline",
     "shardkit train fsdp=8 --checkpoint runs/a": "saves; the same command again resumes",
 }
-_POINTS = 8  # of a loss curve, for a plot that shows more than its numbers
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
             f"train: --json must be a file; got the directory {options.json}. Pass for example {options.json}/run.json."
         )
     with CommandLog(options, console()) as log:
-        trained = run(options, log)
-    if len(log.losses) >= _POINTS and sk.runtime.is_main():
-        log.console.print(plotted(log.losses, color=log.console.color_system is not None))
-    return trained.end.code
+        return run(options, log).end.code
 
 
 class CommandLog(Log):
@@ -55,7 +50,6 @@ class CommandLog(Log):
 
     def __init__(self, options: Options, console: Console):
         self.options, self.console = options, console
-        self.losses: dict[int, float] = {}
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -88,8 +82,6 @@ class CommandLog(Log):
         if kind == "run":
             self._begin(values["first_step"])
             values = header("train") | values
-        if kind == "step":
-            self.losses[values["step"]] = values["loss"]
         if self._out is not None:
             self._out.write(json.dumps(plain({"row": kind} | values)) + "\n")
             self._out.flush()  # so that others can follow
@@ -101,13 +93,3 @@ class CommandLog(Log):
             self._out = self._open.enter_context(writing(file, append=first > 1))
         if self.console.is_terminal and not finished:
             self._open.enter_context(self._progress)
-
-
-def plotted(losses: dict[int, float], *, color: bool) -> Text:
-    """The training losses by step, as a plot in the terminal."""
-    import uniplot
-
-    title = "training loss in nats per byte, by step"
-    size: Any = {"width": 70, "height": 14}
-    drawn = uniplot.plot_to_string(xs=[*losses], ys=[*losses.values()], lines=True, title=title, color=color, **size)
-    return Text.from_ansi(drawn)

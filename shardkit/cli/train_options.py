@@ -55,7 +55,7 @@ class TrainOptions:
     """Sequence parallelism: between the blocks, split tokens over axis model."""
     schedule: str | None = None
     """Pipeline schedule, with axis stage: gpipe, one_f_one_b, interleaved, breadth_first, lockstep (the default),
-    zero_bubble_h1, zero_bubble_v, dualpipe_v, or a .csv file from `shardkit draw --to-csv`."""
+    zero_bubble_h1, zero_bubble_v, dualpipe_v, or a .csv file of `Schedule.to_csv()`."""
     microbatches: int | None = None
     """Pipeline microbatches; by default 4 per stage, or the most that divide the examples of a device."""
     chunks: int | None = None
@@ -74,8 +74,6 @@ class TrainOptions:
     """Steps between evaluations of the validation loss."""
     compare_replicas: int = 0
     """Steps between bitwise comparisons of all replicas of the state, which stop the run on a difference. 0: never."""
-    replay_every: int = 0
-    """Steps between those that are repeated on exchanged devices, to stop the run at silent corruption. 0: never."""
     verify: int = 0
     """Train this many steps on one device with plain jax too, and print the largest differences."""
     checkpoint: Path | None = None
@@ -86,14 +84,14 @@ class TrainOptions:
     change: tuple[Change, ...] = ()
     """Options that may differ from those of the run that is resumed."""
     init_from: Path | None = None
-    """Parameters to start from: another run's checkpoints, or .safetensors files."""
+    """Parameters to start from: another run's checkpoints."""
     deadline: float = 300.0
     """With several processes: seconds for a step, or for its data, after which all stop and name the late ones."""
 
 
 _AT_LEAST = dict.fromkeys(("steps", "batch", "length", "accumulate", "layers", "dim", "heads", "microbatches"), 1)
 _AT_LEAST |= dict.fromkeys(("chunks", "log_every", "evaluate_every", "checkpoint_every"), 1)
-_AT_LEAST |= dict.fromkeys(("experts", "seed", "verify", "compare_replicas", "replay_every", "dropout"), 0)
+_AT_LEAST |= dict.fromkeys(("experts", "seed", "verify", "compare_replicas", "dropout"), 0)
 
 
 def check(options: TrainOptions) -> None:

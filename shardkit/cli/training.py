@@ -89,7 +89,8 @@ class TrainingRun:
         adamw = optax.adamw(self.rate, b2=0.95, weight_decay=0.1)
         self.optimizer = optax.chain(norm_noted(), optax.clip_by_global_norm(1.0), adamw)
         self.params = lambda key: transformer.init(key, self.model.config)
-        self.init, self.step = self.built_on(mesh)
+        how: Any = {"mesh": mesh, "nonfinite": o.nonfinite, **self.how}
+        self.init, self.step = sk.make_train_step(self.model.grad_fn, self.optimizer, **how)
         plan = self.model.plan
         self.loss = sk.make_eval_step(self.model.loss_fn, mesh=mesh, plan=plan, precision=o.precision)
         self.split = plan.batch_spec(mesh)
@@ -98,11 +99,6 @@ class TrainingRun:
         batches = text_data.validation_batches(text.validation, count=count, batch=o.batch, length=o.length)
         batch_specs(batches[0], self.split, mesh, o.accumulate)  # raises if the batch cannot be split
         self.held_out = [sk.runtime.from_full(batch, mesh, self.split) for batch in batches]
-
-    def built_on(self, mesh: jax.sharding.Mesh) -> sk.TrainStep:
-        """The step, over this mesh or one of the same devices in another order."""
-        nonfinite = self.options.nonfinite
-        return sk.make_train_step(self.model.grad_fn, self.optimizer, mesh=mesh, nonfinite=nonfinite, **self.how)
 
     def batch(self, index: int) -> dict[str, jax.Array]:
         """The batch of a step, which depends on the seed and the step alone; a process reads its devices' rows."""
@@ -170,14 +166,12 @@ def loop(run: TrainingRun, state: sk.TrainState, checkpoints: Any, log: Log, *, 
     step: Any = run.step
     phase: Any = nullcontext
     batches: Any = (run.batch(index) for index in range(first, o.steps))
-    where: Any = {"mesh": run.mesh, "first_step": first}
     if many:  # all processes run the same program, or all end, and say which one was late or died
         deadlines = sk.runtime.Deadlines(step=o.deadline, data=o.deadline)
-        guard = sk.runtime.guard(config=run.settings, deadlines=deadlines, flight=o.checkpoint, **where)
+        guard = sk.runtime.guard(
+            mesh=run.mesh, config=run.settings, deadlines=deadlines, flight=o.checkpoint, first_step=first
+        )
         step, batches, phase = guard.watch(step), guard.data(batches), guard.phase
-    replay = None
-    if o.replay_every:
-        step = replay = sk.runtime.Replay(step, lambda mesh: run.built_on(mesh).step, every=o.replay_every, **where)
     begun = mark = time.perf_counter()
     read = first  # the number of the last step whose loss was read, at `mark`
     end = loss = held = None
@@ -213,8 +207,6 @@ def loop(run: TrainingRun, state: sk.TrainState, checkpoints: Any, log: Log, *, 
                 held, scores = found["loss"], {"validation_loss": found["loss"]}
                 log.say(f"step {number}: validation loss {held:.3f} nats per byte")
                 log.row("evaluation", step=number, **scores, accuracy=found["accuracy"])
-            if replay and saves:
-                replay.check()  # what is saved must be right
             if checkpoints is not None and saves:
                 with phase("save"):
                     checkpoints.save(state, position=number * o.batch, config=run.settings, metrics=scores)

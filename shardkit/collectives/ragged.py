@@ -56,6 +56,8 @@ def ragged_all_to_all(
     n, me = axis_size(names), axis_index(names)
     _check(x, counts, n, rows, limit)
     x, counts = vary(x, names), vary(jnp.asarray(counts), names)
+    # Judged before the exchange and by all devices alike, from counts that all have: one that alone sent nothing would
+    # leave holes that the others take for rows, and rows without a place would be written over others or beyond them.
     wrong = _wrong(counts, x.shape[0], rows, limit)
     counts = jnp.where(wrong, jnp.zeros_like(counts), counts)
     sent, received = counts[me], counts[:, me]

@@ -24,15 +24,12 @@ from typing import BinaryIO, NamedTuple
 
 from shardkit._arguments.checks import at_least, at_least_zero, count, counted
 from shardkit._arguments.typed import typed
-from shardkit.jobs.output import Blamed, passing_on, say, summary
+from shardkit.jobs.output import passing_on, say, summary
 from shardkit.meshes.simulated import cpu_environment
 from shardkit.runtime.channel.place import TOKEN, free_port
 
 RESTARTS = "SHARDKIT_RESTARTS"  # how many there were: in the environment of the processes of a job that may restart
-_HOUR = 3600.0
-_LONG = 600.0  # seconds after which an attempt made progress, where nobody says which step it reached
 _LONGEST_WAIT = 60.0
-_SAME_STEP = 3  # failures in a row in one step after which it is not tried again
 _WRONG_USAGE = 2  # the exit code of command lines that are wrong: they will be wrong again
 
 _LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
@@ -70,10 +67,9 @@ def launch(
     processes, with the same consequences. Child processes that stay in the process groups end with the last process,
     and everything ends with the launcher, even by SIGKILL. Standard input is empty.
 
-    With `restarts` a job that failed starts again with all its processes, and its program resumes from its newest
-    checkpoint: at once where it got further than the time before, else after a wait that doubles from a second to a
-    minute. A step that fails three times in a row, an exit code 2 (a wrong command) and a signal to the launcher are
-    final. SHARDKIT_RESTARTS tells its processes how many restarts there were.
+    With `restarts` a job that failed starts again with all its processes, after a wait that doubles from a second to a
+    minute, and its program resumes from its newest checkpoint. An exit code 2 (a wrong command) and a signal to the
+    launcher are final. SHARDKIT_RESTARTS tells its processes how many restarts there were.
 
     Args:
         command: the words of the command; `script.py ...` and `-m module ...` run under this Python.
@@ -83,7 +79,7 @@ def launch(
         grace: seconds from the first failure, or from a signal, to SIGTERM.
         port: the coordinator's port; by default a free one.
         environ: the environment to start from; by default that of this process.
-        restarts: the most restarts in an hour.
+        restarts: the most restarts.
 
     Returns:
         0 if all processes succeed, else the exit code of the process that `guard` named, or of the first to fail: 128
@@ -105,26 +101,21 @@ def launch(
     folder = None if output is None else Path(output)
     job = Job(words, processes, devices, folder, grace, os.environ if environ is None else environ)
     events: Events = queue.SimpleQueue()
-    past: list[Attempt] = []
     with signals_to(events):
-        while True:
+        for number in range(restarts + 1):
             if restarts:
-                job = job._replace(environ={**job.environ, RESTARTS: str(len(past))})
+                job = job._replace(environ={**job.environ, RESTARTS: str(number)})
             with contextlib.nullcontext(port) if port else free_port() as coordinator:
-                past.append(attempt(job, coordinator, events, first=not past))
-            if not past[-1].code:
-                return 0
-            wait = after(past, restarts)
-            if isinstance(wait, str):
-                if wait:
-                    say(wait)
-                return past[-1].code
-            when = f"in {wait:g} s" if wait else "now"
-            say(f"restart {len(past)} with {counted(processes, 'process', 'es')} {when}")
+                code, signalled = attempt(job, coordinator, events, first=number == 0)
+            if signalled or code in (0, _WRONG_USAGE) or number == restarts:
+                break
+            wait = min(2.0**number, _LONGEST_WAIT)
+            say(f"restart {number + 1} with {counted(processes, 'process', 'es')} in {wait:g} s")
             with contextlib.suppress(queue.Empty):
                 events.get(timeout=wait)
                 say("ended while it waited for the restart")
-                return past[-1].code
+                break
+    return code
 
 
 def program(command: Sequence[str], python: str = sys.executable) -> list[str]:
@@ -152,13 +143,12 @@ class Job(NamedTuple):
     environ: Mapping[str, str]
 
 
-def attempt(job: Job, port: int, events: Events, *, first: bool) -> Attempt:
+def attempt(job: Job, port: int, events: Events, *, first: bool) -> tuple[int, bool]:
     """Starts all processes once, and waits for their end; the first attempt replaces the files of an earlier job.
 
-    Its exit code is that of the process that the guard named, else of the first to fail.
+    Returns the exit code of the process that the guard named, else of the first to fail, and whether a signal came.
     """
-    began = time.monotonic()
-    blamed: list[Blamed] = []
+    blamed: list[int] = []
     with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
         files = [] if job.output is None else _files(job.output, job.processes, stack, append=not first)
         common = _environment(job, port)
@@ -170,14 +160,12 @@ def attempt(job: Job, port: int, events: Events, *, first: bool) -> Attempt:
             reader = stack.enter_context(passing_on(children, files, blamed))
             order, received = _supervised(children, events, job.grace)
             reader.join(_LAST_OUTPUT)
-    named = [each.process for each in blamed]
     codes = [child.returncode for child in children]
-    failed = [rank for rank in sorted(order, key=lambda rank: rank not in named) if codes[rank]]
+    failed = [rank for rank in sorted(order, key=lambda rank: rank not in blamed) if codes[rank]]
     code = codes[failed[0]] if failed else 0
     if failed:
         say(summary(failed[0], codes, received))
-    step, in_step = (blamed[0].step, blamed[0].in_step) if blamed else (None, False)
-    return Attempt(code if code >= 0 else 128 - code, step, in_step, began, time.monotonic(), received is not None)
+    return code if code >= 0 else 128 - code, received is not None
 
 
 def _environment(job: Job, port: int) -> dict[str, str]:
@@ -294,67 +282,3 @@ def _supervised(children: Sequence[_Child], events: Events, grace: float) -> tup
 def _announce(index: int, child: _Child, events: Events) -> None:
     child.wait()
     events.put(index)
-
-
-class Attempt(NamedTuple):
-    """How one start of a job ended.
-
-    Attributes:
-        code: the exit code of the job.
-        step: the step at which `guard` found the fault, from 0; None if it named none.
-        in_step: whether that was inside of the step, which then is at fault, or its batch.
-        began: when it began, in seconds of the monotonic clock.
-        ended: when it ended.
-        signalled: whether the launcher was told to end it.
-    """
-
-    code: int
-    step: int | None
-    in_step: bool
-    began: float
-    ended: float
-    signalled: bool
-
-
-def after(past: Sequence[Attempt], restarts: int) -> float | str:
-    """What follows a failed attempt: the seconds to wait before the next one, or why there is none.
-
-    The job starts again at once if it got further than the time before. The wait doubles from one second with each
-    attempt in a row that did not, to a minute.
-
-    Args:
-        past: the attempts so far, oldest first; the last one failed.
-        restarts: the most restarts in an hour.
-    """
-    last = past[-1]
-    if last.signalled or not restarts:
-        return ""
-    if last.code == _WRONG_USAGE:
-        return f"not restarted: exit code {_WRONG_USAGE} says that the command is wrong"
-    recent = sum(attempt.began > last.ended - _HOUR for attempt in past[1:])
-    if recent >= restarts:
-        return f"not restarted: {restarts} restarts in an hour are the limit. Mend the cause, or raise --restarts"
-    same = [attempt.step for attempt in past[-_SAME_STEP:] if attempt.in_step]
-    if len(same) == _SAME_STEP and set(same) == {last.step}:
-        return (
-            f"not restarted: step {last.step} failed {_SAME_STEP} times in a row. Look at its batch, number "
-            f"{last.step} from 0"
-        )
-    if len(past) > 1 and _further(last, past[-2]):
-        return 0.0
-    return min(2.0 ** (_without_progress(past) - 1), _LONGEST_WAIT)
-
-
-def _without_progress(past: Sequence[Attempt]) -> int:
-    """How many of the last attempts got no further than the one before them, and that one."""
-    count, rest = 1, list(past)
-    while len(rest) > 1 and not _further(rest[-1], rest[-2]):
-        rest.pop()
-        count += 1
-    return count
-
-
-def _further(attempt: Attempt, before: Attempt) -> bool:
-    if attempt.step is None:
-        return attempt.ended - attempt.began > _LONG
-    return attempt.step > (-1 if before.step is None else before.step)

@@ -44,7 +44,6 @@ def render(
     port: int | None = None,
     accelerator: str = "cpu",
     topology: str | None = None,
-    queue: str | None = None,
 ) -> str:
     """Writes the batch script or the manifest of a job.
 
@@ -59,7 +58,6 @@ def render(
         port: the coordinator's port, for a JobSet; by default 55527. Under Slurm jax derives one from the job's id.
         accelerator: "cpu", "gpu", or for a JobSet a Google TPU slice type such as "tpu-v5p-slice".
         topology: chips of the TPU slice, such as "4x4" or "2x2x4".
-        queue: for a JobSet the queue of Kueue that the job waits in, a LocalQueue.
 
     Returns:
         The text of the file.
@@ -73,14 +71,8 @@ def render(
     for word in (*words, image or ""):
         _check_text(word)
     _check_devices(kind, processes, devices, accelerator, topology)
-    for what, value in (("port", port), ("queue", queue)):
-        if value is not None and kind != "jobset":
-            raise ValueError(f"render: {what} requires jobset; got {value!r} for {kind}. Remove {what}.")
-    if queue is not None and (len(queue) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", queue)):
-        raise ValueError(
-            "render: queue must be at most 63 lower-case letters, digits and hyphens, with no hyphen first or last; "
-            f"got {queue!r}. Pass for example 'team-a'."
-        )
+    if port is not None and kind != "jobset":
+        raise ValueError(f"render: port requires jobset; got {port!r} for {kind}. Remove port.")
     if kind == "slurm":
         return _slurm(words, processes, devices, name, accelerator)
     if not image or image.split() != [image]:
@@ -102,9 +94,7 @@ def render(
     if topology is not None:
         gke = "cloud.google.com/gke-tpu"
         pod["nodeSelector"] = {f"{gke}-accelerator": accelerator, f"{gke}-topology": _Text(topology)}
-    # Kueue holds a job with this label back until its queue has room for all its pods.
-    labels = {} if queue is None else {"labels": {"kueue.x-k8s.io/queue-name": _Text(queue)}}
-    documents = [*_account(name), _jobset({"name": name, **labels}, processes, pod)]
+    documents = [*_account(name), _jobset(name, processes, pod)]
     return _SECRET.format(name) + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
@@ -190,7 +180,7 @@ def _account(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _jobset(metadata: Mapping[str, Any], processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
+def _jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
     """A JobSet, which restarts after PREEMPTED, LOST or no code, as of a lost machine; other codes are final."""
     final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED, LOST]}}
     job = {"completions": processes, "parallelism": processes, "completionMode": "Indexed", "backoffLimit": 0}
@@ -202,9 +192,9 @@ def _jobset(metadata: Mapping[str, Any], processes: int, pod: Mapping[str, Any])
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": metadata,
+        "metadata": {"name": name},
         "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": metadata["name"]},
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
             "failurePolicy": {"maxRestarts": _RESTARTS, "rules": rules},
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
         },

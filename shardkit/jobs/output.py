@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import BinaryIO, TextIO
 
 from shardkit.runtime.cluster.preemption import PREEMPTED
 
@@ -25,24 +25,7 @@ _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")  # a progress bar ends its lines in
 _SILENCE = 0.5  # seconds without output after which a pipe is left that a process outside the groups holds open
 
 # The guard names the process at fault; which of the processes that it ends exits first is a matter of milliseconds.
-_BLAMES = re.compile(rb"shardkit guard: process(?:es)? (\d+)\b([^:;]*)")
-_STEP, _IN_STEP = re.compile(rb"\bstep (\d+)"), re.compile(rb"(?: on \S+)? (?:failed|died [^,]*) in step \d+")
-
-
-class Blamed(NamedTuple):
-    """The process that the guard named, and the step, from 0, if it named one.
-
-    `in_step`: it failed or died in that step, not before it, after it, or on a lost machine.
-    """
-
-    process: int
-    step: int | None
-    in_step: bool
-
-
-def _read_blame(found: re.Match[bytes]) -> Blamed:
-    step = _STEP.search(found[2])
-    return Blamed(int(found[1]), int(step[1]) if step else None, bool(_IN_STEP.match(found[2])))
+_BLAMES = re.compile(rb"shardkit guard: process(?:es)? (\d+)\b")
 
 
 @dataclass
@@ -52,7 +35,7 @@ class _Pipe:
     prefix: bytes
     stream: TextIO
     file: BinaryIO | None
-    blamed: list[Blamed]
+    blamed: list[int]
     rest: bytearray = field(default_factory=bytearray)
 
     def take(self, data: bytes) -> None:
@@ -69,14 +52,14 @@ class _Pipe:
             end = 1 + max(self.rest.rfind(b"\n"), self.rest.rfind(b"\r"))
             lines = _LINE.findall(self.rest[:end])  # beyond, each byte would be tried as the start of a line
             del self.rest[:end]
-            self.blamed += [_read_blame(blames) for line in lines if (blames := _BLAMES.match(line))]
+            self.blamed += [int(found[1]) for line in lines if (found := _BLAMES.match(line))]
             shown = [line for line in lines if not _CHATTER.match(line)]
             write(self.stream, b"".join(self.prefix + line for line in shown))
 
 
 @contextmanager
 def passing_on(
-    children: Sequence[subprocess.Popen[bytes]], files: Sequence[BinaryIO], blamed: list[Blamed]
+    children: Sequence[subprocess.Popen[bytes]], files: Sequence[BinaryIO], blamed: list[int]
 ) -> Iterator[threading.Thread]:
     """Reads all pipes in one thread, so that lines are never mixed; at exit, until they are empty.
 

@@ -177,6 +177,11 @@ def _dropless(
     n = axis_size(names) if names else 1
     if n == 1:
         return expert_fn(experts, rows_SD, _grouped_dot(counts_E))
+    # The counts go first, to all: a device writes its rows into the receiver's buffer behind those of the devices
+    # before it, and so must know what they send. The rows go out without their gates, and come back by the counts
+    # transposed, into the places that they left; gates, and the sum over a token's experts, are applied where the token
+    # is. Summed where the experts are, a token whose experts are on two devices would have two partial sums, which an
+    # exchange does not add.
     counts_nne = all_gather(counts_E[None], names).reshape(n, n, E // n)  # sender, receiver, its expert
     counts_nn = jnp.sum(counts_nne, axis=2)
     limit = N * min(top_k, E // n)

@@ -64,6 +64,11 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
     if not any(-jnp.ndim(x) <= dim < jnp.ndim(x) for x in jax.tree.leaves(tree)):
         raise ValueError(f"zigzag: dim must be a dim of at least one array; got {dim}. Pass the dim of the tokens.")
 
+    # A loss calls this before its embedding: there a token is an integer, and no gradient; behind it, it is a row of D
+    # floats that goes forward and back. Nothing is put back: a loss is a sum over tokens, in any order that targets,
+    # weights and positions share. A leaf that is left out is no error, but a loss of each token against the target of
+    # another. Two permutes, because the halves of a shard go to two devices, and in one permute a device sends to one:
+    # that of all first halves and that of all second ones; each device receives one half by each.
     def reorder(x: jax.Array) -> jax.Array:
         if not -jnp.ndim(x) <= dim < jnp.ndim(x):
             return x

@@ -153,11 +153,6 @@ def _held(x: Any) -> tuple[str, str, str, str]:
     return named, _brief(shard_shape(x)), str(devices), f"{shard_bytes(x):,}"
 
 
-def held_as(x: Any) -> tuple[str, str, str, str, str]:
-    """Global shape, dtype, spec, shape of a shard and number of devices of an array, as `describe` writes them."""
-    return *_whole(x), *_held(x)[:3]
-
-
 def _axes_around(x: Any) -> dict[str, int]:
     """The axes that shard_map or vmap binds around a value, with their sizes; none for an array that is not traced."""
     return bound_axes() if isinstance(x, jax.core.Tracer) else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple, overload
@@ -17,8 +16,6 @@ from shardkit._arguments.checks import counted, quoted, sized
 from shardkit._arguments.typed import Devices, typed
 from shardkit._jax import backends
 from shardkit.meshes.simulated import warn_if_few_threads, widen_thread_pool
-
-_RESTARTS = "SHARDKIT_RESTARTS"  # of jobs/launch.py, which is below this file
 
 
 @overload
@@ -68,8 +65,6 @@ def make_mesh(
     shape, names = tuple(sizes.values()), tuple(sizes)
     if math.prod(shape) != len(used):
         need = math.prod(shape)
-        if os.environ.get(_RESTARTS, "0") != "0":
-            raise ValueError(_does_not_fit(sizes, need, len(used)))
         remedy = f"pass devices=jax.devices()[:{need}]" if need < len(used) else f"simulate_devices({need})"
         raise ValueError(
             f"make_mesh: the product of the axis sizes must be the number of devices; got {sized(sizes.items())}, "
@@ -77,20 +72,6 @@ def make_mesh(
         )
     grid = mesh_utils.create_device_mesh(shape, used) if devices is None else np.array(used).reshape(shape)
     return _mesh(grid, names, axis_types)
-
-
-def _does_not_fit(sizes: Mapping[str, int], need: int, devices: int) -> str:
-    """The error of a mesh in a job that started again, with another number of devices than before."""
-    able = next((name for name, size in sizes.items() if devices % (need // size) == 0), None)
-    number = "fewer" if devices < need else "more"
-    return (
-        f"make_mesh: in a job that started again with {number} processes the mesh must change its size too; got "
-        f"{sized(sizes.items())}, which needs {need}, for {counted(devices, 'device')}. "
-    ) + (
-        f"Pass {able}=-1 instead of {able}={sizes[able]}."
-        if able
-        else "Pass -1 for one size such that the product of the others divides every number of devices."
-    )
 
 
 @typed

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, at_least_zero, named, positive, shapes
+from shardkit._arguments.checks import Axis, at_least_zero, named, positive, quoted, shapes
 from shardkit._arguments.typed import Arrays, Key, check_fields, typed
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import axis_index, axis_size
@@ -356,8 +356,9 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
         return jax.lax.dynamic_slice_in_dim(x, axis_index(axes.model) * size, size, dim)
 
     def embed(shared: Any, batch: Any, keys_b: jax.Array | None) -> Stream:
-        check_tokens(axes, batch["tokens"])
-        x_btD = vocab_embed(batch["tokens"], shared["embed"], axes.model, sequence=axes.sequence)
+        tokens_bT = _entry(batch, "tokens")
+        check_tokens(axes, tokens_bT)
+        x_btD = vocab_embed(tokens_bT, shared["embed"], axes.model, sequence=axes.sequence)
         weights_bT = _weights(batch) if config.experts else None
         weights_bt = None if weights_bT is None else mine(weights_bT, 1)
         counts = [jnp.zeros((x_btD.shape[0], 2)) if config.experts else None for _ in range(2)]
@@ -378,7 +379,7 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
         check_split("vocabulary entries", _head(shared, config).shape[-1], config.vocabulary, axes)
         x_btD, weights_bT = rms_norm(stream.x, shared["final_norm"], config.norm_epsilon), _weights(batch)
         nats_bT, hits_bT = vocab_cross_entropy_and_hits(
-            x_btD, _head(shared, config), batch["targets"], axes.model, sequence=axes.sequence
+            x_btD, _head(shared, config), _entry(batch, "targets"), axes.model, sequence=axes.sequence
         )
         assert weights_bT is not None  # there are targets
         mean = Mean.of(nats_bT, weights_bT)
@@ -390,6 +391,17 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
         return mean, aux
 
     return embed, stage, head
+
+
+def _entry(batch: Any, name: str) -> Any:
+    """An array that every batch has."""
+    if isinstance(batch, Mapping) and name in batch:
+        return batch[name]
+    raise ValueError(
+        f"transformer: the batch must be a mapping with the entry {name!r}; got "
+        f"{quoted(batch) if isinstance(batch, Mapping) else type(batch).__name__}. Pass for example "
+        "{'tokens': tokens, 'targets': targets}."
+    )
 
 
 def _weights(batch: Any) -> jax.Array | None:
@@ -474,7 +486,7 @@ def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
 
     @wraps(function)
     def ordered(params: Any, batch: Any, keys: jax.Array | None, **options: Any) -> Any:
-        check_tokens(axes, batch["tokens"])
+        check_tokens(axes, _entry(batch, "tokens"))
         if axes.context is not None and axes.order == "zigzag":
             batch = zigzag(batch, axes.context, ulysses=axes.ulysses)
         return function(params, batch, keys, **options)

@@ -24,7 +24,7 @@ _SCALE = {"mul", "div", "add", "sub", "max", "neg", "add_any"}
 _SUMS = {"reduce_sum", "dot_general"}
 
 
-class Advice(NamedTuple):
+class Remark(NamedTuple):
     """What is unintended, the line, and what to do instead."""
 
     message: str
@@ -46,7 +46,7 @@ class _Known(NamedTuple):
     divided: frozenset[tuple[Axes, str]] = frozenset()
 
 
-def quotients(jaxpr: Any, sums: int = 1) -> list[Advice]:
+def quotients(jaxpr: Any, sums: int = 1) -> list[Remark]:
     """Sums over devices of what each has divided by a sum over its own examples, over axes of so many sums."""
     found: dict[str, Axes] = {}
 
@@ -86,7 +86,7 @@ def quotients(jaxpr: Any, sums: int = 1) -> list[Advice]:
         if kind_of(site.equation) in ("all_reduce", "reduce_scatter"):
             times.update(mesh_axes(site.equation))
     return [
-        Advice(
+        Remark(
             f"what each device has divided by a sum over its own examples is summed over {quoted(sorted(axes))}: it is "
             "another number on each mesh, unless these sums are equal.",
             line,
@@ -97,7 +97,7 @@ def quotients(jaxpr: Any, sums: int = 1) -> list[Advice]:
     ]
 
 
-def idle_axes(jaxpr: Any) -> list[Advice]:
+def idle_axes(jaxpr: Any) -> list[Remark]:
     """Axes along which all devices of a program that differentiates do the same, though its pieces divide by them."""
     sizes: dict[str, int] = {}
     used: set[str] = set()
@@ -119,7 +119,7 @@ def idle_axes(jaxpr: Any) -> list[Advice]:
             }
     idle = {axis: n for axis, n in sizes.items() if n > 1 and axis not in used and any(p % n == 0 for p in pieces)}
     return [
-        Advice(
+        Remark(
             f"the {n} devices along axis {axis!r} all do the same work: nothing is split over it and nothing sent.",
             source,
             f"Name it in the plan, as dp(({axis!r}, ...)), or leave it out of the mesh.",

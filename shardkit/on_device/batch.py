@@ -19,7 +19,7 @@ from shardkit.meshes.layout import path_name, spec_axes
 from shardkit.meshes.rng import fold_keys
 
 
-def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int) -> Any:
+def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, where: str = "make_train_step") -> Any:
     """The spec of each leaf of a batch: `spec` as far as the leaf has dims; scalars are replicated.
 
     Raises:
@@ -30,8 +30,8 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int) ->
     if len(set(sizes.values())) != 1:
         found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no array"
         raise ValueError(
-            "make_train_step: every array of the batch must have the same number of examples along dim 0; "
-            f"got {found}. Pass arrays that share dim 0; what all examples share goes into carried state, or the loss."
+            f"{where}: every array of the batch must have the same number of examples along dim 0; got {found}. Pass "
+            "arrays that share dim 0; what all examples share goes into carried state, or the loss."
         )
     for path, x in leaves:
         for dim, axes in enumerate(spec_axes(spec)[: jnp.ndim(x)]):
@@ -40,7 +40,7 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int) ->
             if jnp.shape(x)[dim] % (count * parts):
                 over = f"{count} devices" + (f" x {parts} microbatches" if parts > 1 else "")
                 raise ValueError(
-                    f"make_train_step: batch dim {dim} must be divisible by {named(axes) if axes else 'accumulate'}"
+                    f"{where}: batch dim {dim} must be divisible by {named(axes) if axes else 'accumulate'}"
                     f"{' times accumulate' if parts > 1 and axes else ''}; leaf {path_name(path)} has size "
                     f"{jnp.shape(x)[dim]} over {over}. Choose another size, or pad with examples of weight 0."
                 )

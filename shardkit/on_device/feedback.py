@@ -30,7 +30,7 @@ from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis,
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.layout import all_axes, canonical, path_name, spec_axes
 from shardkit.on_device.cuts import check_shape, from_end, part_shape, to_parts
-from shardkit.plans.placement import Cut, Layout, map_layouts
+from shardkit.plans.placement import Cut, LeafLayout, map_layouts
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import Held, as_stored, is_padded, padded_shape, padding, stored_array
 
@@ -82,7 +82,7 @@ def _summed_before(each: Reduced, axes: Iterable[str]) -> ValueError:
     )
 
 
-def scattered(each: Reduced, layout: Layout, dtype: Any) -> Reduced:
+def scattered(each: Reduced, layout: LeafLayout, dtype: Any) -> Reduced:
     """A gradient that has a residual, summed and split once per step; in a dtype where there is no feedback."""
     cuts, first = layout.cuts(scatter=("step",)), first_cut(layout)
     each = each._replace(grad=to_parts(each.grad, from_end(cuts[:first], each.grad.ndim), dtype))
@@ -218,7 +218,7 @@ def residual_shapes(params: Any, placement: Placement) -> Any:
         return None
     mesh, batch_axes = placement.mesh, all_axes(placement.batch)
 
-    def one(layout: Layout, x: Any) -> Any:
+    def one(layout: LeafLayout, x: Any) -> Any:
         first = _first(layout)
         if first is None:
             return None
@@ -234,7 +234,7 @@ def residual_shapes(params: Any, placement: Placement) -> Any:
     return shapes if jax.tree.leaves(shapes) else None
 
 
-def _first(layout: Layout) -> tuple[PartitionSpec, set[str]] | None:
+def _first(layout: LeafLayout) -> tuple[PartitionSpec, set[str]] | None:
     """How a gradient is split where its first reduction with feedback gets it, and the axes over which it is summed.
 
     None if it has no such reduction.
@@ -252,7 +252,7 @@ def _first(layout: Layout) -> tuple[PartitionSpec, set[str]] | None:
     return spec, summed
 
 
-def first_cut(layout: Layout) -> int:
+def first_cut(layout: LeafLayout) -> int:
     """The number of cuts before the residual is added: those before the first with feedback, as a rule.
 
     A dim is padded for all its cuts at once, so that it is before the first cut of a padded dim, too.

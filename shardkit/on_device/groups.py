@@ -39,7 +39,7 @@ from shardkit.on_device.gradient import divisor_of
 from shardkit.on_device.metrics import means_of_groups
 from shardkit.on_device.microbatches import OfExamples, of_arrays
 from shardkit.on_device.precision import Precision
-from shardkit.plans.placement import Cuts, Layout, is_layout, map_layouts
+from shardkit.plans.placement import Cuts, LeafLayout, is_layout, map_layouts
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import as_stored
 
@@ -142,7 +142,7 @@ class Groups(NamedTuple):
         means = means_of_groups(means, axes)
         divisor = divisor_of(means["loss"].weight) * scale
 
-        def one(layout: Layout, grad: jax.Array) -> Any:
+        def one(layout: LeafLayout, grad: jax.Array) -> Any:
             grad = _summed(grad, layout.cuts(scatter=("step",)), axes)
             return as_stored(grad / divisor, layout.padded, layout.rows)
 

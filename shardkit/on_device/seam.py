@@ -21,7 +21,7 @@ from shardkit.on_device.feedback import Reduced, begun, residuals_after, scatter
 from shardkit.on_device.gradient import divisor_of, global_means, largest_weight
 from shardkit.on_device.handles import Handle, cast_floating
 from shardkit.on_device.precision import Precision
-from shardkit.plans.placement import Layout, is_layout, map_layouts
+from shardkit.plans.placement import LeafLayout, is_layout, map_layouts
 from shardkit.plans.plan import Placement
 from shardkit.plans.storage import as_stored, is_padded, stored_array
 
@@ -39,7 +39,7 @@ def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     return jax.tree.unflatten(structure, seen)
 
 
-def enter_leaf(placement: Placement, policy: Precision, layout: Layout, x: Any) -> Any:
+def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: Any) -> Any:
     """One leaf of `enter`."""
     # The gather stands here, once and before all microbatches, because a leaf that is whole in the loss is the same in
     # each of them: inside the loss it would be sent again for each. A leaf that is to be whole only while its layer
@@ -57,7 +57,7 @@ def enter_leaf(placement: Placement, policy: Precision, layout: Layout, x: Any) 
     return vary(whole(cast_floating(x, policy.compute), cuts, layout.padding(cuts)), data_axes)
 
 
-def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
+def _handled(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
     """The Handle of a lazy leaf: opening it gathers what is at rest in parts; a part of a whole leaf has it beside."""
     compute, reduce = policy.compute, policy.reduce
     gathers = layout.cuts(gather=("layer",))
@@ -114,7 +114,7 @@ def leave(
     return means, grads, residuals_after(residuals, several, divisor)
 
 
-def _summed_by_algorithms(several: list[Reduced], layouts: list[Layout], dtype: Any) -> list[Reduced]:
+def _summed_by_algorithms(several: list[Reduced], layouts: list[LeafLayout], dtype: Any) -> list[Reduced]:
     """The gradients after the sums for which a strategy has an algorithm of its own, those with feedback last."""
     together: dict[Any, list[int]] = {}
     for i, layout in enumerate(layouts):
@@ -141,7 +141,7 @@ def to_rest(params: Any, placement: Placement) -> Any:
     # the optimizer, and not where the next step uses them: the state then holds what its plan says, and a step that
     # ends a run leaves whole parameters. The gather's result is typed as the same on all devices. A plain all_gather's
     # would vary, and shard_map would refuse it as replicated, or the partitioner gather what it does not trust.
-    def one(layout: Layout, x: Any) -> Any:
+    def one(layout: LeafLayout, x: Any) -> Any:
         still = layout.padding(layout.cuts(gather=("never", "layer", "step")))
         x = whole(stored_array(x), layout.cuts(gather=("update",)), set(layout.padded) - set(still), replicated=True)
         return as_stored(x, still, layout.rows)
@@ -149,7 +149,7 @@ def to_rest(params: Any, placement: Placement) -> Any:
     return map_layouts(one, placement.layouts, params)
 
 
-def _scattered(leaf: Reduced, layout: Layout, dtype: Any) -> Reduced:
+def _scattered(leaf: Reduced, layout: LeafLayout, dtype: Any) -> Reduced:
     """A gradient summed in the reduce dtype and split once per step."""
     if leaf.residual is not None:
         return scattered(leaf, layout, dtype)

@@ -20,7 +20,7 @@ from shardkit.on_device.batch import row
 from shardkit.pipelines.pieces import Given, Piece, Pieces
 from shardkit.pipelines.split_backward import TwoHalves
 
-Row = dict[str, jax.Array]  # of the table, by field
+Fields = dict[str, jax.Array]  # a row of the table
 Leaves = list[jax.Array]
 Fn = Callable[..., Any]
 
@@ -93,7 +93,7 @@ class Ops(NamedTuple):
     split: TwoHalves | None
     exclusion: Exclusion
 
-    def forward(self, state: LoopState, at: Row) -> tuple[LoopState, Leaves]:
+    def forward(self, state: LoopState, at: Fields) -> tuple[LoopState, Leaves]:
         """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""
         p, given, x = self.pieces, self._given(at, "forward"), row(state.inputs, at["forward_input"])
 
@@ -112,7 +112,7 @@ class Ops(NamedTuple):
             state = state._replace(sums=state.sums._replace(means=means))
         return state, y
 
-    def backward(self, state: LoopState, at: Row) -> tuple[LoopState, Leaves]:
+    def backward(self, state: LoopState, at: Fields) -> tuple[LoopState, Leaves]:
         """B: the gradients of a stage's input and of its weights."""
 
         def through(layers: Leaves, given: Given, residuals: Leaves, dy: Leaves) -> tuple[Leaves, Leaves, Leaves]:
@@ -122,7 +122,7 @@ class Ops(NamedTuple):
         state, dx, _ = self._back(state, at, through, [])
         return state, dx
 
-    def input_gradient(self, state: LoopState, at: Row, whole: bool) -> tuple[LoopState, Leaves]:
+    def input_gradient(self, state: LoopState, at: Fields, whole: bool) -> tuple[LoopState, Leaves]:
         """I: the gradient of a stage's input. Where `whole`, some devices run B in this tick: I, and W at once."""
         split = self.split
         assert split
@@ -136,7 +136,7 @@ class Ops(NamedTuple):
         state, dx, found = self._back(state, at, through, split.residuals)
         return state._replace(weight_residuals=write(state.weight_residuals, at["backward_kept"], found)), dx
 
-    def weight_gradient(self, state: LoopState, at: Row) -> LoopState:
+    def weight_gradient(self, state: LoopState, at: Fields) -> LoopState:
         """W: the gradients of a stage's weights, from the residuals of I."""
         given, residuals = self._given(at, "weight"), row(state.weight_residuals, at["weight_kept"])
         on = at["weight_on"] > 0
@@ -144,7 +144,7 @@ class Ops(NamedTuple):
         return state._replace(sums=state.sums._replace(layers=layers))
 
     def _back(
-        self, state: LoopState, at: Row, through: Callable[..., tuple[Leaves, Leaves, Leaves]], residuals: list[Any]
+        self, state: LoopState, at: Fields, through: Callable[..., tuple[Leaves, Leaves, Leaves]], residuals: list[Any]
     ) -> tuple[LoopState, Leaves, Leaves]:
         """A backward pass: `through` the stage, after the head on the last and before the embedding on the first.
 
@@ -208,11 +208,11 @@ class Ops(NamedTuple):
         embed = self.pieces.embed
         return self.exclusion.choose(first, lambda: embed(self.shared, given), lambda: x, embed)
 
-    def _given(self, at: Row, op: str) -> Given:
+    def _given(self, at: Fields, op: str) -> Given:
         given = self.given(*(at[f"{op}_{what}"] for what in ("stage", "chunk", "microbatch")))
         return given._replace(keys=jax.tree.map(jax.random.clone, given.keys))  # other ops draw the same, as intended
 
-    def _first(self, at: Row, op: str) -> Any:
+    def _first(self, at: Fields, op: str) -> Any:
         return (at[f"{op}_stage"] == 0) & (at[f"{op}_on"] > 0)
 
 

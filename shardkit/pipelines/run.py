@@ -258,6 +258,11 @@ class Executor(NamedTuple):
         side = field.split("_")[-1]
         if side == "self" or self.axis is None:
             return leaves
+        # Every device sends in every tick of the segment, also one that has nothing to send: a ppermute is one call of
+        # all devices, and inside an op, which under mode="branch" some of them skip, those that run it would wait for
+        # the others for ever. What is sent in vain arrives in a scratch slot. It stands at the end of the tick because
+        # nothing of this tick reads it: what F returns may be under way while B computes. It is no part of what the
+        # backward pass of a stage differentiates: cotangents go back by moves of the table, when the schedule says so.
         return list(shift(leaves, self.axis, by=1 if side == "left" else -1, wrap=self.wrap))
 
 

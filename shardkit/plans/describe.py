@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.meshes.layout import local_shape, split_dims, table
-from shardkit.plans.placement import Layout, Split, Strategy
+from shardkit.plans.placement import LeafLayout, Split, Strategy
 from shardkit.plans.storage import in_rows, padded_shape
 
 
@@ -22,7 +22,7 @@ class Planned(NamedTuple):
 
     path: str
     leaf: Any
-    layout: Layout
+    layout: LeafLayout
     placed: list[tuple[Strategy, Split | str]]
 
 

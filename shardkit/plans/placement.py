@@ -64,7 +64,7 @@ class Split(NamedTuple):
         once: whether a step of several microbatches scatters it once per "step", whatever `scatter` says.
         pad: whether a dim that does not divide is padded.
         stack: whether dim 0 counts layers that are gathered one by one, so that no other strategy may split it.
-        rows: the stored order of dim 0, as in `Layout`.
+        rows: the stored order of dim 0, as in `LeafLayout`.
         note: a remark on it for `describe`.
         secondary: axes over which a part, gathered over the others in the forward pass of its layer, is kept for the
             backward pass, which gathers over these alone. The algorithms of the strategy are for the other axes.
@@ -101,7 +101,7 @@ class Split(NamedTuple):
         return tuple(cut for cut in cuts if cut.axes)
 
 
-class Layout(NamedTuple):
+class LeafLayout(NamedTuple):
     """The layouts of one leaf in a step, and the splits from which they follow, in the order of their ranks.
 
     On each dim, the axes of `seen` are a prefix of those of `rest` and of `update`.
@@ -180,7 +180,7 @@ class Layout(NamedTuple):
         return tuple((dim, size) for dim, size in self.padded if dim in split)
 
 
-def check_feedback(path: str, layout: Layout) -> None:
+def check_feedback(path: str, layout: LeafLayout) -> None:
     """Refuses error feedback for a leaf whose gradient is not reduced once per step, or that is stored out of order.
 
     Raises:
@@ -288,10 +288,10 @@ class Strategy(NamedTuple):
 
 
 def is_layout(x: Any) -> bool:
-    """Whether a node of a tree is a Layout, which is a leaf of it."""
-    return isinstance(x, Layout)
+    """Whether a node of a tree is a LeafLayout, which is a leaf of it."""
+    return isinstance(x, LeafLayout)
 
 
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
-    """`jax.tree.map` with each Layout as a leaf."""
+    """`jax.tree.map` with each LeafLayout as a leaf."""
     return jax.tree.map(fn, layouts, *trees, is_leaf=is_layout)

@@ -25,7 +25,7 @@ from shardkit.meshes.layout import canonical, local_shape, path_name, split_dims
 from shardkit.plans.describe import Planned, PlanTable, mesh_of, plan_table
 from shardkit.plans.dim_rules import axes_of_rules, in_subtrees
 from shardkit.plans.manual import leaving_automatic, manual_axes
-from shardkit.plans.placement import Layout, Leaf, Split, Strategy, check_feedback, in_order, is_layout, map_layouts
+from shardkit.plans.placement import Leaf, LeafLayout, Split, Strategy, check_feedback, in_order, is_layout, map_layouts
 from shardkit.plans.storage import in_rows, is_padded, padded_shape, padding
 
 
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
 
     @typed
     def layouts(self, params: Arrays, mesh: Mesh) -> Any:
-        """The Layout of each leaf of `params` (arrays or their shapes).
+        """The LeafLayout of each leaf of `params` (arrays or their shapes).
 
         Raises:
             ValueError: a tree without leaves, an axis that the mesh does not have, or a name that matches no leaf.
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
             )
         self._check_names(params)
 
-        def layout(path: Any, x: Any) -> Layout:
+        def layout(path: Any, x: Any) -> LeafLayout:
             return self._layout(path_name(path), x, mesh)
 
         return jax.tree_util.tree_map_with_path(layout, params, is_leaf=is_padded)
@@ -160,11 +160,11 @@ class Plan(NamedTuple):
         planned = [Planned(*n, each, list(plan.placed(*n, mesh))) for n, each in zip(named, layouts, strict=True)]
         return plan_table(str(plan), planned, mesh)
 
-    def _layout(self, path: str, x: Any, mesh: Mesh) -> Layout:
+    def _layout(self, path: str, x: Any, mesh: Mesh) -> LeafLayout:
         found = dict(self.placed(path, x, mesh))
         splits = [split for split in found.values() if isinstance(split, Split)]
         whole = [s for s in self.strategies if not isinstance(found.get(s), Split)]
-        layout = Layout(
+        layout = LeafLayout(
             in_order(splits),
             varies=tuple(axis for s in whole if s.varies for axis in s.axes if mesh.shape[axis] > 1),
             rows=next((split.rows for split in splits if split.rows), ()),
@@ -203,7 +203,7 @@ class Placement:
     Attributes:
         plan: the plan.
         mesh: the mesh.
-        layouts: the Layout of each leaf.
+        layouts: the LeafLayout of each leaf.
         batch: the spec of the batch.
     """
 
@@ -225,12 +225,12 @@ class Placement:
     @cached_property
     def at_rest(self) -> Any:
         """How the state stores each leaf, as a Held."""
-        return map_layouts(Layout.at_rest, self.layouts)
+        return map_layouts(LeafLayout.at_rest, self.layouts)
 
     @cached_property
     def in_update(self) -> Any:
         """How gradients and optimizer state are stored, as a Held for each leaf."""
-        return map_layouts(Layout.in_update, self.layouts)
+        return map_layouts(LeafLayout.in_update, self.layouts)
 
     @cached_property
     def split_leaf(self) -> str:

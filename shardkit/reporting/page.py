@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,10 @@ from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import typed
 from shardkit.analysis.judge import LARGE_LEAF, SMALL
 from shardkit.bench.environment import environment
-from shardkit.reporting import sections
-from shardkit.reporting.html import STYLE, Html, document, element
-from shardkit.reporting.html import sections as below
-from shardkit.reporting.read import Facts, StepReport, read
-from shardkit.viz.style import look
+from shardkit.meshes.layout import table
+from shardkit.reporting.html import document
+from shardkit.reporting.read import StepReport, read
 
-_PARTS = (
-    sections.mesh,
-    sections.layout,
-    sections.pipeline,
-    sections.census,
-    sections.findings,
-    sections.compiled,
-    sections.costs,
-)
 # What a reader needs of the environment, and its name on the page.
 _ABOUT = {
     "date": "date",
@@ -62,15 +50,15 @@ def report(
 ) -> StepReport:
     """Writes what one call of a jitted step holds, sends and wastes as one HTML page that can be mailed.
 
-    The page has the mesh, the layout of every leaf, every collective as written and as compiled, the findings of
-    `lint` and `audit`, memory, times by the alpha-beta model and the roofline, and versions, date and command. It needs
-    no other file and no script; it follows the reader's light or dark theme, fits a telephone, and can be printed.
+    The page has what `describe` prints of the plan and the arguments, `audit` of the step and `aot.compile` of the
+    target: layouts, every collective as written and as compiled, findings and memory; with versions, date and command.
+    It needs no other file and no script, follows the reader's light or dark theme, and can be printed.
 
     Args:
         step: the step: a train step, or any jitted function.
         *args: its positional arguments: arrays, or `jax.ShapeDtypeStruct` with shardings.
-        target: chips to compile for, as "v5e:2x4" (see `aot.compile`); None: the devices of this process. Times need
-            the figures of a chip.
+        target: chips to compile for, as "v5e:2x4" (see `aot.compile`), which has times too; None: the devices of this
+            process.
         file: the .html file to write, whose missing directories are created; None writes none.
         command: the command that the page says it was made by; None: that of this process; "" leaves it out, as where
             its words are not for the page's readers.
@@ -87,41 +75,31 @@ def report(
     Raises:
         ValueError: a file that does not end in .html or cannot be written, a name in `ignore` that is not a rule, a
             step that cannot be traced and compiled with these arguments.
-        RuntimeError: the target's compiler or matplotlib is missing.
+        RuntimeError: the target's compiler is missing.
 
     Example:
         >>> w, x = (jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, P(axis))) for axis in ("model", "data"))
         >>> page = sk.report(jax.jit(lambda w, x: jnp.sum(x @ w)), w, x, file=None)
-        >>> len(page.leaves), len(page.findings), "<script" in page.html
-        (2, 0, False)
+        >>> len(page.findings), "<script" in page.html
+        (0, False)
     """
     at_least("report", 0, large=large, small=small)
     path = None if file is None else check_file(Path(file))
-    with look():  # matplotlib is missed before a compiler takes its minutes
-        pass
-    facts = read(step, args, target, ignore, large, small, call, timeout)
-    html = page_of(facts, shlex.join(sys.orig_argv) if command is None else command)
+    found, texts = read(step, args, target, ignore, large, small, call, timeout)
+    html = page_of(found, texts, shlex.join(sys.orig_argv) if command is None else command)
     if path:
         write(path, html)
-    return replace(facts.found, file=path, html=html)
+    return replace(found, file=path, html=html)
 
 
-def page_of(facts: Facts, command: str) -> Html:
-    """The page."""
-    found = facts.found
-    about: dict[str, object] = {name: environment()[key] for key, name in _ABOUT.items()}
-    if found.audit:
-        versions = {name: text.splitlines()[0] for name, text in found.audit.versions.items()}
-        about |= {f"compiler's {name}": text for name, text in versions.items()} if found.compiled else {}
-    title = f"{found.step} on {found.target}"
-    parts = [*filter(None, (part(facts) for part in _PARTS)), sections.made(command, about)]
-    head = element(
-        "header",
-        element("h1", title),
-        element("p", f"Made on {datetime.fromisoformat(str(about['date'])):%Y-%m-%d %H:%M} UTC", class_="quiet"),
-    )
-    main = element("main", head, sections.summary(facts), below(parts))
-    return document(title, STYLE, main)
+def page_of(found: StepReport, read: Mapping[str, str], command: str) -> str:
+    """The page: what was read, and how it was made."""
+    here = environment()
+    about = [(name, str(here[key])) for key, name in _ABOUT.items() if here[key] not in (None, "")]
+    if found.audit and found.compiled:
+        about += [(f"compiler's {name}", text.splitlines()[0]) for name, text in found.audit.versions.items()]
+    made = {"Command": command} if command else {}
+    return document(f"{found.step} on {found.target}", {**read, **made, "Versions and machine": table(about)})
 
 
 def check_file(file: Path) -> Path:

@@ -178,6 +178,10 @@ def _search(
 
 def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
     """The steps that lead out of a layout."""
+    # Gathers and exchanges take axes from the minor end of a dim: the devices along its last axis hold parts that are
+    # next to each other. Along an axis before it the parts lie apart: gathered, they would have the right shape, no
+    # error, and an order of rows that no spec can name. Such an axis leaves after those behind it, or a ppermute puts
+    # it last. Slices send nothing and make later steps smaller, gathers larger: the search finds gathers at the end.
     local = local_of(shape, split, sizes)
     elements = math.prod(local)
     used = [axis for axes in split for axis in axes]

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import path_name
-from shardkit.plans.placement import Layout, map_layouts
+from shardkit.plans.placement import LeafLayout, map_layouts
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import Held, as_stored, in_rows, is_padded, padding, stored_array
 from shardkit.resharding.moves import Move, Moves, move_of, program
@@ -124,7 +124,8 @@ def _both(where: str, tree: Any, source: Layouts, target: Layouts, mesh: Any) ->
 def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stored:
     if isinstance(layouts, Plan):
         if not isinstance(tree, TrainState):
-            return [(each, True) for each in jax.tree.leaves(map_layouts(Layout.at_rest, layouts.layouts(tree, mesh)))]
+            held = map_layouts(LeafLayout.at_rest, layouts.layouts(tree, mesh))
+            return [(each, True) for each in jax.tree.leaves(held)]
         return [(each, True) for each in jax.tree.leaves(state_held(f"{where}: {name}", tree, mesh, layouts))]
 
     try:  # a layout for every leaf of a part, then the layouts alone

@@ -20,11 +20,8 @@ from shardkit.runtime.data.arrays import from_full, from_process_local, from_row
 from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
 from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate, to_numpy
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
-from shardkit.runtime.replay import Corruption, CorruptionError, Replay
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
 from shardkit.runtime.weights.load import load_params
-from shardkit.runtime.weights.names import StoredAs, llama_names
-from shardkit.runtime.weights.save import save_params
 
 if TYPE_CHECKING:
     from shardkit.jobs.launch import launch
@@ -35,8 +32,6 @@ __all__ = [
     "PREEMPTED",
     "Checkpoints",
     "Cluster",
-    "Corruption",
-    "CorruptionError",
     "DamagedError",
     "Deadlines",
     "Drift",
@@ -44,9 +39,7 @@ __all__ = [
     "Guard",
     "Loader",
     "NonFinite",
-    "Replay",
     "Run",
-    "StoredAs",
     "TriageReport",
     "assert_no_drift",
     "barrier",
@@ -64,7 +57,6 @@ __all__ = [
     "latest_step",
     "launch",
     "leave",
-    "llama_names",
     "load_params",
     "loader",
     "local_rows",
@@ -77,7 +69,6 @@ __all__ = [
     "replica_drift",
     "replicate",
     "restores_elsewhere",
-    "save_params",
     "to_numpy",
     "triage",
     "watch_preemption",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least, mesh_in_context
-from shardkit._arguments.typed import Optimizer, typed
+from shardkit._arguments.typed import Optimizer, check_keys, typed
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.groups import Groups
@@ -249,6 +249,7 @@ class Init:
 
     def abstract(self, params: Any, carried: Any = None) -> TrainState:
         """Shapes, dtypes and layouts of the first state, over any mesh, without making an array."""
+        check_keys("init", "params", params)
         mesh = auto_mesh(self.mesh)
         params, carried = retyped((params, carried), mesh)
         check_carried("init", self.reads, self.carry, carried)
@@ -264,6 +265,7 @@ class Init:
         return set(self.manual) != set(self.mesh.axis_names)
 
     def _first(self, mesh: Any, params: Any, key: Any, carried: Any) -> TrainState:
+        check_keys("init", "params", params)
         check_carried("init", self.reads, self.carry, carried)
         key, plan = checked_key(key), self.plan
         if self._leaves_some:

@@ -25,7 +25,7 @@ from shardkit.on_device.metrics import if_finite
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision
 from shardkit.on_device.seam import enter_leaf
-from shardkit.plans.placement import Layout, is_layout, map_layouts
+from shardkit.plans.placement import LeafLayout, is_layout, map_layouts
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import Held, check_held, is_padded, original, padded, unpadded
 from shardkit.steps.layer_order import order_matters
@@ -106,7 +106,8 @@ class Carried:
         shapes = _shapes((self.tree, metrics, params))
         _check_same(shapes[0], jax.eval_shape(carry, *shapes))
         layouts, mesh = self._placement.layouts, self._placement.mesh
-        rows, param_rows = jax.tree.map(lambda held: bool(held.rows), (self.held, map_layouts(Layout.at_rest, layouts)))
+        at_rest = map_layouts(LeafLayout.at_rest, layouts)
+        rows, param_rows = jax.tree.map(lambda held: bool(held.rows), (self.held, at_rest))
         stacked = rows, jax.tree.map(lambda _: False, metrics), param_rows
         in_order = any(jax.tree.leaves(param_rows)) and order_matters(carry, shapes, stacked, rows)
 

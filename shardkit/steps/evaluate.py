@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, mesh_in_context
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import check_keys, typed
 from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.gradient import LossFn, global_means, takes_carried
 from shardkit.on_device.local_step import local_means, noting_whole
@@ -23,7 +23,7 @@ from shardkit.plans.plan import Plan
 from shardkit.plans.storage import check_held, padded
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried
-from shardkit.steps.state import described, made_by, makes, shardings
+from shardkit.steps.state import TrainState, described, made_by, makes, shardings
 
 _REPLICATED = PartitionSpec()
 _EVALUATED = {
@@ -43,6 +43,10 @@ class Evaluate:
 
     def __call__(self, params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
         """The metrics by name."""
+        if isinstance(params, TrainState):
+            raise TypeError("evaluate: params must be the parameters; got a TrainState. Pass state.params.")
+        check_keys("evaluate", "params", params)
+        check_keys("evaluate", "batch", batch)
         return self._run(params, batch, carried)
 
     def trace(self, params: Any, batch: Any, carried: Any = None) -> jax.stages.Traced:
@@ -126,7 +130,7 @@ def make_eval_step(
                 means = here(seen)
             return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
 
-        in_specs = placement.rest, kept.specs, batch_specs(batch, placement.batch, mesh, 1)
+        in_specs = placement.rest, kept.specs, batch_specs(batch, placement.batch, mesh, 1, "evaluate")
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED, axis_names=set(axes))
         return on_mesh(params, kept.tree, batch)
 

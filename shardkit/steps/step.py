@@ -116,6 +116,6 @@ class Step:
 def _called(call: Callable[..., Any], args: tuple[TrainState, jax.Array, Any]) -> Any:
     try:
         return call(*args)
-    except TypeError:  # jax's names a function that is not the caller's
+    except (TypeError, ValueError):  # jax's names a function that is not the caller's
         check_kind("step", "batch", args[2], (ARRAYS,))
         raise

@@ -268,7 +268,9 @@ def _by_vmap(equation: Any, body: Callable[..., list[Any]], operands: list[Any])
     for name in reversed(sizes):
         one = jax.vmap(one, in_axes=(0, *(0 if name in axes else None for axes in split)), axis_name=name)
     pieces = [pieces_of(x, spec, sizes) for x, spec in zip(operands, params["in_specs"], strict=True)]
-    results = one(jnp.zeros(tuple(sizes.values()), jnp.int8), *pieces)
+    # jax keeps the names that vmap binds in the order in which it first met them, on any mesh: that of this one decides.
+    with jax.sharding.use_abstract_mesh(params["mesh"]):
+        results = one(jnp.zeros(tuple(sizes.values()), jnp.int8), *pieces)
     return [joined(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
 
 

@@ -15,7 +15,7 @@ from shardkit.collectives.algorithms import PLAIN, Algorithm, Sent
 from shardkit.meshes.layout import all_axes, local_shape, path_name
 from shardkit.on_device.precision import precision_of
 from shardkit.plans.dim_rules import dim0_counts_layers
-from shardkit.plans.placement import Cuts, Layout, kept_cuts
+from shardkit.plans.placement import Cuts, LeafLayout, kept_cuts
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import in_rows, is_padded, padded_shape
 from shardkit.testing.rows import Row
@@ -41,7 +41,7 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, *, prefetched: b
     compute, reduce, held = (jnp.dtype(each or jnp.float32).itemsize for each in dtypes)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
     names = tuple(name for s in plan.strategies for name in s.names)
-    layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=lambda x: isinstance(x, Layout))
+    layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=lambda x: isinstance(x, LeafLayout))
     batch_axes = all_axes(plan.batch_spec(mesh))
     bill = _Bill(mesh)
     sums: dict[tuple[tuple[str, ...], Algorithm, frozenset[str]], list[int]] = {}
@@ -55,7 +55,7 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, *, prefetched: b
         by_layer = layout.lazy and not layout.entry and dim0_counts_layers(path_name(path), names)
         here, opened = layout.cuts(gather=("step",)), layout.cuts(gather=("layer",))
         early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
-        closed = Layout(tuple(s for s in layout.splits if s.gather in ("never", "layer"))).rest
+        closed = LeafLayout(tuple(s for s in layout.splits if s.gather in ("never", "layer"))).rest
         bill.gathers(here, block(layout.rest), compute)
         first, again = kept_cuts(opened)
         each = bill.gathers(first, block(closed), compute, row.accumulate, by_layer)
@@ -131,7 +131,7 @@ class _Bill:
             shape = _scaled(shape, cut.dim, 1, self._ways(cut.axes))
         return shape
 
-    def groups(self, layout: Layout, shape: tuple[int, ...], groups: int, batch_spec: PartitionSpec) -> None:
+    def groups(self, layout: LeafLayout, shape: tuple[int, ...], groups: int, batch_spec: PartitionSpec) -> None:
         """A gradient summed group by group: pieces sent to all devices, and gathered where no update splits them."""
         axes = all_axes(batch_spec)
         split = axes & all_axes(layout.update)

@@ -19,7 +19,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import PLAN, kind_of, walk
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import row_of
-from shardkit.analysis.jaxpr.step import Step
+from shardkit.analysis.jaxpr.step import TracedStep
 from shardkit.analysis.judge import lint
 from shardkit.analysis.rules.processes import differences_of_processes
 from shardkit.collectives.algorithms import Sent
@@ -140,11 +140,12 @@ def compiled_as_written(program: Program, reference: Reference) -> str | None:
     if bits < 32 and program.mesh.devices.flat[0].platform == "cpu":
         return "the CPU compiler sends 16-bit floats as float32"
     found = read_compiled(program.traced, program.compiled)
-    more = [change.line for change in changes(found.census, found.rows) if change.more]
+    more = [change for change in changes(found.census, found.rows) if change.more]
     if more and _reads_across_shards(program):  # the compiler merges what it adds with written sums
-        more = [line for line in more if not line.startswith("added") and " all_reduce over " not in line]
+        more = [change for change in more if not change.added and change.kind != "all_reduce"]
     if more:
-        raise AssertionError("the compiler must not add communication; it changed: " + "; ".join(more))
+        lines = "; ".join(change.line for change in more)
+        raise AssertionError(f"the compiler must not add communication; it changed: {lines}")
     added = added_by_compiler(found)
     return f"the optimizer reads across shards: the compiler adds {float(added):,.0f} bytes" if added else None
 
@@ -166,7 +167,7 @@ def processes_agree(program: Program, reference: Reference) -> None:
     Example:
         >>> laws = [sk.testing.laws.processes_agree]  # for `prove(..., laws=laws)`
     """
-    found = list(differences_of_processes(Step(program.step, program.shapes, program.traced)))
+    found = list(differences_of_processes(TracedStep(program.step, program.shapes, program.traced)))
     if found:
         raise AssertionError(
             "all processes must run the same program; lint reports: " + "; ".join(str(each) for each in found)
@@ -206,6 +207,7 @@ def compiles_once(program: Program, reference: Reference) -> None:
 
 LAWS: tuple[Law, ...] = (
     same_numbers,
+    equal_for_all_inputs,
     equal_copies,
     census_is_the_closed_form,
     compiled_as_written,

@@ -6,8 +6,8 @@ Start with `style.py`, the one look of all. Imports what the pictures are of: sc
 from shardkit.viz.bench import results
 from shardkit.viz.curves import losses
 from shardkit.viz.memories import memory
-from shardkit.viz.places import array, mesh
+from shardkit.viz.places import array
 from shardkit.viz.schedule import draw, facts, figure, title
 from shardkit.viz.traffic import census, overlap
 
-__all__ = ["array", "census", "draw", "facts", "figure", "losses", "memory", "mesh", "overlap", "results", "title"]
+__all__ = ["array", "census", "draw", "facts", "figure", "losses", "memory", "overlap", "results", "title"]

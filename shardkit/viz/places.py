@@ -1,21 +1,17 @@
-"""Which device is where in a mesh and what connects it, or holds which piece of an array, as a picture."""
+"""Which device holds which piece of an array, as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
-from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import short, typed
 from shardkit.meshes.inspection import grid_of_array, is_placed
-from shardkit.meshes.mesh import DeviceGrid, GridTable, grid_of_mesh
+from shardkit.meshes.mesh import DeviceGrid, GridTable
 from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
 
 if TYPE_CHECKING:
@@ -23,51 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def coordinates(device: Any) -> tuple[int, ...]:
-    """Where a device is on its torus; none where it is on none."""
-    return tuple(getattr(device, "coords", None) or ())
-
-
-def between(one: Any, other: Any) -> str:
-    """What connects two devices; hops are counted without links around a torus, which devices do not tell."""
-    if (getattr(one, "slice_index", 0) or 0) != (getattr(other, "slice_index", 0) or 0):
-        return "the network between slices"
-    here, there = coordinates(one), coordinates(other)
-    if here and there:
-        hops = sum(abs(a - b) for a, b in zip(here, there, strict=True))
-        return ("one chip", "one link of the torus")[hops] if hops < 2 else f"{hops} links of the torus"
-    return "inside one host" if one.process_index == other.process_index else "the network between hosts"
-
-
-def along(mesh: Mesh) -> dict[str, tuple[list[str], list[str]]]:
-    """For each axis what connects neighbors along it, and its last device with its first, each in words once."""
-    out = {}
-    for dim, (axis, size) in enumerate(mesh.shape.items()):
-        if size < 2:
-            continue
-        lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, size)
-        near = [between(a, b) for line in lines for a, b in pairwise(line)]
-        around = [between(line[-1], line[0]) for line in lines] if size > 2 else []
-        out[axis] = (list(dict.fromkeys(near)), list(dict.fromkeys(around)))
-    return out
-
-
-def described(mesh: Mesh) -> list[str]:
-    """A line per axis: what its collectives run over; one for all that run over the same."""
-    lines: dict[str, list[str]] = {}
-    for axis, (near, around) in along(mesh).items():
-        closing = f"; last to first: {_listed(around)}" if around and around != near else ""
-        lines.setdefault(f"{_listed(near)}{closing}", []).append(axis)
-    return [f"{', '.join(axes)}: {words}" for words, axes in lines.items()]
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " or ".join(words[:3]) + (f" or {counted(len(words) - 3, 'other')}" if len(words) > 3 else "")
-
-
 # Inches.
 _EDGE, _GAP, _LINE = 0.25, 0.5, 0.2
-_COLUMN, _PART, _ROW, _PLACED = 0.55, 0.24, 0.34, 0.5  # the last: a row of devices with their places
+_COLUMN, _PART, _ROW = 0.55, 0.24, 0.34
 _WIDE, _TALL = 24.0, 16.0
 _SMALLEST_TEXT = 4.0  # points
 
@@ -107,50 +61,17 @@ def array(x: jax.Array, output: str | Path | None = None, *, after: jax.Array | 
     if after is not None:
         heads = ("before: ", "after: ")
         grids = [g._replace(title=(head + g.title[0], *g.title[1:])) for head, g in zip(heads, grids, strict=True)]
-    return _drawn("viz.array", grids, output)
-
-
-@partial(typed, where="viz.mesh")
-def mesh(mesh: Mesh, output: str | Path | None = None) -> Any:
-    """The picture of a mesh: the device at each of its coordinates, and what connects neighbors.
-
-    A cell has the device's id, and on a TPU its place on the torus. A line of text per axis says what connects
-    neighbors along it, and its last device with its first. Links around a torus are not named: devices do not tell of
-    them.
-
-    Args:
-        mesh: the mesh; rows and columns are its last two axes.
-        output: a .png or .svg to write; missing directories are created. The same mesh gives the same bytes.
-
-    Returns:
-        A matplotlib figure, which notebooks show. The gid of a cell is its coordinates and its device.
-
-    Raises:
-        ValueError: another kind of file.
-        RuntimeError: matplotlib is not installed.
-
-    Example:
-        >>> picture = sk.viz.mesh(mesh)
-    """
-    if not isinstance(mesh, Mesh):
-        raise TypeError("viz.mesh: mesh must have devices; got an AbstractMesh. Pass for example sk.make_mesh(data=8).")
-    grid = grid_of_mesh(mesh)
-    return _drawn("viz.mesh", [grid._replace(title=(*grid.title, *described(mesh)))], output, mesh.devices.flat)
-
-
-def _drawn(where: str, grids: list[DeviceGrid], output: str | Path | None, devices: Iterable[Any] = ()) -> Figure:
-    """The grids side by side, each with its title and its tables; cells of `devices` show their places."""
-    path = file_of(where, output)
+    path = file_of("viz.array", output)
     with look():
-        return saved(_picture(grids, {device.id: at for device in devices if (at := coordinates(device))}), path)
+        return saved(picture_of(grids), path)
 
 
-def _picture(grids: list[DeviceGrid], places: Mapping[int, tuple[int, ...]]) -> Figure:
-    row = _PLACED if places else _ROW
+def picture_of(grids: list[DeviceGrid]) -> Figure:
+    """The grids side by side, each with its title and its tables."""
     ids = sorted({each for grid in grids for cell in grid.cells.values() for each in cell})
     colours = {each: ramp(i, len(ids)) for i, each in enumerate(ids)}
     blocks = [list(grid.blocks()) for grid in grids]
-    sizes = [_size(grid, tables, row) for grid, tables in zip(grids, blocks, strict=True)]
+    sizes = [_size(grid, tables) for grid, tables in zip(grids, blocks, strict=True)]
     across, up = 2 * _EDGE - _GAP + sum(w + _GAP for w, _ in sizes), 2 * _EDGE + max(h for _, h in sizes)
     shrink = min(1, _WIDE / across, _TALL / up)
     picture = blank(across * shrink, up * shrink, ", ".join(grid.title[0] for grid in grids))
@@ -172,11 +93,11 @@ def _picture(grids: list[DeviceGrid], places: Mapping[int, tuple[int, ...]]) -> 
                 top += _LINE
             for i, head in enumerate(table.heads):
                 write(left + side + (i + 0.5) * column, top - _LINE / 2, head, ha="center")
-            high, wide = row * len(table.sides), column * len(table.heads)
+            high, wide = _ROW * len(table.sides), column * len(table.heads)
             for i, text in enumerate(table.sides):
-                write(left + side - LETTER, top + (i + 0.5) * row, text, ha="right")
+                write(left + side - LETTER, top + (i + 0.5) * _ROW, text, ha="right")
             axes = picture.add_axes(((left + side) / across, 1 - (top + high) / up, wide / across, high / up))
-            _fill(axes, table, colours, 72 * column * shrink, 72 * row * shrink, places)
+            _fill(axes, table, colours, 72 * column * shrink, 72 * _ROW * shrink)
             top += high
         left += width + _GAP
     return picture
@@ -194,22 +115,15 @@ def _column(tables: Sequence[GridTable]) -> float:
     return max(_COLUMN, LETTER * (label + 1), _PART * parts)
 
 
-def _size(grid: DeviceGrid, tables: Sequence[GridTable], row: float) -> tuple[float, float]:
+def _size(grid: DeviceGrid, tables: Sequence[GridTable]) -> tuple[float, float]:
     """Width and height of a grid with its title."""
     table = _side(tables) + _column(tables) * len(tables[0].heads)
     title = 1.1 * LETTER * max(map(len, grid.title))
     lines = len(grid.title) + sum(1 + bool(each.at) for each in tables)
-    return max(table, title), lines * _LINE + row * sum(len(each.sides) for each in tables)
+    return max(table, title), lines * _LINE + _ROW * sum(len(each.sides) for each in tables)
 
 
-def _fill(
-    axes: Axes,
-    table: GridTable,
-    colours: Mapping[int, RGB],
-    width: float,
-    height: float,
-    places: Mapping[int, tuple[int, ...]],
-) -> None:
+def _fill(axes: Axes, table: GridTable, colours: Mapping[int, RGB], width: float, height: float) -> None:
     """The cells of a table, each `width` x `height` points, with a part for each of its devices."""
     from matplotlib.patches import Rectangle
 
@@ -224,8 +138,6 @@ def _fill(
                 axes.add_patch(Rectangle((left, row), part, 1, facecolor=colours[each], linewidth=0, gid=label))
                 size = min(TEXT, part * width / (0.75 * len(str(each))), 0.7 * height)
                 if size >= _SMALLEST_TEXT:
-                    at = places.get(each)
-                    words = f"{each}\n{at}".replace(" ", "") if at else str(each)
-                    text = axes.text(left + part / 2, row + 0.5, words, size=size, ha="center", linespacing=1.0)
-                    text.set(va="center" if at else "center_baseline", color=text_on(colours[each]))
+                    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_on(colours[each])}
+                    axes.text(left + part / 2, row + 0.5, str(each), size=size, **style)
             axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=PAPER, linewidth=2.0))

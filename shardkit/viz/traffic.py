@@ -12,7 +12,7 @@ from shardkit._jax.primitives import TABLE
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.report import Report
-from shardkit.analysis.jaxpr.census import Census, Row
+from shardkit.analysis.jaxpr.census import Census, CensusRow
 from shardkit.viz.bars import Bar, Scale, duration, size, stacked
 from shardkit.viz.style import file_of, look, saved
 
@@ -126,7 +126,7 @@ def _seconds_on(axis: Any, most: float) -> None:
     axis.set_major_formatter(lambda x, _: duration(x) if x else "0")
 
 
-def rows_of(given: Any) -> dict[str, tuple[Row | CompiledRow, ...]]:
+def rows_of(given: Any) -> dict[str, tuple[CensusRow | CompiledRow, ...]]:
     """The rows of one census, or of several by name; refuses anything else."""
     several = given if isinstance(given, Mapping) else {"": given}
     for each in several.values():
@@ -138,7 +138,7 @@ def rows_of(given: Any) -> dict[str, tuple[Row | CompiledRow, ...]]:
     return {str(name): each.rows for name, each in several.items()}
 
 
-def traffic(several: Mapping[str, Sequence[Row | CompiledRow]]) -> tuple[Bar, ...]:
+def traffic(several: Mapping[str, Sequence[CensusRow | CompiledRow]]) -> tuple[Bar, ...]:
     """A bar per name, axes and kind of collective, in bytes; the axes in the order of their names."""
     out: dict[tuple[str, str], float] = {}
     for name, rows in several.items():
@@ -148,7 +148,7 @@ def traffic(several: Mapping[str, Sequence[Row | CompiledRow]]) -> tuple[Bar, ..
     return tuple(Bar(label, kind, value) for (label, kind), value in out.items())
 
 
-def counts(several: Mapping[str, Sequence[Row | CompiledRow]]) -> dict[str, int]:
+def counts(several: Mapping[str, Sequence[CensusRow | CompiledRow]]) -> dict[str, int]:
     """The collectives of each name and axes, by the label of their bars."""
     out: dict[str, int] = {}
     for name, rows in several.items():
@@ -157,7 +157,7 @@ def counts(several: Mapping[str, Sequence[Row | CompiledRow]]) -> dict[str, int]
     return out
 
 
-def totals(several: Mapping[str, Sequence[Row | CompiledRow]]) -> str:
+def totals(several: Mapping[str, Sequence[CensusRow | CompiledRow]]) -> str:
     """What each sends in all, as a line of notes."""
     sent = {name: size(float(sum(row.total for row in rows))) for name, rows in several.items()}
     note = "per device and step: " + "; ".join(f"{name} {total}" if name else total for name, total in sent.items())
@@ -165,5 +165,5 @@ def totals(several: Mapping[str, Sequence[Row | CompiledRow]]) -> str:
     return note + "; a loop of unknown length counts once" * unknown
 
 
-def _label(name: str, row: Row | CompiledRow) -> str:
+def _label(name: str, row: CensusRow | CompiledRow) -> str:
     return ": ".join(filter(None, [name, f"{','.join(row.axes)}={row.n}"]))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit import bench, cost
-from shardkit.bench.fit import _faster_from, in_words
+from shardkit.bench.fit import _faster_from
 
 pytestmark = pytest.mark.check
 
@@ -152,21 +152,6 @@ def test_a_crossover_is_where_the_fitted_times_meet():
     assert found["ring"].size == math.inf
     assert bench.crossovers(measured(1e-6, 1e9, impl="ring")) == []  # nothing to compare with
     assert bench.crossovers(measured(1e-6, 1e9)[:1] + measured(1e-6, 1e9, impl="ring")) == []  # a single size
-
-
-def test_what_follows_from_links_in_words():
-    text = in_words(cost.links("v5e"), {"x": 8})
-    assert text.splitlines() == [
-        "links of axis 'x', 8 devices: 1 us a message, 45 GB/s (chip v5e)",
-        "  collective matmul in rings   from 4,378 bfloat16 columns a device; with twice as many, messages from 44,995 "
-        "bytes",
-        "  reduce_scatter + all_gather  from 396,000 bytes, for scatter_from=",
-        "  buckets                      3,240,000 bytes: latency takes 10% of the time, for bucket_bytes=",
-    ]
-    rows = measured(1e-6, 1e9, kind="cpu", n=2) + measured(2e-6, 4e9, kind="cpu", n=2, impl="two_step")
-    told = in_words(bench.links(rows), {"data": 2}, bench.crossovers(rows))
-    assert "unknown: the FLOP/s of a device are not" in told and "never faster, for scatter_from=" in told
-    assert "all_reduce by two_step       from 2,667 bytes, as measured" in told
 
 
 REFUSED = [

@@ -26,16 +26,8 @@ FIELDS = {
 }
 ENVIRONMENT = {
     *("date", "cpu_model", "cores", "load_average_1min", "python", "jax", "jaxlib", "platform", "device_count"),
-    *(
-        "device_kind",
-        "XLA_FLAGS",
-        "NPROC",
-        "git_commit",
-        "LIBTPU_INIT_ARGS",
-        "processes",
-        "calibration_cpu_us",
-        "shardkit",
-    ),
+    *("device_kind", "XLA_FLAGS", "NPROC", "git_commit", "LIBTPU_INIT_ARGS", "processes", "calibration_cpu_us"),
+    "shardkit",
 }
 
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from shardkit._arguments.checks import quoted
+from shardkit.cost import chips
 from support.compilers import tpu
 
 PROGRAM = """
@@ -35,8 +37,7 @@ def program(tmp_path):
 @tpu
 def test_a_report_is_printed_and_written(inside, program, tmp_path):  # proves F86
     file = tmp_path / "reports" / "v5e.json"
-    done = inside("aot", f"{program}:make", "--topology", "v5e:2x4", "--json", file, "--output", tmp_path / "a.svg")
-    assert "arguments" in (tmp_path / "a.svg").read_text()
+    done = inside("aot", f"{program}:make", "--topology", "v5e:2x4", "--json", file)
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].startswith("v5e:2x4, mesh data=8 (jax ") and lines[1].startswith("fits: yes, ")
@@ -45,10 +46,8 @@ def test_a_report_is_printed_and_written(inside, program, tmp_path):  # proves F
 
 
 @tpu
-def test_what_does_not_fit_ends_with_code_1(inside, program, tmp_path):
-    picture = tmp_path / "a.svg"
-    done = inside("aot", f"{program}:too_large", "--topology", "v5e:2x4", "--output", picture, code=1)
-    assert "15.75 GiB on a device" in picture.read_text() and "needed" in picture.read_text()
+def test_what_does_not_fit_ends_with_code_1(inside, program):
+    done = inside("aot", f"{program}:too_large", "--topology", "v5e:2x4", code=1)
     assert "does not fit: " in done.stdout and "of 15.75 GiB per device" in done.stdout
 
 
@@ -62,8 +61,8 @@ def test_types_on_the_command_line(inside, program):
 def test_mistakes_are_one_sentence(inside, program):
     done = inside("aot", f"{program}:make", "--topology", "v5", code=2)
     assert done.stderr == (
-        "error: aot: unknown chip 'v5' in topology 'v5'; known are 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', 'h100', "
-        "'h200', 'b200'. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'.\n"
+        f"error: aot: unknown chip 'v5' in topology 'v5'; known are {quoted(chips)}. Pass for example 'v5p:8x8x8' or "
+        "'h100:1x1x8'.\n"
     )
 
 

@@ -77,13 +77,12 @@ def test_a_model_of_ones_own_runs_under_the_rules_it_came_with(inside, module, t
     assert [(r["case"], r["wrong"]) for r in bench.read(file)] == [("one device", 0), ("fsdp x rules", 0)]
 
 
-@pytest.mark.deep
-def test_every_case_of_both_models_agrees(inside, module, tmp_path):
-    for words in (["--layers", 4], ["--model", f"{module}:make"]):
-        help = inside("bench", "strategies", *words, "--only", "?", code=2).stderr
-        every = help.partition("these fit: '")[2].partition("'. Pass")[0].split("', '")
-        file = tmp_path / f"{len(every)}.jsonl"
-        inside("bench", "strategies", "--quick", *words, "--only", *every, "--json", file)
-        records = bench.read(file)
-        assert [record["case"] for record in records] == ["one device", *every] and len(every) >= 7
-        assert not any(record["wrong"] for record in records)
+@pytest.mark.deep  # those of the reference transformer: test_strategies_smoke in tests/test_benchmarks.py
+def test_every_case_of_a_model_of_ones_own_agrees(inside, module, tmp_path):
+    words, file = ["--model", f"{module}:make"], tmp_path / "all.jsonl"
+    help = inside("bench", "strategies", *words, "--only", "?", code=2).stderr
+    every = help.partition("these fit: '")[2].partition("'. Pass")[0].split("', '")
+    inside("bench", "strategies", "--quick", *words, "--only", *every, "--json", file)
+    records = bench.read(file)
+    assert [record["case"] for record in records] == ["one device", *every] and len(every) >= 7
+    assert not any(record["wrong"] for record in records)

@@ -18,7 +18,6 @@ from shardkit.bench.comm import IMPLS, REDOPS
 from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.cli import output
 from shardkit.runtime.drift import DriftError
-from shardkit.runtime.replay import CorruptionError
 from support.commands import command, environment
 
 EVERY = cli.every_command()
@@ -202,7 +201,6 @@ def test_a_command_ends_with_one_sentence_and_a_code(error, code, said, monkeypa
         (TypeError("no"), 2),
         (ImportError("no"), 2),
         (DriftError("no", []), 1),
-        (CorruptionError("no", []), 1),
         (KeyError("no"), 70),
         (None, 70),
     ],
@@ -231,8 +229,17 @@ def test_ctrl_c_ends_no_interpreter_under_a_compilation(monkeypatch, capfd):
 
 
 @pytest.mark.check
+def test_ctrl_c_while_a_command_is_imported_says_nothing():
+    """A KeyboardInterrupt inside of jax's imports was a traceback, or lost."""
+    here = "import os, signal, sys\nfrom shardkit import cli\nsys.argv = ['shardkit', 'doctor']\n"
+    here += "cli.find_spec = lambda name: os.kill(os.getpid(), signal.SIGINT)\ncli.main()"
+    done = subprocess.run([sys.executable, "-c", here], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.check
 def test_a_closed_pipe_is_not_rich_s_to_end(monkeypatch):
-    """As in `shardkit draw ... | head -1`: rich ends the process with 1, where 141 is documented."""
+    """As in `shardkit doctor | head -1`: rich ends the process with 1, where 141 is documented."""
 
     class Closed(io.StringIO):
         def write(self, text):

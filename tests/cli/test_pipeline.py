@@ -1,12 +1,17 @@
 """`shardkit train` with an axis "stage", as a user runs it."""
 
+import inspect
+
 import pytest
 import tyro
 
 from shardkit import schedules
+from shardkit._arguments.checks import either
 from shardkit.cli.plans import mesh_words, schedule_of
 from shardkit.cli.train import Options
+from shardkit.cli.train_options import TrainOptions
 from support.commands import SMALL, deep, rows
+from support.pipelines import BUILDERS, CHUNKED
 
 TINY = [*SMALL, "--layers", 4]
 
@@ -35,7 +40,6 @@ def trained(inside, corpus, tmp_path):
         deep(["data=2", "stage=2", "model=2", "--dropout", 0.1]),
         deep(["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2]),
         deep(["stage=2", "--schedule", "1f1b"]),
-        deep(["stage=4", "--dropout", 0.1]),
         deep(["stage=2", "--schedule", "zb-h1", "--microbatches", 4]),
         deep(["stage=2", "model=2", "context=2", "--sequence", "--heads", 4]),
         deep(["stage=2", "expert=2", "data=2", "--dropout", 0.1]),
@@ -53,6 +57,19 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(schedules.zero_bubble_h1(2, 4).to_csv())
     assert trained("stage=2", "--schedule", file).startswith("mine, 2 stages, 4 microbatches; simulated bubble ")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [(name, name) for name in BUILDERS]
+    + [("1F1B", "one_f_one_b"), ("ZB-H1", "zero_bubble_h1"), ("zb-v", "zero_bubble_v"), ("Interleaved", "interleaved")],
+)
+def test_every_schedule_has_a_name(spelling, name):
+    """It alone finds a schedule that the help does not tell of."""
+    options = tyro.cli(Options, args=["stage=2", "--schedule", spelling, "--microbatches", "4"])
+    assert schedule_of(options, mesh_words(options.mesh)).name == name
+    assert name in inspect.getsource(TrainOptions)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +97,16 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
             ["stage=4", "--schedule", "FILE"],
             "train: the schedule must be for the devices of axis 'stage'; got a schedule for 2 over 4 devices. Write "
             "stage=2, or pass another schedule.",
+        ),
+        (
+            ["stage=2", "--schedule", "no/such.csv"],
+            "train: no/such.csv must be a schedule as Schedule.to_csv writes it; it cannot be read "
+            "(FileNotFoundError). Check the path.",
+        ),
+        (
+            ["stage=2", "--schedule", "gpipe", "--chunks", 2],
+            "train: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose "
+            f"{either([*map(repr, CHUNKED)])}.",
         ),
         (
             ["stage=2", "--schedule", "FILE", "--microbatches", 4],

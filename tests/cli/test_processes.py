@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-import shardkit as sk
-from shardkit.cli import training
 from support.commands import environment, rows
 
 SMALL = ["--layers", "1", "--dim", "32", "--heads", "2", "--length", "32", "--batch", "8", "--evaluate-every", "1000"]
@@ -120,24 +118,3 @@ def test_a_loss_that_is_not_finite_is_looked_into(alone, tmp_path):
     assert "not finite before the cross-device reduction:" in printed
     assert "grads.layers.query" in printed
     assert "a gradient is not finite. The parameters are as before the step" in printed
-
-
-# The option, alone: a step that another order of devices changes ends the run with 1, before its state is saved.
-@pytest.mark.deep
-def test_a_step_that_does_not_repeat_ends_the_run(alone, tmp_path, monkeypatch):
-    words = ["--steps", "4", "--replay-every", "3", "--checkpoint", tmp_path / "c", "--checkpoint-every", "3"]
-    (right := tmp_path / "right").mkdir(), (plain := tmp_path / "plain").mkdir()
-    alone(right, "data=2 fsdp=2", *words[:4])
-    alone(plain, "data=2 fsdp=2", *words[:2])
-    assert losses(right) == losses(plain)
-
-    class Broken(training.TrainingRun):
-        def built_on(self, mesh):
-            init, step = super().built_on(mesh)
-            moved = mesh.devices.flat[0] != self.mesh.devices.flat[0]  # in the order of the run it changes nothing
-            return sk.TrainStep(init, lambda state, batch: step(state._replace(step=state.step + moved), batch))
-
-    monkeypatch.setattr(training, "TrainingRun", Broken)
-    printed = alone(tmp_path, "data=2 fsdp=2", *words, code=1)
-    assert "error: Replay: a step must have the same bits whichever device computes which shard; step 2 has" in printed
-    assert not (tmp_path / "c" / "3").exists()

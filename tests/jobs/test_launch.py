@@ -123,16 +123,8 @@ def launcher(command, *, lines):
 
 # proves S101, F68
 def test_every_process_knows_its_place(capfd):
-    names = [
-        "JAX_PROCESS_ID",
-        "RANK",
-        "LOCAL_RANK",
-        "JAX_NUM_PROCESSES",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "PYTHONUNBUFFERED",
-    ]
-    names += ["JAX_COORDINATOR_ADDRESS", "MASTER_PORT", "KEPT"]
+    names = ["JAX_PROCESS_ID", "RANK", "LOCAL_RANK", "JAX_NUM_PROCESSES", "WORLD_SIZE", "MASTER_ADDR"]
+    names += ["PYTHONUNBUFFERED", "JAX_COORDINATOR_ADDRESS", "MASTER_PORT", "KEPT"]
     command = program(f"import json; print(json.dumps([os.environ.get(name) for name in {names}]))")
     assert launch(command, processes=3, environ={"KEPT": "yes", "RANK": "9"}) == 0
     out, err = capfd.readouterr()

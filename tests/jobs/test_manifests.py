@@ -107,14 +107,6 @@ def test_simulated_devices_and_tpu_slices():  # proves S108
     }
 
 
-@pytest.mark.check
-def test_a_queue_of_kueue_is_a_label():
-    found = documents(queue="team-a")
-    schemas.validate(*found.values())
-    assert found["JobSet"]["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
-    assert documents()["JobSet"]["metadata"] == {"name": "shardkit"}
-
-
 def test_only_a_preempted_job_is_started_again():  # proves S108
     found = documents()
     (final,) = job_spec(found)["podFailurePolicy"]["rules"]  # every other code counts against the limit, which is 0
@@ -184,10 +176,6 @@ ACCELERATOR = (
     "render: accelerator must be 'cpu', 'gpu' or for a JobSet a TPU slice such as 'tpu-v5p-slice'; got {!r} for {}. "
     "Pass one of these."
 )
-QUEUE = (
-    "render: queue must be at most 63 lower-case letters, digits and hyphens, with no hyphen first or last; got {!r}. "
-    "Pass for example 'team-a'."
-)
 SHAPE = (
     "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got {!r} for 4 x {}. "
     "Pass numbers whose product is the chips of topology."
@@ -229,8 +217,6 @@ SHAPE = (
             for shape in (None, "4x5", "4by4", "0x4", "16", "4x4\n")
         ],
         ("slurm", {"port": 1}, "render: port requires jobset; got 1 for slurm. Remove port."),
-        ("slurm", {"queue": "a"}, "render: queue requires jobset; got 'a' for slurm. Remove queue."),
-        *[("jobset", {"queue": each}, QUEUE.format(each)) for each in ("A b", "a" * 64, "-a")],
         (
             "slurm",
             {"command": ["train.py", "\udcff"]},

@@ -17,22 +17,16 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit.models import transformer
 from support import conformance
-from support.conformance import BATCH, MESH_CONFIGS, MESH_MODELS, mesh_rows
-from support.pipelines import pipelined_grad, pipelined_loss
+from support.conformance import BATCH, MESH_CONFIGS, MESH_MODELS, mesh_rows, one_form
+from support.pipelines import EVERY_SCHEDULE, pipelined_grad, pipelined_loss
 from support.refusals import value_error
 from support.training import KEY, check
 
 pytestmark = pytest.mark.optimized
 
 MICROBATCHES = 4
-ONE_CHUNK = [schedules.lockstep, schedules.zero_bubble_h1, schedules.one_f_one_b, schedules.gpipe]
-TWO_CHUNKS = [
-    lambda p, m: schedules.interleaved(p, m, 2),
-    schedules.zero_bubble_v,
-    lambda p, m: schedules.lockstep(p, m, 2),
-    schedules.dualpipe_v,
-    lambda p, m: schedules.breadth_first(p, m, 2),
-]
+ONE_CHUNK = [build for build in EVERY_SCHEDULE.values() if build(2, MICROBATCHES).chunks == 1]
+TWO_CHUNKS = [build for build in EVERY_SCHEDULE.values() if build not in ONE_CHUNK]
 CONFIGS = {name: dataclasses.replace(config, layers=4) for name, config in MESH_CONFIGS.items()}
 
 
@@ -80,7 +74,7 @@ def cases():
         turns = {2: itertools.cycle([*ONE_CHUNK, *TWO_CHUNKS]), 4: itertools.cycle(ONE_CHUNK)}
         saved = itertools.cycle((True, True, False))
         for stages in (2, 4):
-            for row in (pipelined(row, stages) for row in mesh_rows(name, 8 // stages)):
+            for row in (pipelined(row, stages) for row in one_form(mesh_rows(name, 8 // stages))):
                 schedule = next(turns[stages])(stages, MICROBATCHES)
                 label = f"{name}-{row.name}-{schedule.name}".replace(" ", "_").replace("=", "")
                 yield pytest.param(name, row, schedule, next(saved), id=label)

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
-from shardkit.jobs.launch import RESTARTS
 from shardkit.meshes import simulated
 from support.refusals import raises, type_error, value_error
 
@@ -212,31 +211,6 @@ ERRORS = {
     "make_mesh: the product of the other sizes must divide the number of devices to infer axis 'model'; got 3 for "
     "8 devices. Change a size.": {"data": 3, "model": -1},
 }
-
-
-RESTARTED = {  # in a job with fewer processes, or more
-    "fewer processes the mesh must change its size too; got data=12, which needs 12, for 8 devices. Pass data=-1 "
-    "instead of data=12.": {"data": 12},
-    "fewer processes the mesh must change its size too; got model=4, data=3, which needs 12, for 8 devices. Pass "
-    "data=-1 instead of data=3.": {"model": 4, "data": 3},
-    "more processes the mesh must change its size too; got data=2, model=2, which needs 4, for 8 devices. Pass data=-1 "
-    "instead of data=2.": {"data": 2, "model": 2},
-    "fewer processes the mesh must change its size too; got a=3, b=3, which needs 9, for 8 devices. Pass -1 for one "
-    "size such that the product of the others divides every number of devices.": {"a": 3, "b": 3},
-}
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("message, sizes", RESTARTED.items())
-def test_a_mesh_that_cannot_shrink_with_its_job(sizes, message, monkeypatch):
-    """It says which axis, and not to simulate devices, which is of no use there."""
-    monkeypatch.setenv(RESTARTS, "1")
-    with value_error(f"make_mesh: in a job that started again with {message}"):
-        sk.make_mesh(**sizes)
-    monkeypatch.setenv(RESTARTS, "0")
-    with pytest.raises(ValueError) as error:
-        sk.make_mesh(**sizes)
-    assert str(error.value).startswith(PRODUCT)
 
 
 @pytest.mark.parametrize("message, sizes", ERRORS.items())

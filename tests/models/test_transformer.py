@@ -138,6 +138,14 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
         transformer.Config(**sizes)
 
 
+def test_a_batch_without_tokens_is_refused():
+    wanted = "transformer: the batch must be a mapping with the entry 'tokens'; got {}. Pass for example "
+    wanted += "{{'tokens': tokens, 'targets': targets}}."
+    for batch, told in (({"targets": tokens()}, "'targets'"), (np.ones(3), "ndarray")):
+        with value_error(wanted.format(told)):
+            transformer.loss_fn(transformer.Config(layers=1, dim=16, heads=2))({}, batch, None)
+
+
 def test_weights_that_no_plan_splits_are_refused():
     mesh = sk.make_mesh(jax.devices()[:4], fsdp=2, model=2)
     config = transformer.Config(vocabulary=64, layers=2, dim=32, heads=4, hidden=64)

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.models import transformer
 from shardkit.plans.dim_rules import dim_chooser
-from shardkit.plans.placement import Layout, Split
+from shardkit.plans.placement import LeafLayout, Split
 from shardkit.plans.plan import strategy
 from support.refusals import raises, value_error
 
-is_layout = lambda x: isinstance(x, Layout)  # noqa: E731
+is_layout = lambda x: isinstance(x, LeafLayout)  # noqa: E731
 SPECS = {"embed": P(None, "d"), "layers": {"up": P(None, None, ("t", "d")), "gain": P()}}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from shardkit import schedules
 from shardkit.schedules import Action, Schedule
+from support.pipelines import BUILDERS
 from support.refusals import type_error, value_error
 
 pytestmark = pytest.mark.check
@@ -183,10 +184,7 @@ def test_errors(call, message):
         call()
 
 
-BUILDERS = [each for name in schedules.__all__ if inspect.isfunction(each := getattr(schedules, name))]
-
-
-@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_a_schedule_counts_devices_and_not_stages(build):
     """With two chunks four devices have eight stages: `stages=4` could mean either."""
     chunks = {"chunks": 2} if "chunks" in inspect.signature(build).parameters else {}

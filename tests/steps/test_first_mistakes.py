@@ -112,6 +112,24 @@ def test_an_evaluation_of_a_gradfn():
 
 
 @pytest.mark.check
+def test_what_an_evaluation_and_a_first_state_are_made_of():
+    evaluate = sk.make_eval_step(loss, mesh=MESH, plan=PLAN)
+    init, _ = sk.make_train_step(OWN, SGD, mesh=MESH, plan=PLAN)
+    params, mixed = {"w": np.ones(3)}, {"layer": {"w": np.ones(3), 1: np.ones(3)}}
+    with type_error("evaluate: params must be the parameters; got a TrainState. Pass state.params."):
+        evaluate(init.abstract(params), np.ones((8, 3)))
+    with pytest.raises(ValueError, match=r"^evaluate: every array of the batch must .*; got no array\. Pass arrays "):
+        evaluate.trace(params, {})
+    keys = "must be of one type, in whose order jax puts the leaves; got 'w', 1. Make all of them strings."
+    with type_error(f"init: the keys of each dict in params {keys}"):
+        init.abstract(mixed)
+    with type_error(f"evaluate: the keys of each dict in batch {keys}"):
+        evaluate(params, mixed)
+    with type_error(f"layouts: the keys of each dict in params {keys}"):
+        PLAN.layouts(mixed, MESH)
+
+
+@pytest.mark.check
 @pytest.mark.parametrize(
     "key, told", [(0, "int 0"), (None, "NoneType None"), (np.int32(3), "int32[]"), (jnp.zeros(2), "float32[2]")]
 )
@@ -145,11 +163,8 @@ def test_keys_whose_draws_go_by_the_batch(impl):
 @pytest.mark.parametrize("axis_type", [None, jax.sharding.AxisType.Explicit])
 def test_a_state_of_another_plan_or_mesh_and_what_is_no_state(axis_type):
     kinds = {} if axis_type is None else {"axis_types": axis_type}
-    mesh, params, batch = (
-        sk.make_mesh(data=8, **kinds),
-        {"w": np.ones((16, 8), np.float32)},
-        np.ones((8, 16), np.float32),
-    )
+    mesh = sk.make_mesh(data=8, **kinds)
+    params, batch = {"w": np.ones((16, 8), np.float32)}, np.ones((8, 16), np.float32)
     plans = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data", min_size=1), "zero1": sk.zero1("data", min_size=1)}
     made = {
         name: sk.make_train_step(OWN, optax.sgd(0.1, momentum=0.9), mesh=mesh, plan=plan)

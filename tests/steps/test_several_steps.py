@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
+from shardkit.analysis.hlo.differences import compiled, written
 from support.training import lenient
 
 STEPS = 3
@@ -60,6 +61,15 @@ def test_they_are_the_steps_one_by_one(name, kind):
 
     traffic = sk.census(several, at_once, BATCHES).sent()
     assert traffic == STEPS * sk.census(step, state, jax.tree.map(lambda x: x[0], BATCHES)).sent()
+
+
+@pytest.mark.optimized
+def test_parameters_that_a_loop_carries_are_not_gathered_again():
+    """It alone would see the partitioner split what the loop carries as the optimizer's state is split."""
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+    state, several = built(mesh, sk.zero1("data", min_size=1, uneven="pad"), steps=STEPS)
+    rows = compiled(several, state, BATCHES).rows
+    assert rows and all(map(written, rows))
 
 
 def test_a_batch_without_the_dim_of_steps(data8):

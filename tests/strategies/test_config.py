@@ -17,24 +17,11 @@ pytestmark = pytest.mark.check
 
 
 def test_fields_and_defaults():  # proves S1
-    assert dataclasses.asdict(DistributedConfig()) == {
-        "enabled": True,
-        "world_size": 1,
-        "backend": "nccl",
-        "rank": 0,
-        "local_rank": 0,
-        "num_nodes": 1,
-        "num_processes_per_node": 1,
-        "devices_per_process": 1,
-        "master_addr": "localhost",
-        "master_port": 29500,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "data_strategy": "dp",
-        "mesh_shape": None,
-        "mesh_axis_names": None,
-        "mixed_precision": "no",
-    }
+    processes = {"enabled": True, "world_size": 1, "backend": "nccl", "rank": 0, "local_rank": 0, "num_nodes": 1}
+    processes |= {"num_processes_per_node": 1, "devices_per_process": 1, "master_addr": "localhost"}
+    plan = {"master_port": 29500, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_strategy": "dp"}
+    plan |= {"mesh_shape": None, "mesh_axis_names": None, "mixed_precision": "no"}
+    assert dataclasses.asdict(DistributedConfig()) == processes | plan
 
 
 def test_processes_per_node_follow_from_the_world():

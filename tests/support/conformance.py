@@ -246,6 +246,13 @@ def mesh_rows(model: str, devices: int = 8) -> list[PlanRow]:
     return rows
 
 
+def one_form(rows: list[PlanRow]) -> list[PlanRow]:
+    """Of each mesh one row: with sequence parallelism or without, in turn."""
+    turn = itertools.cycle((-1, 0))
+    forms = [list(each) for _, each in itertools.groupby(rows, lambda row: row.sizes)]
+    return [each[next(turn) if len(each) > 1 else 0] for each in forms]
+
+
 def _mesh_row(sizes: dict[str, int], config: transformer.Config, sequence: bool, impl: Any) -> PlanRow:
     has = lambda name: name if name in sizes else None  # noqa: E731
     axes = transformer.Axes(has("model"), sequence, has("context"), expert=has("expert"), impl=impl)

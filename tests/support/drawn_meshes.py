@@ -11,8 +11,8 @@ import jax
 import optax
 
 import shardkit as sk
-from shardkit import schedules
 from shardkit.testing import Row
+from support.pipelines import EVERY_SCHEDULE
 from support.rows import FP16, MASTER
 from support.training import lenient
 
@@ -29,17 +29,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "novograd": lambda: optax.novograd(1e-2),
     "block rms": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1e-1)),
     "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=1e-2),
-}
-SCHEDULES: dict[str, tuple[int, Callable[[int, int], Any]]] = {  # chunks of a device first
-    "lockstep": (1, schedules.lockstep),
-    "gpipe": (1, schedules.gpipe),
-    "1f1b": (1, schedules.one_f_one_b),
-    "zb-h1": (1, schedules.zero_bubble_h1),
-    "interleaved": (2, lambda p, m: schedules.interleaved(p, m, 2)),
-    "lockstep in two": (2, lambda p, m: schedules.lockstep(p, m, 2)),
-    "breadth first": (2, lambda p, m: schedules.breadth_first(p, m, 2)),
-    "zb-v": (2, schedules.zero_bubble_v),
-    "dualpipe-v": (2, schedules.dualpipe_v),
 }
 # What the axes of a mesh may be for; data is dp, and zero and fsdp come in their forms.
 USES = ("data", "zero", "fsdp", "context", "ulysses", "model", "expert", "stage")
@@ -137,9 +126,9 @@ def draw_schedule(draw: random.Random, mesh: Mesh) -> tuple[str, Any]:
     """A schedule for the mesh's stages; None without."""
     if "stage" not in mesh.axes:
         return "", None
-    name = draw.choice(list(SCHEDULES))
+    name = draw.choice(list(EVERY_SCHEDULE))
     stages = mesh.ways("stage")
-    return name, SCHEDULES[name][1](stages, draw.choice([stages, 2 * stages, draw.randint(1, 6)]))
+    return name, EVERY_SCHEDULE[name](stages, draw.choice([stages, 2 * stages, draw.randint(1, 6)]))
 
 
 def draw_sizes(draw: random.Random, schedule: Any, most: int) -> tuple[int, ...] | None:

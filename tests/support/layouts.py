@@ -22,6 +22,6 @@ class Specs(NamedTuple):
 
 
 def specs(layouts: Any) -> Any:
-    """The Specs of each Layout in a tree."""
+    """The Specs of each LeafLayout in a tree."""
     of = lambda x: Specs(x.rest, x.seen, x.update, x.grad if x.lazy else None, x.entry, x.padded, x.varies)  # noqa: E731
     return map_layouts(of, layouts)

@@ -19,6 +19,9 @@ from shardkit.schedules import Schedule
 VOCABULARY, D, TOKENS, RATE = 7, 4, 2, 0.25
 BUILDERS = {name: each for name in schedules.__all__ if inspect.isfunction(each := getattr(schedules, name))}
 CHUNKED = tuple(name for name, each in BUILDERS.items() if "chunks" in inspect.signature(each).parameters)
+# Every schedule as a function of devices and microbatches, with two chunks where one may choose; lockstep with one too.
+EVERY_SCHEDULE = {name: partial(each, chunks=2) if name in CHUNKED else each for name, each in BUILDERS.items()}
+EVERY_SCHEDULE["lockstep of one chunk"] = schedules.lockstep
 SPECS = {"embed": P(), "gain": P(), "layers": P("stage")}
 
 

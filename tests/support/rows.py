@@ -202,12 +202,21 @@ def batch(step: int) -> Any:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
-def expected(case: Case) -> Any:
-    """The training on one device that a case must equal, run once for all cases that share it."""
+def _settings(case: Case) -> tuple[transformer.Config, int]:
+    """The configuration of the one device, and in how many ways the batch is split for its microbatches."""
     piped = bool(case.choice["stage"] and case.config.balance)
     config = dataclasses.replace(case.config, prefetch=False, microbatches=MICROBATCHES if piped else 1)
-    ways = ways_of(case.choice) if piped else 1
-    return _expected(config, ways, case.choice["optimizer"], relative_of(case.row.precision))
+    return config, ways_of(case.choice) if piped else 1
+
+
+def alone(case: Case) -> Any:
+    """The GradFn of one device that a case must equal."""
+    return _alone(*_settings(case))
+
+
+def expected(case: Case) -> Any:
+    """The training on one device that a case must equal, run once for all cases that share it."""
+    return _expected(*_settings(case), case.choice["optimizer"], relative_of(case.row.precision))
 
 
 @cache

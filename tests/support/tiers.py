@@ -10,10 +10,10 @@ DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 
 def covered(rows, /, **strategies):
     """Runs a test on rows, dicts of its arguments; in the deep profile on these and on drawn arguments."""
-    if DEEP:  # a tenth of the examples of others, because each is compiled anew
+    if DEEP:  # ten examples: each is compiled anew, and each run of the tier draws others
 
         def drawn(test):
-            test = settings(max_examples=settings.default.max_examples // 10)(given(**strategies)(test))
+            test = settings(max_examples=10)(given(**strategies)(test))
             for row in rows:
                 test = example(**row)(test)
             return test

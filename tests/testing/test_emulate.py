@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.testing import emulate, programs, reference, sharded_arrays
 from support.refusals import type_error, value_error
+from support.tiers import DEEP
 from support.vmapped import under_vmap
 
-HALF = settings(max_examples=settings.default.max_examples // 2)  # each example is compiled four times
+FEW = settings(max_examples=25 if DEEP else 10)  # each is compiled four times; the deep tier draws others in every run
 
 
 def on_mesh(kernel, sizes, in_specs, out_specs):
@@ -30,7 +31,7 @@ def same_bits(got, wanted):
 
 
 # proves F73, F78: emulation, shard_map, plain vmap and lists of blocks agree on chains of collectives
-@HALF
+@FEW
 @given(programs())
 def test_random_programs_agree_in_every_bit(program):
     x = program.blocks()
@@ -41,7 +42,7 @@ def test_random_programs_agree_in_every_bit(program):
     np.testing.assert_array_equal(np.asarray(emulated), program.reference(x))
 
 
-@HALF
+@FEW
 @given(programs(dtypes=("float32",), length=3))
 def test_gradients_of_random_programs(program):
     x = program.blocks()
@@ -148,6 +149,14 @@ def test_the_collectives_of_lax_over_tuples_of_axes():
     for device in range(4):
         mine = jax.tree.map(lambda y, device=device: y[device], got)
         jax.tree.map(np.testing.assert_array_equal, mine, list(what_they_mean(blocks, device)))
+
+
+def test_a_mesh_of_the_same_axes_in_another_order_was_traced_before():
+    other = sk.make_mesh(jax.devices()[:4], b=2, a=2)
+    jax.eval_shape(jax.shard_map(lambda x: lax.psum(x, BA), mesh=other, in_specs=P(BA), out_specs=P()), np.zeros(4))
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    got = emulate(lambda x: lax.ppermute(x, AB, ring), {"a": 2, "b": 2}, P(AB), P(AB))(np.arange(4.0))
+    np.testing.assert_array_equal(got, [3, 0, 1, 2])
 
 
 def softmax_of_all(x):

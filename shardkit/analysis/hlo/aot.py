@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import raised, sized
 from shardkit._arguments.typed import check_kind
 from shardkit._jax import backends
 from shardkit.analysis.hlo.report import Built, Report, report_of
@@ -126,7 +126,7 @@ def build(
     try:
         lowered = traced.lower(lowering_platforms=(where.platform,))
     except Exception as error:
-        raise _untraceable("lowered for this platform", error) from error
+        raise ValueError(f"aot.compile: the function cannot be lowered for this platform: {raised(error)}.") from error
     lowering = time.monotonic() - started
     inside, partitions = backends.lowered_mesh(lowered)
     sizes = sizes or inside  # a sharding constraint's, or that of the jit's own shardings
@@ -166,12 +166,8 @@ def _traced(step: Any, args: Sequence[Any]) -> Any:
     try:
         return traceable(step).trace(*args)
     except Exception as error:
-        raise _untraceable("traced with these arguments", error) from error
-
-
-def _untraceable(what: str, error: Exception) -> ValueError:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ValueError(f"aot.compile: the function cannot be {what}: {type(error).__name__}: {first}")
+        said = f"aot.compile: the function cannot be traced with these arguments: {raised(error)}."
+        raise ValueError(said) from error
 
 
 def _in_child(

@@ -14,7 +14,7 @@ from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
 from shardkit.analysis.hlo.saved import save
-from shardkit.analysis.jaxpr.census import Census, Row, census_of, mesh_sizes, traceable
+from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of, mesh_sizes, traceable
 from shardkit.meshes.layout import table
 
 
@@ -131,10 +131,12 @@ def written(row: CompiledRow) -> bool:
 
 
 class CompilerChange(NamedTuple):
-    """One change by the compiler: a line of text, and whether more bytes are sent."""
+    """One change by the compiler: a line, the kind, whether more bytes are sent, and whether it is its own addition."""
 
     line: str
+    kind: str
     more: bool
+    added: bool = False
 
 
 def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
@@ -149,9 +151,11 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[CompilerChange]
     for key in sorted(before.keys() | after.keys()):
         one, other = before.get(key, _NOTHING), after.get(key, _NOTHING)
         if not _as_written(one, other):
-            found.append(CompilerChange(_rewritten(_what(key), one, other), other.sent > one.sent))
-    lines = [f"added: {t.times} x {_what(key)}, {t.bytes}{t.at}" for key, t in sorted(added.items())]
-    return found + [CompilerChange(line, True) for line in lines]
+            found.append(CompilerChange(_rewritten(_what(key), one, other), key[0], other.sent > one.sent))
+    for key, each in sorted(added.items()):
+        line = f"added: {each.times} x {_what(key)}, {each.bytes}{each.at}"
+        found.append(CompilerChange(line, key[0], more=True, added=True))
+    return found
 
 
 Key = tuple[str, tuple[str, ...]]  # a kind of collective, and its axes in alphabetical order
@@ -165,7 +169,7 @@ class _Traffic(NamedTuple):
     places: tuple[str, ...] = ()
     unknown: bool = False
 
-    def plus(self, row: Row | CompiledRow, place: str, unknown: bool) -> _Traffic:
+    def plus(self, row: CensusRow | CompiledRow, place: str, unknown: bool) -> _Traffic:
         """With the collectives of one more row."""
         new = (place,) if place and place not in self.places else ()
         return _Traffic(self.times + row.times, self.sent + row.total, self.places + new, self.unknown or unknown)
@@ -186,7 +190,7 @@ _NOTHING = _Traffic()
 _Tally = dict[Key, _Traffic]
 
 
-def _tallies(wanted: list[Row], rows: list[CompiledRow]) -> tuple[_Tally, _Tally, _Tally]:
+def _tallies(wanted: list[CensusRow], rows: list[CompiledRow]) -> tuple[_Tally, _Tally, _Tally]:
     """The collectives as written, those of them in the compiled program, and those that the compiler added."""
     before: _Tally = {}
     after: _Tally = {}
@@ -209,7 +213,7 @@ def _what(key: Key) -> str:
     return f"{key[0]} over {quoted(key[1])}"
 
 
-def _moved(row: Row, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
+def _moved(row: CensusRow, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
     """The axes of a written collective under which it is found among the compiled.
 
     A group does not show axes of one device, nor the pairs of a permute an axis along which they stay: fewer axes with
@@ -232,7 +236,7 @@ def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[CompilerChan
         own, sums = before.get(summed, _NOTHING), after.get(summed, _NOTHING)
         if summed in before | after and lost > 0 and sums.sent - own.sent >= 2 * missing * Fraction(9, 10):
             line = f"run as all_reduce: {lost} x {_what(key)}, {float(2 * missing):,.0f} bytes instead of"
-            found.append(CompilerChange(f"{line} {float(missing):,.0f}{wanted.at}", True))
+            found.append(CompilerChange(f"{line} {float(missing):,.0f}{wanted.at}", key[0], True))
             restored[key] = run._replace(times=wanted.times, sent=wanted.sent)
             times = max(sums.times - lost, min(1, own.times))  # they may have been merged
             rest = max(sums.sent - 2 * missing, own.sent)  # the sums may have sent up to a tenth less

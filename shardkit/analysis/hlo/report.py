@@ -16,7 +16,7 @@ from shardkit.analysis.hlo.compute import NO_WORK, Work, clock_of
 from shardkit.analysis.hlo.differences import account, changed, grouped
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, parse_topology
-from shardkit.analysis.jaxpr.census import Census, Row, census_of
+from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of
 from shardkit.meshes.layout import table
 
 # The two forms of the message with which a compiler refuses a program.
@@ -234,7 +234,7 @@ def _line(rows: list[CompiledRow]) -> tuple[str, ...]:
     )
 
 
-def plain_row(row: Row | CompiledRow) -> dict[str, Any]:
+def plain_row(row: CensusRow | CompiledRow) -> dict[str, Any]:
     """A row as JSON can hold it."""
     return asdict(row) | {"sent": [row.sent.numerator, row.sent.denominator]}
 

@@ -20,7 +20,7 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quoted, raised
 from shardkit._arguments.typed import typed
 from shardkit.steps.step import Step
 
@@ -52,7 +52,7 @@ def save(program: Any, path: str | os.PathLike[str], ends: dict[str, bool] | Non
     except Exception as error:  # jax and pickle have many
         raise ValueError(
             "save: the program must consist of arrays and compiled code alone; jax cannot serialize it: "
-            f"{_first(error)}. Take out what calls Python (jax.debug.print, callbacks), and define the classes of "
+            f"{raised(error)}. Take out what calls Python (jax.debug.print, callbacks), and define the classes of "
             "arguments and results in a module."
         ) from error
     # A pickle inside the other, which is opened only where the versions of jax are these.
@@ -113,7 +113,7 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
         )
     except Exception as error:  # jax, pickle and the modules that it imports have many
         raise ValueError(
-            f"aot.load: the runtime must accept the program; it refuses {path}: {_first(error)}. Save the program "
+            f"aot.load: the runtime must accept the program; it refuses {path}: {raised(error)}. Save the program "
             "again, in the environment in which it runs."
         ) from error
     return Step(run, ends=ends, warns=False) if ends else run
@@ -161,8 +161,3 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()}"
     flags = next((sorted(line.split()) for line in lines if line.lower().startswith(("flags", "features"))), [])
     return f"{platform.machine()} {hashlib.sha256(' '.join(flags).encode()).hexdigest()[:12]}"
-
-
-def _first(error: Exception) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{type(error).__name__}: {text.rstrip('.')}"

@@ -22,7 +22,7 @@ class Value(NamedTuple):
     around: tuple[tuple[proto.Computation, proto.Instruction], ...] = ()
 
 
-class Use(NamedTuple):
+class CompiledUse(NamedTuple):
     """An instruction that reads a value as its operand `position`."""
 
     value: Value
@@ -64,7 +64,7 @@ class Uses:
                     users.setdefault(operand, []).append((each, position))
         return self._users[computation.id].get(number, [])
 
-    def ends(self, value: Value, passes: Callable[[Use], bool]) -> Iterator[Use]:
+    def ends(self, value: Value, passes: Callable[[CompiledUse], bool]) -> Iterator[CompiledUse]:
         """Where a value goes: the first readers that do not pass it on, and the root of its computation."""
         seen: set[tuple[int, ...]] = set()
         waiting = [value]
@@ -79,9 +79,9 @@ class Uses:
                 if around:
                     waiting.append(Value(*around[-1], around[:-1]))
                 else:
-                    yield Use(value, -1)
+                    yield CompiledUse(value, -1)
             for user, position in self.readers(computation, each.id):
-                use = Use(Value(computation, user, around), position)
+                use = CompiledUse(Value(computation, user, around), position)
                 if user.opcode in ("fusion", "call"):
                     inner = self.module.computations[user.calls[0]]
                     parameter = inner.parameters.get(position)

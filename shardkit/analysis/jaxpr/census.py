@@ -29,7 +29,7 @@ from shardkit.meshes.layout import table
 
 
 @dataclass(frozen=True)
-class Row:
+class CensusRow:
     """One collective of the program.
 
     Attributes:
@@ -77,7 +77,7 @@ class Row:
 class Census:
     """The collectives of one call; `print` it, or read the rows."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[CensusRow, ...]
 
     def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
         """Bytes sent per device: of all rows, of those that use an axis, or of those of a kind."""
@@ -87,7 +87,7 @@ class Census:
         """Collectives in one call; a `while` counts once."""
         return sum(r.times for r in self.select(axis=axis, kind=kind))
 
-    def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[Row, ...]:
+    def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[CensusRow, ...]:
         """The rows that use an axis and are of a kind."""
         return tuple(r for r in self.rows if axis in (None, *r.axes) and kind in (None, r.kind))
 
@@ -98,7 +98,7 @@ class Census:
 
     def ways(self) -> str:
         """How each collective is reached: kind and axes, then a line for each call on the way from the step to jax."""
-        several: dict[tuple[str, ...], list[Row]] = {}
+        several: dict[tuple[str, ...], list[CensusRow]] = {}
         for row in self.rows:
             several.setdefault((f"{row.kind} over {','.join(row.axes)}", *row.way), []).append(row)
         lines = []
@@ -222,7 +222,7 @@ def mesh_sizes(jaxpr: Any, args: Any) -> dict[str, int]:
     return {} if mesh is None else dict(mesh.shape)
 
 
-def row_of(site: Site) -> Row:
+def row_of(site: Site) -> CensusRow:
     """The row of one communicating equation."""
     equation, kind = site.equation, kind_of(site.equation)
     assert kind is not None
@@ -234,8 +234,8 @@ def row_of(site: Site) -> Row:
     size_out = sum(size_of(v) for v in equation.outvars)
     size_in = size_out if kind == "all_reduce" else size_in  # what vmap stacked is summed on the device first
     sent = wire(kind, size_in if data is None else min(size_in, size_out), n, params.get("perm")).sent
-    row = Row(kind, site.name, axes, n, site.times, size_in, size_out, sent, site.source, site.backward, site.branch)
-    return replace(row, way=way_of(site))
+    place = site.source, site.backward, site.branch
+    return CensusRow(kind, site.name, axes, n, site.times, size_in, size_out, sent, *place, way=way_of(site))
 
 
 def size_of(variable: Any) -> int:

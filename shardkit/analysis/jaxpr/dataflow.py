@@ -217,13 +217,12 @@ def _collective(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
     axes = _split(mesh_axes(equation), sizes)
     if equation.params.get("axis_index_groups") is not None:
         return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
-    kind = kind_of(equation)
-    if kind == "ppermute":
+    if kind_of(equation) == "ppermute":
         n = math.prod(sizes[a] for a in axes)
         everyone = len({target for _, target in equation.params["perm"]}) == n
         if everyone and not axes & state.varies:
             return state
-    if kind in ("ppermute", "reduce_scatter", "all_to_all"):
+    if registered(equation.primitive.name).differs:
         return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
     return _equal(state._replace(drawn=_NONE), axes)
 

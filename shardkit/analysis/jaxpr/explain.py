@@ -116,7 +116,9 @@ def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
     forward: dict[Any, list[Site]] = {}
     for site in {id(each.equation): each for each in sites if not each.backward or each.recomputed}.values():
         if kind := registered(site.name).gradient:
-            forward.setdefault(_key(site.equation, kind), []).append(site)
+            key = _key(site.equation, kind)
+            for each in (key, key[:-1]):
+                forward.setdefault(each, []).append(site)
     backward = [site for site in sites if site.backward and kind_of(site.equation)]
     transposes: dict[Any, list[Site]] = {}
     for site in backward:
@@ -124,7 +126,7 @@ def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
             transposes.setdefault(_key(site.equation), []).append(site)
     origins: dict[int, list[Site]] = {}
     for key, group in transposes.items():
-        found = forward.get(key, [])
+        found = forward.get(key) or forward.get(key[:-1], [])  # vmap batches a sum, and not a constant that was cast
         found = [each for each in found if not each.recomputed] or found  # what jax.checkpoint repeats is there twice
         for number, site in enumerate(group):
             # Transposing runs a program backwards: the last one of a line comes first.
@@ -148,39 +150,26 @@ def _reason(site: Site, found: Sequence[Site]) -> Reason:
     row = row_of(site)
     values = list(dict.fromkeys(_name(each.equation.invars[0], each) for each in found))
     value = " or ".join(values) or _name(site.equation.invars[0], site)
-    why = _why(site, row.kind, row.axes, value, found)
+    why = _why(site, row.axes, value, found)
     return Reason(row.kind, row.axes, row.n, row.count, row.bytes_in, row.sent, row.source, value, why)
 
 
-def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequence[Site]) -> str:
+def _why(site: Site, axes: tuple[str, ...], value: str, found: Sequence[Site]) -> str:
     over, it = quoted(axes), "it" if len(axes) == 1 else "them"
     if site.recomputed:
         return "jax.checkpoint runs this collective of the forward pass again instead of saving its result."
     if not found:
         return "a custom_vjp backward rule calls it there."
-    if kind == "all_reduce" and kind_of(found[0].equation):
-        return f"{value} is summed over {over} there without check_vma, where the gradient of a sum is a sum."
-    if kind == "all_reduce":
-        beside = _beside(found[0], axes)
-        cause = f"is used where a value must vary over {it}"
-        if found[0].within(compat.ASKED) or registered(found[0].name).asked:
-            cause = f"is cast there to vary over {it}"
-        elif beside:
-            cause = f"is used with {beside}, which varies over {it}"
-        return f"{value} is invariant over {over} and {cause}; the gradient of the cast is a sum."
-    if kind == "reduce_scatter":
-        return (
-            f"{value} is gathered over {over} there and each device uses the whole; its gradient is summed over the "
-            "devices and split again."
-        )
-    if kind == "all_gather":
-        return (
-            f"{value} is summed over {over} there and each device keeps a piece; its gradient gathers those of all "
-            "pieces."
-        )
-    if kind == "ppermute":
-        return f"{value} is sent along {named(axes)} there; its gradient is sent back."
-    return f"the pieces of {value} are exchanged over {over} there; their gradients are sent back."
+    origin = registered(found[0].name)
+    if origin.why:
+        return origin.why.format(value=value, over=over, along=named(axes))
+    beside = _beside(found[0], axes)
+    cause = f"is used where a value must vary over {it}"
+    if found[0].within(compat.ASKED) or origin.asked:
+        cause = f"is cast there to vary over {it}"
+    elif beside:
+        cause = f"is used with {beside}, which varies over {it}"
+    return f"{value} is invariant over {over} and {cause}; the gradient of the cast is a sum."
 
 
 def _beside(site: Site, axes: tuple[str, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from shardkit._jax.jaxprs import called, own_line
 T = TypeVar("T")
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """One call of a step, traced.
 
     Attributes:
@@ -64,7 +65,7 @@ class Step(NamedTuple):
         return [*names[: len(self.args)], *(f"args[{n}]" for n in range(len(names), len(self.args)))]
 
 
-class Leaf(NamedTuple):
+class StepLeaf(NamedTuple):
     """An array among the arguments.
 
     Attributes:
@@ -82,22 +83,22 @@ class Leaf(NamedTuple):
     source: str
 
 
-def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Step:
+def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> TracedStep:
     """Traces one call: jit, nnx.jit, eqx.filter_jit, pmap, or any function of pytrees. What is traced is left so."""
     args = tuple(args)
     if isinstance(fn, jax.stages.Traced):
-        return Step(fn, args, fn)
+        return TracedStep(fn, args, fn)
     trace, lower = getattr(fn, "trace", None), getattr(fn, "lower", None)
     if trace is not None and (traced := _inside(trace(*args, **kwargs), jax.stages.Traced)) is not None:
-        return Step(fn, args, traced, kwargs=kwargs)
+        return TracedStep(fn, args, traced, kwargs=kwargs)
     if lower is not None:
         with suppress(AttributeError, TypeError):  # equinox: the jit below takes the arguments in parts
             low = lower(*args, **kwargs)
             parts = low.preprocess(low.info, args, kwargs, return_static=True)
-            return Step(fn, args, fn._cached.trace(*parts), kwargs=kwargs)
+            return TracedStep(fn, args, fn._cached.trace(*parts), kwargs=kwargs)
     leaves, structure = jax.tree.flatten(args)
     if lower is None and all(_is_array(leaf) or isinstance(leaf, int | float | complex) for leaf in leaves):
-        return Step(fn, args, jax.jit(fn).trace(*args, **kwargs), kwargs=kwargs)
+        return TracedStep(fn, args, jax.jit(fn).trace(*args, **kwargs), kwargs=kwargs)
     arrays = [n for n, leaf in enumerate(leaves) if _is_array(leaf)]
 
     def call(*given: Any) -> list[Any]:
@@ -111,10 +112,10 @@ def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = Mapping
         lowered = lower and _inside(lower(*args, **kwargs), jax.stages.Lowered)
         return lowered or traced.lower()
 
-    return Step(fn, args, traced, own, kwargs)
+    return TracedStep(fn, args, traced, own, kwargs)
 
 
-def leaves_of(step: Step) -> list[Leaf]:
+def leaves_of(step: TracedStep) -> list[StepLeaf]:
     """The arrays among a step's arguments, in the order of the program's arguments."""
     jaxpr = step.jaxpr
     paths = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(step.args) if _is_array(leaf)]
@@ -122,7 +123,7 @@ def leaves_of(step: Step) -> list[Leaf]:
     if shapes != [tuple(v.aval.shape) for v in jaxpr.invars]:  # a framework that flattens in its own order
         names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
         return [
-            Leaf(name.partition("[")[0].partition(".")[0], name or f"argument {n}", v.aval, None, first_use(jaxpr, v))
+            StepLeaf(re.split(r"[\[.]", name)[0], name or f"argument {n}", v.aval, None, first_use(jaxpr, v))
             for n, (name, v) in enumerate(zip(names, jaxpr.invars, strict=True))
         ]
     given = step.parameters
@@ -130,7 +131,7 @@ def leaves_of(step: Step) -> list[Leaf]:
     for (path, leaf), variable in zip(paths, jaxpr.invars, strict=True):
         argument = given[path[0].idx]
         name = argument + jax.tree_util.keystr(path[1:])
-        out.append(Leaf(argument, name, variable.aval, getattr(leaf, "sharding", None), first_use(jaxpr, variable)))
+        out.append(StepLeaf(argument, name, variable.aval, getattr(leaf, "sharding", None), first_use(jaxpr, variable)))
     return out
 
 

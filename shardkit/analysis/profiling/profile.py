@@ -61,7 +61,7 @@ def _recording(name: str, folder: Path, *, python: bool, perfetto: bool) -> Iter
     try:
         jax.profiler.start_trace(folder, create_perfetto_trace=perfetto, profiler_options=options)
     except RuntimeError as error:
-        if "already" not in str(error):
+        if "already" not in str(error):  # jax has no class of its own for it, only the text
             raise
         raise RuntimeError(
             f"{name}: jax records one trace at a time, and another one is running. Stop that one first."

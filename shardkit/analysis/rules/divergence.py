@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import kind_of
 from shardkit.analysis.jaxpr.dataflow import split_axes, where
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
 
-def divergence(program: Program) -> Iterator[Finding]:
+def divergence(program: TracedProgram) -> Iterator[Finding]:
     """Collectives inside branches and loops that devices take differently."""
     for block, equation in program.equations:
         kind, axes = kind_of(equation), split_axes(equation, block.context)

@@ -8,11 +8,11 @@ from typing import Any
 
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.jaxpr.dataflow import short, where
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
 
-def draws(program: Program) -> Iterator[Finding]:
+def draws(program: TracedProgram) -> Iterator[Finding]:
     """Random numbers that are the same on devices whose elements differ, as one dropout mask for all."""
     for block, equation in program.equations:
         if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):

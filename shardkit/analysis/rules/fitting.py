@@ -8,12 +8,12 @@ from typing import Any
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit.analysis.jaxpr.census import size_of
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, place
 from shardkit.meshes.layout import all_axes
 
 
-def fitting(program: Program) -> Iterator[Finding]:
+def fitting(program: TracedProgram) -> Iterator[Finding]:
     """Axes over which weights are split and activations summed, where all that the program holds fits on a device.
 
     An axis that also splits what is not returned, as a batch is, belongs to data parallelism; one with ppermutes to a

@@ -10,13 +10,13 @@ from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import CONSTANT, State, short
 from shardkit.analysis.jaxpr.explain import with_origins
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
-def inner_gradients(program: Program) -> Iterator[Finding]:
+def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
     """Inside of what is differentiated again, and over axes over which the program reduces after differentiating.
 
     A gradient of shared weights that are constants is summed rightly where nothing differentiates it, and along axes of
@@ -30,8 +30,9 @@ def inner_gradients(program: Program) -> Iterator[Finding]:
     for site, origins in with_origins(program.step.jaxpr):
         axes = [axis for axis in mesh_axes(site.equation) if axis in batch]
         casts = [each.equation.invars[0] for each in origins if registered(each.name).cast]
+        made = [states.get(v, CONSTANT) for v in casts if not hasattr(v, "val")]  # a literal is a constant
         # A loop carries what it begins with and the gradients that it adds, neither of which an argument makes.
-        if axes and casts and _inner(site) and not any(states.get(v, CONSTANT).passed for v in casts):
+        if axes and casts and _inner(site) and not any(state.passed for state in made):
             yield Finding(
                 "inner-gradient-of-a-constant",
                 f"the gradient of a {short(casts[0])} that begins as a constant is summed over {quoted(axes)}, whose "

@@ -10,7 +10,7 @@ import jax
 
 from shardkit._arguments.checks import sized
 from shardkit.analysis.hlo.report import size
-from shardkit.analysis.jaxpr.step import Leaf
+from shardkit.analysis.jaxpr.step import StepLeaf
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
 from shardkit.meshes.layout import all_axes
@@ -19,7 +19,7 @@ from shardkit.meshes.layout import all_axes
 def copies(program: CompiledProgram) -> Iterator[Finding]:
     """Leaves of which every device holds the same large piece, though a dim could be split."""
     held = program.held or tuple(leaf.sharding for leaf in program.leaves)
-    found: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[int, Leaf]]] = {}
+    found: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[int, StepLeaf]]] = {}
     if len(held) != len(program.leaves):
         return
     for leaf, sharding in zip(program.leaves, held, strict=True):
@@ -47,7 +47,7 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
     """Leaves that are passed without a sharding to a program of several devices."""
     if program.devices == 1 or program.passed is None:
         return
-    found: dict[str, list[Leaf]] = {}
+    found: dict[str, list[StepLeaf]] = {}
     for leaf, placed in zip(program.passed, program.placed, strict=True):
         if not placed and _bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
             found.setdefault(leaf.argument, []).append(leaf)
@@ -75,5 +75,5 @@ def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * int(dtype.itemsize)
 
 
-def _short(leaf: Leaf) -> str:
+def _short(leaf: StepLeaf) -> str:
     return f"{leaf.aval.dtype}[{','.join(map(str, leaf.aval.shape))}]"

@@ -8,7 +8,7 @@ from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.report import size
 from shardkit.analysis.hlo.trip_counts import trip_count
-from shardkit.analysis.hlo.uses import Use, Uses, Value
+from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding, together
 
@@ -18,7 +18,7 @@ _SUM = (
 )
 Loop = tuple[proto.Computation, proto.Instruction]  # the computation around a `while`, and that
 _BARRIERS = ("opt-barrier", "optimization-barrier")
-Passes = Callable[[Use], bool]
+Passes = Callable[[CompiledUse], bool]
 # A sum of what these make of each term is what they make of the sum; `_linear` looks at the operands.
 _LINEAR = {"add", "subtract", "negate", "convert", "broadcast", "pad", "slice", "concatenate", "all-reduce"}
 
@@ -98,7 +98,7 @@ def _carried(body: proto.Computation, element: int) -> proto.Instruction | None:
     return next((i for i in reads if i.tuple_index == element), None)
 
 
-def _linear(use: Use) -> bool:
+def _linear(use: CompiledUse) -> bool:
     each = use.value.instruction
     if each.opcode == "multiply":
         return each.operands[0] != each.operands[1]
@@ -107,7 +107,7 @@ def _linear(use: Use) -> bool:
     return each.opcode in _LINEAR or (each.opcode == "select" and use.position > 0)
 
 
-def _linear_or_stacked(use: Use) -> bool:
+def _linear_or_stacked(use: CompiledUse) -> bool:
     return _linear(use) or (use.opcode == "dynamic-update-slice" and use.position < 2)
 
 

@@ -11,11 +11,11 @@ from shardkit._jax import compat
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, split_axes, where
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, Use, uses
 
 
-def one_piece(program: Program) -> Iterator[Finding]:
+def one_piece(program: TracedProgram) -> Iterator[Finding]:
     """Gathered and reduced arrays of which each device then uses one piece."""
     for block, equation in program.equations:
         row, axes = registered(equation.primitive.name), split_axes(equation, block.context)

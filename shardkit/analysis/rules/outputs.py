@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.jaxpr.dataflow import Block, where
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, place
 from shardkit.meshes.layout import all_axes
 
 
-def outputs(program: Program) -> Iterator[Finding]:
+def outputs(program: TracedProgram) -> Iterator[Finding]:
     """Results that out_specs declare replicated and that differ between devices.
 
     Under check_vma jax misses that a predicate varies. Without it, differences are reported along axes over which no

@@ -12,11 +12,11 @@ import numpy as np
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import called, kind_of, marks
 from shardkit.analysis.jaxpr.dataflow import split_axes, where
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
 
-def permutations(program: Program) -> Iterator[Finding]:
+def permutations(program: TracedProgram) -> Iterator[Finding]:
     """Invalid permutations. A shift without wrap and zeros that a `where` replaces are intended."""
     for block, equation in program.equations:
         axes = split_axes(equation, block.context)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quoted, raised
 from shardkit._jax import backends, compat
 from shardkit._jax.jaxprs import kind_of, mesh_axes, source_line, walk
 from shardkit.analysis.jaxpr.dataflow import Context, short
-from shardkit.analysis.jaxpr.step import Step, trace_step
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.jaxpr.step import TracedStep, trace_step
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, place
 
 _LARGEST_CONSTANT = 1 << 20  # elements; larger ones are not compared
@@ -36,7 +36,7 @@ class _Line(NamedTuple):
         return not self.constant and kind_of(self.equation) is not None
 
 
-def other_process(program: Program) -> Iterator[Finding]:
+def other_process(program: TracedProgram) -> Iterator[Finding]:
     """Programs that another process would trace differently."""
     # pmap asks for the devices of its process as it traces.
     pmaps = any(compat.made_by_pmap(site.equation) for site in walk(program.step.jaxpr))
@@ -44,7 +44,7 @@ def other_process(program: Program) -> Iterator[Finding]:
         yield from differences_of_processes(program.step)
 
 
-def differences_of_processes(step: Step) -> Iterator[Finding]:
+def differences_of_processes(step: TracedStep) -> Iterator[Finding]:
     """Compares a program that was traced here with what another process would trace."""
     # Before jax starts, its index is 0.
     here = jax.process_index() if backends.jax_has_started() else 0
@@ -55,7 +55,7 @@ def differences_of_processes(step: Step) -> Iterator[Finding]:
     except Exception as error:
         yield Finding(
             "process-dependent-program",
-            f"it can be traced as process {here} and raises {_said(error)} as process {there}.",
+            f"it can be traced as process {here} and raises {raised(error)} as process {there}.",
             _raised_at(error),
             _REMEDY,
         )
@@ -144,11 +144,6 @@ def _told(line: _Line | None) -> str:
         name = f"{kind_of(equation)} over {quoted(mesh_axes(equation))}"
     shapes = ", ".join(short(v) for v in equation.invars)
     return f"{name}({shapes})"
-
-
-def _said(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return type(error).__name__ + (f": {lines[0].rstrip('.')}" if lines else "")
 
 
 def _raised_at(error: BaseException) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 
+from shardkit._arguments.checks import raised
 from shardkit._jax import backends, compat
 from shardkit._jax.jaxprs import own_line
 from shardkit.analysis.hlo import aot, proto
@@ -20,13 +22,13 @@ from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.hlo.uses import Uses
 from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
 from shardkit.analysis.jaxpr.dataflow import Block, follow
-from shardkit.analysis.jaxpr.step import Leaf, Step, leaves_of
+from shardkit.analysis.jaxpr.step import StepLeaf, TracedStep, leaves_of
 
 _REPLICATED = "Involuntary full rematerialization"
 
 
 @dataclass(frozen=True)
-class Program:
+class TracedProgram:
     """One call of a function as the rules on a trace read it.
 
     Attributes:
@@ -36,7 +38,7 @@ class Program:
         capacity: bytes that one device can hold, less activations; None if that is not known.
     """
 
-    step: Step
+    step: TracedStep
     large: int
     small: int
     capacity: int | None = None
@@ -60,7 +62,7 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompiledProgram(Program):
+class CompiledProgram(TracedProgram):
     """The same, compiled: what all rules read.
 
     Attributes:
@@ -88,7 +90,7 @@ class CompiledProgram(Program):
     target: str
 
     @cached_property
-    def leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[StepLeaf]:
         """The arrays among the arguments."""
         return leaves_of(self.step)
 
@@ -107,7 +109,7 @@ class CompiledProgram(Program):
         return next((leaf.source for leaf in self.leaves if name in (leaf.name, leaf.argument)), "")
 
     @cached_property
-    def passed(self) -> list[Leaf] | None:
+    def passed(self) -> list[StepLeaf] | None:
         """The leaves that the program uses, in the order of its arguments; None where that is not known."""
         used = compat.arguments_used(self.step.jaxpr)
         leaves = [leaf for leaf, is_used in zip(self.leaves, used, strict=True) if is_used]
@@ -132,25 +134,34 @@ class CompiledProgram(Program):
         return max(row.bytes_in, row.bytes_out)
 
 
-def compiled_program(
-    program: Program, target: str | None, timeout: float, built: aot.Built | None = None
-) -> CompiledProgram:
-    """Compiles one call: for the devices of this process, or for those of `target`, where it may be `built` already."""
-    step = program.step
+@contextmanager
+def in_one_sentence(where: str, what: str) -> Iterator[None]:
+    """What the step, jax or the compiler raises inside, as a sentence; what shardkit refuses is one already."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{where}: the step must be {what} with these arguments; it raises {raised(error)}. Check the arguments, "
+            "and the mesh context that the step needs."
+        ) from error
+
+
+def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None, target: str | None) -> CompiledProgram:
+    """One call compiled for the devices of this process, or as it is `built` for those of `target`."""
+    step = traced.step
     sizes = mesh_sizes(step.jaxpr, step.args)
-    if target is None:
-        lowered = step.lowered
-        with backends.captured_log(_REPLICATED) as log:
+    if built is None or target is None:
+        with in_one_sentence(where, "traced and compiled"), backends.captured_log(_REPLICATED) as log:
+            lowered = step.lowered
             compiled = lowered.compile()
         executable: Any = compiled.runtime_executable()
         serialized, memory = executable.hlo_modules()[0].as_serialized_hlo_module_proto(), memory_of(executable)
         held = tuple(compiled.in_tree.flatten_up_to(compiled.input_shardings))  # type: ignore[attr-defined]
         versions = {"jax": jax.__version__}
     else:
-        built = built or aot.build(step.traced, step.args, topology=target, timeout=timeout)
         if built.module is None:
             raise RuntimeError(
-                f"audit: the program must fit the memory of {target}; its compiler says "
+                f"{where}: the program must fit the memory of {target}; its compiler says "
                 f"{built.answer['message'].splitlines()[0]} Pass more or larger chips as target=, or smaller arguments."
             )
         lowered = step.traced.lower(lowering_platforms=(parse_topology(target).platform,))
@@ -164,10 +175,10 @@ def compiled_program(
     module = proto.read(serialized, _line)
     kept = [line for line in log if _REPLICATED in line]
     return CompiledProgram(
-        program.step,
-        program.large,
-        program.small,
-        program.capacity,
+        step,
+        traced.large,
+        traced.small,
+        traced.capacity,
         mesh=sizes,
         devices=partitions,
         module=module,

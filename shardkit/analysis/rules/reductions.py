@@ -9,11 +9,11 @@ from shardkit._arguments.checks import named, quoted
 from shardkit._jax import compat
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import short, split_axes, where
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
 
-def reductions(program: Program) -> Iterator[Finding]:
+def reductions(program: TracedProgram) -> Iterator[Finding]:
     """Sums, maxima and minima over devices that hold the same value. A sum of a constant is a count."""
     for block, equation in program.equations:
         what = registered(equation.primitive.name).reduces

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import written
-from shardkit.analysis.hlo.uses import Use, Value
+from shardkit.analysis.hlo.uses import CompiledUse, Value
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
 
@@ -64,11 +64,11 @@ def _logged(program: CompiledProgram, line: str) -> Finding:
     )
 
 
-def _moves(use: Use) -> bool:
+def _moves(use: CompiledUse) -> bool:
     return use.opcode in ("convert", "all-gather")
 
 
-def _own_piece(program: CompiledProgram, use: Use) -> bool:
+def _own_piece(program: CompiledProgram, use: CompiledUse) -> bool:
     """Whether a reader takes the piece of a value that belongs to its device."""
     if use.opcode != "dynamic-slice" or use.position != 0:
         return False

@@ -9,12 +9,12 @@ from shardkit._arguments.checks import sized
 from shardkit._jax import compat
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import short
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, place
 from shardkit.meshes.layout import all_axes
 
 
-def replicated(program: Program) -> Iterator[Finding]:
+def replicated(program: TracedProgram) -> Iterator[Finding]:
     """Large inputs of a shard_map whose spec names no axis."""
     for block, equation in program.equations:
         if equation.primitive.name != "shard_map" or block.context.mapped:

@@ -17,7 +17,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import called, flow, scan_operands, walk, while_operands
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import Context, where
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 from shardkit.meshes.layout import all_axes
 
@@ -30,14 +30,14 @@ _REMEDY = (
 )
 
 
-class Value(NamedTuple):
+class NamedValue(NamedTuple):
     """Values of one name are equal; `loops` are those whose iterations may differ in it."""
 
     name: int
     loops: frozenset[int] = frozenset()
 
 
-class _Place(NamedTuple):
+class _Surroundings(NamedTuple):
     """What surrounds an equation.
 
     Attributes:
@@ -53,10 +53,10 @@ class _Place(NamedTuple):
     line: str = ""
 
 
-def reused_keys(program: Program) -> Iterator[Finding]:
+def reused_keys(program: TracedProgram) -> Iterator[Finding]:
     """Second draws from one key, and draws that the iterations of a loop repeat."""
     jaxpr, names = program.step.jaxpr, _Names()
-    names.run(jaxpr, [names.new() for _ in (*jaxpr.constvars, *jaxpr.invars)], _Place(Context(), (), {}))
+    names.run(jaxpr, [names.new() for _ in (*jaxpr.constvars, *jaxpr.invars)], _Surroundings(Context(), (), {}))
     yield from names.found
 
 
@@ -68,23 +68,23 @@ class _Names:
         self._known: dict[Any, int] = {}
         self._drawing: dict[int, bool] = {}
 
-    def new(self, of: Sequence[Value] = ()) -> Value:
+    def new(self, of: Sequence[NamedValue] = ()) -> NamedValue:
         """A new value, equal to no other, made from these."""
         return self._named(object(), of)
 
-    def _named(self, made: Any, of: Sequence[Value] = ()) -> Value:
+    def _named(self, made: Any, of: Sequence[NamedValue] = ()) -> NamedValue:
         key = (made, *(value.name for value in of))
         name = self._known.setdefault(key, len(self._known))
-        return Value(name, frozenset[int]().union(*(value.loops for value in of)))
+        return NamedValue(name, frozenset[int]().union(*(value.loops for value in of)))
 
-    def run(self, jaxpr: Any, given: Sequence[Value], place: _Place) -> list[Value]:
+    def run(self, jaxpr: Any, given: Sequence[NamedValue], place: _Surroundings) -> list[NamedValue]:
         """The values of a jaxpr's results, for those of its constants and arguments."""
         return flow(jaxpr, given, lambda equation, ins: self._step(equation, ins, place), self._literal)
 
-    def _literal(self, atom: Any) -> Value:
+    def _literal(self, atom: Any) -> NamedValue:
         return self._named((str(atom.aval.dtype), str(atom.val)))
 
-    def _step(self, equation: Any, ins: list[Value], place: _Place) -> list[Value]:
+    def _step(self, equation: Any, ins: list[NamedValue], place: _Surroundings) -> list[NamedValue]:
         name, outs = equation.primitive.name, equation.outvars
         if name in _DRAWS:
             self._draw(equation, ins[0], place)
@@ -131,7 +131,7 @@ class _Names:
             self._drawing[id(jaxpr)] = any(site.name in _DRAWS for site in walk(jaxpr))
         return self._drawing[id(jaxpr)]
 
-    def _computed(self, equation: Any, ins: list[Value]) -> list[Value]:
+    def _computed(self, equation: Any, ins: list[NamedValue]) -> list[NamedValue]:
         """Keys and integers are named by what made them, clones never; no key is made from floats."""
         clones = equation.primitive.name == "random_clone"
         if clones or compat.acts(equation) or not all(_may_make_a_key(out.aval) for out in equation.outvars):
@@ -139,7 +139,7 @@ class _Names:
         made = (equation.primitive.name, str(sorted(equation.params.items(), key=lambda item: item[0])))
         return [self._named((*made, i), ins) for i in range(len(equation.outvars))]
 
-    def _loop(self, equation: Any, ins: list[Value], place: _Place) -> list[Value]:
+    def _loop(self, equation: Any, ins: list[NamedValue], place: _Surroundings) -> list[NamedValue]:
         params = equation.params
         if equation.primitive.name == "scan":
             fixed, held, each = scan_operands(equation, ins)
@@ -165,7 +165,7 @@ class _Names:
             self.run(sub, [*constants, *fixed, *turning], place)
         return [self.new(ins) for _ in equation.outvars]
 
-    def _draw(self, equation: Any, key: Value, place: _Place) -> None:
+    def _draw(self, equation: Any, key: NamedValue, place: _Surroundings) -> None:
         if place.context.backward or _again(equation):
             return
         line = place.line or where(equation, place.context)

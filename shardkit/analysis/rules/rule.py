@@ -37,8 +37,8 @@ class Rule(NamedTuple):
     Attributes:
         name: what a finding and `ignore=` call it.
         finds: what it finds, in a few words.
-        reads: "trace": `lint` and `audit` apply it, to a `Program`; "compiled": `audit(..., compiled=True)` does, to a
-            `CompiledProgram`.
+        reads: "trace": `lint` and `audit` apply it, to a `TracedProgram`; "compiled": `audit(..., compiled=True)` does,
+            to a `CompiledProgram`.
         check: `check(program)` yields the findings. Rules may share one function, which runs once.
     """
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.hlo.collectives import CompiledRow
-from shardkit.analysis.hlo.uses import Use, Uses, Value
+from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
 
@@ -54,7 +54,7 @@ def _additions(uses: Uses, value: Value) -> Iterator[tuple[int, int]]:
         yield value.computation.id, value.instruction.id
 
 
-def _scaled(use: Use) -> bool:
+def _scaled(use: CompiledUse) -> bool:
     computation, each, _ = use.value
     if each.opcode == "multiply":
         other = computation.instructions[each.operands[1 - use.position]]

@@ -10,14 +10,14 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import kind_of
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, short, split_axes, where
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, passes_on
 
 # Over fewer devices, tiny pieces are split because the rest of the tree is.
 _MANY = 16
 
 
-def tiny_shards(program: Program) -> Iterator[Finding]:
+def tiny_shards(program: TracedProgram) -> Iterator[Finding]:
     """Arrays that many devices hold in pieces of a few bytes: a message costs its latency whatever its size."""
     for block, equation in program.equations:
         kind, axes = kind_of(equation), split_axes(equation, block.context)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, place
 
 
-def unchecked(program: Program) -> Iterator[Finding]:
+def unchecked(program: TracedProgram) -> Iterator[Finding]:
     """shard_map without check_vma, and pmap."""
     for block, equation in program.equations:
         if not block.context.mapped and compat.made_by_pmap(equation):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardkit.analysis.hlo.collectives import CompiledRow
-from shardkit.analysis.hlo.uses import Use, Value
+from shardkit.analysis.hlo.uses import CompiledUse, Value
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding, together
 
@@ -33,7 +33,7 @@ def widths(program: CompiledProgram) -> Iterator[Finding]:
         )
 
 
-def _moves(use: Use) -> bool:
+def _moves(use: CompiledUse) -> bool:
     return use.opcode in ("slice", "dynamic-slice", "all-gather", "concatenate")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import source_line
+from shardkit._jax.primitives import registered
 from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.interpreter import DiffersError, Seen
 from shardkit.testing.exact.rules import Operand
@@ -37,8 +38,23 @@ class _Made(NamedTuple):
 
     equation: Any
     operands: tuple[Any, ...]
-    value: Exact
-    axes: dict[str, int]
+    value: Operand
+    axes: Mapping[str, int]
+    around: str
+
+    @property
+    def name(self) -> str:
+        """That of the primitive."""
+        return str(self.equation.primitive.name)
+
+    @property
+    def line(self) -> str:
+        """The line of the equation."""
+        return source_line(self.equation, self.around)
+
+
+# Equations that only pass elements on: whoever looks for the origin of a value looks behind them.
+_PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "scan", "shard_map", "squeeze", "transpose")
 
 
 def located(runs: Runs, index: int, wanted: Exact | None) -> str:
@@ -49,64 +65,103 @@ def located(runs: Runs, index: int, wanted: Exact | None) -> str:
     field = runs.field
     known: set[bytes] = set()
 
-    def keep(equation: Any, operands: Any, results: Any, axes: dict[str, int]) -> None:
-        known.update(_digest(_top(field, x)) for x in (*operands, *results) if isinstance(x, Exact))
+    def keep(equation: Any, operands: Any, results: Any, *_: Any) -> None:
+        known.update(_digest(_top(field, x)) for x in (*operands, *results) if _counts(x))
 
     runs.alone(field, keep)
     made: dict[int, _Made] = {}
 
-    def note(equation: Any, operands: Any, results: Any, axes: dict[str, int]) -> None:
+    def note(equation: Any, operands: Any, results: Any, axes: Mapping[str, int], around: str) -> None:
         for x in results:
-            if isinstance(x, Exact) and id(x) not in made:
-                made[id(x)] = _Made(equation, tuple(operands), x, axes)
+            if id(x) not in made and (
+                isinstance(x, Exact) or (_counts(x) and registered(equation.primitive.name).kind)
+            ):
+                made[id(x)] = _Made(equation, tuple(operands), x, axes, around)
 
+    right: list[Operand] = []
     try:
-        got = runs.on_mesh(field, note)[index]
+        *right, got = runs.on_mesh(field, note)[: index + 1]
     except DiffersError as error:
         got = error.value
-    return _told(field, known, made, got, wanted)
+    return _told(field, known, made, right, got, wanted)
 
 
-def _told(field: Field, known: set[bytes], made: dict[int, _Made], got: Any, wanted: Exact | None) -> str:
+def _counts(x: Operand) -> bool:
+    """Whether a value is looked up: unknowns, and sums that follow from no unknown, as the count of tokens."""
+    return isinstance(x, Exact) or x.dtype.kind == "f"
+
+
+def _told(
+    field: Field, known: set[bytes], made: dict[int, _Made], right: list[Operand], got: Any, wanted: Exact | None
+) -> str:
     held: dict[int, str | None] = {}
+    waiting = list(right)
+    while waiting:  # what right results follow from is right
+        x = waiting.pop()
+        if id(x) in made and id(x) not in held:
+            held[id(x)] = ""
+            waiting += made[id(x)].operands
 
     def explained(x: Any) -> str | None:
         """As what the reference has a value, "" for whole or split; None if it does not."""
-        if not isinstance(x, Exact) or id(x) not in made:
+        if id(x) not in made:
             return ""
         if id(x) not in held:
-            forms = _forms(field, x, made[id(x)].axes)
-            held[id(x)] = next((how for form, how in forms if _digest(form) in known), None)
+            step = made[id(x)]
+            if step.name == "scan" and all(explained(y) is not None for y in step.operands):
+                held[id(x)] = ""
+            else:
+                held[id(x)] = next((how for form, how in _forms(field, x, step.axes) if _digest(form) in known), None)
         return held[id(x)]
+
+    def origin(x: Any) -> _Made | None:
+        """The equation that made a value, behind those that only passed it on."""
+        step = made.get(id(x))
+        while step and step.name in _PASS:
+            before = next((made[id(y)] for y in step.operands if id(y) in made), None)
+            if before is None:
+                break
+            step = before
+        return step
 
     entries: list[_Made] = []
     waiting, visited = [got], set()
     while waiting:
         x = waiting.pop()
-        if id(x) in visited or id(x) not in made:
+        if id(x) in visited or explained(x) is not None:
             continue
         visited.add(id(x))
-        own = [y for y in made[id(x)].operands if isinstance(y, Exact)]
-        if explained(x) is None and all(explained(y) is not None for y in own):
+        own = [y for y in made[id(x)].operands if explained(y) is None]
+        if not own:
             entries.append(made[id(x)])
-        waiting += [y for y in own if explained(y) is None] if explained(x) is None else []
+        varying = [y for y in own if _varies(y, len(made[id(y)].axes))] if wanted is None else []
+        waiting += varying or own
+    last = origin(got)
     relation = "" if wanted is None or not isinstance(got, Exact) else _relation(field, got, wanted)
-    how = explained(got)
-    if how:
+    if how := explained(got):
         relation = f"only{how} it is a value of the reference"
-    places = {id(step): place for place, step in enumerate(made.values())}
-    if not entries:
-        step = made.get(id(got))
-        at = f"; it comes from {step.equation.primitive.name} at {source_line(step.equation)}" if step else ""
+    if not entries or relation == _ZERO:
+        at = f"; it comes from {last.name} at {last.line}" if last else ""
         return f": {relation}{at}" if relation else at
+    places = {id(step): place for place, step in enumerate(made.values())}
     first = min(entries, key=lambda step: places[id(step)])
     partial = [how for how in map(explained, first.operands) if how]
     text = f": {relation or _factor(field, known, first)}".rstrip(": ")
     uses = f", of a value that is the reference's only{partial[0]}" if partial else ""
-    return (
-        f"{text}. The first value that the reference does not have is that of {first.equation.primitive.name} at "
-        f"{source_line(first.equation)}{uses}"
+    ends = (
+        f"; the result comes from {last.name} at {last.line}" if relation and last and last.line != first.line else ""
     )
+    return (
+        f"{text}. The first value that the reference does not have is that of {first.name} at {first.line}{uses}{ends}"
+    )
+
+
+_ZERO = "the reference's is zero"
+
+
+def _varies(x: Operand, rank: int) -> bool:
+    """Whether devices have different values."""
+    return isinstance(x, Exact) and max(x.shape[:rank], default=1) > 1
 
 
 def _relation(field: Field, got: Exact, wanted: Exact) -> str:
@@ -114,8 +169,10 @@ def _relation(field: Field, got: Exact, wanted: Exact) -> str:
     a, b = (_top(field, x) for x in (got, wanted))
     if a.shape != b.shape:
         return ""
+    if not b.any():
+        return _ZERO
     for ratio, text in _ratios({}):
-        if np.array_equal(a, b * _residue(field, ratio) % field.p(b)):
+        if np.array_equal(a, b * _residue(field, ratio) % _prime(field)):
             return f"it is {text} the reference everywhere"
     for dim in range(1, b.ndim):
         for by in range(1, b.shape[dim]):
@@ -124,7 +181,7 @@ def _relation(field: Field, got: Exact, wanted: Exact) -> str:
     return ""
 
 
-def _ratios(axes: dict[str, int]) -> Iterator[tuple[Fraction, str]]:
+def _ratios(axes: Mapping[str, int]) -> Iterator[tuple[Fraction, str]]:
     """Factors that a wrong program may have, and their words."""
     for name, n in axes.items():
         yield Fraction(n), f"{n} times, the size of {name!r},"
@@ -140,37 +197,43 @@ def _factor(field: Field, known: set[bytes], step: _Made) -> str:
     for ratio, text in _ratios(step.axes):
         inverse = _residue(field, 1 / ratio)
         for form, how in forms:
-            if _digest(form * inverse % field.p(form)) in known:
+            if _digest(form * inverse % _prime(field)) in known:
                 return f"it is {text} a value of the reference{how}"
     return ""
 
 
+def _prime(field: Field) -> np.uint64:
+    """That of the components that every value has."""
+    return np.uint64(field.moduli[-1])
+
+
 def _residue(field: Field, ratio: Fraction) -> np.uint64:
-    p = int(field.moduli[-1])
+    p = int(_prime(field))
     return np.uint64(ratio.numerator * pow(ratio.denominator, -1, p) % p)
 
 
-def _top(field: Field, x: Exact) -> np.ndarray:
+def _top(field: Field, x: Operand) -> np.ndarray:
     """The components that every value has."""
-    return field.plain(x).number[-field.points :]
+    return field.plain(x if isinstance(x, Exact) else field.lifted(x)).number[-field.points :]
 
 
-def _forms(field: Field, x: Exact, axes: dict[str, int]) -> Iterator[tuple[np.ndarray, str]]:
+def _forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tuple[np.ndarray, str]]:
     """The arrays that a value of all devices may be a part of, and how."""
     number = _top(field, x)
     rank = len(axes)
-    ways = []
-    for at, (name, n) in enumerate(axes.items()):
+    ways: list[list[tuple[Any, int, str]]] = []
+    for at, name in enumerate(axes):
         if number.shape[1 + at] == 1:
             ways.append([("whole", at, name)])
         else:
             dims = range(number.ndim - 1 - rank)
             ways.append([("first", at, name), ("sum", at, name), *((dim, at, name) for dim in dims)])
     for choice in itertools.islice(itertools.product(*ways), _MOST_FORMS):
-        form, how = number, []
+        form: Any = number
+        how: list[str] = []
         for way, at, name in reversed(choice):
             if way == "sum":
-                form = form.sum(1 + at, np.uint64, keepdims=True) % field.p(form)
+                form = form.sum(1 + at, np.uint64, keepdims=True) % _prime(field)
                 how.append(name)
             elif way == "first":
                 if not (form == np.take(form, [0], 1 + at)).all():

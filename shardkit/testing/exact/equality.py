@@ -21,7 +21,7 @@ from shardkit.on_device.gradient import kind
 from shardkit.testing._compare import is_float, is_spec_or_none, kinds_differ, on, shapes_differ
 from shardkit.testing._interpreter import of_floats
 from shardkit.testing.exact.difference import Runs, located
-from shardkit.testing.exact.field import CONSTANT, LEVELS, ORDERS, Exact, Field, RedrawError
+from shardkit.testing.exact.field import CONSTANT, LEVELS, ORDERS, Exact, Field, RedrawError, TooDeepError
 from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
 from shardkit.testing.exact.rules import Operand, UnsupportedError, held
 
@@ -37,6 +37,10 @@ ASSUMED = (
     "comparisons follow random orders in which any two numbers stand both ways: a branch behind several may be missed",
     "functions of different arguments have independent values",
 )
+
+
+class UnprovableError(ValueError):
+    """What cannot be proved for all inputs."""
 
 
 class Equality(NamedTuple):
@@ -113,8 +117,9 @@ def assert_equal_for_all_inputs(
     Raises:
         AssertionError: a difference; names the result or gradient, the line of the first value that the reference does
             not have, and how it differs: a factor, a missing sum, another device's piece.
-        TypeError: no float among the arguments, or what has no meaning in a field, by its name and line.
-        ValueError: nested deeper, or larger, than can be proved, with what to shrink.
+        TypeError: args that is not a tuple.
+        ValueError: no float among the arguments, what has no meaning in a field, by its name and line, or programs that
+            are nested deeper, or larger, than can be proved, with what to shrink.
 
     Cost: seconds on the host for shapes of a few hundred elements; nothing is compiled.
 
@@ -161,7 +166,7 @@ def assert_equal_for_all_inputs(
     def run(side: int, field: Field, seen: Seen | None) -> list[Operand]:
         return Interpreter(field, seen=seen).run(traced[side], [symbol(field, f"{i}", x) for i, x in enumerate(given)])
 
-    field, results = equal(where, on(mesh), names, partial(run, 0), partial(run, 1), points)
+    field, results = equal(where, on(mesh), names, (partial(run, 0), partial(run, 1)), points)
     what = f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}"
     return certificate(field, results, what, shapes)
 
@@ -174,65 +179,72 @@ def certificate(field: Field, results: Sequence[Operand], what: str, inputs: Any
     return Equality(what, shapes, field.points, field.chance(degree), tuple(sorted(field.uninterpreted)))
 
 
+Side = Callable[[Field, Seen | None], list[Operand]]
+
+
 def equal(
     where: str,
     subject: str,
     names: Sequence[str],
-    on_mesh: Callable[[Field, Seen | None], list[Operand]],
-    alone: Callable[[Field, Seen | None], list[Operand]],
+    sides: tuple[Side, Side],
     points: int,
+    orders: Sequence[int] = ORDERS,
 ) -> tuple[Field, list[Operand]]:
-    """Runs both sides in the same field, and refuses results that differ.
+    """Runs the program on the mesh and the one alone in the same fields, and refuses results that differ.
 
     Returns:
-        The field, and the results.
+        The last field, and the results in it.
     """
-    shallow, seed, order = False, 0, 0
+    shallow, seed = False, 0
     while seed < _SEEDS:
-        field = Field(points, seed, shallow, order)
         try:
-            wanted = alone(field, None)
-            got = on_mesh(field, None)
+            for order in orders:
+                field = Field(points, seed, shallow, order)
+                results = _compared(where, subject, names, sides, field)
+                if not field.compared:
+                    break
+            return field, results
         except RedrawError:
-            seed, order = seed + 1, 0
-            continue
-        except UnsupportedError as error:
-            name, *line = error.args
-            raise TypeError(
-                f"{where}: whatever is computed from a float must have a meaning in a finite field; {name} "
-                f"{f'at {line[0]} ' if line else ''}has none. Prove the part before it, or compare floats with "
-                "assert_matches_reference."
-            ) from error
-        except DiffersError as error:
-            hint = _perhaps(field)  # before more functions are met on the way to the line
-            found = located(Runs(field, on_mesh, alone), 0, None)
-            raise AssertionError(f"{where}: {subject}, {error} differs between devices{found}{hint}") from error
-        for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
-            a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
-            logs = a.factor is not None or b.factor is not None  # their exps are compared
-            if max(a.used.max(initial=0), b.used.max(initial=0)) + logs >= LEVELS:
-                break
-            if not field.same(a, b).all():
-                hint = _perhaps(field)
-                found = located(Runs(field, on_mesh, alone), index, b)
-                raise AssertionError(
-                    f"{where}: {subject}, the {name} is not the reference's for all inputs{found}{hint}"
-                )
-        else:
-            order += 1
-            if order == ORDERS or not field.compared:
-                return field, got
-            continue
-        if shallow:
-            raise ValueError(
-                f"{where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these programs nest "
-                "more. Pass a model of fewer layers: a layer more proves nothing else."
-            )
-        shallow, order = True, 0
-    raise ValueError(
+            seed += 1
+        except TooDeepError:
+            if shallow:
+                raise UnprovableError(
+                    f"{where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these programs "
+                    "nest more. Pass a model of fewer layers: a layer more proves nothing else."
+                ) from None
+            shallow = True
+    raise UnprovableError(
         f"{where}: a divisor must not be zero for most inputs; at {_SEEDS} draws one was. Remove a division by what is "
         "always zero."
     )
+
+
+def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side, Side], field: Field) -> list[Operand]:
+    """The results of both sides in a field, where they are equal."""
+    on_mesh, alone = sides
+    try:
+        wanted, got = alone(field, None), on_mesh(field, None)
+    except UnsupportedError as error:
+        name, *line = error.args
+        raise UnprovableError(
+            f"{where}: whatever is computed from a float must have a meaning in a finite field; {name} "
+            f"{f'at {line[0]} ' if line else ''}has none. Prove the part before it, or compare floats with "
+            "assert_matches_reference."
+        ) from error
+    except DiffersError as error:
+        hint = _perhaps(field)  # before more functions are met on the way to the line
+        found = located(Runs(field, on_mesh, alone), 0, None)
+        raise AssertionError(f"{where}: {subject}, {error} differs between devices{found}{hint}") from error
+    for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
+        a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
+        logs = a.factor is not None or b.factor is not None  # their exps are compared
+        if max(a.used.max(initial=0), b.used.max(initial=0)) + logs >= LEVELS:
+            raise TooDeepError
+        if not field.same(a, b).all():
+            hint = _perhaps(field)
+            found = located(Runs(field, on_mesh, alone), index, b)
+            raise AssertionError(f"{where}: {subject}, the {name} is not the reference's for all inputs{found}{hint}")
+    return got
 
 
 def _perhaps(field: Field) -> str:
@@ -260,20 +272,22 @@ def check_floats(where: str, shapes: Any) -> None:
     """Refuses inputs without a float, and complex ones."""
     leaves = jax.tree.leaves(shapes)
     if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves):
-        raise TypeError(
+        raise UnprovableError(
             f"{where}: inputs must be real; got a complex one. Pass real and imaginary parts as two arrays, or compare "
             "floats with assert_matches_reference."
         )
     if not any(is_float(x) for x in leaves):
-        raise TypeError(
+        raise UnprovableError(
             f"{where}: at least one input must be an array of floats, for which the proof holds; got "
-            f"{quoted(sorted({str(x.dtype) for x in leaves})) or 'none'}. Compare integers with assert_matches_reference."
+            f"{quoted(sorted({str(x.dtype) for x in leaves})) or 'none'}. Compare integers with "
+            "assert_matches_reference."
         )
 
 
 def check_size(where: str, traced: Sequence[Any]) -> None:
     """Refuses programs that would take more than ten minutes."""
-    seconds, largest = 0.0, ((0,), "")
+    seconds = 0.0
+    largest: tuple[Any, str] = (0,), ""
     for closed in traced:
         for site in walk(closed.jaxpr):
             if compat.inner_jaxprs(site.equation):
@@ -292,7 +306,7 @@ def check_size(where: str, traced: Sequence[Any]) -> None:
             seconds += (site.times or 1) * _SECONDS["equation"]
             seconds += times * 24 * size * (_SECONDS["element"] + inner * _SECONDS["product"])
     if seconds > _LONGEST:
-        raise ValueError(
+        raise UnprovableError(
             f"{where}: shapes must be small, because a proof holds for all values and not for more shapes; these would "
             f"take about {seconds / 60:,.0f} minutes, the largest array is {list(largest[0])} at {largest[1]}. Shrink "
             "batch, sequence, widths and layers to a few elements per device."

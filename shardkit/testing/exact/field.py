@@ -31,7 +31,7 @@ import numpy as np
 # p, 2p + 1, ... of a chain of eight primes (Cunningham's of the first kind); the product of two fits 64 bits.
 PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
 LEVELS = len(PRIMES)
-ORDERS = 4
+ORDERS = (0, 1, 2, 3)
 INFINITE = 1e9
 _LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
 _LOWEST = np.iinfo(np.int64).min
@@ -39,6 +39,10 @@ _LOWEST = np.iinfo(np.int64).min
 
 class RedrawError(Exception):
     """A divisor that is not always zero is zero at one of the points: they are drawn again."""
+
+
+class TooDeepError(Exception):
+    """More nested exps, on the way to a result, than the tower has primes."""
 
 
 class Degree(NamedTuple):
@@ -120,6 +124,10 @@ class Exact:
         """With its elements at other places: `move` acts on each part, behind its leading dim."""
         factor = None if self.factor is None else move(self.factor)
         return replace(self, number=move(self.number), facts=move(self.facts), factor=factor)
+
+    def row(self, dim: int, i: int) -> Exact:
+        """The elements at a place of a dim, without it."""
+        return self.moved(lambda part: np.take(part, i, dim + 1))
 
     def signed(self, sign: int) -> Exact:
         """The same, known to have a sign."""
@@ -229,21 +237,23 @@ class Field:
         return self._constants[known]
 
     def plain(self, x: Exact) -> Exact:
-        """Without a logarithm: that of the factor becomes an uninterpreted number."""
+        """Without a logarithm: that of the factor becomes an uninterpreted number, and minus that for its inverse."""
         if x.factor is None:
             return x
         one = x.factor == 1
         if not one.all():
             self.uninterpreted.add("log")
-        number = (x.number + np.where(one, np.uint64(0), self.random("log", x.factor))) % self.p(x.number)
+        p = self.p(x.number)
+        log = self.random("log", x.factor) + p - self.random("log", self.inverted(x.factor, x.used[1]))
+        number = (x.number + np.where(one, np.uint64(0), log)) % p
         used = np.where(one.all(0), x.used[0], x.used.max(0))
         return Exact(number, facts(x.shape, 0, x.low, used), degree=x.degree.plus(INPUT))
 
     def random(self, name: str, *arrays: np.ndarray) -> np.ndarray:
         """A random function of numbers, component by component."""
-        word = np.uint64(0)
+        word: Any = np.uint64(0)
         for number, x in enumerate(arrays):
-            word = mixed(word + x + self.salt(f"{name} {number}").reshape(-1, *[1] * (x.ndim - 1)))
+            word = mixed(word, x, self.salt(f"{name} {number}").reshape(-1, *[1] * (x.ndim - 1)))
         return word % self.p(word)
 
     def opaque(self, name: str, *operands: Exact, sign: int = 0) -> Exact:
@@ -284,7 +294,7 @@ class Field:
         return self.add(x, self.negative(y))
 
     def mul(self, x: Exact, y: Exact) -> Exact:
-        """x * y; a logarithm times a small whole number stays one."""
+        """x * y; a logarithm times a small whole number or a mask stays one."""
         for one, other in ((x, y), (y, x)):
             times = self.whole(other) if one.factor is not None else None
             if times is not None:
@@ -293,6 +303,12 @@ class Field:
                 number = one.number * other.number % self.p(one.number)
                 known = facts(number.shape[1:], 0, one.low, *one.used)
                 return Exact(number, known, np.broadcast_to(factor, number.shape), one.degree)
+            if one.factor is not None and other.factor is None and not other.degree.total:
+                ones = (other.number == 1).all(0)
+                if (ones | (other.number == 0).all(0)).all():  # a mask
+                    factor = np.where(ones, one.factor, np.uint64(1))
+                    number = one.number * other.number
+                    return Exact(number, facts(number.shape[1:], 0, one.low, *one.used), factor, one.degree)
         x, y = self.plain(x), self.plain(y)
         number = x.number * y.number % self.p(x.number)
         used = np.maximum(x.used[0], y.used[0])
@@ -449,8 +465,7 @@ class Field:
         canonical = np.where(upper, p - top, top) % p
         magnitude = np.zeros(x.shape, np.uint64)
         for component, salt in zip(canonical, self.salt("order"), strict=False):
-            with np.errstate(over="ignore"):  # of 0-d arrays
-                magnitude = mixed(magnitude + component + salt)
+            magnitude = mixed(magnitude, component, salt)
         size = (magnitude >> np.uint64(1)).astype(np.int64) | 1
         size = size if self.order % 2 == 0 else np.iinfo(np.int64).max - size | 1
         key = np.where((top == 0).all(0), 0, np.where(negative, -size, size))
@@ -476,7 +491,7 @@ class Field:
         return min(1.0, total / PRIMES[0]) ** self.points
 
     def same(self, x: Exact, y: Exact) -> np.ndarray:
-        """bool [...]: where two arrays are equal, in the components that both have; of logarithms, whether exps are."""
+        """bool [...]: where two arrays are equal in the components that both have; logarithms, where their exps are."""
         if x.factor is not None or y.factor is not None:
             x, y = self.exp(x), self.exp(y)
         x, y = self.plain(x), self.plain(y)
@@ -485,9 +500,10 @@ class Field:
         return np.asarray(np.where(x.low | y.low, x.low == y.low, equal))
 
 
-def mixed(x: Any) -> Any:
-    """A bijection of 64-bit words that spreads every bit (the finalizer of splitmix64)."""
+def mixed(*words: Any) -> Any:
+    """A sum of 64-bit words, every bit of it spread (the finalizer of splitmix64)."""
     with np.errstate(over="ignore"):  # of 0-d arrays
+        x = sum(words[1:], words[0])
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

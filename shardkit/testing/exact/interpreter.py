@@ -7,12 +7,13 @@ axis have the same. So a collective is a sum over a dim, a roll of it or its exc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from dataclasses import field as attribute
 from typing import Any
 
-import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import flow, mesh_axes, scan_operands, source_line, while_operands
@@ -22,8 +23,8 @@ from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, held, known, stacked
 
 Move = Callable[[Any, int], Any]
-# Called with each equation, its operands, its results and the bound axes.
-Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], dict[str, int]], None]
+# Called with each equation, its operands, its results, the bound axes and the line of the call around it.
+Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int], str], None]
 _QUIET = ("debug_callback", "debug_print")
 
 
@@ -35,11 +36,13 @@ class Interpreter:
         field: the arithmetic.
         axes: the bound mesh axes with their sizes, in the order of the dims in front.
         seen: what watches.
+        around: the line of the call whose equations these are, for those that know none.
     """
 
     field: Field
-    axes: dict[str, int] = field(default_factory=dict)
+    axes: Mapping[str, int] = attribute(default_factory=dict)
     seen: Seen | None = None
+    around: str = ""
 
     @property
     def rank(self) -> int:
@@ -69,10 +72,10 @@ class Interpreter:
 
     def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> None:
         if self.seen is not None:
-            self.seen(equation, operands, results, self.axes)
+            self.seen(equation, operands, results, self.axes, self.around)
 
     def _results(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         row = registered(name)
         if name == ASSUMED:
             return [self._replicated(equation, operands[0])]
@@ -85,7 +88,7 @@ class Interpreter:
         if row.kind is not None:
             return self._collective(equation, operands)
         inner = [
-            jax.extend.core.ClosedJaxpr(sub, list(constants))
+            ClosedJaxpr(sub, list(constants))
             for (_, sub), constants in zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
         ]
         if name == "shard_map":
@@ -97,7 +100,8 @@ class Interpreter:
         if name == "cond":
             return self._cond(equation, inner, operands)
         if name in compat.CALLS and len(inner) == 1:
-            return self.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
+            within = self if self.seen is None else replace(self, around=source_line(equation, self.around))
+            return within.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
         if name in _QUIET:
             return []
         if not any(isinstance(x, Exact) for x in operands):
@@ -189,7 +193,7 @@ class Interpreter:
         length, rows = equation.params["length"], []
         order = range(length - 1, -1, -1) if equation.params["reverse"] else range(length)
         for i in order:
-            now = [moved(x, self.rank, lambda part, lead, i=i: part[(slice(None),) * lead + (i,)]) for x in each]
+            now = [x.row(self.rank, i) if isinstance(x, Exact) else np.take(x, i, self.rank) for x in each]
             for x, row in zip(each, now, strict=True):
                 self._tell(equation, [x], [row])
             results = self.run(body, [*fixed, *held, *now])
@@ -254,7 +258,7 @@ class Interpreter:
         if row.kind == "reduce_scatter":
             return [self._scattered(x, dims, params["scatter_dimension"], params["tiled"]) for x in operands]
         if row.kind == "ppermute":
-            return [self._permuted(x, dims, params["perm"]) for x in operands]
+            return [self._permuted(x, sorted(dims), params["perm"]) for x in operands]  # in the mesh's order
         if row.kind == "all_to_all" and "split_axis" in params:
             split, joined, tiled = params["split_axis"], params["concat_axis"], params["tiled"]
             return [self._exchanged(x, dims, split, joined, tiled) for x in operands]
@@ -291,7 +295,9 @@ class Interpreter:
                 part = self._full(part, first, dim)
                 part = np.moveaxis(part, first + dim, lead + to - 1)
                 shape = part.shape
-                part = part.reshape(*shape[: lead + to - 1], shape[lead + to - 1] * shape[lead + to], *shape[lead + to + 1 :])
+                part = part.reshape(
+                    *shape[: lead + to - 1], shape[lead + to - 1] * shape[lead + to], *shape[lead + to + 1 :]
+                )
                 part = np.expand_dims(part, first + dim)
             return part
 

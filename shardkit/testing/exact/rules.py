@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from shardkit.testing.exact.field import Exact, Field, facts, mixed, widened
 
 # Arrays of integers and booleans, of floats that follow from no input, and of keys, a word each.
 Known = np.ndarray
-Operand = Exact | Known
+Operand = Any  # Exact or Known
 
 
 class UnsupportedError(Exception):
@@ -51,7 +52,7 @@ def _slice(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
 
 
 def _reverse(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
-    return np.flip(part, [lead + dim for dim in equation.params["dimensions"]])
+    return np.flip(part, tuple(lead + dim for dim in equation.params["dimensions"]))
 
 
 # Primitives of one operand that only move elements, behind `lead` other dims.
@@ -74,7 +75,8 @@ def is_key(x: Any) -> bool:
 def held(x: Any) -> Known:
     """A constant or an input as a known array."""
     if not hasattr(x, "dtype") or not is_key(x):
-        return widened(np.asarray(x))
+        x = np.asarray(x)
+        return widened(np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)))
     return _worded(np.asarray(jax.random.key_data(x)))
 
 
@@ -82,12 +84,12 @@ def _worded(data: np.ndarray) -> np.ndarray:
     """Keys from their data: a word each."""
     word = np.zeros(data.shape[:-1], np.uint64)
     for part in np.moveaxis(data, -1, 0):
-        word = mixed(word + part)
+        word = mixed(word, part)
     return word
 
 
-# Random numbers are hashes of a key and a place. jax's own are so too, by another hash that takes longer to compile than
-# all the rest; a program that is right is right for any.
+# Random numbers are hashes of a key and a place. jax's own are so too, by another hash that takes longer to compile
+# than all the rest; a program that is right is right for any.
 def _random(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
     name, params = equation.primitive.name, equation.params
     x = operands[0]
@@ -100,11 +102,11 @@ def _random(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
     if name == "random_clone":
         return x
     if name == "random_fold_in":
-        return mixed(mixed(x) + operands[1].astype(np.uint64))
+        return mixed(mixed(x), operands[1].astype(np.uint64))
     if name in ("random_split", "random_bits"):
         shape = params["shape"]
         count = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) << np.uint64(32)
-        words = mixed(x.reshape(x.shape + (1,) * len(shape)) + count.reshape(shape))
+        words = mixed(x.reshape(x.shape + (1,) * len(shape)), count.reshape(shape))
         return words if name == "random_split" else words.astype(f"uint{params['bit_width']}")
     return None
 
@@ -133,7 +135,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
 def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     """The results of an equation whose operands are all known, for every device."""
     name, params = equation.primitive.name, equation.params
-    out = equation.outvars[0].aval if equation.outvars else None
+    out: Any = equation.outvars[0].aval if equation.outvars else None
     if name in _NUMPY:
         with np.errstate(all="ignore"):
             return [np.asarray(_NUMPY[name](*_aligned(operands, rank)), _long(out.dtype))]
@@ -141,7 +143,9 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
         return [_ONE[name](operands[0], rank, equation)]
     if name == "iota" and not operands:
         shape = [size if dim == params["dimension"] else 1 for dim, size in enumerate(out.shape)]
-        return [np.broadcast_to(np.arange(max(shape), dtype=_long(out.dtype)).reshape(shape), out.shape)[(None,) * rank]]
+        return [
+            np.broadcast_to(np.arange(max(shape), dtype=_long(out.dtype)).reshape(shape), out.shape)[(None,) * rank]
+        ]
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(out):
         return [operands[0].astype(_long(out.dtype))]
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(out.dtype).itemsize:
@@ -152,7 +156,9 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     if name.startswith("random_") and (words := _random(equation, operands)) is not None:
         return [words]
     if name in ("concatenate", "stack"):
-        return [joined(list(operands), rank + params["dimension" if name == "concatenate" else "axis"], name == "stack")]
+        return [
+            joined(list(operands), rank + params["dimension" if name == "concatenate" else "axis"], name == "stack")
+        ]
     if name in _MOVES:
         data = _MOVES[name](len(operands))
         lead = np.broadcast_shapes(*(operands[i].shape[:rank] for i in data))
@@ -166,7 +172,7 @@ def bound(
     equation: Any, operands: Sequence[Known], rank: int, changed: dict[str, Any] | None = None, as_typed: bool = True
 ) -> list[Known]:
     """The primitive's own results, by jax, without a mesh, for the operands of every device."""
-    if any(is_key(v.aval) for v in (*equation.invars, *equation.outvars)):
+    if as_typed and any(is_key(v.aval) for v in (*equation.invars, *equation.outvars)):
         raise UnsupportedError(equation.primitive.name)
     params = {key: None if isinstance(x, NamedSharding) else x for key, x in equation.params.items()} | (changed or {})
     primitive = equation.primitive
@@ -191,8 +197,9 @@ def bound(
 
 
 def _places(equation: Any, operands: Sequence[Any], data: Sequence[int], rank: int) -> list[np.ndarray]:
-    """Where a primitive that moves elements takes each from: its place in all operands that are moved, one after another."""
-    start, places = 0, list(operands)
+    """Where a primitive that moves elements takes each from: its place in all operands that are moved, in a row."""
+    start: int = 0
+    places = list(operands)
     for number in data:
         own = operands[number].shape[rank:]
         places[number] = (start + np.arange(math.prod(own), dtype=np.int32)).reshape((1,) * rank + own)
@@ -214,7 +221,7 @@ def _windows(equation: Any, places: Sequence[np.ndarray], data: int, rank: int) 
     starts = [np.broadcast_to(x, lead) for x in places[data:]]
     rows = []
     for device in np.ndindex(*lead):
-        at = [int(np.clip(int(x[device]), 0, n - size)) for x, n, size in zip(starts, whole.shape, sizes, strict=True)]
+        at = [min(max(int(first[device]), 0), whole.shape[dim] - sizes[dim]) for dim, first in enumerate(starts)]
         window = tuple(slice(first, first + size) for first, size in zip(at, sizes, strict=True))
         row = whole[window]
         if data == 2:
@@ -227,13 +234,14 @@ def _windows(equation: Any, places: Sequence[np.ndarray], data: int, rank: int) 
 def _taken(source: np.ndarray, at: np.ndarray, rank: int) -> np.ndarray:
     """Elements of [components, *lead, n] at places [*lead, ...]."""
     lead, own = source.shape[1:-1], at.shape[rank:]
-    flat = at.reshape(at.shape[:rank] + (-1,))
+    flat = at.reshape(*at.shape[:rank], -1)
     if math.prod(at.shape[:rank]) == 1:
         return source[..., flat.reshape(-1)].reshape(*source.shape[:-1], *own)
     over = np.broadcast_shapes(lead, at.shape[:rank])
-    source = np.broadcast_to(source, (len(source), *over, source.shape[-1]))
-    flat = np.broadcast_to(flat, (len(source), *over, flat.shape[-1]))
-    return np.take_along_axis(source, flat, -1).reshape(len(source), *over, *own)
+    components = source.shape[0]
+    source = np.broadcast_to(source, (components, *over, source.shape[-1]))
+    flat = np.broadcast_to(flat, (components, *over, flat.shape[-1]))
+    return np.take_along_axis(source, flat, -1).reshape(components, *over, *own)
 
 
 def _is_short(dtype: Any) -> bool:
@@ -249,7 +257,9 @@ def _aligned(operands: Sequence[Any], rank: int, before: int = 0) -> list[Any]:
     """Scalars with as many dims of size 1 as the others have dims of their own."""
     most = max(x.ndim for x in operands)
     lead = rank + before
-    return [x if x.ndim == most else x.reshape(x.shape[:lead] + (1,) * (most - lead) + x.shape[lead:]) for x in operands]
+    return [
+        x if x.ndim == most else x.reshape(x.shape[:lead] + (1,) * (most - lead) + x.shape[lead:]) for x in operands
+    ]
 
 
 class Rules:
@@ -271,7 +281,7 @@ class Rules:
         if name == "unstack":
             dim = self.rank + equation.params["axis"]
             [x] = operands
-            return [x.moved(lambda part, i=i: np.take(part, i, 1 + dim)) for i in range(x.shape[dim])]
+            return [x.row(dim, i) for i in range(x.shape[dim])]
         if name in ("concatenate", "stack"):
             dim = self.rank + equation.params["dimension" if name == "concatenate" else "axis"]
             return [stacked(self.field, list(operands), dim, new=name == "stack")]
@@ -424,10 +434,9 @@ class Rules:
     def product(self, equation: Any, x: Exact) -> Exact:
         """reduce_prod."""
         for dim in sorted(self.dims(equation), reverse=True):
-            parts = [x.moved(lambda part, i=i, dim=dim: np.take(part, i, dim + 1)) for i in range(x.shape[dim])]
             result = self.field.lifted(np.ones((), np.float32))
-            for part in parts:
-                result = self.field.mul(result, part)
+            for i in range(x.shape[dim]):
+                result = self.field.mul(result, x.row(dim, i))
             x = result
         return x
 
@@ -468,7 +477,7 @@ class Rules:
         terms: dict[int, Exact] = {}
         before: Exact | None = None
         for i in order:
-            term = x.moved(lambda part, i=i: np.take(part, [i], dim + 1))
+            term = x.row(dim, i)
             if before is None:
                 before = term
             elif name == "cumsum":
@@ -479,18 +488,17 @@ class Rules:
                 keys = self.field.key(before), self.field.key(term)
                 before = self.field.where(keys[0] >= keys[1] if name == "cummax" else keys[0] <= keys[1], before, term)
             terms[i] = before
-        return stacked(self.field, [terms[i] for i in range(n)], dim) if n else x
+        return stacked(self.field, [terms[i] for i in range(n)], dim, new=True) if n else x
 
     def dotted(self, equation: Any, x: Operand, y: Operand) -> Exact:
         """dot_general."""
-        given = [z if isinstance(z, Exact) else self.field.lifted(z) for z in (x, y)]
-        return self.product_over(*given, equation.params["dimension_numbers"])
+        one, other = (z if isinstance(z, Exact) else self.field.lifted(z) for z in (x, y))
+        return self.product_over(one, other, equation.params["dimension_numbers"])
 
     def product_over(self, x: Exact, y: Exact, numbers: Any) -> Exact:
         """A product with the dimension numbers of a dot_general."""
         (cx, cy), (bx, by) = numbers
-        given = x, y
-        plain = [self.field.plain(z) for z in given]
+        plain = [self.field.plain(z) for z in (x, y)]
         kept = []
         for z, contracted, batch, last in zip(plain, (cx, cy), (bx, by), (True, False), strict=True):
             mine = z.shape[self.rank :]
@@ -498,7 +506,7 @@ class Rules:
             order = [*batch, *free, *contracted] if last else [*batch, *contracted, *free]
             sizes = [math.prod(mine[dim] for dim in dims) for dims in (batch, free, contracted)]
             shape = [sizes[0], *((sizes[1], sizes[2]) if last else (sizes[2], sizes[1]))]
-            kept.append(z.moved(lambda part, order=order, shape=shape: self._matrix(part, order, shape)))
+            kept.append(z.moved(partial(self._matrix, order=order, shape=shape)))
         product = self.field.matmul(*kept)
         own = [x.shape[self.rank + dim] for dim in bx]
         for z, contracted, batch in zip(plain, (cx, cy), (bx, by), strict=True):
@@ -511,7 +519,7 @@ class Rules:
         return part.transpose(*range(lead), *(lead + dim for dim in order)).reshape(*part.shape[:lead], *shape)
 
     def grouped(self, equation: Any, x: Operand, w: Operand, sizes: Known) -> Exact:
-        """ragged_dot: the rows of x, sorted by group, times the matrix of their group; or those sums, group by group."""
+        """ragged_dot: the rows of x, sorted by group, times the matrix of their group; or those sums by group."""
         params = equation.params["ragged_dot_dimension_numbers"]
         [ragged] = params.lhs_ragged_dimensions
         (cx, cy), (bx, by) = params.dot_dimension_numbers
@@ -530,7 +538,7 @@ class Rules:
             matrix, numbers = w, (cx, cy)
             if params.rhs_group_dimensions:
                 [at] = params.rhs_group_dimensions
-                matrix = w.moved(lambda part, group=group, at=at: np.take(part, group, 1 + self.rank + at))
+                matrix = w.row(self.rank + at, group)
                 numbers = cx, tuple(dim - (dim > at) for dim in cy)
             results.append(self.product_over(here, matrix, (numbers, ((), ()))))
         if not params.rhs_group_dimensions:
@@ -563,8 +571,8 @@ class Rules:
 
         lead = np.broadcast_shapes(*(x.shape[: self.rank] for x in (operand, indices, updates)))
         n = math.prod(lead)
-        at = jnp.broadcast_to(indices, lead + indices.shape[self.rank :]).reshape(n, *indices.shape[self.rank :])
-        at = np.asarray(jax.vmap(where)(at)).reshape(n, -1)
+        each = np.broadcast_to(indices, lead + indices.shape[self.rank :]).reshape(n, *indices.shape[self.rank :])
+        at: Any = np.asarray(jax.vmap(where)(each)).reshape(n, -1)
         rows = np.broadcast_to(np.arange(n)[:, None], at.shape)
         adds = equation.primitive.name.startswith("scatter-add") or equation.primitive.name == "scatter_add"
         operand, updates = self.field.plain(operand), self.field.plain(updates)
@@ -574,7 +582,7 @@ class Rules:
             new = np.broadcast_to(new, (len(new), *lead, *new.shape[1 + self.rank :])).reshape(len(new), n, -1)
             result = np.concatenate([old, np.zeros((len(old), n, 1), old.dtype)], -1)
             if add:
-                np.add.at(result, (slice(None), rows, at), new)
+                np.add.at(result, (slice(None), rows, np.asarray(at)), new)  # type: ignore[arg-type]
             else:
                 result[:, rows, at] = new
             return result[..., :-1].reshape(len(old), *lead, *own)
@@ -670,6 +678,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "log": lambda rules, _, x: rules.field.log(x),
     "square": lambda rules, _, x: rules.field.mul(x, x).signed(1),
     "is_finite": lambda rules, _, x: np.ones(x.shape, bool),
+    "bitcast_convert_type": lambda rules, _, x: x,  # what is sent as bits comes back from them
     "mul": Rules.multiplied,
     "div": Rules.divided,
     "integer_pow": Rules.raised,
@@ -695,8 +704,33 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), Rules.cumulated),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), Rules.scattered),
     **dict.fromkeys(
-        ("tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "erf")
-        + ("erfc", "erf_inv", "cbrt", "exp2", "floor", "ceil", "round", "rem", "lgamma", "digamma", "nextafter"),
+        [
+            "tanh",
+            "sin",
+            "cos",
+            "tan",
+            "asin",
+            "acos",
+            "atan",
+            "sinh",
+            "cosh",
+            "asinh",
+            "acosh",
+            "atanh",
+            "atan2",
+            "erf",
+            "erfc",
+            "erf_inv",
+            "cbrt",
+            "exp2",
+            "floor",
+            "ceil",
+            "round",
+            "rem",
+            "lgamma",
+            "digamma",
+            "nextafter",
+        ],
         Rules.opaque,
     ),
 }

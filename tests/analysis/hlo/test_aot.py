@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit._arguments.checks import quoted
 from shardkit.analysis.hlo import aot, topology
 from shardkit.models import transformer
 from support.compilers import answers, child_that, gpu, refused, tpu
@@ -42,8 +43,8 @@ def test_topologies_are_read():
     [
         (
             "v9:2x2",
-            "aot: unknown chip 'v9' in topology 'v9:2x2'; known are 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', "
-            "'h100', 'h200', 'b200'. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'.",
+            f"aot: unknown chip 'v9' in topology 'v9:2x2'; known are {quoted(sk.cost.chips)}. Pass for example "
+            "'v5p:8x8x8' or 'h100:1x1x8'.",
         ),
         ("v5e", "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'."),
         ("v5p:0x4x4", "aot: topology 'v5p:0x4x4' must give a valid shape. After 'v5p' write the torus, as 'v5e:2x4'."),

@@ -224,7 +224,7 @@ def test_a_function_that_cannot_be_lowered_is_refused_in_its_own_words():
             raise RuntimeError("no rule\nmore")
 
     assert refused(Unlowerable(), (1.0,)) == (
-        "aot.compile: the function cannot be lowered for this platform: RuntimeError: no rule"
+        "aot.compile: the function cannot be lowered for this platform: RuntimeError: no rule."
     )
 
 

@@ -413,7 +413,7 @@ def test_an_axis_that_does_nothing_is_named_at_the_users_loss():
 
 
 def test_the_gradient_of_a_constant_has_two_remedies():
-    (row,) = [row for row in PLANTED if row.rule == "inner-gradient-of-a-constant"]
+    row, _ = [row for row in PLANTED if row.rule == "inner-gradient-of-a-constant"]
     assert {each.remedy for each in lint(row.wrong, *row.args)} == {
         "Cast the constant before differentiating: sk.vary(constant, 'data'); or pass value_and_grad(loss_fn, "
         "local=True), if the loss does not communicate."

@@ -284,6 +284,17 @@ def _attacked(begin: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return jax.shard_map(kernel, mesh=MESH, in_specs=(P(), P(BOTH)), out_specs=P())
 
 
+def _slopes(at: Callable[[], Any]) -> Callable[[Any, Any], Any]:
+    """A data-parallel gradient of each example's derivative at a number."""
+
+    def kernel(w: jax.Array, x: jax.Array) -> jax.Array:
+        slope = lambda w, each: jax.grad(lambda t: jnp.sum(jnp.tanh(t * each @ w)))(at())  # noqa: E731
+        loss = lambda w: jnp.sum(jax.vmap(slope, (None, 0))(w, x) ** 2)  # noqa: E731
+        return sk.all_reduce(jax.grad(loss)(sk.vary(w, BOTH)), BOTH)
+
+    return jax.shard_map(kernel, mesh=MESH, in_specs=(P(), P(BOTH)), out_specs=P())
+
+
 def _masked_mean(reduced: Callable[[jax.Array, jax.Array], jax.Array], split: Any = BOTH) -> Callable[..., Any]:
     """The mean of those that a mask keeps, on all devices."""
 
@@ -709,6 +720,13 @@ WRONG = [
         "inner-gradient-of-a-constant",
         _attacked(lambda x: jnp.zeros(x.shape, x.dtype)),
         _attacked(lambda x: sk.vary(jnp.zeros(x.shape, x.dtype), BOTH)),
+        (X, X),
+    ),
+    Planted(
+        "a slope at one of each example",
+        "inner-gradient-of-a-constant",
+        _slopes(lambda: 1.0),
+        _slopes(lambda: sk.vary(jnp.float32(1.0), BOTH)),
         (X, X),
     ),
     Planted(

@@ -23,7 +23,8 @@ def losses(name, steps=3):
     init, step = sk.make_train_step(
         sk.value_and_grad(model.loss(row.model_axis)), sk_optimizer(), mesh=mesh, plan=plan, precision=None
     )
-    state = init(lambda key: model.params(), jax.random.key(7))
+    params = model.params()  # outside of init, which would trace what makes them
+    state = init(lambda key: params, jax.random.key(7))
     found = []
     for index in range(steps):
         batch = sk.runtime.from_full(model.batch(index), mesh, plan.batch_spec(mesh))

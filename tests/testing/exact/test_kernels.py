@@ -1,0 +1,172 @@
+"""Every kernel of collectives/ and layers/ equals plain code for all inputs, with its gradients."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import collectives, layers
+from shardkit.testing import assert_equal_for_all_inputs
+
+x_48 = np.zeros((8, 4), np.float32)
+
+
+class Case(NamedTuple):
+    """A kernel over axis "a" of four devices, or "b" and "a" of two and two, and the same without a mesh."""
+
+    kernel: Any
+    reference: Any
+    ins: Any
+    outs: Any
+    args: tuple[Any, ...] = (x_48,)
+    sizes: Any = {"a": 4}  # noqa: RUF012 (a constant)
+
+
+def blocks(x: Any) -> Any:
+    """[4, rows of a device, ...]."""
+    return x.reshape(4, -1, *x.shape[1:])
+
+
+def transposed(x: Any) -> Any:
+    """An all_to_all of rows and columns."""
+    return blocks(x).reshape(4, 2, 4, 1).transpose(2, 0, 1, 3).reshape(4 * 8, 1)
+
+
+def tiled(x: Any) -> Any:
+    return jnp.tile(x, (4, 1))
+
+
+def attention(q: Any, k: Any, v: Any, causal: bool = True) -> Any:
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) / 2
+    if causal:
+        scores = jnp.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores, -1), v)
+
+
+def cross_entropy(x: Any, head: Any, targets: Any) -> Any:
+    logits = x @ head
+    chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - chosen
+
+
+def rms_norm(x: Any, gain: Any) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain[None]
+
+
+ROWS, COLUMNS = P("a"), P(None, "a")
+TWO = {"b": 2, "a": 2}
+BOTH = P(("b", "a"))
+QKV = tuple(np.zeros((1, 8, 4, 4), np.float32) for _ in range(3))
+GAIN = np.zeros(4, np.float32)
+TARGETS = np.array([[0, 3, 5, 7]])
+LOGITS = (np.zeros((1, 4, 3), np.float32), np.zeros((3, 8), np.float32), TARGETS)
+
+CASES = {
+    "all_reduce": Case(lambda x: sk.all_reduce(x, "a"), lambda x: blocks(x).sum(0), ROWS, P()),
+    "all_reduce mean": Case(lambda x: sk.all_reduce(x, "a", op="mean"), lambda x: blocks(x).mean(0), ROWS, P()),
+    "all_reduce max": Case(lambda x: sk.all_reduce(x, "a", op="max"), lambda x: blocks(x).max(0), ROWS, P()),
+    "deterministic": Case(lambda x: sk.all_reduce(x, "a", deterministic=True), lambda x: x.sum(0), ROWS, P()),
+    "all_gather": Case(lambda x: sk.all_gather(x, "a", replicated=True), lambda x: x, ROWS, P()),
+    "all_gather varying": Case(lambda x: sk.all_gather(x, "a"), tiled, ROWS, ROWS),
+    "reduce_scatter": Case(lambda x: sk.reduce_scatter(x, "a", dim=1), lambda x: blocks(x).sum(0), ROWS, COLUMNS),
+    "all_to_all": Case(lambda x: sk.all_to_all(x, "a", split_dim=1, concat_dim=0), transposed, ROWS, ROWS),
+    "shift": Case(lambda x: sk.shift(x, "a"), lambda x: jnp.roll(x, 2, 0), ROWS, ROWS),
+    "shift without wrap": Case(
+        lambda x: sk.shift(x, "a", by=-1, wrap=False), lambda x: jnp.concatenate([x[2:], 0 * x[:2]]), ROWS, ROWS
+    ),
+    "broadcast": Case(lambda x: sk.broadcast(x, "a", source=2), lambda x: x[4:6], ROWS, P()),
+    "halo_exchange": Case(
+        lambda x: collectives.halo_exchange(x, "a", wrap=True),
+        lambda x: jnp.concatenate([jnp.take(x, np.arange(2 * i - 1, 2 * i + 3) % 8, 0) for i in range(4)]),
+        ROWS,
+        ROWS,
+    ),
+    "prefix_scan": Case(
+        lambda x: collectives.prefix_scan(x, "a"), lambda x: jnp.cumsum(blocks(x), 0).reshape(x.shape), ROWS, ROWS
+    ),
+    "all_reduce_tree": Case(
+        lambda x: collectives.all_reduce_tree({"x": x, "y": x[0]}, "a", bucket_bytes=8)["x"],
+        lambda x: blocks(x).sum(0),
+        ROWS,
+        P(),
+    ),
+    "hierarchical": Case(
+        lambda x: sk.hierarchical.all_reduce(x, "a", "b"), lambda x: blocks(x).sum(0), BOTH, P(), sizes=TWO
+    ),
+    "two axes": Case(lambda x: sk.all_gather(x, ("b", "a"), replicated=True), lambda x: x, BOTH, P(), sizes=TWO),
+    "ring attention": Case(partial(layers.ring_attention, axis="a"), attention, COLUMNS, COLUMNS, QKV),
+    "ring attention, zigzag": Case(
+        lambda *qkv: layers.zigzag(
+            layers.ring_attention(*layers.zigzag(qkv, "a"), "a", order="zigzag"), "a", inverse=True
+        ),
+        attention,
+        COLUMNS,
+        COLUMNS,
+        QKV,
+        {"a": 2},
+    ),
+    "ring attention, all": Case(
+        partial(layers.ring_attention, axis="a", causal=False), partial(attention, causal=False), COLUMNS, COLUMNS, QKV
+    ),
+    "ulysses": Case(partial(layers.ulysses_attention, axis="a"), attention, COLUMNS, COLUMNS, QKV),
+    "vocab_cross_entropy": Case(
+        partial(layers.vocab_cross_entropy, axis="a"), cross_entropy, (P(), COLUMNS, P()), P(), LOGITS
+    ),
+    "vocab_embed": Case(partial(layers.vocab_embed, axis="a"), lambda t, w: w[t], (P(), ROWS), P(), (TARGETS, x_48)),
+    "sharded_rms_norm": Case(
+        partial(layers.sharded_rms_norm, axis="a"), rms_norm, (COLUMNS, ROWS), COLUMNS, (x_48, GAIN)
+    ),
+    "sharded_layer_norm": Case(
+        partial(layers.sharded_layer_norm, axis="a"),
+        lambda x, gain, bias: layers.sharded_layer_norm(x, gain, bias, None),
+        (COLUMNS, ROWS, ROWS),
+        COLUMNS,
+        (x_48, GAIN, GAIN),
+    ),
+}
+for both in (False, True):
+    way = "bidirectional ring" if both else "ring"
+    CASES |= {
+        f"{way} all_gather": Case(
+            partial(sk.ring.all_gather, axis="a", bidirectional=both, replicated=True), lambda x: x, ROWS, P()
+        ),
+        f"{way} reduce_scatter": Case(
+            partial(sk.ring.reduce_scatter, axis="a", dim=1, bidirectional=both),
+            lambda x: blocks(x).sum(0),
+            ROWS,
+            COLUMNS,
+        ),
+        f"{way} all_reduce": Case(
+            partial(sk.ring.all_reduce, axis="a", bidirectional=both, replicated=True),
+            lambda x: blocks(x).sum(0),
+            ROWS,
+            P(),
+        ),
+    }
+for impl in ("gather", "ring", "bidirectional"):
+    weights = np.zeros((4, 8), np.float32)
+    CASES |= {
+        f"all_gather_matmul, {impl}": Case(
+            partial(sk.all_gather_matmul, axis="a", impl=impl), jnp.matmul, (ROWS, COLUMNS), COLUMNS, (x_48, weights)
+        ),
+        f"matmul_reduce_scatter, {impl}": Case(
+            partial(sk.matmul_reduce_scatter, axis="a", impl=impl), jnp.matmul, (COLUMNS, ROWS), ROWS, (x_48, weights)
+        ),
+    }
+
+
+# proves N49
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_equals_plain_code(name):
+    case = CASES[name]
+    n = int(np.prod(list(case.sizes.values())))
+    mesh = sk.make_mesh(jax.devices()[:n], **case.sizes)
+    found = assert_equal_for_all_inputs(
+        case.kernel, case.reference, mesh=mesh, in_specs=case.ins, out_specs=case.outs, args=case.args
+    )
+    assert found.chance < 1e-12

@@ -1,0 +1,107 @@
+"""Training steps equal one device's for all parameters, weights and floats of a batch: plans, meshes, pipelines."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import shardkit as sk
+from shardkit.testing import Row
+from shardkit.testing.exact.law import equal_for_all_inputs
+from shardkit.testing.one_device import Given, Reference
+from shardkit.testing.program import Program
+from support import conformance, rows
+from support.conformance import MESH_CONFIGS, MESH_MODELS, MODELS, PLANS, mesh_rows
+from support.training import lenient
+
+KEY = jax.random.key(5)
+ADAMW = lenient(optax.adamw(1e-2))
+# The list covers pairs of options; two layers and few examples prove as much of them as many.
+SMALL = dataclasses.replace(rows.CONFIG, layers=2)
+QUICK = ["zero2", "fsdp_pad_x_zero2_pad_x_dp", "toy_tp_x_fsdp_x_zero1", "fsdp_with_a_secondary_shard"]
+
+
+def ids(names):
+    return [name.replace(",", "").replace(" ", "_") for name in names]
+
+
+def holds(row, grad_fn, alone, params, batches, optimizer=None):
+    optimizer = optimizer or ADAMW
+    given = Given(alone, optimizer, params, tuple(batches), KEY)
+    program = Program.of(row, grad_fn, optimizer, params, batches, KEY)
+    assert equal_for_all_inputs(program, Reference((), given)) is None
+
+
+# proves N49, F14, F15, F17, F18, F19, F22
+@pytest.mark.quick(*QUICK)
+@pytest.mark.parametrize("plan", PLANS, ids=ids(row.name for row in PLANS))
+def test_two_steps_of_every_plan(plan):
+    [model] = [row for row in MODELS if row.name == "softmax"]
+    grad_fn, alone = sk.value_and_grad(model.loss(plan.model_axis)), sk.value_and_grad(model.loss(None))
+    holds(Row(plan.sizes, plan.plan()), grad_fn, alone, model.params(), [model.batch(i) for i in range(2)])
+
+
+WAYS = [(name, row) for name in MESH_CONFIGS for row in mesh_rows(name)]
+
+
+# What no other row has: sequence parallelism in each form of the matmuls, experts beside every other axis.
+@pytest.mark.quick("dense-fsdp=2_model=4_sequence_bidirectional", "experts-context=2_model=2_expert=2")
+@pytest.mark.parametrize(("name", "plan"), WAYS, ids=ids(f"{name}-{row.name}" for name, row in WAYS))
+def test_a_step_on_every_mesh(name, plan):
+    [model] = [row for row in MESH_MODELS if row.name == name]
+    grad_fn, alone = sk.value_and_grad(model.loss(plan.model_axis)), sk.value_and_grad(model.loss(None))
+    batch = {name: x[:8] for name, x in model.batch(0).items()}
+    holds(Row(plan.sizes, plan.plan()), grad_fn, alone, model.params(), [batch])
+
+
+CASES = rows.cases()
+# A row for each way to shard, and all options.
+FEW = [0, 1, 2, 5, 6, 10, 20]
+
+
+@pytest.mark.check
+def test_the_default_tier_has_every_option():
+    options = [set(case.choice.items()) for case in CASES]
+    assert set().union(*(options[number] for number in FEW)) == set().union(*options)
+
+
+# proves N49, S75, S80, F24, F25, F30, F31, F32, F33, F36, F37, F45, F47, F56, F58, F59
+@pytest.mark.quick(*map(str, FEW))
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_every_row_of_the_covering_list(number, monkeypatch):
+    for name, value in {"CONFIG": SMALL, "LAYERS": 2, "TOKENS": 8, "BATCH": 16}.items():
+        monkeypatch.setattr(rows, name, value)
+    rows.batch.cache_clear()
+    case = rows.cases()[number]
+    alone, params = rows.alone(case), conformance.weights(case.config)
+    batch = rows.batch(0)
+    rows.batch.cache_clear()
+    holds(case.row, case.row.grad_fn, alone, params, [batch], case.row.optimizer)
+
+
+@pytest.mark.parametrize("options", [{"steps": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"deterministic": 4}])
+def test_options_of_a_step(options):
+    model, plan = MODELS[0], sk.fsdp("fsdp", min_size=1)
+    grad_fn = sk.value_and_grad(model.loss(None))
+    holds(Row({"fsdp": 4}, plan, **options), grad_fn, grad_fn, model.params(), [model.batch(i) for i in range(2)])
+
+
+def test_a_relative_error_of_a_part_in_10_to_the_12_is_found():
+    model = MODELS[0]
+
+    def loss(params, batch, keys):
+        mean, means = model.loss(None)(params, batch, keys)
+        wrong = 1e-12 * sk.axis_index("data").astype(np.float32)
+        return sk.Mean(mean.total + wrong * mean.total, mean.weight), means
+
+    batches = [model.batch(0)]
+    with pytest.raises(AssertionError, match="the loss of step 0 is not the reference's for all inputs"):
+        holds(
+            Row({"data": 2}, sk.dp("data")),
+            sk.value_and_grad(loss),
+            sk.value_and_grad(model.loss(None)),
+            model.params(),
+            batches,
+        )
