@@ -66,7 +66,7 @@ def test_every_room_keeps_to_its_limit():
 def test_commands_and_pages():
     assert len(cli.every_command()) <= 13  # prove: of the three uses, proof had none
     pages = list((ROOT / "docs").rglob("*.md"))
-    assert len(pages) <= 43, "pages that are written by hand; docs/generate makes the others"
+    assert len(pages) <= 44, "pages that are written by hand; docs/generate makes the others"
 
 
 def test_the_top_level():

@@ -75,7 +75,7 @@ class Interpreter:
             self.seen(equation, operands, results, self.axes, self.around)
 
     def _results(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         row = registered(name)
         if name == ASSUMED:
             return [self._replicated(equation, operands[0])]
