@@ -236,11 +236,7 @@ def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side,
     except DiffersError as error:
         hint = _perhaps(field)  # before more functions are met on the way to the line
         found = located(Runs(field, on_mesh, alone), 0, None)
-<<<<<<< HEAD
         raise UnequalError(f"{subject}{error} differs between devices{found}{hint}") from error
-=======
-        raise AssertionError(f"{where}: {subject}, {error} differs between devices{found}{hint}") from error
->>>>>>> manual
     for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
         a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
         logs = a.factor is not None or b.factor is not None  # their exps are compared
@@ -249,11 +245,7 @@ def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side,
         if not field.same(a, b).all():
             hint = _perhaps(field)
             found = located(Runs(field, on_mesh, alone), index, b)
-<<<<<<< HEAD
             raise UnequalError(f"{subject}the {name} is not the reference's for all inputs{found}{hint}")
-=======
-            raise AssertionError(f"{where}: {subject}, the {name} is not the reference's for all inputs{found}{hint}")
->>>>>>> manual
     return got
 
 

@@ -52,13 +52,7 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
         traced = _traced(program)
         check_size("prove", [traced.jaxpr] * calls)
         on_mesh = partial(_on_mesh, program, traced, calls)
-<<<<<<< HEAD
         equal("prove", "", names, (on_mesh, partial(_alone, given, steps)), _POINTS, _ORDERS)
-=======
-        equal("prove", on(program.mesh), names, (on_mesh, partial(_alone, given, steps)), _POINTS, _ORDERS)
-    except AssertionError as error:  # `prove` says on which mesh
-        raise AssertionError(str(error).removeprefix(f"prove: {on(program.mesh)}, ")) from error
->>>>>>> manual
     except UnprovableError as error:
         return f"not for all inputs: {error}"
     except RoundsError as error:
