@@ -2,7 +2,8 @@
 
 Both programs run once more, keeping every value. A value of the distributed program is whole on every device, split
 along a dim, or a partial sum; put together in one of these ways it is looked up among the reference's values. From the
-wrong result backwards, through values that the reference does not have, to the first equation whose operands it has.
+wrong result backwards, through values that the reference does not have, to the equations whose operands it has: the
+first of them that has a partial sum as an operand, else the first.
 """
 
 from __future__ import annotations
