@@ -210,6 +210,7 @@ def builders():
         (schedules.Schedule.from_csv, {"text": schedule.to_csv()}),
         (schedules.Schedule.simulate, {"self": schedule}),
         (schedules.Schedule.order, {"self": schedule, "device": 0}),
+        (testing.assert_equal_for_all_inputs, {"kernel": kernel, "reference": lambda x: x, **mapped, "args": (batch,)}),
         (testing.assert_matches_reference, {"kernel": kernel, "reference": lambda x: x, **mapped, "args": (batch,)}),
         (
             testing.assert_same_training,

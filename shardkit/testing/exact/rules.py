@@ -25,7 +25,11 @@ Operand = Any  # Exact or Known
 
 
 class UnsupportedError(Exception):
-    """A primitive that has no meaning in the field."""
+    """A primitive that has no meaning in the field; `line` is that of the innermost equation that knows its own."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.name, self.line = name, ""
 
 
 def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
