@@ -51,31 +51,19 @@ class Deadlines(NamedTuple):
 
 @dataclass(slots=True)  # process 0 has one per process
 class Known:
-    """What is known of one process.
+    """What is known of one process."""
 
-    Attributes:
-        status: its last status, with `since` and `device_since` as ages in seconds.
-        heard: when that status arrived, on the monotonic clock of the monitor that judges.
-        stopped: whether the system shows it as stopped.
-        gone: whether it died without reporting an error.
-        unseen: whether its monitor died with it, so that its status may be a quarter of a second old.
-        left: whether it said that it exits.
-        cause: the error that it failed with.
-        host: the name of its machine.
-        crash: the fatal signal that ended it in native code, such as "Aborted".
-        due: until then it is no reason for `fault` to find one.
-    """
-
+    # its last status, with `since` and `device_since` as ages in seconds
     status: Status = field(default_factory=Status)
-    heard: float = 0.0
-    stopped: bool = False
-    gone: bool = False
-    unseen: bool = False
-    left: bool = False
-    cause: str = ""
-    host: str = ""
-    crash: str = ""
-    due: float = 0.0
+    heard: float = 0.0  # when that status arrived, on the monotonic clock of the monitor that judges
+    stopped: bool = False  # whether the system shows it as stopped
+    gone: bool = False  # whether it died without reporting an error
+    unseen: bool = False  # whether its monitor died with it, so that its status may be a quarter of a second old
+    left: bool = False  # whether it said that it exits
+    cause: str = ""  # the error that it failed with
+    host: str = ""  # the name of its machine
+    crash: str = ""  # the fatal signal that ended it in native code, such as "Aborted"
+    due: float = 0.0  # until then it is no reason for `fault` to find one
 
     def expect(self, deadlines: Deadlines) -> None:
         """Sets `due` after a change: one comparison then stands for the judgement of a process that is well."""

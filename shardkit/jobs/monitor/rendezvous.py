@@ -38,23 +38,14 @@ class Refused(Exception):
 
 
 class Hello(NamedTuple):
-    """How a process introduces itself.
+    """How a process introduces itself."""
 
-    Attributes:
-        rank: which process it is.
-        size: the number of processes that it was started with.
-        host: the name of its machine.
-        address: what that name resolves to there; empty if it does not.
-        cpu: whether its devices are CPUs.
-        nonce: signed together with the answers to it.
-    """
-
-    rank: int
-    size: int
-    host: str
-    address: str
-    cpu: bool
-    nonce: str
+    rank: int  # which process it is
+    size: int  # the number of processes that it was started with
+    host: str  # the name of its machine
+    address: str  # what that name resolves to there; empty if it does not
+    cpu: bool  # whether its devices are CPUs
+    nonce: str  # signed together with the answers to it
 
 
 def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[Lines]:
