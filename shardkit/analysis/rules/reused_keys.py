@@ -38,19 +38,12 @@ class NamedValue(NamedTuple):
 
 
 class _Surroundings(NamedTuple):
-    """What surrounds an equation.
-
-    Attributes:
-        context: what surrounds it.
-        loops: the loops around it, each with its number and its description.
-        drawn: for each key drawn from so far, the line.
-        line: the line of the jax.random call that it is in; "" outside one.
-    """
+    """What surrounds an equation."""
 
     context: Context
-    loops: tuple[tuple[int, str], ...]
-    drawn: dict[int, str]
-    line: str = ""
+    loops: tuple[tuple[int, str], ...]  # the loops around it, each with its number and its description
+    drawn: dict[int, str]  # for each key drawn from so far, the line
+    line: str = ""  # the line of the jax.random call that it is in; "" outside one
 
 
 def reused_keys(program: TracedProgram) -> Iterator[Finding]:
