@@ -41,21 +41,13 @@ _PER_STAGE = 4
 
 
 class PlannedModel(NamedTuple):
-    """A transformer on a mesh.
+    """A transformer on a mesh."""
 
-    Attributes:
-        config: its sizes.
-        plan: how the mesh's axes are used.
-        schedule: that of the pipeline, None without one.
-        grad_fn: the GradFn for training.
-        loss_fn: the loss for evaluation.
-    """
-
-    config: transformer.Config
-    plan: sk.Plan
-    schedule: Schedule | None
-    grad_fn: Any
-    loss_fn: Any
+    config: transformer.Config  # its sizes
+    plan: sk.Plan  # how the mesh's axes are used
+    schedule: Schedule | None  # that of the pipeline, None without one
+    grad_fn: Any  # the GradFn for training
+    loss_fn: Any  # the loss for evaluation
 
 
 def mesh_words(words: tuple[str, ...], where: str = "train") -> dict[str, int]:

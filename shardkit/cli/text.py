@@ -19,17 +19,11 @@ _SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "i
 
 
 class Text(NamedTuple):
-    """A byte-level corpus.
+    """A byte-level corpus."""
 
-    Attributes:
-        train: uint8 [n], the training files one after the other.
-        validation: uint8 [m], the held-out files.
-        source: what it was read from, for the log.
-    """
-
-    train: np.ndarray
-    validation: np.ndarray
-    source: str
+    train: np.ndarray  # uint8 [n], the training files one after the other
+    validation: np.ndarray  # uint8 [m], the held-out files
+    source: str  # what it was read from, for the log
 
 
 def standard_library() -> Text:

@@ -19,17 +19,11 @@ from shardkit.on_device.precision import precision_of
 
 
 class Differences(NamedTuple):
-    """How far a run differs from the same run on one device.
+    """How far a run differs from the same run on one device."""
 
-    Attributes:
-        steps: optimizer steps compared.
-        loss: largest relative difference of the loss.
-        parameters: largest difference of a parameter, relative to the largest value in its leaf.
-    """
-
-    steps: int
-    loss: float
-    parameters: float
+    steps: int  # optimizer steps compared
+    loss: float  # largest relative difference of the loss
+    parameters: float  # largest difference of a parameter, relative to the largest value in its leaf
 
     def __str__(self) -> str:
         return (
