@@ -30,46 +30,29 @@ Axes = tuple[str, ...]
 
 
 class Way(NamedTuple):
-    """One implementation of an operation.
+    """One implementation of an operation."""
 
-    Attributes:
-        kernel: `kernel(x, axes, **options)`, for use inside shard_map.
-        redops: the reductions that it has; None: all of the operation.
-        levels: the axes that it needs, at least.
-        bound: `(largest, sizes of the axes) -> float`, how far its result may be from the exact one; None: not at all.
-        floating: it needs a floating-point dtype.
-        hops: of n devices, where messages go at the same time; None: one after the other, as the census lists them.
-    """
-
-    kernel: Kernel
-    redops: tuple[str, ...] | None = None
-    levels: int = 1
+    kernel: Kernel  # `kernel(x, axes, **options)`, for use inside shard_map
+    redops: tuple[str, ...] | None = None  # the reductions that it has; None: all of the operation
+    levels: int = 1  # the axes that it needs, at least
+    # `(largest, sizes of the axes) -> float`, how far its result may be from the exact one; None: not at all
     bound: Callable[[float, Sequence[int]], float] | None = None
-    floating: bool = False
+    floating: bool = False  # it needs a floating-point dtype
+    # of n devices, where messages go at the same time; None: one after the other, as the census lists them
     hops: Callable[[int], int] | None = None
 
 
 class Operation(NamedTuple):
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        name: as in `shardkit.collectives`.
-        ways: its kernels, by the name of the implementation.
-        reference: `reference(blocks, **options)`, of `shardkit.testing.reference`.
-        redops: its reductions, the first by default; empty for an operation that reduces nothing.
-        bus: its name in nccl-tests, for `cost.bus_factor`; None where that has no such operation.
-        splits: the size must divide by the number of devices.
-        gathers: a device begins with its part of the size.
-        options: `options(n, count)`, further arguments of the kernel and of the reference.
-    """
-
-    name: str
-    ways: Mapping[str, Way]
-    reference: Kernel
-    redops: tuple[str, ...] = ()
-    bus: str | None = None
-    splits: bool = False
-    gathers: bool = False
+    name: str  # as in `shardkit.collectives`
+    ways: Mapping[str, Way]  # its kernels, by the name of the implementation
+    reference: Kernel  # `reference(blocks, **options)`, of `shardkit.testing.reference`
+    redops: tuple[str, ...] = ()  # its reductions, the first by default; empty for an operation that reduces nothing
+    bus: str | None = None  # its name in nccl-tests, for `cost.bus_factor`; None where that has no such operation
+    splits: bool = False  # the size must divide by the number of devices
+    gathers: bool = False  # a device begins with its part of the size
+    # `options(n, count)`, further arguments of the kernel and of the reference
     options: Callable[[int, int], dict[str, Any]] = lambda n, count: {}
 
     def arguments(self, redop: str, n: int, count: int) -> dict[str, Any]:
