@@ -213,33 +213,20 @@ _LISTED = 8  # of more devices in one cell, consecutive ones are written as a ra
 
 
 class GridTable(NamedTuple):
-    """A table of a grid.
+    """A table of a grid."""
 
-    Attributes:
-        at: the labels of the dims before the last two.
-        sides: the label of each row.
-        heads: the label of each column.
-        cells: rows of cells; a cell holds the ids of its devices.
-    """
-
-    at: str
-    sides: list[str]
-    heads: list[str]
-    cells: list[list[Ids]]
+    at: str  # the labels of the dims before the last two
+    sides: list[str]  # the label of each row
+    heads: list[str]  # the label of each column
+    cells: list[list[Ids]]  # rows of cells; a cell holds the ids of its devices
 
 
 class DeviceGrid(NamedTuple):
-    """Device ids over a grid of any number of dims.
+    """Device ids over a grid of any number of dims."""
 
-    Attributes:
-        title: lines above the tables.
-        labels: for each dim the label of each place along it.
-        cells: the ids of the devices at each place.
-    """
-
-    title: tuple[str, ...]
-    labels: Sequence[Sequence[str]]
-    cells: Mapping[Ids, Ids]
+    title: tuple[str, ...]  # lines above the tables
+    labels: Sequence[Sequence[str]]  # for each dim the label of each place along it
+    cells: Mapping[Ids, Ids]  # the ids of the devices at each place
 
     def blocks(self) -> Iterator[GridTable]:
         """The tables, whose rows and columns are the last two dims."""
