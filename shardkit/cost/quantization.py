@@ -16,17 +16,11 @@ from shardkit._arguments.typed import typed
 
 
 class Format(NamedTuple):
-    """A dtype that is sent.
+    """A dtype that is sent."""
 
-    Attributes:
-        bits: of one element.
-        largest: the largest magnitude that is used.
-        mantissa: bits of the mantissa after the leading one; None for whole numbers.
-    """
-
-    bits: int
-    largest: float
-    mantissa: int | None
+    bits: int  # of one element
+    largest: float  # the largest magnitude that is used
+    mantissa: int | None  # bits of the mantissa after the leading one; None for whole numbers
 
     @property
     def scaled(self) -> bool:
