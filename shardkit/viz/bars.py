@@ -69,17 +69,12 @@ def bytes_on(axis: Any, most: float) -> None:
 
 
 class Scale(NamedTuple):
-    """What bars measure.
+    """What bars measure."""
 
-    Attributes:
-        across: the words below the axis.
-        text: what to write beside the bars of a label, which sum to a total.
-        ticks: sets the ticks of an axis up to a value.
-    """
-
-    across: str
+    across: str  # the words below the axis
+    # what to write beside the bars of a label, which sum to a total
     text: Callable[[str, float], str] = lambda label, total: size(total)
-    ticks: Callable[[Any, float], None] = bytes_on
+    ticks: Callable[[Any, float], None] = bytes_on  # sets the ticks of an axis up to a value
 
 
 def stacked(

@@ -21,23 +21,14 @@ if TYPE_CHECKING:
 
 
 class Box(NamedTuple):
-    """The place of an action in a picture.
-
-    Attributes:
-        action: the action.
-        device: its row.
-        begin: when it begins, in the unit of the costs.
-        length: how long it takes.
-        top: its upper edge within the row, from 0 to 1.
-        height: its height; half a row for a forward and a backward that run together.
-    """
+    """The place of an action in a picture."""
 
     action: Action
-    device: int
-    begin: float
-    length: float
-    top: float
-    height: float
+    device: int  # its row
+    begin: float  # when it begins, in the unit of the costs
+    length: float  # how long it takes
+    top: float  # its upper edge within the row, from 0 to 1
+    height: float  # its height; half a row for a forward and a backward that run together
 
 
 def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
