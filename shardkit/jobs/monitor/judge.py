@@ -158,8 +158,8 @@ def _end(state: Health, ranks: Sequence[int], known: Mapping[int, Known]) -> str
             "output"
         )
     if state in (Health.DIED, Health.CRASHED):
-        how = "without reporting an error (SIGKILL or out of memory?)"
-        how = f"of a fatal signal ({each.crash})" if each.crash else how
+        silent = "without reporting an error (SIGKILL or out of memory?)"
+        how = f"of a fatal signal ({each.crash})" if each.crash else silent
         return f"{_named(ranks[:1], known)} died {how}{where}"
     first = min(ranks, key=lambda rank: _position(known[rank]))
     return f"{_named([first], known)} failed {_in(*known[first].status[:2])}: {known[first].cause}"

@@ -81,8 +81,11 @@ class Lines:
 
     def waits(self, seconds: float = 0.0) -> bool:
         """Whether there is something to read within so many seconds."""
+        return self._polls(select.POLLIN, seconds)
+
+    def _polls(self, event: int, seconds: float) -> bool:
         poll = select.poll()  # select.select fails on descriptors above 1023
-        poll.register(self, select.POLLIN)
+        poll.register(self, event)
         return bool(poll.poll(1000 * seconds))
 
     def send(self, message: Message) -> None:
@@ -98,15 +101,10 @@ class Lines:
                 try:
                     rest = rest[self._source.send(rest) :]
                 except BlockingIOError:
-                    self._wait_for_room()
+                    if not self._polls(select.POLLOUT, _PATIENCE):
+                        raise TimeoutError from None
         except OSError:
             self.closed = True
-
-    def _wait_for_room(self) -> None:
-        poll = select.poll()
-        poll.register(self, select.POLLOUT)
-        if not poll.poll(1000 * _PATIENCE):
-            raise TimeoutError
 
     def close(self) -> None:
         """Closes a socket."""
