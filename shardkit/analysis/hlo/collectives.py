@@ -13,7 +13,7 @@ Read from the module that the compiler scheduled (`proto.py`), in which a collec
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -92,10 +92,7 @@ class _Slot:
 def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
     """Every collective of a compiled program, in the order in which they start.
 
-    Args:
-        module: the program, from `proto.read`.
-        sizes: names and sizes of the mesh axes, in mesh order; device i of the program is device i of the mesh.
-        clock: the model of time.
+    `sizes` are those of the mesh axes, in mesh order; device i of the program is device i of the mesh.
     """
     return tuple(Reader(module, dict(sizes), clock).rows(module.entry, 1, {}, ""))
 
@@ -224,7 +221,8 @@ class Pairs:
             start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
             if start is not None and self._continues(each, found, started[start].found):
                 carries[each.id] = start
-                runs[at] = started.pop(start) if self._ends(each) else None
+                ends = each.opcode.endswith("-done") or self._has_target(each, "AsyncCollectiveDone")
+                runs[at] = started.pop(start) if ends else None
             elif found and self._starts(each):
                 started[each.id], carries[each.id], runs[at] = Pairing(found, at), each.id, None
             elif found:
@@ -242,8 +240,8 @@ class Pairs:
             inner = self.module.computations[call]
             for other in inner.instructions.values():
                 found = self.collective_of(inner, other)
-                if found is None and other.opcode == "call":
-                    found = self.collective_of(inner, _as_async(other))
+                if found is None and other.opcode == "call":  # inside an asynchronous computation: it is searched too
+                    found = self.collective_of(inner, replace(other, opcode="async-start"))
                 if found:
                     if found.kind == "all_reduce" and 0 < each.shape.bytes < found.instruction.shape.bytes:
                         found.kind = "reduce_scatter"  # the fusion returns only this device's slice
@@ -255,9 +253,6 @@ class Pairs:
         if each.opcode == "fusion":
             return self._has_target(each, "AsyncCollectiveStart")
         return each.opcode.endswith("-start")
-
-    def _ends(self, each: proto.Instruction) -> bool:
-        return each.opcode.endswith("-done") or self._has_target(each, "AsyncCollectiveDone")
 
     def _has_target(self, each: proto.Instruction, target: str) -> bool:
         inner = (i for call in each.calls for i in self.module.computations[call].instructions.values())
@@ -271,11 +266,6 @@ class Pairs:
             return False
         copy, first = found.instruction, start.instruction
         return (copy.opcode, copy.shape.dims, found.groups) == (first.opcode, first.shape.dims, start.groups)
-
-
-def _as_async(call: proto.Instruction) -> proto.Instruction:
-    """A call inside an asynchronous computation, as an async-start, so that it is searched too."""
-    return proto.Instruction(id=call.id, opcode="async-start", shape=call.shape, calls=call.calls)
 
 
 def marked_synchronous(each: proto.Instruction) -> bool:

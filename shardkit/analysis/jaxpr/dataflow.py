@@ -55,20 +55,12 @@ ARGUMENT = State(given=True, passed=True)
 
 
 def join(states: Iterable[State]) -> State:
-    """The state of what is computed from values in these states."""
+    """The state of what is computed from values in these states: all that holds of any, but it is no draw."""
 
-    def both(a: State, b: State) -> State:
-        return State(
-            a.varies | b.varies,
-            a.reduced | b.reduced,
-            a.given or b.given,
-            a.hidden | b.hidden,
-            a.moved | b.moved,
-            graded=a.graded or b.graded,
-            passed=a.passed or b.passed,
-        )
+    def both(a: Iterable[Any], b: Iterable[Any]) -> State:
+        return State._make(x | y for x, y in zip(a, b, strict=True))
 
-    return reduce(both, states, CONSTANT)
+    return reduce(both, states, CONSTANT)._replace(drawn=_NONE)
 
 
 class Divergence(NamedTuple):

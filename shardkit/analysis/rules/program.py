@@ -103,16 +103,12 @@ class CompiledProgram(TracedProgram):
 
     def collectives(self, *kinds: str) -> Iterator[tuple[CompiledRow, proto.Computation, proto.Instruction]]:
         """Compiled collectives of these kinds that move at least `small` bytes, and their instructions."""
-        rows = {row.name: row for row in self.rows if row.kind in kinds and row.n > 1 and self.size(row) >= self.small}
+        large = (row for row in self.rows if max(row.bytes_in, row.bytes_out) >= self.small)
+        rows = {row.name: row for row in large if row.kind in kinds and row.n > 1}
         for computation in self.module.computations.values():
             for each in computation.instructions.values():
                 if each.name in rows and computation.id not in self.uses.fused:
                     yield rows[each.name], computation, each
-
-    @staticmethod
-    def size(row: CompiledRow) -> int:
-        """The larger of a collective's operand and result, bytes."""
-        return max(row.bytes_in, row.bytes_out)
 
 
 @contextmanager
@@ -153,7 +149,7 @@ def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None,
     sizes = sizes or inside
     if math.prod(sizes.values()) != partitions > 1:  # a mesh without names
         sizes = {"devices": partitions}
-    module = proto.read(serialized, _line)
+    module = proto.read(serialized, lambda frames: own_line(frames) or proto.outside_kernels(frames))
     kept = [line for line in log if _REPLICATED in line]
     return CompiledProgram(
         step,
@@ -171,7 +167,3 @@ def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None,
         versions=versions,
         target=target or "",
     )
-
-
-def _line(frames: Any) -> str:
-    return own_line(frames) or proto.outside_kernels(frames)

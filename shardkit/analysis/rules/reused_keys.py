@@ -72,10 +72,11 @@ class _Names:
 
     def run(self, jaxpr: Any, given: Sequence[NamedValue], place: _Surroundings) -> list[NamedValue]:
         """The values of a jaxpr's results, for those of its constants and arguments."""
-        return flow(jaxpr, given, lambda equation, ins: self._step(equation, ins, place), self._literal)
 
-    def _literal(self, atom: Any) -> NamedValue:
-        return self._named((str(atom.aval.dtype), str(atom.val)))
+        def literal(atom: Any) -> NamedValue:
+            return self._named((str(atom.aval.dtype), str(atom.val)))
+
+        return flow(jaxpr, given, lambda equation, ins: self._step(equation, ins, place), literal)
 
     def _step(self, equation: Any, ins: list[NamedValue], place: _Surroundings) -> list[NamedValue]:
         name, outs = equation.primitive.name, equation.outvars
