@@ -35,15 +35,10 @@ class TargetError(ValueError):
 
 
 def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Imports the function that a command names.
+    """Imports the function of "module:function" or "path/to/file.py:function", and makes its arguments.
 
-    Args:
-        text: "module:function", where the module can be imported, or "path/to/file.py:function".
-        args: the types of its arguments, such as "f32[8,128]", "bf16[4]", "i32[]" or "key". If empty, the function is
-            called: it must take no parameters and return `(fn, *args)`.
-
-    Returns:
-        The function and its arguments; those from `args` are ShapeDtypeStructs.
+    With `args`, their types ("f32[8,128]", "bf16[4]", "i32[]", "key"), they are ShapeDtypeStructs. Without, the
+    function is called: it must take no parameters and return `(fn, *args)`.
 
     Raises:
         ValueError: no such module or function, a module that cannot be imported, or types that cannot be parsed.

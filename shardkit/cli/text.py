@@ -39,9 +39,6 @@ def read_text(paths: Sequence[str | Path]) -> Text:
     The split is by file, by a hash of its path below the given directory, so it never changes. If one side would be
     empty, the last tenth of every file is held out instead.
 
-    Args:
-        paths: files or directories.
-
     Raises:
         ValueError: a path that does not exist or cannot be read, or no text in all of them.
     """
@@ -83,18 +80,11 @@ def _split(files: Sequence[tuple[str, Path]], source: str) -> Text:
 def batch_at(
     text: np.ndarray, *, seed: int, step: int, batch: int, length: int, rows: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """The batch of a step: windows at random positions, the same for every mesh and process count.
-
-    Args:
-        text: uint8 [n].
-        seed: the run's seed.
-        step: the global step, from 0.
-        batch: number of examples.
-        length: tokens in each, T.
-        rows: the examples to return; by default all.
+    """The batch of a step, counted from 0: windows at random positions, the same for every mesh and process count.
 
     Returns:
-        `{"tokens": int32 [batch, T], "targets": int32 [batch, T]}`, with the targets shifted by one token.
+        `{"tokens": int32 [batch, length], "targets": int32 [batch, length]}` or those `rows` of them; targets are
+        shifted by one token.
 
     Raises:
         ValueError: a text shorter than one window of T + 1 bytes.
@@ -109,16 +99,7 @@ def batch_at(
 def global_batch_at(
     text: np.ndarray, *, seed: int, step: int, batch: int, length: int, mesh: Mesh, spec: PartitionSpec
 ) -> dict[str, jax.Array]:
-    """The batch of a step as global arrays; each process creates the rows of its devices.
-
-    Args:
-        text, seed, step, batch, length: as for `batch_at`.
-        mesh: the mesh.
-        spec: how the batch is split, `plan.batch_spec(mesh)`.
-
-    Raises:
-        ValueError: as `batch_at`, or a dim that does not divide.
-    """
+    """`batch_at` as global arrays, split by `plan.batch_spec(mesh)`; each process creates the rows of its devices."""
     rows = local_rows(batch, mesh, spec)
     mine = batch_at(text, seed=seed, step=step, batch=batch, length=length, rows=rows)
     return from_rows(mine, rows, batch, mesh, spec)
