@@ -68,14 +68,8 @@ def case(
 ) -> Case:
     """A kernel as a case: `kernel(x)` of this device's block, again and again.
 
-    Args:
-        name: of the implementation.
-        kernel: for use inside shard_map.
-        x: the blocks of all devices, [devices, ...], split over all axes.
-        poison: what the result begins as.
-        expected: what it must be on each device, [devices, ...].
-        mesh: the mesh.
-        compared: counts what is wrong.
+    `x` are the blocks of all devices, [devices, ...], split over all axes; `expected`, [devices, ...], is what results
+    must be, and `poison` what they begin as.
 
     Raises:
         ValueError: a kernel whose result has another shape or dtype.
