@@ -89,14 +89,8 @@ def stacked(
 ) -> Figure:
     """A figure of one row per label, in which the values of its kinds stand one after the other.
 
-    Args:
-        title: the title.
-        note: the line below it.
-        bars: label, kind, value; those of a label and kind are added.
-        kinds: all kinds that there may be, in order: each has the same look in every picture.
-        scale: what the values are.
-        nothing: what to write where there are no bars.
-        limit: a value to mark by a line, and its name.
+    Bars of one label and kind are added. `kinds` are all that there may be, in order: each has one look in every
+    picture. Without bars it says `nothing`; `limit` is a value to mark by a line, and its name.
     """
     labels = list(dict.fromkeys(bar.label for bar in bars))
     totals = {label: sum(bar.value for bar in bars if bar.label == label) for label in labels}
