@@ -33,9 +33,6 @@ def save(program: Any, path: str | os.PathLike[str], ends: dict[str, bool] | Non
 
     Raises:
         ValueError: a program that cannot be serialized, or one of CPUs that may come from a compilation cache.
-
-    Example:
-        save(jax.jit(f).lower(x).compile(), "f.program")
     """
     path = Path(path).expanduser()
     layouts = jax.tree.leaves((program.input_shardings, program.output_shardings))

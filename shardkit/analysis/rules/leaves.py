@@ -10,6 +10,7 @@ import jax
 
 from shardkit._arguments.checks import sized
 from shardkit.analysis.hlo.report import size
+from shardkit.analysis.jaxpr.dataflow import short
 from shardkit.analysis.jaxpr.step import StepLeaf
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
@@ -36,7 +37,7 @@ def copies(program: CompiledProgram) -> Iterator[Finding]:
         example = f", the largest {largest.name}" if len(leaves) > 1 else ""
         yield Finding(
             "replicated-leaf",
-            f"{several}, {size(total)} per device{example} ({_short(largest)}), {'are' if len(leaves) > 1 else 'is'} "
+            f"{several}, {size(total)} per device{example} ({short(largest)}), {'are' if len(leaves) > 1 else 'is'} "
             f"held {n} times, over {sized(axes)}.",
             largest.source or program.step.source,
             f"Name {axes[0][0]!r} for a dim in its spec, as sk.fsdp and sk.zero1 do for parameters and moments.",
@@ -52,7 +53,7 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
         if not placed and _bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
             found.setdefault(leaf.argument, []).append(leaf)
     for argument, without in found.items():
-        names = ", ".join(f"{leaf.name} ({_short(leaf)})" for leaf in without[:3])
+        names = ", ".join(f"{leaf.name} ({short(leaf)})" for leaf in without[:3])
         more = f" and {len(without) - 3} more" if len(without) > 3 else ""
         whose = f" of {argument}" if without[0].name != argument else ""
         yield Finding(
@@ -73,7 +74,3 @@ def _free_axes(sharding: jax.sharding.NamedSharding, piece: tuple[int, ...]) -> 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * int(dtype.itemsize)
-
-
-def _short(leaf: StepLeaf) -> str:
-    return f"{leaf.aval.dtype}[{','.join(map(str, leaf.aval.shape))}]"
