@@ -45,9 +45,9 @@ class Piped(Console):
         raise BrokenPipeError
 
 
-def console(*, quiet: bool = False, markup: bool = False) -> Console:
+def console() -> Console:
     """A console that breaks lines between words on a terminal, and nowhere in a pipe; colors are for terminals too."""
-    here = Piped(highlight=False, quiet=quiet, markup=markup, emoji=False)
+    here = Piped(highlight=False, markup=False, emoji=False)
     here.soft_wrap = not here.is_terminal
     return here
 
