@@ -173,16 +173,9 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
     for box, bar, colour, size in zip(drawn, bars.patches, colours, sizes, strict=True):
         bar.set_gid(str(box.action))
         if size >= _SMALLEST_TEXT:
+            style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_on(colour)}
             x, y = bar.get_center()
-            axes.text(
-                x,
-                y,
-                str(box.action.microbatch),
-                size=min(size, largest),
-                color=text_on(colour),
-                ha="center",
-                va="center_baseline",
-            )
+            axes.text(x, y, str(box.action.microbatch), size=min(size, largest), **style)
     _head(axes, 0, "device", "right")
     _beside(axes, "bubble, of\nmakespan", [f"{1 - busy / timeline.makespan:.1%}" for busy in timeline.busy])
     axes.tick_params(labelbottom=False)
@@ -199,15 +192,6 @@ def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     _head(axes, 0, "microbatches in flight", "left")
     _beside(axes, "peak", [f"{peak:g}" for peak in timeline.peak_in_flight])
     axes.set_xlabel("time, in the unit of the costs")
-
-
-def _style(axes: Axes, devices: int, makespan: float) -> None:
-    axes.set_xlim(0, makespan)
-    axes.set_ylim(devices - 0.5, -0.5)
-    axes.set_yticks(range(devices))
-    axes.tick_params(length=0)
-    axes.grid(axis="x")
-    axes.spines[:].set_visible(False)
 
 
 def _head(axes: Axes, side: int, text: str, align: str) -> None:
@@ -259,7 +243,12 @@ def _picture(schedule: Schedule, timeline: Timeline) -> Figure:
     work = picture.add_axes((_LEFT / across, 1 - (_TOP + above) / up, width / across, above / up))
     memory = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, below / up), sharex=work)
     for axes in (work, memory):
-        _style(axes, schedule.devices, timeline.makespan)
+        axes.set_xlim(0, timeline.makespan)
+        axes.set_ylim(schedule.devices - 0.5, -0.5)
+        axes.set_yticks(range(schedule.devices))
+        axes.tick_params(length=0)
+        axes.grid(axis="x")
+        axes.spines[:].set_visible(False)
     _draw_actions(work, schedule, timeline, 72 * width / timeline.makespan, 72 * row)
     _draw_memory(memory, schedule, timeline)
     _write(picture, schedule, timeline, _LEFT / across, lambda inches: 1 - inches / up)
