@@ -45,22 +45,14 @@ def render(
     accelerator: str = "cpu",
     topology: str | None = None,
 ) -> str:
-    """Writes the batch script or the manifest of a job.
+    """The text of the batch script or the manifest of a job; `shardkit launch --help` has all options.
 
     Args:
         kind: "slurm" (`sbatch FILE`), or "jobset" (`kubectl apply -f FILE`, after the command at the top of the file,
             which creates the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN).
         command: the words of the command; `script.py ...` and `-m module ...` run under the `python` of the cluster.
-        processes: number of processes.
-        devices: devices per process: requested accelerators, or simulated CPU devices.
         name: of the job: at most 40 lower-case letters, digits and hyphens (RFC 1123; a Service begins with a letter).
-        image: the container image, for a JobSet.
         port: the coordinator's port, for a JobSet; by default 55527. Under Slurm jax derives one from the job's id.
-        accelerator: "cpu", "gpu", or for a JobSet a Google TPU slice type such as "tpu-v5p-slice".
-        topology: chips of the TPU slice, such as "4x4" or "2x2x4".
-
-    Returns:
-        The text of the file.
 
     Raises:
         ValueError: a name, count, port, word or choice that the scheduler would reject or misread.
