@@ -92,8 +92,7 @@ def assert_no_drift(tree: Arrays, mesh: Mesh | None = None) -> None:
     """Raises if the replicas of a leaf differ, on every process of the mesh.
 
     Args:
-        tree: as for `replica_drift`.
-        mesh: as for `replica_drift`.
+        tree, mesh: as for `replica_drift`.
 
     Raises:
         DriftError: with the leaf, coordinates, device and process of up to eight differing replicas.

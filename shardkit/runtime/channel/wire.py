@@ -73,8 +73,11 @@ class Lines:
             self._begun += rest
         self.closed = self.closed or not data or len(self._begun) > self.longest
         for line in ended:
-            message = _decoded(line) if len(line) <= self.longest else None
-            if message is None:
+            try:
+                message = json.loads(line) if len(line) <= self.longest else None
+            except (ValueError, RecursionError):  # deeply nested brackets
+                message = None
+            if not isinstance(message, dict):
                 self.closed = True
                 return
             yield message
@@ -111,12 +114,3 @@ class Lines:
         self.closed = True
         if isinstance(self._source, socket.socket):
             self._source.close()
-
-
-def _decoded(line: bytes) -> Message | None:
-    """The JSON object of a line; None for anything else."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):  # deeply nested brackets
-        return None
-    return message if isinstance(message, dict) else None

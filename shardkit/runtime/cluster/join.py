@@ -93,9 +93,6 @@ def initialize(
         timeout: seconds to wait for all processes.
         expect_devices: the number of devices that the whole job must have.
 
-    Returns:
-        Cluster.
-
     Raises:
         ValueError: arguments, or variables of a scheduler, that are incomplete or contradict each other.
         RuntimeError: within `timeout` and 5 s: jax has started its devices already, the coordinator cannot be reached,
