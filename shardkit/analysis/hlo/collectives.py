@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import NamedTuple
 
 from shardkit._jax.primitives import KIND_OF_OPCODE
 from shardkit.analysis.hlo import proto
@@ -118,8 +117,8 @@ class Reader:
         for at, each in enumerate(instructions):
             run = runs.get(at)
             if run is not None:
-                between = None if run.start is None else slots[run.start + 1 : at]
-                yield self._row(run.found, times, branch, between)
+                found, start = run
+                yield self._row(found, times, branch, None if start is None else slots[start + 1 : at])
             elif at not in runs:
                 for call in self._calls(computation, each, times, known, branch):
                     yield from self.rows(*call)
@@ -193,11 +192,8 @@ class FoundCollective:
     groups: Groups
 
 
-class Pairing(NamedTuple):
-    """One collective of a computation, and the position of the instruction that starts it where it is asynchronous."""
-
-    found: FoundCollective
-    start: int | None = None
+# One collective of a computation, and the position of the instruction that starts it where it is asynchronous.
+Pairing = tuple[FoundCollective, int | None]
 
 
 class Pairs:
@@ -219,15 +215,15 @@ class Pairs:
         for at, each in enumerate(computation.instructions.values()):
             found = self.collective_of(computation, each)
             start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
-            if start is not None and self._continues(each, found, started[start].found):
+            if start is not None and self._continues(each, found, started[start][0]):
                 carries[each.id] = start
                 ends = each.opcode.endswith("-done") or self._has_target(each, "AsyncCollectiveDone")
                 runs[at] = started.pop(start) if ends else None
             elif found and self._starts(each):
-                started[each.id], carries[each.id], runs[at] = Pairing(found, at), each.id, None
+                started[each.id], carries[each.id], runs[at] = (found, at), each.id, None
             elif found:
-                runs[at] = Pairing(found)
-        return runs, [run.found for run in started.values()]
+                runs[at] = found, None
+        return runs, [found for found, _ in started.values()]
 
     def collective_of(self, computation: proto.Computation, each: proto.Instruction) -> FoundCollective | None:
         """The collective that an instruction is, starts or contains."""

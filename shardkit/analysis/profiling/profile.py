@@ -105,7 +105,12 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Pa
     Source: nccl-tests, doc/PERFORMANCE.md, for the size of a collective and both bandwidths.
     """
     whole("profile", calls=calls)
-    _refuse_abstract(args)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                "profile: arguments must be arrays, because the program runs; got a ShapeDtypeStruct at "
+                f"args{jax.tree_util.keystr(path)}. Pass arrays, or use aot.compile, which runs nothing."
+            )
     run = traceable(fn)
     traced = run.trace(*args)
     executable = traced.lower().compile().runtime_executable()
@@ -129,16 +134,6 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Pa
         data = ProfileData.from_file(str(recorded))
         spans = read_spans(data, module, rows, here.platform)
     return profile_of(rows, spans, steps, here)
-
-
-def _refuse_abstract(args: Any) -> None:
-    """Refuses ShapeDtypeStructs as arguments of a program that will run."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                "profile: arguments must be arrays, because the program runs; got a ShapeDtypeStruct at "
-                f"args{jax.tree_util.keystr(path)}. Pass arrays, or use aot.compile, which runs nothing."
-            )
 
 
 def _repeatable(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Callable[[], Any]]:
