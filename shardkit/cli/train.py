@@ -50,15 +50,8 @@ class CommandLog(Log):
 
     def __init__(self, options: Options, console: Console):
         self.options, self.console = options, console
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
         self._bar = self._progress.add_task("", total=options.steps)
         self._open = ExitStack()
         self._out: TextIO | None = None
