@@ -41,9 +41,6 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
         records: of `bench.comm`, with "hops", "written_bytes" and "wall_us_median"; all others, and those with wrong
             elements, are left out. Of one operation and implementation, or of several that share links.
 
-    Returns:
-        Fit.
-
     Raises:
         ValueError: fewer than two sizes.
 

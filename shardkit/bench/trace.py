@@ -167,9 +167,6 @@ def execution_trace(fn: Callable[..., Any], *args: Any, chip: str | Chip | None 
         *args: its arguments; `jax.ShapeDtypeStruct` is enough.
         chip: gives compute nodes a duration: the longer of FLOPs and bytes at its peaks.
 
-    Returns:
-        An ExecutionTrace; `write` it.
-
     Raises:
         ValueError: no shard_map, shard_maps over different meshes, groups within an axis, or over a million nodes.
 
