@@ -40,9 +40,6 @@ def make_mesh(
         axis_types: one AxisType, or one per axis; other than `AxisType.Auto` only with Explicit sharding.
         **sizes: axis name and size, from the outermost axis to the innermost; one size may be -1 (inferred).
 
-    Returns:
-        `jax.sharding.Mesh` whose axes have the given names and sizes.
-
     Raises:
         ValueError: no axis, a size below 1, two sizes of -1, a duplicate device, or a product that is not the number of
             devices.
