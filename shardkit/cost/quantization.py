@@ -49,9 +49,6 @@ def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
         dtype: "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8" or "int4".
         block: elements that share a scale; bfloat16 has none.
 
-    Returns:
-        Bytes, a whole number.
-
     Raises:
         ValueError: another dtype, a negative size, or an empty block.
 
