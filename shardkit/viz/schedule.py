@@ -220,17 +220,9 @@ def _write(
     if schedule.chunks > 1:
         ends = (0, schedule.chunks - 1)
         keys += [Patch(color=shade(GREY, chunk, schedule.chunks), label=f"chunk {chunk}") for chunk in ends]
-    picture.legend(
-        handles=keys,
-        loc="lower left",
-        bbox_to_anchor=(left, below(_TOP - 0.08)),
-        ncols=len(keys),
-        handlelength=1,
-        handleheight=1,
-        borderpad=0,
-        borderaxespad=0,
-        columnspacing=1.5,
-    )
+    options: Any = {"handlelength": 1, "handleheight": 1, "borderpad": 0, "borderaxespad": 0, "columnspacing": 1.5}
+    corner: Any = {"loc": "lower left", "bbox_to_anchor": (left, below(_TOP - 0.08))}
+    picture.legend(handles=keys, ncols=len(keys), **corner, **options)
 
 
 def _picture(schedule: Schedule, timeline: Timeline) -> Figure:
