@@ -37,12 +37,7 @@ def as_line(text: str) -> bytes:
 
 
 class Lines:
-    """Messages over a file descriptor or socket; anything else closes the connection.
-
-    Attributes:
-        longest: bytes of the longest line that is accepted.
-        closed: whether no more messages will arrive.
-    """
+    """Messages over a file descriptor or socket; anything else, and a line above `longest` bytes, closes it."""
 
     __slots__ = ("__weakref__", "_begun", "_source", "closed", "longest")  # process 0 has one per process
 
