@@ -47,15 +47,10 @@ NO_WORK = Work()
 
 
 class Clock(NamedTuple):
-    """The model of time: seconds of compute for FLOPs and bytes of memory traffic, seconds on the wire.
+    """The model of time: seconds of compute for FLOPs and bytes of memory traffic, seconds on the wire."""
 
-    Attributes:
-        compute: (flops, bytes) -> seconds.
-        wire: (kind, groups of devices, bytes sent) -> seconds.
-    """
-
-    compute: Callable[[int, int], float]
-    wire: Callable[[str, Groups, Fraction], float]
+    compute: Callable[[int, int], float]  # of FLOPs and bytes
+    wire: Callable[[str, Groups, Fraction], float]  # of a kind, groups of devices and bytes sent
 
 
 NO_CLOCK = Clock(lambda flops, size: 0.0, lambda kind, groups, sent: 0.0)

@@ -25,8 +25,10 @@ def copies(program: CompiledProgram) -> Iterator[Finding]:
         return
     for leaf, sharding in zip(program.leaves, held, strict=True):
         if isinstance(sharding, jax.sharding.NamedSharding):
-            piece = sharding.shard_shape(leaf.aval.shape)
-            free = _free_axes(sharding, piece)
+            piece, named = sharding.shard_shape(leaf.aval.shape), all_axes(sharding.spec)
+            # The axes that its spec does not name and that divide a dim of a device's piece.
+            others = [(axis, n) for axis, n in sharding.mesh.shape.items() if axis not in named and n > 1]
+            free = tuple((axis, n) for axis, n in others if any(dim % n == 0 and dim for dim in piece))
             bytes_held = _bytes(piece, leaf.aval.dtype)
             if free and bytes_held >= program.large:
                 found.setdefault((leaf.argument, free), []).append((bytes_held, leaf))
@@ -63,13 +65,6 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
             without[0].source or program.step.source,
             "Place it by jax.device_put with a NamedSharding, or pass in_shardings to jax.jit.",
         )
-
-
-def _free_axes(sharding: jax.sharding.NamedSharding, piece: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    """The mesh axes, with their sizes, that a spec does not name and that divide a dim of a device's piece."""
-    named = set(all_axes(sharding.spec))
-    axes = [(axis, n) for axis, n in sharding.mesh.shape.items() if axis not in named and n > 1]
-    return tuple((axis, n) for axis, n in axes if any(dim % n == 0 and dim for dim in piece))
 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
