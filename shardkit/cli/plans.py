@@ -132,7 +132,10 @@ def schedule_of(o: TrainOptions, sizes: Mapping[str, int]) -> Schedule | None:
             )
         schedule = read("train", Path(o.schedule))
     else:
-        count = _most(examples, stages) if o.microbatches is None else o.microbatches
+        # The most, up to four per stage, that divide the examples; a multiple of the stages if possible.
+        counts = [count for count in range(1, _PER_STAGE * stages + 1) if examples % count == 0]
+        most = max(counts, key=lambda count: (count % stages == 0, count))
+        count = most if o.microbatches is None else o.microbatches
         schedule = named("train", o.schedule or "lockstep", stages, count, o.chunks)
     if schedule.devices != stages:
         raise ValueError(
@@ -190,9 +193,3 @@ def read(where: str, file: Path) -> Schedule:
 def ways(sizes: Mapping[str, int]) -> int:
     """In how many parts a mesh splits the examples of a batch."""
     return int(np.prod([sizes[axis] for axis in _OF_EXAMPLES if axis in sizes]))
-
-
-def _most(examples: int, stages: int) -> int:
-    """The most microbatches, up to four per stage, that divide the examples; a multiple of the stages if possible."""
-    counts = [count for count in range(1, _PER_STAGE * stages + 1) if examples % count == 0]
-    return max(counts, key=lambda count: (count % stages == 0, count))

@@ -37,10 +37,7 @@ def read_text(paths: Sequence[str | Path]) -> Text:
     """Reads files, and every file below directories, as bytes.
 
     The split is by file, by a hash of its path below the given directory, so it never changes. If one side would be
-    empty, the last tenth of every file is held out instead.
-
-    Raises:
-        ValueError: a path that does not exist or cannot be read, or no text in all of them.
+    empty, the last tenth of every file is held out instead. Refuses paths that cannot be read, or have no text.
     """
     found: list[tuple[str, Path]] = []
     for given in map(Path, paths):
@@ -82,12 +79,8 @@ def batch_at(
 ) -> dict[str, np.ndarray]:
     """The batch of a step, counted from 0: windows at random positions, the same for every mesh and process count.
 
-    Returns:
-        `{"tokens": int32 [batch, length], "targets": int32 [batch, length]}` or those `rows` of them; targets are
-        shifted by one token.
-
-    Raises:
-        ValueError: a text shorter than one window of T + 1 bytes.
+    It is `{"tokens": int32 [batch, length], "targets": int32 [batch, length]}` or those `rows` of them; targets are
+    shifted by one token. Refuses a text shorter than one window of length + 1 bytes.
     """
     places = _places(text, length)
     # NumPy guarantees the raw bits of a bit generator over versions, unlike its distributions.
@@ -106,11 +99,7 @@ def global_batch_at(
 
 
 def validation_batches(text: np.ndarray, *, count: int, batch: int, length: int) -> list[dict[str, np.ndarray]]:
-    """`count` batches of windows spread evenly over the text, the same at every call.
-
-    Raises:
-        ValueError: a text shorter than one window of length + 1 bytes.
-    """
+    """`count` batches of windows spread evenly over the text, the same at every call; refuses as `batch_at`."""
     starts = np.linspace(0, _places(text, length) - 1, count * batch).astype(np.int64)
     return [_windows(text, part, length) for part in starts.reshape(count, batch)]
 
