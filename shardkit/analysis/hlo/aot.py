@@ -96,7 +96,11 @@ def build(
     options: Mapping[str, Any] | None = None,
     timeout: float = 1800.0,
 ) -> Built:
-    """The program that `compile` reports on, with its arguments; `step` may be a `jax.stages.Traced` too."""
+    """The program that `compile` reports on, with its arguments; `step` may be a `jax.stages.Traced` too.
+
+    Example:
+        module = build(step, args, topology="v5e:2x4").module
+    """
     check_kind("aot.compile", "timeout", timeout, (float,))
     if not 0 < timeout < math.inf:
         raise ValueError(
