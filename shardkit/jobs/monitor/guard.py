@@ -83,7 +83,11 @@ class StepClock:
     def dispatched(self, result: Any) -> None:
         """The host has dispatched the next step."""
         self._recorder.dispatched(self.next_step)
-        self._dispatched.put((self.next_step, _ready_with(result)))
+        # Of the metrics, if there are any: what the next step donates counts as ready too early. But what the last
+        # dispatched step returns is not donated, and it is this step that the loop will wait for.
+        leaves = jax.tree.leaves(result[-1] if isinstance(result, tuple) else ()) + jax.tree.leaves(result)
+        ready = next((leaf for leaf in leaves if isinstance(leaf, jax.Array)), None)
+        self._dispatched.put((self.next_step, ready))
         self.next_step += 1
         self._between = "user code"
 
@@ -253,12 +257,6 @@ def guard(
 
 
 _END = object()
-
-
-def _ready_with(result: Any) -> Any:
-    """An array that is ready when the step has ended: of the metrics, else one that the next step may donate."""
-    leaves = jax.tree.leaves(result[-1] if isinstance(result, tuple) else ()) + jax.tree.leaves(result)
-    return next((leaf for leaf in leaves if isinstance(leaf, jax.Array)), None)
 
 
 def _shapes(batch: Any) -> Any:
