@@ -154,7 +154,9 @@ class Reader:
         axes, n = axes_of(kind, found.groups, tuple(self.sizes.items()))
         bytes_in = sum(shape.bytes for shape in operands)
         sent = wire(kind, bytes_in, n, each.pairs).sent
-        asynchronous = between is not None and not marked_synchronous(found.carrier)
+        # The GPU compiler marks a pair that it does not overlap.
+        marked = found.carrier.config.get("collective_backend_config", {}).get("is_sync")
+        asynchronous = between is not None and not marked
         seconds = exposed = self.clock.wire(kind, found.groups, sent)
         flops = 0
         # Those over the same links, in the same direction, share the compute that hides them.
@@ -262,8 +264,3 @@ class Pairs:
             return False
         copy, first = found.instruction, start.instruction
         return (copy.opcode, copy.shape.dims, found.groups) == (first.opcode, first.shape.dims, start.groups)
-
-
-def marked_synchronous(each: proto.Instruction) -> bool:
-    """Whether the GPU compiler marked a pair as not overlapped."""
-    return bool(each.config.get("collective_backend_config", {}).get("is_sync"))
