@@ -81,12 +81,6 @@ def mesh_of(where: str, words: tuple[str, ...], *, many: bool) -> jax.sharding.M
     return sk.make_mesh(**sizes)
 
 
-def config_of(o: TrainOptions, sizes: Mapping[str, int]) -> transformer.Config:
-    """The sizes of the transformer; without a number of experts, twice the size of axis expert."""
-    experts = 2 * sizes.get("expert", 0) if o.experts is None else o.experts
-    return transformer.Config(layers=o.layers, dim=o.dim, heads=o.heads, dropout=o.dropout, experts=experts)
-
-
 def model_of(o: TrainOptions, sizes: Mapping[str, int]) -> PlannedModel:
     """The transformer of some options, on a mesh of these sizes by axis."""
     if o.sequence and "model" not in sizes:
@@ -94,7 +88,10 @@ def model_of(o: TrainOptions, sizes: Mapping[str, int]) -> PlannedModel:
             f"train: --sequence needs an axis 'model'; the axes are {quoted(sizes)}. Add model=2, or leave the option "
             "out."
         )
-    config, schedule = config_of(o, sizes), schedule_of(o, sizes)
+    # Without a number of experts, twice the size of axis expert.
+    experts = 2 * sizes.get("expert", 0) if o.experts is None else o.experts
+    config = transformer.Config(layers=o.layers, dim=o.dim, heads=o.heads, dropout=o.dropout, experts=experts)
+    schedule = schedule_of(o, sizes)
     plans = [_PLANS[axis](axis) for axis in sizes if axis != "model"]
     if "model" in sizes:
         rules = transformer.tensor_rules(config, "model", sizes["model"])
