@@ -30,18 +30,18 @@ LIMITS = {
     "": 60,
     "_arguments": 600,  # keys that jax cannot sort
     "_jax": 1200,  # the registry of primitives, with what emulates each and why its gradient is sent
-    "analysis": 6170,  # what a step raises, in one sentence of audit or report
-    "bench": 2630,
-    "cli": 2460,  # what stood beside the package while that imported jax: the list of commands
-    "cost": 1510,
-    "jobs": 2180,
-    "meshes": 1050,
+    "analysis": 5950,  # what a step raises, in one sentence of audit or report
+    "bench": 2530,
+    "cli": 2340,  # what stood beside the package while that imported jax: the list of commands
+    "cost": 1460,
+    "jobs": 2100,
+    "meshes": 1030,
     "models": 710,
     "planner": 630,
     "reporting": 300,
     "resharding": 900,
-    "runtime": 4130,
-    "viz": 1440,
+    "runtime": 4060,
+    "viz": 1380,
 }
 
 
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 46_000
+    assert sum(found.values()) <= 43_500
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 
