@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from shardkit import cost
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
+from shardkit.analysis.hlo.collectives import collectives_of
 from shardkit.analysis.hlo.compute import NO_CLOCK, clock_of
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.jaxpr.census import CensusRow, census_of
@@ -23,19 +23,15 @@ _SHOWN = 4  # groups, and devices of one that is no range
 
 
 def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | None = None) -> Record:
-    """Fields of a record: what one of `calls` calls sends, as written and as compiled.
+    """Fields of a record: what one of the `calls` of a kernel in a program sends, as written and as compiled.
 
-    Args:
-        traced: the program (`jax.stages.Traced`).
-        executable: the same, compiled (`jax.stages.Compiled`).
-        mesh: its mesh.
-        calls: how often it runs the kernel.
-        hops: messages one after the other; None: as the census lists them.
+    `hops` are messages one after the other; None: as the census lists them.
     """
     written = census_of(traced.jaxpr.jaxpr)
     module = proto.read(executable.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     known = chip_of(mesh)
-    clock = clock_of(_platform(mesh), known, places(mesh)) if known else NO_CLOCK
+    platform = mesh.devices.flat[0].platform
+    clock = clock_of("cuda" if platform == "gpu" else platform, known, places(mesh)) if known else NO_CLOCK
     rows = collectives_of(module, dict(mesh.shape), clock)
     inside = {i.name: i.groups or i.pairs for c in module.computations.values() for i in c.instructions.values()}
     groups = [inside[row.name] for row in rows]
@@ -49,7 +45,7 @@ def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | No
         "compiled": "; ".join(f"{_times(t)}{kind} {grouped(kind, of)}" for (kind, of), t in kinds.items()) or "none",
         "compiled_groups": [{"kind": kind, "times": t, "groups": of} for (kind, of), t in kinds.items()],
         "chip": known.name if known else None,
-        "chip_us": 1e6 * _seconds(rows) / calls if known else None,
+        "chip_us": 1e6 * sum(row.seconds * row.times for row in rows) / calls if known else None,
     }
 
 
@@ -116,13 +112,5 @@ def _hops(row: CensusRow) -> int:
     return once * row.times
 
 
-def _seconds(rows: Sequence[CompiledRow]) -> float:
-    return sum(row.seconds * row.times for row in rows)
-
-
 def _coords(device: jax.Device) -> tuple[int, ...]:
     return tuple(getattr(device, "coords", None) or ())
-
-
-def _platform(mesh: Mesh) -> str:
-    return {"gpu": "cuda"}.get(mesh.devices.flat[0].platform, mesh.devices.flat[0].platform)

@@ -36,25 +36,15 @@ _OTHER_NAMES = {"sendrecv": "shift", "gather": "gather_to_one"}  # those of nccl
 
 
 class Sweep(NamedTuple):
-    """One table: an operation in one dtype over some axes, in several sizes.
+    """One table: an operation in one dtype over some axes, in several sizes."""
 
-    Attributes:
-        operation: what is computed.
-        ways: its implementations by name; the first is the baseline.
-        redop: the reduction, or "none".
-        dtype: of the array.
-        counts: its elements, one for each size.
-        mesh: the mesh.
-        axes: those of the collective.
-    """
-
-    operation: Operation
-    ways: Mapping[str, Way]
-    redop: str
-    dtype: str
-    counts: tuple[int, ...]
+    operation: Operation  # what is computed
+    ways: Mapping[str, Way]  # its implementations by name; the first is the baseline
+    redop: str  # the reduction, or "none"
+    dtype: str  # of the array
+    counts: tuple[int, ...]  # its elements, one for each size
     mesh: Mesh
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # those of the collective
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -83,9 +83,6 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
         new: records after the change.
         threshold: the smallest change that counts, as a fraction.
 
-    Returns:
-        A Comparison; print it.
-
     Raises:
         ValueError: a threshold that is not positive.
 

@@ -41,9 +41,6 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
         records: of `bench.comm`, with "hops", "written_bytes" and "wall_us_median"; all others, and those with wrong
             elements, are left out. Of one operation and implementation, or of several that share links.
 
-    Returns:
-        Fit.
-
     Raises:
         ValueError: fewer than two sizes.
 
@@ -55,7 +52,9 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
 
     Source: Hockney, The Communication Challenge for MPP (1994).
     """
-    rows = [(r["hops"], r["written_bytes"], r["wall_us_median"] / 1e6) for r in records if _usable(r)]
+    keys = ("hops", "written_bytes", "wall_us_median")
+    known = [r for r in records if not r.get("wrong") and all(r.get(key) is not None for key in keys)]
+    rows = [(r["hops"], r["written_bytes"], r["wall_us_median"] / 1e6) for r in known if r["wall_us_median"] > 0]
     table = np.array(rows, float).reshape(-1, 3)
     shares = table[:, :2] / table[:, 2:]  # of the time that was measured, by second and by second per byte
     scale = np.maximum(shares.max(axis=0, initial=0), 1e-300)  # seconds and seconds per byte are far apart
@@ -73,11 +72,6 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
     residual = float(np.sqrt(np.mean(np.square(shares @ found - 1))))
     latency, slope = map(float, found)
     return Fit(latency, 1 / slope if slope else float("inf"), residual)
-
-
-def _usable(record: Record) -> bool:
-    known = all(record.get(key) is not None for key in ("hops", "written_bytes", "wall_us_median"))
-    return known and record["wall_us_median"] > 0 and not record.get("wrong")
 
 
 class Crossover(NamedTuple):

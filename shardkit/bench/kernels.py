@@ -24,16 +24,11 @@ from shardkit.collectives import vary
 
 
 class Compared:
-    """Counts the elements of a result that are wrong, on all devices of this process; the worst call counts.
-
-    Attributes:
-        wrong: elements.
-        error: the largest difference, relative to the largest element; infinite for NaN.
-        first: the first wrong element that was found, in words.
-    """
+    """Counts the elements of a result that are wrong, on all devices of this process; the worst call counts."""
 
     def __init__(self, expected: np.ndarray, bound: float):
         self.expected, self.bound = expected, bound
+        # Elements; the largest difference, relative to the largest element (infinite for NaN); the first, in words.
         self.wrong, self.error, self.first = 0, 0.0, ""
 
     def __call__(self, carry: Any, value: Any) -> np.ndarray:
@@ -68,17 +63,8 @@ def case(
 ) -> Case:
     """A kernel as a case: `kernel(x)` of this device's block, again and again.
 
-    Args:
-        name: of the implementation.
-        kernel: for use inside shard_map.
-        x: the blocks of all devices, [devices, ...], split over all axes.
-        poison: what the result begins as.
-        expected: what it must be on each device, [devices, ...].
-        mesh: the mesh.
-        compared: counts what is wrong.
-
-    Raises:
-        ValueError: a kernel whose result has another shape or dtype.
+    `x` are the blocks of all devices, [devices, ...], split over all axes; `expected`, [devices, ...], is what results
+    must be, and `poison` what they begin as. Refuses a kernel whose result has another shape or dtype.
     """
     spec = P(tuple(mesh.axis_names))
 

@@ -38,9 +38,6 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[di
         runs: the functions by name.
         rounds: how often each is called.
 
-    Returns:
-        An iterator over rounds, of results by name.
-
     Example:
         >>> list(sk.bench.interleaved({"a": lambda: 1, "b": lambda: 2}, 2))
         [{'a': 1, 'b': 2}, {'a': 1, 'b': 2}]

@@ -6,6 +6,7 @@ with in every other operation. A new kernel is one row of the table of its opera
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -30,46 +31,29 @@ Axes = tuple[str, ...]
 
 
 class Way(NamedTuple):
-    """One implementation of an operation.
+    """One implementation of an operation."""
 
-    Attributes:
-        kernel: `kernel(x, axes, **options)`, for use inside shard_map.
-        redops: the reductions that it has; None: all of the operation.
-        levels: the axes that it needs, at least.
-        bound: `(largest, sizes of the axes) -> float`, how far its result may be from the exact one; None: not at all.
-        floating: it needs a floating-point dtype.
-        hops: of n devices, where messages go at the same time; None: one after the other, as the census lists them.
-    """
-
-    kernel: Kernel
-    redops: tuple[str, ...] | None = None
-    levels: int = 1
+    kernel: Kernel  # `kernel(x, axes, **options)`, for use inside shard_map
+    redops: tuple[str, ...] | None = None  # the reductions that it has; None: all of the operation
+    levels: int = 1  # the axes that it needs, at least
+    # `(largest, sizes of the axes) -> float`, how far its result may be from the exact one; None: not at all
     bound: Callable[[float, Sequence[int]], float] | None = None
-    floating: bool = False
+    floating: bool = False  # it needs a floating-point dtype
+    # of n devices, where messages go at the same time; None: one after the other, as the census lists them
     hops: Callable[[int], int] | None = None
 
 
 class Operation(NamedTuple):
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        name: as in `shardkit.collectives`.
-        ways: its kernels, by the name of the implementation.
-        reference: `reference(blocks, **options)`, of `shardkit.testing.reference`.
-        redops: its reductions, the first by default; empty for an operation that reduces nothing.
-        bus: its name in nccl-tests, for `cost.bus_factor`; None where that has no such operation.
-        splits: the size must divide by the number of devices.
-        gathers: a device begins with its part of the size.
-        options: `options(n, count)`, further arguments of the kernel and of the reference.
-    """
-
-    name: str
-    ways: Mapping[str, Way]
-    reference: Kernel
-    redops: tuple[str, ...] = ()
-    bus: str | None = None
-    splits: bool = False
-    gathers: bool = False
+    name: str  # as in `shardkit.collectives`
+    ways: Mapping[str, Way]  # its kernels, by the name of the implementation
+    reference: Kernel  # `reference(blocks, **options)`, of `shardkit.testing.reference`
+    redops: tuple[str, ...] = ()  # its reductions, the first by default; empty for an operation that reduces nothing
+    bus: str | None = None  # its name in nccl-tests, for `cost.bus_factor`; None where that has no such operation
+    splits: bool = False  # the size must divide by the number of devices
+    gathers: bool = False  # a device begins with its part of the size
+    # `options(n, count)`, further arguments of the kernel and of the reference
     options: Callable[[int, int], dict[str, Any]] = lambda n, count: {}
 
     def arguments(self, redop: str, n: int, count: int) -> dict[str, Any]:
@@ -86,16 +70,11 @@ class Operation(NamedTuple):
         return count // n * n if self.splits else count
 
 
-def _leaves(x: jax.Array) -> list[jax.Array]:
-    return jnp.array_split(x, min(LEAVES, x.size))
-
-
 def _of_leaves(kernel: Kernel) -> Kernel:
-    return lambda x, axis, **options: jnp.concatenate(kernel(_leaves(x), axis, **options))
+    def run(x: jax.Array, axis: Axes, **options: Any) -> Any:
+        return jnp.concatenate(kernel(jnp.array_split(x, min(LEAVES, x.size)), axis, **options))
 
-
-def _deterministic(x: jax.Array, axis: Axes, **options: Any) -> Any:
-    return c.all_reduce(x[None], axis, deterministic=True, **options)
+    return run
 
 
 def _two_level(kernel: Kernel) -> Kernel:
@@ -117,17 +96,13 @@ def _ragged(x: jax.Array, axis: Axes, *, split_dim: int, concat_dim: int) -> Any
     return c.ragged_all_to_all(x, counts, axis, rows=len(x), limit=each)
 
 
-def _product(sizes: Sequence[int]) -> int:
-    return int(np.prod(sizes))
-
-
 def _summed(dtype: str, largest: float, sizes: Sequence[int]) -> float:
-    return quantization_error(largest, dtype, n=_product(sizes))
+    return quantization_error(largest, dtype, n=math.prod(sizes))
 
 
 def _twice(dtype: str, largest: float, sizes: Sequence[int]) -> float:
     first = _summed(dtype, largest, sizes)
-    return first + quantization_error(_product(sizes) * largest + first, dtype)
+    return first + quantization_error(math.prod(sizes) * largest + first, dtype)
 
 
 def _gathered(dtype: str, largest: float, sizes: Sequence[int]) -> float:
@@ -135,7 +110,7 @@ def _gathered(dtype: str, largest: float, sizes: Sequence[int]) -> float:
 
 
 def _outside(dtype: str, largest: float, sizes: Sequence[int]) -> float:
-    return quantization_error(sizes[-1] * largest, dtype, n=_product(sizes[:-1]))
+    return quantization_error(sizes[-1] * largest, dtype, n=math.prod(sizes[:-1]))
 
 
 def _result(kernel: Kernel) -> Kernel:
@@ -159,7 +134,9 @@ _ALL_REDUCE = {
     "bidirectional": Way(partial(ring.all_reduce, bidirectional=True), _SUMS, hops=lambda n: 2 * (n // 2)),
     "hierarchical": Way(_two_level(hierarchical.all_reduce), _SUMS, 2),
     "two_step": Way(partial(c.all_reduce_tree, scatter_from=0), _SUMS),
-    "deterministic": Way(_deterministic, _SUMS, floating=True),
+    "deterministic": Way(
+        lambda x, axis, **options: c.all_reduce(x[None], axis, deterministic=True, **options), _SUMS, floating=True
+    ),
     "leaves": Way(_of_leaves(c.all_reduce)),
     "bucketed": Way(_of_leaves(c.all_reduce_tree), _SUMS),
     **_compressed(_result(compressed.all_reduce), ("sum",), _summed),
@@ -186,18 +163,7 @@ _REDUCE_SCATTER = {
 }
 
 
-def _one(kernel: Kernel) -> dict[str, Way]:
-    return {"lax": Way(kernel)}
-
-
-def _dims(n: int, count: int) -> dict[str, Any]:
-    return {"split_dim": 0, "concat_dim": 0}
-
-
-def _eighth(n: int, count: int) -> dict[str, Any]:
-    return {"before": max(1, count // 8), "after": max(1, count // 8)}
-
-
+_ALL_TO_ALL = {"lax": Way(c.all_to_all), "ragged": Way(_ragged)}
 _HALO = Way(c.halo_exchange, hops=lambda n: int(n > 1))  # both sides at the same time
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
@@ -206,20 +172,18 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
             Operation("all_reduce", _ALL_REDUCE, reference.all_reduce, ("sum", "mean", "max", "min"), "all_reduce"),
             Operation("all_gather", _ALL_GATHER, reference.all_gather, (), "all_gather", True, True),
             Operation("reduce_scatter", _REDUCE_SCATTER, reference.reduce_scatter, _SUMS, "reduce_scatter", True),
-            Operation(
-                "all_to_all",
-                _one(c.all_to_all) | {"ragged": Way(_ragged)},
-                reference.all_to_all,
-                (),
-                "all_to_all",
-                True,
-                options=_dims,
+            Operation("all_to_all", _ALL_TO_ALL, reference.all_to_all, (), "all_to_all", True)._replace(
+                options=lambda n, count: {"split_dim": 0, "concat_dim": 0}
             ),
-            Operation("broadcast", _one(c.broadcast), reference.broadcast, (), "broadcast"),
-            Operation("shift", _one(c.shift), reference.shift, (), "sendrecv"),
-            Operation("gather_to_one", _one(c.gather_to_one), reference.gather_to_one, (), "gather", True, True),
-            Operation("prefix_scan", _one(c.prefix_scan), reference.prefix_scan, ("sum", "max", "min")),
-            Operation("halo_exchange", {"lax": _HALO}, reference.halo_exchange, options=_eighth),
+            Operation("broadcast", {"lax": Way(c.broadcast)}, reference.broadcast, (), "broadcast"),
+            Operation("shift", {"lax": Way(c.shift)}, reference.shift, (), "sendrecv"),
+            Operation(
+                "gather_to_one", {"lax": Way(c.gather_to_one)}, reference.gather_to_one, (), "gather", True, True
+            ),
+            Operation("prefix_scan", {"lax": Way(c.prefix_scan)}, reference.prefix_scan, ("sum", "max", "min")),
+            Operation("halo_exchange", {"lax": _HALO}, reference.halo_exchange)._replace(
+                options=lambda n, count: dict.fromkeys(("before", "after"), max(1, count // 8))
+            ),
         )
     }
 )
@@ -253,7 +217,7 @@ def poison(dtype: str) -> Any:
 
 def bound(way: Way, dtype: str, redop: str, x: np.ndarray, sizes: Sequence[int]) -> float:
     """How far a result may be from the reference: 0, the rounding of a mean, or of what is sent in a small dtype."""
-    n, largest = _product(sizes), float(np.abs(x.astype(np.float64)).max(initial=0))
+    n, largest = math.prod(sizes), float(np.abs(x.astype(np.float64)).max(initial=0))
     error = way.bound(largest, sizes) if way.bound else 0.0
     if not error and (redop != "mean" or n & (n - 1) == 0):
         return 0.0

@@ -31,13 +31,10 @@ def write(records: Sequence[Record], file: Path) -> None:
 
 
 def read(file: Path | str) -> list[Record]:
-    """The records in a file that `write` made.
+    """The records in a file that `write` made, in its order.
 
     Args:
         file: its path.
-
-    Returns:
-        Records, in the order of the file.
 
     Raises:
         ValueError: a file that cannot be read, a line that is no record, or a record of another version.
@@ -115,9 +112,6 @@ def table(records: Sequence[Record]) -> str:
 
     Args:
         records: of one call of `measure`.
-
-    Returns:
-        Lines of text.
     """
     columns = (("wall_us", 1), ("cpu_us", 1), ("wall_ratio", 3), ("cpu_ratio", 3))
     lines = [("case", "wall us", "CPU us", "wall ratio", "CPU ratio")]

@@ -247,13 +247,7 @@ def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
 def partitioned(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, update: Any) -> Case:
     """The step on global arrays, as one writes it for one device, with the layouts of its arguments and results.
 
-    Args:
-        name: of the case.
-        loss_fn: for one device, or with constraints.
-        optimizer: of optax.
-        carry: parameters and optimizer state, in the layouts to hold.
-        batch: the global batch, in its layout.
-        update: the layout of gradients, as shardings.
+    `carry` (parameters and optimizer state) and `batch` are in the layouts to hold; `update` are those of gradients.
     """
 
     def step(carry: Any, batch: Any) -> tuple[Any, Any]:
@@ -378,17 +372,14 @@ def _check(work: Workload, mesh: Mesh) -> None:
 def _program(case: Case, options: Mapping[str, Any]) -> tuple[Case, Compiled]:
     """The case compiled, once for reading and timing, with one thread for each device."""
     traced = traceable(case.step).trace(case.carry, *case.args)
-    program = traced.lower().compile(compiler_options={**_one_thread(), **options})
+    # A simulated device is one thread, because how a pool divides work is noise.
+    alone = {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else {}
+    program = traced.lower().compile(compiler_options={**alone, **options})
     found = read_compiled(traced, program, (case.carry, *case.args))
     carry, args = case.carry, case.args
     if isinstance(carry, sk.TrainState):  # the key of a step stays outside jit
         carry, args = carry._replace(key=None), (carry.key, *args)
     return Case(case.name, program, carry, args, _results), found
-
-
-def _one_thread() -> dict[str, bool]:
-    """Options of the compiler: a simulated device is one thread, because how a pool divides work is noise."""
-    return {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else {}
 
 
 def _results(carry: Any, value: Any) -> Any:

@@ -114,7 +114,9 @@ class ExecutionTrace(NamedTuple):
             if not node.kind:
                 there.add(node.id)
                 sizes = _attribute("num_ops", 9, node.flops) + _attribute("tensor_size", 13, node.bytes)
-                yield _node(2 * node.id, node.name, _COMPUTE, deps, sizes, self._microseconds(node))
+                seconds = max(node.flops / c.flops, node.bytes / c.hbm_bandwidth) if (c := self.chip) else 0.0
+                lasts = max(1, round(1e6 * seconds)) if self.chip else 0
+                yield _node(2 * node.id, node.name, _COMPUTE, deps, sizes, lasts)
                 continue
             group = mine[node.axes]
             if node.kind != "ppermute":
@@ -131,11 +133,6 @@ class ExecutionTrace(NamedTuple):
                 if group[target] == rank:
                     there.add(node.id)
                     yield _node(2 * node.id, f"receive, {node.name}", _RECEIVE, [], ends)
-
-    def _microseconds(self, node: Node) -> int:
-        if self.chip is None:
-            return 0
-        return max(1, round(1e6 * max(node.flops / self.chip.flops, node.bytes / self.chip.hbm_bandwidth)))
 
 
 def _attribute(name: str, field: int, value: int | str) -> bytes:
@@ -166,9 +163,6 @@ def execution_trace(fn: Callable[..., Any], *args: Any, chip: str | Chip | None 
         fn: any function that jax can trace, with a shard_map in it.
         *args: its arguments; `jax.ShapeDtypeStruct` is enough.
         chip: gives compute nodes a duration: the longer of FLOPs and bytes at its peaks.
-
-    Returns:
-        An ExecutionTrace; `write` it.
 
     Raises:
         ValueError: no shard_map, shard_maps over different meshes, groups within an axis, or over a million nodes.

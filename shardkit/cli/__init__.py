@@ -177,13 +177,7 @@ def _version() -> str:
 
 
 def perform(command: Command, full: str, words: list[str]) -> int:
-    """Runs a command; what goes wrong ends it with one sentence, and with a traceback if SHARDKIT_DEBUG is set.
-
-    Args:
-        command: its row of the table.
-        full: its name, as "bench comm".
-        words: its arguments.
-    """
+    """Runs a command; what goes wrong ends it with one sentence, and with a traceback if SHARDKIT_DEBUG is set."""
     from shardkit.runtime.cluster.join import finish
 
     try:

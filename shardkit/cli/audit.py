@@ -57,18 +57,7 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """
     before = _read(options.against) if options.against else None
     step, args = step_of("audit", options)
-    found = read(
-        step,
-        *args,
-        compiled=options.compiled,
-        target=options.target,
-        large=options.large,
-        small=options.small,
-        memory=options.memory,
-        ignore=options.ignore,
-        call=options.call,
-        timeout=options.timeout,
-    )
+    found = read(step, *args, **{name: getattr(options, name) for name in _OF_READING})
     print(found)
     if options.explain:
         print(explain_backward(step, *args))
@@ -81,6 +70,9 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     data = json_lib.loads(found.to_json())
     write_json(options.json, "audit", data["findings"], audit=data, worse=list(map(str, worse)))
     return 1 if (worse if before else found.findings) else 0
+
+
+_OF_READING = ("compiled", "target", "large", "small", "memory", "ignore", "call", "timeout")
 
 
 def _read(file: Path) -> Audit:

@@ -54,8 +54,11 @@ class Options:
 
 def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Run a command in several processes that jax joins into one job, or print a manifest for a cluster."""
-    _check_options(options)
-    o = options
+    o, here = options, options.render is None
+    for name in _OF_MANIFESTS if here else _OF_PROCESSES_HERE:  # an option that would have no effect
+        if (value := getattr(o, name)) != getattr(Options, name):
+            rule = "must come with --render" if here else f"must not come with --render {o.render}"
+            raise ValueError(f"launch: --{name} {rule}; got {value}. Leave it out, or change --render.")
     job: Any = {"processes": o.processes, "devices": o.devices, "port": o.port}
     if o.render is None:
         begun = time.perf_counter()
@@ -70,13 +73,3 @@ def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
 _OF_MANIFESTS = ("name", "image", "accelerator", "topology")
 _OF_PROCESSES_HERE = ("output", "grace", "restarts", "json")
-
-
-def _check_options(options: Options) -> None:
-    """Refuses an option that would have no effect."""
-    here = options.render is None
-    for name in _OF_MANIFESTS if here else _OF_PROCESSES_HERE:
-        value = getattr(options, name)
-        if value != getattr(Options, name):
-            rule = "must come with --render" if here else f"must not come with --render {options.render}"
-            raise ValueError(f"launch: --{name} {rule}; got {value}. Leave it out, or change --render.")

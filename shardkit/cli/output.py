@@ -45,9 +45,9 @@ class Piped(Console):
         raise BrokenPipeError
 
 
-def console(*, quiet: bool = False, markup: bool = False) -> Console:
+def console() -> Console:
     """A console that breaks lines between words on a terminal, and nowhere in a pipe; colors are for terminals too."""
-    here = Piped(highlight=False, quiet=quiet, markup=markup, emoji=False)
+    here = Piped(highlight=False, markup=False, emoji=False)
     here.soft_wrap = not here.is_terminal
     return here
 
@@ -80,11 +80,7 @@ def text_beside_json(words: Sequence[str]) -> Iterator[None]:
 
 
 def header(command: str) -> dict[str, Any]:
-    """What every JSON output begins with: the schema, the command, the date, versions, and the devices if jax has any.
-
-    Args:
-        command: its name, as "lint".
-    """
+    """What every JSON output begins with: schema, command, date, versions, and the devices if jax has any."""
     device = jax.devices()[0] if jax_has_started() else None
     return {
         "schema": SCHEMA,
@@ -107,14 +103,7 @@ def header(command: str) -> dict[str, Any]:
 
 
 def write_json(file: Path | None, command: str, rows: Sequence[Mapping[str, Any]], /, **more: Any) -> None:
-    """Writes the result of a command as one JSON object.
-
-    Args:
-        file: where to; None: nowhere, "-": to standard output.
-        command: its name, as "lint".
-        rows: its results, one object each.
-        more: further entries, which all rows share.
-    """
+    """Writes the result of a command, as "lint", as one JSON object; to standard output with "-", nowhere with None."""
     if file is not None:
         with writing(file) as out:
             out.write(json.dumps(plain(header(command) | more | {"rows": list(rows)}), indent=1) + "\n")

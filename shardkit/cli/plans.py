@@ -41,21 +41,13 @@ _PER_STAGE = 4
 
 
 class PlannedModel(NamedTuple):
-    """A transformer on a mesh.
+    """A transformer on a mesh."""
 
-    Attributes:
-        config: its sizes.
-        plan: how the mesh's axes are used.
-        schedule: that of the pipeline, None without one.
-        grad_fn: the GradFn for training.
-        loss_fn: the loss for evaluation.
-    """
-
-    config: transformer.Config
-    plan: sk.Plan
-    schedule: Schedule | None
-    grad_fn: Any
-    loss_fn: Any
+    config: transformer.Config  # its sizes
+    plan: sk.Plan  # how the mesh's axes are used
+    schedule: Schedule | None  # that of the pipeline, None without one
+    grad_fn: Any  # the GradFn for training
+    loss_fn: Any  # the loss for evaluation
 
 
 def mesh_words(words: tuple[str, ...], where: str = "train") -> dict[str, int]:
@@ -89,12 +81,6 @@ def mesh_of(where: str, words: tuple[str, ...], *, many: bool) -> jax.sharding.M
     return sk.make_mesh(**sizes)
 
 
-def config_of(o: TrainOptions, sizes: Mapping[str, int]) -> transformer.Config:
-    """The sizes of the transformer; without a number of experts, twice the size of axis expert."""
-    experts = 2 * sizes.get("expert", 0) if o.experts is None else o.experts
-    return transformer.Config(layers=o.layers, dim=o.dim, heads=o.heads, dropout=o.dropout, experts=experts)
-
-
 def model_of(o: TrainOptions, sizes: Mapping[str, int]) -> PlannedModel:
     """The transformer of some options, on a mesh of these sizes by axis."""
     if o.sequence and "model" not in sizes:
@@ -102,7 +88,10 @@ def model_of(o: TrainOptions, sizes: Mapping[str, int]) -> PlannedModel:
             f"train: --sequence needs an axis 'model'; the axes are {quoted(sizes)}. Add model=2, or leave the option "
             "out."
         )
-    config, schedule = config_of(o, sizes), schedule_of(o, sizes)
+    # Without a number of experts, twice the size of axis expert.
+    experts = 2 * sizes.get("expert", 0) if o.experts is None else o.experts
+    config = transformer.Config(layers=o.layers, dim=o.dim, heads=o.heads, dropout=o.dropout, experts=experts)
+    schedule = schedule_of(o, sizes)
     plans = [_PLANS[axis](axis) for axis in sizes if axis != "model"]
     if "model" in sizes:
         rules = transformer.tensor_rules(config, "model", sizes["model"])
@@ -140,7 +129,10 @@ def schedule_of(o: TrainOptions, sizes: Mapping[str, int]) -> Schedule | None:
             )
         schedule = read("train", Path(o.schedule))
     else:
-        count = _most(examples, stages) if o.microbatches is None else o.microbatches
+        # The most, up to four per stage, that divide the examples; a multiple of the stages if possible.
+        counts = [count for count in range(1, _PER_STAGE * stages + 1) if examples % count == 0]
+        most = max(counts, key=lambda count: (count % stages == 0, count))
+        count = most if o.microbatches is None else o.microbatches
         schedule = named("train", o.schedule or "lockstep", stages, count, o.chunks)
     if schedule.devices != stages:
         raise ValueError(
@@ -198,9 +190,3 @@ def read(where: str, file: Path) -> Schedule:
 def ways(sizes: Mapping[str, int]) -> int:
     """In how many parts a mesh splits the examples of a batch."""
     return int(np.prod([sizes[axis] for axis in _OF_EXAMPLES if axis in sizes]))
-
-
-def _most(examples: int, stages: int) -> int:
-    """The most microbatches, up to four per stage, that divide the examples; a multiple of the stages if possible."""
-    counts = [count for count in range(1, _PER_STAGE * stages + 1) if examples % count == 0]
-    return max(counts, key=lambda count: (count % stages == 0, count))

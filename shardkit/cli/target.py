@@ -35,18 +35,10 @@ class TargetError(ValueError):
 
 
 def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Imports the function that a command names.
+    """Imports the function of "module:function" or "path/to/file.py:function", and makes its arguments.
 
-    Args:
-        text: "module:function", where the module can be imported, or "path/to/file.py:function".
-        args: the types of its arguments, such as "f32[8,128]", "bf16[4]", "i32[]" or "key". If empty, the function is
-            called: it must take no parameters and return `(fn, *args)`.
-
-    Returns:
-        The function and its arguments; those from `args` are ShapeDtypeStructs.
-
-    Raises:
-        ValueError: no such module or function, a module that cannot be imported, or types that cannot be parsed.
+    With `args`, their types ("f32[8,128]", "bf16[4]", "i32[]", "key"), they are ShapeDtypeStructs. Without, the
+    function is called: it must take no parameters and return `(fn, *args)`. All else is a TargetError.
     """
     fn = function_of(text)
     if args:
@@ -85,11 +77,7 @@ class StepOptions(WithJson):
 
 
 def step_of(where: str, options: StepOptions) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step that a command reads, whose arguments may be returned as one tuple, over simulated devices if need be.
-
-    Raises:
-        ValueError: as `load`; chips that are not known, a function that fails.
-    """
+    """The step that a command reads, its arguments perhaps returned as one tuple, over simulated devices if need be."""
     if options.target is not None:
         parse_topology(options.target)
     offer_cpu_devices(options.devices)

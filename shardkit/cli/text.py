@@ -19,17 +19,11 @@ _SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "i
 
 
 class Text(NamedTuple):
-    """A byte-level corpus.
+    """A byte-level corpus."""
 
-    Attributes:
-        train: uint8 [n], the training files one after the other.
-        validation: uint8 [m], the held-out files.
-        source: what it was read from, for the log.
-    """
-
-    train: np.ndarray
-    validation: np.ndarray
-    source: str
+    train: np.ndarray  # uint8 [n], the training files one after the other
+    validation: np.ndarray  # uint8 [m], the held-out files
+    source: str  # what it was read from, for the log
 
 
 def standard_library() -> Text:
@@ -43,13 +37,7 @@ def read_text(paths: Sequence[str | Path]) -> Text:
     """Reads files, and every file below directories, as bytes.
 
     The split is by file, by a hash of its path below the given directory, so it never changes. If one side would be
-    empty, the last tenth of every file is held out instead.
-
-    Args:
-        paths: files or directories.
-
-    Raises:
-        ValueError: a path that does not exist or cannot be read, or no text in all of them.
+    empty, the last tenth of every file is held out instead. Refuses paths that cannot be read, or have no text.
     """
     found: list[tuple[str, Path]] = []
     for given in map(Path, paths):
@@ -89,21 +77,10 @@ def _split(files: Sequence[tuple[str, Path]], source: str) -> Text:
 def batch_at(
     text: np.ndarray, *, seed: int, step: int, batch: int, length: int, rows: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """The batch of a step: windows at random positions, the same for every mesh and process count.
+    """The batch of a step, counted from 0: windows at random positions, the same for every mesh and process count.
 
-    Args:
-        text: uint8 [n].
-        seed: the run's seed.
-        step: the global step, from 0.
-        batch: number of examples.
-        length: tokens in each, T.
-        rows: the examples to return; by default all.
-
-    Returns:
-        `{"tokens": int32 [batch, T], "targets": int32 [batch, T]}`, with the targets shifted by one token.
-
-    Raises:
-        ValueError: a text shorter than one window of T + 1 bytes.
+    It is `{"tokens": int32 [batch, length], "targets": int32 [batch, length]}` or those `rows` of them; targets are
+    shifted by one token. Refuses a text shorter than one window of length + 1 bytes.
     """
     places = _places(text, length)
     # NumPy guarantees the raw bits of a bit generator over versions, unlike its distributions.
@@ -115,27 +92,14 @@ def batch_at(
 def global_batch_at(
     text: np.ndarray, *, seed: int, step: int, batch: int, length: int, mesh: Mesh, spec: PartitionSpec
 ) -> dict[str, jax.Array]:
-    """The batch of a step as global arrays; each process creates the rows of its devices.
-
-    Args:
-        text, seed, step, batch, length: as for `batch_at`.
-        mesh: the mesh.
-        spec: how the batch is split, `plan.batch_spec(mesh)`.
-
-    Raises:
-        ValueError: as `batch_at`, or a dim that does not divide.
-    """
+    """`batch_at` as global arrays, split by `plan.batch_spec(mesh)`; each process creates the rows of its devices."""
     rows = local_rows(batch, mesh, spec)
     mine = batch_at(text, seed=seed, step=step, batch=batch, length=length, rows=rows)
     return from_rows(mine, rows, batch, mesh, spec)
 
 
 def validation_batches(text: np.ndarray, *, count: int, batch: int, length: int) -> list[dict[str, np.ndarray]]:
-    """`count` batches of windows spread evenly over the text, the same at every call.
-
-    Raises:
-        ValueError: a text shorter than one window of length + 1 bytes.
-    """
+    """`count` batches of windows spread evenly over the text, the same at every call; refuses as `batch_at`."""
     starts = np.linspace(0, _places(text, length) - 1, count * batch).astype(np.int64)
     return [_windows(text, part, length) for part in starts.reshape(count, batch)]
 

@@ -50,15 +50,8 @@ class CommandLog(Log):
 
     def __init__(self, options: Options, console: Console):
         self.options, self.console = options, console
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
         self._bar = self._progress.add_task("", total=options.steps)
         self._open = ExitStack()
         self._out: TextIO | None = None
@@ -80,16 +73,14 @@ class CommandLog(Log):
         if not sk.runtime.is_main():
             return
         if kind == "run":
-            self._begin(values["first_step"])
+            # A run that resumes appends, and one that has finished keeps its file as it is.
+            file, first = self.options.json, values["first_step"]
+            finished = first > self.options.steps
+            if file is not None and not (finished and file.exists()):
+                self._out = self._open.enter_context(writing(file, append=first > 1))
+            if self.console.is_terminal and not finished:
+                self._open.enter_context(self._progress)
             values = header("train") | values
         if self._out is not None:
             self._out.write(json.dumps(plain({"row": kind} | values)) + "\n")
             self._out.flush()  # so that others can follow
-
-    def _begin(self, first: int) -> None:
-        """Opens what is written: a run that resumes appends, and one that has finished keeps its file as it is."""
-        file, finished = self.options.json, first > self.options.steps
-        if file is not None and not (finished and file.exists()):
-            self._out = self._open.enter_context(writing(file, append=first > 1))
-        if self.console.is_terminal and not finished:
-            self._open.enter_context(self._progress)

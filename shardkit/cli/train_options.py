@@ -117,11 +117,7 @@ def settings_of(options: TrainOptions, experts: int) -> dict[str, Any]:
 
 
 def changes(options: TrainOptions, settings: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    """What differs between the settings of a run and the saved ones from which it resumes, as `--steps 12 (was 6)`.
-
-    Raises:
-        ValueError: an option that is not among those that may change.
-    """
+    """What differs from the saved settings from which a run resumes, as `--steps 12 (was 6)`; refuses what must not."""
     found = []
     for name, value in settings.items():
         was, option = saved.get(name), name.replace("_", "-")

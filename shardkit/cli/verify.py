@@ -19,17 +19,11 @@ from shardkit.on_device.precision import precision_of
 
 
 class Differences(NamedTuple):
-    """How far a run differs from the same run on one device.
+    """How far a run differs from the same run on one device."""
 
-    Attributes:
-        steps: optimizer steps compared.
-        loss: largest relative difference of the loss.
-        parameters: largest difference of a parameter, relative to the largest value in its leaf.
-    """
-
-    steps: int
-    loss: float
-    parameters: float
+    steps: int  # optimizer steps compared
+    loss: float  # largest relative difference of the loss
+    parameters: float  # largest difference of a parameter, relative to the largest value in its leaf
 
     def __str__(self) -> str:
         return (
@@ -41,13 +35,9 @@ class Differences(NamedTuple):
 def verify(
     run: Any, state: sk.TrainState, steps: int, taken: Callable[[int], None] = lambda number: None
 ) -> Differences:
-    """Takes `steps` steps from `state` on its mesh and on one device, and compares them; `state` stays valid.
+    """Takes `steps` steps of a `TrainingRun` from `state` on its mesh and on one device, and compares them.
 
-    Args:
-        run: a `Run` of `training.py`: the step and its batches.
-        state: the initial state of both.
-        steps: the number of steps. The loss scale of "fp16" is left out on one device.
-        taken: called before each step with its number, counted from 1.
+    `state` stays valid. On one device there is no loss scale. `taken` is called before each step, from 1 on.
     """
     compute, optimizer, loss_fn = precision_of(run.options.precision).compute, run.optimizer, loss_of(run)
 

@@ -51,9 +51,6 @@ def activation_memory(
         sequence_parallel: whether norms and dropout are sharded over the sequence, on the same axis.
         recompute: "none" (or False), "selective" or "full" (or True).
 
-    Returns:
-        Bytes.
-
     Raises:
         ValueError: a size below 1, kv_heads that do not divide heads, or an unknown recompute.
 
@@ -105,9 +102,6 @@ def model_activation_memory(
         layers: layers of the whole model.
         batch, sequence, hidden, heads, kv_heads, tensor, sequence_parallel, recompute: as for `activation_memory`.
         vocabulary: number of token values; 0 leaves the embedding and the head out.
-
-    Returns:
-        Bytes.
 
     Raises:
         ValueError: a size below 1, or an unknown recompute.

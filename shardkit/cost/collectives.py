@@ -118,9 +118,6 @@ def collective_time(kind: str, size: float, n: int, *, bandwidth: float, latency
         bandwidth: bytes/s that a device sends; `group_bandwidth` has that of a chip in both directions of its links.
         latency: seconds per message.
 
-    Returns:
-        Seconds.
-
     Raises:
         ValueError: an unknown kind, n below 1, a bandwidth that is not positive, a negative size or latency.
 

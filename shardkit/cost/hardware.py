@@ -78,9 +78,6 @@ def chip(name: str | Chip) -> Chip:
     Args:
         name: "v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200" or "b200", ignoring capitals.
 
-    Returns:
-        Chip.
-
     Raises:
         ValueError: an unknown name.
 
@@ -139,9 +136,6 @@ def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
     Args:
         chip: a chip or its name.
         axes: torus dimensions that the group extends along; 1 for GPUs.
-
-    Returns:
-        Bytes/s.
 
     Raises:
         ValueError: an unknown chip, or more dimensions than it has.

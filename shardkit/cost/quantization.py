@@ -16,17 +16,11 @@ from shardkit._arguments.typed import typed
 
 
 class Format(NamedTuple):
-    """A dtype that is sent.
+    """A dtype that is sent."""
 
-    Attributes:
-        bits: of one element.
-        largest: the largest magnitude that is used.
-        mantissa: bits of the mantissa after the leading one; None for whole numbers.
-    """
-
-    bits: int
-    largest: float
-    mantissa: int | None
+    bits: int  # of one element
+    largest: float  # the largest magnitude that is used
+    mantissa: int | None  # bits of the mantissa after the leading one; None for whole numbers
 
     @property
     def scaled(self) -> bool:
@@ -54,9 +48,6 @@ def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
         elements: of the message. A collective quantizes what it sends to each device as one message.
         dtype: "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8" or "int4".
         block: elements that share a scale; bfloat16 has none.
-
-    Returns:
-        Bytes, a whole number.
 
     Raises:
         ValueError: another dtype, a negative size, or an empty block.

@@ -69,9 +69,6 @@ def transformer_parameters(
         tied: the embedding is the output head.
         final_norm: a norm before the head.
 
-    Returns:
-        Number of parameters.
-
     Raises:
         ValueError: a size below 1, heads that do not divide, or kv_heads without heads.
 
@@ -119,9 +116,6 @@ def transformer_flops(
         batch: sequences per step B.
         vocabulary: number of token values V; 0 leaves the head out.
         recompute: "none", "selective" or "full" (False and True: the first and the last).
-
-    Returns:
-        FLOPs.
 
     Raises:
         ValueError: as `transformer_parameters`, or an unknown recompute.

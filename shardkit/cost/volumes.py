@@ -61,9 +61,6 @@ def tensor_volume(
         recompute: "none", "selective" or "full" (False and True: the first and the last).
         value_bytes: bytes per value.
 
-    Returns:
-        Volume, bytes.
-
     Raises:
         ValueError: a size below 1, value_bytes that are not positive, an unknown recompute, or `regather` without
             sequence parallelism.
@@ -121,9 +118,6 @@ def context_volume(
         gradient_bytes: bytes per value of the gradients on the ring (4 for `ring_attention`, which accumulates in
             float32); None: `value_bytes`.
 
-    Returns:
-        Volume, bytes.
-
     Raises:
         ValueError: a size below 1, value_bytes or gradient_bytes that are not positive, or an unknown method.
 
@@ -168,9 +162,6 @@ def expert_volume(
         top_k: experts per token.
         capacity_factor: slots over routed tokens; 1 for a balanced router without padding.
         value_bytes: bytes per value.
-
-    Returns:
-        Volume, bytes.
 
     Raises:
         ValueError: a size below 1, or a capacity factor or value_bytes that are not positive.

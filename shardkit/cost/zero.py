@@ -52,9 +52,6 @@ def zero_breakdown(
         gradient_bytes: bytes per parameter of the gradients.
         optimizer_bytes: bytes per parameter of the optimizer (Adam: float32 master copy and two moments, 12).
 
-    Returns:
-        ZeroMemory, bytes.
-
     Raises:
         ValueError: another stage, ways below 1, or a negative number of parameters or bytes.
 
@@ -90,16 +87,13 @@ def zero_memory(
     gradient_bytes: float = 2,
     optimizer_bytes: float = 12,
 ) -> float:
-    """Bytes of parameters, gradients and optimizer state per device, together.
+    """Bytes of parameters, gradients and optimizer state per device: the sum of `zero_breakdown`.
 
     (2 + 2 + 12) P at stage 0; 4 P + 12 P/n at 1; 2 P + 14 P/n at 2; 16 P/n at 3, for P parameters over n ways.
     For activations see `activation_memory`.
 
     Args:
         parameters, ways, stage, parameter_bytes, gradient_bytes, optimizer_bytes: as for `zero_breakdown`.
-
-    Returns:
-        Bytes; `zero_breakdown` gives its three parts.
 
     Raises:
         ValueError: as for `zero_breakdown`.
@@ -133,7 +127,7 @@ def zero_volume(
     parameter_bytes: float = 2,
     gradient_bytes: float = 2,
 ) -> float:
-    """Bytes that one device sends per step, with k microbatches accumulated.
+    """Bytes that one device sends per step by bandwidth-optimal collectives, with k microbatches accumulated.
 
     In units of the parameters' bytes times (n-1)/n: stage 0: 2 (one all_reduce of gradients); stage 1: 2
     (reduce_scatter of gradients, all_gather of parameters); stage 2: k + 1, since gradients that are sharded are
@@ -149,9 +143,6 @@ def zero_volume(
         layer_major: stages 2 and 3, layer by layer: all microbatches pass a layer before the next one starts.
         parameter_bytes: bytes per parameter, gathered.
         gradient_bytes: bytes per parameter, reduced.
-
-    Returns:
-        Bytes sent by one device in one step, as bandwidth-optimal collectives send them.
 
     Raises:
         ValueError: another stage, ways or accumulate below 1, or a negative number of parameters or bytes.

@@ -76,7 +76,10 @@ def describe(
 def grid_of_array(x: Any) -> DeviceGrid:
     """The devices that hold each piece of an array."""
     where = x.sharding.devices_indices_map(tuple(x.shape))
-    spans = {device: tuple(map(_span, index, x.shape)) for device, index in where.items()}
+    spans = {
+        device: tuple(at.indices(size)[:2] for at, size in zip(index, x.shape, strict=True))
+        for device, index in where.items()
+    }
     pieces = [sorted({span[dim] for span in spans.values()}) for dim in range(len(x.shape))]
     # A picture has two dims; of an array with more, those that are split.
     shown = [dim for dim, each in enumerate(pieces) if len(each) > 1 or len(pieces) <= 2]
@@ -164,11 +167,6 @@ def is_placed(x: Any) -> bool:
     if not is_array(x) or isinstance(x, jax.core.Tracer) or sharding is None:
         return False
     return not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
-
-
-def _span(index: slice, size: int) -> tuple[int, int]:
-    start, stop, _ = index.indices(size)
-    return start, stop
 
 
 def _brief(shape: Sequence[int]) -> str:

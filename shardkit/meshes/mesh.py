@@ -40,9 +40,6 @@ def make_mesh(
         axis_types: one AxisType, or one per axis; other than `AxisType.Auto` only with Explicit sharding.
         **sizes: axis name and size, from the outermost axis to the innermost; one size may be -1 (inferred).
 
-    Returns:
-        `jax.sharding.Mesh` whose axes have the given names and sizes.
-
     Raises:
         ValueError: no axis, a size below 1, two sizes of -1, a duplicate device, or a product that is not the number of
             devices.
@@ -213,33 +210,20 @@ _LISTED = 8  # of more devices in one cell, consecutive ones are written as a ra
 
 
 class GridTable(NamedTuple):
-    """A table of a grid.
+    """A table of a grid."""
 
-    Attributes:
-        at: the labels of the dims before the last two.
-        sides: the label of each row.
-        heads: the label of each column.
-        cells: rows of cells; a cell holds the ids of its devices.
-    """
-
-    at: str
-    sides: list[str]
-    heads: list[str]
-    cells: list[list[Ids]]
+    at: str  # the labels of the dims before the last two
+    sides: list[str]  # the label of each row
+    heads: list[str]  # the label of each column
+    cells: list[list[Ids]]  # rows of cells; a cell holds the ids of its devices
 
 
 class DeviceGrid(NamedTuple):
-    """Device ids over a grid of any number of dims.
+    """Device ids over a grid of any number of dims."""
 
-    Attributes:
-        title: lines above the tables.
-        labels: for each dim the label of each place along it.
-        cells: the ids of the devices at each place.
-    """
-
-    title: tuple[str, ...]
-    labels: Sequence[Sequence[str]]
-    cells: Mapping[Ids, Ids]
+    title: tuple[str, ...]  # lines above the tables
+    labels: Sequence[Sequence[str]]  # for each dim the label of each place along it
+    cells: Mapping[Ids, Ids]  # the ids of the devices at each place
 
     def blocks(self) -> Iterator[GridTable]:
         """The tables, whose rows and columns are the last two dims."""

@@ -84,21 +84,15 @@ def _threads_wanted(environ: Mapping[str, str]) -> int:
     return int(nproc) if nproc.isdigit() else (os.cpu_count() or 1)
 
 
-def _threads_there(n: int) -> int:
-    """Threads in the pool that runs `n` CPU devices: counted in /proc, elsewhere estimated."""
+def warn_if_few_threads(n: int, stacklevel: int) -> None:
+    """Warns if steps over `n` CPU devices, dispatched asynchronously, can deadlock."""
     try:
         names = Counter(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
     except OSError:
         names = Counter()
-    if names["tf_XLAExecute"]:  # later runtimes launch from a separate pool: no deadlock
-        return _SAFE_THREADS_PER_DEVICE * n
-    return names["tf_XLAEigen"] or max(_threads_wanted(os.environ), n)
-
-
-def warn_if_few_threads(n: int, stacklevel: int) -> None:
-    """Warns if steps over `n` CPU devices, dispatched asynchronously, can deadlock."""
-    threads = _threads_there(n)
-    if threads < _SAFE_THREADS_PER_DEVICE * n:
+    threads = names["tf_XLAEigen"] or max(_threads_wanted(os.environ), n)  # elsewhere estimated
+    # Later runtimes launch from a separate pool: no deadlock.
+    if threads < _SAFE_THREADS_PER_DEVICE * n and not names["tf_XLAExecute"]:
         warnings.warn(
             f"{n} simulated devices share {threads} threads of jax's CPU runtime; below "
             f"{_SAFE_THREADS_PER_DEVICE * n}, steps dispatched asynchronously can deadlock. Call "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -92,8 +92,7 @@ def assert_no_drift(tree: Arrays, mesh: Mesh | None = None) -> None:
     """Raises if the replicas of a leaf differ, on every process of the mesh.
 
     Args:
-        tree: as for `replica_drift`.
-        mesh: as for `replica_drift`.
+        tree, mesh: as for `replica_drift`.
 
     Raises:
         DriftError: with the leaf, coordinates, device and process of up to eight differing replicas.
@@ -125,15 +124,10 @@ def _differing(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh) -> 
     for at in np.ndindex(sums.shape):
         groups.setdefault(tuple(c for k, c in enumerate(at) if k not in free), []).append(at)
     for places in groups.values():
-        expected = _majority([int(sums[at]) for at in places])
+        (most, count), *others = Counter(int(sums[at]) for at in places).most_common(2)
+        expected = None if others and others[0][1] == count else most  # None for a tie
         for at in places:
             if sums[at] != expected:
                 device = mesh.devices[at]
                 coordinates = dict(zip(mesh.axis_names, map(int, at), strict=True))
                 yield Drift(path, coordinates, device.id, device.process_index, int(sums[at]), expected)
-
-
-def _majority(values: Sequence[int]) -> int | None:
-    """The most common value; None for a tie."""
-    (value, count), *others = Counter(values).most_common(2)
-    return None if others and others[0][1] == count else value

@@ -147,12 +147,10 @@ def triage(
     reduced layer by layer (fsdp and zero2), a row means all devices.
 
     Args:
-        grad_fn: as for `make_train_step`, as are all others.
-        mesh: the mesh; by default that of `jax.set_mesh`.
-        plan: the plan.
-        precision: the dtype policy; the batch is inspected in the compute dtype, gradients with the loss scale.
-        accumulate: microbatches.
-        manual: the Manual axes; `coordinates` are along these, over which nothing is reduced yet.
+        grad_fn: as for `make_train_step`.
+        precision: the batch is inspected in the compute dtype, gradients with the loss scale.
+        manual: `coordinates` are along these axes, over which nothing is reduced yet.
+        mesh, plan, accumulate: likewise.
 
     Returns:
         A function that does not donate its arguments. Every process of the mesh must call it, and gets the same

@@ -33,21 +33,13 @@ class Bar(NamedTuple):
 
 
 def size(count: float) -> str:
-    """Bytes with a binary unit, in four digits at most.
-
-    Example:
-        size(1536) == "1.5 KiB"
-    """
+    """Bytes with a binary unit, in four digits at most: "1.5 KiB"."""
     power = min(int(math.log(count, 1024)) if count >= 1 else 0, len(_UNITS) - 1)
     return f"{count / 1024**power:.4g} {_UNITS[power]}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in s, ms, us or ns, in four digits at most.
-
-    Example:
-        duration(0.0015) == "1.5 ms"
-    """
+    """Seconds in s, ms, us or ns, in four digits at most: "1.5 ms"."""
     if not seconds:
         return "0 s"
     scale, unit = next(((s, u) for s, u in _TIMES if seconds >= 1 / s), _TIMES[-1])
@@ -69,17 +61,12 @@ def bytes_on(axis: Any, most: float) -> None:
 
 
 class Scale(NamedTuple):
-    """What bars measure.
+    """What bars measure."""
 
-    Attributes:
-        across: the words below the axis.
-        text: what to write beside the bars of a label, which sum to a total.
-        ticks: sets the ticks of an axis up to a value.
-    """
-
-    across: str
+    across: str  # the words below the axis
+    # what to write beside the bars of a label, which sum to a total
     text: Callable[[str, float], str] = lambda label, total: size(total)
-    ticks: Callable[[Any, float], None] = bytes_on
+    ticks: Callable[[Any, float], None] = bytes_on  # sets the ticks of an axis up to a value
 
 
 def stacked(
@@ -94,15 +81,11 @@ def stacked(
 ) -> Figure:
     """A figure of one row per label, in which the values of its kinds stand one after the other.
 
-    Args:
-        title: the title.
-        note: the line below it.
-        bars: label, kind, value; those of a label and kind are added.
-        kinds: all kinds that there may be, in order: each has the same look in every picture.
-        scale: what the values are.
-        nothing: what to write where there are no bars.
-        limit: a value to mark by a line, and its name.
+    Bars of one label and kind are added. `kinds` are all that there may be, in order: each has one look in every
+    picture. Without bars it says `nothing`; `limit` is a value to mark by a line, and its name.
     """
+    from matplotlib.patches import Patch
+
     labels = list(dict.fromkeys(bar.label for bar in bars))
     totals = {label: sum(bar.value for bar in bars if bar.label == label) for label in labels}
     used = [kind for kind in kinds if any(bar.kind == kind for bar in bars)]
@@ -137,7 +120,10 @@ def stacked(
             limit[1], (limit[0], 1), (0, 3), ("data", "axes fraction"), textcoords="offset points",
             ha="right", va="bottom", size=SMALL, color=INK,
         )  # fmt: skip
-    _legend(picture, used, kinds, 0.15 / width, 1 - 0.62 / up)
+    handles = [Patch(label=kind, **filled(kinds.index(kind))) for kind in used]
+    options: dict[str, Any] = {"handlelength": 1.6, "handleheight": 1.1, "borderpad": 0, "borderaxespad": 0}
+    corner = (0.15 / width, 1 - 0.62 / up)  # below the notes, three in a line
+    picture.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, ncols=3, **options)
     return picture
 
 
@@ -151,12 +137,3 @@ def _pieces(axes: Axes, bars: Sequence[Bar], labels: Sequence[str], kinds: Seque
                 [patch] = axes.barh(row, value, 0.7, start, **filled(number)).patches
                 patch.set_gid(f"{label}, {kind}")
                 start += value
-
-
-def _legend(picture: Figure, used: Sequence[str], kinds: Sequence[str], left: float, top: float) -> None:
-    """The kinds in use, three in a line, below the notes."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(label=kind, **filled(kinds.index(kind))) for kind in used]
-    options: dict[str, Any] = {"handlelength": 1.6, "handleheight": 1.1, "borderpad": 0, "borderaxespad": 0}
-    picture.legend(handles=handles, loc="upper left", bbox_to_anchor=(left, top), ncols=3, **options)

@@ -139,19 +139,15 @@ def _ratios(records: list[Record]) -> list[list[Panel]]:
     for place in dict.fromkeys((str(r.get("row")), str(r.get("mode", ""))) for r in records):
         own = [r for r in records if (str(r.get("row")), str(r.get("mode", ""))) == place]
         over = next((f", over {r['baseline']}" for r in own if r.get("baseline")), "")
-        out.append([Panel(f"{place[0]}{over}", "ratio", bars=_bars(own), level=1.0)])
+        last, bars = {str(r.get("case")): r for r in own}, []
+        for case, record in last.items():
+            for clock, kind in (("cpu", "CPU time"), ("wall", "wall time")):
+                value = _number(record, f"{clock}_ratio")  # as tables print it; older records have the median alone
+                value = _number(record, f"{clock}_ratio_median") if value is None else value
+                if value is not None:
+                    bars.append(Bar(case, kind, value))
+        out.append([Panel(f"{place[0]}{over}", "ratio", bars=tuple(bars), level=1.0)])
     return out
-
-
-def _bars(records: list[Record]) -> tuple[Bar, ...]:
-    last, found = {str(r.get("case")): r for r in records}, []
-    for case, record in last.items():
-        for clock, kind in (("cpu", "CPU time"), ("wall", "wall time")):
-            value = _number(record, f"{clock}_ratio")  # as tables print it; older records have the median alone
-            value = _number(record, f"{clock}_ratio_median") if value is None else value
-            if value is not None:
-                found.append(Bar(case, kind, value))
-    return tuple(found)
 
 
 def _drawn(rows: list[list[Panel]]) -> Figure:

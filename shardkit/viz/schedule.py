@@ -21,23 +21,14 @@ if TYPE_CHECKING:
 
 
 class Box(NamedTuple):
-    """The place of an action in a picture.
-
-    Attributes:
-        action: the action.
-        device: its row.
-        begin: when it begins, in the unit of the costs.
-        length: how long it takes.
-        top: its upper edge within the row, from 0 to 1.
-        height: its height; half a row for a forward and a backward that run together.
-    """
+    """The place of an action in a picture."""
 
     action: Action
-    device: int
-    begin: float
-    length: float
-    top: float
-    height: float
+    device: int  # its row
+    begin: float  # when it begins, in the unit of the costs
+    length: float  # how long it takes
+    top: float  # its upper edge within the row, from 0 to 1
+    height: float  # its height; half a row for a forward and a backward that run together
 
 
 def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
@@ -182,16 +173,9 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
     for box, bar, colour, size in zip(drawn, bars.patches, colours, sizes, strict=True):
         bar.set_gid(str(box.action))
         if size >= _SMALLEST_TEXT:
+            style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_on(colour)}
             x, y = bar.get_center()
-            axes.text(
-                x,
-                y,
-                str(box.action.microbatch),
-                size=min(size, largest),
-                color=text_on(colour),
-                ha="center",
-                va="center_baseline",
-            )
+            axes.text(x, y, str(box.action.microbatch), size=min(size, largest), **style)
     _head(axes, 0, "device", "right")
     _beside(axes, "bubble, of\nmakespan", [f"{1 - busy / timeline.makespan:.1%}" for busy in timeline.busy])
     axes.tick_params(labelbottom=False)
@@ -208,15 +192,6 @@ def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     _head(axes, 0, "microbatches in flight", "left")
     _beside(axes, "peak", [f"{peak:g}" for peak in timeline.peak_in_flight])
     axes.set_xlabel("time, in the unit of the costs")
-
-
-def _style(axes: Axes, devices: int, makespan: float) -> None:
-    axes.set_xlim(0, makespan)
-    axes.set_ylim(devices - 0.5, -0.5)
-    axes.set_yticks(range(devices))
-    axes.tick_params(length=0)
-    axes.grid(axis="x")
-    axes.spines[:].set_visible(False)
 
 
 def _head(axes: Axes, side: int, text: str, align: str) -> None:
@@ -245,17 +220,9 @@ def _write(
     if schedule.chunks > 1:
         ends = (0, schedule.chunks - 1)
         keys += [Patch(color=shade(GREY, chunk, schedule.chunks), label=f"chunk {chunk}") for chunk in ends]
-    picture.legend(
-        handles=keys,
-        loc="lower left",
-        bbox_to_anchor=(left, below(_TOP - 0.08)),
-        ncols=len(keys),
-        handlelength=1,
-        handleheight=1,
-        borderpad=0,
-        borderaxespad=0,
-        columnspacing=1.5,
-    )
+    options: Any = {"handlelength": 1, "handleheight": 1, "borderpad": 0, "borderaxespad": 0, "columnspacing": 1.5}
+    corner: Any = {"loc": "lower left", "bbox_to_anchor": (left, below(_TOP - 0.08))}
+    picture.legend(handles=keys, ncols=len(keys), **corner, **options)
 
 
 def _picture(schedule: Schedule, timeline: Timeline) -> Figure:
@@ -268,7 +235,12 @@ def _picture(schedule: Schedule, timeline: Timeline) -> Figure:
     work = picture.add_axes((_LEFT / across, 1 - (_TOP + above) / up, width / across, above / up))
     memory = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, below / up), sharex=work)
     for axes in (work, memory):
-        _style(axes, schedule.devices, timeline.makespan)
+        axes.set_xlim(0, timeline.makespan)
+        axes.set_ylim(schedule.devices - 0.5, -0.5)
+        axes.set_yticks(range(schedule.devices))
+        axes.tick_params(length=0)
+        axes.grid(axis="x")
+        axes.spines[:].set_visible(False)
     _draw_actions(work, schedule, timeline, 72 * width / timeline.makespan, 72 * row)
     _draw_memory(memory, schedule, timeline)
     _write(picture, schedule, timeline, _LEFT / across, lambda inches: 1 - inches / up)

@@ -81,11 +81,7 @@ _RC: dict[str, Any] = {
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Draws in the one look, whatever the caller's settings of matplotlib are.
-
-    Raises:
-        RuntimeError: matplotlib is not installed.
-    """
+    """Draws in the one look, whatever the caller's settings of matplotlib are; a RuntimeError without matplotlib."""
     try:
         import matplotlib
         import matplotlib.figure

@@ -83,6 +83,10 @@ def overlap(report: Any, *, output: str | Path | None = None) -> Any:
     """
     path = file_of("viz.overlap", output)
     several = report if isinstance(report, Mapping) else {"": report}
+
+    def ticks(axis: Any, most: float) -> None:
+        axis.set_major_formatter(lambda x, _: duration(x) if x else "0")
+
     bars = [bar for name, each in several.items() for bar in spent(str(name), each)]
     note = "; ".join(": ".join(filter(None, [str(name), exposed(each)])) for name, each in several.items())
     with look():
@@ -91,7 +95,7 @@ def overlap(report: Any, *, output: str | Path | None = None) -> Any:
             note,
             bars,
             TIMES,
-            Scale("seconds of one step, by the model", lambda label, total: duration(total), _seconds_on),
+            Scale("seconds of one step, by the model", lambda label, total: duration(total), ticks),
             nothing="neither compute nor collectives",
         )
         return saved(picture, path)
@@ -120,10 +124,6 @@ def exposed(report: Report) -> str:
     """How long a step takes, and how long it waits for collectives, in words."""
     waits = f"exposed {duration(report.exposed_seconds)} of {duration(report.wire_seconds)} of collectives"
     return f"{duration(report.compute.seconds + report.exposed_seconds)}, {waits if report.rows else 'no collectives'}"
-
-
-def _seconds_on(axis: Any, most: float) -> None:
-    axis.set_major_formatter(lambda x, _: duration(x) if x else "0")
 
 
 def rows_of(given: Any) -> dict[str, tuple[CensusRow | CompiledRow, ...]]:

@@ -191,8 +191,11 @@ def _in_child(
                 "program whose layers are a scan."
             ) from None
         if not (folder / "answer.json").exists():
+            lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
+            fatal = [line.partition("] ")[2] for line in lines if re.match(r"F\d{4} ", line)]
+            cause = (fatal or lines[-1:] or ["no message"])[0]  # that of a fatal check, else the last
             raise RuntimeError(
-                f"aot.compile: the compiler for {where} ended with exit code {child.returncode}: {_cause(child.stderr)}"
+                f"aot.compile: the compiler for {where} ended with exit code {child.returncode}: {cause}"
             )
         answer = json.loads((folder / "answer.json").read_text()) | {"log": child.stderr.splitlines()}
         if "error" not in answer:
@@ -212,13 +215,6 @@ def _in_child(
             f"Pass a topology of {wanted} devices, or a mesh of {where.devices}."
         )
     raise RuntimeError(f"aot.compile: the compiler for {where} refused the program: {message}")
-
-
-def _cause(output: str) -> str:
-    """The line that says why a process died: that of a fatal check, else the last."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    fatal = [line.partition("] ")[2] for line in lines if re.match(r"F\d{4} ", line)]
-    return (fatal or lines[-1:] or ["no message"])[0]
 
 
 # libtpu's messages for a program that must use the whole torus; which meshes may be smaller is undocumented.

@@ -13,9 +13,8 @@ Read from the module that the compiler scheduled (`proto.py`), in which a collec
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import NamedTuple
 
 from shardkit._jax.primitives import KIND_OF_OPCODE
 from shardkit.analysis.hlo import proto
@@ -92,10 +91,7 @@ class _Slot:
 def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
     """Every collective of a compiled program, in the order in which they start.
 
-    Args:
-        module: the program, from `proto.read`.
-        sizes: names and sizes of the mesh axes, in mesh order; device i of the program is device i of the mesh.
-        clock: the model of time.
+    `sizes` are those of the mesh axes, in mesh order; device i of the program is device i of the mesh.
     """
     return tuple(Reader(module, dict(sizes), clock).rows(module.entry, 1, {}, ""))
 
@@ -121,8 +117,8 @@ class Reader:
         for at, each in enumerate(instructions):
             run = runs.get(at)
             if run is not None:
-                between = None if run.start is None else slots[run.start + 1 : at]
-                yield self._row(run.found, times, branch, between)
+                found, start = run
+                yield self._row(found, times, branch, None if start is None else slots[start + 1 : at])
             elif at not in runs:
                 for call in self._calls(computation, each, times, known, branch):
                     yield from self.rows(*call)
@@ -158,7 +154,9 @@ class Reader:
         axes, n = axes_of(kind, found.groups, tuple(self.sizes.items()))
         bytes_in = sum(shape.bytes for shape in operands)
         sent = wire(kind, bytes_in, n, each.pairs).sent
-        asynchronous = between is not None and not marked_synchronous(found.carrier)
+        # The GPU compiler marks a pair that it does not overlap.
+        marked = found.carrier.config.get("collective_backend_config", {}).get("is_sync")
+        asynchronous = between is not None and not marked
         seconds = exposed = self.clock.wire(kind, found.groups, sent)
         flops = 0
         # Those over the same links, in the same direction, share the compute that hides them.
@@ -196,11 +194,8 @@ class FoundCollective:
     groups: Groups
 
 
-class Pairing(NamedTuple):
-    """One collective of a computation, and the position of the instruction that starts it where it is asynchronous."""
-
-    found: FoundCollective
-    start: int | None = None
+# One collective of a computation, and the position of the instruction that starts it where it is asynchronous.
+Pairing = tuple[FoundCollective, int | None]
 
 
 class Pairs:
@@ -222,14 +217,15 @@ class Pairs:
         for at, each in enumerate(computation.instructions.values()):
             found = self.collective_of(computation, each)
             start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
-            if start is not None and self._continues(each, found, started[start].found):
+            if start is not None and self._continues(each, found, started[start][0]):
                 carries[each.id] = start
-                runs[at] = started.pop(start) if self._ends(each) else None
+                ends = each.opcode.endswith("-done") or self._has_target(each, "AsyncCollectiveDone")
+                runs[at] = started.pop(start) if ends else None
             elif found and self._starts(each):
-                started[each.id], carries[each.id], runs[at] = Pairing(found, at), each.id, None
+                started[each.id], carries[each.id], runs[at] = (found, at), each.id, None
             elif found:
-                runs[at] = Pairing(found)
-        return runs, [run.found for run in started.values()]
+                runs[at] = found, None
+        return runs, [found for found, _ in started.values()]
 
     def collective_of(self, computation: proto.Computation, each: proto.Instruction) -> FoundCollective | None:
         """The collective that an instruction is, starts or contains."""
@@ -242,8 +238,8 @@ class Pairs:
             inner = self.module.computations[call]
             for other in inner.instructions.values():
                 found = self.collective_of(inner, other)
-                if found is None and other.opcode == "call":
-                    found = self.collective_of(inner, _as_async(other))
+                if found is None and other.opcode == "call":  # inside an asynchronous computation: it is searched too
+                    found = self.collective_of(inner, replace(other, opcode="async-start"))
                 if found:
                     if found.kind == "all_reduce" and 0 < each.shape.bytes < found.instruction.shape.bytes:
                         found.kind = "reduce_scatter"  # the fusion returns only this device's slice
@@ -255,9 +251,6 @@ class Pairs:
         if each.opcode == "fusion":
             return self._has_target(each, "AsyncCollectiveStart")
         return each.opcode.endswith("-start")
-
-    def _ends(self, each: proto.Instruction) -> bool:
-        return each.opcode.endswith("-done") or self._has_target(each, "AsyncCollectiveDone")
 
     def _has_target(self, each: proto.Instruction, target: str) -> bool:
         inner = (i for call in each.calls for i in self.module.computations[call].instructions.values())
@@ -271,13 +264,3 @@ class Pairs:
             return False
         copy, first = found.instruction, start.instruction
         return (copy.opcode, copy.shape.dims, found.groups) == (first.opcode, first.shape.dims, start.groups)
-
-
-def _as_async(call: proto.Instruction) -> proto.Instruction:
-    """A call inside an asynchronous computation, as an async-start, so that it is searched too."""
-    return proto.Instruction(id=call.id, opcode="async-start", shape=call.shape, calls=call.calls)
-
-
-def marked_synchronous(each: proto.Instruction) -> bool:
-    """Whether the GPU compiler marked a pair as not overlapped."""
-    return bool(each.config.get("collective_backend_config", {}).get("is_sync"))

@@ -40,27 +40,17 @@ class Work(NamedTuple):
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """This and `times` times another."""
-        return Work(
-            self.flops + times * other.flops,
-            self.bytes + times * other.bytes,
-            self.seconds + times * other.seconds,
-            self.kernels + times * other.kernels,
-        )
+        return Work._make(mine + times * more for mine, more in zip(self, other, strict=True))
 
 
 NO_WORK = Work()
 
 
 class Clock(NamedTuple):
-    """The model of time: seconds of compute for FLOPs and bytes of memory traffic, seconds on the wire.
+    """The model of time: seconds of compute for FLOPs and bytes of memory traffic, seconds on the wire."""
 
-    Attributes:
-        compute: (flops, bytes) -> seconds.
-        wire: (kind, groups of devices, bytes sent) -> seconds.
-    """
-
-    compute: Callable[[int, int], float]
-    wire: Callable[[str, Groups, Fraction], float]
+    compute: Callable[[int, int], float]  # of FLOPs and bytes
+    wire: Callable[[str, Groups, Fraction], float]  # of a kind, groups of devices and bytes sent
 
 
 NO_CLOCK = Clock(lambda flops, size: 0.0, lambda kind, groups, sent: 0.0)
@@ -98,7 +88,7 @@ class ModuleWork:
             times = trip_count(self.module, computation, each, {})[0]
             return NO_WORK.plus(self.of_computation(each.calls[0]), 1 if times is None else times)
         if each.opcode == "conditional":
-            return _largest([self.of_computation(call) for call in each.calls])
+            return Work._make(map(max, zip(*map(self.of_computation, each.calls), strict=True)))
         if each.opcode == "call":
             return self.of_computation(each.calls[0])
         flops = self.flops(computation, each)
@@ -141,15 +131,6 @@ class ModuleWork:
                     seen = user.opcode == "bitcast"
                     size += self._touched(computation, user) if seen else self._read(computation, user, number)
         return size
-
-
-def _largest(works: Sequence[Work]) -> Work:
-    return Work(
-        max(work.flops for work in works),
-        max(work.bytes for work in works),
-        max(work.seconds for work in works),
-        max(work.kernels for work in works),
-    )
 
 
 def _written(module: proto.Module, computation: proto.Computation, each: proto.Instruction) -> int:

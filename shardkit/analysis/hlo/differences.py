@@ -150,7 +150,9 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[CompilerChange]
     found, after = _run_as_all_reduce(before, after)
     for key in sorted(before.keys() | after.keys()):
         one, other = before.get(key, _NOTHING), after.get(key, _NOTHING)
-        if not _as_written(one, other):
+        # The compiler may know a trip count that the trace does not.
+        counted = one.unknown and other.times >= one.times and one.sent * other.times == other.sent * one.times
+        if (one.times, one.sent) != (other.times, other.sent) and not counted:
             found.append(CompilerChange(_rewritten(_what(key), one, other), key[0], other.sent > one.sent))
     for key, each in sorted(added.items()):
         line = f"added: {each.times} x {_what(key)}, {each.bytes}{each.at}"
@@ -242,13 +244,6 @@ def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[CompilerChan
             rest = max(sums.sent - 2 * missing, own.sent)  # the sums may have sent up to a tenth less
             restored[summed] = sums._replace(times=times, sent=rest)
     return found, restored
-
-
-def _as_written(before: _Traffic, after: _Traffic) -> bool:
-    """Whether nothing changed; the compiler may know a trip count that the trace does not."""
-    more = before.unknown and after.times >= before.times
-    same_each = before.sent * after.times == after.sent * before.times
-    return (before.times, before.sent) == (after.times, after.sent) or (more and same_each)
 
 
 def _rewritten(what: str, before: _Traffic, after: _Traffic) -> str:

@@ -133,7 +133,8 @@ def read(proto: bytes, line: Callable[[Sequence[Frame]], str] = outside_kernels)
     """
     try:
         top = message(proto)
-        schedule = _schedule(top.get(7, [b""])[0])
+        orders = [message(entry) for entry in message(top.get(7, [b""])[0]).get(1, ())]
+        schedule = {integer(each, 1): integers(message(each[2][0]), 1) for each in orders if 2 in each}
         computations = [_computation(b, schedule) for b in top[3]]
         frames = _frames(message(top.get(17, [b""])[0]), line)
         return Module(text(top[1]), integer(top, 6), {c.id: c for c in computations}, frames)
@@ -185,11 +186,6 @@ def _instruction(data: bytes) -> Instruction:
         numbers = message(f[16][0])
         out.convolution = {k: integers(numbers, k) if k in (6, 11, 12) else integer(numbers, k) for k in range(3, 13)}
     return out
-
-
-def _schedule(data: bytes) -> dict[int, tuple[int, ...]]:
-    entries = [message(entry) for entry in message(data).get(1, ())]
-    return {integer(e, 1): integers(message(e[2][0]), 1) for e in entries if 2 in e}
 
 
 def _frames(index: Message, line: Callable[[Sequence[Frame]], str]) -> dict[int, str]:

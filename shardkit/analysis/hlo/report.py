@@ -134,21 +134,13 @@ class Report:
 
 
 class Built(NamedTuple):
-    """A program that the compiler of absent chips has seen.
+    """A program that the compiler of absent chips has seen."""
 
-    Attributes:
-        traced: the traced step.
-        sizes: names and sizes of the mesh axes.
-        module: the serialized program; None where it does not fit the chip's memory.
-        answer: what the compiler's process said of it: memory, times, versions, and its log.
-        lowering_seconds: time to lower.
-    """
-
-    traced: Any
-    sizes: dict[str, int]
-    module: bytes | None
-    answer: dict[str, Any]
-    lowering_seconds: float
+    traced: Any  # the traced step
+    sizes: dict[str, int]  # names and sizes of the mesh axes
+    module: bytes | None  # the serialized program; None where it does not fit the chip's memory
+    answer: dict[str, Any]  # what the compiler's process said of it: memory, times, versions, and its log
+    lowering_seconds: float  # time to lower
 
     def report(self, where: Topology) -> Report:
         """The report on it for these chips; of a program that does not fit, with the compiler's message."""

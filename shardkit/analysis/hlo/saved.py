@@ -29,14 +29,7 @@ _FRONT = len(MAGIC) + hashlib.sha256().digest_size
 
 
 def save(program: Any, path: str | os.PathLike[str], ends: dict[str, bool] | None = None) -> None:
-    """Writes a `jax.stages.Compiled` to a file; `ends` is that of a train step.
-
-    Raises:
-        ValueError: a program that cannot be serialized, or one of CPUs that may come from a compilation cache.
-
-    Example:
-        save(jax.jit(f).lower(x).compile(), "f.program")
-    """
+    """Writes a `jax.stages.Compiled` that can be serialized to a file; `ends` is that of a train step."""
     path = Path(path).expanduser()
     layouts = jax.tree.leaves((program.input_shardings, program.output_shardings))
     devices = sorted({each for layout in layouts for each in layout.device_set}, key=lambda each: each.id)

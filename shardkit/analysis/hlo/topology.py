@@ -48,12 +48,7 @@ class Topology(NamedTuple):
 
 
 def parse_topology(text: str) -> Topology:
-    """Reads "v5p:8x8x8" or "h100:1x1x8".
-
-    Raises:
-        TypeError: it is not a string.
-        ValueError: an unknown chip, or a shape that it cannot have.
-    """
+    """Reads "v5p:8x8x8" or "h100:1x1x8"; refuses an unknown chip, and a shape that it cannot have."""
     if not isinstance(text, str):
         raise TypeError(
             f"aot: topology must be a string; got {type(text).__name__}. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'."
@@ -77,11 +72,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def compiler_package(where: Topology) -> str:
-    """The package of the chip's compiler.
-
-    Raises:
-        RuntimeError: the package is not installed.
-    """
+    """The package of the chip's compiler; a RuntimeError if it is not installed."""
     package, extra = ("libtpu", "aot") if where.platform == "tpu" else ("jax-cuda13-plugin", "aot-gpu")
     if find_spec(package.replace("-", "_")) is None:
         raise RuntimeError(

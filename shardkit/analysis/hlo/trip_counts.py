@@ -20,11 +20,7 @@ def trip_count(
 ) -> tuple[int | None, dict[int, int]]:
     """A `while` loop's trip count, None if the program does not show it, and the constants in its state.
 
-    Args:
-        module: the program.
-        computation: the computation with the loop.
-        loop: the `while` instruction.
-        known: constants in the computation's parameter tuple, by their index.
+    `known` are the constants in the parameter tuple of the computation around it, by their index.
     """
     recorded = loop.config.get("known_trip_count", {}).get("n")
     body, condition = (module.computations[call] for call in loop.calls)

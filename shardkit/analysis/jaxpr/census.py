@@ -240,15 +240,10 @@ def row_of(site: Site) -> CensusRow:
 
 def size_of(variable: Any) -> int:
     """Bytes of a value on one device."""
-    aval = variable.aval
-    return (math.prod(aval.shape) * _bits(aval.dtype) + 7) // 8
-
-
-def _bits(dtype: Any) -> int:
-    """Bits of an element on the wire: an int4 is a byte in numpy and half a byte in compiled programs."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return int(jnp.iinfo(dtype).bits)
-    return int(dtype.itemsize) * 8
+    shape, dtype = variable.aval.shape, variable.aval.dtype
+    # An int4 is a byte in numpy and half a byte in compiled programs.
+    bits = int(jnp.iinfo(dtype).bits) if jnp.issubdtype(dtype, jnp.integer) else int(dtype.itemsize) * 8
+    return (math.prod(shape) * bits + 7) // 8
 
 
 def _bytes(size: Fraction) -> str:

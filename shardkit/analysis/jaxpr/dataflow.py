@@ -31,27 +31,17 @@ _NONE: frozenset[Any] = frozenset()
 
 
 class State(NamedTuple):
-    """What is known about a value on the devices of the surrounding shard_maps.
+    """What is known about a value on the devices of the surrounding shard_maps."""
 
-    Attributes:
-        varies: axes over which it may differ.
-        reduced: axes over which a collective made it equal at some point.
-        given: whether it depends on an argument; if not, it is a constant.
-        hidden: axes over which it differs although its type says invariant, each with the line of the cause.
-        moved: axes over which pieces were exchanged, so that it may be whole and equal again.
-        drawn: axes over which it is the same random draw, element by element.
-        graded: whether it depends on a gradient.
-        passed: whether it depends on an argument in another way than by a gradient.
-    """
-
-    varies: frozenset[str] = _NONE
-    reduced: frozenset[str] = _NONE
-    given: bool = False
+    varies: frozenset[str] = _NONE  # axes over which it may differ
+    reduced: frozenset[str] = _NONE  # axes over which a collective made it equal at some point
+    given: bool = False  # whether it depends on an argument; if not, it is a constant
+    # axes over which it differs although its type says invariant, each with the line of the cause
     hidden: frozenset[tuple[str, str]] = _NONE
-    moved: frozenset[str] = _NONE
-    drawn: frozenset[str] = _NONE
-    graded: bool = False
-    passed: bool = False
+    moved: frozenset[str] = _NONE  # axes over which pieces were exchanged, so that it may be whole and equal again
+    drawn: frozenset[str] = _NONE  # axes over which it is the same random draw, element by element
+    graded: bool = False  # whether it depends on a gradient
+    passed: bool = False  # whether it depends on an argument in another way than by a gradient
 
 
 # What turns random bits into a draw, element by element.
@@ -65,20 +55,12 @@ ARGUMENT = State(given=True, passed=True)
 
 
 def join(states: Iterable[State]) -> State:
-    """The state of what is computed from values in these states."""
+    """The state of what is computed from values in these states: all that holds of any, but it is no draw."""
 
-    def both(a: State, b: State) -> State:
-        return State(
-            a.varies | b.varies,
-            a.reduced | b.reduced,
-            a.given or b.given,
-            a.hidden | b.hidden,
-            a.moved | b.moved,
-            graded=a.graded or b.graded,
-            passed=a.passed or b.passed,
-        )
+    def both(a: Iterable[Any], b: Iterable[Any]) -> State:
+        return State._make(x | y for x, y in zip(a, b, strict=True))
 
-    return reduce(both, states, CONSTANT)
+    return reduce(both, states, CONSTANT)._replace(drawn=_NONE)
 
 
 class Divergence(NamedTuple):
@@ -90,21 +72,14 @@ class Divergence(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What surrounds an equation.
+    """What surrounds an equation."""
 
-    Attributes:
-        sizes: the axes bound here, with their sizes.
-        divergences: the branches and loops around it that devices take differently, the innermost last.
-        backward: whether it is in the backward pass.
-        mapped: whether it is inside jax.pmap.
-        source: the innermost of the user's lines that led here; "" if none is known.
-    """
-
-    sizes: Mapping[str, int] = {}
+    sizes: Mapping[str, int] = {}  # the axes bound here, with their sizes
+    # the branches and loops around it that devices take differently, the innermost last
     divergences: tuple[Divergence, ...] = ()
-    backward: bool = False
-    mapped: bool = False
-    source: str = ""
+    backward: bool = False  # whether it is in the backward pass
+    mapped: bool = False  # whether it is inside jax.pmap
+    source: str = ""  # the innermost of the user's lines that led here; "" if none is known
 
 
 class Block(NamedTuple):

@@ -135,12 +135,7 @@ def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
 
 
 def _key(equation: Any, made: str | None = None) -> tuple[Any, ...]:
-    """What a collective of the backward pass has in common with its origin: kind, lines, axes, shapes.
-
-    Args:
-        equation: the collective or its origin.
-        made: for an origin the kind of collective that its transpose is, whose shapes are the other way round.
-    """
+    """What a collective has in common with its origin, which `made` one of that kind: kind, lines, axes, shapes."""
     shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     ends = shapes[::-1] if made is None else shapes
     return made or kind_of(equation), tuple(compat.user_frames(equation)), frozenset(mesh_axes(equation)), ends

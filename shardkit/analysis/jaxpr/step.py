@@ -19,19 +19,13 @@ T = TypeVar("T")
 
 
 class TracedStep(NamedTuple):
-    """One call of a step, traced.
-
-    Attributes:
-        fn: the step.
-        args: its arguments.
-        traced: the program; of a step whose arguments only its own framework can flatten, as a call inside a jit.
-        lower: lowers it as the step itself would be, with its donation; None: by `traced`.
-        kwargs: its keyword arguments.
-    """
+    """One call of a step, traced."""
 
     fn: Any
     args: tuple[Any, ...]
+    # the program; of a step whose arguments only its own framework can flatten, as a call inside a jit
     traced: jax.stages.Traced
+    # lowers it as the step itself would be, with its donation; None: by `traced`
     lower: Callable[[], jax.stages.Lowered] | None = None
     kwargs: Mapping[str, Any] = MappingProxyType({})
 
@@ -66,21 +60,13 @@ class TracedStep(NamedTuple):
 
 
 class StepLeaf(NamedTuple):
-    """An array among the arguments.
+    """An array among the arguments."""
 
-    Attributes:
-        argument: the name of the argument that holds it.
-        name: its own name, as "params['w']".
-        aval: its shape and dtype.
-        sharding: that of the array that was passed; None where it has none.
-        source: the first line that uses it; "" if none does.
-    """
-
-    argument: str
-    name: str
-    aval: Any
-    sharding: Any
-    source: str
+    argument: str  # the name of the argument that holds it
+    name: str  # its own name, as "params['w']"
+    aval: Any  # its shape and dtype
+    sharding: Any  # that of the array that was passed; None where it has none
+    source: str  # the first line that uses it; "" if none does
 
 
 def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> TracedStep:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,14 +105,22 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Pa
     Source: nccl-tests, doc/PERFORMANCE.md, for the size of a collective and both bandwidths.
     """
     whole("profile", calls=calls)
-    _refuse_abstract(args)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                "profile: arguments must be arrays, because the program runs; got a ShapeDtypeStruct at "
+                f"args{jax.tree_util.keystr(path)}. Pass arrays, or use aot.compile, which runs nothing."
+            )
     run = traceable(fn)
     traced = run.trace(*args)
     executable = traced.lower().compile().runtime_executable()
     module = proto.read(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
     rows = collectives_of(module, mesh_sizes(traced.jaxpr.jaxpr, args))
     prepare = _repeatable(run, args)
-    here = _machine()
+    first = jax.devices()[0]
+    # The cores that a container grants, where the system can say it.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = Machine(jax.__version__, first.platform, first.device_kind, jax.device_count(), cores)
     steps = []
     with TemporaryDirectory(prefix="shardkit-profile-") if folder is None else nullcontext(folder) as kept:
         with _recording("profile", Path(kept), python=False, perfetto=folder is not None):
@@ -126,24 +134,6 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Pa
         data = ProfileData.from_file(str(recorded))
         spans = read_spans(data, module, rows, here.platform)
     return profile_of(rows, spans, steps, here)
-
-
-def _machine() -> Machine:
-    """Where this process runs."""
-    first = jax.devices()[0]
-    # The cores that a container grants, where the system can say it.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(jax.__version__, first.platform, first.device_kind, jax.device_count(), cores)
-
-
-def _refuse_abstract(args: Any) -> None:
-    """Refuses ShapeDtypeStructs as arguments of a program that will run."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                "profile: arguments must be arrays, because the program runs; got a ShapeDtypeStruct at "
-                f"args{jax.tree_util.keystr(path)}. Pass arrays, or use aot.compile, which runs nothing."
-            )
 
 
 def _repeatable(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Callable[[], Any]]:
@@ -169,26 +159,20 @@ def _copy(leaf: Any) -> Any:
 
 
 def read_spans(data: Any, module: proto.Module, rows: Iterable[CompiledRow], platform: str) -> Spans:
-    """When each device ran each collective.
+    """When each device ran each collective, by a trace (a jax.profiler.ProfileData).
 
     An event's statistics name its instruction (`hlo_op`). On CPU and GPU it lasts as long as the
     collective; on TPU an asynchronous one is two instructions and lasts from the start of one to the end of the other.
-
-    Args:
-        data: the trace, a jax.profiler.ProfileData.
-        module: the compiled program.
-        rows: its collectives.
-        platform: "cpu", "gpu" or "tpu".
     """
     aliases = {row.name: _aliases(module, row.name) for row in rows}
-    starts = {alias: name for name, each in aliases.items() for alias in each.starts}
-    ends = {alias: name for name, each in aliases.items() for alias in each.ends} if platform == "tpu" else {}
+    starts = {alias: name for name, (each, _) in aliases.items() for alias in each}
+    ends = {alias: name for name, (_, each) in aliases.items() for alias in each} if platform == "tpu" else {}
     begun = _events(data, module.name, starts, platform)
     done = _events(data, module.name, ends, platform)
     spans: dict[str, dict[object, list[Span]]] = {}
     for row in rows:
         spans[row.name] = begun[row.name]
-        if platform == "tpu" and (row.asynchronous or aliases[row.name].ends):
+        if platform == "tpu" and (row.asynchronous or aliases[row.name][1]):
             # A start without an end does not show how long the collective took.
             pairs = {d: (each, done[row.name].get(d, [])) for d, each in begun[row.name].items()}
             whole_ones = {d: each for d, each in pairs.items() if len(each[0]) == len(each[1])}
@@ -227,17 +211,10 @@ def _events(
     return found
 
 
-class _Aliases(NamedTuple):
-    """The instructions of a collective: those that run or start it, and those that wait for it."""
-
-    starts: frozenset[str]
-    ends: frozenset[str]
-
-
-def _aliases(module: proto.Module, name: str) -> _Aliases:
-    """The collective, the instructions that run it as a computation, and the -done of either."""
+def _aliases(module: proto.Module, name: str) -> tuple[set[str], set[str]]:
+    """The collective with the instructions that run it as a computation, and the -done of either."""
     holders = {c.id for c in module.computations.values() if any(i.name == name for i in c.instructions.values())}
-    starts, ends = {name}, set()
+    starts, ends = {name}, set[str]()
     for computation in module.computations.values():
         carriers = {
             i.id
@@ -247,4 +224,4 @@ def _aliases(module: proto.Module, name: str) -> _Aliases:
         starts |= {computation.instructions[at].name for at in carriers}
         dones = (i for i in computation.instructions.values() if i.opcode.endswith("-done"))
         ends |= {i.name for i in dones if carriers & set(i.operands)}
-    return _Aliases(frozenset(starts), frozenset(ends))
+    return starts, ends

@@ -22,21 +22,13 @@ SIMULATED = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a measurement ran.
+    """Where a measurement ran."""
 
-    Attributes:
-        jax: its version.
-        platform: "cpu", "gpu", "tpu".
-        kind: the name of the devices.
-        devices: their number, over all processes.
-        cores: CPU cores that this process may use.
-    """
-
-    jax: str
-    platform: str
-    kind: str
-    devices: int
-    cores: int
+    jax: str  # its version
+    platform: str  # "cpu", "gpu", "tpu"
+    kind: str  # the name of the devices
+    devices: int  # their number, over all processes
+    cores: int  # CPU cores that this process may use
 
     @property
     def simulated(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.jaxpr.dataflow import short, where
@@ -17,9 +16,10 @@ def draws(program: TracedProgram) -> Iterator[Finding]:
     for block, equation in program.equations:
         if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):
             continue
-        operands = [(each, block.state(each)) for each in equation.invars if hasattr(each, "aval")]
+        operands = [(each, block.state(each)) for each in equation.invars if math.prod(each.aval.shape) > 1]
         for draw, alike in operands:
-            others = [(each, s) for each, s in operands if s.given and s.varies & alike.drawn and _like(each, draw)]
+            differ = [(each, s) for each, s in operands if s.given and s.varies & alike.drawn]
+            others = [(each, s) for each, s in differ if each.aval.shape == draw.aval.shape]
             if others:
                 axes = sorted(others[0][1].varies & alike.drawn)
                 yield Finding(
@@ -31,7 +31,3 @@ def draws(program: TracedProgram) -> Iterator[Finding]:
                     "each example with fold_keys.",
                 )
                 break
-
-
-def _like(one: Any, other: Any) -> bool:
-    return math.prod(one.aval.shape) > 1 and one.aval.shape == other.aval.shape

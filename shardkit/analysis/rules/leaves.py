@@ -10,6 +10,7 @@ import jax
 
 from shardkit._arguments.checks import sized
 from shardkit.analysis.hlo.report import size
+from shardkit.analysis.jaxpr.dataflow import short
 from shardkit.analysis.jaxpr.step import StepLeaf
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
@@ -24,8 +25,10 @@ def copies(program: CompiledProgram) -> Iterator[Finding]:
         return
     for leaf, sharding in zip(program.leaves, held, strict=True):
         if isinstance(sharding, jax.sharding.NamedSharding):
-            piece = sharding.shard_shape(leaf.aval.shape)
-            free = _free_axes(sharding, piece)
+            piece, named = sharding.shard_shape(leaf.aval.shape), all_axes(sharding.spec)
+            # The axes that its spec does not name and that divide a dim of a device's piece.
+            others = [(axis, n) for axis, n in sharding.mesh.shape.items() if axis not in named and n > 1]
+            free = tuple((axis, n) for axis, n in others if any(dim % n == 0 and dim for dim in piece))
             bytes_held = _bytes(piece, leaf.aval.dtype)
             if free and bytes_held >= program.large:
                 found.setdefault((leaf.argument, free), []).append((bytes_held, leaf))
@@ -36,7 +39,7 @@ def copies(program: CompiledProgram) -> Iterator[Finding]:
         example = f", the largest {largest.name}" if len(leaves) > 1 else ""
         yield Finding(
             "replicated-leaf",
-            f"{several}, {size(total)} per device{example} ({_short(largest)}), {'are' if len(leaves) > 1 else 'is'} "
+            f"{several}, {size(total)} per device{example} ({short(largest)}), {'are' if len(leaves) > 1 else 'is'} "
             f"held {n} times, over {sized(axes)}.",
             largest.source or program.step.source,
             f"Name {axes[0][0]!r} for a dim in its spec, as sk.fsdp and sk.zero1 do for parameters and moments.",
@@ -52,7 +55,7 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
         if not placed and _bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
             found.setdefault(leaf.argument, []).append(leaf)
     for argument, without in found.items():
-        names = ", ".join(f"{leaf.name} ({_short(leaf)})" for leaf in without[:3])
+        names = ", ".join(f"{leaf.name} ({short(leaf)})" for leaf in without[:3])
         more = f" and {len(without) - 3} more" if len(without) > 3 else ""
         whose = f" of {argument}" if without[0].name != argument else ""
         yield Finding(
@@ -64,16 +67,5 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
         )
 
 
-def _free_axes(sharding: jax.sharding.NamedSharding, piece: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    """The mesh axes, with their sizes, that a spec does not name and that divide a dim of a device's piece."""
-    named = set(all_axes(sharding.spec))
-    axes = [(axis, n) for axis, n in sharding.mesh.shape.items() if axis not in named and n > 1]
-    return tuple((axis, n) for axis, n in axes if any(dim % n == 0 and dim for dim in piece))
-
-
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * int(dtype.itemsize)
-
-
-def _short(leaf: StepLeaf) -> str:
-    return f"{leaf.aval.dtype}[{','.join(map(str, leaf.aval.shape))}]"

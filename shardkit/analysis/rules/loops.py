@@ -61,7 +61,9 @@ def _summing_loop(uses: Uses, computation: proto.Computation, each: proto.Instru
         loop = uses.loops[computation.id]
         if _reached(uses, values, _linear):
             return loop
-        stacked = _reached(uses, values, _linear_or_stacked)
+        stacked = _reached(
+            uses, values, lambda use: _linear(use) or (use.opcode == "dynamic-update-slice" and use.position < 2)
+        )
         if not stacked:
             return None
         computation, instruction = loop
@@ -78,9 +80,12 @@ def _reached(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
     elements = _elements(uses, values, passes)
     if not elements:
         return set()
+    body = values[0].computation
+    reads = [i for i, _ in uses.readers(body, body.parameters[0].id) if i.opcode == "get-tuple-element"]
+    begun = {i.tuple_index: i for i in reversed(reads)}  # the first of each element
     for element in elements:
-        carried = _carried(values[0].computation, element)
-        if carried is None or _elements(uses, [Value(values[0].computation, carried)], passes) != {element}:
+        carried = begun.get(element)
+        if carried is None or _elements(uses, [Value(body, carried)], passes) != {element}:
             return set()
     return elements
 
@@ -91,13 +96,6 @@ def _elements(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
     return set() if None in ends else {end for end in ends if end is not None}
 
 
-def _carried(body: proto.Computation, element: int) -> proto.Instruction | None:
-    """The instruction that reads an element of the state at the start of an iteration."""
-    state = body.parameters[0].id
-    reads = (i for i in body.instructions.values() if i.opcode == "get-tuple-element" and i.operands == (state,))
-    return next((i for i in reads if i.tuple_index == element), None)
-
-
 def _linear(use: CompiledUse) -> bool:
     each = use.value.instruction
     if each.opcode == "multiply":
@@ -105,10 +103,6 @@ def _linear(use: CompiledUse) -> bool:
     if each.opcode == "divide":
         return use.position == 0
     return each.opcode in _LINEAR or (each.opcode == "select" and use.position > 0)
-
-
-def _linear_or_stacked(use: CompiledUse) -> bool:
-    return _linear(use) or (use.opcode == "dynamic-update-slice" and use.position < 2)
 
 
 def _unchanged(body: proto.Computation, each: proto.Instruction, known: dict[int, bool]) -> bool:

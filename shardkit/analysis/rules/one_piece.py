@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.census import size_of
-from shardkit.analysis.jaxpr.dataflow import Block, split_axes, where
+from shardkit.analysis.jaxpr.dataflow import split_axes, where
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, Use, uses
 
@@ -48,13 +47,9 @@ def one_piece(program: TracedProgram) -> Iterator[Finding]:
                         f"{cut}, its only use, keeps 1/{n} of dim {dims[0]} on each device.",
                         where(equation, block.context),
                         "Gather without replicated=True: its gradient is then a reduce_scatter, which sends half."
-                        if _of_the_gradient(block, equation)
+                        if (block.context.backward or compat.in_backward(equation)) and not compat.recomputed(equation)
                         else f"Use reduce_scatter with dim={dims[0]}, which sends half.",
                     )
-
-
-def _of_the_gradient(block: Block, equation: Any) -> bool:
-    return (block.context.backward or compat.in_backward(equation)) and not compat.recomputed(equation)
 
 
 def _takes_one(use: Use, dim: int, n: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,9 +67,8 @@ def differences_of_processes(step: TracedStep) -> Iterator[Finding]:
 
 def _compare(mine: list[_Line], theirs: list[_Line], here: int, there: int) -> Iterator[Finding]:
     messages = [[line for line in lines if line.collective] for lines in (mine, theirs)]
-    first = _first_difference(*messages)
-    if first is not None:
-        a, b = (lines[first] if first < len(lines) else None for lines in messages)
+    if first := _first_difference(*messages):
+        a, b = first
         counts = f"{len(messages[0])} collectives as process {here} and {len(messages[1])} as process {there}"
         yield Finding(
             "process-dependent-communication",
@@ -77,24 +77,19 @@ def _compare(mine: list[_Line], theirs: list[_Line], here: int, there: int) -> I
             _REMEDY,
         )
         return
-    first = _first_difference(mine, theirs)
-    if first is None:
-        return
-    a, b = (lines[first] if first < len(lines) else None for lines in (mine, theirs))
-    yield Finding(
-        "process-dependent-program",
-        f"processes {here} and {there} trace different programs; the first difference is "
-        f"{_told(a)} against {_told(b)}{' of other values' if a and b and _told(a) == _told(b) else ''}.",
-        place((a or b).equation, Context()),  # type: ignore[union-attr]
-        _REMEDY,
-    )
+    if first := _first_difference(mine, theirs):
+        a, b = first
+        yield Finding(
+            "process-dependent-program",
+            f"processes {here} and {there} trace different programs; the first difference is "
+            f"{_told(a)} against {_told(b)}{' of other values' if a and b and _told(a) == _told(b) else ''}.",
+            place((a or b).equation, Context()),  # type: ignore[union-attr]
+            _REMEDY,
+        )
 
 
-def _first_difference(mine: list[_Line], theirs: list[_Line]) -> int | None:
-    for number in range(max(len(mine), len(theirs))):
-        if number >= min(len(mine), len(theirs)) or mine[number].key != theirs[number].key:
-            return number
-    return None
+def _first_difference(mine: list[_Line], theirs: list[_Line]) -> tuple[_Line | None, _Line | None] | None:
+    return next((pair for pair in zip_longest(mine, theirs) if None in pair or pair[0].key != pair[1].key), None)
 
 
 def _lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()) -> Iterator[_Line]:

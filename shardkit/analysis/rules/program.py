@@ -29,19 +29,12 @@ _REPLICATED = "Involuntary full rematerialization"
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """One call of a function as the rules on a trace read it.
-
-    Attributes:
-        step: the traced step.
-        large: bytes from which what several devices hold whole is reported.
-        small: bytes below which waste is not reported.
-        capacity: bytes that one device can hold, less activations; None if that is not known.
-    """
+    """One call of a function as the rules on a trace read it."""
 
     step: TracedStep
-    large: int
-    small: int
-    capacity: int | None = None
+    large: int  # bytes from which what several devices hold whole is reported
+    small: int  # bytes below which waste is not reported
+    capacity: int | None = None  # bytes that one device can hold, less activations; None if that is not known
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -63,31 +56,19 @@ class TracedProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram(TracedProgram):
-    """The same, compiled: what all rules read.
+    """The same, compiled: what all rules read."""
 
-    Attributes:
-        mesh: names and sizes of the mesh axes.
-        devices: devices that run it.
-        module: the compiled program.
-        memory: bytes per device.
-        compiled: every collective as compiled; `rows` names an argument's by the line that uses it.
-        log: the compiler's lines on values that it replicates.
-        placed: for each argument of the program that it uses, whether it is passed with a sharding.
-        held: for each argument, its sharding in the compiled program; None where that is not known.
-        versions: of jax and the compiler.
-        target: the absent chips that it is compiled for; "" for the devices of this process.
-    """
-
-    mesh: dict[str, int]
-    devices: int
-    module: proto.Module
-    memory: Memory
+    mesh: dict[str, int]  # names and sizes of the mesh axes
+    devices: int  # devices that run it
+    module: proto.Module  # the compiled program
+    memory: Memory  # bytes per device
+    # every collective as compiled; `rows` names an argument's by the line that uses it
     compiled: tuple[CompiledRow, ...]
-    log: tuple[str, ...]
-    placed: tuple[bool, ...]
-    held: tuple[Any, ...]
-    versions: Mapping[str, str]
-    target: str
+    log: tuple[str, ...]  # the compiler's lines on values that it replicates
+    placed: tuple[bool, ...]  # for each argument of the program that it uses, whether it is passed with a sharding
+    held: tuple[Any, ...]  # for each argument, its sharding in the compiled program; None where that is not known
+    versions: Mapping[str, str]  # of jax and the compiler
+    target: str  # the absent chips that it is compiled for; "" for the devices of this process
 
     @cached_property
     def leaves(self) -> list[StepLeaf]:
@@ -122,16 +103,12 @@ class CompiledProgram(TracedProgram):
 
     def collectives(self, *kinds: str) -> Iterator[tuple[CompiledRow, proto.Computation, proto.Instruction]]:
         """Compiled collectives of these kinds that move at least `small` bytes, and their instructions."""
-        rows = {row.name: row for row in self.rows if row.kind in kinds and row.n > 1 and self.size(row) >= self.small}
+        large = (row for row in self.rows if max(row.bytes_in, row.bytes_out) >= self.small)
+        rows = {row.name: row for row in large if row.kind in kinds and row.n > 1}
         for computation in self.module.computations.values():
             for each in computation.instructions.values():
                 if each.name in rows and computation.id not in self.uses.fused:
                     yield rows[each.name], computation, each
-
-    @staticmethod
-    def size(row: CompiledRow) -> int:
-        """The larger of a collective's operand and result, bytes."""
-        return max(row.bytes_in, row.bytes_out)
 
 
 @contextmanager
@@ -172,7 +149,7 @@ def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None,
     sizes = sizes or inside
     if math.prod(sizes.values()) != partitions > 1:  # a mesh without names
         sizes = {"devices": partitions}
-    module = proto.read(serialized, _line)
+    module = proto.read(serialized, lambda frames: own_line(frames) or proto.outside_kernels(frames))
     kept = [line for line in log if _REPLICATED in line]
     return CompiledProgram(
         step,
@@ -190,7 +167,3 @@ def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None,
         versions=versions,
         target=target or "",
     )
-
-
-def _line(frames: Any) -> str:
-    return own_line(frames) or proto.outside_kernels(frames)

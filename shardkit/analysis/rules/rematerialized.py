@@ -30,7 +30,8 @@ def rematerialized(program: CompiledProgram) -> Iterator[Finding]:
         yield finding
     largest: dict[str, tuple[CompiledRow, int]] = {}  # a value is gathered over one axis after the other
     for row, computation, each in program.collectives("all_gather"):
-        ends = list(program.uses.ends(Value(computation, each), _moves))
+        moved = Value(computation, each)
+        ends = list(program.uses.ends(moved, lambda use: use.opcode in ("convert", "all-gather")))
         kept = sum(use.value.instruction.shape.size for use in ends)
         whole = each.shape.size
         if written(row) or row.place in named or kept * row.n > whole or not all(_own_piece(program, u) for u in ends):
@@ -62,10 +63,6 @@ def _logged(program: CompiledProgram, line: str) -> Finding:
         source or program.line_of(name) or name or "unknown",
         _REMEDY,
     )
-
-
-def _moves(use: CompiledUse) -> bool:
-    return use.opcode in ("convert", "all-gather")
 
 
 def _own_piece(program: CompiledProgram, use: CompiledUse) -> bool:

@@ -38,19 +38,12 @@ class NamedValue(NamedTuple):
 
 
 class _Surroundings(NamedTuple):
-    """What surrounds an equation.
-
-    Attributes:
-        context: what surrounds it.
-        loops: the loops around it, each with its number and its description.
-        drawn: for each key drawn from so far, the line.
-        line: the line of the jax.random call that it is in; "" outside one.
-    """
+    """What surrounds an equation."""
 
     context: Context
-    loops: tuple[tuple[int, str], ...]
-    drawn: dict[int, str]
-    line: str = ""
+    loops: tuple[tuple[int, str], ...]  # the loops around it, each with its number and its description
+    drawn: dict[int, str]  # for each key drawn from so far, the line
+    line: str = ""  # the line of the jax.random call that it is in; "" outside one
 
 
 def reused_keys(program: TracedProgram) -> Iterator[Finding]:
@@ -79,10 +72,11 @@ class _Names:
 
     def run(self, jaxpr: Any, given: Sequence[NamedValue], place: _Surroundings) -> list[NamedValue]:
         """The values of a jaxpr's results, for those of its constants and arguments."""
-        return flow(jaxpr, given, lambda equation, ins: self._step(equation, ins, place), self._literal)
 
-    def _literal(self, atom: Any) -> NamedValue:
-        return self._named((str(atom.aval.dtype), str(atom.val)))
+        def literal(atom: Any) -> NamedValue:
+            return self._named((str(atom.aval.dtype), str(atom.val)))
+
+        return flow(jaxpr, given, lambda equation, ins: self._step(equation, ins, place), literal)
 
     def _step(self, equation: Any, ins: list[NamedValue], place: _Surroundings) -> list[NamedValue]:
         name, outs = equation.primitive.name, equation.outvars

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardkit.analysis.hlo.collectives import CompiledRow
-from shardkit.analysis.hlo.uses import CompiledUse, Value
+from shardkit.analysis.hlo.uses import Value
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding, together
 
 _FLOAT32, _SHORT = 11, {10: "float16", 16: "bfloat16"}  # xla's PrimitiveType
 _MOVES = ("all_gather", "all_to_all", "ppermute")  # a reduction in 16 bits would be another result
+_IN_PARTS = ("slice", "dynamic-slice", "all-gather", "concatenate")
 
 
 def widths(program: CompiledProgram) -> Iterator[Finding]:
     """Collectives that move float32 which nothing reads but a conversion to 16 bits."""
     found: dict[tuple[str, tuple[str, ...], str, str], list[CompiledRow]] = {}
     for row, computation, each in program.collectives(*_MOVES):
-        ends = list(program.uses.ends(Value(computation, each), _moves))
+        ends = list(program.uses.ends(Value(computation, each), lambda use: use.opcode in _IN_PARTS))
         kinds = {use.value.instruction.shape.type for use in ends}
         if not ends or any(use.opcode != "convert" for use in ends) or not kinds <= set(_SHORT):
             continue
@@ -31,10 +32,6 @@ def widths(program: CompiledProgram) -> Iterator[Finding]:
             place,
             f"Convert to {short} before, where the value is still in parts, which sends half.",
         )
-
-
-def _moves(use: CompiledUse) -> bool:
-    return use.opcode in ("slice", "dynamic-slice", "all-gather", "concatenate")
 
 
 def _rounded(program: CompiledProgram, value: Value) -> bool:

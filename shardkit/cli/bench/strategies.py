@@ -82,7 +82,8 @@ def strategies(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     if options.quick:
         how["compiler_options"] = {"xla_backend_optimization_level": 0}  # compiles in a third of the time
         only = only or tuple(name for name in _QUICK_CASES if name in cases_of(work, mesh))
-    records = bench.strategies(work, mesh=mesh, only=only, progress=_progress, **how)
+    how["progress"] = lambda name: print(f"compiling {name}", file=sys.stderr, flush=True)
+    records = bench.strategies(work, mesh=mesh, only=only, **how)
     print("\n" + text(records), flush=True)
     return kept(records, options)
 
@@ -95,7 +96,3 @@ def _users(name: str) -> Workload:
             f"batch, rules); {name} returned a tuple of {1 + len(rest)}. Return these."
         )
     return Workload(loss_fn, *rest)
-
-
-def _progress(name: str) -> None:
-    print(f"compiling {name}", file=sys.stderr, flush=True)

@@ -83,7 +83,11 @@ class StepClock:
     def dispatched(self, result: Any) -> None:
         """The host has dispatched the next step."""
         self._recorder.dispatched(self.next_step)
-        self._dispatched.put((self.next_step, _ready_with(result)))
+        # Of the metrics, if there are any: what the next step donates counts as ready too early. But what the last
+        # dispatched step returns is not donated, and it is this step that the loop will wait for.
+        leaves = jax.tree.leaves(result[-1] if isinstance(result, tuple) else ()) + jax.tree.leaves(result)
+        ready = next((leaf for leaf in leaves if isinstance(leaf, jax.Array)), None)
+        self._dispatched.put((self.next_step, ready))
         self.next_step += 1
         self._between = "user code"
 
@@ -255,42 +259,27 @@ def guard(
 _END = object()
 
 
-def _ready_with(result: Any) -> Any:
-    """An array that is ready when the step has ended: one of the metrics if there are any.
-
-    An array that the next step donates counts as ready too early. But that of the last dispatched step is not donated,
-    and it is this step that the loop will wait for.
-    """
-    leaves = jax.tree.leaves(result[-1] if isinstance(result, tuple) else ()) + jax.tree.leaves(result)
-    return next((leaf for leaf in leaves if isinstance(leaf, jax.Array)), None)
-
-
 def _shapes(batch: Any) -> Any:
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
 def fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The components by name, and of the program a hash of every line and its collectives, to show where two differ.
-
-    Args:
-        lowered: the result of `step.lower(state, batch)`.
-        mesh: the mesh.
-        config: options of the run.
-
-    Returns:
-        `{"components": {...}, "lines": [...], "collectives": {...}}`, JSON values.
-    """
-    text = lowered.as_text()
+    """The components by name, and of the program a hash of every line and its collectives, to show where two differ."""
+    text, versions = lowered.as_text(), {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "shardkit", "libtpu", "jax-cuda13-plugin"):
+        for distribution in metadata.distributions(name=name):
+            versions.setdefault(name, distribution.version)
+    settings = {name: x for name, x in jax.config.values.items() if isinstance(x, bool | int | float | str | None)}
     components = {
         "program": _digest(text),
         "world size": jax.process_count(),
         "mesh axes": dict(mesh.shape),
         "mesh devices (id, process)": [[d.id, d.process_index] for d in mesh.devices.flat],
-        **{f"version of {name}": version for name, version in _versions().items()},
+        **{f"version of {name}": version for name, version in versions.items()},
         "XLA_FLAGS": _flags("XLA_FLAGS"),
         "LIBTPU_INIT_ARGS": _flags("LIBTPU_INIT_ARGS"),
-        **{f"setting {name}": value for name, value in _settings().items()},
+        **{f"setting {name}": settings[name] for name in sorted(settings) if not _OWN.search(name)},
         **{f"configuration {name}": value for name, value in config.items()},
     }
     return {
@@ -307,23 +296,6 @@ def _plain(value: Any) -> Any:
 
 def _flags(variable: str) -> str:
     return " ".join(sorted(flag for flag in os.environ.get(variable, "").split() if not _OWN_FLAGS.search(flag)))
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "shardkit", "libtpu", "jax-cuda13-plugin"):
-        for distribution in metadata.distributions(name=name):
-            found.setdefault(name, distribution.version)
-    return found
-
-
-def _settings() -> dict[str, Any]:
-    values = jax.config.values
-    return {
-        name: value
-        for name, value in sorted(values.items())
-        if isinstance(value, bool | int | float | str | None) and not _OWN.search(name)
-    }
 
 
 def _digest(text: str) -> str:

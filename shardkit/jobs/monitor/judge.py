@@ -51,31 +51,19 @@ class Deadlines(NamedTuple):
 
 @dataclass(slots=True)  # process 0 has one per process
 class Known:
-    """What is known of one process.
+    """What is known of one process."""
 
-    Attributes:
-        status: its last status, with `since` and `device_since` as ages in seconds.
-        heard: when that status arrived, on the monotonic clock of the monitor that judges.
-        stopped: whether the system shows it as stopped.
-        gone: whether it died without reporting an error.
-        unseen: whether its monitor died with it, so that its status may be a quarter of a second old.
-        left: whether it said that it exits.
-        cause: the error that it failed with.
-        host: the name of its machine.
-        crash: the fatal signal that ended it in native code, such as "Aborted".
-        due: until then it is no reason for `fault` to find one.
-    """
-
+    # its last status, with `since` and `device_since` as ages in seconds
     status: Status = field(default_factory=Status)
-    heard: float = 0.0
-    stopped: bool = False
-    gone: bool = False
-    unseen: bool = False
-    left: bool = False
-    cause: str = ""
-    host: str = ""
-    crash: str = ""
-    due: float = 0.0
+    heard: float = 0.0  # when that status arrived, on the monotonic clock of the monitor that judges
+    stopped: bool = False  # whether the system shows it as stopped
+    gone: bool = False  # whether it died without reporting an error
+    unseen: bool = False  # whether its monitor died with it, so that its status may be a quarter of a second old
+    left: bool = False  # whether it said that it exits
+    cause: str = ""  # the error that it failed with
+    host: str = ""  # the name of its machine
+    crash: str = ""  # the fatal signal that ended it in native code, such as "Aborted"
+    due: float = 0.0  # until then it is no reason for `fault` to find one
 
     def expect(self, deadlines: Deadlines) -> None:
         """Sets `due` after a change: one comparison then stands for the judgement of a process that is well."""
@@ -170,8 +158,8 @@ def _end(state: Health, ranks: Sequence[int], known: Mapping[int, Known]) -> str
             "output"
         )
     if state in (Health.DIED, Health.CRASHED):
-        how = "without reporting an error (SIGKILL or out of memory?)"
-        how = f"of a fatal signal ({each.crash})" if each.crash else how
+        silent = "without reporting an error (SIGKILL or out of memory?)"
+        how = f"of a fatal signal ({each.crash})" if each.crash else silent
         return f"{_named(ranks[:1], known)} died {how}{where}"
     first = min(ranks, key=lambda rank: _position(known[rank]))
     return f"{_named([first], known)} failed {_in(*known[first].status[:2])}: {known[first].cause}"

@@ -109,7 +109,8 @@ class Monitor:
                 self._judge(now)
                 if not self.alive and self.known[self.place.rank].left:
                     ended = ended or now
-                    if self.place.rank or self._all_left() or now - ended > _LINGER:
+                    others = all(known.left or known.gone for known in self.known.values())
+                    if self.place.rank or others or now - ended > _LINGER:
                         return
         self._end()
 
@@ -121,8 +122,10 @@ class Monitor:
                 self._hear(rank, message)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 line.closed = True
-        if line.closed:
-            self._closed(rank)
+        known = self.known[rank]
+        if line.closed and rank != self.place.rank and not known.left:  # the own process closes its end when it exits
+            known.unseen, known.gone = not known.gone, True  # with its machine or its whole process group
+            known.expect(self.deadlines)
 
     def _excuse(self, away: float, now: float) -> None:
         """Blames nobody for messages that this monitor missed while it was itself stopped or starved."""
@@ -218,14 +221,6 @@ class Monitor:
         self.programs.pop(name, None)
         _say({"agreed": name})
 
-    def _closed(self, rank: int) -> None:
-        """The connection to a monitor closed: its machine or its whole process group is gone."""
-        known = self.known[rank]
-        if rank != self.place.rank and not known.left:  # the own process closes its end when it exits
-            known.unseen = not known.gone
-            known.gone = True
-            known.expect(self.deadlines)
-
     def _judge(self, now: float) -> None:
         """Decides on a fault: process 0 does, the others only when it cannot."""
         if now < self.rests:
@@ -253,9 +248,6 @@ class Monitor:
         self.over, self.code = found.text, LOST if found.lost else FAILED
         self.hung = self.place.rank in found.hung
         self._send({"over": found.text, "lost": found.lost, "hung": found.hung})
-
-    def _all_left(self) -> bool:
-        return all(known.left or known.gone for known in self.known.values())
 
     def _send(self, message: Message) -> None:
         line = encoded(message)
@@ -287,14 +279,9 @@ class Monitor:
 
     def _record(self) -> str:
         path = Path(self.flight) / f"flight.{self.place.rank}.json"
-        record = {
-            "process": self.place.rank,
-            "host": self.known[self.place.rank].host,
-            "processes": self.place.size,
-            "fault": self.over,
-        }
+        own = {"process": self.place.rank, "host": self.known[self.place.rank].host}
         try:
-            self.reader.save(path, record)
+            self.reader.save(path, own | {"processes": self.place.size, "fault": self.over})
         except OSError as error:
             return f" (No flight record: {path}: {error.strerror or error}.)"
         return f" Flight record: {path}"

@@ -38,23 +38,14 @@ class Refused(Exception):
 
 
 class Hello(NamedTuple):
-    """How a process introduces itself.
+    """How a process introduces itself."""
 
-    Attributes:
-        rank: which process it is.
-        size: the number of processes that it was started with.
-        host: the name of its machine.
-        address: what that name resolves to there; empty if it does not.
-        cpu: whether its devices are CPUs.
-        nonce: signed together with the answers to it.
-    """
-
-    rank: int
-    size: int
-    host: str
-    address: str
-    cpu: bool
-    nonce: str
+    rank: int  # which process it is
+    size: int  # the number of processes that it was started with
+    host: str  # the name of its machine
+    address: str  # what that name resolves to there; empty if it does not
+    cpu: bool  # whether its devices are CPUs
+    nonce: str  # signed together with the answers to it
 
 
 def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[Lines]:
@@ -97,7 +88,11 @@ class _Meeting:
             if self._refusal:
                 until = min(until, now + _AFTER_REFUSAL)
             if now >= until:
-                self._refusal = self._refusal or self._too_late()
+                if not self._refusal:
+                    self._refusal = too_late(self._place, list(self._missing()))
+                    if count := self._rejected.get("token"):
+                        self._refusal += f" {count} connected with {REJECTIONS['token']}: set it to the same value "
+                        self._refusal += "in all processes."
                 break
             for key, _ in self._selector.select(min(until - now, 1.0)):
                 if key.fileobj is self._listener:
@@ -203,12 +198,6 @@ class _Meeting:
         while self._lowest in self._hellos:
             self._lowest += 1
         return (rank for rank in range(self._lowest, self._place.size) if rank not in self._hellos)
-
-    def _too_late(self) -> str:
-        found = too_late(self._place, list(self._missing()))
-        count = self._rejected.get("token", 0)
-        more = f" {count} connected with {REJECTIONS['token']}: set it to the same value in all processes."
-        return found + more if count else found
 
     def _objection(self, hello: Hello) -> str:
         """Why the job cannot start with this process; else an empty string."""

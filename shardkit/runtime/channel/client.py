@@ -33,19 +33,17 @@ _STARTED: list[MonitorClient] = []
 
 
 class MonitorClient:
-    """The monitor of this process.
-
-    Attributes:
-        recorder: the flight recorder.
-        place: this process's place in the job.
-    """
+    """The monitor of this process, which has the `place` in the job and the flight `recorder`."""
 
     def __init__(self, place: Place):
         self.place: Place = place
         self._own = os.getpid()
         self.recorder: Recorder
         self.recorder, ring = _recorder()
-        _open_closed_descriptors()
+        # Of descriptors 0 to 2 none stays closed: libraries write to 1 and 2, which must not become pipes to it.
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(descriptor, True)
+        os.close(descriptor)
         crash, name = tempfile.mkstemp(dir=ring.parent)  # tells a fatal signal, such as the abort of jax, from SIGKILL
         os.unlink(name)
         faulthandler.enable(crash)
@@ -230,10 +228,3 @@ def _recorder() -> tuple[Recorder, Path]:
             f"initialize: the directory for temporary files must have {SIZE} bytes free; {error.strerror}. Free space "
             "there, or set TMPDIR to another directory."
         ) from None
-
-
-def _open_closed_descriptors() -> None:
-    """Opens descriptors 0 to 2 if closed: libraries write to 1 and 2, which must not become pipes to the monitor."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)

@@ -18,25 +18,15 @@ _NAMED = 8  # processes in a sentence that are named one by one
 
 
 class Place(NamedTuple):
-    """A process's place in its job: the coordinator, the number of processes, and which of them this is.
+    """A process's place in its job: the coordinator, the number of processes, and which of them this is."""
 
-    Attributes:
-        host: the coordinator's host name or address.
-        port: its port.
-        rank: this process, from 0.
-        size: number of processes.
-        timeout: seconds to wait for all.
-        cpu: whether the devices are CPUs, whose collectives (gloo) use the address of the host name.
-        token: the secret that the processes of a job share; empty without one.
-    """
-
-    host: str
-    port: int
-    rank: int
-    size: int
-    timeout: float
-    cpu: bool
-    token: str = ""
+    host: str  # the coordinator's host name or address
+    port: int  # its port
+    rank: int  # this process, from 0
+    size: int  # number of processes
+    timeout: float  # seconds to wait for all
+    cpu: bool  # whether the devices are CPUs, whose collectives (gloo) use the address of the host name
+    token: str = ""  # the secret that the processes of a job share; empty without one
 
     @property
     def address(self) -> str:

@@ -25,25 +25,17 @@ SIZE = _EVENTS_AT + SLOTS * _EVENT.size
 
 
 class Status(NamedTuple):
-    """What a process is doing.
+    """What a process is doing."""
 
-    Attributes:
-        phase: what the host does: "start", "data", "compile", "compare" (its program with the others'), "step" (the
-            call), "user code" (after the call), "after" (user code after the last step), "evaluate", "save", "commit"
-            (of a save: its part is written, and it waits for those of the others), "end".
-        step: the step that the phase belongs to, from 0.
-        since: when the phase began, seconds of the machine's monotonic clock.
-        dispatched: the last step dispatched to the devices; -1 before the first.
-        done: the last step that they finished.
-        device_since: when the devices began the step after `done`.
-    """
-
+    # what the host does: "start", "data", "compile", "compare" (its program with the others'), "step" (the call), "user
+    # code" (after the call), "after" (user code after the last step), "evaluate", "save", "commit" (of a save: its part
+    # is written, and it waits for those of the others), "end"
     phase: str = "start"
-    step: int = 0
-    since: float = 0.0
-    dispatched: int = -1
-    done: int = -1
-    device_since: float = 0.0
+    step: int = 0  # the step that the phase belongs to, from 0
+    since: float = 0.0  # when the phase began, seconds of the machine's monotonic clock
+    dispatched: int = -1  # the last step dispatched to the devices; -1 before the first
+    done: int = -1  # the last step that they finished
+    device_since: float = 0.0  # when the devices began the step after `done`
 
     def aged(self, now: float) -> Status:
         """With ages in place of times: the clocks of two machines are unrelated."""

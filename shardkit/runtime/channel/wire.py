@@ -37,12 +37,7 @@ def as_line(text: str) -> bytes:
 
 
 class Lines:
-    """Messages over a file descriptor or socket; anything else closes the connection.
-
-    Attributes:
-        longest: bytes of the longest line that is accepted.
-        closed: whether no more messages will arrive.
-    """
+    """Messages over a file descriptor or socket; anything else, and a line above `longest` bytes, closes it."""
 
     __slots__ = ("__weakref__", "_begun", "_source", "closed", "longest")  # process 0 has one per process
 
@@ -73,16 +68,22 @@ class Lines:
             self._begun += rest
         self.closed = self.closed or not data or len(self._begun) > self.longest
         for line in ended:
-            message = _decoded(line) if len(line) <= self.longest else None
-            if message is None:
+            try:
+                message = json.loads(line) if len(line) <= self.longest else None
+            except (ValueError, RecursionError):  # deeply nested brackets
+                message = None
+            if not isinstance(message, dict):
                 self.closed = True
                 return
             yield message
 
     def waits(self, seconds: float = 0.0) -> bool:
         """Whether there is something to read within so many seconds."""
+        return self._polls(select.POLLIN, seconds)
+
+    def _polls(self, event: int, seconds: float) -> bool:
         poll = select.poll()  # select.select fails on descriptors above 1023
-        poll.register(self, select.POLLIN)
+        poll.register(self, event)
         return bool(poll.poll(1000 * seconds))
 
     def send(self, message: Message) -> None:
@@ -98,27 +99,13 @@ class Lines:
                 try:
                     rest = rest[self._source.send(rest) :]
                 except BlockingIOError:
-                    self._wait_for_room()
+                    if not self._polls(select.POLLOUT, _PATIENCE):
+                        raise TimeoutError from None
         except OSError:
             self.closed = True
-
-    def _wait_for_room(self) -> None:
-        poll = select.poll()
-        poll.register(self, select.POLLOUT)
-        if not poll.poll(1000 * _PATIENCE):
-            raise TimeoutError
 
     def close(self) -> None:
         """Closes a socket."""
         self.closed = True
         if isinstance(self._source, socket.socket):
             self._source.close()
-
-
-def _decoded(line: bytes) -> Message | None:
-    """The JSON object of a line; None for anything else."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):  # deeply nested brackets
-        return None
-    return message if isinstance(message, dict) else None

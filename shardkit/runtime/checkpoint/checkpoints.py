@@ -216,16 +216,17 @@ class Checkpoints:
             stores padded or permuted, 64 MiB or one leaf at a time. Several processes agree on damage by an all_gather
             of one byte each.
         """
-        return _intact(lambda step: self._restored(target, step, residuals), step, damaged)
 
-    def _restored(self, target: TrainState, step: int | None, residuals: Residuals) -> tuple[TrainState, Run]:
-        step, run, stored = find_step("restore", self._directory, step)
-        leaves, where = leaves_of("restore", target), f"restore: step {step} of {named(self._directory)}"
-        records = compared(where, stored, {path: leaf_record(x) for path, x in leaves.items()}, residuals)
-        arrays = read_arrays("restore", self._directory, step, to_read(leaves, records), records)
-        treedef = jax.tree.structure(target, is_leaf=is_padded)
-        self._since = step
-        return jax.tree.unflatten(treedef, from_portable(arrays, leaves, records).values()), run
+        def read(step: int | None) -> tuple[TrainState, Run]:
+            step, run, stored = find_step("restore", self._directory, step)
+            leaves, where = leaves_of("restore", target), f"restore: step {step} of {named(self._directory)}"
+            records = compared(where, stored, {path: leaf_record(x) for path, x in leaves.items()}, residuals)
+            arrays = read_arrays("restore", self._directory, step, to_read(leaves, records), records)
+            treedef = jax.tree.structure(target, is_leaf=is_padded)
+            self._since = step
+            return jax.tree.unflatten(treedef, from_portable(arrays, leaves, records).values()), run
+
+        return _intact(read, step, damaged)
 
     def run(self, step: int | None = None, *, damaged: Literal["stop", "older"] = "stop") -> Run:
         """The Run saved with a step, by default the newest, without reading arrays; `damaged` is as in `restore`.

@@ -121,7 +121,8 @@ def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping
         if is_key(x):
             return jax.random.wrap_key_data(array, impl=records[path]["implementation"])
         array = jnp.zeros(x.shape, x.dtype) if array is None else array
-        array = shared_out(array, x.shape[0]) if path in resized else array
+        if path in resized:  # residuals with the same sum over the rows, in another number of rows
+            array = jnp.broadcast_to(array.sum(axis=0, keepdims=True) / x.shape[0], (x.shape[0], *array.shape[1:]))
         if not is_padded(x):
             return array
         sharding = x.array.sharding
@@ -170,8 +171,3 @@ def sharding_of_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSh
             entries[dim] += axes
             break
     return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))
-
-
-def shared_out(array: jax.Array, rows: int) -> jax.Array:
-    """Residuals with the same sum over the rows, in another number of rows."""
-    return jnp.broadcast_to(array.sum(axis=0, keepdims=True) / rows, (rows, *array.shape[1:]))

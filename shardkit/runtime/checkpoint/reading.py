@@ -186,8 +186,9 @@ class _Part:
         for bounds, buffer in self._buffers.items():
             target = tensorstore.array(buffer)[tensorstore.d[:].translate_to[[a for a, _ in bounds]]]
             steps = self._stored.chunk_layout.read_chunk.shape or ()  # None of a scalar
-            cuts = [_cuts(a, b, step) for (a, b), step in zip(bounds, steps, strict=True)]
-            for box in itertools.product(*cuts):
+            # Each range, cut at multiples of its step.
+            ends = ((a, *range(a // n * n + n, b, n), b) for (a, b), n in zip(bounds, steps, strict=True))
+            for box in itertools.product(*([slice(*pair) for pair in itertools.pairwise(at)] for at in ends)):
                 size = math.prod(at.stop - at.start for at in box) * buffer.dtype.itemsize
                 yield size, lambda box=box, target=target: target[box].write(self._stored[box])
 
@@ -201,12 +202,6 @@ class _Part:
             for device in self._devices[bounds]
         ]
         return jax.block_until_ready(jax.make_array_from_single_device_arrays(shape, sharding, shards))
-
-
-def _cuts(first: int, end: int, step: int) -> list[slice]:
-    """A range, cut at multiples of a step."""
-    at = [first, *range(first // step * step + step, end, step), end]
-    return [slice(a, b) for a, b in itertools.pairwise(at)]
 
 
 def _aligned(shape: list[int], dtype: Any) -> np.ndarray:

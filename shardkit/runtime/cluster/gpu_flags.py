@@ -23,16 +23,13 @@ _DEVICES = ("nvidia0", "dxg", "kfd")
 
 @typed
 def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
-    """Adds flags to XLA_FLAGS if jax will run on GPUs; call it before jax starts.
+    """Adds flags to XLA_FLAGS if jax will run on GPUs, and returns those; call it before jax starts.
 
     Flags that are set already stay unchanged; what is added is printed to standard error. `guard` compares XLA_FLAGS
     between processes, and the record of a benchmark contains it.
 
     Args:
         flags: the flags to add, each as `--xla_gpu_name=value`.
-
-    Returns:
-        The added flags.
 
     Raises:
         RuntimeError: jax has already started on a machine with GPUs, and would ignore them.

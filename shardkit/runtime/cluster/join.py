@@ -93,9 +93,6 @@ def initialize(
         timeout: seconds to wait for all processes.
         expect_devices: the number of devices that the whole job must have.
 
-    Returns:
-        Cluster.
-
     Raises:
         ValueError: arguments, or variables of a scheduler, that are incomplete or contradict each other.
         RuntimeError: within `timeout` and 5 s: jax has started its devices already, the coordinator cannot be reached,
@@ -117,7 +114,13 @@ def initialize(
     if jax.distributed.is_initialized() and (config is None or config.enabled):
         if config is not None:
             found = found.filled(Found(size=config.num_processes, rank=config.rank))
-        return _meet(found, timeout, expect_devices)
+        _check_first()
+        with _joined(found, timeout) as place:
+            if place.size > 1:
+                client.start(place)
+        _check_devices(expect_devices)
+        address = place.address if place.size > 1 else ""
+        return Cluster(place.rank, place.size, environment.local_rank(os.environ), place.rank == 0, address)
     given = environment.variables(os.environ)
     if config is not None:
         if not config.enabled:
@@ -224,17 +227,6 @@ def log(*values: object) -> None:
     """
     if is_main():
         print(*values, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _meet(found: Found, timeout: float, expect_devices: int | None) -> Cluster:
-    """Connects the monitors of processes that jax has joined already."""
-    _check_first()
-    with _joined(found, timeout) as place:
-        if place.size > 1:
-            client.start(place)
-    _check_devices(expect_devices)
-    local_rank = environment.local_rank(os.environ)
-    return Cluster(place.rank, place.size, local_rank, place.rank == 0, place.address if place.size > 1 else "")
 
 
 @contextmanager

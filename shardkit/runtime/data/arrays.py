@@ -30,9 +30,6 @@ def from_full(tree: Arrays, mesh: Mesh | None = None, spec: Specs = WHOLE) -> An
         spec: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); a leaf uses as many of its
             entries as it has dims.
 
-    Returns:
-        The pytree of `jax.Array` over the mesh.
-
     Raises:
         ValueError: a dim that does not divide or an integer too large for jax's dtype, before any communication; a
             leaf that differs between processes, on all of them.

@@ -64,7 +64,11 @@ def load_params(
     _check_names(where, [*stored], [*leaves], partial)
     for name, x in leaves.items():
         _check_leaf(where, name, stored[name], x, cast)
-    wanted = {_PARAMS + name: _in_dtype(x, stored[name]["dtype"]) for name, x in leaves.items()}
+
+    def in_dtype(x: Any, dtype: str) -> Any:
+        return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding), x)
+
+    wanted = {_PARAMS + name: in_dtype(x, stored[name]["dtype"]) for name, x in leaves.items()}
     arrays = read_arrays(_WHERE, directory, step, to_read(wanted, records), records)
     found = from_portable(arrays, wanted, records)
     loaded = [_cast(found[_PARAMS + name], x) for name, x in leaves.items()]
@@ -95,11 +99,6 @@ def _check_leaf(where: str, name: str, stored: Any, x: Any, cast: bool) -> None:
 
 def _floating(dtype: Any) -> bool:
     return dtype != "key" and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-
-
-def _in_dtype(x: Any, dtype: str) -> Any:
-    """A leaf of that dtype, as stored on the devices."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding), x)
 
 
 def _cast(found: Any, x: Any) -> Any:
