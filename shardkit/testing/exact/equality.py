@@ -227,10 +227,9 @@ def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side,
     try:
         wanted, got = alone(field, None), on_mesh(field, None)
     except UnsupportedError as error:
-        name, *line = error.args
         raise UnprovableError(
-            f"{where}: whatever is computed from a float must have a meaning in a finite field; {name} "
-            f"{f'at {line[0]} ' if line else ''}has none. Prove the part before it, or compare floats with "
+            f"{where}: whatever is computed from a float must have a meaning in a finite field; {error} "
+            f"{f'at {error.line} ' if error.line else ''}has none. Prove the part before it, or compare floats with "
             "assert_matches_reference."
         ) from error
     except DiffersError as error:

@@ -63,8 +63,8 @@ class Interpreter:
         try:
             results = self._results(equation, operands)
         except UnsupportedError as error:
-            if error.args[1:] in ((), ("unknown",)):  # the innermost equation that knows its line says where
-                error.args = (error.args[0], source_line(equation))
+            if error.line in ("", "unknown"):
+                error.line = source_line(equation)
             raise
         if not compat.inner_jaxprs(equation):
             self._tell(equation, operands, results)

@@ -25,7 +25,13 @@ Operand = Any  # Exact or Known
 
 
 class UnsupportedError(Exception):
-    """A primitive that has no meaning in the field."""
+    """A primitive that has no meaning in the field.
+
+    Attributes:
+        line: that of the innermost equation that knows its own.
+    """
+
+    line: str = ""
 
 
 def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
