@@ -2,7 +2,8 @@
 
 Both programs run once more, keeping every value. A value of the distributed program is whole on every device, split
 along a dim, or a partial sum; put together in one of these ways it is looked up among the reference's values. From the
-wrong result backwards, through values that the reference does not have, to the first equation whose operands it has.
+wrong result backwards, through values that the reference does not have, to the equations whose operands it has: the
+first of them that has a partial sum as an operand, else the first.
 """
 
 from __future__ import annotations
@@ -77,28 +78,19 @@ def located(runs: Runs, index: int, wanted: Exact | None) -> str:
             if id(x) not in made and (isinstance(x, Exact) or (summed and _is_float(x))):
                 made[id(x)] = _Made(equation, tuple(operands), x, axes, around)
 
-    right: list[Operand] = []
     try:
-        *right, got = runs.on_mesh(field, note)[: index + 1]
+        got = runs.on_mesh(field, note)[index]
     except DiffersError as error:
         got = error.value
-    return _told(field, known, made, right, got, wanted)
+    return _told(field, known, made, got, wanted)
 
 
 def _is_float(x: Operand) -> bool:
     return isinstance(x, Exact) or x.dtype.kind == "f"
 
 
-def _told(
-    field: Field, known: set[bytes], made: dict[int, _Made], right: list[Operand], got: Any, wanted: Exact | None
-) -> str:
+def _told(field: Field, known: set[bytes], made: dict[int, _Made], got: Any, wanted: Exact | None) -> str:
     held: dict[int, str | None] = {}
-    waiting = list(right)
-    while waiting:  # what right results follow from is right
-        x = waiting.pop()
-        if id(x) in made and id(x) not in held:
-            held[id(x)] = ""
-            waiting += made[id(x)].operands
 
     def explained(x: Any) -> str | None:
         """As what the reference has a value, "" for whole or split; None if it does not."""
