@@ -54,7 +54,7 @@ TAKEN = [
     (r"layers\..*attention\(scale=-1\.0\)", "a factor of the scores, of either sign"),
 ]  # fmt: skip
 # Raised below our own frames, and rightly so.
-BELOW = r"testing\.\S+\.assert_(matches_reference|equal_for_all_inputs)\((in|out)_specs=P\(None, None, 'data'\)\)"
+BELOW = r"testing\..*\.assert_(matches_reference|equal_for_all_inputs)\((in_specs|out_specs)=P\(None, None, 'data'\)\)"
 # Not walked: they take nothing, anything, or start what outlives a test.
 UNWALKED = {
     "runtime.cluster.join.finish": "ends the process",

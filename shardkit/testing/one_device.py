@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Setup:
+class Training:
     """What a training on one device is of, as `one_device` takes it."""
 
     grad_fn: GradFn
@@ -63,7 +63,7 @@ class Reference(NamedTuple):
     """A training run on one device: the expected results of each step, and what they are of."""
 
     steps: tuple[Wanted, ...]
-    given: Setup | None = None
+    given: Training | None = None
 
 
 class _Step(NamedTuple):
@@ -137,7 +137,7 @@ def one_device(
             noise_of(steps[0].grads, relative),
         )
         wanted.append(_wanted(*steps, relative=relative, noise=noise))
-    return Reference(tuple(wanted), Setup(grad_fn, optimizer, params, tuple(batches), key))
+    return Reference(tuple(wanted), Training(grad_fn, optimizer, params, tuple(batches), key))
 
 
 def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:

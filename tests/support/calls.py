@@ -212,6 +212,7 @@ def builders():
         (schedules.Schedule.order, {"self": schedule, "device": 0}),
         (testing.assert_equal_for_all_inputs, {"kernel": kernel, "reference": lambda x: x, **mapped, "args": (batch,)}),
         (testing.assert_matches_reference, {"kernel": kernel, "reference": lambda x: x, **mapped, "args": (batch,)}),
+        (testing.assert_equal_for_all_inputs, {"kernel": kernel, "reference": lambda x: x, **mapped, "args": (batch,)}),
         (
             testing.assert_same_training,
             {"grad_fn": grad_fn, "reference_grad_fn": grad_fn, "mesh": mesh, "plan": plan} | training,

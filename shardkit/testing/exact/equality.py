@@ -228,8 +228,8 @@ def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side,
         wanted, got = alone(field, None), on_mesh(field, None)
     except UnsupportedError as error:
         raise UnprovableError(
-            f"{where}: whatever is computed from a float must have a meaning in a finite field; {error.name} "
-            f"at {error.line} has none. Prove the part before it, or compare floats with "
+            f"{where}: whatever is computed from a float must have a meaning in a finite field; {error} "
+            f"{f'at {error.line} ' if error.line else ''}has none. Prove the part before it, or compare floats with "
             "assert_matches_reference."
         ) from error
     except DiffersError as error:

@@ -18,7 +18,7 @@ from shardkit.testing.exact.equality import UnprovableError, check_floats, check
 from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.rules import Operand, held, stacked
-from shardkit.testing.one_device import Reference, Setup, gradient_of, update_of
+from shardkit.testing.one_device import Reference, Training, gradient_of, update_of
 from shardkit.testing.program import Program
 
 _STEPS = 2
@@ -81,7 +81,7 @@ def _symbols(field: Field, name: str, tree: Any) -> list[Operand]:
 
 
 @lru_cache(maxsize=16)
-def _traced_alone(given: Setup, steps: int) -> Any:
+def _traced_alone(given: Training, steps: int) -> Any:
     """The first steps on one device: from parameters and batches to losses and parameters."""
     optimizer = given.optimizer
     loss_and_gradient: Any = given.grad_fn
@@ -102,13 +102,13 @@ def _traced_alone(given: Setup, steps: int) -> Any:
 
 @lru_cache(maxsize=16)
 def _run_alone(
-    given: Setup, steps: int, points: int, seed: int, shallow: bool, order: int
+    given: Training, steps: int, points: int, seed: int, shallow: bool, order: int
 ) -> tuple[list[Operand], set[str], int]:
     field = Field(points, seed, shallow, order)
     return _evaluated_alone(given, steps, field, None), field.uninterpreted, field.compared
 
 
-def _alone(given: Setup, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
+def _alone(given: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     if seen is not None:
         return _evaluated_alone(given, steps, field, seen)
     results, functions, compared = _run_alone(given, steps, field.points, field.seed, field.shallow, field.order)
@@ -117,7 +117,7 @@ def _alone(given: Setup, steps: int, field: Field, seen: Seen | None) -> list[Op
     return results
 
 
-def _evaluated_alone(given: Setup, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
+def _evaluated_alone(given: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     batches = [symbol for i in range(steps) for symbol in _symbols(field, f"batch {i}", given.batches[i])]
     return Interpreter(field, seen=seen).run(
         _traced_alone(given, steps), [*_symbols(field, "params", given.params), *batches]

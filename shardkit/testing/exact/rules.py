@@ -25,11 +25,13 @@ Operand = Any  # Exact or Known
 
 
 class UnsupportedError(Exception):
-    """A primitive that has no meaning in the field; `line` is that of the innermost equation that knows its own."""
+    """A primitive that has no meaning in the field.
 
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.name, self.line = name, ""
+    Attributes:
+        line: that of the innermost equation that knows its own.
+    """
+
+    line: str = ""
 
 
 def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 import shardkit as sk
 from shardkit.testing import Row
 from shardkit.testing.exact.law import equal_for_all_inputs
-from shardkit.testing.one_device import Reference, Setup
+from shardkit.testing.one_device import Reference, Training
 from shardkit.testing.program import Program
 from support import conformance, rows
 from support.conformance import MESH_CONFIGS, MESH_MODELS, MODELS, PLANS, mesh_rows
@@ -29,7 +29,7 @@ def ids(names):
 
 def holds(row, grad_fn, alone, params, batches, optimizer=None):
     optimizer = optimizer or ADAMW
-    given = Setup(alone, optimizer, params, tuple(batches), KEY)
+    given = Training(alone, optimizer, params, tuple(batches), KEY)
     program = Program.of(row, grad_fn, optimizer, params, batches, KEY)
     assert equal_for_all_inputs(program, Reference((), given)) is None
 
