@@ -124,11 +124,12 @@ def assert_equal_for_all_inputs(
     Cost: seconds on the host for shapes of a few hundred elements; nothing is compiled.
 
     Example:
-        >>> print(sk.testing.assert_equal_for_all_inputs(
+        >>> found = sk.testing.assert_equal_for_all_inputs(
         ...     lambda x: sk.all_reduce(jnp.exp(x), "data"), lambda x: jnp.exp(x[:2]) + jnp.exp(x[2:]),
         ...     mesh=mesh, in_specs=P("data"), out_specs=P(), args=(np.zeros(4, "f"),),
-        ... ).what)
-        <lambda> and <lambda>, on mesh data=2, values and gradients
+        ... )
+        >>> found.points, found.chance < 1e-15
+        (3, True)
 
     Source: Schwartz, Fast Probabilistic Algorithms for Verification of Polynomial Identities, JACM 1980; Zhang et al.,
         Mirage, OSDI 2025.
@@ -315,9 +316,9 @@ def check_size(where: str, traced: Sequence[Any]) -> None:
 
 
 def _described(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        np.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)) if not hasattr(x, "dtype") else x.dtype
-    )
+    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return jax.ShapeDtypeStruct(np.shape(x), dtype if extended else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _behind(path: Any) -> str:

@@ -410,9 +410,11 @@ class Rules:
         return field.inverse(field.add(one, field.exp(field.negative(x))))
 
     def shifted(self, equation: Any, x: Exact) -> Exact:
-        """log1p and expm1."""
+        """log1p, expm1 and one_minus_square."""
         field = self.field
         one = field.lifted(np.ones((1,) * len(x.shape), np.float32))
+        if equation.primitive.name == "one_minus_square":
+            return field.sub(one, field.mul(x, x).signed(1))
         return field.log(field.add(x, one)) if equation.primitive.name == "log1p" else field.sub(field.exp(x), one)
 
     def absolute(self, equation: Any, x: Exact) -> Exact:
@@ -701,7 +703,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "ragged_dot_general": Rules.grouped,
     "sort": Rules.sorted,
     "top_k": Rules.top,
-    **dict.fromkeys(("log1p", "expm1"), Rules.shifted),
+    **dict.fromkeys(("log1p", "expm1", "one_minus_square"), Rules.shifted),
     **dict.fromkeys(("sqrt", "rsqrt"), Rules.root),
     **dict.fromkeys(("max", "min"), Rules.larger),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), Rules.compared),
