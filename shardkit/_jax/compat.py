@@ -125,7 +125,7 @@ ONE_DEVICE = "as_on_one_device"
 # Primitives that call their only jaxpr with their operands.
 CALLS = {
     *(ONE_DEVICE, "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"),
 }
 
 
