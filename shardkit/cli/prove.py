@@ -44,8 +44,7 @@ def prove(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         found = call(**given)
     except UnequalError as error:
         print(error)
-        lines = [line.removeprefix("- ") for line in str(error).splitlines()]
-        write_json(options.json, "prove", [], differs=lines[1:] or lines)
+        write_json(options.json, "prove", [], differs=list(error.differs))
         return 1
     print(found)
     proved = found.verdicts if isinstance(found, testing.Proof) else (found,)

@@ -45,9 +45,12 @@ class Evaluate:
         """The metrics by name."""
         if isinstance(params, TrainState):
             raise TypeError("evaluate: params must be the parameters; got a TrainState. Pass state.params.")
-        check_keys("evaluate", "params", params)
-        check_keys("evaluate", "batch", batch)
-        return self._run(params, batch, carried)
+        try:
+            return self._run(params, batch, carried)
+        except (TypeError, ValueError):  # jax's names no argument
+            check_keys("evaluate", "params", params)
+            check_keys("evaluate", "batch", batch)
+            raise
 
     def trace(self, params: Any, batch: Any, carried: Any = None) -> jax.stages.Traced:
         """The program of one call, as a jaxpr."""

@@ -19,7 +19,15 @@ _KINDS = (jnp.floating, jnp.complexfloating)
 
 
 class UnequalError(AssertionError):
-    """A proof found that something is not one device's."""
+    """A proof found that something is not one device's.
+
+    Attributes:
+        differs: what is not, a sentence each.
+    """
+
+    def __init__(self, message: str, differs: Sequence[str] = ()):
+        super().__init__(message)
+        self.differs = tuple(differs) or (message,)
 
 
 class Gap(NamedTuple):

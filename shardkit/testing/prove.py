@@ -130,8 +130,8 @@ def prove(
             verdicts += [_judged(name, law, program, wanted) for law in laws]
     broken = [each for each in verdicts if each.broken]
     if broken:
-        lines = [f"- {each.row}, {each.law}: {each.broken}" for each in broken]
-        raise UnequalError("\n".join([f"prove: {len(broken)} of {len(verdicts)} do not hold:", *lines]))
+        lines = [f"{each.row}, {each.law}: {each.broken}" for each in broken]
+        raise UnequalError(f"prove: {len(broken)} of {len(verdicts)} do not hold:\n- " + "\n- ".join(lines), lines)
     return Proof(tuple(verdicts))
 
 

@@ -23,11 +23,10 @@ from shardkit.testing._interpreter import of_floats
 from shardkit.testing.exact.difference import Runs, located
 from shardkit.testing.exact.field import CONSTANT, LEVELS, ORDERS, Exact, Field, RedrawError, TooDeepError
 from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
-from shardkit.testing.exact.rules import Operand, UnsupportedError, held
+from shardkit.testing.exact.rules import ORDERED, Operand, UnsupportedError, held, is_key
 
 # What a proof takes on one core, about: per element and component, and per product of a matmul.
 _SECONDS = {"element": 4e-8, "product": 4e-9, "equation": 2e-4}
-_LONGEST = 600.0
 _SEEDS = 8
 
 ASSUMED = (
@@ -121,7 +120,7 @@ def assert_equal_for_all_inputs(
         ValueError: no float among the arguments, what has no meaning in a field, by its name and line, or programs that
             are nested deeper, or larger, than can be proved, with what to shrink.
 
-    Cost: seconds on the host for shapes of a few hundred elements; nothing is compiled.
+    Cost: seconds on the host for shapes of a few hundred elements; neither program is compiled.
 
     Example:
         >>> found = sk.testing.assert_equal_for_all_inputs(
@@ -158,7 +157,7 @@ def assert_equal_for_all_inputs(
     cotangents = [y for y in jax.tree.leaves(wanted) if is_float(y)] if grad else []
     sides = [_with_gradients(each, jax.tree.structure(shapes), grad) for each in (mapped, reference)]
     traced = [jax.make_jaxpr(each)(jax.tree.leaves(shapes), cotangents) for each in sides]
-    check_size(where, traced)
+    check_size(where, traced, points, ORDERS)
     values = [f"result{_behind(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
     inputs = [path for path, x in jax.tree_util.tree_leaves_with_path(shapes) if is_float(x)]
     names = [*values, *(f"gradient of argument {path_name(path)}" for path in inputs if grad)]
@@ -168,16 +167,14 @@ def assert_equal_for_all_inputs(
         return Interpreter(field, seen=seen).run(traced[side], [symbol(field, f"{i}", x) for i, x in enumerate(given)])
 
     field, results = equal(where, f"{where}: {on(mesh)}, ", names, (partial(run, 0), partial(run, 1)), points)
-    what = f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}"
-    return certificate(field, results, what, shapes)
-
-
-def certificate(field: Field, results: Sequence[Operand], what: str, inputs: Any) -> Equality:
-    """What follows from equal results."""
-    exact = [x.degree for x in results if isinstance(x, Exact)]
-    degree = CONSTANT.plus(*exact) if exact else CONSTANT
-    shapes = tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(inputs))
-    return Equality(what, shapes, field.points, field.chance(degree), tuple(sorted(field.uninterpreted)))
+    degree = CONSTANT.plus(CONSTANT, *(x.degree for x in results if isinstance(x, Exact)))
+    return Equality(
+        f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}",
+        tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shapes)),
+        points,
+        field.chance(degree),
+        tuple(sorted(field.uninterpreted)),
+    )
 
 
 Side = Callable[[Field, Seen | None], list[Operand]]
@@ -286,9 +283,9 @@ def check_floats(where: str, shapes: Any) -> None:
         )
 
 
-def check_size(where: str, traced: Sequence[Any]) -> None:
-    """Refuses programs that would take more than ten minutes."""
-    seconds = 0.0
+def check_size(where: str, traced: Sequence[Any], points: int, orders: Sequence[int], longest: float = 600.0) -> None:
+    """Refuses programs that would take more than so many seconds."""
+    seconds, runs = 0.0, 1
     largest: tuple[Any, str] = (0,), ""
     for closed in traced:
         for site in walk(closed.jaxpr):
@@ -305,9 +302,12 @@ def check_size(where: str, traced: Sequence[Any]) -> None:
             if site.name == "dot_general":
                 contracted = site.equation.params["dimension_numbers"][0][0]
                 inner = int(np.prod([site.equation.invars[0].aval.shape[dim] for dim in contracted]))
+            if site.name in ORDERED and is_float(site.equation.invars[0].aval):
+                runs = len(orders)
             seconds += (site.times or 1) * _SECONDS["equation"]
-            seconds += times * 24 * size * (_SECONDS["element"] + inner * _SECONDS["product"])
-    if seconds > _LONGEST:
+            seconds += times * LEVELS * points * size * (_SECONDS["element"] + inner * _SECONDS["product"])
+    seconds *= runs
+    if seconds > longest:
         raise UnprovableError(
             f"{where}: shapes must be small, because a proof holds for all values and not for more shapes; these would "
             f"take about {seconds / 60:,.0f} minutes, the largest array is {list(largest[0])} at {largest[1]}. Shrink "
@@ -316,9 +316,8 @@ def check_size(where: str, traced: Sequence[Any]) -> None:
 
 
 def _described(x: Any) -> jax.ShapeDtypeStruct:
-    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return jax.ShapeDtypeStruct(np.shape(x), dtype if extended else jax.dtypes.canonicalize_dtype(dtype))
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _behind(path: Any) -> str:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ ORDERS = (0, 1, 2, 3)
 INFINITE = 1e9
 _LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
 _LOWEST = np.iinfo(np.int64).min
+_PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
 
 
 class RedrawError(Exception):
@@ -182,6 +183,8 @@ class Field:
         self.compared, self._divisions = 0, 0
         self._constants: dict[Any, np.ndarray] = {}
         self._salts: dict[str, np.ndarray] = {}
+        self._of_bits: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+        self._bits_degree = CONSTANT
 
     def p(self, x: np.ndarray) -> np.ndarray:
         """The primes of an array's components, the last ones if it has fewer."""
@@ -210,14 +213,14 @@ class Field:
             [self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")]
         )
         number = rng.integers(1, self.moduli[:, None], (len(self.moduli), size), np.uint64)
-        return Exact(number.reshape(-1, *shape), facts(shape), degree=INPUT)
+        return Exact(number.reshape(len(number), *shape), facts(shape), degree=INPUT)
 
     def lifted(self, x: Any) -> Exact:
         """A constant array of floats, integers or booleans."""
         x = np.asarray(x)
         values, where = np.unique(x, return_inverse=True)
         table = np.stack([self._constant(each, x.dtype) for each in values], 1) if values.size else self.moduli[:, None]
-        number = np.take(table, where.reshape(-1), 1).reshape(-1, *x.shape)
+        number = np.take(table, where.reshape(-1), 1).reshape(len(table), *x.shape)
         wide = np.asarray(values, np.float64)
         low = wide <= -INFINITE
         sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
@@ -265,6 +268,28 @@ class Field:
         for x in plain[1:]:
             used = np.maximum(used, x.used[0])
         return Exact(number, facts(number.shape[1:], sign, False, used), degree=INPUT)
+
+    def bits(self, x: Exact) -> Exact:
+        """Uninterpreted integers, from which `of_bits` comes back: what is sent as bits arrives."""
+        x = self.plain(x)
+        number = self.random("bits", x.number)
+        columns = (part.reshape(len(part), -1).T for part in (number, x.number, x.facts))
+        for word, own, known in zip(*columns, strict=True):
+            self._of_bits[word.tobytes()] = own, known
+        self._bits_degree = self._bits_degree.plus(x.degree)
+        return Exact(number, facts(x.shape, used=x.used[0]), degree=INPUT)
+
+    def of_bits(self, x: Exact) -> Exact:
+        """The numbers of these bits; of integers that are no number's bits, uninterpreted ones."""
+        other = self.opaque("of bits", x)
+        number, known = (part.reshape(len(part), -1).copy() for part in (other.number, other.facts))
+        for i, word in enumerate(x.number.reshape(len(x.number), -1).T):
+            if not word.any():
+                number[:, i], known[:, i] = 0, 0
+            elif word.tobytes() in self._of_bits:
+                number[:, i], known[:, i] = self._of_bits[word.tobytes()]
+        degree = self._bits_degree.plus(INPUT)
+        return Exact(number.reshape(other.number.shape), known.reshape(other.facts.shape), degree=degree)
 
     # Arithmetic
 
@@ -396,12 +421,12 @@ class Field:
         """[..., m, k] @ [..., k, n]: the second operand in halves of 16 bits, so that sums of products fit a word."""
         x, y = self.plain(x), self.plain(y)
         a, b = x.number, y.number
-        k = a.shape[-1]
-        if k >= 2**16:
-            raise ValueError(f"a sum of {k:,} products")
         p, half = self.p(a), np.uint64(16)
-        high, low = np.matmul(a, b >> half) % p, np.matmul(a, b & np.uint64(0xFFFF))
-        number = ((high << half) + low) % p
+        number: Any = np.uint64(0)
+        for at in range(0, max(a.shape[-1], 1), _PRODUCTS):
+            left, right = a[..., at : at + _PRODUCTS], b[..., at : at + _PRODUCTS, :]
+            high, low = np.matmul(left, right >> half) % p, np.matmul(left, right & np.uint64(0xFFFF))
+            number = (number + (high << half) + low) % p
         same = [bool(np.all(x.sign == s) and np.all(y.sign == t)) for s, t in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
         sign = 1 if same[0] or same[3] else -1 if same[1] or same[2] else 0
         used = np.maximum(x.used[0].max(-1, keepdims=True, initial=0), y.used[0].max(-2, keepdims=True, initial=0))
@@ -414,10 +439,10 @@ class Field:
         p = self.p(x.number)
         exponents = x.number[: -self.points] * self._generator.reshape(p.shape)[self.points :] % p[: -self.points]
         result, byte = np.ones((len(x.number), *x.shape), np.uint64), np.uint64(0xFF)
-        component = np.arange(self.points, len(self.moduli)).reshape(-1, *[1] * len(x.shape))
+        level = np.repeat(np.arange(1, LEVELS), self.points).reshape(-1, *[1] * len(x.shape))
         for number in range(4):
             digit = ((exponents >> np.uint64(8 * number)) & byte).astype(np.int64)
-            power = self._powers[component, number, digit]
+            power = _powers()[level, number, digit]
             result[self.points :] = result[self.points :] * power % p[self.points :]
         used = x.used[0] + 1
         degree = INPUT if x.degree.total else CONSTANT
@@ -433,17 +458,6 @@ class Field:
         """By component: a random power, for the component below, of the base of exp."""
         below = np.concatenate([self.moduli[: self.points], self.moduli[: -self.points]])
         return 1 + self.salt("exp") % (below - np.uint64(1))
-
-    @cached_property
-    def _powers(self) -> np.ndarray:
-        """By component, number of a byte and value of it: 4, which has order p modulo 2p + 1, to that power."""
-        table = np.ones((len(self.moduli), 4, 256), np.uint64)
-        for i, p in enumerate(self.moduli):
-            for number in range(4):
-                base = pow(4, 256**number, int(p))
-                for digit in range(1, 256):
-                    table[i, number, digit] = int(table[i, number, digit - 1]) * base % int(p)
-        return table
 
     def log(self, x: Exact) -> Exact:
         """log, kept as what it is of."""
@@ -497,6 +511,18 @@ class Field:
         valid = self.valid(np.maximum(x.used[0], y.used[0]))
         equal = ((x.number == y.number) | ~valid).all(0)
         return np.asarray(np.where(x.low | y.low, x.low == y.low, equal))
+
+
+@cache
+def _powers() -> np.ndarray:
+    """By level, number of a byte and value of it: 4, which has order p modulo 2p + 1, to that power."""
+    table = np.ones((LEVELS, 4, 256), np.uint64)
+    for level, p in enumerate(PRIMES):
+        for number in range(4):
+            base = pow(4, 256**number, p)
+            for digit in range(1, 256):
+                table[level, number, digit] = int(table[level, number, digit - 1]) * base % p
+    return table
 
 
 def mixed(*words: Any) -> Any:

@@ -14,17 +14,32 @@ from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import flow, mesh_axes, scan_operands, source_line, while_operands
 from shardkit._jax.primitives import ASSUMED, registered
-from shardkit.meshes.layout import all_axes, spec_axes
+from shardkit.meshes.layout import all_axes
+from shardkit.testing._interpreter import joined, pieces_of
 from shardkit.testing.exact.field import Exact, Field
-from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, held, known, stacked
+from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, deciding, held, known, stacked
 
 Move = Callable[[Any, int], Any]
 # Called with each equation, its operands, its results, the bound axes and the line of the call around it.
 Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int], str], None]
+# Neither rounding nor places on devices are modelled.
+_AS_THEY_ARE = {
+    *(
+        "seal",
+        "unseal",
+        "stop_gradient",
+        "reduce_precision",
+        "device_put",
+        "sharding_constraint",
+        "reshard",
+        "mesh_cast",
+    )
+}
 _QUIET = ("debug_callback", "debug_print")
 
 
@@ -79,9 +94,7 @@ class Interpreter:
         row = registered(name)
         if name == ASSUMED:
             return [self._replicated(equation, operands[0])]
-        if row.cast or row.same or name in ("seal", "unseal", "stop_gradient", "reduce_precision", "device_put"):
-            return operands
-        if name in ("sharding_constraint", "reshard", "mesh_cast"):
+        if row.cast or row.same or name in _AS_THEY_ARE:
             return operands
         if name == "axis_index":
             return [self._index(mesh_axes(equation))]
@@ -119,24 +132,19 @@ class Interpreter:
             inside._tell(equation, [x], [piece])
         results = inside.run(body, pieces)
         whole = [self._joined(x, spec, sizes) for x, spec in zip(results, equation.params["out_specs"], strict=True)]
-        for x, joined in zip(results, whole, strict=True):
-            self._tell(equation, [x], [joined])
+        for x, result in zip(results, whole, strict=True):
+            self._tell(equation, [x], [result])
         return whole
 
     def _pieces(self, x: Operand, spec: Any, sizes: dict[str, int]) -> Operand:
+        split = all_axes(spec)
+        ways = [n if name in split else 1 for name, n in sizes.items()]
+
         def move(part: Any, lead: int) -> Any:
-            shape, at = list(part.shape[:lead]), {}
-            own = part.shape[lead:]
-            for dim, names in enumerate(spec_axes(spec) + [()] * (len(own) - len(spec))):
-                for name in names:
-                    at[name] = len(shape)
-                    shape.append(sizes[name])
-                shape.append(own[dim] // math.prod(sizes[name] for name in names))
-            part = part.reshape(shape)
-            front = [*range(lead), *(at[name] for name in sizes if name in at)]
-            part = part.transpose(*front, *(i for i in range(len(shape)) if i not in front))
-            whole = [sizes[name] if name in at else 1 for name in sizes]
-            return part.reshape(*part.shape[:lead], *whole, *part.shape[len(front) :])
+            part = pieces_of(part, _behind(spec, lead), sizes)
+            front = len(split)
+            part = np.moveaxis(part, range(front), range(lead, lead + front))
+            return part.reshape(*part.shape[:lead], *ways, *part.shape[lead + front :])
 
         return moved(x, self.rank, move)
 
@@ -147,16 +155,9 @@ class Interpreter:
                 x = self._first(x, self.rank + number, f"a result that is replicated along {name!r}")
 
         def move(part: Any, lead: int) -> Any:
-            names = list(sizes)
-            full = [sizes[name] if name in split else 1 for name in names]
-            own = part.shape[lead + len(names) :]
-            part = np.broadcast_to(part, (*part.shape[:lead], *full, *own))
-            order, shape = list(range(lead)), list(part.shape[:lead])
-            for dim, axes in enumerate(spec_axes(spec) + [()] * (len(own) - len(spec))):
-                order += [lead + names.index(name) for name in axes] + [lead + len(names) + dim]
-                shape.append(own[dim] * math.prod(sizes[name] for name in axes))
-            order[lead:lead] = [lead + i for i, name in enumerate(names) if name not in split]
-            return part.transpose(*order).reshape(shape)
+            part = np.moveaxis(part, range(lead, lead + len(sizes)), range(len(sizes)))
+            ways = [n if name in split else 1 for name, n in sizes.items()]
+            return joined(np.broadcast_to(part, (*ways, *part.shape[len(sizes) :])), _behind(spec, lead), sizes)
 
         return moved(x, self.rank, move)
 
@@ -225,7 +226,7 @@ class Interpreter:
 
     def _cond(self, equation: Any, branches: list[Any], operands: list[Operand]) -> list[Operand]:
         which, *operands = operands
-        which = np.clip(np.asarray(which, np.int64), 0, len(branches) - 1)
+        which = np.clip(np.asarray(deciding(which, "cond"), np.int64), 0, len(branches) - 1)
         taken = sorted(set(which.reshape(-1).tolist()))
         results = self.run(branches[taken[0]], operands)
         for number in taken[1:]:
@@ -260,8 +261,8 @@ class Interpreter:
         if row.kind == "ppermute":
             return [self._permuted(x, sorted(dims), params["perm"]) for x in operands]  # in the mesh's order
         if row.kind == "all_to_all" and "split_axis" in params:
-            split, joined, tiled = params["split_axis"], params["concat_axis"], params["tiled"]
-            return [self._exchanged(x, dims, split, joined, tiled) for x in operands]
+            split, to, tiled = params["split_axis"], params["concat_axis"], params["tiled"]
+            return [self._exchanged(x, dims, split, to, tiled) for x in operands]
         raise UnsupportedError(equation.primitive.name)
 
     def _reduced(self, x: Operand, dims: Sequence[int], by: str) -> Operand:
@@ -366,6 +367,11 @@ class Interpreter:
             return back(part.reshape(*shape[: own + to], n * shape[own + to + 1], *shape[own + to + 2 :]))
 
         return moved(x, self.rank, move)
+
+
+def _behind(spec: PartitionSpec, lead: int) -> PartitionSpec:
+    """A spec for the dims behind others."""
+    return PartitionSpec(*[None] * lead, *spec)
 
 
 class DiffersError(Exception):

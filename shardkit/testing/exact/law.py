@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,9 +32,9 @@ _ROUNDING = {"round", "floor", "ceil", "to an integer"}
 def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
     """Losses and updated parameters of the first two steps equal one device's for all parameters and floats of a batch.
 
-    Integers of the batch, as tokens, and keys keep their values. Nothing is compiled or run, and there is no tolerance:
-    floats are unknowns in a finite field, as in `assert_equal_for_all_inputs`. Rounding is not seen. What has no
-    meaning in a field, or is too large, is told in a note.
+    Integers of the batch, as tokens, and keys keep their values. There is no tolerance: floats are unknowns in a finite
+    field, as in `assert_equal_for_all_inputs`. Rounding is not seen. What has no meaning in a field, or would take more
+    than about a minute, is told in a note.
 
     Example:
         >>> laws = [sk.testing.laws.equal_for_all_inputs]  # for `prove(..., laws=laws)`
@@ -48,11 +48,11 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
         calls, steps = len(program.calls), len(given.batches)
     names = [*(f"loss of step {i}" for i in range(steps)), *_names(given.params)]
     try:
-        check_floats("prove", jax.eval_shape(lambda: (given.params, given.batches[0])))
-        traced = _traced(program)
-        check_size("prove", [traced.jaxpr] * calls)
+        check_floats("law", jax.eval_shape(lambda: (given.params, given.batches[0])))
+        traced = _Traced.of(program)
+        check_size("law", [traced.step.jaxpr] * calls, _POINTS, _ORDERS, longest=60.0)
         on_mesh = partial(_on_mesh, program, traced, calls)
-        equal("prove", "", names, (on_mesh, partial(_alone, given, steps)), _POINTS, _ORDERS)
+        equal("law", "", names, (on_mesh, partial(_alone, given, steps)), _POINTS, _ORDERS)
     except UnprovableError as error:
         return f"not for all inputs: {error}"
     except RoundsError as error:
@@ -64,11 +64,24 @@ class RoundsError(Exception):
     """The program on the mesh rounds where one device's does not."""
 
 
-def _traced(program: Program) -> Any:
-    """The traced step: that of the other laws if there is one, else one of shapes, which compiles nothing."""
-    if "traced" in vars(program) or not isinstance(program.init, Init):
-        return program.traced
-    return program.step.trace(program.init.abstract(program.params)._replace(key=program.key), program.calls[0])
+class _Traced(NamedTuple):
+    """The programs of a row: its first state from parameters, with its shapes, a step, and parameters of a state."""
+
+    init: Any
+    shapes: Any
+    step: Any
+    original: Any
+
+    @classmethod
+    def of(cls, program: Program) -> _Traced:
+        """The traced step is that of the other laws if there is one, else one of shapes, for which nothing runs."""
+        init, shapes = jax.make_jaxpr(partial(program.init, key=program.key), return_shape=True)(program.params)
+        if "traced" in vars(program) or not isinstance(program.init, Init):
+            step = program.traced
+        else:
+            state = program.init.abstract(program.params)._replace(key=program.key)
+            step = program.step.trace(state, program.calls[0])
+        return cls(init, shapes, step, jax.make_jaxpr(unpadded)(shapes.params))
 
 
 def _names(params: Any) -> list[str]:
@@ -124,12 +137,12 @@ def _evaluated_alone(given: Training, steps: int, field: Field, seen: Seen | Non
     )
 
 
-def _on_mesh(program: Program, traced: Any, calls: int, field: Field, seen: Seen | None) -> list[Operand]:
+def _on_mesh(program: Program, traced: _Traced, calls: int, field: Field, seen: Seen | None) -> list[Operand]:
     """The first steps of the row's program, from the first state that `init` makes of the parameters."""
     run = Interpreter(field, seen=seen).run
     without = set(field.uninterpreted)
-    closed, shapes = jax.make_jaxpr(partial(program.init, key=program.key), return_shape=True)(program.params)
-    state = jax.tree.unflatten(jax.tree.structure(shapes), run(closed, _symbols(field, "params", program.params)))
+    first = run(traced.init, _symbols(field, "params", program.params))
+    state = jax.tree.unflatten(jax.tree.structure(traced.shapes), first)
     key = [held(program.key)]
     per_call = program.row.steps or 1
     losses: list[Operand] = []
@@ -141,12 +154,11 @@ def _on_mesh(program: Program, traced: Any, calls: int, field: Field, seen: Seen
         batch = batches[0]
         if program.row.steps:
             batch = [stacked(field, leaves, 0, new=True) for leaves in zip(*batches, strict=True)]
-        results = run(traced.jaxpr, [*jax.tree.leaves(state._replace(key=None)), *key, *batch])
-        state, metrics = jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
+        results = run(traced.step.jaxpr, [*jax.tree.leaves(state._replace(key=None)), *key, *batch])
+        state, metrics = jax.tree.unflatten(jax.tree.structure(traced.step.out_info), results)
         loss = metrics["loss"]
         losses += [loss.row(0, i) for i in range(per_call)] if program.row.steps else [loss]
-    closed = jax.make_jaxpr(unpadded)(shapes.params)
     rounds = (field.uninterpreted - without) & _ROUNDING
     if rounds:
         raise RoundsError(", ".join(sorted(rounds)))
-    return [*losses, *run(closed, jax.tree.leaves(state.params))]
+    return [*losses, *run(traced.original, jax.tree.leaves(state.params))]

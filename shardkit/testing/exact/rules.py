@@ -34,6 +34,13 @@ class UnsupportedError(Exception):
     line: str = ""
 
 
+def deciding(x: Operand, what: str) -> Known:
+    """An operand that says which elements or which branch; it must not follow from a float."""
+    if isinstance(x, Exact):
+        raise UnsupportedError(f"{what} that a float decides")
+    return x
+
+
 def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
     return part.reshape((*part.shape[:lead], *equation.outvars[0].aval.shape))
 
@@ -259,12 +266,11 @@ def _long(dtype: Any) -> Any:
     return jnp.float32 if _is_short(dtype) else dtype
 
 
-def _aligned(operands: Sequence[Any], rank: int, before: int = 0) -> list[Any]:
+def _aligned(operands: Sequence[Any], rank: int) -> list[Any]:
     """Scalars with as many dims of size 1 as the others have dims of their own."""
     most = max(x.ndim for x in operands)
-    lead = rank + before
     return [
-        x if x.ndim == most else x.reshape(x.shape[:lead] + (1,) * (most - lead) + x.shape[lead:]) for x in operands
+        x if x.ndim == most else x.reshape(x.shape[:rank] + (1,) * (most - rank) + x.shape[rank:]) for x in operands
     ]
 
 
@@ -315,7 +321,11 @@ class Rules:
 
     def moved(self, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
         """A primitive that only moves elements, by what it does to the numbers of their places."""
-        data = _MOVES[equation.primitive.name](len(operands))
+        name = equation.primitive.name
+        data = _MOVES[name](len(operands))
+        for number, x in enumerate(operands):
+            if number not in data:
+                deciding(x, name)
         sources = [self.exact(operands[number])[0] for number in data]
         indices = _places(equation, operands, data, self.rank)
         sources.append(self.field.lifted(np.full((1,) * self.rank, np.nan)))  # what is out of bounds
@@ -337,11 +347,9 @@ class Rules:
 
     def selected(self, equation: Any, which: Operand, no: Operand, yes: Operand) -> Exact:
         """select_n of two."""
-        if isinstance(which, Exact):
-            raise UnsupportedError("select_n by a number")
-        no, yes = self.exact(no, yes)
+        which, (no, yes) = np.asarray(deciding(which, "select_n"), bool), self.exact(no, yes)
         most = len(no.shape)
-        mask = self._padded(np.asarray(which, bool)[None], most)[0] if which.ndim < most else np.asarray(which, bool)
+        mask = self._padded(which[None], most)[0] if which.ndim < most else which
         return self.field.where(mask, yes, no)
 
     def compared(self, equation: Any, x: Operand, y: Operand) -> Known:
@@ -360,12 +368,20 @@ class Rules:
         sign = np.where(decided, extreme, chosen.sign)
         return Exact(chosen.number, facts(chosen.shape, sign, *chosen.facts[1:]), chosen.factor, chosen.degree)
 
-    def converted(self, equation: Any, x: Exact) -> Exact:
-        """A cast: rounding is not modelled; to integers it is an uninterpreted function."""
+    def converted(self, equation: Any, x: Exact) -> Operand:
+        """A cast: rounding is not modelled; to integers it is an uninterpreted function, to booleans a comparison."""
+        if np.dtype(equation.params["new_dtype"]).kind == "b":
+            return np.asarray(self.field.key(x) != 0)
         whole = jnp.issubdtype(equation.params["new_dtype"], jnp.integer)
         if whole and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating):
             return self.field.opaque("to an integer", x)
         return x
+
+    def bits(self, equation: Any, x: Exact) -> Exact:
+        """A float as the integer of its bits, and back."""
+        if not jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating):
+            return self.field.of_bits(x)
+        return self.field.bits(x)
 
     def multiplied(self, equation: Any, x: Operand, y: Operand) -> Exact:
         """A product; of a value with itself it is positive."""
@@ -375,8 +391,10 @@ class Rules:
         return product.signed(1) if same else product
 
     def divided(self, equation: Any, x: Operand, y: Operand) -> Exact:
-        """A quotient."""
+        """A quotient; that of integers drops its rest, and is uninterpreted."""
         x, y = self.exact(x, y)
+        if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
+            return self.field.opaque("div of integers", x, y)
         return self.field.mul(x, self.field.inverse(y))
 
     def raised(self, equation: Any, x: Exact) -> Exact:
@@ -461,8 +479,7 @@ class Rules:
             part = part.reshape(*part.shape[: 1 + len(lead)], -1)
             return np.take_along_axis(part, np.broadcast_to(at, (len(part), *at.shape))[..., None], -1)[..., 0]
 
-        chosen = self.field.plain(x).moved(pick)
-        return chosen
+        return self.field.plain(x).moved(pick)
 
     def _place(self, keys: np.ndarray, dims: Sequence[int], largest: bool) -> np.ndarray:
         lead = [dim for dim in range(keys.ndim) if dim not in dims]
@@ -531,8 +548,9 @@ class Rules:
         params = equation.params["ragged_dot_dimension_numbers"]
         [ragged] = params.lhs_ragged_dimensions
         (cx, cy), (bx, by) = params.dot_dimension_numbers
-        if bx or by or isinstance(sizes, Exact):
+        if bx or by:
             raise UnsupportedError("ragged_dot_general with batch dims")
+        sizes = deciding(sizes, "ragged_dot_general")
         x, w = self.exact(x)[0], self.exact(w)[0]
         rows = np.arange(x.shape[self.rank + ragged])
         ends = np.cumsum(sizes, -1)[..., None]
@@ -558,6 +576,7 @@ class Rules:
 
     def scattered(self, equation: Any, operand: Operand, indices: Known, updates: Operand) -> Exact:
         """scatter and scatter-add: the place of each update is what a gather with the same numbers reads there."""
+        indices = deciding(indices, equation.primitive.name)
         operand, updates = self.exact(operand)[0], self.exact(updates)[0]
         numbers = equation.params["dimension_numbers"]
         own = operand.shape[self.rank :]
@@ -662,6 +681,13 @@ def stacked(field: Field, rows: Sequence[Operand], dim: int, new: bool = False) 
     return Exact(number, known, factor, degree)
 
 
+# Primitives that put floats in order.
+ORDERED = {
+    *("max", "min", "clamp", "abs", "sign", "sort", "top_k", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin", "pmax", "pmin"),
+}
+
+
 def _all(n: int) -> range:
     return range(n)
 
@@ -686,7 +712,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "log": lambda rules, _, x: rules.field.log(x),
     "square": lambda rules, _, x: rules.field.mul(x, x).signed(1),
     "is_finite": lambda rules, _, x: np.ones(x.shape, bool),
-    "bitcast_convert_type": lambda rules, _, x: x,  # what is sent as bits comes back from them
+    "bitcast_convert_type": Rules.bits,
     "mul": Rules.multiplied,
     "div": Rules.divided,
     "integer_pow": Rules.raised,

@@ -84,11 +84,7 @@ UNKNOWN = {
     ),
     "|xy|": (lambda x, y: jnp.abs(x * y), lambda x, y: jnp.abs(x) * jnp.abs(y), "comparisons"),
     "x < x - 1": (lambda x: jnp.where(x < x - 1, 1.0, x), lambda x: x, "comparisons"),
-    "logaddexp": (
-        lambda x, y: jnp.logaddexp(x, y),
-        lambda x, y: jnp.log(jnp.exp(x) + jnp.exp(y)),
-        "log or comparisons",
-    ),
+    "logaddexp": (jnp.logaddexp, lambda x, y: jnp.log(jnp.exp(x) + jnp.exp(y)), "log or comparisons"),
 }
 
 
@@ -145,3 +141,30 @@ def test_a_logarithm_beside_the_last_exp_is_refused():
 
     with pytest.raises(ValueError, match="exps may be nested at most 7 deep"):
         equal(deep, lambda x, y: 2 * deep(x, y), grad=False)
+
+
+# Integers that follow from a float: neither a quotient without rest, nor a boolean, nor bits may be taken for numbers.
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (lambda x: 2 * lax.div(x.astype(int), jnp.full(x.shape, 2)), lambda x: x.astype(int)),
+        (lambda x: x.astype(bool).astype("f"), lambda x: x),
+        (lambda x: (x.view(jnp.int32) + 1).view("f"), lambda x: x + 1),
+    ],
+)
+def test_integers_are_no_numbers(left, right):
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        equal(left, right, grad=False)
+
+
+@pytest.mark.parametrize(
+    "pick", [lambda x: x[x.astype(int)], lambda x: lax.switch(x.astype(int).sum(), [jnp.sin] * 2, x)]
+)
+def test_what_a_float_decides_is_refused(pick):
+    with pytest.raises(ValueError, match=r"(gather|cond) that a float decides at .* has none"):
+        equal(pick, pick, grad=False)
+
+
+def test_sums_of_any_length_and_of_nothing():
+    equal(lambda x, y: x @ y, lambda x, y: (x * y).sum(), shape=(2**16,), spec=P(), grad=False)
+    equal(lambda x: x + x, lambda x: 2 * x, shape=(0,), spec=P())
