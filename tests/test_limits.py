@@ -26,7 +26,7 @@ LIMITS = {
     "schedules *": 1320,
     "steps *": 1590,
     "strategies *": 1070,
-    "testing *": 5630,
+    "testing *": 5650,
     "": 60,
     "_arguments": 600,  # keys that jax cannot sort
     "_jax": 1200,  # the registry of primitives, with what emulates each and why its gradient is sent

@@ -77,14 +77,14 @@ UNKNOWN = {
     "exp2": (jnp.exp2, lambda x: jnp.exp(x * jnp.log(jnp.float32(2))), "exp2"),
     "half a log": (lambda x: jnp.log(x * x) / 2, jnp.log, "log"),
     "relu(2x)": (lambda x: relu(2 * x), lambda x: 2 * relu(x), "comparisons"),
-    "max(x + z, y + z)": (
-        lambda x, y, z: jnp.maximum(x + z, y + z),
-        lambda x, y, z: jnp.maximum(x, y) + z,
-        "comparisons",
-    ),
+    "max(x + 1, y + 1)": (lambda x, y: jnp.maximum(x + 1, y + 1), lambda x, y: jnp.maximum(x, y) + 1, "comparisons"),
     "|xy|": (lambda x, y: jnp.abs(x * y), lambda x, y: jnp.abs(x) * jnp.abs(y), "comparisons"),
     "x < x - 1": (lambda x: jnp.where(x < x - 1, 1.0, x), lambda x: x, "comparisons"),
-    "logaddexp": (jnp.logaddexp, lambda x, y: jnp.log(jnp.exp(x) + jnp.exp(y)), "log or comparisons"),
+    "logaddexp": (
+        lambda x, y: jnp.logaddexp(x, y),
+        lambda x, y: jnp.log(jnp.exp(x) + jnp.exp(y)),
+        "log or comparisons",
+    ),
 }
 
 
