@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import example_keys, step_key
+from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import unpadded
 from shardkit.steps.builder import Init
 from shardkit.steps.state import passed_what_it_takes
@@ -75,7 +77,10 @@ class _Traced(NamedTuple):
     @classmethod
     def of(cls, program: Program) -> _Traced:
         """The traced step is that of the other laws if there is one, else one of shapes, for which nothing runs."""
-        init, shapes = jax.make_jaxpr(partial(program.init, key=program.key), return_shape=True)(program.params)
+        make: Any = program.init
+        if isinstance(make, Init):  # whose types of axes no trace can change
+            make = replace(make, mesh=auto_mesh(make.mesh))
+        init, shapes = jax.make_jaxpr(partial(make, key=program.key), return_shape=True)(program.params)
         if "traced" in vars(program) or not isinstance(program.init, Init):
             step = program.traced
         else:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import shardkit as sk
 from shardkit.testing import Row
@@ -16,7 +17,7 @@ from support import conformance, rows
 from support.conformance import MESH_CONFIGS, MESH_MODELS, MODELS, PLANS, mesh_rows
 from support.training import lenient
 
-KEY = jax.random.key(5)
+KEY, EXPLICIT = jax.random.key(5), AxisType.Explicit
 ADAMW = lenient(optax.adamw(1e-2))
 # The list covers pairs of options; two layers and few examples prove as much of them as many.
 SMALL = dataclasses.replace(rows.CONFIG, layers=2)
@@ -81,7 +82,10 @@ def test_every_row_of_the_covering_list(number, monkeypatch):
     holds(case.row, case.row.grad_fn, alone, params, [batch], case.row.optimizer)
 
 
-@pytest.mark.parametrize("options", [{"steps": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"deterministic": 4}])
+OPTIONS = [{"steps": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"deterministic": 4}, {"axis_types": EXPLICIT}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_of_a_step(options):
     model, plan = MODELS[0], sk.fsdp("fsdp", min_size=1)
     grad_fn = sk.value_and_grad(model.loss(None))
@@ -96,12 +100,6 @@ def test_a_relative_error_of_a_part_in_10_to_the_12_is_found():
         wrong = 1e-12 * sk.axis_index("data").astype(np.float32)
         return sk.Mean(mean.total + wrong * mean.total, mean.weight), means
 
-    batches = [model.batch(0)]
+    grad_fn, alone = sk.value_and_grad(loss), sk.value_and_grad(model.loss(None))
     with pytest.raises(AssertionError, match="the loss of step 0 is not the reference's for all inputs"):
-        holds(
-            Row({"data": 2}, sk.dp("data")),
-            sk.value_and_grad(loss),
-            sk.value_and_grad(model.loss(None)),
-            model.params(),
-            batches,
-        )
+        holds(Row({"data": 2}, sk.dp("data")), grad_fn, alone, model.params(), [model.batch(0)])
