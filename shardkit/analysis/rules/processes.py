@@ -100,7 +100,7 @@ def _lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()) -> 
             yield _Line((path, "constant", _digest(constant)), user, f"a constant {short(variable)}")
     for equation in jaxpr.eqns:
         operands = tuple(_operand(v) for v in equation.invars)
-        params = tuple(sorted((k, repr(v)) for k, v in equation.params.items() if _is_simple(v)))
+        params = tuple(sorted((k, _written(v)) for k, v in equation.params.items() if _is_simple(v)))
         yield _Line((path, equation.primitive.name, operands, params), equation)
         inner = zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
         for number, ((name, sub), held) in enumerate(inner):
@@ -118,6 +118,14 @@ def _is_simple(value: Any) -> bool:
     if isinstance(value, tuple | list | frozenset):
         return all(_is_simple(each) for each in value)
     return isinstance(value, _SIMPLE)
+
+
+def _written(value: Any) -> str:
+    """A simple parameter in words; equal sets read the same, though Python prints them in the order they were made."""
+    if isinstance(value, tuple | list | frozenset):
+        parts = [_written(each) for each in value]
+        return f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, frozenset) else parts)})"
+    return repr(value)
 
 
 def _digest(constant: Any) -> Any:

@@ -1,6 +1,7 @@
 """The lint: every planted mistake under its rule, nothing in the corrected twin, nothing in the library itself."""
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -358,6 +359,18 @@ def test_a_program_that_only_one_process_can_trace():
         "no data here as process 1. Run the same program on every process, and pass what differs as data or decide it "
         "outside."
     )
+
+
+# Catches sets told apart by the order in which they were made: Python's hash seed decides whether one can see it.
+def test_equal_sets_are_no_difference_of_processes():
+    axes = next(two for two in itertools.permutations("abcdefghijkl", 2) if list({*two}) != list({*two[::-1]}))
+    given = {"mesh": sk.abstract_mesh(**dict.fromkeys(axes, 2)), "in_specs": P(axes), "out_specs": P()}
+
+    def fn(x):
+        names = frozenset(axes[::-1] if jax.process_index() else axes)
+        return jax.shard_map(lambda x: sk.all_reduce(x, axes), axis_names=names, **given)(x)
+
+    assert lint(fn, X) == []
 
 
 def test_a_closed_over_constant_counts_as_an_input():
