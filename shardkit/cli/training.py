@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -228,13 +229,15 @@ def stop_signals(saves: bool, many: bool, say: Callable[[str], None]) -> Iterato
     would receive it in another step.
     """
     seen: list[int] = []
+    # Not by the handler itself: it may run in the middle of a print, and a stream cannot be entered twice.
+    saying = threading.Thread(target=say, args=("stopping after this step; Ctrl-C again stops at once",))
 
     def note(number: int, frame: Any) -> None:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
         if number == signal.SIGINT:
-            say("stopping after this step; Ctrl-C again stops at once")
+            saying.start()
         if many:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -259,6 +262,8 @@ def stop_signals(saves: bool, many: bool, say: Callable[[str], None]) -> Iterato
     finally:
         for each, handler in old.items():
             signal.signal(each, handler)
+        if saying.ident is not None:
+            saying.join()
 
 
 def introduce(run: TrainingRun, state: sk.TrainState, said: str, log: Log) -> None:

@@ -1,5 +1,6 @@
 """The training loop in Python, and what it does around a step, with the step itself replaced."""
 
+import io
 import os
 import signal
 import subprocess
@@ -151,6 +152,28 @@ def test_a_second_interrupt_ends_all_at_once(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, passed_on)
     assert told == [signal.SIGTERM, (KeyboardInterrupt, 130)]
+
+
+# Catches a handler that prints: where it interrupts a print, the stream is entered twice, which is an error.
+@pytest.mark.check
+def test_an_interrupt_in_the_middle_of_a_print():
+    written = []
+
+    class Interrupted(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            if not written:
+                os.kill(os.getpid(), signal.SIGINT)
+            written.append(bytes(data))
+            return len(data)
+
+    out = io.TextIOWrapper(io.BufferedWriter(Interrupted()), write_through=True)
+    with training.stop_signals(saves=False, many=False, say=lambda text: print(text, file=out, flush=True)) as stopped:
+        print("step 4", file=out, flush=True)
+        assert stopped(4) == training.End("interrupted after step 4", 130)
+    assert b"".join(written).split(b"\n")[0] == b"step 4" and b"stopping after this step" in b"".join(written)
 
 
 @pytest.mark.check
