@@ -61,15 +61,22 @@ def precision_of(name: Precision | str | None) -> Precision:
     """The policy for a name: "no" (or None), "bf16" (compute in bfloat16), "fp16" (with dynamic loss scaling).
 
     Raises:
-        ValueError: another name, a dtype that is not floating-point, or a loss scale that is not a positive power of
-            two or overflows float16.
+        ValueError: another name, a dtype that is not floating-point, or is float64, of which float32 sums keep no more
+            than float32 has, or a loss scale that is not a positive power of two or overflows float16.
     """
     if isinstance(name, Precision):
         for field in ("param", "compute", "reduce", "output", "master"):
             dtype = getattr(name, field)
-            if not (dtype is None and field == "master") and not _floating(dtype):
+            if dtype is None and field == "master":
+                continue
+            if not _floating(dtype):
                 raise ValueError(
                     f"Precision: {field} must be a floating-point dtype; got {dtype!r}. Pass for example jnp.bfloat16."
+                )
+            if jnp.dtype(dtype).itemsize > 4:
+                raise ValueError(
+                    f"Precision: {field} must be at most float32, because microbatches and means are summed in "
+                    f"float32; got {jnp.dtype(dtype).name}. Pass jnp.float32."
                 )
         scale = name.loss_scale
         if scale not in (None, "dynamic") and not _power_of_two(scale):

@@ -350,7 +350,7 @@ def trained(params: Any) -> Any:
     """The parameters, after a check that an optimizer can train every leaf.
 
     Raises:
-        TypeError: a leaf that is not a real floating-point array.
+        TypeError: a leaf that is not a real floating-point array, or one of float64 where jax computes with it.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         dtype = jnp.result_type(x) if isinstance(x, int | float | complex) else getattr(x, "dtype", None)
@@ -360,6 +360,11 @@ def trained(params: Any) -> Any:
                 f"leaf {path_name(path)} is {dtype or type(x).__name__}. Pass what is not trained in the batch, or let "
                 "the loss close over it (eqx.partition and nnx.split take it out of a module); split a complex leaf "
                 "into its real and imaginary parts."
+            )
+        if not isinstance(x, float) and jax.dtypes.canonicalize_dtype(dtype) == jnp.float64:
+            raise TypeError(
+                "init: a step sums over devices in float32, and would round what is float64; leaf "
+                f"{path_name(path)} is. Pass jax.tree.map(jnp.float32, params), or leave jax_enable_x64 off."
             )
     return params
 

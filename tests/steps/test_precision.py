@@ -1,6 +1,7 @@
 """Which dtype is used where, and the float16 loss scale that all devices change together."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 import shardkit as sk
 from shardkit.analysis import census
 from shardkit.on_device.precision import BFLOAT16, FLOAT16, LossScale, next_loss_scale, precision_of
+from shardkit.steps.state import trained
 from support.refusals import value_error
 
 KEY = jax.random.key(0)
@@ -170,6 +172,23 @@ def test_a_dtype_that_is_no_float_is_refused(field, wrong):
         f"Precision: {field} must be a floating-point dtype; got {wrong!r}. Pass for example jnp.bfloat16."
     ):
         precision_of(sk.Precision(**{field: wrong}))
+
+
+# Catches a step that says float64 and holds no more than float32.
+@pytest.mark.check
+def test_float64_is_refused():
+    with value_error(
+        "Precision: reduce must be at most float32, because microbatches and means are summed in float32; got float64. "
+        "Pass jnp.float32."
+    ):
+        precision_of(sk.Precision(reduce=np.float64))
+    trained({"w": np.float64([1.0])})  # jax makes a float32 of it
+    message = (
+        "init: a step sums over devices in float32, and would round what is float64; leaf w is. Pass "
+        "jax.tree.map(jnp.float32, params), or leave jax_enable_x64 off."
+    )
+    with jax.enable_x64(True), pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        trained({"w": np.float64([1.0]), "b": 0.5})
 
 
 def test_a_loss_that_overflows_the_output_alone_is_finite(data8):
