@@ -112,13 +112,14 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False)
         piece = vary(leaf, names)
         if not leaf.shape[at]:  # jax refuses to gather empty arrays
             return jnp.zeros(leaf.shape, leaf.dtype) if replicated else piece
+        piece, at = _without_unit_dims(piece, at)
         # Under vmap jax gathers over one axis at a time.
         for over in (names,) if compat.tracked_axes() & set(names) else reversed(names):
             if replicated:
                 piece = compat.all_gather_replicated(piece, over, at)
             else:
                 piece = lax.all_gather(piece, over, axis=at, tiled=True)
-        return piece
+        return _as_before(piece, leaf, dim)
 
     return jax.tree.map(gather, x)
 
@@ -156,12 +157,32 @@ def reduce_scatter(x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "m
         divides("reduce_scatter", at, leaf.shape[at], names, count)
         piece = vary(countable(leaf), names)
         if leaf.shape[at]:  # jax refuses to scatter empty arrays
+            piece, at = _without_unit_dims(piece, at)
             # Under vmap jax scatters over one axis at a time; the major axis first.
             for axes in [names] if tracked.issuperset(names) else names:
                 piece = lax.psum_scatter(piece, axes, scatter_dimension=at, tiled=True)
+            piece = _as_before(piece, leaf, dim)
         return piece / count if op == "mean" else piece
 
     return jax.tree.map(scatter, x)
+
+
+# The TPU's compiler runs a reduce_scatter as an all_reduce, which sends twice as much, where the array has a dim of
+# size 1 beside the one that is split. One sequence on a device is enough for that, in each block of sequence
+# parallelism. Such dims are left out of what is sent, also of what is gathered, whose gradient is scattered.
+
+
+def _without_unit_dims(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
+    """The array without other dims of size 1 than this one, and where this one then is."""
+    left_out = [d for d, size in enumerate(x.shape) if size == 1 and d != dim]
+    return lax.squeeze(x, left_out), dim - sum(d < dim for d in left_out)
+
+
+def _as_before(piece: jax.Array, x: jax.Array, dim: int) -> jax.Array:
+    """With the dims of size 1 that x has: its shape, but for the size of one dim."""
+    shape = list(x.shape)
+    shape[dim] = -1
+    return piece.reshape(shape)
 
 
 @typed

@@ -2,6 +2,7 @@
 
 import math
 import re
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -217,3 +218,26 @@ def test_errors_of_the_arguments(call, message):
     assert refused(call) == (ValueError, message)
     if message.startswith("reduce_scatter: dim 0 must be divisible by axis"):  # which is the default
         assert refused(lambda x: sk.reduce_scatter(x, "model")) == (ValueError, message)
+
+
+# proves F86. Catches what the TPU's compiler runs as an all_reduce, of twice the bytes: a scatter beside a dim of size
+# 1, the gradient of such a gather, and the scatter of a flat array.
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
+def test_on_a_tpu_a_scatter_stays_one():
+    def kernel(x):
+        gathered = jax.grad(lambda x: jnp.sum(jnp.sin(sk.all_gather(x, "data", dim=2))))(x)
+        total = sk.hierarchical.all_reduce(jnp.cos(x), "model", "data")
+        return sk.reduce_scatter(jnp.sin(x), "model", dim=1), gathered, total
+
+    specs = {"in_specs": P(None, None, "data"), "out_specs": (P(None, "model", "data"), P(None, None, "data"), P())}
+    f = jax.jit(jax.shard_map(kernel, mesh=sk.abstract_mesh(data=2, model=2), **specs))
+    report = sk.aot.compile(f, (jax.ShapeDtypeStruct((1, 1024, 1024), np.float32),), topology="v5e:2x2")
+    sent = sorted((row.kind, row.axes, float(row.total / 2**20)) for row in report.rows)
+    assert sent == [
+        ("all_gather", ("data",), 2),
+        ("all_gather", ("model",), 1),
+        ("all_reduce", ("data",), 1),
+        ("reduce_scatter", ("data",), 2),
+        ("reduce_scatter", ("model",), 1),
+        ("reduce_scatter", ("model",), 1),
+    ]

@@ -60,7 +60,7 @@ SAID = {
     "monitor": r"guard: (the monitor of )?process {r} died",
     "damage": r"guard: process {r} died without reporting an error",
     "disk": r"guard: process {r} failed .*File too large",
-    "link": "guard: process",
+    "link": "guard: process|killed by SIGABRT",  # jax may end all of them first
 }
 
 
