@@ -35,7 +35,7 @@ class Report:
         fits: whether the program fits the memory of a device.
         message: the compiler's message when it does not.
         memory: bytes per device; None when the compiler refused.
-        limit: memory of a device, bytes.
+        limit: bytes of a device's memory that the compiler lets a program use.
         rows: every collective of the compiled program.
         census: every collective as written.
         compute: matmul FLOPs, bytes moved and seconds of compute per device, by the model in `compute.py`.
@@ -167,7 +167,7 @@ def report_of(
     return Report(
         topology=topology,
         mesh=dict(mesh),
-        fits=where.platform == "tpu" or memory.peak <= limit,  # the TPU compiler refuses what does not fit
+        fits=memory.peak <= limit,
         limit=limit,
         message="",
         memory=memory,

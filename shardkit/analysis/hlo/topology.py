@@ -19,6 +19,8 @@ _TARGETS = resources.files("shardkit.analysis.hlo").joinpath("targets")  # what 
 _TPU = tuple(each.name for each in chips.values() if each.torus)
 _GPU = tuple(name for name in chips if _TARGETS.joinpath(f"{name}.txtpb").is_file())
 _CORES = {"tpu7x": 2}  # devices per chip, where there are several
+# GiB of one device that a program may use, as the TPU's compiler (libtpu 0.0.42) says when it refuses one.
+_TPU_LIMITS = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
 # What a compiler must be told in a process without its chips.
 ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -105,9 +107,10 @@ def device_of(where: Topology) -> Chip:
 
 
 def device_memory(where: Topology) -> int:
-    """Memory of one device, bytes: the GPU compiler's limit, or the TPU's data sheet."""
+    """Bytes that the compiler lets a program use on one device: not the data sheet's, except for a TPU not seen yet."""
     if where.platform == "tpu":
-        return int(device_of(where).hbm_bytes)
+        limit = _TPU_LIMITS.get(where.chip)
+        return device_of(where).hbm_bytes if limit is None else int(limit * 2**30)
     found = re.search(r"device_memory_size: (\d+)", _target(where.chip))
     assert found, "every target description gives its memory"
     return int(found[1])

@@ -211,7 +211,7 @@ def test_an_abstract_state_is_laid_out_as_a_real_one(data8):
 def test_a_train_step_compiles_for_eight_tpu_chips():  # proves F52, F86
     step, args = data_parallel()
     report = aot.compile(step, args, topology="v5e:2x4")
-    assert report.fits and report.needed == report.memory.peak < 2**30 and report.available == 16 * 2**30
+    assert report.fits and report.needed == report.memory.peak < 2**30 and report.available == 15.75 * 2**30
     state_bytes = sk.bytes_per_device(args[0])
     batch_bytes = 2 * 2 * 16 * 4
     assert state_bytes + batch_bytes <= report.memory.held < 4 * (state_bytes + batch_bytes)  # tiles of 8 x 128
@@ -223,14 +223,17 @@ def test_a_train_step_compiles_for_eight_tpu_chips():  # proves F52, F86
     assert json.loads(report.to_json())["versions"]["jax"] == jax.__version__
 
 
+# Catches a limit that a new compiler has changed, by which what it accepts is then judged.
 @tpu
-def test_the_tpu_compiler_gives_its_number_when_memory_runs_out():
+@pytest.mark.quick("v5e:2x4")
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v4:2x2x2", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
+def test_the_tpu_compiler_gives_its_number_when_memory_runs_out(topology):
     mesh = abstract_mesh(data=8)
     f = jax.shard_map(
         lambda x: sk.all_reduce(jnp.sin(x), "data") * 2 + x, mesh=mesh, in_specs=P("data"), out_specs=P("data")
     )
-    report = aot.compile(f, (shape((8 * 1_200_000, 8192), mesh, P("data")),), topology="v5e:2x4")
-    assert not report.fits and 16 * 2**30 < report.needed < 64 * 2**30 and 15 * 2**30 < report.available <= 16 * 2**30
+    report = aot.compile(f, (shape((8 * 6_400_000, 8192), mesh, P("data")),), topology=topology)
+    assert not report.fits and 96 * 2**30 < report.needed and report.available == report.limit
 
 
 @tpu

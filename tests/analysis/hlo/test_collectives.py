@@ -176,7 +176,7 @@ def test_a_report_goes_to_json():
     derived = found["derived"]
     assert derived["peak"] == mine.memory.peak and derived["exposed_seconds"] == mine.exposed_seconds
     assert [row["exposed"] for row in found["rows"]] == [row.exposed for row in mine.rows]
-    assert mine.limit == 16 * 2**30 and other.limit == 84_942_979_072
+    assert mine.limit == 15.75 * 2**30 and other.limit == 84_942_979_072
 
 
 def test_a_report_reads_like_this():
