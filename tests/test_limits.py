@@ -37,7 +37,7 @@ LIMITS = {
     "jobs": 2100,
     "meshes": 1030,
     "models": 710,
-    "planner": 630,
+    "planner": 720,  # a candidate's mesh and plan
     "reporting": 300,
     "resharding": 900,
     "runtime": 4060,

@@ -1,6 +1,6 @@
-"""The planner: the layouts of a transformer that fit a machine, the fastest first.
+"""The planner: the layouts of a transformer that fit a machine, the fastest first, and what runs them.
 
-Start with `search.py`; `estimate.py` states the model of memory and time. Imports cost alone.
+Start with `search.py`; `estimate.py` states the model of memory and time. Imports cost, strategies and models.
 """
 
 from __future__ import annotations

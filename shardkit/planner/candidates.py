@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
 
 from shardkit import cost
 from shardkit._arguments.typed import ITERABLE, check_kind
+from shardkit.meshes.mesh import make_mesh
+from shardkit.models import transformer
+from shardkit.on_device.gradient import GradFn, value_and_grad
+from shardkit.plans.plan import Plan, chain
+from shardkit.strategies.data import dp
+from shardkit.strategies.tensor import tp
+from shardkit.strategies.zero import fsdp
 
 REMAT = ("none", "selective", "full")
 
@@ -77,14 +87,21 @@ class Layout(NamedTuple):
         """Number of chips."""
         return self.data * self.fsdp * self.tensor
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh axes "data", "fsdp" and "model", without those of size 1 (but one axis at least)."""
+        sizes = {"data": self.data, "fsdp": self.fsdp, "model": self.tensor}
+        return {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
+
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self._asdict().items())
 
 
 class Candidate(NamedTuple):
-    """A layout and its estimate, per device and step.
+    """A layout and its estimate, per device and step, and what runs it.
 
     Attributes:
+        model: the sizes of the model.
         layout: the layout.
         state_bytes: parameters, optimizer state and gradients, and gathered layers.
         activation_bytes: residuals of the backward.
@@ -95,6 +112,7 @@ class Candidate(NamedTuple):
         mfu: model FLOPs utilization, a fraction.
     """
 
+    model: Model
     layout: Layout
     state_bytes: float
     activation_bytes: float
@@ -118,6 +136,67 @@ class Candidate(NamedTuple):
     def seconds(self) -> float:
         """Seconds per step."""
         return max(self.compute_seconds, self.hidden_seconds) + self.exposed_seconds
+
+    def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """The mesh of the layout, over these devices or all; `sk.abstract_mesh(**layout.axes)` needs none."""
+        return make_mesh(devices, **self.layout.axes)
+
+    def plan(self, rules: Any = None) -> Plan:
+        """The plan of the layout: dp over "data", fsdp layer by layer over "fsdp", tp over "model".
+
+        Args:
+            rules: as for `tp`, of a model of your own; None: those of `models.transformer`.
+
+        Example:
+            >>> model = sk.planner.Model(layers=4, hidden=64, heads=4, vocabulary=256)
+            >>> best = sk.planner.search(model, chip="v5e", chips=8, batch=16, sequence=128)[0]
+            >>> init, step = sk.make_train_step(
+            ...     best.grad_fn(),
+            ...     optax.adamw(3e-4),
+            ...     mesh=best.mesh(),
+            ...     plan=best.plan(),
+            ...     accumulate=best.layout.accumulate,
+            ...     precision="bf16",
+            ... )
+            >>> state = init(lambda key: sk.models.transformer.init(key, best.config()), jax.random.key(0))
+        """
+        layout, plans = self.layout, []
+        if layout.data > 1 or layout.chips == 1:
+            plans.append(dp("data"))
+        if layout.fsdp > 1:
+            plans.append(fsdp("fsdp", layerwise=("layers",)))
+        if layout.tensor > 1:
+            rules = transformer.tensor_rules(self.config(), "model", layout.tensor) if rules is None else rules
+            plans.append(tp("model", rules, sequence=True))
+        return chain(*plans)
+
+    def config(self) -> transformer.Config:
+        """The sizes and the recomputation, for `models.transformer`, whose attention never saves its scores.
+
+        Raises:
+            ValueError: a model without the third feed-forward matrix, which `models.transformer` has.
+        """
+        model = self.model
+        if not model.gated:
+            raise ValueError(
+                "planner: models.transformer has three feed-forward matrices; got a Model with gated=False. Pass "
+                "plan(rules) of your own model to make_train_step."
+            )
+        return transformer.Config(
+            vocabulary=model.vocabulary,
+            layers=model.layers,
+            dim=model.hidden,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            hidden=model.width,
+            tied=model.tied,
+            remat="full" if self.layout.remat == "full" else None,
+        )
+
+    def grad_fn(self) -> GradFn:
+        """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""
+        axes = transformer.Axes(model="model", sequence=True) if self.layout.tensor > 1 else transformer.ONE_DEVICE
+        return value_and_grad(transformer.loss_fn(self.config(), axes))
 
 
 def of_kind(model: Model, *layouts: Layout) -> None:

@@ -104,6 +104,7 @@ def estimate(
     hidden, exposed = seconds_of["data"] + seconds_of["fsdp"], seconds_of["tensor"]
     seconds = max(compute, hidden) + exposed
     return Candidate(
+        model,
         layout,
         state,
         kept,
