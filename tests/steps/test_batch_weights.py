@@ -137,6 +137,35 @@ def test_a_scalar_as_the_weight_of_examples_is_refused(n, sizes, accumulate):
         traced(by_scalar, batch, mesh_of(**sizes), accumulate=accumulate)
 
 
+def by_example(p, b, keys):
+    return sk.Mean.of(jnp.sum((b["x"] @ p["w"]) ** 2, axis=(1, 2)), b["n"])
+
+
+def pooled(p, b, keys):
+    x = sk.all_reduce(jnp.sum(b["x"] @ p["w"], axis=1), "model")
+    return sk.Mean.of(jnp.sum((x @ p["w"]) ** 2, axis=1), sk.vary(b["n"], "model"))
+
+
+@pytest.mark.check
+def test_a_weight_for_each_example_beside_a_total_of_tokens_is_refused():
+    """It counted once on each device: the loss was 4 times too small."""
+    batch, mesh, plan = (
+        {"x": np.ones((2, 4, 4), np.float32), "n": np.ones(2, np.float32)},
+        mesh_of(model=4),
+        sk.cp("model"),
+    )
+    message = (
+        "Mean 'loss': the weight must be that of the parts of examples which a device has, because it counts once on "
+        "each along 'model'; got one that depends only on leaf n, which all of them have whole. Pass a weight for each "
+        "part, as an array with its dims, or vary(weight, axes) if the total is of whole examples too."
+    )
+    with value_error(message):
+        traced(by_example, batch, mesh, plan)
+    with value_error(message):
+        jax.eval_shape(sk.make_eval_step(by_example, mesh=mesh, plan=plan), {"w": np.ones((4, 4), np.float32)}, batch)
+    traced(pooled, batch, mesh, plan)
+
+
 @pytest.mark.check
 def test_a_scalar_as_the_weight_is_refused_in_evaluation_in_aux_and_in_a_pipeline():
     batch = {"x": np.ones((8, 4), np.float32), "n": np.float32(8)}
