@@ -63,7 +63,8 @@ def local_gradients(
 
     with tokens_split(_token_axes(placement.batch), placement.split_leaf):
         once = not microbatches.words and _sees_all(placement.batch, grad_fn)
-        batch = in_compute(first_means, batch, policy.compute, once=once, split=_first_split(placement.batch))
+        reads, split = "carried" in getattr(grad_fn, "keywords", {}), _first_split(placement.batch)
+        batch = in_compute(first_means, batch, policy.compute, once=once, split=split, reads=reads)
         if not microbatches.words:
             return batch, *of_examples(batch, keys)
         return batch, *microbatches.of(of_examples, batch, keys, scale, placement)
@@ -89,7 +90,7 @@ def local_means(
 
     with tokens_split(_token_axes(placement.batch), placement.split_leaf):
         once, split = _sees_all(placement.batch, loss_fn), _first_split(placement.batch)
-        return means(in_compute(means, batch, policy.compute, once=once, split=split))
+        return means(in_compute(means, batch, policy.compute, once=once, split=split, reads=bool(carried)))
 
 
 def noting_whole(
