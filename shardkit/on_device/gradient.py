@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
@@ -18,7 +19,7 @@ from shardkit._arguments.typed import typed
 from shardkit._jax.compat import tracked_axes, varying_axes
 from shardkit._jax.one_device import as_on_one_device, noting
 from shardkit.collectives import all_reduce, vary
-from shardkit.collectives.axes import vary_like
+from shardkit.collectives.axes import axis_size, vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import check_whole
 from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
@@ -199,10 +200,15 @@ def _total(loss: Any, local: bool) -> jax.Array:
             "value_and_grad: with local=True a loss does not communicate, and a sum of means sums its weights over "
             "devices; got both. Leave out local=, or weight the values of one Mean."
         )
-    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(mean.total) for mean in loss.terms))))
+    over = [varying_axes(mean.total) for mean in loss.terms]
+    axes = tuple(sorted(frozenset[str]().union(*over)))
     weights = jnp.stack([vary(mean.weight.astype(jnp.float32), axes) for mean in loss.terms])
-    whole = divisor_of(all_reduce(weights, axes) if axes else weights)
-    return reduce(jnp.add, [jnp.max(whole) / w * mean.total for w, mean in zip(whole, loss.terms, strict=True)])
+    whole = all_reduce(weights, axes) if axes else weights
+    # Beside one that varies, a mean that is the same along an axis counts once for each of its devices: its gradient,
+    # and its weight here, but not in the weights of which the divisor is the largest.
+    times = jnp.array([math.prod(axis_size(axis) for axis in axes if axis not in each) for each in over], jnp.float32)
+    largest, whole = divisor_of(jnp.max(whole / times)), divisor_of(whole)
+    return reduce(jnp.add, [largest / w * mean.total for w, mean in zip(whole, loss.terms, strict=True)])
 
 
 def noting_local(otherwise: Callable[[], Any]) -> AbstractContextManager[None]:

@@ -63,7 +63,8 @@ def local_gradients(
 
     with tokens_split(_token_axes(placement.batch), placement.split_leaf):
         once = not microbatches.words and _sees_all(placement.batch, grad_fn)
-        batch = in_compute(first_means, batch, policy.compute, once=once)
+        reads, split = "carried" in getattr(grad_fn, "keywords", {}), _first_split(placement.batch)
+        batch = in_compute(first_means, batch, policy.compute, once=once, split=split, reads=reads)
         if not microbatches.words:
             return batch, *of_examples(batch, keys)
         return batch, *microbatches.of(of_examples, batch, keys, scale, placement)
@@ -88,7 +89,8 @@ def local_means(
             return named_means(call_loss(loss_fn, own[0], batch, None, *own[1:]))
 
     with tokens_split(_token_axes(placement.batch), placement.split_leaf):
-        return means(in_compute(means, batch, policy.compute, once=_sees_all(placement.batch, loss_fn)))
+        once, split = _sees_all(placement.batch, loss_fn), _first_split(placement.batch)
+        return means(in_compute(means, batch, policy.compute, once=once, split=split, reads=bool(carried)))
 
 
 def noting_whole(
@@ -132,6 +134,10 @@ def _check_gradients(params: Any, grads: Any) -> None:
 
 def _token_axes(batch_spec: PartitionSpec) -> tuple[str, ...]:
     return spec_axes(batch_spec)[1] if len(batch_spec) > 1 else ()
+
+
+def _first_split(batch_spec: PartitionSpec) -> int:
+    return next((dim for dim, axes in enumerate(spec_axes(batch_spec)) if axes), 0)
 
 
 def _sees_all(batch_spec: PartitionSpec, function: Any) -> bool:

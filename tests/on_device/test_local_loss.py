@@ -191,3 +191,27 @@ def test_a_sum_of_means_is_that_of_the_whole_batch():
     job = {"params": {"w": PARAMS["w"]}, "batches": [{**BATCH, "keep": (np.arange(8) < 3).astype("f")}]}
     sk.testing.prove(grad_fn, sk.value_and_grad(plain), rows=rows, optimizer=optax.sgd(0.1), **job)
     sk.testing.prove(grad_fn, grad_fn, rows=rows[:1], optimizer=optax.sgd(0.1), **job)
+
+
+def two_weights(params, batch, keys, axis=()):
+    x, keep = batch["x"] @ params["w"], batch["keep"]
+    rows = sk.axis_index("model") * 2 + jnp.arange(2) if axis else slice(None)
+    return sk.Mean.of(sk.vary(x, axis)[rows, 0], sk.vary(keep, axis)[rows]) + 0.5 * sk.Mean.of(x[:, 1:] ** 2)
+
+
+def test_a_mean_of_a_sum_may_be_whole_along_an_axis_over_which_another_varies():
+    """Each device of the model axis has examples of its own for one mean, and all of them for the other."""
+    row = ROW({"data": 2, "model": 2}, sk.chain(sk.dp("data"), sk.tp("model", lambda path, leaf: None)))
+    job = {"params": {"w": PARAMS["w"]}, "batches": [{**BATCH, "keep": np.ones(8, "f")}]}
+    grad_fn = sk.value_and_grad(lambda *args: two_weights(*args, axis=("model",)))
+    sk.testing.prove(grad_fn, sk.value_and_grad(two_weights), rows=[row], optimizer=optax.sgd(0.1), **job)
+
+
+def test_a_mean_of_a_sum_without_weight_leaves_the_other_as_it_is():
+    """The weights of the other sum to less than the 1 by which nothing is divided."""
+
+    def loss_fn(w, batch, keys):
+        return sk.Mean.of(batch * w, jnp.full(4, 0.125)) + sk.Mean.of(batch * w, jnp.zeros(4))
+
+    _, _, grad = sk.value_and_grad(loss_fn)(jnp.float32(1), jnp.arange(4.0), None)
+    assert grad / 0.5 == 1.5  # the largest weight; the mean of 0, 1, 2, 3

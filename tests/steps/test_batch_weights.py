@@ -137,6 +137,41 @@ def test_a_scalar_as_the_weight_of_examples_is_refused(n, sizes, accumulate):
         traced(by_scalar, batch, mesh_of(**sizes), accumulate=accumulate)
 
 
+def by_example(p, b, keys, n=None):
+    return sk.Mean.of(jnp.sum((b["x"] @ p["w"]) ** 2, axis=(1, 2)), b["n"] if n is None else n)
+
+
+@pytest.mark.check
+def test_what_all_devices_have_whole_is_refused_as_the_weight_of_their_parts():
+    """It counted once on each device: the loss was 4 times too small."""
+    batch = {"x": np.ones((4, 4, 4), np.float32), "n": np.ones(4, np.float32)}
+
+    def run(weight, plan):
+        loss_fn = lambda p, b, keys, c: by_example(p, b, keys, jnp.broadcast_to(weight(b, keys, c), len(b["x"])))  # noqa: E731
+        init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh_of(data=4), plan=plan)
+        jax.eval_shape(step, init.abstract({"w": np.ones((4, 4), np.float32)}, np.float32(12)), batch)
+
+    whole = (
+        "Mean 'loss': the weight must be that of the parts of examples which a device has, because it counts once on "
+        "each along 'data'; got one that depends only on leaf n, which all of them have whole. Pass a weight for each "
+        "part, as an array with its dims, or vary(weight, axes) if the total is of whole examples too."
+    )
+    with value_error(whole):
+        traced(by_example, batch, mesh_of(data=4), sk.cp("data"))
+    evaluate = sk.make_eval_step(by_example, mesh=mesh_of(data=4), plan=sk.cp("data"))
+    with value_error(whole):
+        evaluate.trace({"w": np.ones((4, 4), np.float32)}, batch)
+    with value_error(
+        "Mean 'loss': the weight of examples must be a sum over them, because it counts once on each device along "
+        "'data', and in each microbatch; got one that depends only on parameters or carried state. Pass the weights of "
+        "this device's examples, or vary(weight, axes) of its own share."
+    ):
+        run(lambda b, keys, c: c, sk.dp("data"))
+    run(lambda b, keys, c: sk.vary(c / 4, "data"), sk.dp("data"))
+    run(lambda b, keys, c: jnp.where(jax.vmap(jax.random.bernoulli)(keys), c, 0), sk.dp("data"))
+    run(lambda b, keys, c: sk.vary(b["n"], "data"), sk.cp("data"))
+
+
 @pytest.mark.check
 def test_a_scalar_as_the_weight_is_refused_in_evaluation_in_aux_and_in_a_pipeline():
     batch = {"x": np.ones((8, 4), np.float32), "n": np.float32(8)}
