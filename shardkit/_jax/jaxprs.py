@@ -32,21 +32,14 @@ _KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_argum
 
 
 class Site(NamedTuple):
-    """An equation, and where it is in the program.
-
-    Attributes:
-        equation: the equation.
-        jaxpr: the jaxpr that holds it.
-        times: how often it runs in one call, loops included; None inside a `while`, whose length is not in the program.
-        branch: "" or "branch 1 of 2" inside a `cond`.
-        outer: the site whose equation holds `jaxpr`; None in the outermost one.
-    """
+    """An equation, and where it is in the program."""
 
     equation: Any
-    jaxpr: Any
+    jaxpr: Any  # the jaxpr that holds it
+    # how often it runs in one call, loops included; None inside a `while`, whose length is not in the program
     times: int | None = 1
-    branch: str = ""
-    outer: Site | None = None
+    branch: str = ""  # "" or "branch 1 of 2" inside a `cond`
+    outer: Site | None = None  # the site whose equation holds `jaxpr`; None in the outermost one
 
     @property
     def name(self) -> str:

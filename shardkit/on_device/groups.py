@@ -49,15 +49,10 @@ _SUMS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "scat
 
 
 class Groups(NamedTuple):
-    """The batch in a number of groups, in place of `Microbatches`.
+    """The batch in a number of groups, in place of `Microbatches`."""
 
-    Attributes:
-        number: of the whole batch.
-        parts: of one device; 0 until `placed`.
-    """
-
-    number: int
-    parts: int = 0
+    number: int  # of the whole batch
+    parts: int = 0  # of one device; 0 until `placed`
 
     @property
     def words(self) -> str:

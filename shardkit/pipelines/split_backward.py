@@ -82,22 +82,15 @@ class _Program(NamedTuple):
 
 
 class _Labels(NamedTuple):
-    """Which half computes, reads or returns what of a program: none (0), FIRST, SECOND or BOTH.
+    """Which half computes, reads or returns what of a program: none (0), FIRST, SECOND or BOTH."""
 
-    Attributes:
-        variables: which half has it. The second half has it as a residual unless it computes or is passed it.
-        arguments: which half is passed it.
-        equations: which half runs it.
-        results: which half returns it.
-        loops: the labels of loops' bodies, by the number of the equation.
-        residuals: what the first half hands to the second: variables, and `(number, variable)` for stacks of a loop.
-    """
-
+    # which half has it. The second half has it as a residual unless it computes or is passed it.
     variables: dict[Any, int]
-    arguments: list[int]
-    equations: list[int]
-    results: list[int]
-    loops: dict[int, _Labels]
+    arguments: list[int]  # which half is passed it
+    equations: list[int]  # which half runs it
+    results: list[int]  # which half returns it
+    loops: dict[int, _Labels]  # the labels of loops' bodies, by the number of the equation
+    # what the first half hands to the second: variables, and `(number, variable)` for stacks of a loop
     residuals: list[Any]
 
 

@@ -61,20 +61,15 @@ class _Wanted(NamedTuple):
 
 
 class _Sweep(NamedTuple):
-    """How one layer, or a stack of them, runs.
+    """How one layer, or a stack of them, runs."""
 
-    Attributes:
-        gather: the weights of one layer, gathered.
-        forward: `(one layer's forward pass, weights, shared, x) -> (y, residuals)`.
-        backward: `(halves, wanted, weights, shared, residuals, dy) -> the wanted gradients`; the residuals of `forward`
-            include the weights' secondary parts.
-        stack: whether the weights are those of several layers.
-    """
-
-    gather: Callable[[Any], Any]
+    gather: Callable[[Any], Any]  # the weights of one layer, gathered
+    # `(one layer's forward pass, weights, shared, x) -> (y, residuals)`
     forward: Callable[[Forward, Any, Leaves, Leaves], tuple[list[Any], Any]]
+    # `(halves, wanted, weights, shared, residuals, dy) -> the wanted gradients`; the residuals of `forward` include the
+    # weights' secondary parts
     backward: Callable[[Halves, _Wanted, Any, Leaves, Any, Leaves], list[Any]]
-    stack: bool
+    stack: bool  # whether the weights are those of several layers
 
 
 def _with_derivative(

@@ -25,15 +25,11 @@ _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_
 
 
 class _Place(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-        layers: the dim with one row per layer; None where the value does not depend on the order of the layers.
-        alike: dims along which all elements are equal.
-    """
-
+    # the dim with one row per layer; None where the value does not depend on the order of the layers
     layers: int | None
-    alike: frozenset[int]
+    alike: frozenset[int]  # dims along which all elements are equal
 
 
 class _MattersError(Exception):
