@@ -1,7 +1,5 @@
 """Checkpoints: every plan's state comes back bit by bit under every other, and what is damaged is refused in words."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json
