@@ -120,12 +120,8 @@ def flow(
 ) -> list[T]:
     """What is known of a jaxpr's results.
 
-    Args:
-        jaxpr: the jaxpr.
-        given: what is known of its constants and arguments, in that order.
-        step: `step(equation, operands)` is what is known of an equation's results.
-        literal: what is known of a literal.
-        values: filled with what is known of every variable.
+    `given` is what is known of its constants and arguments, in that order, `step(equation, operands)` of an equation's
+    results, and `literal` of a literal; `values` is filled with what is known of every variable.
     """
     known: dict[Any, T] = {} if values is None else values
 

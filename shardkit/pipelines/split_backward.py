@@ -126,11 +126,7 @@ def _steady(program: _Program, lasting: Sequence[bool]) -> set[Any]:
 def _label(program: _Program, steady: set[Any], results: Sequence[int], at_hand: Sequence[bool]) -> _Labels:
     """The labels that follow from those of the results, from the last equation to the first.
 
-    Args:
-        program: what is cut.
-        steady: the variables that the second half may compute again.
-        results: which half returns each result.
-        at_hand: for each argument whether the second half is passed it.
+    The second half may compute the `steady` variables again, and is passed the arguments that are `at_hand`.
     """
     variables, equations = defaultdict[Any, int](int), [0] * len(program.jaxpr.eqns)
     loops, residuals = dict[int, _Labels](), list[Any]()

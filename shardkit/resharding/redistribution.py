@@ -116,14 +116,7 @@ class Redistribution(NamedTuple):
 def redistribution(shape: Shape, source: DimAxes, target: DimAxes, axes: tuple[tuple[str, int], ...]) -> Redistribution:
     """The steps that send least from one layout of an array to another; among equals the fewest.
 
-    Args:
-        shape: global shape, which source and target divide.
-        source: for each dim the axes that split it.
-        target: likewise.
-        axes: the axes of the mesh with the devices along each.
-
-    Returns:
-        The Redistribution.
+    Source and target are for each dim the axes that split it, and divide the global shape.
     """
     sizes = {axis: size for axis, size in axes if size > 1}
     source, target = (tuple(tuple(a for a in each if a in sizes) for each in split) for split in (source, target))

@@ -40,13 +40,8 @@ def order_matters(fn: Callable[..., Any], args: Any, stacked: Any, results: Any)
     """Whether the results of a function, layer by layer, may change with the order of the layers.
 
     Sums over layers count as independent of their order. What is not known to be independent counts as dependent: a
-    slice or an index along the layers, an array of their length, a sort, a loop over them, random numbers.
-
-    Args:
-        fn: a function of arrays.
-        args: its arguments, or their ShapeDtypeStructs.
-        stacked: for each leaf of `args` whether dim 0 counts layers.
-        results: the same for the result.
+    slice or an index along the layers, an array of their length, a sort, a loop over them, random numbers. `stacked`
+    and `results` say for each leaf of the arguments and of the result whether dim 0 counts layers.
     """
     closed = jax.make_jaxpr(fn)(*args)
     leaves = zip(closed.jaxpr.invars, jax.tree.leaves(stacked), strict=True)
