@@ -19,9 +19,8 @@ from shardkit.testing.exact import Equality, assert_equal_for_all_inputs
 from shardkit.testing.laws import LAWS
 from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Program, recording
-from shardkit.testing.prove import Proof, prove
+from shardkit.testing.prove import Proof, assert_same_training, prove
 from shardkit.testing.rows import Row, covering
-from shardkit.testing.training import assert_same_training
 
 _STRATEGIES = ("ShardedArray", "meshes", "programs", "sharded_arrays", "specs")
 
