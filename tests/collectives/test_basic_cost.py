@@ -1,6 +1,5 @@
 """collectives/basic.py: what each kernel sends, counted in the traced program, and the wording of its errors."""
 
-import math
 import re
 
 import jax
@@ -12,31 +11,15 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from support.refusals import value_error
 
-CASTS = {"axis_index", "pvary", "pcast"}  # they carry axis names and send nothing
 N, B = 4, 6 * 8 * 4  # devices along the axis, bytes of the float32 block [6, 8] on each
 BLOCK = jax.ShapeDtypeStruct((2 * 6, N * 8), np.float32)
-
-
-def collectives(jaxpr):
-    """Name, axes and operand bytes of every primitive that communicates, through jit and shard_map."""
-    rows = []
-    for eqn in jaxpr.eqns:
-        axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
-        axes = (axes,) if isinstance(axes, str) else tuple(axes)
-        if axes and all(isinstance(axis, str) for axis in axes) and eqn.primitive.name not in CASTS:
-            size = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in eqn.invars)
-            rows.append((eqn.primitive.name.removesuffix("_invariant"), axes, size))
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            rows += collectives(inner) if hasattr(inner, "eqns") else []
-    return rows
 
 
 def traced(kernel):
     """The collectives of a kernel on a mesh of 2 x N, whose input is a block [6, 8] that differs on every device."""
     mesh = sk.make_mesh(data=2, model=N)
-    f = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model")))
-    return collectives(jax.make_jaxpr(f)(BLOCK).jaxpr)
+    f = jax.shard_map(kernel, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model"))
+    return [(row.primitive.removesuffix("_invariant"), row.axes, row.bytes_in) for row in sk.census(f, BLOCK).rows]
 
 
 AROUND = "2 B (n-1)/n bytes in 2 (n-1) hops"
@@ -132,8 +115,7 @@ def test_a_reduction_of_marked_parameters_stands_where_it_is_written():
 
     assert float(step(mark=True)(np.float32(1), x)) == 51
     assert float(step(mark=False)(np.float32(1), x)) == 4 * 51  # T6
-    arguments = (np.float32(1), x)
-    assert [row[0] for row in collectives(jax.make_jaxpr(step(mark=True))(*arguments).jaxpr)] == ["psum"]
+    assert [row.primitive for row in sk.census(step(mark=True), np.float32(1), x).rows] == ["psum"]
 
 
 UNBOUND = "is not an axis of this mesh; its axes are 'data', 'model'. Use one of them, or add the axis to make_mesh."
