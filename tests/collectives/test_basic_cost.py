@@ -115,7 +115,7 @@ def test_a_reduction_of_marked_parameters_stands_where_it_is_written():
 
     assert float(step(mark=True)(np.float32(1), x)) == 51
     assert float(step(mark=False)(np.float32(1), x)) == 4 * 51  # T6
-    assert [row.primitive for row in sk.census(step(mark=True), np.float32(1), x).rows] == ["psum"]
+    assert [row.kind for row in sk.census(step(mark=True), np.float32(1), x).rows] == ["all_reduce"]
 
 
 UNBOUND = "is not an axis of this mesh; its axes are 'data', 'model'. Use one of them, or add the axis to make_mesh."
