@@ -3,13 +3,8 @@
 import collections
 import inspect
 import re
-import signal
-import subprocess
 
-import jax
 import pytest
-from jax._src.interpreters import pxla
-from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import analysis, collectives, cost, planner, reporting, runtime, schedules, testing, viz
@@ -81,34 +76,9 @@ UNWALKED = {
 }
 
 
-@pytest.fixture
-def rows(monkeypatch):
-    """The whole walk. What is compiled or started ends the call there: its arguments have been taken."""
-    found = []
-    outside = calls.builders()
-    monkeypatch.setattr(pxla.MeshComputation, "compile", walk.raising)
-    monkeypatch.setattr(subprocess, "Popen", walk.raising)
-    filtering = jax.config.jax_traceback_filtering
-    jax.config.update("jax_traceback_filtering", "off")
-    for name in ("JAX_COORDINATOR_ADDRESS", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    before = signal.signal(signal.SIGALRM, walk.late)
-    try:
-
-        def inside():
-            found.extend(walk.walked(calls.kernels()))
-            return jax.numpy.zeros(())
-
-        jax.eval_shape(jax.shard_map(inside, mesh=calls.MESH, in_specs=(), out_specs=P()))
-        found.extend(walk.walked(outside))
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        jax.config.update("jax_traceback_filtering", filtering)
-    return found
-
-
-def test_wrong_arguments_get_a_sentence(rows):
+def test_wrong_arguments_get_a_sentence():
     # It alone finds an argument whose mistake shows as an AttributeError of jax, or not at all.
+    rows = walk.over(walk.walked, calls.builders())
     count = collections.Counter(row.verdict for row in rows)
     print(f"\n{len(rows)} wrong arguments: {dict(count)}")
     below = [row for row in rows if row.verdict in ("raw", "hang") and not re.fullmatch(BELOW, row.call)]
@@ -122,15 +92,7 @@ def test_wrong_arguments_get_a_sentence(rows):
 
 
 def test_every_public_function_is_walked():
-    inside = []
-    jax.eval_shape(
-        jax.shard_map(
-            lambda: [inside.extend(calls.kernels()), jax.numpy.zeros(())][1],
-            mesh=calls.MESH,
-            in_specs=(),
-            out_specs=P(),
-        )
-    )
+    inside = walk.inside_shard_map(calls.kernels)
     walked = {walk.name_of(function) for function, _ in inside + calls.builders()}
     public = set()
     for room in ROOMS:
