@@ -229,8 +229,8 @@ def inside_shard_map(function):
     return found
 
 
-def over(judge, outside):
-    """What `judge` says of all kernels, and of functions outside of them.
+def over_all(outside):
+    """The walk over all kernels, and over functions outside of them.
 
     What is compiled or started ends the call there: its arguments have been taken.
     """
@@ -242,7 +242,7 @@ def over(judge, outside):
             patch.setattr("subprocess.Popen", raising)
             for name in ("JAX_COORDINATOR_ADDRESS", "WORLD_SIZE"):
                 patch.delenv(name, raising=False)
-            return [*inside_shard_map(lambda: judge(calls.kernels())), *judge(outside)]
+            return [*inside_shard_map(lambda: walked(calls.kernels())), *walked(outside)]
     finally:
         signal.signal(signal.SIGALRM, before)
         jax.config.update("jax_traceback_filtering", filtering)
