@@ -9,17 +9,22 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit import cost
 from support.refusals import value_error
 
 N, B = 4, 6 * 8 * 4  # devices along the axis, bytes of the float32 block [6, 8] on each
 BLOCK = jax.ShapeDtypeStruct((2 * 6, N * 8), np.float32)
 
 
-def traced(kernel):
-    """The collectives of a kernel on a mesh of 2 x N, whose input is a block [6, 8] that differs on every device."""
+def counted(kernel):
+    """The census of a kernel on a mesh of 2 x N, whose input is a block [6, 8] that differs on every device."""
     mesh = sk.make_mesh(data=2, model=N)
-    f = jax.shard_map(kernel, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model"))
-    return [(row.primitive.removesuffix("_invariant"), row.axes, row.bytes_in) for row in sk.census(f, BLOCK).rows]
+    return sk.census(jax.shard_map(kernel, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model")), BLOCK)
+
+
+def traced(kernel):
+    """Its collectives: the primitive, the axes and the bytes of the operand."""
+    return [(row.primitive.removesuffix("_invariant"), row.axes, row.bytes_in) for row in counted(kernel).rows]
 
 
 AROUND = "2 B (n-1)/n bytes in 2 (n-1) hops"
@@ -92,12 +97,17 @@ def test_gather_and_scatter_are_transposes():  # proves S46
     assert traced(scatter) == [*forward, ("all_gather", ("model",), B // N)]
 
 
+# proves S47: by the docstrings, by the cost model and as counted, and the gather that makes it whole is the other half
 def test_a_scatter_sends_half_of_a_reduction():
     def sent(cost):
         return eval(re.match(r"(2 )?(B \(n-1\)(?:/n)?)", cost).group(0).replace(" ", "*"), {"B": B, "n": N})
 
     costs = {kernel.__name__: sent(cost) for kernel, cost in COSTS.items() if kernel is not sk.shift}
     assert costs == {"all_reduce": 288, "broadcast": 288, "all_gather": 576, "reduce_scatter": 144, "all_to_all": 144}
+    assert [cost.wire(kind, B, N).sent for kind in ("all_reduce", "reduce_scatter")] == [288, 144]
+    assert counted(lambda x: sk.all_reduce(x, "model")).sent() == 288
+    assert counted(lambda x: sk.reduce_scatter(x, "model", dim=1)).sent() == 144
+    assert counted(lambda x: sk.all_gather(sk.reduce_scatter(x, "model", dim=1), "model", dim=1)).sent() == 288
 
 
 def test_a_reduction_of_marked_parameters_stands_where_it_is_written():
