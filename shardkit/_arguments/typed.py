@@ -30,19 +30,12 @@ _HUGE = 2**63
 
 
 class Kind(NamedTuple):
-    """A kind of argument.
+    """A kind of argument."""
 
-    Attributes:
-        words: the kind in errors, after "must be".
-        test: whether a value is of this kind.
-        remedy: what to pass instead.
-        told: how an error shows a wrong value.
-    """
-
-    words: str
-    test: Callable[[Any], bool]
-    remedy: str
-    told: Callable[[Any], str] = repr
+    words: str  # the kind in errors, after "must be"
+    test: Callable[[Any], bool]  # whether a value is of this kind
+    remedy: str  # what to pass instead
+    told: Callable[[Any], str] = repr  # how an error shows a wrong value
 
 
 def is_array(x: Any) -> bool:

@@ -40,12 +40,10 @@ def jax_has_started() -> bool:
 
 def leave_out_idle_tpu() -> None:
     """Keeps jax from initializing libtpu without a TPU, which is slow and prints errors; its compiler still works."""
-    if not jax_has_started() and not getattr(jax.config, "jax_platforms", None) and _idle_tpu_library():
+    if jax_has_started() or getattr(jax.config, "jax_platforms", None):
+        return
+    if _no_accelerator() and find_spec("libtpu") is not None:
         jax.config.update("jax_platforms", "cpu")
-
-
-def _idle_tpu_library() -> bool:
-    return _no_accelerator() and find_spec("libtpu") is not None
 
 
 def _no_accelerator() -> bool:

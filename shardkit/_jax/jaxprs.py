@@ -32,21 +32,14 @@ _KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_argum
 
 
 class Site(NamedTuple):
-    """An equation, and where it is in the program.
-
-    Attributes:
-        equation: the equation.
-        jaxpr: the jaxpr that holds it.
-        times: how often it runs in one call, loops included; None inside a `while`, whose length is not in the program.
-        branch: "" or "branch 1 of 2" inside a `cond`.
-        outer: the site whose equation holds `jaxpr`; None in the outermost one.
-    """
+    """An equation, and where it is in the program."""
 
     equation: Any
-    jaxpr: Any
+    jaxpr: Any  # the jaxpr that holds it
+    # how often it runs in one call, loops included; None inside a `while`, whose length is not in the program
     times: int | None = 1
-    branch: str = ""
-    outer: Site | None = None
+    branch: str = ""  # "" or "branch 1 of 2" inside a `cond`
+    outer: Site | None = None  # the site whose equation holds `jaxpr`; None in the outermost one
 
     @property
     def name(self) -> str:
@@ -127,12 +120,8 @@ def flow(
 ) -> list[T]:
     """What is known of a jaxpr's results.
 
-    Args:
-        jaxpr: the jaxpr.
-        given: what is known of its constants and arguments, in that order.
-        step: `step(equation, operands)` is what is known of an equation's results.
-        literal: what is known of a literal.
-        values: filled with what is known of every variable.
+    `given` is what is known of its constants and arguments, in that order, `step(equation, operands)` of an equation's
+    results, and `literal` of a literal; `values` is filled with what is known of every variable.
     """
     known: dict[Any, T] = {} if values is None else values
 

@@ -21,43 +21,30 @@ ASSUMED = "assume_replicated"
 
 
 class Primitive(NamedTuple):
-    """What is known of a primitive.
+    """What is known of a primitive."""
 
-    Attributes:
-        name: as in a traced program, without the "_p" with which some end.
-        kind: the collective that it is, as `cost.wire` counts it; None if it sends nothing. One of kind "ppermute" has
-            its pairs in the parameter `perm`.
-        opcode: what XLA calls it; "" if XLA has none of its own.
-        differs: whether its result is another one on each device of its axes.
-        gradient: the kind of collective that its transpose is; None if that sends nothing.
-        why: the reason for that collective, in a sentence about a {value} and the axes, {over} or {along} which it is.
-        emulate: `emulate(x, axes, params)` is the result for an operand under `jax.vmap` over named axes; None if there
-            is no such form.
-        axes: the parameters that hold its mesh axes, a name or a tuple of names each.
-        dim: the parameter of a gather that holds the dim.
-        reduces: "sum", "maximum" or "minimum" of values that may be equal; "" for a sum of shares.
-        sent: how many of its operands are data, where others say what of them is sent; None: all, one for each result.
-        same: whether its results are its operands.
-        cast: whether it changes a type only.
-        asked: whether a cast is always written; jax adds the others where an operation needs them.
-        on_mesh: whether it depends on a mesh and sends nothing.
-    """
-
-    name: str
+    name: str  # as in a traced program, without the "_p" with which some end
+    # the collective that it is, as `cost.wire` counts it; None if it sends nothing. One of kind "ppermute" has its
+    # pairs in the parameter `perm`.
     kind: str | None = None
-    opcode: str = ""
-    differs: bool = False
-    gradient: str | None = None
+    opcode: str = ""  # what XLA calls it; "" if XLA has none of its own
+    differs: bool = False  # whether its result is another one on each device of its axes
+    gradient: str | None = None  # the kind of collective that its transpose is; None if that sends nothing
+    # the reason for that collective, in a sentence about a {value} and the axes, {over} or {along} which it is
     why: str = ""
+    # `emulate(x, axes, params)` is the result for an operand under `jax.vmap` over named axes; None if there is no such
+    # form
     emulate: Callable[[Any, tuple[str, ...], Any], Any] | None = None
+    # the parameters that hold its mesh axes, a name or a tuple of names each
     axes: tuple[str, ...] = ("axes", "axis_name")
-    dim: str = ""
-    reduces: str = ""
+    dim: str = ""  # the parameter of a gather that holds the dim
+    reduces: str = ""  # "sum", "maximum" or "minimum" of values that may be equal; "" for a sum of shares
+    # how many of its operands are data, where others say what of them is sent; None: all, one for each result
     sent: int | None = None
-    same: bool = False
-    cast: bool = False
-    asked: bool = False
-    on_mesh: bool = False
+    same: bool = False  # whether its results are its operands
+    cast: bool = False  # whether it changes a type only
+    asked: bool = False  # whether a cast is always written; jax adds the others where an operation needs them
+    on_mesh: bool = False  # whether it depends on a mesh and sends nothing
 
 
 # vmap reduces over a tuple of axes, as shard_map does. It gathers, scatters and permutes over one axis at a time, and

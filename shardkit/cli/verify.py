@@ -32,12 +32,10 @@ class Differences(NamedTuple):
         )
 
 
-def verify(
-    run: Any, state: sk.TrainState, steps: int, taken: Callable[[int], None] = lambda number: None
-) -> Differences:
+def verify(run: Any, state: sk.TrainState, steps: int) -> Differences:
     """Takes `steps` steps of a `TrainingRun` from `state` on its mesh and on one device, and compares them.
 
-    `state` stays valid. On one device there is no loss scale. `taken` is called before each step, from 1 on.
+    `state` stays valid. On one device there is no loss scale.
     """
     compute, optimizer, loss_fn = precision_of(run.options.precision).compute, run.optimizer, loss_of(run)
 
@@ -59,7 +57,6 @@ def verify(
     state = jax.tree.map(jnp.copy, state)  # the step donates its state
     worst = 0.0
     for index in range(steps):
-        taken(index + 1)
         batch = sk.runtime.fetch(run.batch(index))
         count = jax.tree.leaves(batch)[0].shape[0]
         keys = sk.example_keys(sk.step_key(key, index), count)

@@ -297,14 +297,10 @@ class _Message(NamedTuple):
     Bits, as unsigned integers: the compiler cannot move a conversion across the collective, nor send a dtype that the
     chip lacks as a wider one. Two arrays: flattened into one they take the TPU compiler twenty times as long, and twice
     the memory traffic.
-
-    Attributes:
-        values: [n, blocks, bytes of a block] in uint8; of bfloat16, [n, ...] in uint16.
-        exponents: of the scales, [n, blocks] in uint8; None for bfloat16.
     """
 
-    values: jax.Array
-    exponents: jax.Array | None
+    values: jax.Array  # [n, blocks, bytes of a block] in uint8; of bfloat16, [n, ...] in uint16
+    exponents: jax.Array | None  # of the scales, [n, blocks] in uint8; None for bfloat16
 
 
 def _gathered(x: jax.Array, names: _Names, dtype: str, block: int, replicated: bool) -> jax.Array:

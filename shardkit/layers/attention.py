@@ -167,15 +167,9 @@ def gradients(
     scale: float,
     partial_sums: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of queries, keys and values.
+    """The gradients of queries, keys and values, from the softmax's weights; `y_dy` is `inner` of the result and `dy`.
 
-    Args:
-        q_bGRtK, k_bGsK, v_bGsK: queries, keys and values.
-        weights_bGRts: the softmax's weights.
-        dy_bGRtK: the gradient of the result.
-        y_dy_bGRt1: `inner` of the result and its gradient.
-        scale: factor of the scores.
-        partial_sums: these are some of the keys: the gradients are float32, to be summed over all.
+    With `partial_sums` these are some of the keys: the gradients are float32, to be summed over all.
 
     Source: Dao et al., FlashAttention (arXiv:2205.14135), appendix B.
     """

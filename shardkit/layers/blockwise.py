@@ -21,35 +21,21 @@ from shardkit.layers.zigzag import Order
 
 
 class Form(NamedTuple):
-    """The static options of an attention.
+    """The static options of an attention."""
 
-    Attributes:
-        names: the axes of the ring; () for none.
-        causal: whether a token attends only to itself and to earlier ones.
-        order: of the tokens along the ring.
-        block: the size of a tile, None for whole blocks.
-        scale: factor of the scores.
-    """
-
-    names: tuple[str, ...]
-    causal: bool
-    order: Order
-    block: int | None
-    scale: float
+    names: tuple[str, ...]  # the axes of the ring; () for none
+    causal: bool  # whether a token attends only to itself and to earlier ones
+    order: Order  # of the tokens along the ring
+    block: int | None  # the size of a tile, None for whole blocks
+    scale: float  # factor of the scores
 
 
 class Softmax(NamedTuple):
-    """The running softmax of queries after some of the keys, float32.
+    """The running softmax of queries after some of the keys, float32."""
 
-    Attributes:
-        maximum: the largest score so far, [b, G, R, t, 1].
-        total: the sum of exp(score - maximum), [b, G, R, t, 1].
-        sum: the sum of exp(score - maximum) times the values, [b, G, R, t, K].
-    """
-
-    maximum: jax.Array
-    total: jax.Array
-    sum: jax.Array
+    maximum: jax.Array  # the largest score so far, [b, G, R, t, 1]
+    total: jax.Array  # the sum of exp(score - maximum), [b, G, R, t, 1]
+    sum: jax.Array  # the sum of exp(score - maximum) times the values, [b, G, R, t, K]
 
     @classmethod
     def empty(cls, q: jax.Array) -> Softmax:

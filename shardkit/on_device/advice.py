@@ -33,16 +33,11 @@ class Remark(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is known of a value on one device.
+    """What is known of a value on one device."""
 
-    Attributes:
-        differs: mesh axes over which it may differ.
-        total: whether it is a sum over this device's examples, as a number of those that a mask keeps.
-        divided: the axes and the line of each division by such a sum that it is linear in.
-    """
-
-    differs: Axes = frozenset()
-    total: bool = False
+    differs: Axes = frozenset()  # mesh axes over which it may differ
+    total: bool = False  # whether it is a sum over this device's examples, as a number of those that a mask keeps
+    # the axes and the line of each division by such a sum that it is linear in
     divided: frozenset[tuple[Axes, str]] = frozenset()
 
 

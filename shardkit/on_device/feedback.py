@@ -36,19 +36,14 @@ from shardkit.plans.storage import Held, as_stored, is_padded, padded_shape, pad
 
 
 class Reduced(NamedTuple):
-    """A gradient on its way through its reductions.
+    """A gradient on its way through its reductions."""
 
-    Attributes:
-        grad: what is not reduced yet, this device's.
-        path: the leaf.
-        residual: in units of `grad` what the gradient still lacks; after `begun` what its reductions have left out.
-            None without feedback.
-        back: places what a later reduction leaves out in an array like `residual`; None before `begun`.
-    """
-
-    grad: jax.Array
-    path: str
+    grad: jax.Array  # what is not reduced yet, this device's
+    path: str  # the leaf
+    # in units of `grad` what the gradient still lacks; after `begun` what its reductions have left out. None without
+    # feedback.
     residual: jax.Array | None = None
+    # places what a later reduction leaves out in an array like `residual`; None before `begun`
     back: Callable[[jax.Array], jax.Array] | None = None
 
 

@@ -448,12 +448,7 @@ _TRAINED = "value_and_grad: trained must be a tree of bools like the parameters,
 
 
 def check_trained(trained: Any) -> None:
-    """Refuses what is no tree of bools, or True nowhere.
-
-    Raises:
-        TypeError: a leaf that is not a bool.
-        ValueError: no leaf is True.
-    """
+    """Refuses what is no tree of bools, or True nowhere."""
     flags = jax.tree.leaves(trained)
     for flag in flags:
         if not isinstance(flag, bool):
@@ -465,10 +460,7 @@ def check_trained(trained: Any) -> None:
 def chosen(tree: Any, trained: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Callable[[list[Any]], Any]]:
     """The leaves that are trained; the tree with other values for them; their gradients in a tree with zeros elsewhere.
 
-    The zeros are the same on all devices, so that nothing sums them.
-
-    Raises:
-        ValueError: `trained` is not a prefix of the tree.
+    The zeros are the same on all devices, so that nothing sums them. `trained` must be a prefix of the tree.
     """
     leaves, structure = jax.tree.flatten(tree)
     flags = _flags(tree, True if trained is None else trained)

@@ -49,15 +49,10 @@ _SUMS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "scat
 
 
 class Groups(NamedTuple):
-    """The batch in a number of groups, in place of `Microbatches`.
+    """The batch in a number of groups, in place of `Microbatches`."""
 
-    Attributes:
-        number: of the whole batch.
-        parts: of one device; 0 until `placed`.
-    """
-
-    number: int
-    parts: int = 0
+    number: int  # of the whole batch
+    parts: int = 0  # of one device; 0 until `placed`
 
     @property
     def words(self) -> str:
@@ -163,16 +158,8 @@ class Groups(NamedTuple):
         What is given, such as gradients, is carried and zeroed: the compiler would take out of the loop, and fuse with
         other code, whatever follows from what a turn leaves as it was.
 
-        Args:
-            update: a function of both, which returns what is held anew.
-            given: pytree of arrays.
-            held: pytree of arrays.
-            step: the number of the step.
-            specs: the layouts of the parameters here, a tree of PartitionSpecs.
-            what: for errors, what the function is, and what to use instead of it.
-
-        Raises:
-            ValueError: a function that multiplies matrices, or sums over elements where a leaf is split.
+        It refuses a function that multiplies matrices, or sums over elements where a leaf is split by `specs`, the
+        layouts of the parameters here; `what` are its words for the function, and for what to use instead of it.
         """
         leaves = jax.tree_util.tree_leaves_with_path(specs)
         split = [(path_name(path), spec) for path, spec in leaves if any(spec_axes(spec))]
@@ -202,11 +189,8 @@ class Groups(NamedTuple):
 def sums_of_groups(call: Callable[[Leaves], Any], arrays: Leaves, always: jax.Array, axes: tuple[str, ...]) -> Any:
     """The sums of this device's groups in float32, `[runs, ...]`: dim 0 counts the subtrees that it has.
 
-    Args:
-        call: the Means and gradients of one group.
-        arrays: of the batch and its keys, with the group as dim 0.
-        always: a boolean scalar that is True, and not a constant.
-        axes: the mesh axes of the batch.
+    `call` makes the Means and gradients of one group, from arrays of the batch and its keys whose dim 0 is the group;
+    `always` is a boolean scalar that is True, and not a constant.
     """
     one = [x[0] for x in arrays]
     shapes = _local(call, one)

@@ -30,31 +30,20 @@ _FIELDS = ["gathers", "scatters", "compute", "reduce", "entry", "sizes", "path"]
 @partial(jax.tree_util.register_dataclass, data_fields=["part", "whole", "slope"], meta_fields=_FIELDS)
 @dataclass(eq=False, repr=False)
 class Handle:
-    """A lazy leaf. `gathered` opens it; computing with it is a TypeError.
+    """A lazy leaf. `gathered` opens it; computing with it is a TypeError."""
 
-    Attributes:
-        part: this device's part, in the dtype of the master copy; differentiated in place of the leaf.
-        whole: the whole weight where every device has it (zero2), else None; it has no gradient.
-        gathers: what opening gathers. Dims are counted from the end, so that they stay right when `scan` takes the
-            layer's dim off the front.
-        scatters: what only the gradient is split over.
-        compute: dtype of the opened weight.
-        reduce: dtype in which its gradient is summed.
-        entry: whether it is opened just before the loss, and not by it.
-        sizes: dims of the part that are padded, with their original size, to which opening cuts them.
-        path: the leaf's path in the parameters, for errors.
-        slope: what has the gradient of the part while that is sealed, else None: NaN, since nothing may use its value.
-    """
-
-    part: Any
-    whole: Any
+    part: Any  # this device's part, in the dtype of the master copy; differentiated in place of the leaf
+    whole: Any  # the whole weight where every device has it (zero2), else None; it has no gradient
+    # what opening gathers. Dims are counted from the end, so that they stay right when `scan` takes the layer's dim off
+    # the front.
     gathers: Cuts
-    scatters: Cuts
-    compute: Any
-    reduce: Any
-    entry: bool
-    sizes: Sizes = ()
-    path: str = ""
+    scatters: Cuts  # what only the gradient is split over
+    compute: Any  # dtype of the opened weight
+    reduce: Any  # dtype in which its gradient is summed
+    entry: bool  # whether it is opened just before the loss, and not by it
+    sizes: Sizes = ()  # dims of the part that are padded, with their original size, to which opening cuts them
+    path: str = ""  # the leaf's path in the parameters, for errors
+    # what has the gradient of the part while that is sealed, else None: NaN, since nothing may use its value
     slope: Any = None
 
     def replaced(self, **fields: Any) -> Handle:

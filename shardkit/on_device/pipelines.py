@@ -13,16 +13,11 @@ from shardkit.schedules import Schedule, Stages
 
 @dataclass(frozen=True)
 class Staged:
-    """A function whose parameters have the stack "layers" in the order of stages.
+    """A function whose parameters have the stack "layers" in the order of stages."""
 
-    Attributes:
-        stages: the stages; `make_train_step` and `make_eval_step` give them to the plan's `pp`.
-        function: the function. `dataclasses.replace(self, function=mine)` wraps it.
-        schedule: the schedule that the function runs, which `sk.report` draws; None if it is not known.
-    """
-
-    stages: Stages
-    function: Callable[..., Any]
+    stages: Stages  # the stages; `make_train_step` and `make_eval_step` give them to the plan's `pp`
+    function: Callable[..., Any]  # the function. `dataclasses.replace(self, function=mine)` wraps it.
+    # the schedule that the function runs, which `sk.report` draws; None if it is not known
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:

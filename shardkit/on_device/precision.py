@@ -60,9 +60,8 @@ _FIRST_DYNAMIC_SCALE = 2.0**15  # the largest power of two that float16 holds
 def precision_of(name: Precision | str | None) -> Precision:
     """The policy for a name: "no" (or None), "bf16" (compute in bfloat16), "fp16" (with dynamic loss scaling).
 
-    Raises:
-        ValueError: another name, a dtype that is not floating-point, or is float64, of which float32 sums keep no more
-            than float32 has, or a loss scale that is not a positive power of two or overflows float16.
+    Refuses dtypes that are not floating-point, or have more digits than the sums, which are float32; and loss scales
+    that round, or overflow float16.
     """
     if isinstance(name, Precision):
         for field in ("param", "compute", "reduce", "output", "master"):

@@ -44,17 +44,13 @@ class LoopState(NamedTuple):
 
 
 class Exclusion(NamedTuple):
-    """How the devices that an op does not belong to leave it out.
+    """How the devices that an op does not belong to leave it out."""
 
-    Attributes:
-        run: `(on, fn, otherwise, *args)`: `fn(*args)` where on; elsewhere `otherwise(*args)`, or values to discard.
-        choose: `(on, fn, otherwise, piece)`: `fn()` where on, elsewhere `otherwise()`; `fn` runs that piece.
-        update: `(on, new, old)`: what `run` leaves of a sum.
-    """
-
+    # `(on, fn, otherwise, *args)`: `fn(*args)` where on; elsewhere `otherwise(*args)`, or values to discard
     run: Callable[..., Any]
+    # `(on, fn, otherwise, piece)`: `fn()` where on, elsewhere `otherwise()`; `fn` runs that piece
     choose: Callable[[Any, Fn, Fn, Piece], Any]
-    update: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    update: Callable[[Any, jax.Array, jax.Array], jax.Array]  # `(on, new, old)`: what `run` leaves of a sum
 
 
 def _select(on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
@@ -69,29 +65,17 @@ BRANCHED = Exclusion(lax.cond, lambda on, fn, otherwise, piece: lax.cond(on, fn,
 
 
 class Ops(NamedTuple):
-    """The ops of a schedule, each `(state, row of the table) -> state`, with what it sends where it sends something.
+    """The ops of a schedule, each `(state, row of the table) -> state`, with what it sends where it sends something."""
 
-    Attributes:
-        pieces: embedding, stage and head.
-        given: the arguments of the pieces by stage, chunk and microbatch.
-        shared: the parameters beside the layers.
-        scale: the loss scale.
-        last: number of the last stage.
-        saves: F saves what B needs; otherwise B starts from the stage's input.
-        train: with a backward pass.
-        split: the stage's backward pass as I and W; None where it runs whole.
-        exclusion: MASKED or BRANCHED.
-    """
-
-    pieces: Pieces
-    given: Callable[[Any, Any, Any], Given]
-    shared: Any
-    scale: Any
-    last: int
-    saves: bool
-    train: bool
-    split: TwoHalves | None
-    exclusion: Exclusion
+    pieces: Pieces  # embedding, stage and head
+    given: Callable[[Any, Any, Any], Given]  # the arguments of the pieces by stage, chunk and microbatch
+    shared: Any  # the parameters beside the layers
+    scale: Any  # the loss scale
+    last: int  # number of the last stage
+    saves: bool  # F saves what B needs; otherwise B starts from the stage's input
+    train: bool  # with a backward pass
+    split: TwoHalves | None  # the stage's backward pass as I and W; None where it runs whole
+    exclusion: Exclusion  # MASKED or BRANCHED
 
     def forward(self, state: LoopState, at: Fields) -> tuple[LoopState, Leaves]:
         """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""

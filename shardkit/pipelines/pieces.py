@@ -27,39 +27,24 @@ from shardkit.remat.regather import learned
 
 
 class StagedModel(NamedTuple):
-    """What the user passes.
+    """What the user passes."""
 
-    Attributes:
-        embed: `embed(shared, batch, keys) -> x`.
-        stage: `stage(layers, x, keys) -> x`.
-        head: `head(shared, x, batch) -> Mean`, a scalar, or either with a dict of auxiliary means.
-        layer_numbers: the stage is passed `(layers, numbers)`.
-        where: the function that errors name.
-    """
-
-    embed: Callable[[Any, Any, Any], Any]
-    stage: Callable[[Any, Any, Any], Any]
+    embed: Callable[[Any, Any, Any], Any]  # `embed(shared, batch, keys) -> x`
+    stage: Callable[[Any, Any, Any], Any]  # `stage(layers, x, keys) -> x`
+    # `head(shared, x, batch) -> Mean`, a scalar, or either with a dict of auxiliary means
     head: Callable[[Any, Any, Any], Any]
-    layer_numbers: bool
-    where: str
+    layer_numbers: bool  # the stage is passed `(layers, numbers)`
+    where: str  # the function that errors name
 
 
 class Given(NamedTuple):
-    """The arguments of a piece for one stage and one microbatch.
+    """The arguments of a piece for one stage and one microbatch."""
 
-    Attributes:
-        layers: the layers of the stage, arrays and handles whose dim 0 counts layers.
-        number: index of its first layer, int32.
-        count: its number of layers, int32; those beyond are padding.
-        batch: the microbatch.
-        keys: a key for each of its examples, or None.
-    """
-
-    layers: Any
-    number: Any
-    count: Any
-    batch: Any
-    keys: Any
+    layers: Any  # the layers of the stage, arrays and handles whose dim 0 counts layers
+    number: Any  # index of its first layer, int32
+    count: Any  # its number of layers, int32; those beyond are padding
+    batch: Any  # the microbatch
+    keys: Any  # a key for each of its examples, or None
 
 
 class Piece(Traced):

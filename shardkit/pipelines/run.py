@@ -74,23 +74,14 @@ def _left(node: Any, grad: Any) -> Any:
 
 
 class Execution(NamedTuple):
-    """A model in pieces and how it is run.
+    """A model in pieces and how it is run."""
 
-    Attributes:
-        model: the pieces.
-        schedule: the table.
-        stages: which layers are where.
-        mode: what a device does in an op that is another's: "masked" the same, "branch" nothing.
-        recompute: whether backward passes compute their residuals again.
-        train: whether there are backward passes.
-    """
-
-    model: StagedModel
-    schedule: Schedule
-    stages: Stages
-    mode: Mode
-    recompute: bool = False
-    train: bool = True
+    model: StagedModel  # the pieces
+    schedule: Schedule  # the table
+    stages: Stages  # which layers are where
+    mode: Mode  # what a device does in an op that is another's: "masked" the same, "branch" nothing
+    recompute: bool = False  # whether backward passes compute their residuals again
+    train: bool = True  # whether there are backward passes
 
     def sums(self, params: Any, batch: Any, keys: Any, scale: Any = 1) -> Sums:
         """The sums over all microbatches on this device."""
@@ -178,19 +169,12 @@ class Execution(NamedTuple):
 
 
 class Executor(NamedTuple):
-    """Runs a table.
+    """Runs a table."""
 
-    Attributes:
-        table: ticks, ops and slots.
-        ops: what a device computes.
-        axis: the pipe axis; None for one device.
-        wrap: whether the last device's neighbor is the first.
-    """
-
-    table: Table
-    ops: Ops
-    axis: Axis | None
-    wrap: bool
+    table: Table  # ticks, ops and slots
+    ops: Ops  # what a device computes
+    axis: Axis | None  # the pipe axis; None for one device
+    wrap: bool  # whether the last device's neighbor is the first
 
     def run(self, layers: list[jax.Array], device: Any) -> Sums:
         """All ticks of this device; `layers` are the parts of the stack, `[chunks, layers, ...]`."""

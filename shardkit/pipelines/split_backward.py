@@ -82,22 +82,15 @@ class _Program(NamedTuple):
 
 
 class _Labels(NamedTuple):
-    """Which half computes, reads or returns what of a program: none (0), FIRST, SECOND or BOTH.
+    """Which half computes, reads or returns what of a program: none (0), FIRST, SECOND or BOTH."""
 
-    Attributes:
-        variables: which half has it. The second half has it as a residual unless it computes or is passed it.
-        arguments: which half is passed it.
-        equations: which half runs it.
-        results: which half returns it.
-        loops: the labels of loops' bodies, by the number of the equation.
-        residuals: what the first half hands to the second: variables, and `(number, variable)` for stacks of a loop.
-    """
-
+    # which half has it. The second half has it as a residual unless it computes or is passed it.
     variables: dict[Any, int]
-    arguments: list[int]
-    equations: list[int]
-    results: list[int]
-    loops: dict[int, _Labels]
+    arguments: list[int]  # which half is passed it
+    equations: list[int]  # which half runs it
+    results: list[int]  # which half returns it
+    loops: dict[int, _Labels]  # the labels of loops' bodies, by the number of the equation
+    # what the first half hands to the second: variables, and `(number, variable)` for stacks of a loop
     residuals: list[Any]
 
 
@@ -133,11 +126,7 @@ def _steady(program: _Program, lasting: Sequence[bool]) -> set[Any]:
 def _label(program: _Program, steady: set[Any], results: Sequence[int], at_hand: Sequence[bool]) -> _Labels:
     """The labels that follow from those of the results, from the last equation to the first.
 
-    Args:
-        program: what is cut.
-        steady: the variables that the second half may compute again.
-        results: which half returns each result.
-        at_hand: for each argument whether the second half is passed it.
+    The second half may compute the `steady` variables again, and is passed the arguments that are `at_hand`.
     """
     variables, equations = defaultdict[Any, int](int), [0] * len(program.jaxpr.eqns)
     loops, residuals = dict[int, _Labels](), list[Any]()

@@ -17,21 +17,13 @@ Stage = Callable[[Any, Any], jax.Array]
 
 
 class Station(NamedTuple):
-    """A stage of the model and its mesh.
+    """A stage of the model and its mesh."""
 
-    Attributes:
-        kernel: `(params, x) -> y` on one device of the sub-mesh; y varies over the axes of `leaving`.
-        mesh: the devices of this stage.
-        entering: layout of x.
-        leaving: layout of y.
-        params: layouts of the parameters, a prefix of their pytree.
-    """
-
-    kernel: Stage
-    mesh: Mesh
-    entering: PartitionSpec
-    leaving: PartitionSpec
-    params: Any
+    kernel: Stage  # `(params, x) -> y` on one device of the sub-mesh; y varies over the axes of `leaving`
+    mesh: Mesh  # the devices of this stage
+    entering: PartitionSpec  # layout of x
+    leaving: PartitionSpec  # layout of y
+    params: Any  # layouts of the parameters, a prefix of their pytree
 
     @property
     def examples(self) -> frozenset[str]:

@@ -253,37 +253,23 @@ class Leaf(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """One use of one mesh axis (or tuple of axes).
+    """One use of one mesh axis (or tuple of axes)."""
 
-    Attributes:
-        name: as the user writes it, `dp('data')`.
-        axes: the mesh axes it uses.
-        rank: its order on a dim that several strategies split, major first: 0 inside the layer (tp, pp, ep), 1 fsdp,
-            2 zero; 3 for those that split no leaf.
-        batch_dim: the dim of the batch that it splits, or None.
-        place: the placement rule: a Split, or the reason in a few words why the leaf stays whole. None keeps every leaf
-            whole.
-        varies: whether devices along its axes use the leaves that stay whole on different data.
-        names: leaves or subtrees that the user named; each must be among the parameters.
-        gather: the algorithm that gathers weights.
-        reduce: the algorithm that reduces gradients.
-        stages: of `pp`, which device has which layers; None for any other strategy.
-        accumulated: whether the step has several microbatches.
-        rule_axes: leaves of the user's tree of specs, each with an axis over which it is split and that the mesh must
-            have.
-    """
-
-    name: str
-    axes: tuple[str, ...]
+    name: str  # as the user writes it, `dp('data')`
+    axes: tuple[str, ...]  # the mesh axes it uses
+    # its order on a dim that several strategies split, major first: 0 inside the layer (tp, pp, ep), 1 fsdp, 2 zero; 3
+    # for those that split no leaf
     rank: int
-    batch_dim: int | None
+    batch_dim: int | None  # the dim of the batch that it splits, or None
+    # the placement rule: a Split, or the reason in a few words why the leaf stays whole. None keeps every leaf whole.
     place: Callable[[Leaf], Split | str | None] | None = None
-    varies: bool = False
-    names: tuple[str, ...] = ()
-    gather: Algorithm = PLAIN
-    reduce: Algorithm = PLAIN
-    stages: Stages | None = None
-    accumulated: bool = False
+    varies: bool = False  # whether devices along its axes use the leaves that stay whole on different data
+    names: tuple[str, ...] = ()  # leaves or subtrees that the user named; each must be among the parameters
+    gather: Algorithm = PLAIN  # the algorithm that gathers weights
+    reduce: Algorithm = PLAIN  # the algorithm that reduces gradients
+    stages: Stages | None = None  # of `pp`, which device has which layers; None for any other strategy
+    accumulated: bool = False  # whether the step has several microbatches
+    # leaves of the user's tree of specs, each with an axis over which it is split and that the mesh must have
     rule_axes: tuple[tuple[str, str], ...] = ()
 
 

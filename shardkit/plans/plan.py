@@ -198,19 +198,12 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where a plan puts the leaves of some parameters, and the batch: read from the plan once, and handed on.
-
-    Attributes:
-        plan: the plan.
-        mesh: the mesh.
-        layouts: the LeafLayout of each leaf.
-        batch: the spec of the batch.
-    """
+    """Where a plan puts the leaves of some parameters, and the batch: read from the plan once, and handed on."""
 
     plan: Plan
     mesh: Any
-    layouts: Any
-    batch: PartitionSpec
+    layouts: Any  # the LeafLayout of each leaf
+    batch: PartitionSpec  # the spec of the batch
 
     @cached_property
     def rest(self) -> Any:

@@ -133,12 +133,8 @@ class Halves(NamedTuple):
 def halves(layer: Traced, policy: Any, microbatches: int, examples: Sequence[Leaves], wanted: Sequence[Any]) -> Halves:
     """The two passes of a layer.
 
-    Args:
-        layer: `(weights, x) -> y`; the leaves that it closes over, its constants, are called shared.
-        policy: what may be saved; None saves all that the backward pass needs.
-        microbatches: their number; of several, dim 0 of activations and residuals counts them.
-        examples: the leaves of weights, shared leaves, and those of one microbatch's activations.
-        wanted: for each of these whether its gradient is wanted.
+    The leaves that a layer `(weights, x) -> y` closes over, its constants, are called shared. `examples` are the leaves
+    of weights, shared leaves, and those of one microbatch's activations; `wanted` says of which the gradient is.
     """
     weights_end, parameters_end = len(examples[0]), len(examples[0]) + len(examples[1])
     moving = Mask([flag for flags in wanted for flag in flags])

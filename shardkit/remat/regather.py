@@ -26,12 +26,8 @@ Forward = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
 def regathered(layer_fn: Callable[[Any, Any], Any], weights: Any, x: Any, *, policy: Any, microbatches: int = 1) -> Any:
     """`layer_fn(opened(weights), x)`, whose backward pass gathers the weights again.
 
-    Args:
-        layer_fn: a layer.
-        weights: pytree of handles and arrays.
-        x: pytree of activations; of several microbatches, dim 0 counts them.
-        policy: the jax policy of what may be saved.
-        microbatches: how many run one after the other between gathering the weights and scattering their gradient.
+    Several microbatches, which dim 0 of the activations counts, run one after the other between gathering the weights
+    and scattering their gradient.
     """
     sweep = _Sweep(opened, _one_layer, _one_layer_back, stack=False)
     return _with_derivative(layer_fn, sweep, weights, x, policy, microbatches)
@@ -40,13 +36,7 @@ def regathered(layer_fn: Callable[[Any, Any], Any], weights: Any, x: Any, *, pol
 def regathered_stack(
     layer_fn: Callable[[Any, Any], Any], stacked: Any, x: Any, *, layers: int, policy: Any, microbatches: int = 1
 ) -> Any:
-    """A stack of layers, as by `regathered`, each gathered while its neighbor computes.
-
-    Args:
-        layer_fn, x, policy, microbatches: as for `regathered`.
-        stacked: the weights; dim 0 of every leaf counts the layers.
-        layers: their number.
-    """
+    """A stack of layers, as by `regathered`, each gathered while its neighbor computes."""
     forward, backward = partial(_prefetched, layers=layers), partial(_prefetched_back, layers=layers)
     sweep = _Sweep(lambda w: opened(row(w, 0)), forward, backward, stack=True)
     return _with_derivative(layer_fn, sweep, stacked, x, policy, microbatches)
@@ -61,20 +51,15 @@ class _Wanted(NamedTuple):
 
 
 class _Sweep(NamedTuple):
-    """How one layer, or a stack of them, runs.
+    """How one layer, or a stack of them, runs."""
 
-    Attributes:
-        gather: the weights of one layer, gathered.
-        forward: `(one layer's forward pass, weights, shared, x) -> (y, residuals)`.
-        backward: `(halves, wanted, weights, shared, residuals, dy) -> the wanted gradients`; the residuals of `forward`
-            include the weights' secondary parts.
-        stack: whether the weights are those of several layers.
-    """
-
-    gather: Callable[[Any], Any]
+    gather: Callable[[Any], Any]  # the weights of one layer, gathered
+    # `(one layer's forward pass, weights, shared, x) -> (y, residuals)`
     forward: Callable[[Forward, Any, Leaves, Leaves], tuple[list[Any], Any]]
+    # `(halves, wanted, weights, shared, residuals, dy) -> the wanted gradients`; the residuals of `forward` include the
+    # weights' secondary parts
     backward: Callable[[Halves, _Wanted, Any, Leaves, Any, Leaves], list[Any]]
-    stack: bool
+    stack: bool  # whether the weights are those of several layers
 
 
 def _with_derivative(

@@ -3,7 +3,6 @@
 Start with `page.py`. Imports analysis, bench and viz; the command imports it.
 """
 
-from shardkit.reporting.page import report
-from shardkit.reporting.read import StepReport
+from shardkit.reporting.page import StepReport, report
 
 __all__ = ["StepReport", "report"]

@@ -1,23 +1,43 @@
-"""`sk.report`: a step as one HTML page."""
+"""`sk.report`: a step, traced and compiled once, read by everything that reads steps, and written as one HTML page."""
 
 from __future__ import annotations
 
+import html
 import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from shardkit import viz
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import typed
-from shardkit.analysis.judge import LARGE_LEAF, SMALL
+from shardkit.analysis.hlo import aot
+from shardkit.analysis.hlo.report import Report
+from shardkit.analysis.hlo.topology import parse_topology
+from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
+from shardkit.analysis.jaxpr.step import TracedStep, trace_step
+from shardkit.analysis.judge import LARGE, LARGE_LEAF, SMALL, Audit, audit_of, check_rules, findings_of
+from shardkit.analysis.rules import Finding
+from shardkit.analysis.rules.program import TracedProgram, compiled_program, in_one_sentence
 from shardkit.bench.environment import environment
-from shardkit.meshes.layout import table
-from shardkit.reporting.html import document
-from shardkit.reporting.read import StepReport, read
+from shardkit.meshes.inspection import describe
+from shardkit.meshes.layout import path_name, table
 
+# As light or dark as the reader's system is; tables scroll inside their box, and break their lines on paper.
+_STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 0 auto; padding: 1.25rem 1rem 3rem; max-width: 90rem; font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; overflow-wrap: anywhere; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+pre { margin: 0; padding: .75rem; overflow-x: auto; border: 1px solid; border-radius: .4rem; font-size: .8125rem; }
+@media print { body { max-width: none; padding: 0; } pre { white-space: pre-wrap; font-size: 7.5pt; } }
+"""
+# Neither scripts, nor anything that is not in the page itself.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 # What a reader needs of the environment, and its name on the page.
 _ABOUT = {
     "date": "date",
@@ -33,6 +53,97 @@ _ABOUT = {
     "XLA_FLAGS": "XLA_FLAGS",
     "LIBTPU_INIT_ARGS": "LIBTPU_INIT_ARGS",
 }
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step as `sk.report` read it; a notebook shows its page.
+
+    Attributes:
+        step: the step's name, and the line at which it is defined; of a train step, its plan.
+        target: the chips for which it was compiled; the platform of this process, as "cpu", without a target.
+        mesh: names and sizes of the mesh axes.
+        census: every collective as written.
+        findings: what breaks a rule of `lint` or of `audit`.
+        audit: the audit; None where the program does not fit the memory of the chips.
+        compiled: the report of the chips' compiler; None without a target.
+        file: the file that was written; None if there is none.
+        html: the page.
+    """
+
+    step: str
+    target: str
+    mesh: dict[str, int]
+    census: Census
+    findings: tuple[Finding, ...]
+    audit: Audit | None
+    compiled: Report | None
+    file: Path | None = None
+    html: str = ""
+
+    def _repr_html_(self) -> str:
+        style = "width:100%;height:40rem;border:0"
+        return f'<iframe srcdoc="{escaped(self.html)}" title="{escaped(self.step)}" style="{style}"></iframe>'
+
+
+def read(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    target: str | None,
+    ignore: Collection[str],
+    large: int,
+    small: int,
+    call: bool,
+    timeout: float,
+) -> tuple[StepReport, dict[str, str]]:
+    """Traces and compiles one call, and reads it: what the caller gets, and the texts of the page by their headings.
+
+    Raises:
+        ValueError: a step that cannot be traced, lowered and compiled with these arguments.
+    """
+    check_rules("report", ignore)
+    where = None if target is None else parse_topology(target)
+    with in_one_sentence("report", "traced and compiled"):
+        step = trace_step(fn, args)
+    built = None if target is None else aot.build(step.traced, args, topology=target, timeout=timeout)
+    traced, program = TracedProgram(step, large, small), None
+    if built is None or built.module is not None:
+        program = compiled_program("report", traced, built, target)
+    audit = audit_of(program, ignore, call) if program else None
+    compiled = None if built is None or where is None else built.report(where)
+    plan = plan_of(fn, args)
+    found = StepReport(
+        f"train step: {getattr(fn, 'plan', '')}" if plan else f"{step.name} ({step.source})",
+        str(where) if where else jax.default_backend(),
+        audit.mesh if audit else compiled.mesh if compiled else mesh_sizes(step.jaxpr, args),
+        census_of(step.jaxpr),
+        audit.findings if audit else tuple(findings_of(replace(traced, large=LARGE), ignore)),
+        audit,
+        compiled,
+    )
+    texts = {"Plan": plan} if plan else {}
+    texts |= {f"Argument {name}": describe(leaves) for name, leaves in arrays_of(step).items()}
+    if (schedule := getattr(fn, "schedule", None)) is not None:
+        texts["Pipeline"] = f"{viz.title(schedule)}; {viz.facts(schedule.simulate())}\n{schedule}"
+    audited = str(audit) if audit else "\n".join([str(found.census), *map(str, found.findings)])
+    texts["What it sends, holds and wastes" if audit else "As written"] = audited
+    return found, texts | ({f"Compiled for {where}": str(compiled)} if compiled else {})
+
+
+def arrays_of(step: TracedStep) -> dict[str, dict[str, Any]]:
+    """The arrays of each argument of a step, by their paths; of an argument that is an array, by its name."""
+    out: dict[str, dict[str, Any]] = {}
+    for (position, *inner), leaf in jax.tree_util.tree_leaves_with_path(step.args):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            argument = step.parameters[position.idx]
+            out.setdefault(argument, {})[path_name(inner) if inner else argument] = leaf
+    return out
+
+
+def plan_of(fn: Any, args: tuple[Any, ...]) -> str:
+    """What `describe` prints of a train step's plan; nothing of any other step."""
+    plan, params = getattr(fn, "plan", None), getattr(args[0], "params", None) if args else None
+    return "" if plan is None or params is None else describe(plan, params, fn.mesh, manual=fn.manual)
 
 
 @typed
@@ -127,4 +238,30 @@ def _unwritable(file: Path, error: OSError) -> ValueError:
     return ValueError(
         f"report: file must be one that can be written; {str(file)!r} cannot ({type(error).__name__}). Pass another "
         "path."
+    )
+
+
+def escaped(value: object) -> str:
+    """A value as text of a page. Control characters and lone surrogates, which a page cannot hold, are replaced."""
+    text = "".join(c if c in "\n\t" or (c >= " " and not _forbidden(ord(c))) else "\ufffd" for c in str(value))
+    return html.escape(text)
+
+
+def _forbidden(code: int) -> bool:
+    return 0x7F <= code <= 0x9F or 0xD800 <= code <= 0xDFFF or code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF
+
+
+def document(title: str, parts: Mapping[str, str]) -> str:
+    """A whole page: its title, and each text below its heading, whose lines are kept."""
+    body = "".join(
+        f"<h2>{escaped(name)}</h2>\n"
+        f'<pre tabindex="0" role="region" aria-label="{escaped(name)}">{escaped(text)}</pre>\n'
+        for name, text in parts.items()
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escaped(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body><main><h1>{escaped(title)}</h1>\n{body}</main></body></html>\n"
     )

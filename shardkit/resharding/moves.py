@@ -33,37 +33,23 @@ from shardkit.resharding.redistribution import (
 
 
 class Leg(NamedTuple):
-    """One part of a move: collectives between two layouts that cut the dims at the same places.
+    """One part of a move: collectives between two layouts that cut the dims at the same places."""
 
-    Attributes:
-        shape: the global shape as the steps see it, padding included.
-        source: the spec before.
-        target: the spec after.
-        found: the steps, as a `Redistribution`; its sizes are in elements.
-        cut: the shape that is stored afterwards: padding that is not needed any more is cut off.
-    """
-
-    shape: tuple[int, ...]
-    source: PartitionSpec
-    target: PartitionSpec
-    found: Redistribution
-    cut: tuple[int, ...]
+    shape: tuple[int, ...]  # the global shape as the steps see it, padding included
+    source: PartitionSpec  # the spec before
+    target: PartitionSpec  # the spec after
+    found: Redistribution  # the steps, as a `Redistribution`; its sizes are in elements
+    cut: tuple[int, ...]  # the shape that is stored afterwards: padding that is not needed any more is cut off
 
 
 class Move(NamedTuple):
-    """How one leaf gets from one layout to another. Bytes are per device.
+    """How one leaf gets from one layout to another. Bytes are per device."""
 
-    Attributes:
-        path: the leaf.
-        dtype: its dtype.
-        legs: what is done, in order: one leg, or two where source and target cut a dim at different places.
-        least: bytes that some device must receive: the part of its new shard that it does not hold.
-    """
-
-    path: str
-    dtype: Any
+    path: str  # the leaf
+    dtype: Any  # its dtype
+    # what is done, in order: one leg, or two where source and target cut a dim at different places
     legs: tuple[Leg, ...]
-    least: int
+    least: int  # bytes that some device must receive: the part of its new shard that it does not hold
 
     @property
     def source(self) -> PartitionSpec:

@@ -36,19 +36,12 @@ MOST_PARTS = 6  # of axes that are split into parts: with more, the search takes
 
 
 class MoveStep(NamedTuple):
-    """One step of a redistribution.
-
-    Attributes:
-        kind: "slice", "all_to_all", "ppermute" or "all_gather".
-        before: the axes that split each dim before the step.
-        after: and after it.
-        sent: elements that each device sends; for a ppermute the busiest.
-    """
+    """One step of a redistribution."""
 
     kind: Literal["slice", "all_to_all", "ppermute", "all_gather"]
-    before: DimAxes
-    after: DimAxes
-    sent: int
+    before: DimAxes  # the axes that split each dim before the step
+    after: DimAxes  # and after it
+    sent: int  # elements that each device sends; for a ppermute the busiest
 
     def leaving(self) -> DimAxes:
         """For each dim the axes that a step takes from its minor end."""
@@ -77,28 +70,18 @@ class Redistribution(NamedTuple):
 
     The view has a dim for each part of a dim that the steps treat separately, and omits the axes that do not move. If
     axes of different sizes swap dims, it also splits an axis into parts: `model.0` is the major part of `model`.
-
-    Attributes:
-        shape: the shape of the view.
-        dims: for each dim of the view the dim of the array that it is a part of.
-        axes: the axes that move, or their parts, with their sizes.
-        parts: the sizes of the parts of every axis that is split into parts, major to minor.
-        source: the axes that split each dim of the view at first.
-        steps: in order.
-        sent: what each device sends; the sum over the steps.
-        least: what some device must receive at least: the elements of its new shard that it does not hold.
-        held: the source shard, and the shard after each step.
     """
 
-    shape: Shape
-    dims: Shape
-    axes: tuple[tuple[str, int], ...]
+    shape: Shape  # the shape of the view
+    dims: Shape  # for each dim of the view the dim of the array that it is a part of
+    axes: tuple[tuple[str, int], ...]  # the axes that move, or their parts, with their sizes
+    # the sizes of the parts of every axis that is split into parts, major to minor
     parts: tuple[tuple[str, Shape], ...]
-    source: DimAxes
-    steps: tuple[MoveStep, ...]
-    sent: int
-    least: int
-    held: tuple[int, ...]
+    source: DimAxes  # the axes that split each dim of the view at first
+    steps: tuple[MoveStep, ...]  # in order
+    sent: int  # what each device sends; the sum over the steps
+    least: int  # what some device must receive at least: the elements of its new shard that it does not hold
+    held: tuple[int, ...]  # the source shard, and the shard after each step
 
     @property
     def untouched(self) -> tuple[int, ...]:
@@ -116,14 +99,7 @@ class Redistribution(NamedTuple):
 def redistribution(shape: Shape, source: DimAxes, target: DimAxes, axes: tuple[tuple[str, int], ...]) -> Redistribution:
     """The steps that send least from one layout of an array to another; among equals the fewest.
 
-    Args:
-        shape: global shape, which source and target divide.
-        source: for each dim the axes that split it.
-        target: likewise.
-        axes: the axes of the mesh with the devices along each.
-
-    Returns:
-        The Redistribution.
+    Source and target are for each dim the axes that split it, and divide the global shape.
     """
     sizes = {axis: size for axis, size in axes if size > 1}
     source, target = (tuple(tuple(a for a in each if a in sizes) for each in split) for split in (source, target))

@@ -59,9 +59,6 @@ class Stages(NamedTuple):
         """The original row of each stored row of dim 0: device by device, chunk by chunk.
 
         Stages of fewer layers than the largest are padded with -1. Empty for the original order.
-
-        Raises:
-            ValueError: as `layers_of`.
         """
         sizes = self.layers_of(layers)
         starts, longest, p = (0, *accumulate(sizes)), max(sizes), len(sizes) // self.chunks

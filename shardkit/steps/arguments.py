@@ -33,12 +33,7 @@ def check_function(where: str, function: Any) -> None:
 
 
 def checked_key(key: Any) -> jax.Array:
-    """The key of a run as a typed key.
-
-    Raises:
-        TypeError: not one jax key.
-        ValueError: a key implementation whose draws depend on the batch size.
-    """
+    """The key of a run as a typed key; refuses several, and implementations whose draws depend on the batch size."""
     typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     raw = hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
     if (not typed and not raw) or (typed and jnp.ndim(key)):

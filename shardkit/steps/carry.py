@@ -64,14 +64,7 @@ def check_carried(where: str, reads: bool, carry: Update | None, carried: Any) -
 
 
 class Carried:
-    """The carried state of one step or evaluation, and its layouts under a plan.
-
-    Args:
-        where: for errors.
-        tree: the state as it is stored; None for none.
-        params: the parameters.
-        placement: where they are.
-    """
+    """The carried state of one step or evaluation as it is stored, None for none, and its layouts under a plan."""
 
     def __init__(self, where: str, tree: Any, params: Any, placement: Placement):
         each = jax.tree.leaves(placement.layouts, is_leaf=is_layout)

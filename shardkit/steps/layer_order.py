@@ -25,15 +25,11 @@ _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_
 
 
 class _Place(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-        layers: the dim with one row per layer; None where the value does not depend on the order of the layers.
-        alike: dims along which all elements are equal.
-    """
-
+    # the dim with one row per layer; None where the value does not depend on the order of the layers
     layers: int | None
-    alike: frozenset[int]
+    alike: frozenset[int]  # dims along which all elements are equal
 
 
 class _MattersError(Exception):
@@ -44,13 +40,8 @@ def order_matters(fn: Callable[..., Any], args: Any, stacked: Any, results: Any)
     """Whether the results of a function, layer by layer, may change with the order of the layers.
 
     Sums over layers count as independent of their order. What is not known to be independent counts as dependent: a
-    slice or an index along the layers, an array of their length, a sort, a loop over them, random numbers.
-
-    Args:
-        fn: a function of arrays.
-        args: its arguments, or their ShapeDtypeStructs.
-        stacked: for each leaf of `args` whether dim 0 counts layers.
-        results: the same for the result.
+    slice or an index along the layers, an array of their length, a sort, a loop over them, random numbers. `stacked`
+    and `results` say for each leaf of the arguments and of the result whether dim 0 counts layers.
     """
     closed = jax.make_jaxpr(fn)(*args)
     leaves = zip(closed.jaxpr.invars, jax.tree.leaves(stacked), strict=True)

@@ -53,15 +53,10 @@ class TrainState(NamedTuple):
 
 
 class Master(NamedTuple):
-    """An optimizer state with a master copy of the parameters.
+    """An optimizer state with a master copy of the parameters."""
 
-    Attributes:
-        copy: the parameters in the master dtype, laid out as the plan's `update`.
-        inner: the optimizer's own state.
-    """
-
-    copy: Any
-    inner: Any
+    copy: Any  # the parameters in the master dtype, laid out as the plan's `update`
+    inner: Any  # the optimizer's own state
 
 
 def passed_what_it_takes(optimizer: Any) -> Any:

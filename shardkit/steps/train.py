@@ -44,32 +44,19 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class TrainProgram:
-    """`program(state, key, batch) -> (state, metrics)`, one training step on global arrays, for jit.
+    """`program(state, key, batch) -> (state, metrics)`, one training step on global arrays, for jit."""
 
-    Attributes:
-        grad_fn: what one device computes.
-        optimizer: an optax transformation, from `passed_what_it_takes`.
-        mesh: the mesh, with Auto axes.
-        plan: how its axes are used.
-        manual: those that are Manual inside of the step.
-        policy: the dtypes.
-        microbatches: how a device sums over its examples.
-        watches: whether the step looks at what is finite, and leaves the state as it was where something is not.
-        reads: whether the loss takes carried state; `carry` updates it.
-        in_loop: whether the step is the body of a loop.
-    """
-
-    grad_fn: GradFn
-    optimizer: Any
-    mesh: Mesh
-    plan: Plan
-    manual: tuple[str, ...]
-    policy: Precision
-    microbatches: Microbatches | Groups
-    watches: bool
-    reads: bool
+    grad_fn: GradFn  # what one device computes
+    optimizer: Any  # an optax transformation, from `passed_what_it_takes`
+    mesh: Mesh  # the mesh, with Auto axes
+    plan: Plan  # how its axes are used
+    manual: tuple[str, ...]  # those that are Manual inside of the step
+    policy: Precision  # the dtypes
+    microbatches: Microbatches | Groups  # how a device sums over its examples
+    watches: bool  # whether the step looks at what is finite, and leaves the state as it was where something is not
+    reads: bool  # whether the loss takes carried state; `carry` updates it
     carry: Update | None
-    in_loop: bool
+    in_loop: bool  # whether the step is the body of a loop
 
     def __call__(self, state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, Metrics]:
         placement = self.plan.placement(state.params, self.mesh)

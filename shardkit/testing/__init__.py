@@ -19,39 +19,16 @@ from shardkit.testing.exact import Equality, assert_equal_for_all_inputs
 from shardkit.testing.laws import LAWS
 from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Program, recording
-from shardkit.testing.prove import Proof, prove
+from shardkit.testing.prove import Proof, assert_same_training, prove
 from shardkit.testing.rows import Row, covering
-from shardkit.testing.training import assert_same_training
 
 _STRATEGIES = ("ShardedArray", "meshes", "programs", "sharded_arrays", "specs")
 
 __all__ = [
-    "LAWS",
-    "Certificate",
-    "Chain",
-    "Equality",
-    "Op",
-    "Program",
-    "Proof",
-    "Reference",
-    "Row",
-    "ShardedArray",
-    "assert_equal_for_all_inputs",
-    "assert_matches_reference",
-    "assert_same_training",
-    "certify_gradients",
-    "covering",
-    "emulate",
-    "laws",
-    "meshes",
-    "one_device",
-    "programs",
-    "prove",
-    "recording",
-    "reference",
-    "sharded_arrays",
-    "specs",
-]
+    "LAWS", "Certificate", "Chain", "Equality", "Op", "Program", "Proof", "Reference", "Row", "ShardedArray",
+    "assert_equal_for_all_inputs", "assert_matches_reference", "assert_same_training", "certify_gradients", "covering",
+    "emulate", "laws", "meshes", "one_device", "programs", "prove", "recording", "reference", "sharded_arrays", "specs",
+]  # fmt: skip
 
 
 if TYPE_CHECKING:

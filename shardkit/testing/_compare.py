@@ -153,11 +153,8 @@ def unequal_replicas(x: Any) -> tuple[int, int] | None:
 def first_gap(got: Any, wanted: Any, allowed: Callable[[str, np.ndarray, float], Any]) -> Gap | None:
     """The leaf that exceeds its allowed difference most, or None. Integers and booleans must be equal.
 
-    Args:
-        got: pytree of arrays.
-        wanted: the same tree of the reference.
-        allowed: the largest difference for a leaf of the reference, a number or one for each element, given its path,
-            its value and the largest magnitude of all leaves.
+    `allowed(path, leaf, overall)` is the largest difference for a leaf of the reference, a number or one for each
+    element; `overall` is the largest magnitude of all leaves.
     """
     pairs = [(path, x, y) for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
     overall = max((magnitude(y) for _, _, y in pairs if is_float(y)), default=0.0)

@@ -26,15 +26,8 @@ GATHERS = 2  # a layer is gathered in the forward pass and again in the backward
 def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, *, prefetched: bool = False) -> Sent:
     """Bytes that one device sends per step to gather parameters and reduce gradients, by the axes of the collectives.
 
-    Args:
-        plan: the plan.
-        params: the parameters as the state holds them, or their shapes.
-        mesh: the mesh.
-        row: for its accumulation and precision.
-        prefetched: whether stacks are run with `prefetch=True`, which gathers the last layer once.
-
-    Raises:
-        ValueError: an algorithm without a cost.
+    `params` are as the state holds them, or their shapes. With `prefetched` stacks are run with `prefetch=True`, which
+    gathers the last layer once.
     """
     policy = precision_of(row.precision)
     dtypes = (policy.compute, policy.reduce, policy.param)

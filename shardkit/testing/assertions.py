@@ -117,17 +117,11 @@ def assert_matches_reference(
 
 
 class _Comparison(NamedTuple):
-    """How results on a mesh are compared with the reference's.
-
-    Attributes:
-        mesh: the mesh.
-        eps: that of the coarsest floating-point dtype.
-        summands: the number of terms in the longest sum.
-    """
+    """How results on a mesh are compared with the reference's."""
 
     mesh: Mesh
-    eps: float
-    summands: int
+    eps: float  # that of the coarsest floating-point dtype
+    summands: int  # the number of terms in the longest sum
 
     def allowed(self, path: str, leaf: np.ndarray, overall: float) -> float:
         """By how much a leaf may differ, given the largest magnitude in all leaves."""

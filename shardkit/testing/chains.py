@@ -101,16 +101,7 @@ def state_of(program: Chain) -> BlockState:
 
 
 def legal_ops(state: BlockState, axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[Op]:
-    """Every collective over `axes` whose shapes fit and whose results are exact; the simplest first.
-
-    Args:
-        state: the block before.
-        axes: the axes; of several, the first is major.
-        sizes: the mesh, axis name and size.
-
-    Returns:
-        At least one Op: `vary` always fits.
-    """
+    """Every collective over `axes` whose shapes fit and whose results are exact; first `vary`, which always fits."""
     n, dims = math.prod(sizes[name] for name in axes), range(len(state.shape))
     ops: list[tuple[str, dict[str, Any]]] = [("vary", {})]
     ops += [("all_reduce", {"op": op}) for op in ("sum", "mean", "max", "min")]

@@ -25,27 +25,16 @@ _RELATIVE = 1e-5
 
 
 class Wanted(NamedTuple):
-    """The results of one step on one device, and by how much another run may differ.
+    """The results of one step on one device, and by how much another run may differ."""
 
-    Attributes:
-        loss: scalar.
-        metrics: "weight", the divisor of the loss, and the auxiliary means by name.
-        grads: gradients of the mean loss, numpy arrays.
-        params: the parameters after the step, numpy arrays.
-        loss_allowed: number.
-        metrics_allowed: a number for each array of `metrics`.
-        grads_allowed: a number for each leaf.
-        params_allowed: an array for each leaf, element by element.
-    """
-
-    loss: np.ndarray
-    metrics: dict[str, np.ndarray]
-    grads: Any
-    params: Any
-    loss_allowed: float
-    metrics_allowed: dict[str, Any]
-    grads_allowed: Any
-    params_allowed: Any
+    loss: np.ndarray  # scalar
+    metrics: dict[str, np.ndarray]  # "weight", the divisor of the loss, and the auxiliary means by name
+    grads: Any  # gradients of the mean loss, numpy arrays
+    params: Any  # the parameters after the step, numpy arrays
+    loss_allowed: float  # number
+    metrics_allowed: dict[str, Any]  # a number for each array of `metrics`
+    grads_allowed: Any  # a number for each leaf
+    params_allowed: Any  # an array for each leaf, element by element
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,19 +80,13 @@ def recording(optimizer: Optimizer) -> Any:
 
 
 class Taken(NamedTuple):
-    """The results of one step, on the host, in original shapes.
+    """The results of one step, on the host, in original shapes."""
 
-    Attributes:
-        metrics: by name.
-        grads: the gradients that the optimizer got; None if the step records none, or if it is not the last of a call.
-        params: the parameters after it; None if it is not the last of a call.
-        compiled: programs that the backend compiled during the call.
-    """
-
-    metrics: dict[str, Any]
+    metrics: dict[str, Any]  # by name
+    # the gradients that the optimizer got; None if the step records none, or if it is not the last of a call
     grads: Any
-    params: Any
-    compiled: int
+    params: Any  # the parameters after it; None if it is not the last of a call
+    compiled: int  # programs that the backend compiled during the call
 
 
 class Ran(NamedTuple):

@@ -1,7 +1,5 @@
 """The laws on every plan with every algorithm that it can use."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardkit.testing import LAWS

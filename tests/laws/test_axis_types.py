@@ -1,7 +1,5 @@
 """The laws over meshes with Explicit axes, and beside an axis that is left to the partitioner."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,8 +1,6 @@
 """Compositions that the covering list has no row for, under every law: tuples of axes, Ulysses inside a ring, three
 devices, axes of one device, documents, microbatches by layer, other orders of the mesh."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple

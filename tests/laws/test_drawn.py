@@ -1,7 +1,5 @@
 """Strategies that nobody chose: what a training step is made of is drawn, each under every law."""
 
-from __future__ import annotations
-
 import random
 import re
 import traceback

@@ -1,7 +1,5 @@
 """The transformer on every mesh of eight: alone in finding what is wrong with four devices or more along an axis."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.conformance import MESH_MODELS, mesh_rows, one_form

@@ -4,8 +4,6 @@ This is the list of plans for pipelines, as support/conformance.py holds those o
 beside `pp` is one row here.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import chex

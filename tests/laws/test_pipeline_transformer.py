@@ -1,7 +1,5 @@
 """The reference transformer as a pipeline, dense and with experts, on meshes of eight devices: one device's numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The laws on every plan of the conformance list, with a model that is quick to compile, and beside jax's own ways."""
 
-from __future__ import annotations
-
 import zlib
 
 import jax

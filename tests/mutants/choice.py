@@ -1,7 +1,5 @@
 """Which tests a mutant is to be run against, by the map that the plugin of reach.py wrote."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ with the same chance, then one of its changes. What only words show (errors, doc
 is left alone.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Mutants come from two places: mends of the changelog that are taken back (`rever
 a seed from the code itself (`drawn.py`).
 """
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import NamedTuple

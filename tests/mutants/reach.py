@@ -4,8 +4,6 @@ With REACH_MAP in the environment it notes, for every test that passes, its seco
 REACH_REPORT, what began and what failed, as it happens, so that even a crash has a name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

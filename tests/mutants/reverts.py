@@ -8,8 +8,6 @@ What stands after - is found exactly once in the file, and what stands after + r
 with an empty line of its kind; without + it goes. A line with # is a comment.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

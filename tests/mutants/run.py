@@ -4,8 +4,6 @@ Nothing is changed in the checkout: each job has a copy of the files in a tempor
 and runs the tests that reach its line, the fastest first, until the first one fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

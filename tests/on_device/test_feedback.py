@@ -17,6 +17,7 @@ from shardkit.testing.program import Program, recording
 from support import linear
 from support.conformance import padding, toy_tp
 from support.pipelines import pipelined_grad
+from support.refusals import refused
 from support.training import ONCE
 
 KEY = jax.random.key(3)
@@ -235,12 +236,6 @@ def test_reshard_moves_residuals(mesh2x4):
 
 
 # ---- what is refused
-
-
-def refused(call):
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
 
 
 @pytest.mark.check

@@ -1,7 +1,5 @@
 """What travels from stage to stage: trees with integers and losses, widths on a common carrier, a router's losses."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from shardkit.reporting.html import document
+from shardkit.reporting.page import document
 from support.pages import assert_self_contained
 
 pytestmark = pytest.mark.check

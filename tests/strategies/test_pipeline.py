@@ -1,7 +1,5 @@
 """The laws of the pipeline: every schedule in every form gives the unpipelined model's loss and gradients."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

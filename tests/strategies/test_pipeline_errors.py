@@ -1,7 +1,5 @@
 """Every error of a pipeline in full wording, and what branches may and may not hold."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plans that communicate by an algorithm, the algorithms, and what a rounded message may change in a step."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -309,3 +309,34 @@ def builders():
             )
         ),
     ]
+
+
+def methods():
+    """Methods, and functions that builders return."""
+    params, batch, plan = {"w": ones(4, 4)}, ones(8, 4), sk.dp("data")
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=MESH, plan=plan)
+    emulated = testing.emulate(lambda x: jax.lax.psum(x, "data"), {"data": 4}, P("data"), P())
+
+    def trace(state, batch):
+        return step.trace(state, batch)
+
+    def abstract(params):
+        return init.abstract(params)
+
+    def emulate(x):
+        return emulated(x)
+
+    return [
+        (trace, {"state": init.abstract(params), "batch": batch}),
+        (abstract, {"params": params}),
+        (emulate, {"x": batch}),
+        (sk.Mean.of, {"values": batch, "weights": batch}),
+        (sk.Plan.layouts, {"self": plan, "params": params, "mesh": MESH}),
+        (sk.Plan.describe, {"self": plan, "params": params, "mesh": MESH}),
+        (sk.Plan.batch_spec, {"self": plan, "mesh": MESH}),
+        (sk.algorithms.ring, {"bidirectional": True}),
+        (sk.algorithms.hierarchical, {"inner": "model"}),
+        (sk.algorithms.bucket, {"bucket_bytes": 1024}),
+        (sk.layers.Capacity, {"factor": 1.25, "group": 4}),
+        (sk.layers.Dropless, {"dense": True}),
+    ]

@@ -3,8 +3,6 @@
 What it is to do comes as JSON. What it saw goes to a file, because processes print into each other's lines.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

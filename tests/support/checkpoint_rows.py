@@ -1,7 +1,5 @@
 """The plans of the tests of checkpoints, and one model that all of them can train: layers, dropout, unequal weights."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any, NamedTuple

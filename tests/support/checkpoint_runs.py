@@ -1,7 +1,5 @@
 """Runs that save, in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ A new strategy is one row in PLANS. Rows whose name begins with "toy" use a stra
 there is a real one of its kind (a leaf that stays sharded while it is seen).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -4,8 +4,6 @@ What `rows.py` draws from are chosen values, two devices along each axis; here t
 of one to eight devices in any order, batches, schedules. Little that is drawn is refused, and that is counted.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import warnings

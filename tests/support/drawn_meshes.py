@@ -1,7 +1,5 @@
 """What a drawn training step runs on: meshes, plans, schedules and options, each from the same random numbers."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Jobs of real processes on this machine, for tests: started together, ended for certain, with what each printed."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The layouts that follow from a plan, as tests write them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P

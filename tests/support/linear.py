@@ -1,7 +1,5 @@
 """A linear loss of whole numbers, whose gradients every precision represents exactly, whatever the parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ exercises run: the Python blocks inside `<details>`; a text block that follows o
 error, and so is anything else on stderr. A code cell with the tag `varies` prints what differs between two runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

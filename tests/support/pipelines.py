@@ -1,7 +1,5 @@
 """A small model in pieces, and the law of the pipeline: every schedule gives the unpipelined model's numbers."""
 
-from __future__ import annotations
-
 import inspect
 from functools import cache, partial
 from typing import Any

@@ -7,8 +7,6 @@ A comment stands on the line of a test's def, directly above the test, or inside
 follows the word `in part` counts as begun, not as proved; nor does a test count that the default suite leaves out.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

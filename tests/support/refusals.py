@@ -1,6 +1,6 @@
 """What must be refused in just these words, and with an error of just this kind."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,13 @@ def raises(kind: type[Exception], message: str) -> Iterator[None]:
     with pytest.raises(kind) as error:
         yield
     assert (type(error.value), str(error.value)) == (kind, message)
+
+
+def refused(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
+    """What a call is refused with."""
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
 
 
 def value_error(message: str):

@@ -1,7 +1,5 @@
 """A model in pieces whose matmuls may go round a ring: its parameters, batches and tensor-parallel plan."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

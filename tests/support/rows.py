@@ -1,7 +1,5 @@
 """The covering list: every two options of a training step meet in one row of the reference transformer at least."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import cache

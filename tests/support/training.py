@@ -1,7 +1,5 @@
 """Rows of the conformance list under the laws, and what they are trained with."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -8,10 +8,14 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
+import pytest
+from jax._src.interpreters import pxla
 from jax.sharding import PartitionSpec as P
 
 import shardkit
+from support import calls
 
 HOUSE = str(Path(shardkit.__file__).parent)
 SENTENCE = re.compile(r"[A-Za-z_][\w.]*(\([^)]*\))?: .+[.?]", re.S)
@@ -206,8 +210,39 @@ def judged(function, given):
     return "accepted", told(result)
 
 
-def walked(calls):
+def walked(table):
     """Each parameter of each call with each wrong value of its kind, all others as they were."""
-    for function, valid in calls:
+    for function, valid in table:
         for name, value, given in wrong_calls(function, valid):
             yield Call(name_of(function), name, told(value), *judged(function, given))
+
+
+def inside_shard_map(function):
+    """What a function lists where the kernels are called."""
+    found = []
+
+    def kernel():
+        found.extend(function())
+        return jax.numpy.zeros(())
+
+    jax.eval_shape(jax.shard_map(kernel, mesh=calls.MESH, in_specs=(), out_specs=P()))
+    return found
+
+
+def over_all(outside):
+    """The walk over all kernels, and over functions outside of them.
+
+    What is compiled or started ends the call there: its arguments have been taken.
+    """
+    filtering, before = jax.config.jax_traceback_filtering, signal.signal(signal.SIGALRM, late)
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pxla.MeshComputation, "compile", raising)
+            patch.setattr("subprocess.Popen", raising)
+            for name in ("JAX_COORDINATOR_ADDRESS", "WORLD_SIZE"):
+                patch.delenv(name, raising=False)
+            return [*inside_shard_map(lambda: walked(calls.kernels())), *walked(outside)]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        jax.config.update("jax_traceback_filtering", filtering)

@@ -10,25 +10,15 @@ _FIELDS = ("argument", "output", "alias", "temp", "generated_code", "host_temp")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device as the compiler allocates them, padding included.
+    """Bytes per device as the compiler allocates them, padding included."""
 
-    Attributes:
-        argument: the arguments: the state and the batch.
-        output: the results.
-        alias: results in the buffers of donated arguments.
-        temp: temporaries of the step.
-        generated_code: the program.
-        host_temp: temporaries in host memory.
-        compiler_peak: the compiler's peak; 0 where it reports none.
-    """
-
-    argument: int
-    output: int
-    alias: int
-    temp: int
-    generated_code: int
-    host_temp: int
-    compiler_peak: int = 0
+    argument: int  # the arguments: the state and the batch
+    output: int  # the results
+    alias: int  # results in the buffers of donated arguments
+    temp: int  # temporaries of the step
+    generated_code: int  # the program
+    host_temp: int  # temporaries in host memory
+    compiler_peak: int = 0  # the compiler's peak; 0 where it reports none
 
     @property
     def held(self) -> int:

@@ -120,10 +120,6 @@ def compared(where: str, stored: Records, wanted: Records, residuals: Residuals)
     """The records of the leaves to read, after a check that they are those that a target wants.
 
     "keep" reads residuals with as many rows as were saved, "reset" reads none.
-
-    Raises:
-        ValueError: with the missing or unexpected paths, or the two shapes or dtypes of a leaf; only one of the two has
-            residuals, or another choice.
     """
     one_of("restore", "residuals", residuals, ("keep", "reset"))
     if residuals == "reset":

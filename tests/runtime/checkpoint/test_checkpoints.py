@@ -1,7 +1,5 @@
 """Checkpoints: every plan's state comes back bit by bit under every other, and what is damaged is refused in words."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json
@@ -39,7 +37,7 @@ from support.checkpoint_child import digests
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
 from support.checkpoint_runs import start, wait_until
 from support.counting import Compiles
-from support.refusals import value_error
+from support.refusals import refused, value_error
 from support.training import lenient
 
 
@@ -405,12 +403,6 @@ def test_a_second_save_compiles_nothing(tmp_path):
 
 
 # ---- what is refused
-
-
-def refused(call: Any, error: type[Exception] = ValueError) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
 
 
 def saved(directory: Path, *steps: int) -> Any:

@@ -1,7 +1,5 @@
 """Files in pieces, read into the memory where they stay, and checksums that a save does not wait for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -10,6 +10,7 @@ import shardkit as sk
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from support import linear
 from support.conformance import padding
+from support.refusals import refused
 
 KEY = jax.random.key(3)
 FED = sk.algorithms.compressed(jnp.int4, block=8, feedback=True)
@@ -104,12 +105,6 @@ def test_padded_parts_come_back(saved, tmp_path):
     state = restore(saved[0], ELSEWHERE["padded parts"].init)
     save(tmp_path, state)
     close(sums(restore(tmp_path, FOUR.init).residuals), sums(saved[1][1]))
-
-
-def refused(call):
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
 
 
 LEAVES = "3 leaves ('residuals.bias', 'residuals.shift', 'residuals.weight')"

@@ -1,7 +1,5 @@
 """The notice of a single process; tests/runtime/checkpoint/test_processes.py has several."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -11,6 +11,7 @@ import shardkit as sk
 from shardkit.runtime import Checkpoints, load_params
 from shardkit.runtime.checkpoint import reading
 from support.checkpoint_rows import KEY, ROWS, make, params
+from support.refusals import refused
 
 
 def natural():
@@ -31,12 +32,6 @@ def run(tmp_path_factory):
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(make("fsdp padded").init(natural(), KEY))
     return folder
-
-
-def refused(call):
-    with pytest.raises(ValueError) as caught:
-        call()
-    return str(caught.value)
 
 
 def same(found, wanted):

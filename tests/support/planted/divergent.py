@@ -4,8 +4,6 @@ A row gives both programs, the rule that must name the first, and their argument
 data=2, model=4 (or the one in the row): nothing could run them, and nothing has to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

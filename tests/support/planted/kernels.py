@@ -4,8 +4,6 @@ A row gives the kernel, the reference on global arrays, the layouts and what the
 data=2, model=4 unless `sizes` says otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

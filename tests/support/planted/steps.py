@@ -1,7 +1,5 @@
 """Wrong training steps: gradient code for certify_gradients, and GradFns for assert_same_training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
