@@ -36,6 +36,8 @@ ASSUMED = (
     "comparisons follow random orders in which any two numbers stand both ways: a branch behind several may be missed",
     "functions of different arguments have independent values",
 )
+# Of logarithms that are multiplied.
+POSITIVE = "logarithms are of positive numbers"
 
 
 class UnprovableError(ValueError):
@@ -174,6 +176,7 @@ def assert_equal_for_all_inputs(
         points,
         field.chance(degree),
         tuple(sorted(field.uninterpreted)),
+        (*ASSUMED, *([POSITIVE] if field.logs else [])),
     )
 
 
@@ -236,7 +239,7 @@ def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side,
         raise UnequalError(f"{subject}{error} differs between devices{found}{hint}") from error
     for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
         a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
-        logs = a.factor is not None or b.factor is not None  # their exps are compared
+        logs = field.logs or a.factor is not None or b.factor is not None  # whose exps are compared
         if max(a.used.max(initial=0), b.used.max(initial=0)) + logs >= LEVELS:
             raise TooDeepError
         if not field.same(a, b).all():
@@ -248,7 +251,10 @@ def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side,
 
 def _perhaps(field: Field) -> str:
     """Ends the message: what to do about a false alarm, where functions of which little is known are on the way."""
-    names = [*sorted(field.uninterpreted), *(["comparisons"] if field.compared else [])]
+    names = [
+        *sorted({*field.uninterpreted, *(["log"] if field.logs else [])}),
+        *(["comparisons"] if field.compared else []),
+    ]
     if not names:
         return "."
     listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

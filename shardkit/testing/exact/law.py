@@ -121,17 +121,18 @@ def _traced_alone(given: Training, steps: int) -> Any:
 @lru_cache(maxsize=16)
 def _run_alone(
     given: Training, steps: int, points: int, seed: int, shallow: bool, order: int
-) -> tuple[list[Operand], set[str], int]:
+) -> tuple[list[Operand], Field]:
     field = Field(points, seed, shallow, order)
-    return _evaluated_alone(given, steps, field, None), field.uninterpreted, field.compared
+    return _evaluated_alone(given, steps, field, None), field
 
 
 def _alone(given: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     if seen is not None:
         return _evaluated_alone(given, steps, field, seen)
-    results, functions, compared = _run_alone(given, steps, field.points, field.seed, field.shallow, field.order)
-    field.uninterpreted |= functions
-    field.compared += compared
+    results, own = _run_alone(given, steps, field.points, field.seed, field.shallow, field.order)
+    field.uninterpreted |= own.uninterpreted
+    field.compared += own.compared
+    field.logs |= own.logs
     return results
 
 
