@@ -38,7 +38,7 @@ INFINITE = 1e9
 _LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
 _LOWEST = np.iinfo(np.int64).min
 _PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
-_SMALL_STEPS = 2**19
+_SMALL_STEPS, _BITS = 2**19, np.uint64(2**22 - 1)
 
 
 class RedrawError(Exception):
@@ -545,8 +545,11 @@ def _powers() -> np.ndarray:
 
 
 @cache
-def _steps(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Powers of 4 modulo a level's next prime: small ones, sorted, with their exponents; and large ones, inverted."""
+def _steps(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Powers of 4 modulo a level's next prime: small ones, sorted, with their exponents, and large ones, inverted.
+
+    First comes which lowest bits the small ones have: nearly all others are sorted out by them.
+    """
     p, q = PRIMES[level : level + 2]
     large = pow(4, -_SMALL_STEPS, q)
     rows = []
@@ -556,7 +559,9 @@ def _steps(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             row = np.concatenate([row, row * np.uint64(pow(base, len(row), q)) % np.uint64(q)])
         rows.append(row[:count])
     order = np.argsort(rows[0])
-    return rows[0][order], order, rows[1]
+    bits = np.zeros(int(_BITS) + 1, bool)
+    bits[rows[0] & _BITS] = True
+    return bits, rows[0][order], order, rows[1]
 
 
 @cache
@@ -565,11 +570,12 @@ def _logarithm(level: int, value: int) -> int:
     p, q = PRIMES[level : level + 2]
     if value == 0:
         return 0
-    small, exponents, large = _steps(level)
+    bits, small, exponents, large = _steps(level)
     wanted = np.uint64(value * value % q) * large % np.uint64(q)
-    at = np.minimum(np.searchsorted(small, wanted), len(small) - 1)
-    step = int(np.flatnonzero(small[at] == wanted)[0])
-    return (step * _SMALL_STEPS + int(exponents[at[step]])) * (p + 1) // 2 % p
+    near = np.flatnonzero(bits[wanted & _BITS])
+    at = np.minimum(np.searchsorted(small, wanted[near]), len(small) - 1)
+    found = int(np.flatnonzero(small[at] == wanted[near])[0])
+    return (int(near[found]) * _SMALL_STEPS + int(exponents[at[found]])) * (p + 1) // 2 % p
 
 
 def mixed(*words: Any) -> Any:
