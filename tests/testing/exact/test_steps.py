@@ -13,8 +13,9 @@ from shardkit.testing import Row
 from shardkit.testing.exact.law import equal_for_all_inputs
 from shardkit.testing.one_device import Reference, Training
 from shardkit.testing.program import Program
-from support import conformance, rows
+from support import conformance, pipelines, rows
 from support.conformance import MESH_CONFIGS, MESH_MODELS, MODELS, PLANS, mesh_rows
+from support.pipelines import PIECES, make_batch, make_params, pipelined_grad, unpipelined
 from support.training import lenient
 
 KEY, EXPLICIT = jax.random.key(5), AxisType.Explicit
@@ -90,6 +91,27 @@ def test_options_of_a_step(options):
     model, plan = MODELS[0], sk.fsdp("fsdp", min_size=1)
     grad_fn = sk.value_and_grad(model.loss(None))
     holds(Row({"fsdp": 4}, plan, **options), grad_fn, grad_fn, model.params(), [model.batch(i) for i in range(2)])
+
+
+SCHEDULES = (*pipelines.BUILDERS, "from_csv")
+FORMS = [(mode, recompute) for mode in ("masked", "branch") for recompute in (True, False)]
+# Stages and microbatches: fewer than stages, as many, more.
+SIZES = [(2, 3), (3, 4), (2, 2), (4, 3), (2, 4)]
+# Of every schedule one form and size, all of which are there.
+EACH = [f"{name}-{'-'.join(map(str, FORMS[i % 4]))}" for i, name in enumerate(SCHEDULES)]
+
+
+# proves N49, S80, F36, F37, F38, F42: unequal weights, dropout, tied embeddings, two chunks where one may choose
+@pytest.mark.quick(*EACH)
+@pytest.mark.parametrize(("mode", "recompute"), FORMS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_form_of_every_schedule(name, mode, recompute):
+    p, m = SIZES[(FORMS.index((mode, recompute)) + SCHEDULES.index(name)) % len(SIZES)]
+    schedule = pipelines.make(name, p, m, 2)
+    how = {"layer_numbers": True, "mode": mode, "recompute": recompute}
+    grad_fn, alone = pipelined_grad(*PIECES, schedule, "stage", **how), sk.value_and_grad(unpipelined(PIECES))
+    params, batch = make_params(p * schedule.chunks), make_batch(2 * m)
+    holds(Row({"stage": p}, sk.pp("stage")), grad_fn, alone, params, [batch])
 
 
 def test_a_relative_error_of_a_part_in_10_to_the_12_is_found():
