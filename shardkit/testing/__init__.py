@@ -15,7 +15,7 @@ from shardkit.testing.assertions import assert_matches_reference
 from shardkit.testing.certify import Certificate, certify_gradients
 from shardkit.testing.chains import Chain, Op
 from shardkit.testing.emulate import emulate
-from shardkit.testing.exact import Equality, assert_equal_for_all_inputs
+from shardkit.testing.exact import Equality, assert_equal_for_all_inputs, small
 from shardkit.testing.laws import LAWS
 from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Program, recording
@@ -50,6 +50,7 @@ __all__ = [
     "recording",
     "reference",
     "sharded_arrays",
+    "small",
     "specs",
 ]
 

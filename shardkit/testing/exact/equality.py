@@ -317,7 +317,7 @@ def check_size(where: str, traced: Sequence[Any], points: int, orders: Sequence[
         raise UnprovableError(
             f"{where}: shapes must be small, because a proof holds for all values and not for more shapes; these would "
             f"take about {seconds / 60:,.0f} minutes, the largest array is {list(largest[0])} at {largest[1]}. Shrink "
-            "batch, sequence, widths and layers to a few elements per device."
+            "batch, sequence, widths and layers to a few elements per device, as testing.small does."
         )
 
 
