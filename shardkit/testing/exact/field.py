@@ -520,10 +520,7 @@ class Field:
         return min(1.0, total / PRIMES[0]) ** self.points
 
     def same(self, x: Exact, y: Exact) -> np.ndarray:
-        """bool [...]: where two arrays are equal in the components that both have; logarithms, where their exps are.
-
-        Unless some logarithm has become a number already: then where all of them are as numbers.
-        """
+        """bool [...]: where arrays are equal in the components of both; logarithms as their exps, or all as numbers."""
         if not self.logs and (x.factor is not None or y.factor is not None):
             x, y = self.exp(x), self.exp(y)
         x, y = self.plain(x), self.plain(y)
@@ -546,10 +543,7 @@ def _powers() -> np.ndarray:
 
 @cache
 def _steps(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Powers of 4 modulo a level's next prime: small ones, sorted, with their exponents, and large ones, inverted.
-
-    First comes which lowest bits the small ones have: nearly all others are sorted out by them.
-    """
+    """Of small powers of 4 modulo a level's next prime the lowest bits, sorted with exponents; large ones, inverted."""
     p, q = PRIMES[level : level + 2]
     large = pow(4, -_SMALL_STEPS, q)
     rows = []

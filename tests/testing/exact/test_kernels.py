@@ -54,6 +54,19 @@ def cross_entropy(x: Any, head: Any, targets: Any) -> Any:
     return jax.nn.logsumexp(logits, -1) - chosen
 
 
+def smoothed(x: Any, head: Any, targets: Any) -> Any:
+    logs = jax.nn.logsumexp(x @ head, -1)
+    return 0.9 * cross_entropy(x, head, targets) + 0.1 * (logs - (x @ head).mean(-1)) + 0.01 * logs**2
+
+
+def twice(head: Any) -> Any:
+    return jnp.repeat(head.reshape(3, 4, 2), 2, 1).reshape(3, 16)
+
+
+def hits_of(nats: Any, hits: Any) -> Any:
+    return nats, hits.astype(nats.dtype)
+
+
 def rms_norm(x: Any, gain: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain[None]
 
@@ -75,6 +88,12 @@ CASES = {
     "all_gather varying": Case(lambda x: sk.all_gather(x, "a"), tiled, ROWS, ROWS),
     "reduce_scatter": Case(lambda x: sk.reduce_scatter(x, "a", dim=1), lambda x: blocks(x).sum(0), ROWS, COLUMNS),
     "all_to_all": Case(lambda x: sk.all_to_all(x, "a", split_dim=1, concat_dim=0), transposed, ROWS, ROWS),
+    "reduce_scatter of booleans": Case(
+        lambda x: sk.reduce_scatter(x > 0, "a", dim=1).astype("f"),
+        lambda x: (blocks(x) > 0).sum(0).astype("f"),
+        ROWS,
+        COLUMNS,
+    ),
     "shift": Case(lambda x: sk.shift(x, "a"), lambda x: jnp.roll(x, 2, 0), ROWS, ROWS),
     "shift without wrap": Case(
         lambda x: sk.shift(x, "a", by=-1, wrap=False), lambda x: jnp.concatenate([x[2:], 0 * x[:2]]), ROWS, ROWS
@@ -116,6 +135,24 @@ CASES = {
     "ulysses": Case(partial(layers.ulysses_attention, axis="a"), attention, COLUMNS, COLUMNS, QKV),
     "vocab_cross_entropy": Case(
         partial(layers.vocab_cross_entropy, axis="a"), cross_entropy, (P(), COLUMNS, P()), P(), LOGITS
+    ),
+    "vocab_cross_entropy_and_hits, each column twice": Case(
+        lambda x, head, targets: hits_of(
+            *layers.vocab_cross_entropy_and_hits(x, jnp.concatenate([head, head], 1), targets, axis="a")
+        ),
+        lambda x, head, targets: hits_of(
+            cross_entropy(x, twice(head), targets), jnp.argmax(x @ twice(head), -1) == targets
+        ),
+        (P(), COLUMNS, P()),
+        P(),
+        LOGITS,
+    ),
+    "vocab_cross_entropy, smoothed": Case(
+        partial(layers.vocab_cross_entropy, axis="a", label_smoothing=0.1, z_loss=0.01),
+        smoothed,
+        (P(), COLUMNS, P()),
+        P(),
+        LOGITS,
     ),
     "vocab_embed": Case(partial(layers.vocab_embed, axis="a"), lambda t, w: w[t], (P(), ROWS), P(), (TARGETS, x_48)),
     "sharded_rms_norm": Case(

@@ -1,6 +1,7 @@
 """Training steps equal one device's for all parameters, weights and floats of a batch: plans, meshes, pipelines."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,25 @@ def test_small_arguments_of_a_large_model():
     assert testing.small(lambda x: x.reshape(96), (np.ones(96),))[1] == "small: no dim could shrink"
     stays = testing.small(lambda x, y: (x.reshape(96), y), (np.ones(96), np.ones(9)))
     assert stays[1] == "small: dims of 9 are 2; 96 stayed" and stays[0][1].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        (["right"], "the metric right of step 0 is not"),
+        ([], r"metrics must be .*; the mesh returns no 'right'\. Return"),
+    ],
+)
+def test_a_metric_that_is_not_one_devices(names, wrong):
+    model = MODELS[0]
+
+    def loss(names, factor, params, batch, keys):
+        mean, _ = model.loss(None)(params, batch, keys)
+        return mean, {name: mean._replace(total=factor * mean.total) for name in names}
+
+    grad_fns = [sk.value_and_grad(functools.partial(loss, *each)) for each in ((names, 1 + 1e-6), (["right"], 1))]
+    with pytest.raises(AssertionError, match=wrong):
+        holds(Row({"data": 2}, sk.dp("data")), *grad_fns, model.params(), [model.batch(0)])
 
 
 def test_a_relative_error_of_a_part_in_10_to_the_12_is_found():
