@@ -1,6 +1,7 @@
 """Which identities a proof for all inputs knows, and which not: the lists of docs/howto/prove_for_all_inputs.md."""
 
 import inspect
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,15 @@ def test_integers_are_no_numbers(left, right):
 def test_what_a_float_decides_is_refused(pick):
     with pytest.raises(ValueError, match=r"(gather|cond) that a float decides at .* has none"):
         equal(pick, pick, grad=False)
+
+
+def test_what_a_gather_reads_out_of_bounds():
+    at = np.array([[2, 3, 0]])
+    equal(lambda x: x.at[:, at].get(mode="fill", fill_value=0), lambda x: jnp.pad(x, ((0, 0), (0, 1)))[:, at])
+    for fill, read in ((None, jnp.iinfo(jnp.int32).min), (7, 7)):
+        found = partial(jnp.arange(3).at[at].get, mode="fill", fill_value=fill)
+        wanted = np.array([[2, read, 0]], "f")
+        equal(partial(lambda found, x: x * found().astype("f"), found), partial(lambda wanted, x: x * wanted, wanted))
 
 
 def test_sums_of_any_length_and_of_nothing():

@@ -67,6 +67,17 @@ def hits_of(nats: Any, hits: Any) -> Any:
     return nats, hits.astype(nats.dtype)
 
 
+def mixture(places: int, x: Any, router: Any, w: Any, weights: Any) -> Any:
+    """Two experts for each token of positive weight; each has so many places in a sequence, first choices first."""
+    gates, chosen = jax.lax.top_k(jax.nn.softmax(x @ router), 2)
+    sent = jax.nn.one_hot(chosen, 4, dtype=int) * (weights > 0).astype(int)[..., None, None]  # [b, t, 2, E]
+    in_order = sent.swapaxes(1, 2).reshape(len(x), -1, 4)
+    kept = in_order * (jnp.cumsum(in_order, 1) <= places).astype(int)
+    kept = kept.reshape(len(x), 2, -1, 4).swapaxes(1, 2)
+    shares = gates / gates.sum(-1, keepdims=True)
+    return jnp.einsum("btk,btke,bted->btd", shares, kept.astype("f"), jnp.tanh(jnp.einsum("btd,edf->btef", x, w)))
+
+
 def rms_norm(x: Any, gain: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain[None]
 
@@ -166,6 +177,17 @@ CASES = {
         (x_48, GAIN, GAIN),
     ),
 }
+TOKENS = (np.zeros((4, 4, 3), np.float32), np.zeros((3, 4), np.float32), np.zeros((4, 3, 3), np.float32))
+for name, routing, places in (("capacity", layers.Capacity(0.5), 1), ("dropless", layers.Dropless(), 8)):
+    CASES[f"moe, {name}"] = Case(
+        lambda x, router, w, weights, routing=routing: layers.moe(
+            x, router, w, lambda w, x, dot: jnp.tanh(dot(x, w)), "a", routing=routing, weights=weights
+        )[0],
+        partial(mixture, places),
+        (ROWS, P(), ROWS, ROWS),
+        ROWS,
+        (*TOKENS, np.zeros((4, 4), np.float32)),
+    )
 for both in (False, True):
     way = "bidirectional ring" if both else "ring"
     CASES |= {
