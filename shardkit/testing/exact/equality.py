@@ -147,7 +147,7 @@ def assert_equal_for_all_inputs(
         )
     args = tuple(args)
     mapped = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
-    shapes = jax.tree.map(_described, args)
+    shapes = jax.tree.map(described, args)
     check_floats(where, shapes)
     got, wanted = jax.eval_shape(mapped, *shapes), jax.eval_shape(reference, *shapes)
     for wrong in (shapes_differ(got, wanted), kinds_differ(got, wanted)):
@@ -321,7 +321,8 @@ def check_size(where: str, traced: Sequence[Any], points: int, orders: Sequence[
         )
 
 
-def _described(x: Any) -> jax.ShapeDtypeStruct:
+def described(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an argument, as jax takes it."""
     x = x if hasattr(x, "dtype") else np.asarray(x)
     return jax.ShapeDtypeStruct(x.shape, x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype))
 

@@ -562,8 +562,6 @@ def _steps(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def _logarithm(level: int, value: int) -> int:
     """Half of the exponent of 4 that gives the square of a number modulo the next prime, by baby and giant steps."""
     p, q = PRIMES[level : level + 2]
-    if value == 0:
-        return 0
     bits, small, exponents, large = _steps(level)
     wanted = np.uint64(value * value % q) * large % np.uint64(q)
     near = np.flatnonzero(bits[wanted & _BITS])

@@ -209,12 +209,13 @@ def bound(
     return [widened(np.asarray(y)).reshape(lead + y.shape[1:]) for y in results]
 
 
-def _outside(equation: Any) -> Any:
-    """What a gather reads out of bounds."""
-    given, dtype = equation.params.get("fill_value"), equation.outvars[0].aval.dtype
-    if given is None and not jnp.issubdtype(dtype, jnp.inexact):
-        return dtype.kind == "b" or jnp.iinfo(dtype).min or jnp.iinfo(dtype).max
-    return np.nan if given is None else given
+def _outside(equation: Any) -> Any:  # what a gather reads out of bounds
+    given, out = equation.params.get("fill_value"), equation.outvars[0].aval
+    if given is not None or is_key(out):
+        return given or 0
+    if not jnp.issubdtype(out.dtype, jnp.integer):
+        return np.nan  # True as a boolean
+    return jnp.iinfo(out.dtype).min or jnp.iinfo(out.dtype).max
 
 
 def _places(equation: Any, operands: Sequence[Any], data: Sequence[int], rank: int) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardkit._arguments.checks import at_least, quoted
 from shardkit._arguments.typed import typed
+from shardkit.testing.exact.equality import described
 
 _MOST = 16  # multiples that are tried
 
@@ -69,21 +70,20 @@ def small(function: Callable[..., Any], args: tuple[Any, ...], *, multiple: int 
         if together and not {*together.values()} & {*new.values()} and takes(new | together):
             new |= together
     shrunk = {n: less for n, less in new.items() if less < n}
-    least = min(shrunk.values(), default=0)
     done = [f"of {n} are {less}" for n, less in shrunk.items()]
     kept = sorted(n for n in found if n > lowest and n not in shrunk)
     stayed = f"; {quoted(kept)} stayed" if kept and done else ""
     said = f"small: dims {', '.join(done)}{stayed}" if done else "small: no dim could shrink"
-    return jax.tree.map(lambda x: _cut(x, shrunk, least), args), said
+    return jax.tree.map(lambda x: _cut(x, shrunk), args), said
 
 
 def _shape(x: Any, new: dict[int, int] | None = None) -> jax.ShapeDtypeStruct:
-    x = x if hasattr(x, "dtype") else np.asarray(x)
+    x = described(x)
     return jax.ShapeDtypeStruct([(new or {}).get(n, n) for n in x.shape], x.dtype)
 
 
-def _cut(x: Any, new: dict[int, int], least: int) -> Any:
+def _cut(x: Any, new: dict[int, int]) -> Any:
     if not np.ndim(x) or isinstance(x, jax.ShapeDtypeStruct):
         return _shape(x, new) if np.ndim(x) else x
     x = x[tuple(slice(new.get(n, n)) for n in x.shape)]
-    return jnp.where(x < 0, x, x % least) if least and jnp.issubdtype(x.dtype, jnp.integer) else x
+    return jnp.where(x < 0, x, x % min(new.values())) if new and jnp.issubdtype(x.dtype, jnp.integer) else x
