@@ -15,7 +15,7 @@ from shardkit.testing.assertions import assert_matches_reference
 from shardkit.testing.certify import Certificate, certify_gradients
 from shardkit.testing.chains import Chain, Op
 from shardkit.testing.emulate import emulate
-from shardkit.testing.exact import Equality, assert_equal_for_all_inputs
+from shardkit.testing.exact import Equality, assert_equal_for_all_inputs, small
 from shardkit.testing.laws import LAWS
 from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Program, recording
@@ -25,10 +25,33 @@ from shardkit.testing.rows import Row, covering
 _STRATEGIES = ("ShardedArray", "meshes", "programs", "sharded_arrays", "specs")
 
 __all__ = [
-    "LAWS", "Certificate", "Chain", "Equality", "Op", "Program", "Proof", "Reference", "Row", "ShardedArray",
-    "assert_equal_for_all_inputs", "assert_matches_reference", "assert_same_training", "certify_gradients", "covering",
-    "emulate", "laws", "meshes", "one_device", "programs", "prove", "recording", "reference", "sharded_arrays", "specs",
-]  # fmt: skip
+    "LAWS",
+    "Certificate",
+    "Chain",
+    "Equality",
+    "Op",
+    "Program",
+    "Proof",
+    "Reference",
+    "Row",
+    "ShardedArray",
+    "assert_equal_for_all_inputs",
+    "assert_matches_reference",
+    "assert_same_training",
+    "certify_gradients",
+    "covering",
+    "emulate",
+    "laws",
+    "meshes",
+    "one_device",
+    "programs",
+    "prove",
+    "recording",
+    "reference",
+    "sharded_arrays",
+    "small",
+    "specs",
+]
 
 
 if TYPE_CHECKING:

@@ -236,7 +236,7 @@ STEPS = {  # and whether with sequence parallelism
 }
 
 
-@pytest.mark.quick("tp and sp x fsdp", "sp of one device")
+@pytest.mark.quick("sp of one device")  # testing/exact/test_steps.py proves sequence parallelism beside fsdp
 @pytest.mark.parametrize("sizes, plan, sequence", STEPS.values(), ids=STEPS)
 def test_a_step_is_that_of_one_device(sizes, plan, sequence):  # proves F24, F25, F27
     axis, specs = "model", rules()

@@ -221,6 +221,7 @@ def builders():
             testing.certify_gradients,
             {"grad_fn": lambda p, b: p, "loss_fn": lambda p, b: jnp.sum(p["w"]), "params": params, "batch": batch},
         ),
+        (testing.small, {"function": lambda x: x, "args": (batch,)}),
         (testing.covering, {"factors": {"a": [1, 2], "b": [1, 2]}}),
         (testing.emulate, {"kernel": kernel, "mesh_sizes": {"data": 4}, "in_specs": P("data"), "out_specs": P()}),
         (testing.one_device, {"grad_fn": grad_fn} | training),

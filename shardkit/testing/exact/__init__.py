@@ -6,5 +6,6 @@ from a wrong result to its line. Imports of `testing/` what knows no laws, becau
 """
 
 from shardkit.testing.exact.equality import Equality, assert_equal_for_all_inputs
+from shardkit.testing.exact.small import small
 
-__all__ = ["Equality", "assert_equal_for_all_inputs"]
+__all__ = ["Equality", "assert_equal_for_all_inputs", "small"]

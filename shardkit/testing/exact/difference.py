@@ -19,7 +19,7 @@ import numpy as np
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import source_line
 from shardkit._jax.primitives import registered
-from shardkit.testing.exact.field import Exact, Field
+from shardkit.testing.exact.field import PRIMES, Exact, Field
 from shardkit.testing.exact.interpreter import DiffersError, Seen
 from shardkit.testing.exact.rules import Operand
 
@@ -180,7 +180,7 @@ def _factor(field: Field, known: set[bytes], step: _Made) -> str:
 
 def _prime(field: Field) -> np.uint64:
     """That of the components that every value has."""
-    return np.uint64(field.moduli[-1])
+    return np.uint64(PRIMES[-2])
 
 
 def _residue(field: Field, ratio: Fraction) -> np.uint64:
@@ -190,7 +190,7 @@ def _residue(field: Field, ratio: Fraction) -> np.uint64:
 
 def _top(field: Field, x: Operand) -> np.ndarray:
     """The components that every value has."""
-    return field.plain(x if isinstance(x, Exact) else field.lifted(x)).number[-field.points :]
+    return field.plain(x if isinstance(x, Exact) else field.lifted(x)).number[-2 * field.points : -field.points]
 
 
 def _forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tuple[np.ndarray, str]]:

@@ -36,6 +36,8 @@ ASSUMED = (
     "comparisons follow random orders in which any two numbers stand both ways: a branch behind several may be missed",
     "functions of different arguments have independent values",
 )
+# Of logarithms that are multiplied.
+POSITIVE = "logarithms are of positive numbers"
 
 
 class UnprovableError(ValueError):
@@ -145,7 +147,7 @@ def assert_equal_for_all_inputs(
         )
     args = tuple(args)
     mapped = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
-    shapes = jax.tree.map(_described, args)
+    shapes = jax.tree.map(described, args)
     check_floats(where, shapes)
     got, wanted = jax.eval_shape(mapped, *shapes), jax.eval_shape(reference, *shapes)
     for wrong in (shapes_differ(got, wanted), kinds_differ(got, wanted)):
@@ -174,6 +176,7 @@ def assert_equal_for_all_inputs(
         points,
         field.chance(degree),
         tuple(sorted(field.uninterpreted)),
+        (*ASSUMED, *([POSITIVE] if field.logs else [])),
     )
 
 
@@ -236,7 +239,7 @@ def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side,
         raise UnequalError(f"{subject}{error} differs between devices{found}{hint}") from error
     for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
         a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
-        logs = a.factor is not None or b.factor is not None  # their exps are compared
+        logs = field.logs or a.factor is not None or b.factor is not None  # whose exps are compared
         if max(a.used.max(initial=0), b.used.max(initial=0)) + logs >= LEVELS:
             raise TooDeepError
         if not field.same(a, b).all():
@@ -248,7 +251,10 @@ def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side,
 
 def _perhaps(field: Field) -> str:
     """Ends the message: what to do about a false alarm, where functions of which little is known are on the way."""
-    names = [*sorted(field.uninterpreted), *(["comparisons"] if field.compared else [])]
+    names = [
+        *sorted({*field.uninterpreted, *(["log"] if field.logs else [])}),
+        *(["comparisons"] if field.compared else []),
+    ]
     if not names:
         return "."
     listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
@@ -311,11 +317,12 @@ def check_size(where: str, traced: Sequence[Any], points: int, orders: Sequence[
         raise UnprovableError(
             f"{where}: shapes must be small, because a proof holds for all values and not for more shapes; these would "
             f"take about {seconds / 60:,.0f} minutes, the largest array is {list(largest[0])} at {largest[1]}. Shrink "
-            "batch, sequence, widths and layers to a few elements per device."
+            "batch, sequence, widths and layers to a few elements per device, as testing.small does."
         )
 
 
-def _described(x: Any) -> jax.ShapeDtypeStruct:
+def described(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an argument, as jax takes it."""
     x = x if hasattr(x, "dtype") else np.asarray(x)
     return jax.ShapeDtypeStruct(x.shape, x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype))
 

@@ -7,6 +7,8 @@ that programs rely on hold exactly:
 - `exp` goes from one prime of the tower to the next, p to 2p + 1, by powers of an element of order p: exp(x + y) is
   exp(x) exp(y). Each `exp` on the way from an input to a result uses up one prime.
 - `log` is kept beside the number, as the number whose logarithm is added: exp(log x) is x, log(xy) is log x + log y.
+  Where it is multiplied by what is no small whole number, it becomes the exponent of its square, one prime lower: so
+  log(exp x) is x and any multiple is linear, but the sign of what it is of is lost, and the highest prime.
 - `max`, sorts and comparisons follow a random total order in which x < y when -y < -x, and what is known to be positive
   is above zero. They are decided for all points at once, so that every mask is an array of booleans. Of any two
   numbers each is above the other in one of a field's four orders at least, unless their signs decide.
@@ -36,6 +38,7 @@ INFINITE = 1e9
 _LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
 _LOWEST = np.iinfo(np.int64).min
 _PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
+_SMALL_STEPS, _BITS = 2**19, np.uint64(2**22 - 1)
 
 
 class RedrawError(Exception):
@@ -174,13 +177,14 @@ class Field:
         order: which of its orders, 0 to 3: sizes the other way round, unknown signs the other way round.
         uninterpreted: the functions that were applied without a law, by name.
         compared: how many arrays were put in order.
+        logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
     """
 
     def __init__(self, points: int, seed: int, shallow: bool = False, order: int = 0):
         self.points, self.seed, self.shallow, self.order = points, seed, shallow, order
         self.moduli = np.repeat(np.array(PRIMES, np.uint64), points)
         self.uninterpreted: set[str] = set()
-        self.compared, self._divisions = 0, 0
+        self.compared, self._divisions, self.logs = 0, 0, False
         self._constants: dict[Any, np.ndarray] = {}
         self._salts: dict[str, np.ndarray] = {}
         self._of_bits: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
@@ -192,8 +196,8 @@ class Field:
 
     def valid(self, used: np.ndarray) -> np.ndarray:
         """bool [components, ...]: which components have a meaning where so many primes are used up."""
-        level = np.repeat(np.arange(LEVELS), self.points)
-        return level.reshape(-1, *[1] * used.ndim) >= used
+        level = np.repeat(np.arange(LEVELS), self.points).reshape(-1, *[1] * used.ndim)
+        return (level >= used) & (level < LEVELS - self.logs)
 
     def salt(self, name: str) -> np.ndarray:
         """A random word for each component."""
@@ -240,17 +244,27 @@ class Field:
         return self._constants[known]
 
     def plain(self, x: Exact) -> Exact:
-        """Without a logarithm: that of the factor becomes an uninterpreted number, and minus that for its inverse."""
+        """Without a logarithm: that of the factor becomes a number."""
         if x.factor is None:
             return x
-        one = x.factor == 1
+        one, number = (x.factor == 1).all(0), x.number
+        used = np.where(one, x.used[0], np.maximum(x.used[0], x.used[1] - 1))
         if not one.all():
-            self.uninterpreted.add("log")
-        p = self.p(x.number)
-        log = self.random("log", x.factor) + p - self.random("log", self.inverted(x.factor, x.used[1]))
-        number = (x.number + np.where(one, np.uint64(0), log)) % p
-        used = np.where(one.all(0), x.used[0], x.used.max(0))
+            self.logs = True
+            number = (number + self.p(number) - self._logarithms(self.inverted(x.factor, x.used[1]))) % self.p(number)
         return Exact(number, facts(x.shape, 0, x.low, used), degree=x.degree.plus(INPUT))
+
+    def _logarithms(self, x: np.ndarray) -> np.ndarray:
+        """Of numbers the logarithms, each from the component one prime higher; those of the highest mean nothing."""
+        logs = self.random("log", x)
+        for i, generator in enumerate(self._generator[self.points :].tolist()):
+            level = i // self.points
+            scale = pow(generator, -1, PRIMES[level])
+            row = [
+                _logarithm(level, value) * scale % PRIMES[level] for value in x[i + self.points].reshape(-1).tolist()
+            ]
+            logs[i] = np.reshape(np.array(row, np.uint64), logs[i].shape)
+        return logs
 
     def random(self, name: str, *arrays: np.ndarray) -> np.ndarray:
         """A random function of numbers, component by component."""
@@ -470,8 +484,10 @@ class Field:
         """int64 [...]: the place of each element in the total order, equal where the numbers are."""
         self.compared += 1
         x = self.plain(x)
-        top = x.number[-self.points :]
-        p = np.uint64(PRIMES[-1])
+        if x.used[0].max(initial=0) >= LEVELS - 1:
+            raise TooDeepError
+        top = x.number[-2 * self.points : -self.points]  # the highest prime that every number has
+        p = np.uint64(PRIMES[-2])
         # The same magnitude for x and -x: the representative whose first component is in the lower half.
         upper = top[0] > p // np.uint64(2)
         negative = np.where(x.sign == 0, upper ^ (self.order >= 2), x.sign < 0)
@@ -504,8 +520,8 @@ class Field:
         return min(1.0, total / PRIMES[0]) ** self.points
 
     def same(self, x: Exact, y: Exact) -> np.ndarray:
-        """bool [...]: where two arrays are equal in the components that both have; logarithms, where their exps are."""
-        if x.factor is not None or y.factor is not None:
+        """bool [...]: where arrays are equal in the components of both; logarithms as their exps, or all as numbers."""
+        if not self.logs and (x.factor is not None or y.factor is not None):
             x, y = self.exp(x), self.exp(y)
         x, y = self.plain(x), self.plain(y)
         valid = self.valid(np.maximum(x.used[0], y.used[0]))
@@ -523,6 +539,35 @@ def _powers() -> np.ndarray:
             for digit in range(1, 256):
                 table[level, number, digit] = int(table[level, number, digit - 1]) * base % p
     return table
+
+
+@cache
+def _steps(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of small powers of 4 modulo a level's next prime the lowest bits, sorted with exponents; large ones, inverted."""
+    p, q = PRIMES[level : level + 2]
+    large = pow(4, -_SMALL_STEPS, q)
+    rows = []
+    for base, count in ((4, _SMALL_STEPS), (large, p // _SMALL_STEPS + 1)):
+        row = np.ones(1, np.uint64)
+        while len(row) < count:
+            row = np.concatenate([row, row * np.uint64(pow(base, len(row), q)) % np.uint64(q)])
+        rows.append(row[:count])
+    order = np.argsort(rows[0])
+    bits = np.zeros(int(_BITS) + 1, bool)
+    bits[rows[0] & _BITS] = True
+    return bits, rows[0][order], order, rows[1]
+
+
+@cache
+def _logarithm(level: int, value: int) -> int:
+    """Half of the exponent of 4 that gives the square of a number modulo the next prime, by baby and giant steps."""
+    p, q = PRIMES[level : level + 2]
+    bits, small, exponents, large = _steps(level)
+    wanted = np.uint64(value * value % q) * large % np.uint64(q)
+    near = np.flatnonzero(bits[wanted & _BITS])
+    at = np.minimum(np.searchsorted(small, wanted[near]), len(small) - 1)
+    found = int(np.flatnonzero(small[at] == wanted[near])[0])
+    return (int(near[found]) * _SMALL_STEPS + int(exponents[at[found]])) * (p + 1) // 2 % p
 
 
 def mixed(*words: Any) -> Any:

@@ -29,16 +29,8 @@ Move = Callable[[Any, int], Any]
 Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int], str], None]
 # Neither rounding nor places on devices are modelled.
 _AS_THEY_ARE = {
-    *(
-        "seal",
-        "unseal",
-        "stop_gradient",
-        "reduce_precision",
-        "device_put",
-        "sharding_constraint",
-        "reshard",
-        "mesh_cast",
-    )
+    *("seal", "unseal", "stop_gradient", "reduce_precision"),
+    *("device_put", "sharding_constraint", "reshard", "mesh_cast"),
 }
 _QUIET = ("debug_callback", "debug_print")
 

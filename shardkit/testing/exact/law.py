@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardkit._arguments.checks import quoted
 from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.plans.axis_types import auto_mesh
@@ -16,8 +18,9 @@ from shardkit.plans.storage import unpadded
 from shardkit.steps.builder import Init
 from shardkit.steps.state import passed_what_it_takes
 from shardkit.steps.step import Step
+from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.equality import UnprovableError, check_floats, check_size, equal, symbol
-from shardkit.testing.exact.field import Field
+from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.rules import Operand, held, stacked
 from shardkit.testing.one_device import Reference, Training, gradient_of, update_of
@@ -32,7 +35,7 @@ _ROUNDING = {"round", "floor", "ceil", "to an integer"}
 
 
 def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
-    """Losses and updated parameters of the first two steps equal one device's for all parameters and floats of a batch.
+    """Losses, metrics and updated parameters of two steps equal one device's for all parameters and floats of a batch.
 
     Integers of the batch, as tokens, and keys keep their values. There is no tolerance: floats are unknowns in a finite
     field, as in `assert_equal_for_all_inputs`. Rounding is not seen. What has no meaning in a field, or would take more
@@ -48,12 +51,21 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
     steps = calls * (program.row.steps or 1)
     if len(given.batches) < steps:
         calls, steps = len(program.calls), len(given.batches)
-    names = [*(f"loss of step {i}" for i in range(steps)), *_names(given.params)]
     try:
         check_floats("law", jax.eval_shape(lambda: (given.params, given.batches[0])))
         traced = _Traced.of(program)
         check_size("law", [traced.step.jaxpr] * calls, _POINTS, _ORDERS, longest=60.0)
-        on_mesh = partial(_on_mesh, program, traced, calls)
+        _, means, params = _traced_alone(given, steps)[1]
+        names = [f"loss of step {i}" for i in range(steps)]
+        for i, each in enumerate(means):
+            names += [f"metric{name} of step {i}" for name in _names(each)]
+        names += [f"updated parameter{name}" for name in _names(params)]
+        if missing := means[0].keys() - traced.step.out_info[1].keys():
+            raise UnequalError(
+                f"the metrics must be those of one device; the mesh returns no {quoted(sorted(missing))}. Return the "
+                "same means from the loss and from the reference."
+            )
+        on_mesh = partial(_on_mesh, program, traced, calls, list(means[0]))
         equal("law", "", names, (on_mesh, partial(_alone, given, steps)), _POINTS, _ORDERS)
     except UnprovableError as error:
         return f"not for all inputs: {error}"
@@ -89,9 +101,9 @@ class _Traced(NamedTuple):
         return cls(init, shapes, step, jax.make_jaxpr(unpadded)(shapes.params))
 
 
-def _names(params: Any) -> list[str]:
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return [f"updated parameter{f' {path_name(path)}' if path else ''}" for path in paths]
+def _names(tree: Any) -> list[str]:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [f" {path_name(path)}" if path else "" for path in paths]
 
 
 def _symbols(field: Field, name: str, tree: Any) -> list[Operand]:
@@ -100,49 +112,54 @@ def _symbols(field: Field, name: str, tree: Any) -> list[Operand]:
 
 @lru_cache(maxsize=16)
 def _traced_alone(given: Training, steps: int) -> Any:
-    """The first steps on one device: from parameters and batches to losses and parameters."""
+    """The first steps on one device, from parameters and batches to losses, means and parameters; and their shapes."""
     optimizer = given.optimizer
     loss_and_gradient: Any = given.grad_fn
     gradient = gradient_of(loss_and_gradient)
 
     def train(params: Any, batches: Any) -> Any:
-        opt_state, losses = passed_what_it_takes(optimizer).init(params), []
+        opt_state, losses, means = passed_what_it_takes(optimizer).init(params), [], []
         for index, batch in enumerate(batches):
             rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
             keys = example_keys(step_key(given.key, index), rows)
-            loss, _, grads = gradient(params, batch, keys)
+            loss, metrics, grads = gradient(params, batch, keys)
             params, opt_state = update_of(optimizer)(grads, opt_state, params, loss)
             losses.append(loss)
-        return losses, params
+            metrics.pop("weight")  # by which the loss is divided; one for a shard and microbatch if it is a scalar
+            means.append(metrics)
+        return losses, means, params
 
-    return jax.make_jaxpr(train)(given.params, list(given.batches[:steps]))
+    return jax.make_jaxpr(train, return_shape=True)(given.params, list(given.batches[:steps]))
 
 
 @lru_cache(maxsize=16)
 def _run_alone(
     given: Training, steps: int, points: int, seed: int, shallow: bool, order: int
-) -> tuple[list[Operand], set[str], int]:
+) -> tuple[list[Operand], Field]:
     field = Field(points, seed, shallow, order)
-    return _evaluated_alone(given, steps, field, None), field.uninterpreted, field.compared
+    return _evaluated_alone(given, steps, field, None), field
 
 
 def _alone(given: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     if seen is not None:
         return _evaluated_alone(given, steps, field, seen)
-    results, functions, compared = _run_alone(given, steps, field.points, field.seed, field.shallow, field.order)
-    field.uninterpreted |= functions
-    field.compared += compared
+    results, own = _run_alone(given, steps, field.points, field.seed, field.shallow, field.order)
+    field.uninterpreted |= own.uninterpreted
+    field.compared += own.compared
+    field.logs |= own.logs
     return results
 
 
 def _evaluated_alone(given: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     batches = [symbol for i in range(steps) for symbol in _symbols(field, f"batch {i}", given.batches[i])]
     return Interpreter(field, seen=seen).run(
-        _traced_alone(given, steps), [*_symbols(field, "params", given.params), *batches]
+        _traced_alone(given, steps)[0], [*_symbols(field, "params", given.params), *batches]
     )
 
 
-def _on_mesh(program: Program, traced: _Traced, calls: int, field: Field, seen: Seen | None) -> list[Operand]:
+def _on_mesh(
+    program: Program, traced: _Traced, calls: int, means: Sequence[str], field: Field, seen: Seen | None
+) -> list[Operand]:
     """The first steps of the row's program, from the first state that `init` makes of the parameters."""
     run = Interpreter(field, seen=seen).run
     without = set(field.uninterpreted)
@@ -151,6 +168,7 @@ def _on_mesh(program: Program, traced: _Traced, calls: int, field: Field, seen: 
     key = [held(program.key)]
     per_call = program.row.steps or 1
     losses: list[Operand] = []
+    metrics_of_steps: list[Operand] = []
     for call in range(calls):
         batches = [
             _symbols(field, f"batch {call * per_call + i}", program.batches[call * per_call + i])
@@ -161,9 +179,16 @@ def _on_mesh(program: Program, traced: _Traced, calls: int, field: Field, seen: 
             batch = [stacked(field, leaves, 0, new=True) for leaves in zip(*batches, strict=True)]
         results = run(traced.step.jaxpr, [*jax.tree.leaves(state._replace(key=None)), *key, *batch])
         state, metrics = jax.tree.unflatten(jax.tree.structure(traced.step.out_info), results)
-        loss = metrics["loss"]
-        losses += [loss.row(0, i) for i in range(per_call)] if program.row.steps else [loss]
+        found = [metrics["loss"], *jax.tree.leaves({name: metrics[name] for name in means})]
+        for i in range(per_call):
+            now = [_of_step(x, i) for x in found] if program.row.steps else found
+            losses.append(now[0])
+            metrics_of_steps += now[1:]
     rounds = (field.uninterpreted - without) & _ROUNDING
     if rounds:
         raise RoundsError(", ".join(sorted(rounds)))
-    return [*losses, *run(traced.original, jax.tree.leaves(state.params))]
+    return [*losses, *metrics_of_steps, *run(traced.original, jax.tree.leaves(state.params))]
+
+
+def _of_step(x: Operand, step: int) -> Operand:
+    return x.row(0, step) if isinstance(x, Exact) else x[step]

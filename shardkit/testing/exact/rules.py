@@ -176,7 +176,7 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
         data = _MOVES[name](len(operands))
         lead = np.broadcast_shapes(*(operands[i].shape[:rank] for i in data))
         flat = [np.broadcast_to(operands[i], lead + operands[i].shape[rank:]).reshape(*lead, -1) for i in data]
-        source = np.concatenate([*flat, np.zeros((*lead, 1), flat[0].dtype)], -1)[None]
+        source = np.concatenate([*flat, np.full((*lead, 1), _outside(equation), flat[0].dtype)], -1)[None]
         return [_taken(source, at, rank)[0] for at in _places(equation, operands, data, rank)]
     return bound(equation, operands, rank)
 
@@ -207,6 +207,15 @@ def bound(
     ]
     results = jax.vmap(run, in_axes=tuple(0 if each else None for each in split))(*flat)
     return [widened(np.asarray(y)).reshape(lead + y.shape[1:]) for y in results]
+
+
+def _outside(equation: Any) -> Any:  # what a gather reads out of bounds
+    given, out = equation.params.get("fill_value"), equation.outvars[0].aval
+    if given is not None or is_key(out):
+        return given or 0
+    if not jnp.issubdtype(out.dtype, jnp.integer):
+        return np.nan  # True as a boolean
+    return jnp.iinfo(out.dtype).min or jnp.iinfo(out.dtype).max
 
 
 def _places(equation: Any, operands: Sequence[Any], data: Sequence[int], rank: int) -> list[np.ndarray]:
@@ -328,7 +337,7 @@ class Rules:
                 deciding(x, name)
         sources = [self.exact(operands[number])[0] for number in data]
         indices = _places(equation, operands, data, self.rank)
-        sources.append(self.field.lifted(np.full((1,) * self.rank, np.nan)))  # what is out of bounds
+        sources.append(self.field.lifted(np.full((1,) * self.rank, _outside(equation))))
         lead = np.broadcast_shapes(*(x.shape[: self.rank] for x in sources))
         degree = sources[0].degree.plus(*(x.degree for x in sources))
 
@@ -397,10 +406,6 @@ class Rules:
             return self.field.opaque("div of integers", x, y)
         return self.field.mul(x, self.field.inverse(y))
 
-    def raised(self, equation: Any, x: Exact) -> Exact:
-        """integer_pow."""
-        return self.to_the(x, equation.params["y"])
-
     def to_the(self, x: Exact, n: int) -> Exact:
         """x to a whole power."""
         x = self.field.plain(x)
@@ -452,10 +457,6 @@ class Rules:
     def opaque(self, equation: Any, *operands: Operand) -> Exact:
         """A function without a law."""
         return self.field.opaque(equation.primitive.name, *self.exact(*operands))
-
-    def total(self, equation: Any, x: Exact) -> Exact:
-        """reduce_sum."""
-        return self.field.total(x, self.dims(equation))
 
     def product(self, equation: Any, x: Exact) -> Exact:
         """reduce_prod."""
@@ -715,7 +716,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "bitcast_convert_type": Rules.bits,
     "mul": Rules.multiplied,
     "div": Rules.divided,
-    "integer_pow": Rules.raised,
+    "integer_pow": lambda rules, equation, x: rules.to_the(x, equation.params["y"]),
     "pow": Rules.powered,
     "logistic": Rules.logistic,
     "abs": Rules.absolute,
@@ -723,7 +724,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "convert_element_type": Rules.converted,
     "select_n": Rules.selected,
     "clamp": Rules.clamped,
-    "reduce_sum": Rules.total,
+    "reduce_sum": lambda rules, equation, x: rules.field.total(x, rules.dims(equation)),
     "reduce_prod": Rules.product,
     "dot_general": Rules.dotted,
     "ragged_dot_general": Rules.grouped,
@@ -739,31 +740,21 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), Rules.scattered),
     **dict.fromkeys(
         [
-            "tanh",
-            "sin",
-            "cos",
-            "tan",
-            "asin",
-            "acos",
-            "atan",
-            "sinh",
-            "cosh",
-            "asinh",
-            "acosh",
-            "atanh",
-            "atan2",
-            "erf",
-            "erfc",
-            "erf_inv",
-            "cbrt",
-            "exp2",
-            "floor",
-            "ceil",
-            "round",
-            "rem",
-            "lgamma",
-            "digamma",
-            "nextafter",
+            *("tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2"),
+            *(
+                "erf",
+                "erfc",
+                "erf_inv",
+                "cbrt",
+                "exp2",
+                "floor",
+                "ceil",
+                "round",
+                "rem",
+                "lgamma",
+                "digamma",
+                "nextafter",
+            ),
         ],
         Rules.opaque,
     ),

@@ -1,9 +1,11 @@
 """Which identities a proof for all inputs knows, and which not: the lists of docs/howto/prove_for_all_inputs.md."""
 
 import inspect
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -48,6 +50,16 @@ KNOWN = {
     "log(exp x)": (lambda x: jnp.log(jnp.exp(x)), lambda x: x),
     "log(xy)": (lambda x, y: jnp.log(x * y), lambda x, y: jnp.log(x) + jnp.log(y)),
     "log(x/y)": (lambda x, y: jnp.log(x / y), lambda x, y: jnp.log(x) - jnp.log(y)),
+    "parts of a log": (lambda x, a: a * jnp.log(x) + (1 - a) * jnp.log(x), lambda x, a: jnp.log(x)),
+    "half a log": (lambda x: jnp.log(x * x) / 2, jnp.log),
+    "logsumexp by parts": (
+        lambda x, a: a * jax.nn.logsumexp(x, -1, keepdims=True),
+        lambda x, a: a * (jnp.log(row_sum(jnp.exp(x - 5))) + 5),
+    ),
+    "label smoothing": (
+        lambda x: 0.9 * jax.nn.log_softmax(x)[:, 0] + 0.1 * jax.nn.log_softmax(x).mean(-1),
+        lambda x: 0.9 * x[:, 0] + 0.1 * x.mean(-1) - jnp.log(jnp.exp(x).sum(-1)),
+    ),
     "logistic": (lambda x: jax.nn.sigmoid(-x), lambda x: 1 - jax.nn.sigmoid(x)),
     "silu": (jax.nn.silu, lambda x: x / (1 + jnp.exp(-x))),
     "relu(x) - relu(-x)": (lambda x: relu(x) - relu(-x), lambda x: x),
@@ -75,7 +87,11 @@ UNKNOWN = {
     "tanh by logistic": (jnp.tanh, lambda x: 2 * jax.nn.sigmoid(2 * x) - 1, "tanh"),
     "sin and cos": (lambda x: jnp.sin(x) ** 2 + jnp.cos(x) ** 2, jnp.ones_like, "cos or sin"),
     "exp2": (jnp.exp2, lambda x: jnp.exp(x * jnp.log(jnp.float32(2))), "exp2"),
-    "half a log": (lambda x: jnp.log(x * x) / 2, jnp.log, "log"),
+    "half a log in a log": (
+        lambda x, y: jnp.log(jnp.log(x * y) / 2),
+        lambda x, y: jnp.log(jnp.log(x) / 2 + jnp.log(y) / 2),
+        "log",
+    ),
     "relu(2x)": (lambda x: relu(2 * x), lambda x: 2 * relu(x), "comparisons"),
     "max(x + 1, y + 1)": (lambda x, y: jnp.maximum(x + 1, y + 1), lambda x, y: jnp.maximum(x, y) + 1, "comparisons"),
     "|xy|": (lambda x, y: jnp.abs(x * y), lambda x, y: jnp.abs(x) * jnp.abs(y), "comparisons"),
@@ -132,6 +148,23 @@ def test_no_branch_is_left_out(left, right):
         equal(left, right, shape=(), spec=P(), grad=False)
 
 
+# A factor of a logarithm costs the sign of its argument, which the certificate says; without one it is seen.
+def test_what_is_known_of_a_logarithm_of_a_negative_number():
+    assert (
+        "logarithms are of positive numbers" in equal(lambda x: 0.3 * jnp.log(-x), lambda x: 0.3 * jnp.log(x)).assumed
+    )
+    assert "logarithms are of positive numbers" not in equal(jnp.log, jnp.log).assumed
+    mask = np.array([1.0, 0.0, 1.0], "f")[None]
+    pairs = [
+        (lambda x: jnp.log(-x), jnp.log),
+        (lambda x: mask * jnp.log(-x), lambda x: mask * jnp.log(x)),
+        (lambda x: 0.3 * jnp.log(x) + 0.700001 * jnp.log(x), jnp.log),
+    ]
+    for wrong, right in pairs:
+        with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+            equal(wrong, right, grad=False)
+
+
 # Of a sum with a logarithm the exps are compared, a level further than there are: everything was equal there.
 def test_a_logarithm_beside_the_last_exp_is_refused():
     def deep(x, y):
@@ -163,6 +196,15 @@ def test_integers_are_no_numbers(left, right):
 def test_what_a_float_decides_is_refused(pick):
     with pytest.raises(ValueError, match=r"(gather|cond) that a float decides at .* has none"):
         equal(pick, pick, grad=False)
+
+
+def test_what_a_gather_reads_out_of_bounds():
+    at = np.array([[2, 3, 0]])
+    equal(lambda x: x.at[:, at].get(mode="fill", fill_value=0), lambda x: jnp.pad(x, ((0, 0), (0, 1)))[:, at])
+    for fill, read in ((None, jnp.iinfo(jnp.int32).min), (7, 7)):
+        found = partial(jnp.arange(3).at[at].get, mode="fill", fill_value=fill)
+        wanted = np.array([[2, read, 0]], "f")
+        equal(partial(lambda found, x: x * found().astype("f"), found), partial(lambda wanted, x: x * wanted, wanted))
 
 
 def test_sums_of_any_length_and_of_nothing():

@@ -54,6 +54,30 @@ def cross_entropy(x: Any, head: Any, targets: Any) -> Any:
     return jax.nn.logsumexp(logits, -1) - chosen
 
 
+def smoothed(x: Any, head: Any, targets: Any) -> Any:
+    logs = jax.nn.logsumexp(x @ head, -1)
+    return 0.9 * cross_entropy(x, head, targets) + 0.1 * (logs - (x @ head).mean(-1)) + 0.01 * logs**2
+
+
+def twice(head: Any) -> Any:
+    return jnp.repeat(head.reshape(3, 4, 2), 2, 1).reshape(3, 16)
+
+
+def hits_of(nats: Any, hits: Any) -> Any:
+    return nats, hits.astype(nats.dtype)
+
+
+def mixture(places: int, x: Any, router: Any, w: Any, weights: Any) -> Any:
+    """Two experts for each token of positive weight; each has so many places in a sequence, first choices first."""
+    gates, chosen = jax.lax.top_k(jax.nn.softmax(x @ router), 2)
+    sent = jax.nn.one_hot(chosen, 4, dtype=int) * (weights > 0).astype(int)[..., None, None]  # [b, t, 2, E]
+    in_order = sent.swapaxes(1, 2).reshape(len(x), -1, 4)
+    kept = in_order * (jnp.cumsum(in_order, 1) <= places).astype(int)
+    kept = kept.reshape(len(x), 2, -1, 4).swapaxes(1, 2)
+    shares = gates / gates.sum(-1, keepdims=True)
+    return jnp.einsum("btk,btke,bted->btd", shares, kept.astype("f"), jnp.tanh(jnp.einsum("btd,edf->btef", x, w)))
+
+
 def rms_norm(x: Any, gain: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain[None]
 
@@ -75,6 +99,12 @@ CASES = {
     "all_gather varying": Case(lambda x: sk.all_gather(x, "a"), tiled, ROWS, ROWS),
     "reduce_scatter": Case(lambda x: sk.reduce_scatter(x, "a", dim=1), lambda x: blocks(x).sum(0), ROWS, COLUMNS),
     "all_to_all": Case(lambda x: sk.all_to_all(x, "a", split_dim=1, concat_dim=0), transposed, ROWS, ROWS),
+    "reduce_scatter of booleans": Case(
+        lambda x: sk.reduce_scatter(x > 0, "a", dim=1).astype("f"),
+        lambda x: (blocks(x) > 0).sum(0).astype("f"),
+        ROWS,
+        COLUMNS,
+    ),
     "shift": Case(lambda x: sk.shift(x, "a"), lambda x: jnp.roll(x, 2, 0), ROWS, ROWS),
     "shift without wrap": Case(
         lambda x: sk.shift(x, "a", by=-1, wrap=False), lambda x: jnp.concatenate([x[2:], 0 * x[:2]]), ROWS, ROWS
@@ -117,6 +147,24 @@ CASES = {
     "vocab_cross_entropy": Case(
         partial(layers.vocab_cross_entropy, axis="a"), cross_entropy, (P(), COLUMNS, P()), P(), LOGITS
     ),
+    "vocab_cross_entropy_and_hits, each column twice": Case(
+        lambda x, head, targets: hits_of(
+            *layers.vocab_cross_entropy_and_hits(x, jnp.concatenate([head, head], 1), targets, axis="a")
+        ),
+        lambda x, head, targets: hits_of(
+            cross_entropy(x, twice(head), targets), jnp.argmax(x @ twice(head), -1) == targets
+        ),
+        (P(), COLUMNS, P()),
+        P(),
+        LOGITS,
+    ),
+    "vocab_cross_entropy, smoothed": Case(
+        partial(layers.vocab_cross_entropy, axis="a", label_smoothing=0.1, z_loss=0.01),
+        smoothed,
+        (P(), COLUMNS, P()),
+        P(),
+        LOGITS,
+    ),
     "vocab_embed": Case(partial(layers.vocab_embed, axis="a"), lambda t, w: w[t], (P(), ROWS), P(), (TARGETS, x_48)),
     "sharded_rms_norm": Case(
         partial(layers.sharded_rms_norm, axis="a"), rms_norm, (COLUMNS, ROWS), COLUMNS, (x_48, GAIN)
@@ -129,6 +177,17 @@ CASES = {
         (x_48, GAIN, GAIN),
     ),
 }
+TOKENS = (np.zeros((4, 4, 3), np.float32), np.zeros((3, 4), np.float32), np.zeros((4, 3, 3), np.float32))
+for name, routing, places in (("capacity", layers.Capacity(0.5), 1), ("dropless", layers.Dropless(), 8)):
+    CASES[f"moe, {name}"] = Case(
+        lambda x, router, w, weights, routing=routing: layers.moe(
+            x, router, w, lambda w, x, dot: jnp.tanh(dot(x, w)), "a", routing=routing, weights=weights
+        )[0],
+        partial(mixture, places),
+        (ROWS, P(), ROWS, ROWS),
+        ROWS,
+        (*TOKENS, np.zeros((4, 4), np.float32)),
+    )
 for both in (False, True):
     way = "bidirectional ring" if both else "ring"
     CASES |= {

@@ -1,20 +1,24 @@
 """Training steps equal one device's for all parameters, weights and floats of a batch: plans, meshes, pipelines."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
+from shardkit import testing
 from shardkit.testing import Row
 from shardkit.testing.exact.law import equal_for_all_inputs
 from shardkit.testing.one_device import Reference, Training
 from shardkit.testing.program import Program
-from support import conformance, rows
+from support import conformance, pipelines, rows
 from support.conformance import MESH_CONFIGS, MESH_MODELS, MODELS, PLANS, mesh_rows
+from support.pipelines import PIECES, make_batch, make_params, pipelined_grad, unpipelined
 from support.training import lenient
 
 KEY, EXPLICIT = jax.random.key(5), AxisType.Explicit
@@ -90,6 +94,78 @@ def test_options_of_a_step(options):
     model, plan = MODELS[0], sk.fsdp("fsdp", min_size=1)
     grad_fn = sk.value_and_grad(model.loss(None))
     holds(Row({"fsdp": 4}, plan, **options), grad_fn, grad_fn, model.params(), [model.batch(i) for i in range(2)])
+
+
+SCHEDULES = (*pipelines.BUILDERS, "from_csv")
+FORMS = [(mode, recompute) for mode in ("masked", "branch") for recompute in (True, False)]
+# Stages and microbatches: fewer than stages, as many, more.
+SIZES = [(2, 3), (3, 4), (2, 2), (4, 3), (2, 4)]
+# Of every schedule one form and size, all of which are there.
+EACH = [f"{name}-{'-'.join(map(str, FORMS[i % 4]))}" for i, name in enumerate(SCHEDULES)]
+
+
+# proves N49, S80, F36, F37, F38, F42: unequal weights, dropout, tied embeddings, two chunks where one may choose
+@pytest.mark.quick(*EACH)
+@pytest.mark.parametrize(("mode", "recompute"), FORMS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_form_of_every_schedule(name, mode, recompute):
+    p, m = SIZES[(FORMS.index((mode, recompute)) + SCHEDULES.index(name)) % len(SIZES)]
+    schedule = pipelines.make(name, p, m, 2)
+    how = {"layer_numbers": True, "mode": mode, "recompute": recompute}
+    grad_fn, alone = pipelined_grad(*PIECES, schedule, "stage", **how), sk.value_and_grad(unpipelined(PIECES))
+    params, batch = make_params(p * schedule.chunks), make_batch(2 * m)
+    holds(Row({"stage": p}, sk.pp("stage")), grad_fn, alone, params, [batch])
+
+
+# proves N49: a model at full size is one that is proved in a second, and only what it was written for stays
+def test_small_arguments_of_a_large_model():
+    def loss(params, batch, keys):
+        x = params["embed"][batch["tokens"]]
+        for w in params["layers"]:
+            q, k, v = jnp.split(x @ w["qkv"], 3, -1)
+            heads = [z.reshape(*z.shape[:-1], 8, -1) for z in (q, k, v)]
+            x += jax.nn.dot_product_attention(*heads, is_causal=True).reshape(x.shape)
+        return sk.Mean.of(-jax.nn.log_softmax(x @ params["embed"].T)[..., 0], batch["weights"])
+
+    d, tokens = 4096, np.arange(32 * 2048).reshape(32, 2048)
+    layers = [{"qkv": jax.ShapeDtypeStruct((d, 3 * d), np.float32)}] * 2
+    params = {"embed": jax.ShapeDtypeStruct((32_000, d), np.float32), "layers": layers}
+    batch = {"tokens": tokens - 1, "weights": jax.ShapeDtypeStruct(tokens.shape, np.float32)}
+    (params, batch, _), said = testing.small(loss, (params, batch, jax.random.split(KEY, 32)), multiple=2)
+    assert said == "small: dims of 32 are 4, of 2048 are 6, of 4096 are 16, of 12288 are 48, of 32000 are 8"
+    assert batch["tokens"][1].tolist() == [3, 0, 1, 2, 3, 0] and batch["tokens"][0, 0] == -1
+    params, batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params), batch | {"weights": np.ones((4, 6), "f")}
+    grad_fn = sk.value_and_grad(loss)
+    holds(
+        Row({"data": 2, "fsdp": 2}, sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1))),
+        grad_fn,
+        grad_fn,
+        params,
+        [batch],
+    )
+
+    assert testing.small(lambda x: x.reshape(96), (np.ones(96),))[1] == "small: no dim could shrink"
+    stays = testing.small(lambda x, y: (x.reshape(96), y), (np.ones(96), np.ones(9)))
+    assert stays[1] == "small: dims of 9 are 2; 96 stayed" and stays[0][1].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        (["right"], "the metric right of step 0 is not"),
+        ([], r"metrics must be .*; the mesh returns no 'right'\. Return"),
+    ],
+)
+def test_a_metric_that_is_not_one_devices(names, wrong):
+    model = MODELS[0]
+
+    def loss(names, factor, params, batch, keys):
+        mean, _ = model.loss(None)(params, batch, keys)
+        return mean, {name: mean._replace(total=factor * mean.total) for name in names}
+
+    grad_fns = [sk.value_and_grad(functools.partial(loss, *each)) for each in ((names, 1 + 1e-6), (["right"], 1))]
+    with pytest.raises(AssertionError, match=wrong):
+        holds(Row({"data": 2}, sk.dp("data")), *grad_fns, model.params(), [model.batch(0)])
 
 
 def test_a_relative_error_of_a_part_in_10_to_the_12_is_found():
