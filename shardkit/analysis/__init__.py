@@ -16,7 +16,26 @@ from shardkit.analysis.profiling.timings import Profile, Timing
 from shardkit.analysis.rules import RULES, Finding, Rule
 
 __all__ = [
-    "RULES", "Audit", "Census", "CensusRow", "Collective", "Compiled", "Explanation", "Finding", "Profile", "Reason",
-    "Rule", "Timing", "aot", "audit", "census", "collective", "compiled", "expects", "explain", "lint", "profile",
+    "RULES",
+    "Audit",
+    "Census",
+    "CensusRow",
+    "Collective",
+    "Compiled",
+    "Explanation",
+    "Finding",
+    "Profile",
+    "Reason",
+    "Rule",
+    "Timing",
+    "aot",
+    "audit",
+    "census",
+    "collective",
+    "compiled",
+    "expects",
+    "explain",
+    "lint",
+    "profile",
     "trace",
-]  # fmt: skip
+]

@@ -14,8 +14,24 @@ from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_cross_entropy_
 from shardkit.layers.zigzag import positions, zigzag
 
 __all__ = [
-    "Capacity", "Dropless", "column_linear", "device_major_qkv", "dot_attention", "local_groups", "moe", "positions",
-    "ring_attention", "route", "routing_stats", "row_linear", "sharded_layer_norm", "sharded_moments",
-    "sharded_rms_norm", "ulysses_attention", "vocab_cross_entropy", "vocab_cross_entropy_and_hits", "vocab_embed",
+    "Capacity",
+    "Dropless",
+    "column_linear",
+    "device_major_qkv",
+    "dot_attention",
+    "local_groups",
+    "moe",
+    "positions",
+    "ring_attention",
+    "route",
+    "routing_stats",
+    "row_linear",
+    "sharded_layer_norm",
+    "sharded_moments",
+    "sharded_rms_norm",
+    "ulysses_attention",
+    "vocab_cross_entropy",
+    "vocab_cross_entropy_and_hits",
+    "vocab_embed",
     "zigzag",
-]  # fmt: skip
+]

@@ -33,6 +33,21 @@ from shardkit.schedules.zero_bubble_h1 import zero_bubble_h1
 from shardkit.schedules.zero_bubble_v import zero_bubble_v
 
 __all__ = [
-    "FIELDS", "MOVES", "Action", "Schedule", "Segment", "Slots", "Stages", "Table", "Timeline", "breadth_first",
-    "dualpipe_v", "gpipe", "interleaved", "lockstep", "one_f_one_b", "zero_bubble_h1", "zero_bubble_v",
-]  # fmt: skip
+    "FIELDS",
+    "MOVES",
+    "Action",
+    "Schedule",
+    "Segment",
+    "Slots",
+    "Stages",
+    "Table",
+    "Timeline",
+    "breadth_first",
+    "dualpipe_v",
+    "gpipe",
+    "interleaved",
+    "lockstep",
+    "one_f_one_b",
+    "zero_bubble_h1",
+    "zero_bubble_v",
+]
