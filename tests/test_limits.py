@@ -17,21 +17,21 @@ PACKAGE = ROOT / "shardkit"
 
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
-    "collectives *": 2940,  # a paragraph at each seam, here and in layers, on_device and pipelines
-    "layers *": 1940,
+    "collectives *": 2960,  # a paragraph at each seam, here and in layers, on_device and pipelines
+    "layers *": 1950,
     "on_device *": 2550,  # weights that count once on each device: in a sum of means, and beside parts of examples
     "pipelines *": 1570,
     "plans *": 1210,
     "remat *": 620,
-    "schedules *": 1300,
+    "schedules *": 1320,
     "steps *": 1560,
     "strategies *": 1070,
     "testing *": 5740,  # any multiple of a logarithm; small, which makes a step at full size one that is proved
     "": 60,
     "_arguments": 600,  # keys that jax cannot sort
     "_jax": 1170,  # the registry of primitives, with what emulates each and why its gradient is sent
-    "analysis": 5930,  # what a step raises, in one sentence of audit or report
-    "bench": 2500,
+    "analysis": 5950,  # what a step raises, in one sentence of audit or report
+    "bench": 2520,
     "cli": 2420,  # prove; what stood beside the package while that imported jax: the list of commands
     "cost": 1460,
     "jobs": 2100,
@@ -40,7 +40,7 @@ LIMITS = {
     "planner": 720,  # a candidate's mesh and plan
     "reporting": 280,
     "resharding": 870,
-    "runtime": 4020,
+    "runtime": 4060,
     "viz": 1380,
 }
 
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 45_700
+    assert sum(found.values()) <= 45_900
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 
