@@ -30,10 +30,11 @@ _SECONDS = {"element": 4e-8, "product": 4e-9, "equation": 2e-4}
 _SEEDS = 8
 
 ASSUMED = (
-    "numbers are real: nothing is said about rounding, overflow or the compiler",
+    "numbers are real: nothing is said about rounding, overflow, the compiler, or where a divisor is zero",
     "a float constant is the simplest rational that rounds to it",
-    "constants of -1e9 and less are minus infinity",
-    "comparisons follow random orders in which any two numbers stand both ways: a branch behind several may be missed",
+    "constants beyond 1e9 and -1e9 are infinite",
+    "comparisons follow random orders in which any two numbers stand both ways: a branch behind several, or a "
+    "threshold at another constant, may be missed",
     "functions of different arguments have independent values",
 )
 # Of logarithms that are multiplied.
@@ -269,7 +270,10 @@ def symbol(field: Field, name: str, x: Any) -> Operand:
     if is_float(x):
         return field.drawn(name, np.shape(x))
     if isinstance(x, jax.ShapeDtypeStruct):
-        return np.zeros(x.shape, x.dtype)
+        raise UnprovableError(
+            "assert_equal_for_all_inputs: integers, booleans and keys must be given, because a proof holds for their "
+            f"values; got the shape {x.dtype}{list(x.shape)}. Pass an array."
+        )
     return held(x)
 
 

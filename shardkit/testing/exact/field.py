@@ -12,7 +12,8 @@ that programs rely on hold exactly:
 - `max`, sorts and comparisons follow a random total order in which x < y when -y < -x, and what is known to be positive
   is above zero. They are decided for all points at once, so that every mask is an array of booleans. Of any two
   numbers each is above the other in one of a field's four orders at least, unless their signs decide.
-- Constants of -1e9 and less are minus infinity: exp gives 0, `max` the other.
+- Constants beyond 1e9 and -1e9 are infinite, also plus a number or times one of known sign: exp of minus infinity is 0,
+  `max` the other. In all else they are numbers like any other, so that what is added and taken away cancels.
 - Any other function is a random one, "uninterpreted": equal arguments have equal values, nothing else is known.
 """
 
@@ -89,8 +90,8 @@ class Exact:
 
     The leading dim of `number` and `factor` has their components, prime by prime and point by point. That of `facts`
     has what is known of each element, in rows: its sign, 1 where it is not negative and -1 where it is not positive;
-    whether it is minus infinity; and how many of the lowest primes exps have used up on its way, in the number and in
-    the factor. The components of those have no meaning.
+    whether it is minus infinity (-1) or plus (1); and how many of the lowest primes exps have used up on its way, in
+    the number and in the factor. The components of those have no meaning.
 
     Attributes:
         number: uint64 [components, ...].
@@ -115,9 +116,14 @@ class Exact:
         return self.facts[0]
 
     @property
+    def infinite(self) -> np.ndarray:
+        """int8 [...]."""
+        return self.facts[1]
+
+    @property
     def low(self) -> np.ndarray:
         """bool [...], whether it is minus infinity."""
-        return self.facts[1] > 0
+        return self.facts[1] < 0
 
     @property
     def used(self) -> np.ndarray:
@@ -135,13 +141,13 @@ class Exact:
 
     def signed(self, sign: int) -> Exact:
         """The same, known to have a sign."""
-        return replace(self, facts=facts(self.shape, sign, self.low, *self.used))
+        return replace(self, facts=facts(self.shape, sign, self.infinite, *self.used))
 
 
-def facts(shape: Sequence[int], sign: Any = 0, low: Any = False, used: Any = 0, factor_used: Any = 0) -> np.ndarray:
+def facts(shape: Sequence[int], sign: Any = 0, infinite: Any = 0, used: Any = 0, factor_used: Any = 0) -> np.ndarray:
     """The facts of an array of this shape."""
     rows = np.empty((4, *shape), np.int8)
-    for number, value in enumerate((sign, low, used, factor_used)):
+    for number, value in enumerate((sign, infinite, used, factor_used)):
         rows[number] = value
     return rows
 
@@ -226,17 +232,18 @@ class Field:
         table = np.stack([self._constant(each, x.dtype) for each in values], 1) if values.size else self.moduli[:, None]
         number = np.take(table, where.reshape(-1), 1).reshape(len(table), *x.shape)
         wide = np.asarray(values, np.float64)
-        low = wide <= -INFINITE
+        infinite = np.where(wide <= -INFINITE, -1, (wide >= INFINITE) & jnp.issubdtype(x.dtype, jnp.floating))
         sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
         return Exact(
-            number, facts(x.shape, np.take(sign, where.reshape(x.shape)), np.take(low, where.reshape(x.shape)))
+            number, facts(x.shape, np.take(sign, where.reshape(x.shape)), np.take(infinite, where.reshape(x.shape)))
         )
 
     def _constant(self, value: Any, dtype: Any) -> np.ndarray:
         known = (value.item(), str(dtype))
         if known not in self._constants:
-            if not np.isfinite(np.asarray(value, np.float64)) or float(value) <= -INFINITE:
-                self._constants[known] = self.salt(f"constant {value}") % self.moduli
+            if not np.isfinite(np.asarray(value, np.float64)):
+                number = self.salt(f"constant {abs(value)}") % self.moduli
+                self._constants[known] = self.moduli - number if float(value) < 0 else number
             else:
                 ratio = simplest(float(value), dtype) if jnp.issubdtype(dtype, jnp.floating) else Fraction(int(value))
                 residues = [ratio.numerator * pow(ratio.denominator, -1, int(p)) % int(p) for p in self.moduli]
@@ -252,7 +259,7 @@ class Field:
         if not one.all():
             self.logs = True
             number = (number + self.p(number) - self._logarithms(self.inverted(x.factor, x.used[1]))) % self.p(number)
-        return Exact(number, facts(x.shape, 0, x.low, used), degree=x.degree.plus(INPUT))
+        return Exact(number, facts(x.shape, 0, x.infinite, used), degree=x.degree.plus(INPUT))
 
     def _logarithms(self, x: np.ndarray) -> np.ndarray:
         """Of numbers the logarithms, each from the component one prime higher; those of the highest mean nothing."""
@@ -281,7 +288,7 @@ class Field:
         used = plain[0].used[0]
         for x in plain[1:]:
             used = np.maximum(used, x.used[0])
-        return Exact(number, facts(number.shape[1:], sign, False, used), degree=INPUT)
+        return Exact(number, facts(number.shape[1:], sign, 0, used), degree=INPUT)
 
     def bits(self, x: Exact) -> Exact:
         """Uninterpreted integers, from which `of_bits` comes back: what is sent as bits arrives."""
@@ -316,20 +323,18 @@ class Field:
         if factor is not None:
             factor = np.broadcast_to(factor, number.shape)
         sign = np.where(x.sign == y.sign, x.sign, 0)
-        known = facts(number.shape[1:], sign, x.low | y.low, *np.maximum(x.used, y.used))
+        infinite = np.clip(x.infinite + y.infinite, -1, 1)
+        known = facts(number.shape[1:], sign, infinite, *np.maximum(x.used, y.used))
         return Exact(number, known, factor, x.degree.plus(y.degree))
 
     def negative(self, x: Exact) -> Exact:
-        """-x; of minus infinity itself, which is never meant."""
+        """-x."""
         p = self.p(x.number)
         factor = None if x.factor is None else self.inverted(x.factor, x.used[1])
-        return replace(x, number=(p - x.number) % p, facts=facts(x.shape, -x.sign, x.low, *x.used), factor=factor)
+        return replace(x, number=(p - x.number) % p, facts=facts(x.shape, -x.sign, -x.infinite, *x.used), factor=factor)
 
     def sub(self, x: Exact, y: Exact) -> Exact:
-        """x - y; minus infinity is 0 as a subtrahend."""
-        if y.low.any():
-            number = np.where(y.low, np.uint64(0), y.number)
-            y = replace(y, number=number, facts=facts(y.shape, y.sign, False, *np.where(y.low, 0, y.used)))
+        """x - y."""
         return self.add(x, self.negative(y))
 
     def mul(self, x: Exact, y: Exact) -> Exact:
@@ -340,19 +345,22 @@ class Field:
                 factor = self.power(one.factor, abs(times))
                 factor = self.inverted(factor, one.used[1]) if times < 0 else factor
                 number = one.number * other.number % self.p(one.number)
-                known = facts(number.shape[1:], 0, one.low, *one.used)
+                known = facts(number.shape[1:], 0, one.infinite * np.sign(times), *one.used)
                 return Exact(number, known, np.broadcast_to(factor, number.shape), one.degree)
             if one.factor is not None and other.factor is None and not other.degree.total:
                 ones = (other.number == 1).all(0)
                 if (ones | (other.number == 0).all(0)).all():  # a mask
                     factor, number = np.where(ones, one.factor, np.uint64(1)), one.number * other.number
-                    return Exact(number, facts(number.shape[1:], 0, one.low, *one.used), factor, one.degree)
+                    return Exact(number, facts(number.shape[1:], 0, one.infinite * ones, *one.used), factor, one.degree)
         x, y = self.plain(x), self.plain(y)
         number = x.number * y.number % self.p(x.number)
         used = np.maximum(x.used[0], y.used[0])
-        return Exact(
-            number, facts(number.shape[1:], x.sign * y.sign, x.low | y.low, used), degree=x.degree.times(y.degree)
-        )
+        infinite: Any = 0
+        if x.infinite.any() or y.infinite.any():  # times a number of no known sign it is one itself, and not infinite
+            signs = [np.where((z.number == 0).all(0), 0, np.where(z.infinite, z.infinite, z.sign)) for z in (x, y)]
+            infinite = np.where((x.infinite != 0) | (y.infinite != 0), signs[0] * signs[1], 0)
+        known = facts(number.shape[1:], x.sign * y.sign, infinite, used)
+        return Exact(number, known, degree=x.degree.times(y.degree))
 
     def whole(self, x: Exact) -> int | None:
         """The one small whole number that every element is; None if there is none."""
@@ -383,7 +391,7 @@ class Field:
             self._divisions += 1
             weight = x.degree.total * x.number[0].size
             degree = Degree(1, {**x.degree.inverses, self._divisions: (1, weight)})
-        return Exact(self.inverted(x.number, x.used[0]), facts(x.shape, x.sign, False, x.used[0]), degree=degree)
+        return Exact(self.inverted(x.number, x.used[0]), facts(x.shape, x.sign, 0, x.used[0]), degree=degree)
 
     def inverted(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
         """The inverses of numbers: of all of them at the price of one, by the products of a tree."""
@@ -422,7 +430,9 @@ class Field:
         if factor is not None:
             for dim in sorted(behind, reverse=True):
                 factor = self._product(factor, dim, keep)
-        known = facts(number.shape[1:], np.where(positive, 1, np.where(negative, -1, 0)), *most[1:])
+        over = tuple(dims)
+        infinite = x.infinite.max(over, keepdims=keep, initial=0) + x.infinite.min(over, keepdims=keep, initial=0)
+        known = facts(number.shape[1:], np.where(positive, 1, np.where(negative, -1, 0)), infinite, *most[2:])
         return Exact(number % self.p(number), known, factor, x.degree)
 
     def _product(self, x: np.ndarray, dim: int, keep: bool) -> np.ndarray:
@@ -444,7 +454,7 @@ class Field:
         same = [bool(np.all(x.sign == s) and np.all(y.sign == t)) for s, t in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
         sign = 1 if same[0] or same[3] else -1 if same[1] or same[2] else 0
         used = np.maximum(x.used[0].max(-1, keepdims=True, initial=0), y.used[0].max(-2, keepdims=True, initial=0))
-        return Exact(number, facts(number.shape[1:], sign, False, used), degree=x.degree.times(y.degree))
+        return Exact(number, facts(number.shape[1:], sign, 0, used), degree=x.degree.times(y.degree))
 
     # Functions
 
@@ -465,7 +475,7 @@ class Field:
             used, degree = np.maximum(used, x.used[1]), degree.times(x.degree)
         result = np.where(x.low, np.uint64(0), result)
         used = np.where(x.low, 0, np.minimum(used, LEVELS))
-        return Exact(result, facts(x.shape, 1, False, used), degree=degree)
+        return Exact(result, facts(x.shape, 1, 0, used), degree=degree)
 
     @cached_property
     def _generator(self) -> np.ndarray:
@@ -498,7 +508,7 @@ class Field:
         size = (magnitude >> np.uint64(1)).astype(np.int64) | 1
         size = size if self.order % 2 == 0 else np.iinfo(np.int64).max - size | 1
         key = np.where((top == 0).all(0), 0, np.where(negative, -size, size))
-        return np.where(x.low, _LOWEST, key)
+        return np.where(x.infinite == 0, key, np.where(x.low, _LOWEST, np.iinfo(np.int64).max))
 
     def where(self, mask: np.ndarray, x: Exact, y: Exact) -> Exact:
         """x where the mask [...] holds, else y."""

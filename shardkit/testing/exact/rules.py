@@ -42,6 +42,9 @@ def deciding(x: Operand, what: str) -> Known:
 
 
 def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
+    order = equation.params.get("dimensions") if equation.primitive.name == "reshape" else None
+    if order is not None:
+        part = part.transpose(*range(lead), *(lead + dim for dim in order))
     return part.reshape((*part.shape[:lead], *equation.outvars[0].aval.shape))
 
 
@@ -409,7 +412,7 @@ class Rules:
     def to_the(self, x: Exact, n: int) -> Exact:
         """x to a whole power."""
         x = self.field.plain(x)
-        known = facts(x.shape, 1 if n % 2 == 0 else x.sign, False, x.used[0])
+        known = facts(x.shape, 1 if n % 2 == 0 else x.sign, 0, x.used[0])
         result = Exact(self.field.power(x.number, abs(n)), known, degree=x.degree.to_the(abs(n)))
         return self.field.inverse(result) if n < 0 else result
 
@@ -430,7 +433,8 @@ class Rules:
         if field.shallow:
             return field.opaque("logistic", x, sign=1)
         one = field.lifted(np.ones((1,) * len(x.shape), np.float32))
-        return field.inverse(field.add(one, field.exp(field.negative(x))))
+        result = field.inverse(field.add(one, field.exp(field.negative(x))))
+        return field.where(x.low, field.lifted(np.zeros(x.shape, np.float32)), result)
 
     def shifted(self, equation: Any, x: Exact) -> Exact:
         """log1p, expm1 and one_minus_square."""
@@ -461,7 +465,7 @@ class Rules:
     def product(self, equation: Any, x: Exact) -> Exact:
         """reduce_prod."""
         for dim in sorted(self.dims(equation), reverse=True):
-            result = self.field.lifted(np.ones((), np.float32))
+            result = self.field.lifted(np.ones(x.shape[:dim] + x.shape[dim + 1 :], np.float32))
             for i in range(x.shape[dim]):
                 result = self.field.mul(result, x.row(dim, i))
             x = result
@@ -593,9 +597,11 @@ class Rules:
         )
         size = math.prod(own)
         places = jnp.arange(size, dtype=jnp.int32).reshape(own)
+        clips = equation.params["mode"] == lax.GatherScatterMode.CLIP
+        mode = "clip" if clips else "fill"  # what is out of bounds is written nowhere
 
         def where(at: Any) -> Any:
-            return lax.gather(places, jnp.asarray(at), reads, sizes, mode="fill", fill_value=size)
+            return lax.gather(places, jnp.asarray(at), reads, sizes, mode=mode, fill_value=size)
 
         lead = np.broadcast_shapes(*(x.shape[: self.rank] for x in (operand, indices, updates)))
         n = math.prod(lead)
@@ -619,7 +625,8 @@ class Rules:
         known = written(operand.facts, updates.facts, False)
         if adds:
             known[0] = (operand.sign == 1).all() and (updates.sign == 1).all()
-            known[1:] = np.maximum(known[1:], operand.facts[1:])
+            old, new = operand.infinite.astype(np.int64), updates.infinite.astype(np.int64)
+            known[1] = np.sign(written(old[None], new[None], True)[0])
             known[2] = max(operand.used[0].max(initial=0), updates.used[0].max(initial=0))
         return Exact(number % self.field.p(number), known, degree=operand.degree.plus(updates.degree))
 

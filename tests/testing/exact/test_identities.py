@@ -207,6 +207,48 @@ def test_what_a_gather_reads_out_of_bounds():
         equal(partial(lambda found, x: x * found().astype("f"), found), partial(lambda wanted, x: x * wanted, wanted))
 
 
+MASK = np.float32([[1, 0, 1]])
+
+
+# Minus infinity times what may be zero, taken from a number, or as a divisor is none: each was "proved".
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (lambda x, y: jnp.exp(x + (1 - y) * -1e9), lambda x, y: jnp.exp(2 * x + (1 - y) * -1e9)),
+        (lambda x: x - jnp.where(MASK > 0, -1e9, 0), lambda x: x),
+        (lambda x: jnp.exp(-(x - 1e9)), jnp.zeros_like),
+        (lambda x: (x - 1e9) / -1e9, lambda x: (3 * x - 1e9) / -1e9),
+        (lambda x: jnp.exp(x + MASK * -1e9), jnp.zeros_like),
+        (lambda x: x.at[:, np.array([2, 3])].add(1.0, mode="clip"), lambda x: x.at[:, np.array([2, 3])].add(1.0)),
+    ],
+)
+def test_what_is_not_minus_infinity(left, right):
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        equal(left, right, grad=False)
+
+
+def test_what_is_minus_infinity():
+    equal(lambda x: jnp.exp(x + MASK * -1e9), lambda x: (1 - MASK) * jnp.exp(x))
+    equal(lambda x: jnp.exp((x - 1e9) * jnp.exp(x)) + jax.nn.sigmoid(x - 1e9), jnp.zeros_like, grad=False)
+    equal(lambda x: jnp.exp((x - 1e9) - (2 * x - 1e9)), lambda x: jnp.exp(-x))
+    equal(lambda x: jnp.minimum(x, jnp.inf), lambda x: x)
+
+
+def test_products_over_dims():
+    equal(lambda x: jnp.prod(x, 1), lambda x: x[:, 0] * x[:, 1] * x[:, 2])
+
+
+def test_integers_must_be_given():
+    def both(x, i):
+        return x, i
+
+    args = jax.ShapeDtypeStruct((2,), np.float32), jax.ShapeDtypeStruct((2,), np.int32)
+    with pytest.raises(
+        ValueError, match=r"must be given, .* for their values; got the shape int32\[2\]\. Pass an array"
+    ):
+        assert_equal_for_all_inputs(both, both, mesh=sk.abstract_mesh(data=2), in_specs=P(), out_specs=P(), args=args)
+
+
 def test_sums_of_any_length_and_of_nothing():
     equal(lambda x, y: x @ y, lambda x, y: (x * y).sum(), shape=(2**16,), spec=P(), grad=False)
     equal(lambda x: x + x, lambda x: 2 * x, shape=(0,), spec=P())
