@@ -71,7 +71,7 @@ def test_the_builders_unused_keys_do_not_reach_the_compiled_step():
 def smoke(name, *words):
     """What a benchmark prints in its smallest run."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
