@@ -80,19 +80,15 @@ def test_a_split_encoder_equals_the_whole_one(sizes):  # proves S72, S75
     close(jax.jit(forward)(params(), batch()["x"]), encode(params(), batch()["x"]))
 
     plan = sk.chain(sk.tp("model", SPECS), *([sk.dp("data")] if rows else []))
-    init, step = sk.make_train_step(sk.value_and_grad(loss_fn("model")), optax.sgd(0.1), mesh=mesh, plan=plan)
-    state, w = init(params(), jax.random.key(0)), params()
-    for index in range(2):
-        state, metrics = step(state, batch(index))
-
-        def mean_loss(w, index=index):
-            loss = loss_fn(None)(w, batch(index), None)
-            return loss.total / loss.weight
-
-        value, grads = jax.jit(jax.value_and_grad(mean_loss))(w)
-        w = jax.tree.map(lambda p, g: p - jnp.float32(0.1) * g, w, grads)
-        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    close(state.params, w)
+    sk.testing.assert_same_training(
+        sk.value_and_grad(loss_fn("model")),
+        sk.value_and_grad(loss_fn(None)),
+        optax.sgd(0.1),
+        mesh=mesh,
+        plan=plan,
+        params=params(),
+        batches=[batch(0), batch(1)],
+    )
 
 
 def test_activations_gathered_between_layers_that_are_both_split_by_columns():  # proves S73

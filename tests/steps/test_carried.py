@@ -75,7 +75,8 @@ def carry(old, metrics, params):
     }
 
 
-def reference():
+@pytest.fixture(scope="module")
+def wanted():
     """Plain jax on one device: metrics and carried state after each step, and the parameters at the end."""
     loss_fn, optimizer = loss_of(lambda x: x), optax.sgd(0.1, momentum=0.9)
     params, carried, out = PARAMS, first(PARAMS), []
@@ -99,11 +100,6 @@ def reference():
         params, opt_state, carried, metrics = step(params, opt_state, carried, batch)
         out.append(jax.device_get((metrics, carried)))
     return out, jax.device_get(params)
-
-
-@pytest.fixture(scope="module")
-def wanted():
-    return reference()
 
 
 LAYERED = sk.fsdp("data", layerwise=("layers",), min_size=1)

@@ -280,29 +280,6 @@ def test_a_sharded_dim_is_not_taken_off(loss, dim):
         jax.eval_shape(step, init.abstract({"layers": [{"w": jnp.ones((4, 4, 4))}]}), jnp.ones((4, 4)))
 
 
-@pytest.mark.quick("fsdp")
-@pytest.mark.parametrize("plan", LAZY)
-def test_stop_gradient_freezes_a_lazy_leaf(plan):
-    """The first layer alone: its gradient is zero, and the other's that of plain arrays."""
-    layer = sk.gathered(lambda w, x: jnp.tanh(x @ w["w"]))
-
-    def loss(params, batch, keys):
-        first, second = (jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(2))
-        return sk.Mean.of(layer(second, layer(jax.lax.stop_gradient(first), batch)) @ params["head"])
-
-    rng = np.random.default_rng(0)
-    params = {"layers": {"w": rng.normal(size=(2, 4, 4)).astype("f")}, "head": np.ones((4, 1), "f")}
-    assert_same_training(
-        sk.value_and_grad(loss),
-        sk.value_and_grad(loss),
-        optax.sgd(1.0),
-        mesh=sk.make_mesh(jax.devices()[:2], d=2),
-        plan=LAZY[plan],
-        params=params,
-        batches=[rng.normal(size=(4, 4)).astype("f")],
-    )
-
-
 @pytest.mark.parametrize(
     "make, name",
     [
@@ -324,33 +301,46 @@ def test_what_a_plan_names_is_there(make, name):
         plan.layouts({"layers": {"w": jax.ShapeDtypeStruct((4, 16), jnp.float32)}}, sk.abstract_mesh(d=4))
 
 
-def test_unopened_leaves_may_be_carried_and_sliced():
-    """Two stacks of one, a scan and a checkpoint of one's own around `gathered`: the numbers of plain arrays."""
-    layer = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+def tanh_layer(w, x):
+    return jnp.tanh(x @ w)
 
-    def loss(params, batch, keys):
-        stack = params["layers"]
-        first, last = jax.tree.map(lambda leaf: leaf[:1], stack), jax.tree.map(lambda leaf: leaf[1:], stack)
-        x = sk.scan_layers(layer, first["w"], batch)
-        body = jax.checkpoint(lambda x, w: (sk.gathered(layer)(w, x), None))
-        x = jax.lax.scan(body, x, last["w"])[0]
-        one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, 1, 0, keepdims=False), stack)
-        return sk.Mean.of(sk.gathered(layer, keep=True)(one["w"], x) ** 2)
 
-    params = {"layers": {"w": 0.3 * np.random.default_rng(0).normal(size=(3, 16, 16)).astype("f")}}
-    batches = [np.random.default_rng(1).normal(size=(8, 16)).astype("f")] * 2
-    for plan in ("fsdp layerwise", "zero2 layerwise"):
-        mesh = sk.make_mesh(jax.devices()[:4], d=4)
-        with jax.numpy_dtype_promotion("standard"):
-            sk.testing.assert_same_training(
-                sk.value_and_grad(loss),
-                sk.value_and_grad(loss),
-                optax.sgd(0.1),
-                mesh=mesh,
-                plan=PLANS[plan](),
-                params=params,
-                batches=batches,
-            )
+LAYER = sk.gathered(tanh_layer)
+
+
+def sliced(params, batch, keys):
+    """Two stacks of one, a scan and a checkpoint of one's own around `gathered`, a layer that is kept."""
+    stack = params["layers"]
+    first, last = jax.tree.map(lambda leaf: leaf[:1], stack), jax.tree.map(lambda leaf: leaf[1:], stack)
+    x = sk.scan_layers(tanh_layer, first["w"], batch)
+    body = jax.checkpoint(lambda x, w: (LAYER(w, x), None))
+    x = jax.lax.scan(body, x, last["w"])[0]
+    one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, 1, 0, keepdims=False), stack)
+    return sk.Mean.of(sk.gathered(tanh_layer, keep=True)(one["w"], x) ** 2)
+
+
+def frozen(params, batch, keys):
+    """The first layer alone."""
+    first, second = (jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(2))
+    return sk.Mean.of(LAYER(second["w"], LAYER(jax.lax.stop_gradient(first)["w"], batch)) ** 2)
+
+
+@pytest.mark.quick("fsdp layerwise-sliced", "zero2 layerwise-sliced", "fsdp layerwise-frozen")
+@pytest.mark.parametrize("loss", [sliced, frozen])
+@pytest.mark.parametrize("plan", ["fsdp layerwise", "zero2 layerwise"])
+def test_unopened_leaves_may_be_carried_and_sliced_and_frozen(plan, loss):
+    """The numbers of plain arrays; the gradient of what is frozen is zero."""
+    rng = np.random.default_rng(0)
+    with jax.numpy_dtype_promotion("standard"):
+        assert_same_training(
+            sk.value_and_grad(loss),
+            sk.value_and_grad(loss),
+            optax.sgd(0.1),
+            mesh=sk.make_mesh(jax.devices()[:4], d=4),
+            plan=PLANS[plan](),
+            params={"layers": {"w": 0.3 * rng.normal(size=(3, 16, 16)).astype("f")}},
+            batches=[rng.normal(size=(8, 16)).astype("f")] * 2,
+        )
 
 
 def test_gathered_is_the_function_itself_on_plain_arrays():

@@ -143,7 +143,29 @@ CASES = {
     "ring attention, all": Case(
         partial(layers.ring_attention, axis="a", causal=False), partial(attention, causal=False), COLUMNS, COLUMNS, QKV
     ),
+    # Of each key and value two devices make gradients.
+    "ring attention, keys for all heads": Case(
+        partial(layers.ring_attention, axis="a"),
+        lambda q, k, v: jnp.concatenate([attention(half, k, v) for half in jnp.split(q, 2, 2)], 2),
+        (P(None, "a", "b"), COLUMNS, COLUMNS),
+        P(None, "a", "b"),
+        (QKV[0], *(x[:, :, :2] for x in QKV[1:])),
+        TWO,
+    ),
     "ulysses": Case(partial(layers.ulysses_attention, axis="a"), attention, COLUMNS, COLUMNS, QKV),
+    "ulysses inside a ring, zigzag": Case(
+        lambda *qkv: layers.zigzag(
+            layers.ulysses_attention(*layers.zigzag(qkv, "b", ulysses="a"), "a", ring="b", order="zigzag"),
+            "b",
+            ulysses="a",
+            inverse=True,
+        ),
+        attention,
+        P(None, ("b", "a")),
+        P(None, ("b", "a")),
+        QKV,
+        TWO,
+    ),
     "vocab_cross_entropy": Case(
         partial(layers.vocab_cross_entropy, axis="a"), cross_entropy, (P(), COLUMNS, P()), P(), LOGITS
     ),
