@@ -119,7 +119,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False)
                 piece = compat.all_gather_replicated(piece, over, at)
             else:
                 piece = lax.all_gather(piece, over, axis=at, tiled=True)
-        return _as_before(piece, leaf, dim)
+        return _with_unit_dims(piece, leaf, dim, at)
 
     return jax.tree.map(gather, x)
 
@@ -161,7 +161,7 @@ def reduce_scatter(x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "m
             # Under vmap jax scatters over one axis at a time; the major axis first.
             for axes in [names] if tracked.issuperset(names) else names:
                 piece = lax.psum_scatter(piece, axes, scatter_dimension=at, tiled=True)
-            piece = _as_before(piece, leaf, dim)
+            piece = _with_unit_dims(piece, leaf, dim, at)
         return piece / count if op == "mean" else piece
 
     return jax.tree.map(scatter, x)
@@ -178,10 +178,10 @@ def _without_unit_dims(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
     return lax.squeeze(x, left_out), dim - sum(d < dim for d in left_out)
 
 
-def _as_before(piece: jax.Array, x: jax.Array, dim: int) -> jax.Array:
-    """With the dims of size 1 that x has: its shape, but for the size of one dim."""
+def _with_unit_dims(piece: jax.Array, x: jax.Array, dim: int, at: int) -> jax.Array:
+    """With the dims of size 1 that x has: its shape, but for the size of `dim`, which is dim `at` of the piece."""
     shape = list(x.shape)
-    shape[dim] = -1
+    shape[dim] = piece.shape[at]
     return piece.reshape(shape)
 
 

@@ -52,7 +52,8 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
     def reduce(leaf: jax.Array) -> jax.Array:
         flat = jnp.pad(leaf.reshape(-1), (0, -leaf.size % count))
         # Three dims, because the TPU's compiler scatters no lone dim: it sums a flat array, and sends it twice.
-        rows = flat.reshape(count, -1, math.gcd(flat.size // count, 128))
+        columns = math.gcd(flat.size // count, 128)
+        rows = flat.reshape(count, flat.size // count // columns, columns)
         piece = basic.all_reduce(basic.reduce_scatter(rows, fast, op=op), slow, op=op)
         return basic.all_gather(piece, fast, replicated=True).reshape(-1)[: leaf.size].reshape(leaf.shape)
 

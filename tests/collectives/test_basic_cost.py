@@ -233,3 +233,20 @@ def test_on_a_tpu_a_scatter_stays_one():
         ("reduce_scatter", ("model",), 1),
         ("reduce_scatter", ("model",), 1),
     ]
+
+
+# Catches a shape that is derived from a size of 0.
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((8, 0), 0), ((1, 8, 1, 0), -3), ((0, 8), 1), ((8, 1, 1, 3), -4), ((8,), 0)]
+)
+def test_empty_arrays_and_dims_of_size_1_keep_their_shapes(shape, dim):
+    def kernel(x):
+        total = sk.hierarchical.all_reduce(x, "b", "a")
+        return sk.reduce_scatter(x, ("a", "b"), dim=dim), sk.all_gather(x, ("a", "b"), dim=dim), total
+
+    one, whole = list(shape), list(shape)
+    one[dim], whole[dim] = shape[dim] // 8, shape[dim] * 8
+    everywhere = jax.vmap(jax.vmap(kernel, axis_name="b", axis_size=2), axis_name="a", axis_size=4)
+    found = jax.eval_shape(everywhere, jax.ShapeDtypeStruct((4, 2, *shape), np.float32))
+    assert [x.shape[2:] for x in found] == [tuple(one), tuple(whole), shape]
