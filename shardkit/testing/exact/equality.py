@@ -295,8 +295,8 @@ def check_floats(where: str, shapes: Any) -> None:
 
 def check_size(where: str, traced: Sequence[Any], points: int, orders: Sequence[int], longest: float = 600.0) -> None:
     """Refuses programs that would take more than so many seconds."""
-    seconds, runs = 0.0, 1
-    largest: tuple[Any, str] = (0,), ""
+    seconds, runs, most = 0.0, 1, -1
+    largest: Any = None  # the equation, whose line takes longer to find than all else here
     for closed in traced:
         for site in walk(closed.jaxpr):
             if compat.inner_jaxprs(site.equation):
@@ -307,7 +307,8 @@ def check_size(where: str, traced: Sequence[Any], points: int, orders: Sequence[
             times = (site.times or 1) * devices
             shapes = [v.aval.shape for v in site.equation.outvars if hasattr(v.aval, "shape")]
             size = max((int(np.prod(shape)) for shape in shapes), default=0)
-            largest = max(largest, (shapes[0] if shapes else (), site.source), key=lambda each: int(np.prod(each[0])))
+            if size > most:
+                most, largest = size, site
             inner = 1
             if site.name == "dot_general":
                 contracted = site.equation.params["dimension_numbers"][0][0]
@@ -318,9 +319,10 @@ def check_size(where: str, traced: Sequence[Any], points: int, orders: Sequence[
             seconds += times * LEVELS * points * size * (_SECONDS["element"] + inner * _SECONDS["product"])
     seconds *= runs
     if seconds > longest:
+        shape = max((v.aval.shape for v in largest.equation.outvars if hasattr(v.aval, "shape")), key=np.prod)
         raise UnprovableError(
             f"{where}: shapes must be small, because a proof holds for all values and not for more shapes; these would "
-            f"take about {seconds / 60:,.0f} minutes, the largest array is {list(largest[0])} at {largest[1]}. Shrink "
+            f"take about {seconds / 60:,.0f} minutes, the largest array is {list(shape)} at {largest.source}. Shrink "
             "batch, sequence, widths and layers to a few elements per device, as testing.small does."
         )
 

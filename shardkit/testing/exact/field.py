@@ -228,7 +228,8 @@ class Field:
     def lifted(self, x: Any) -> Exact:
         """A constant array of floats, integers or booleans."""
         x = np.asarray(x)
-        values, where = np.unique(x, return_inverse=True)
+        one = x.reshape(-1), np.zeros(x.shape, np.int64)
+        values, where = np.unique(x, return_inverse=True) if x.size > 1 else one
         table = np.stack([self._constant(each, x.dtype) for each in values], 1) if values.size else self.moduli[:, None]
         number = np.take(table, where.reshape(-1), 1).reshape(len(table), *x.shape)
         wide = np.asarray(values, np.float64)

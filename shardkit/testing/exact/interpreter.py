@@ -33,6 +33,7 @@ _AS_THEY_ARE = {
     *("device_put", "sharding_constraint", "reshard", "mesh_cast"),
 }
 _QUIET = ("debug_callback", "debug_print")
+_HOLDING = ("shard_map", "scan", "while", "cond")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +74,7 @@ class Interpreter:
             if error.line in ("", "unknown"):
                 error.line = source_line(equation)
             raise
-        if not compat.inner_jaxprs(equation):
+        if self.seen is not None and not compat.inner_jaxprs(equation):
             self._tell(equation, operands, results)
         return results
 
@@ -92,6 +93,12 @@ class Interpreter:
             return [self._index(mesh_axes(equation))]
         if row.kind is not None:
             return self._collective(equation, operands)
+        if name in _QUIET:
+            return []
+        if name not in _HOLDING and name not in compat.CALLS:
+            if not any(isinstance(x, Exact) for x in operands):
+                return known(equation, operands, self.rank)
+            return Rules(self.field, self.rank)(equation, operands)
         inner = [
             ClosedJaxpr(sub, list(constants))
             for (_, sub), constants in zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
@@ -104,14 +111,8 @@ class Interpreter:
             return self._while(equation, operands)
         if name == "cond":
             return self._cond(equation, inner, operands)
-        if name in compat.CALLS and len(inner) == 1:
-            within = self if self.seen is None else replace(self, around=source_line(equation, self.around))
-            return within.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
-        if name in _QUIET:
-            return []
-        if not any(isinstance(x, Exact) for x in operands):
-            return known(equation, operands, self.rank)
-        return Rules(self.field, self.rank)(equation, operands)
+        within = self if self.seen is None else replace(self, around=source_line(equation, self.around))
+        return within.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
 
     # Devices
 
