@@ -24,22 +24,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-# p, 2p + 1, ... of a chain of eight primes (Cunningham's of the first kind); the product of two fits 64 bits.
-PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
-LEVELS = len(PRIMES)
+from shardkit.testing.exact.tower import LEVELS, PRIMES, logarithm, powers
+
 ORDERS = (0, 1, 2, 3)
 INFINITE = 1e9
 _LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
 _LOWEST = np.iinfo(np.int64).min
 _PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
-_SMALL_STEPS, _BITS = 2**19, np.uint64(2**22 - 1)
 
 
 class RedrawError(Exception):
@@ -268,9 +266,7 @@ class Field:
         for i, generator in enumerate(self._generator[self.points :].tolist()):
             level = i // self.points
             scale = pow(generator, -1, PRIMES[level])
-            row = [
-                _logarithm(level, value) * scale % PRIMES[level] for value in x[i + self.points].reshape(-1).tolist()
-            ]
+            row = [logarithm(level, value) * scale % PRIMES[level] for value in x[i + self.points].reshape(-1).tolist()]
             logs[i] = np.reshape(np.array(row, np.uint64), logs[i].shape)
         return logs
 
@@ -467,7 +463,7 @@ class Field:
         level = np.repeat(np.arange(1, LEVELS), self.points).reshape(-1, *[1] * len(x.shape))
         for number in range(4):
             digit = ((exponents >> np.uint64(8 * number)) & byte).astype(np.int64)
-            power = _powers()[level, number, digit]
+            power = powers()[level, number, digit]
             result[self.points :] = result[self.points :] * power % p[self.points :]
         used = x.used[0] + 1
         degree = INPUT if x.degree.total else CONSTANT
@@ -538,47 +534,6 @@ class Field:
         valid = self.valid(np.maximum(x.used[0], y.used[0]))
         equal = ((x.number == y.number) | ~valid).all(0)
         return np.asarray(np.where(x.low | y.low, x.low == y.low, equal))
-
-
-@cache
-def _powers() -> np.ndarray:
-    """By level, number of a byte and value of it: 4, which has order p modulo 2p + 1, to that power."""
-    table = np.ones((LEVELS, 4, 256), np.uint64)
-    for level, p in enumerate(PRIMES):
-        for number in range(4):
-            base = pow(4, 256**number, p)
-            for digit in range(1, 256):
-                table[level, number, digit] = int(table[level, number, digit - 1]) * base % p
-    return table
-
-
-@cache
-def _steps(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of small powers of 4 modulo a level's next prime the lowest bits, sorted with exponents; large ones, inverted."""
-    p, q = PRIMES[level : level + 2]
-    large = pow(4, -_SMALL_STEPS, q)
-    rows = []
-    for base, count in ((4, _SMALL_STEPS), (large, p // _SMALL_STEPS + 1)):
-        row = np.ones(1, np.uint64)
-        while len(row) < count:
-            row = np.concatenate([row, row * np.uint64(pow(base, len(row), q)) % np.uint64(q)])
-        rows.append(row[:count])
-    order = np.argsort(rows[0])
-    bits = np.zeros(int(_BITS) + 1, bool)
-    bits[rows[0] & _BITS] = True
-    return bits, rows[0][order], order, rows[1]
-
-
-@cache
-def _logarithm(level: int, value: int) -> int:
-    """Half of the exponent of 4 that gives the square of a number modulo the next prime, by baby and giant steps."""
-    p, q = PRIMES[level : level + 2]
-    bits, small, exponents, large = _steps(level)
-    wanted = np.uint64(value * value % q) * large % np.uint64(q)
-    near = np.flatnonzero(bits[wanted & _BITS])
-    at = np.minimum(np.searchsorted(small, wanted[near]), len(small) - 1)
-    found = int(np.flatnonzero(small[at] == wanted[near])[0])
-    return (int(near[found]) * _SMALL_STEPS + int(exponents[at[found]])) * (p + 1) // 2 % p
 
 
 def mixed(*words: Any) -> Any:
