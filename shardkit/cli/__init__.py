@@ -44,6 +44,7 @@ COMMANDS = (
     Command("doctor", "check this installation, its devices and every collective", "shardkit.cli.doctor"),
     Command("prove", "a kernel or a step against one device, for all inputs", "shardkit.cli.prove"),
     Command("audit", "what a function sends, and what hangs, is wrong or wasted", "shardkit.cli.audit"),
+    Command("plan", "the layouts of a model that fit a machine, and their code", "shardkit.cli.plan"),
     Command("aot", "compile a step for chips that are not attached", "shardkit.cli.aot"),
     Command("report", "a step as one HTML page, to read or to mail", "shardkit.cli.report"),
 )

@@ -8,6 +8,21 @@ from __future__ import annotations
 from shardkit.planner.advice import Advice, advise
 from shardkit.planner.candidates import Candidate, Layout, Model, table
 from shardkit.planner.estimate import estimate
-from shardkit.planner.search import search
+from shardkit.planner.reasons import explain
+from shardkit.planner.search import AXES, kinds, search
+from shardkit.planner.source import source_of
 
-__all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "estimate", "search", "table"]
+__all__ = [
+    "AXES",
+    "Advice",
+    "Candidate",
+    "Layout",
+    "Model",
+    "advise",
+    "estimate",
+    "explain",
+    "kinds",
+    "search",
+    "source_of",
+    "table",
+]

@@ -19,7 +19,8 @@ class Advice(NamedTuple):
     Attributes:
         given: the estimate of the layout.
         proposals: (change, candidate) of candidates that fit, each the fastest with that change. "fsdp": more fsdp ways
-            instead of data ways; "tensor": more tensor ways instead of either, with microbatches of the same size;
+            instead of data ways; "context": sequences split instead of examples; "tensor": more tensor ways instead of
+            either, with microbatches of the same size;
             "accumulate" and "remat": more of it. If none of these is enough, "together": the fastest layout on the same
             number of chips; if none fits there, "chips": the fastest on the smallest number of chips, doubled from the
             layout's, that has one. Empty if the layout fits.
@@ -87,14 +88,14 @@ def advise(
         return estimate(model, layout, memory_share=memory_share, efficiency=efficiency, **job)
 
     def fitting(chips: int) -> list[Candidate]:
-        return ranked(map(judged, layouts(model, chip=chip, chips=chips, batch=batch)))
+        return ranked(map(judged, layouts(model, chip=chip, chips=chips, batch=batch, sequence=sequence)))
 
     given = judged(layout)
     found: list[tuple[str, Candidate]] = []
     if not given.fits:
         chips = layout.chips
         every = fitting(chips)
-        for name in ("fsdp", "tensor", "accumulate", "remat"):
+        for name in ("fsdp", "context", "tensor", "accumulate", "remat"):
             found += [(name, c) for c in every if _change(layout, c.layout) == name][:1]
         if not found and every:
             found = [("together", every[0])]
@@ -114,6 +115,8 @@ def advise(
 def _change(a: Layout, b: Layout) -> str:
     """The one change that leads from one layout to another, as in `Advice.proposals`; "" if it takes several."""
     changed = {name for name in a._fields if getattr(a, name) != getattr(b, name)}
+    if changed & {"context", "expert", "stage"}:
+        return "context" if b.context > a.context and changed <= {"data", "fsdp", "context"} else ""
     if b.tensor > a.tensor and "remat" not in changed:
         # a microbatch of a replica has as many sequences
         alike = b.data * b.fsdp * b.accumulate == a.data * a.fsdp * a.accumulate

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,11 @@ from shardkit.meshes.mesh import make_mesh
 from shardkit.models import transformer
 from shardkit.on_device.gradient import GradFn, value_and_grad
 from shardkit.plans.plan import Plan, chain
+from shardkit.schedules import Schedule, interleaved, one_f_one_b
+from shardkit.strategies.context import cp
 from shardkit.strategies.data import dp
+from shardkit.strategies.expert import ep
+from shardkit.strategies.pipeline import pipeline
 from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp
 
@@ -43,6 +48,14 @@ class Model(NamedTuple):
     ffn: int | None = None
     gated: bool = True
     tied: bool = False
+    head_size: int | None = None
+    experts: int = 0
+    top_k: int = 2
+
+    @property
+    def head(self) -> int:
+        """The width of a head."""
+        return self.hidden // self.heads if self.head_size is None else self.head_size
 
     @property
     def width(self) -> int:
@@ -74,6 +87,11 @@ class Layout(NamedTuple):
         tensor: tensor-parallel ways, with sequence parallelism.
         accumulate: microbatches per step.
         remat: what the backward recomputes: "none", "selective" (the attention scores) or "full" (each layer).
+        context: ways over which each sequence is split, with ring attention in zigzag order.
+        expert: ways over which the experts are split; they split the batch too.
+        stage: stages of a pipeline, which runs 1F1B and recomputes each stage from its input.
+        chunks: chunks of layers on each stage, which the pipeline interleaves.
+        microbatches: microbatches of the pipeline, of each of the `accumulate` ones.
     """
 
     data: int = 1
@@ -81,20 +99,56 @@ class Layout(NamedTuple):
     tensor: int = 1
     accumulate: int = 1
     remat: str = "none"
+    context: int = 1
+    expert: int = 1
+    stage: int = 1
+    chunks: int = 1
+    microbatches: int = 1
 
     @property
     def chips(self) -> int:
         """Number of chips."""
-        return self.data * self.fsdp * self.tensor
+        return math.prod(self._ways().values())
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the mesh axes "data", "fsdp" and "model", without those of size 1 (but one axis at least)."""
-        sizes = {"data": self.data, "fsdp": self.fsdp, "model": self.tensor}
-        return {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
+        """Sizes of the mesh axes, without those of size 1 (but one axis at least); the last has the nearest chips."""
+        return {name: size for name, size in self._ways().items() if size > 1} or {"data": 1}
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the examples of a step are split: over devices, and one after the other."""
+        return self.data * self.fsdp * self.expert * self.accumulate * self.microbatches
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The pipeline's schedule; None without stages."""
+        if self.stage == 1:
+            return None
+        if self.chunks == 1:
+            return one_f_one_b(self.stage, self.microbatches)
+        return interleaved(self.stage, self.microbatches, self.chunks)
+
+    def _ways(self) -> dict[str, int]:
+        return {
+            "stage": self.stage,
+            "data": self.data,
+            "fsdp": self.fsdp,
+            "expert": self.expert,
+            "context": self.context,
+            "model": self.tensor,
+        }
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self._asdict().items())
+        return " ".join(f"{name}={getattr(self, name)}" for name in columns([self]))
+
+
+_SELDOM = ("context", "expert", "stage", "chunks", "microbatches")
+
+
+def columns(layouts: Collection[Layout]) -> list[str]:
+    """The fields by which layouts are shown: without axes that all of them do without."""
+    return [name for name in Layout._fields if name not in _SELDOM or any(getattr(each, name) > 1 for each in layouts)]
 
 
 class Candidate(NamedTuple):
@@ -110,6 +164,8 @@ class Candidate(NamedTuple):
         hidden_seconds: time of FSDP and data-parallel communication, which can overlap with compute.
         exposed_seconds: time of tensor-parallel communication, which cannot.
         mfu: model FLOPs utilization, a fraction.
+        by_axis: (axis of the layout, seconds on its wire, hidden or not).
+        bubble: idle time of the pipeline over its work, a fraction; it is part of the compute and exposed seconds.
     """
 
     model: Model
@@ -121,6 +177,8 @@ class Candidate(NamedTuple):
     hidden_seconds: float
     exposed_seconds: float
     mfu: float
+    by_axis: tuple[tuple[str, float], ...] = ()
+    bubble: float = 0.0
 
     @property
     def bytes(self) -> float:
@@ -165,9 +223,15 @@ class Candidate(NamedTuple):
             plans.append(dp("data"))
         if layout.fsdp > 1:
             plans.append(fsdp("fsdp", layerwise=("layers",)))
+        if layout.expert > 1:
+            plans.append(ep("expert"))
+        if layout.context > 1:
+            plans.append(cp("context"))
         if layout.tensor > 1:
             rules = transformer.tensor_rules(self.config(), "model", layout.tensor) if rules is None else rules
             plans.append(tp("model", rules, sequence=True))
+        if layout.schedule is not None:
+            plans.append(pipeline(layout.schedule, "stage").plan)
         return chain(*plans)
 
     def config(self) -> transformer.Config:
@@ -190,13 +254,21 @@ class Candidate(NamedTuple):
             kv_heads=model.kv_heads,
             hidden=model.width,
             tied=model.tied,
+            experts=model.experts,
+            top_k=model.top_k,
             remat="full" if self.layout.remat == "full" else None,
         )
 
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""
-        axes = transformer.Axes(model="model", sequence=True) if self.layout.tensor > 1 else transformer.ONE_DEVICE
-        return value_and_grad(transformer.loss_fn(self.config(), axes))
+        config, schedule = self.config(), self.layout.schedule
+        inside = {name: name for name in ("model", "context", "expert", "stage") if name in self.layout.axes}
+        axes = transformer.Axes(**inside, sequence="model" in inside)
+        if schedule is None:
+            return value_and_grad(transformer.loss_fn(config, axes))
+        pipe = pipeline(schedule, "stage")
+        grad_fn = pipe.value_and_grad(*transformer.pieces(config, axes), layer_numbers=True)
+        return transformer.in_order(grad_fn, axes)
 
 
 def of_kind(model: Model, *layouts: Layout) -> None:
@@ -244,13 +316,14 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
         raise ValueError(
             f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Pass as many, or none."
         )
+    shown = columns([each.layout for each in candidates])
     figures = ["state GB", "activations GB", "compute ms", "hidden ms", "exposed ms", "step ms", "MFU %"]
-    rows = [[*([""] if names else []), *Layout._fields, *figures]]
+    rows = [[*([""] if names else []), *shown, *figures]]
     for i, c in enumerate(candidates):
         times = (c.compute_seconds, c.hidden_seconds, c.exposed_seconds, c.seconds)
         rows.append(
             ([names[i]] if names else [])
-            + [str(value) for value in c.layout]
+            + [str(getattr(c.layout, name)) for name in shown]
             + [gigabytes(c.state_bytes), gigabytes(c.activation_bytes)]
             + [f"{1e3 * seconds:.1f}" for seconds in times]
             + [f"{100 * c.mfu:.1f}"]

@@ -26,6 +26,7 @@ from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
+from shardkit.planner.axes import beside, why_not
 from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, of_kind
 
 
@@ -68,28 +69,27 @@ def estimate(
     """
     it = cost.chip(chip)
     layout, batch, sequence = check(model, layout, it, batch, sequence, memory_share, efficiency)
-    data, fsdp, tensor, accumulate, remat = layout
+    model_flops = _flops(model, batch, sequence, "none")
+    if layout.context * layout.expert * layout.stage > 1:
+
+        def smaller(model: Model, layout: Layout, batch: int, sequence: int) -> Candidate:
+            how: Any = {"memory_share": memory_share, "efficiency": efficiency, "links": links}
+            return estimate(model, layout, chip=it, batch=batch, sequence=sequence, **how)
+
+        rate = it.flops * efficiency
+        forward = model_flops / 3 / (layout.chips * rate)
+        found = beside(
+            model, layout, it, batch, sequence, rate=rate, forward=forward, links=links, smaller=smaller
+        )
+        return found._replace(mfu=cost.mfu(model_flops, found.seconds, peak=it, chips=layout.chips))
+    data, fsdp, tensor, accumulate, remat = layout[:5]
     local = batch // (data * fsdp * accumulate)
     parameters = model.parameters()
     layer = model.parameters(1, 0) - model.hidden  # without the final norm
     state = 16 * parameters / (fsdp * tensor) + 2 * (2 * layer + model.vocabulary * model.hidden) / tensor
     kept = _activations(model, local, sequence, tensor, remat)
 
-    model_flops, hardware_flops = (
-        cost.transformer_flops(
-            layers=model.layers,
-            hidden=model.hidden,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            ffn=model.ffn,
-            gated=model.gated,
-            sequence=sequence,
-            batch=batch,
-            vocabulary=model.vocabulary,
-            recompute=r,
-        )
-        for r in ("none", remat)
-    )
+    hardware_flops = _flops(model, batch, sequence, remat)
     # the published form of selective recomputation counts the repeated matmuls three times
     repeated = (hardware_flops - model_flops) / (3 if remat == "selective" else 1)
     compute = (model_flops + repeated) / (layout.chips * it.flops * efficiency)
@@ -113,6 +113,23 @@ def estimate(
         hidden,
         exposed,
         cost.mfu(model_flops, seconds, peak=it, chips=layout.chips),
+        tuple((axis, each) for axis, each in seconds_of.items() if each),
+    )
+
+
+def _flops(model: Model, batch: int, sequence: int, recompute: str) -> float:
+    """FLOPs of a step, over all devices."""
+    return cost.transformer_flops(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.ffn,
+        gated=model.gated,
+        sequence=sequence,
+        batch=batch,
+        vocabulary=model.vocabulary,
+        recompute=recompute,
     )
 
 
@@ -148,7 +165,7 @@ def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, f
         raise TypeError(
             f"planner: links must be a cost.Links; got {links!r}. Pass for example shardkit.bench.links(records)."
         )
-    data, fsdp, tensor, accumulate, remat = layout
+    data, fsdp, tensor, accumulate, remat = layout[:5]
     layers = accumulate * model.layers
     reductions = 6 if remat == "full" else 4
     messages = {
@@ -174,25 +191,17 @@ def check(
 ) -> tuple[Layout, int, int]:
     """The layout, batch and sequence as Python integers; refuses a layout that does not divide batch or model."""
     of_kind(model, layout)
-    data, fsdp, tensor, accumulate, batch, sequence = checks.whole(
-        "planner",
-        data=layout.data,
-        fsdp=layout.fsdp,
-        tensor=layout.tensor,
-        accumulate=layout.accumulate,
-        batch=batch,
-        sequence=sequence,
-    )
-    layout = Layout(data, fsdp, tensor, accumulate, layout.remat)
+    sizes = {name: size for name, size in layout._asdict().items() if name != "remat"}
+    *ways, batch, sequence = checks.whole("planner", **sizes, batch=batch, sequence=sequence)
+    layout = layout._replace(**dict(zip(sizes, ways, strict=True)))
     checks.one_of("planner", "remat", layout.remat, REMAT)
     for name, value in (("memory_share", memory_share), ("efficiency", efficiency)):
         if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
             raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")
-    pieces = layout.data * layout.fsdp * layout.accumulate
-    if batch % pieces:
+    if batch % layout.parts:
         raise ValueError(
-            f"planner: batch must be divisible by data * fsdp * accumulate; got {batch} over {pieces}. "
-            "Change the batch or the layout."
+            f"planner: batch must be divisible by data * fsdp * expert * accumulate * microbatches; got {batch} over "
+            f"{layout.parts}. Change the batch or the layout."
         )
     if not tensor_divides(model, chip, layout.tensor):
         raise ValueError(
@@ -200,6 +209,8 @@ def check(
             f"{model.heads} heads, {model.kv_heads or model.heads} kv_heads, ffn {model.width} and chip {chip.name!r}. "
             "Choose fewer tensor ways."
         )
+    if reason := why_not(model, layout, sequence):
+        raise ValueError(f"planner: {reason}")
     return layout, batch, sequence
 
 

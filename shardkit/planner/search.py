@@ -10,15 +10,18 @@ All figures are estimates of the model in `shardkit.planner.estimate`; the searc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 
 from shardkit import cost
 from shardkit._arguments import checks
+from shardkit.planner.axes import why_not
 from shardkit.planner.candidates import REMAT, Candidate, Layout, Model
 from shardkit.planner.estimate import check, estimate, tensor_divides
 
+AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 _MOST = 10**9  # chips, and sequences in a step
+_CHUNKS = 4  # more divide layers ever finer for ever less bubble
 
 
 def search(
@@ -28,6 +31,7 @@ def search(
     chips: int,
     batch: int,
     sequence: int,
+    axes: Collection[str] = AXES,
     memory_share: float = 0.9,
     efficiency: float = 1.0,
     links: cost.Links | None = None,
@@ -37,13 +41,14 @@ def search(
     Args:
         model, chip, batch, sequence, memory_share, efficiency: as for `estimate`.
         chips: number of chips, all used.
+        axes: the axes of `Layout` that may have more than one way; leave out what your model cannot do.
         links: as measured; see `estimate`.
 
     Returns:
         Candidates; empty if none fits (see `advise`). `table` prints them.
 
     Raises:
-        ValueError: chips or batch below 1, no layout that divides, an unknown chip, or a share outside 0 to 1.
+        ValueError: chips or batch below 1, no layout that divides, an unknown chip or axis, or a share outside 0 to 1.
 
     Example:
         >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
@@ -62,7 +67,8 @@ def search(
         efficiency=efficiency,
         links=links,
     )
-    found = list(map(judged, layouts(model, chip=chip, chips=chips, batch=batch)))
+    every = layouts(model, chip=chip, chips=chips, batch=batch, sequence=sequence, axes=axes)
+    found = list(map(judged, every))
     if not found:
         raise ValueError(
             f"planner: a layout must divide the chips, the model and the batch, and none does; got {chips} chips, "
@@ -71,29 +77,73 @@ def search(
     return ranked(found)
 
 
+def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first candidate of each kind: of those that use the same axes, but for "data" beside "fsdp".
+
+    Example:
+        >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
+        >>> found = sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)
+        >>> [sorted(each.layout.axes) for each in sk.planner.kinds(found)][:2]
+        [['fsdp', 'model'], ['fsdp']]
+    """
+    first: dict[frozenset[str], Candidate] = {}
+    for candidate in candidates:
+        used = set(candidate.layout.axes)
+        first.setdefault(frozenset(used - {"data"} if "fsdp" in used else used), candidate)
+    return list(first.values())
+
+
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that fit, the fastest first; of equally fast ones the simplest, then the smallest."""
 
     def order(candidate: Candidate) -> tuple[float, int, int, int, float]:
-        _, _, tensor, accumulate, remat = candidate.layout
-        return (candidate.seconds, tensor, accumulate, REMAT.index(remat), candidate.bytes)
+        layout = candidate.layout
+        simple = len(layout.axes) * layout.tensor * layout.chunks
+        return (candidate.seconds, simple, layout.accumulate, REMAT.index(layout.remat), candidate.bytes)
 
     return sorted((candidate for candidate in candidates if candidate.fits), key=order)
 
 
-def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> Iterator[Layout]:
+def layouts(
+    model: Model, *, chip: str | cost.Chip, chips: int, batch: int, sequence: int, axes: Collection[str] = AXES
+) -> Iterator[Layout]:
     """Every layout of the model on that many chips: the ways that divide the chips, the model and the batch."""
     it = cost.chip(chip)
     for name, number in (("chips", chips), ("batch", batch)):
         if number > _MOST:  # the search tries every divisor
             raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Lower it.")
-    for tensor in _divisors(chips):
-        for fsdp in _divisors(chips // tensor) if tensor_divides(model, it, tensor) else ():
-            data = chips // (tensor * fsdp)
-            if batch % (data * fsdp) == 0:
-                for accumulate in _divisors(batch // (data * fsdp)):
-                    yield from (Layout(data, fsdp, tensor, accumulate, remat) for remat in REMAT)
+    for axis in axes:
+        checks.one_of("planner", "axes", axis, AXES)
+    for data, fsdp, tensor, context, expert, stage in _ways(chips, [axis in axes for axis in AXES]):
+        if tensor_divides(model, it, tensor) and batch % (data * fsdp * expert) == 0:
+            ways = Layout(data, fsdp, tensor, context=context, expert=expert, stage=stage)
+            if not why_not(model, ways, sequence):
+                yield from _passes(model, ways, batch // (data * fsdp * expert))
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def _passes(model: Model, ways: Layout, examples: int) -> Iterator[Layout]:
+    """The layout with every number of microbatches that divides the examples of a device; a pipeline has its own."""
+    for passes in _divisors(examples):
+        for remat in REMAT:
+            if ways.stage == 1:
+                yield ways._replace(accumulate=passes, remat=remat)
+            elif passes >= ways.stage:  # with fewer, most stages idle
+                for chunks in _divisors(model.layers // ways.stage):
+                    if chunks <= _CHUNKS:
+                        yield ways._replace(microbatches=passes, chunks=chunks, remat=remat)
+
+
+def _ways(chips: int, used: Sequence[bool]) -> Iterator[tuple[int, ...]]:
+    """Every product of ways that is the number of chips; 1 for the axes that are not used."""
+    if not used:
+        if chips == 1:
+            yield ()
+        return
+    for first in _divisors(chips) if used[0] else (1,):
+        for others in _ways(chips // first, used[1:]):
+            yield (first, *others)
+
+
+@lru_cache
+def _divisors(n: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, n + 1) if n % d == 0)

@@ -73,6 +73,21 @@ def parse_topology(text: str) -> Topology:
     return Topology(chip, tuple(map(int, shape.split("x"))))
 
 
+def topology_of(chip: str, count: int) -> str:
+    """The name of that many chips: the most cubic torus, or hosts of GPUs."""
+    if chip in _GPU:
+        host = min(chips[chip].host, count)
+        return f"{chip}:1x{count // host}x{host}"
+    shapes = [()]
+    for _ in range(chips[chip].torus):
+        sides = range(1, count + 1)
+        shapes = [(*shape, side) for shape in shapes for side in sides if count % (math.prod(shape) * side) == 0]
+    sides = min((sorted(each) for each in shapes if math.prod(each) == count), key=sum)
+    if len(sides) == 3:  # "2x2x1" is a shape of chips with three dimensions, "1x2x2" is none
+        sides.sort(key=lambda side: side == 1)
+    return str(Topology(chip, tuple(sides)))
+
+
 def compiler_package(where: Topology) -> str:
     """The package of the chip's compiler; a RuntimeError if it is not installed."""
     package, extra = ("libtpu", "aot") if where.platform == "tpu" else ("jax-cuda13-plugin", "aot-gpu")

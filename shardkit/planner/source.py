@@ -1,0 +1,113 @@
+"""The program of a candidate, as a module that a training script imports."""
+
+from __future__ import annotations
+
+from shardkit.models import transformer
+from shardkit.planner.candidates import Candidate
+
+
+def source_of(candidate: Candidate, *, batch: int, sequence: int, precision: str = "bf16") -> str:
+    """Python source of the layout: mesh, configuration, schedule, plan, and the train step that they make.
+
+    Args:
+        candidate: of `search` or `estimate`, of a model that `models.transformer` runs.
+        batch: sequences per step, over all devices.
+        sequence: tokens per sequence.
+        precision: as for `make_train_step`.
+
+    Returns:
+        The source of a module. `train_step(optimizer, mesh=None)` of it returns what `make_train_step` does, and
+        `make()` the step with the shapes of its arguments, as `shardkit aot`, `audit` and `report` read them.
+
+    Raises:
+        ValueError: a model that `models.transformer` is not.
+
+    Example:
+        >>> model = sk.planner.Model(layers=4, hidden=64, heads=4, vocabulary=256)
+        >>> best = sk.planner.search(model, chip="v5e", chips=8, batch=16, sequence=128)[0]
+        >>> print(sk.planner.source_of(best, batch=16, sequence=128))
+        \"\"\"data=...
+    """
+    layout, config = candidate.layout, candidate.config()
+    default = transformer.Config()
+    sizes = {name: getattr(config, name) for name in vars(default)}
+    given = {name: value for name, value in sizes.items() if value != getattr(default, name)}
+    inside = [name for name in ("model", "context", "expert", "stage") if name in layout.axes]
+    axes = [f"{name}={name!r}" for name in inside] + (["sequence=True"] if "model" in inside else [])
+    schedule, plans, mesh = layout.schedule, [], list(layout.axes)
+    if layout.data > 1 or layout.chips == 1:
+        plans.append('sk.dp("data")')
+    if layout.fsdp > 1:
+        plans.append('sk.fsdp("fsdp", layerwise=("layers",))')
+    if layout.expert > 1:
+        plans.append('sk.ep("expert")')
+    if layout.context > 1:
+        plans.append('sk.cp("context")')
+    if layout.tensor > 1:
+        plans.append(
+            f'sk.tp("model", transformer.tensor_rules(CONFIG, "model", {layout.tensor}), sequence=True)'
+        )
+    if schedule is not None:
+        plans.append("PIPELINE.plan")
+    pipeline = ""
+    gradient = "sk.value_and_grad(transformer.loss_fn(CONFIG, AXES))"
+    if schedule is not None:
+        sizes_of = [layout.stage, layout.microbatches] + ([layout.chunks] if layout.chunks > 1 else [])
+        made = f"sk.schedules.{schedule.name}({', '.join(map(str, sizes_of))})"
+        pipeline = f'PIPELINE = sk.pipeline({made}, "stage")\n'
+        pieces = "*transformer.pieces(CONFIG, AXES), layer_numbers=True"
+        gradient = f"transformer.in_order(PIPELINE.value_and_grad({pieces}), AXES)"
+    lines = ",\n    ".join(f"{name}={value!r}" for name, value in given.items())
+    return _MODULE.format(
+        layout=layout,
+        config=f"transformer.Config(\n    {lines},\n)",
+        axes=f"transformer.Axes({', '.join(axes)})",
+        mesh=", ".join(f"{name}={layout.axes[name]}" for name in mesh),
+        plan="sk.chain(\n    " + ",\n    ".join(plans) + ",\n)" if len(plans) > 1 else plans[0],
+        pipeline=pipeline,
+        gradient=gradient,
+        accumulate=layout.accumulate,
+        precision=precision,
+        batch=batch,
+        sequence=sequence,
+    )
+
+
+_MODULE = '''"""{layout}"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import shardkit as sk
+from shardkit.models import transformer
+
+CONFIG = {config}
+AXES = {axes}
+MESH = dict({mesh})  # the last axis has the nearest chips
+{pipeline}PLAN = {plan}
+ACCUMULATE = {accumulate}  # microbatches per step
+PRECISION = {precision!r}
+BATCH, SEQUENCE = {batch}, {sequence}  # sequences per step over all devices, and their tokens
+
+
+def grad_fn():
+    """The loss with its gradient, for `make_train_step`; a batch has "tokens" and "targets", int32 [BATCH, SEQUENCE]."""
+    return {gradient}
+
+
+def train_step(optimizer, mesh=None):
+    """`init` and `step` over all devices, or over a mesh of your own with these axes."""
+    mesh = sk.make_mesh(**MESH) if mesh is None else mesh
+    return sk.make_train_step(
+        grad_fn(), optimizer, mesh=mesh, plan=PLAN, accumulate=ACCUMULATE, precision=PRECISION
+    )
+
+
+def make():
+    """The step with the shapes of its arguments, for `shardkit aot`, `audit` and `report`: no device is needed."""
+    init, step = train_step(optax.adamw(3e-4), sk.abstract_mesh(**MESH))
+    state = init.abstract(lambda key: transformer.init(key, CONFIG))
+    tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
+    return step, state, {{"tokens": tokens, "targets": tokens}}
+'''

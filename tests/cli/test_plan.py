@@ -1,0 +1,110 @@
+"""`shardkit plan`: the text, the module that it writes, the compiler's word beside it, and what it refuses."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import shardkit as sk
+from shardkit import planner
+from shardkit.cli.plan import Options, plan
+from shardkit.models import transformer
+from shardkit.planner import Layout, Model
+from shardkit.testing import Row
+from shardkit.testing.exact.law import equal_for_all_inputs
+from shardkit.testing.one_device import Reference, Training
+from shardkit.testing.program import Program
+from support.refusals import value_error
+
+SMALL = Model(layers=2, hidden=16, heads=4, kv_heads=2, ffn=32, vocabulary=32)
+LARGE = {"model": "70b", "chip": "v5p", "chips": 512, "batch": "4M-tokens"}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    files = {"json": folder / "plan.json", "emit": folder / "train_plan.py"}
+    assert plan(Options(**LARGE, **files)) == 0
+    return files
+
+
+# Catches options of the plan, the schedule or the model that the written module loses: its training is one device's.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2, fsdp=2, tensor=2, accumulate=2, remat="full"),
+        Layout(fsdp=2, stage=2, microbatches=4),
+        Layout(fsdp=2, tensor=2, context=2),
+    ],
+    ids=str,
+)
+def test_the_module_that_is_written_trains_as_one_device(layout):
+    found = planner.estimate(SMALL, layout, chip="v5e", batch=16, sequence=8)
+    module = {}
+    exec(planner.source_of(found, batch=16, sequence=8), module)
+    assert module["MESH"] == layout.axes and str(module["PLAN"]) == str(found.plan())
+    row = Row(module["MESH"], module["PLAN"], accumulate=module["ACCUMULATE"])
+    params = transformer.init(jax.random.key(0), module["CONFIG"])
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, 32, (16, 8)).astype(np.int32) for name in ("tokens", "targets")}
+    alone = sk.value_and_grad(transformer.loss_fn(module["CONFIG"]))
+    given = Training(alone, optax.sgd(0.1), params, (batch,), jax.random.key(1))
+    program = Program.of(row, module["grad_fn"](), optax.sgd(0.1), params, [batch], jax.random.key(1))
+    assert equal_for_all_inputs(program, Reference((), given)) is None
+
+
+# Catches a table whose rows are of one kind, times that are not called predictions, and JSON without a figure.
+def test_it_prints_layouts_of_different_kinds_and_why(large, capsys):
+    assert plan(Options(**LARGE, rows=3)) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("70.55 billion parameters, 1,024 sequences of 4,096 tokens per step on 512 v5p. All times are")
+    assert all(word in out for word in (" bind", "this layout", "fsdp alone", "data alone", "does not fit"))
+    rows = json.loads(large["json"].read_text())["rows"]
+    assert len({frozenset(row["axes"]) for row in rows}) == len(rows) > 3
+    assert all(row["fits"] and row["seconds"] > 0 for row in rows)
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+
+
+# Catches a module of other sizes than the first row's.
+def test_it_writes_the_first_row_as_a_module(large):
+    module = {}
+    exec(large["emit"].read_text(), module)
+    step, state, batch = module["make"]()
+    assert module["MESH"] == json.loads(large["json"].read_text())["rows"][0]["axes"]
+    assert batch["tokens"].shape == (1024, 4096) and sum(x.size for x in jax.tree.leaves(state.params)) > 70e9
+
+
+def test_nothing_fits(capsys):
+    assert plan(Options(**LARGE | {"chips": 8, "batch": "8"})) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"model": "7b"},
+            "plan: --model must be '8b', '70b', '405b' or a config.json; got '7b'. Write for example 70b.",
+        ),
+        (
+            {"batch": "4M"},
+            "plan: --batch must be a number of sequences, or of tokens with -tokens; got '4M'. Write for example 1024 or "
+            "4M-tokens.",
+        ),
+        (
+            {"batch": "1k-tokens"},
+            "plan: --batch must have at least one sequence; got 1k-tokens for sequences of 4096 tokens. Write more tokens "
+            "or a smaller --sequence.",
+        ),
+        (
+            {"chips": 7},
+            "planner: a layout must divide the chips, the model and the batch, and none does; got 7 chips, 64 heads and "
+            "batch 1024. Choose a batch that has more divisors in common with the chips.",
+        ),
+    ],
+)
+def test_what_it_refuses(given, message):
+    with value_error(message):
+        plan(Options(**LARGE | given))
