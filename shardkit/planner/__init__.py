@@ -6,8 +6,9 @@ Start with `search.py`; `estimate.py` states the model of memory and time. Impor
 from __future__ import annotations
 
 from shardkit.planner.advice import Advice, advise
-from shardkit.planner.candidates import Candidate, Layout, Model, table
+from shardkit.planner.candidates import Candidate, Layout, table
 from shardkit.planner.estimate import estimate
+from shardkit.planner.model import Model
 from shardkit.planner.search import search
 
 __all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "estimate", "search", "table"]

@@ -1,4 +1,4 @@
-"""What the planner reads and returns: a model, a layout, a candidate, and the table of candidates."""
+"""What the planner returns: a layout, a candidate, and the table of candidates."""
 
 from __future__ import annotations
 
@@ -8,61 +8,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from shardkit import cost
 from shardkit._arguments.typed import ITERABLE, check_kind
 from shardkit.meshes.mesh import make_mesh
 from shardkit.models import transformer
 from shardkit.on_device.gradient import GradFn, value_and_grad
+from shardkit.planner.model import Model
 from shardkit.plans.plan import Plan, chain
 from shardkit.strategies.data import dp
 from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp
 
 REMAT = ("none", "selective", "full")
-
-
-class Model(NamedTuple):
-    """The sizes of a decoder-only transformer.
-
-    Attributes:
-        layers: number of layers.
-        hidden: model width.
-        heads: attention heads.
-        vocabulary: number of token values.
-        kv_heads: key/value heads; None: heads.
-        ffn: width of the feed-forward layers; None: 4 hidden.
-        gated: a third feed-forward matrix (SwiGLU).
-        tied: the embedding is the output head.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    kv_heads: int | None = None
-    ffn: int | None = None
-    gated: bool = True
-    tied: bool = False
-
-    @property
-    def width(self) -> int:
-        """The width of the feed-forward layers."""
-        return 4 * self.hidden if self.ffn is None else self.ffn
-
-    def parameters(self, layers: int | None = None, vocabulary: int | None = None) -> int:
-        """The number of parameters, also with another number of layers or another vocabulary."""
-        return cost.transformer_parameters(
-            layers=self.layers if layers is None else layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            ffn=self.ffn,
-            gated=self.gated,
-            biases=False,
-            tied=self.tied,
-            final_norm=True,
-            vocabulary=self.vocabulary if vocabulary is None else vocabulary,
-        )
 
 
 class Layout(NamedTuple):
@@ -174,7 +130,7 @@ class Candidate(NamedTuple):
         """The sizes and the recomputation, for `models.transformer`, whose attention never saves its scores.
 
         Raises:
-            ValueError: a model without the third feed-forward matrix, which `models.transformer` has.
+            ValueError: a model that `models.transformer` is not, such as one without the third feed-forward matrix.
         """
         model = self.model
         if not model.gated:
@@ -182,7 +138,8 @@ class Candidate(NamedTuple):
                 "planner: models.transformer has three feed-forward matrices; got a Model with gated=False. Pass "
                 "plan(rules) of your own model to make_train_step."
             )
-        return transformer.Config(
+        experts = {"experts": model.experts, "top_k": model.top_k} if model.experts else {}
+        config = transformer.Config(
             vocabulary=model.vocabulary,
             layers=model.layers,
             dim=model.hidden,
@@ -191,7 +148,16 @@ class Candidate(NamedTuple):
             hidden=model.width,
             tied=model.tied,
             remat="full" if self.layout.remat == "full" else None,
+            **experts,
         )
+        ours = Model.of(config)
+        if (ours.parameters(), ours.flops(1)) != (model.parameters(), model.flops(1)):
+            raise ValueError(
+                "planner: models.transformer has heads of size hidden / heads, equal layers, and no biases; got a model of "
+                f"{model.parameters():,} parameters, where it has {ours.parameters():,}. Pass plan(rules) of your own "
+                "model to make_train_step."
+            )
+        return config
 
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""

@@ -26,7 +26,8 @@ from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
-from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, of_kind
+from shardkit.planner.candidates import REMAT, Candidate, Layout, of_kind
+from shardkit.planner.model import Model
 
 
 def estimate(
@@ -75,24 +76,10 @@ def estimate(
     state = 16 * parameters / (fsdp * tensor) + 2 * (2 * layer + model.vocabulary * model.hidden) / tensor
     kept = _activations(model, local, sequence, tensor, remat)
 
-    model_flops, hardware_flops = (
-        cost.transformer_flops(
-            layers=model.layers,
-            hidden=model.hidden,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            ffn=model.ffn,
-            gated=model.gated,
-            sequence=sequence,
-            batch=batch,
-            vocabulary=model.vocabulary,
-            recompute=r,
-        )
-        for r in ("none", remat)
-    )
-    # the published form of selective recomputation counts the repeated matmuls three times
-    repeated = (hardware_flops - model_flops) / (3 if remat == "selective" else 1)
-    compute = (model_flops + repeated) / (layout.chips * it.flops * efficiency)
+    forward, scores = model.flops(sequence), model.flops(sequence) - model.flops(0)
+    repeated = {"none": 0, "selective": scores, "full": model.flops(sequence, vocabulary=0)}[remat]
+    model_flops = float(batch * sequence * 3 * forward)
+    compute = batch * sequence * (3 * forward + repeated) / (layout.chips * it.flops * efficiency)
     piece = parameters / tensor
     gathered = cost.zero_volume(piece, fsdp, 3, accumulate=accumulate, parameter_bytes=2, gradient_bytes=4)
     reduced = cost.zero_volume(piece / fsdp, data, 0, gradient_bytes=4)

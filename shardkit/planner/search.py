@@ -15,8 +15,9 @@ from functools import partial
 
 from shardkit import cost
 from shardkit._arguments import checks
-from shardkit.planner.candidates import REMAT, Candidate, Layout, Model
+from shardkit.planner.candidates import REMAT, Candidate, Layout
 from shardkit.planner.estimate import check, estimate, tensor_divides
+from shardkit.planner.model import Model
 
 _MOST = 10**9  # chips, and sequences in a step
 
