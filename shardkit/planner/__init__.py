@@ -1,14 +1,15 @@
-"""The planner: the layouts of a transformer that fit a machine, the fastest first, and what runs them.
+"""The planner: the layouts of a model that fit a machine, the fastest first, and what runs them.
 
-Start with `search.py`; `estimate.py` states the model of memory and time. Imports cost, strategies and models.
+Start with `search.py`; `estimate.py` states the model of memory and time. Imports all up to models.
 """
 
 from __future__ import annotations
 
 from shardkit.planner.advice import Advice, advise
 from shardkit.planner.candidates import Candidate, Layout, table
+from shardkit.planner.counted import counted
 from shardkit.planner.estimate import estimate
 from shardkit.planner.model import Model
 from shardkit.planner.search import search
 
-__all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "estimate", "search", "table"]
+__all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "counted", "estimate", "search", "table"]

@@ -153,7 +153,7 @@ class Candidate(NamedTuple):
         ours = Model.of(config)
         if (ours.parameters(), ours.flops(1)) != (model.parameters(), model.flops(1)):
             raise ValueError(
-                "planner: models.transformer has heads of size hidden / heads, equal layers, and no biases; got a model of "
+                "planner: models.transformer has heads of size hidden / heads, equal layers, and no biases; got one of "
                 f"{model.parameters():,} parameters, where it has {ours.parameters():,}. Pass plan(rules) of your own "
                 "model to make_train_step."
             )
@@ -211,7 +211,8 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
             f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Pass as many, or none."
         )
     figures = ["state GB", "activations GB", "compute ms", "hidden ms", "exposed ms", "step ms", "MFU %"]
-    rows = [[*([""] if names else []), *Layout._fields, *figures]]
+    sizes = candidates[0].layout._fields if candidates else Layout._fields
+    rows = [[*([""] if names else []), *sizes, *figures]]
     for i, c in enumerate(candidates):
         times = (c.compute_seconds, c.hidden_seconds, c.exposed_seconds, c.seconds)
         rows.append(

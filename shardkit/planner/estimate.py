@@ -123,8 +123,8 @@ def _activations(model: Model, batch: int, sequence: int, tensor: int, remat: st
 def _published(chip: cost.Chip, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
     data, fsdp, tensor = layout[:3]
     bandwidths = {
-        "data": _bandwidth(chip, tensor * fsdp, data, tensor),
-        "fsdp": _bandwidth(chip, tensor, fsdp, tensor),
+        "data": bandwidth(chip, tensor * fsdp, data, tensor),
+        "fsdp": bandwidth(chip, tensor, fsdp, tensor),
         "tensor": cost.group_bandwidth(chip),
     }
     return {name: size / bandwidths[name] for name, size in sent.items()}
@@ -148,7 +148,8 @@ def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, f
     }
 
 
-def _bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:
+def bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:
+    """Bytes per second that a device sends in a group of so many ways, whose members are `stride` devices apart."""
     if chip.torus:
         return cost.group_bandwidth(chip, chip.torus if tensor == 1 else max(1, chip.torus - 1))
     if stride * ways <= chip.host:
@@ -172,9 +173,7 @@ def check(
     )
     layout = Layout(data, fsdp, tensor, accumulate, layout.remat)
     checks.one_of("planner", "remat", layout.remat, REMAT)
-    for name, value in (("memory_share", memory_share), ("efficiency", efficiency)):
-        if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
-            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")
+    check_shares(memory_share=memory_share, efficiency=efficiency)
     pieces = layout.data * layout.fsdp * layout.accumulate
     if batch % pieces:
         raise ValueError(
@@ -188,6 +187,13 @@ def check(
             "Choose fewer tensor ways."
         )
     return layout, batch, sequence
+
+
+def check_shares(**shares: float) -> None:
+    """Refuses what is no share."""
+    for name, value in shares.items():
+        if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
+            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")
 
 
 def tensor_divides(model: Model, chip: cost.Chip, tensor: int) -> bool:

@@ -246,23 +246,30 @@ def _of_entries(entries: Mapping[str, Any]) -> Model:
     """The sizes that the entries of a config.json say."""
     kind = entries.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
-        raise _wrong(f"model_type must be one of {quoted(_FAMILIES)}", kind, "Pass planner.Model(...) of its sizes")
+        raise _wrong(
+            f"model_type must be one of {quoted(_FAMILIES)}", short(kind), "Pass planner.Model(...) of its sizes"
+        )
     family = _FAMILIES[kind]
     for name, only in _ONLY.items():
-        if entries.get(name, only) != only:
-            raise _wrong(f"{name} must be {json.dumps(only)}", entries[name], "Pass planner.Model(...) of its sizes")
+        if entries.get(name) not in (None, only):
+            raise _wrong(
+                f"{name} must be {json.dumps(only)}", short(entries[name]), "Pass planner.Model(...) of its sizes"
+            )
 
     def whole(name: str, default: int | None = None, least: int = 1) -> int:
         found = entries.get(name)
         found = default if found is None else found  # null stands for an entry that is left out
         if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= _LARGEST:
-            raise _wrong(f"{name} must be a whole number from {least} to {_LARGEST:,}", found, "Correct the entry")
+            raise _wrong(
+                f"{name} must be a whole number from {least} to {_LARGEST:,}", short(found), "Correct the entry"
+            )
         return found
 
     def says(name: str, default: bool) -> bool:
-        found = entries.get(name, default)
+        found = entries.get(name)
+        found = default if found is None else found
         if not isinstance(found, bool):
-            raise _wrong(f"{name} must be true or false", found, "Correct the entry")
+            raise _wrong(f"{name} must be true or false", short(found), "Correct the entry")
         return found
 
     def fit(holds: bool, rule: str, *values: int) -> None:
@@ -277,20 +284,15 @@ def _of_entries(entries: Mapping[str, Any]) -> Model:
     sizes |= {"ffn": whole("intermediate_size"), "vocabulary": whole("vocab_size")}
     if family.latent:
         if biased:
-            raise _wrong(f"attention_bias of {kind} must be false", True, "Pass planner.Model(...) of its sizes")
+            raise _wrong(f"attention_bias of {kind} must be false", "true", "Pass planner.Model(...) of its sizes")
         rank, rotary, plain = whole("kv_lora_rank"), whole("qk_rope_head_dim"), whole("qk_nope_head_dim")
         value, query_rank = whole("v_head_dim"), whole("q_lora_rank", 0, least=0)
         query = heads * (plain + rotary)
         sizes["attention"] = query_rank * (hidden + query) if query_rank else hidden * query
         sizes["attention"] += hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
-        fit(
-            (plain + rotary + value) % 2 == 0,
-            "the sum of qk_nope_head_dim, qk_rope_head_dim and v_head_dim must be even",
-            plain,
-            rotary,
-            value,
-        )
-        sizes |= {"head_size": (plain + rotary + value) // 2, "extra": query_rank + rank}
+        both = plain + rotary + value
+        fit(both % 2 == 0, "qk_nope_head_dim + qk_rope_head_dim + v_head_dim must be even", both)
+        sizes |= {"head_size": both // 2, "extra": query_rank + rank}
         sizes |= {"shared": whole("n_shared_experts", 0, least=0), "dense": whole("first_k_dense_replace", 0, least=0)}
         fit(sizes["dense"] <= layers, "first_k_dense_replace must be at most num_hidden_layers", sizes["dense"], layers)
     else:
@@ -327,6 +329,5 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return entries
 
 
-def _wrong(rule: str, got: Any, remedy: str = "Pass the config.json of a model") -> ValueError:
-    told = got if isinstance(got, str) and " " in got else "none" if got is None else short(got)
-    return ValueError(f"Model.of: {rule}; got {told}. {remedy}.")
+def _wrong(rule: str, got: str, remedy: str = "Pass the config.json of a model") -> ValueError:
+    return ValueError(f"Model.of: {rule}; got {got}. {remedy}.")

@@ -153,12 +153,12 @@ def _convolution(each: proto.Instruction, left: proto.Shape, right: proto.Shape)
     numbers = each.convolution
     pairs = 1
     for at, kernel, result, window in zip(numbers[11], numbers[6], numbers[12], each.window, strict=True):
-        pairs *= _taps(left.dims[at], right.dims[kernel], each.shape.dims[result], window)
+        pairs *= taps(left.dims[at], right.dims[kernel], each.shape.dims[result], window)
     features = right.dims[numbers[3]]
     return 2 * pairs * each.shape.dims[numbers[9]] * each.shape.dims[numbers[10]] * features
 
 
-def _taps(size: int, kernel: int, result: int, window: dict[int, int]) -> int:
+def taps(size: int, kernel: int, result: int, window: dict[int, int]) -> int:
     """Pairs of an output position and a kernel position that meet an input element."""
     stride, low = window.get(2, 1), window.get(3, 0)
     low = low - (1 << 64) if low >= 1 << 63 else low

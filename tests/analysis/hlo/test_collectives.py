@@ -236,7 +236,7 @@ def test_a_pad_before_a_reduce_scatter_is_the_compilers_or_written():
 
 
 def test_taps_of_a_convolution_leave_out_padding_and_holes():
-    from shardkit.analysis.hlo.compute import _taps
+    from shardkit.analysis.hlo.compute import taps
 
     def brute(size, kernel, result, stride, low, step, holes):
         wide = np.zeros((size - 1) * holes + 1)
@@ -246,8 +246,8 @@ def test_taps_of_a_convolution_leave_out_padding_and_holes():
 
     for case in [(8, 1, 8, 1, 0, 1, 1), (8, 3, 8, 1, 1, 1, 1), (4, 4, 4, 3, 3, 1, 4), (5, 2, 4, 2, 1, 2, 3)]:
         size, kernel, result, stride, low, step, holes = case
-        assert _taps(size, kernel, result, {2: stride, 3: low, 5: step, 6: holes}) == brute(*case)
-    assert _taps(4, 2, 4, {2: 1, 3: (1 << 64) - 1}) == brute(4, 2, 4, 1, -1, 1, 1)  # a negative padding
+        assert taps(size, kernel, result, {2: stride, 3: low, 5: step, 6: holes}) == brute(*case)
+    assert taps(4, 2, 4, {2: 1, 3: (1 << 64) - 1}) == brute(4, 2, 4, 1, -1, 1, 1)  # a negative padding
 
 
 # ---- programs compiled for this machine
