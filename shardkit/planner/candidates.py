@@ -138,7 +138,6 @@ class Candidate(NamedTuple):
                 "planner: models.transformer has three feed-forward matrices; got a Model with gated=False. Pass "
                 "plan(rules) of your own model to make_train_step."
             )
-        experts = {"experts": model.experts, "top_k": model.top_k} if model.experts else {}
         config = transformer.Config(
             vocabulary=model.vocabulary,
             layers=model.layers,
@@ -147,8 +146,9 @@ class Candidate(NamedTuple):
             kv_heads=model.kv_heads,
             hidden=model.width,
             tied=model.tied,
+            experts=model.experts,
+            top_k=model.top_k,
             remat="full" if self.layout.remat == "full" else None,
-            **experts,
         )
         ours = Model.of(config)
         if (ours.parameters(), ours.flops(1)) != (model.parameters(), model.flops(1)):

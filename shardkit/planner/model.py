@@ -1,7 +1,7 @@
 """The sizes of a decoder-only transformer, what follows from them, and where they are read.
 
-`Model.of` reads them from a `models.transformer.Config`, or from the config.json of a Hugging Face checkpoint, whose
-families differ as `_FAMILIES` says. As in `cost`, a multiply-add is two FLOPs, and only matmuls are counted.
+`Model.of` reads a `models.transformer.Config`, or the config.json of a Hugging Face checkpoint; `_FAMILIES` says how
+model types differ. As in `cost`, a multiply-add is two FLOPs, and only matmuls are counted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardkit._arguments import checks
-from shardkit._arguments.checks import quoted, raised
-from shardkit._arguments.typed import short
+from shardkit._arguments.typed import MAPPING, PATH, check_kind, kinds_of, short
 from shardkit.models import transformer
 from shardkit.runtime.channel.place import open_file
 
@@ -34,12 +33,12 @@ class Model(NamedTuple):
         ffn: width of the feed-forward layers; None: 4 hidden.
         gated: a third feed-forward matrix (SwiGLU).
         tied: the embedding is the output head.
-        head_size: size of a head; the mean of queries' and values' if they differ; None: hidden / heads.
-        experts: experts of a layer, of which each token uses some; 0: none.
+        head_size: size of a head, the mean of queries' and values' if they differ; None: hidden / heads.
+        experts: experts of a layer, in place of its feed-forward layer; 0: none.
         top_k: experts per token.
         expert_ffn: width of an expert; None: ffn.
-        shared: experts of a layer that every token uses, beside the others.
-        dense: the first layers that have a feed-forward layer of width ffn in place of experts.
+        shared: experts beside these, which every token uses.
+        dense: the first layers that have a feed-forward layer all the same.
         attention: weights of one layer's attention; None: those of queries, keys, values and output.
         extra: further parameters of one layer, such as biases, and norms beyond two.
     """
@@ -66,17 +65,14 @@ class Model(NamedTuple):
         """The sizes that a configuration says.
 
         Args:
-            source: a `models.transformer.Config`; a config.json of Hugging Face, as a mapping or as the path of a file,
-                which must not be a link: of the model types llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma,
-                gemma2, gemma3_text, deepseek_v2 and deepseek_v3, without layers that predict further tokens.
-
-        Returns:
-            Model.
+            source: a `models.transformer.Config`; or a config.json of Hugging Face, as a mapping or as the path of a
+                file, which must not be a link: of Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 to 3 (text), or
+                DeepSeek-V2 and V3, whose layers that predict further tokens are left out.
 
         Raises:
             TypeError: a source of another kind.
-            ValueError: a file that cannot be read, or is no JSON object of at most 1 MB; an unknown model type; an
-                entry that is missing, of another type, or does not fit the others.
+            ValueError: a file that is no JSON object of at most 1 MB; another model type; an entry that is missing, of
+                another type, or does not fit the others.
 
         Example:
             >>> entries = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
@@ -85,17 +81,11 @@ class Model(NamedTuple):
             8030261248
         """
         if isinstance(source, transformer.Config):
-            sizes = {name: getattr(source, name) for name in ("layers", "heads", "vocabulary", "kv_heads", "tied")}
-            sizes |= {"hidden": source.dim, "ffn": source.width}
-            return cls(**sizes, **({"experts": source.experts, "top_k": source.top_k} if source.experts else {}))
-        if isinstance(source, str | os.PathLike):
-            return _of_entries(_read(source))
-        if isinstance(source, Mapping):
-            return _of_entries(source)
-        raise TypeError(
-            f"Model.of: source must be a models.transformer.Config, a mapping or a path; got {short(source)}. Pass for "
-            "example 'config.json'."
-        )
+            c = source
+            model = cls(c.layers, c.dim, c.heads, c.vocabulary, c.kv_heads, c.width, tied=c.tied)
+            return model._replace(experts=c.experts, top_k=c.top_k) if c.experts else model
+        check_kind("Model.of", "source", source, (PATH, MAPPING, *kinds_of(transformer.Config)))
+        return _of_entries(source if isinstance(source, Mapping) else _read(source))
 
     @property
     def width(self) -> int:
@@ -103,44 +93,33 @@ class Model(NamedTuple):
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     def layer(self, number: int = -1) -> tuple[int, int]:
-        """The parameters of one layer: those that every token uses, and those of its experts.
-
-        Args:
-            number: which layer, from 0; negative: from the last one.
+        """The parameters of a layer, by number: those that every token uses, and those of all other experts.
 
         Raises:
-            ValueError: sizes below 1, or that do not divide, top_k above experts, or dense above layers.
+            ValueError: sizes below 1, or that do not divide; top_k above experts, or dense above layers.
 
         Example:
-            >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, vocabulary=32000, ffn=14336, experts=8)
-            >>> model.layer()
+            >>> sk.planner.Model(layers=32, hidden=4096, heads=32, vocabulary=32000, ffn=14336, experts=8).layer()
             (67149824, 1409286144)
         """
         model = self._checked()
-        matrices, experts = model._matrices(number)
-        return matrices + 2 * model.hidden + model.extra, experts
+        used, experts, _ = model._matrices(number)
+        return used + 2 * model.hidden + model.extra, experts
 
     def parameters(self, layers: int | None = None, vocabulary: int | None = None) -> int:
-        """The number of parameters, also with another number of layers (the last ones) or another vocabulary.
-
-        Raises:
-            ValueError: as `layer`.
-        """
+        """The number of parameters, also with another number of layers (the last ones) or another vocabulary."""
         model = self._checked()
         [layers] = checks.whole("planner", layers=model.layers if layers is None else layers)
         [vocabulary] = checks.count("planner", vocabulary=model.vocabulary if vocabulary is None else vocabulary)
         dense = max(0, model.dense - (model.layers - layers))
-        each = dense * sum(model.layer(0)) + (layers - dense) * sum(model.layer())
-        return each + vocabulary * model.hidden * (1 if model.tied else 2) + model.hidden
+        stack = dense * sum(model.layer(0)) + (layers - dense) * sum(model.layer())
+        return stack + vocabulary * model.hidden * (1 if model.tied else 2) + model.hidden
 
     def active(self) -> int:
-        """The parameters that one token uses: all but the experts to which it is not routed.
-
-        Raises:
-            ValueError: as `layer`.
-        """
+        """The parameters that one token uses: all but the experts to which it is not routed."""
         model = self._checked()
-        return model.parameters() - (model.layers - model.dense) * (model.layer()[1] - model._routed())
+        _, experts, routed = model._matrices(-1)
+        return model.parameters() - (model.layers - model.dense) * (experts - routed)
 
     def flops(self, sequence: int, vocabulary: int | None = None) -> int:
         """FLOPs of the forward pass for one token.
@@ -148,9 +127,6 @@ class Model(NamedTuple):
         Args:
             sequence: tokens per sequence, with all of which attention compares each; 0: without attention's scores.
             vocabulary: another vocabulary; 0: without the output head.
-
-        Raises:
-            ValueError: as `layer`.
 
         Example:
             >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
@@ -160,51 +136,41 @@ class Model(NamedTuple):
         model = self._checked()
         [sequence] = checks.count("planner", sequence=sequence)
         [vocabulary] = checks.count("planner", vocabulary=model.vocabulary if vocabulary is None else vocabulary)
-        weights = model.dense * model._matrices(0)[0]
-        weights += (model.layers - model.dense) * (model._matrices(-1)[0] + model._routed())
+        used, _, routed = model._matrices(-1)
+        weights = model.dense * model._matrices(0)[0] + (model.layers - model.dense) * (used + routed)
         scores = 2 * sequence * model.heads * model._head_size()
         return 2 * (weights + model.layers * scores + model.hidden * vocabulary)
 
     def _head_size(self) -> int:
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
-    def _expert(self) -> int:
-        """The weights of one expert."""
-        return (3 if self.gated else 2) * self.hidden * (self.width if self.expert_ffn is None else self.expert_ffn)
-
-    def _routed(self) -> int:
-        """The weights of the experts to which a token is routed in the last layer."""
-        return self.top_k * self._expert() if self.experts and self.dense < self.layers else 0
-
-    def _matrices(self, number: int) -> tuple[int, int]:
-        """The weights of one layer's matrices: those that every token uses, and those of its experts."""
-        attention = self.attention
+    def _matrices(self, number: int) -> tuple[int, int, int]:
+        """Weights of a layer's matrices: what every token uses, all other experts, and those of them for one token."""
+        attention, column = self.attention, (3 if self.gated else 2) * self.hidden
         if attention is None:
             attention = 2 * self.hidden * self._head_size() * (self.heads + (self.kv_heads or self.heads))
         if not self.experts or number % self.layers < self.dense:
-            return attention + (3 if self.gated else 2) * self.hidden * self.width, 0
-        router = self.hidden * self.experts
-        return attention + router + self.shared * self._expert(), self.experts * self._expert()
+            return attention + column * self.width, 0, 0
+        expert = column * (self.width if self.expert_ffn is None else self.expert_ffn)
+        used = attention + self.hidden * self.experts + self.shared * expert  # with the router
+        return used, self.experts * expert, self.top_k * expert
 
     def _checked(self) -> Model:
         """These sizes as Python integers, which do not overflow; refuses those that do not add up."""
-        names = ("layers", "hidden", "heads", "vocabulary", "kv_heads", "ffn", "head_size", "top_k", "expert_ffn")
-        least_one = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        least_zero = {name: getattr(self, name) or 0 for name in ("experts", "shared", "dense", "attention", "extra")}
-        model = self._replace(
-            **dict(zip(least_one, checks.whole("planner", **least_one), strict=True)),
-            **dict(zip(least_zero, checks.count("planner", **least_zero), strict=True)),
-        )
-        model = model._replace(attention=None if self.attention is None else model.attention)
+        sizes: dict[str, Any] = {}
+        for name, value in self._asdict().items():
+            if value is not None and name not in ("gated", "tied"):
+                check = checks.count if name in ("experts", "shared", "dense", "attention", "extra") else checks.whole
+                [sizes[name]] = check("planner", **{name: value})
+        model = self._replace(**sizes)
         if model.head_size is None:
             checks.divisor("planner", "heads", model.heads, "hidden", model.hidden)
         checks.divisor("planner", "kv_heads", model.kv_heads or model.heads, "heads", model.heads)
-        for name, most in (("dense", "layers"), ("top_k", "experts")):
-            value, bound = getattr(model, name), getattr(model, most)
-            if value > bound and (name == "dense" or model.experts):
-                raise ValueError(
-                    f"planner: {name} must be at most {most}; got {value} and {bound}. Change one of them."
-                )
+        if model.dense > model.layers or (model.experts and model.top_k > model.experts):
+            raise ValueError(
+                "planner: dense must be at most layers, and top_k at most experts; got "
+                f"{model.dense} of {model.layers} and {model.top_k} of {model.experts}. Lower it."
+            )
         return model
 
 
@@ -218,7 +184,7 @@ class _Family(NamedTuple):
     biases: bool = False  # of queries, keys and values
     norms: int = 2
     head_norms: bool = False  # of queries and keys
-    sized: bool = False  # the size of a head is never hidden / heads
+    sized: bool = False  # the file must say the size of a head
     experts: str = ""  # the entry that says how many
     expert_ffn: str = ""  # the entry of their width
     latent: bool = False  # attention through low ranks, shared experts, and dense layers before them
@@ -238,94 +204,79 @@ _FAMILIES = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
-# Entries that may be left out, and must be this where they are not.
+# Entries that are left out, or are this.
 _ONLY = {"mlp_bias": False, "moe_layer_freq": 1, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def _of_entries(entries: Mapping[str, Any]) -> Model:
     """The sizes that the entries of a config.json say."""
-    kind = entries.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
-        raise _wrong(
-            f"model_type must be one of {quoted(_FAMILIES)}", short(kind), "Pass planner.Model(...) of its sizes"
-        )
-    family = _FAMILIES[kind]
-    for name, only in _ONLY.items():
-        if entries.get(name) not in (None, only):
-            raise _wrong(
-                f"{name} must be {json.dumps(only)}", short(entries[name]), "Pass planner.Model(...) of its sizes"
-            )
 
-    def whole(name: str, default: int | None = None, least: int = 1) -> int:
-        found = entries.get(name)
-        found = default if found is None else found  # null stands for an entry that is left out
-        if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= _LARGEST:
-            raise _wrong(
-                f"{name} must be a whole number from {least} to {_LARGEST:,}", short(found), "Correct the entry"
-            )
+    def entry(name: str, default: Any, rule: str, holds: Any) -> Any:
+        found = default if entries.get(name) is None else entries[name]  # null stands for what is left out
+        if not holds(found):
+            raise _wrong(f"{name} must be {rule}", short(found), "Correct it, or pass planner.Model(...)")
         return found
 
-    def says(name: str, default: bool) -> bool:
-        found = entries.get(name)
-        found = default if found is None else found
-        if not isinstance(found, bool):
-            raise _wrong(f"{name} must be true or false", short(found), "Correct the entry")
-        return found
+    def whole(name: str, default: int | None = None, least: int = 1) -> Any:
+        rule = f"a whole number from {least} to {_LARGEST:,}"
+        return entry(name, default, rule, lambda x: type(x) is int and least <= x <= _LARGEST)
 
     def fit(holds: bool, rule: str, *values: int) -> None:
         if not holds:
             raise _wrong(rule, " and ".join(map(str, values)), "Correct one of them")
 
+    types = f"one of {checks.quoted(_FAMILIES)}"
+    family = _FAMILIES[entry("model_type", None, types, lambda x: isinstance(x, str) and x in _FAMILIES)]
+    for name, only in (_ONLY | ({"attention_bias": False} if family.latent else {})).items():
+        entry(name, only, json.dumps(only), lambda x, only=only: x == only)
+    tied = entry("tie_word_embeddings", family.tied, "true or false", lambda x: isinstance(x, bool))
+    biased = entry("attention_bias", False, "true or false", lambda x: isinstance(x, bool))
     hidden, heads, layers = whole("hidden_size"), whole("num_attention_heads"), whole("num_hidden_layers")
     kv_heads = whole("num_key_value_heads", heads)
     fit(heads % kv_heads == 0, "num_key_value_heads must divide num_attention_heads", kv_heads, heads)
-    biased = says("attention_bias", False)
-    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
-    sizes |= {"ffn": whole("intermediate_size"), "vocabulary": whole("vocab_size")}
+    model = Model(layers, hidden, heads, whole("vocab_size"), kv_heads, whole("intermediate_size"), tied=tied)
     if family.latent:
-        if biased:
-            raise _wrong(f"attention_bias of {kind} must be false", "true", "Pass planner.Model(...) of its sizes")
         rank, rotary, plain = whole("kv_lora_rank"), whole("qk_rope_head_dim"), whole("qk_nope_head_dim")
         value, query_rank = whole("v_head_dim"), whole("q_lora_rank", 0, least=0)
+        fit((plain + rotary + value) % 2 == 0, "the mean of queries' and values' head_dim must be whole", plain, value)
         query = heads * (plain + rotary)
-        sizes["attention"] = query_rank * (hidden + query) if query_rank else hidden * query
-        sizes["attention"] += hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
-        both = plain + rotary + value
-        fit(both % 2 == 0, "qk_nope_head_dim + qk_rope_head_dim + v_head_dim must be even", both)
-        sizes |= {"head_size": both // 2, "extra": query_rank + rank}
-        sizes |= {"shared": whole("n_shared_experts", 0, least=0), "dense": whole("first_k_dense_replace", 0, least=0)}
-        fit(sizes["dense"] <= layers, "first_k_dense_replace must be at most num_hidden_layers", sizes["dense"], layers)
+        attention = query_rank * (hidden + query) if query_rank else hidden * query
+        attention += hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
+        model = model._replace(
+            head_size=(plain + rotary + value) // 2,
+            attention=attention,
+            extra=query_rank + rank,
+            shared=whole("n_shared_experts", 0, least=0),
+            dense=whole("first_k_dense_replace", 0, least=0),
+        )
+        fit(model.dense <= layers, "first_k_dense_replace must be at most num_hidden_layers", model.dense, layers)
     else:
-        if family.sized or entries.get("head_dim") is not None:
-            sizes["head_size"] = whole("head_dim")
-        else:
+        if not family.sized and entries.get("head_dim") is None:
             fit(hidden % heads == 0, "num_attention_heads must divide hidden_size", heads, hidden)
-        size = sizes.get("head_size", hidden // heads)
-        sizes["extra"] = (family.norms - 2) * hidden + (2 * size if family.head_norms else 0)
-        sizes["extra"] += (heads + 2 * kv_heads) * size if family.biases or biased else 0
-        sizes["extra"] += hidden if biased else 0
+        size = whole("head_dim", None if family.sized else hidden // heads)
+        biases = (heads + 2 * kv_heads) * size if family.biases or biased else 0
+        norms = (family.norms - 2) * hidden + (2 * size if family.head_norms else 0)
+        own = None if size * heads == hidden else size
+        model = model._replace(head_size=own, extra=biases + norms + (hidden if biased else 0))
     if family.experts:
-        sizes |= {"experts": whole(family.experts), "top_k": whole("num_experts_per_tok")}
-        sizes |= {"expert_ffn": whole(family.expert_ffn)} if family.expert_ffn else {}
-        most, top_k = sizes["experts"], sizes["top_k"]
-        fit(top_k <= most, f"num_experts_per_tok must be at most {family.experts}", top_k, most)
-    return Model(**sizes, tied=says("tie_word_embeddings", family.tied))
+        experts, top_k = whole(family.experts), whole("num_experts_per_tok")
+        fit(top_k <= experts, f"num_experts_per_tok must be at most {family.experts}", top_k, experts)
+        model = model._replace(experts=experts, top_k=top_k)
+        return model._replace(expert_ffn=whole(family.expert_ffn) if family.expert_ffn else None)
+    return model
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """The entries of a JSON file."""
+    rule = "a config.json must be a file of at most 1 MB with one JSON object"
     try:
         with open(open_file(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe must not wait for a writer
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError("it is no file")
-            content = file.read(_LARGEST_FILE + 1)
-        if len(content) > _LARGEST_FILE:
-            raise OSError("it is larger than 1 MB")
-        entries = json.loads(content)
+            regular, content = stat.S_ISREG(os.fstat(file.fileno()).st_mode), file.read(_LARGEST_FILE + 1)
+        entries = json.loads(content) if regular and len(content) <= _LARGEST_FILE else None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no text, or a name with a zero
-        raise _wrong("a config.json must be a file with one JSON object", f"{path}: {raised(error)}") from error
+        raise _wrong(rule, f"{path}: {checks.raised(error)}") from error
     if not isinstance(entries, dict):
-        raise _wrong("a config.json must be a file with one JSON object", f"{path}: {short(entries)}")
+        raise _wrong(rule, f"{path}, which is none")
     return entries
 
 
