@@ -18,6 +18,8 @@ from shardkit.strategies.data import dp
 from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp
 
+# The sizes that models.transformer has as they are by default.
+_OURS = ("gated", "head_size", "expert_ffn", "shared", "dense", "attention", "extra")
 REMAT = ("none", "selective", "full")
 
 
@@ -130,15 +132,17 @@ class Candidate(NamedTuple):
         """The sizes and the recomputation, for `models.transformer`, whose attention never saves its scores.
 
         Raises:
-            ValueError: a model that `models.transformer` is not, such as one without the third feed-forward matrix.
+            ValueError: a model that `models.transformer` is not.
         """
         model = self.model
-        if not model.gated:
+        ours = {name: Model._field_defaults[name] for name in _OURS}
+        if wrong := [f"{name}={getattr(model, name)!r}" for name in ours if getattr(model, name) != ours[name]]:
             raise ValueError(
-                "planner: models.transformer has three feed-forward matrices; got a Model with gated=False. Pass "
-                "plan(rules) of your own model to make_train_step."
+                "planner: models.transformer has three feed-forward matrices, heads of size hidden / heads, equal "
+                f"layers and no biases; got a Model with {', '.join(wrong)}. Pass plan(rules) of your own model to "
+                "make_train_step."
             )
-        config = transformer.Config(
+        return transformer.Config(
             vocabulary=model.vocabulary,
             layers=model.layers,
             dim=model.hidden,
@@ -150,14 +154,6 @@ class Candidate(NamedTuple):
             top_k=model.top_k,
             remat="full" if self.layout.remat == "full" else None,
         )
-        ours = Model.of(config)
-        if (ours.parameters(), ours.flops(1)) != (model.parameters(), model.flops(1)):
-            raise ValueError(
-                "planner: models.transformer has heads of size hidden / heads, equal layers, and no biases; got one of "
-                f"{model.parameters():,} parameters, where it has {ours.parameters():,}. Pass plan(rules) of your own "
-                "model to make_train_step."
-            )
-        return config
 
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""

@@ -20,14 +20,12 @@ import optax
 from shardkit import cost
 from shardkit._arguments import checks
 from shardkit._arguments.typed import Arrays, DType, check_kind, kinds_of, typed
-from shardkit._jax.compat import inlined
-from shardkit.analysis.jaxpr.counts import flops, kept
+from shardkit.analysis.jaxpr.counts import of_loss
 from shardkit.meshes.layout import local_shape, path_name
 from shardkit.meshes.mesh import abstract_mesh
-from shardkit.meshes.rng import example_keys
-from shardkit.on_device.gradient import LossFn, call_loss, loss_and_aux, terms_of, value_and_grad
+from shardkit.on_device.gradient import LossFn, value_and_grad
 from shardkit.on_device.handles import cast_floating
-from shardkit.planner.candidates import Candidate
+from shardkit.planner.candidates import Candidate, Layout
 from shardkit.planner.estimate import bandwidth, check_shares
 from shardkit.plans.dim_rules import in_subtrees
 from shardkit.plans.placement import is_layout
@@ -85,8 +83,7 @@ class Ways(NamedTuple):
         """The size of the mesh axis "data"."""
         return {"data": self.data}
 
-    def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self._asdict().items())
+    __str__ = Layout.__str__  # type: ignore[assignment]
 
 
 class Found(Candidate):
@@ -147,35 +144,11 @@ def counted(
         plan=dp data=8 accumulate=1 dp('data')
     """
     params, batch = jax.eval_shape(lambda *trees: trees, params, batch)
-    counts = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(batch)}
-    if len(counts) != 1 or not min(counts):
-        raise ValueError(
-            f"counted: every array of the batch must have the same number of examples along dim 0; got "
-            f"{checks.quoted(sorted(counts))}. Pass a batch as the loss takes it."
-        )
-    examples = min(counts)
-    keys = jax.eval_shape(lambda: example_keys(jax.random.key(0), examples))
     seen = jax.eval_shape(lambda *trees: cast_floating(trees, compute), params, batch)
-
-    def total(params: Any, *args: Any) -> Any:
-        loss, _ = loss_and_aux(call_loss(loss_fn, params, *args), several=True)
-        return sum(mean.total for mean in terms_of(loss))
-
-    def residuals(params: Any, *args: Any) -> Any:
-        return jax.vjp(lambda params: total(params, *args), params)[1]
-
-    def traced(fn: Callable[..., Any]) -> Any:
-        return jax.make_jaxpr(fn)(*seen, keys)
-
-    forward, step = (flops(traced(fn).jaxpr, iterations) / examples for fn in (total, value_and_grad(loss_fn)))
-    backward = traced(residuals)
-    flat = jax.make_jaxpr(lambda *args: inlined(backward.jaxpr, backward.consts, *args))(
-        *jax.tree.leaves((*seen, keys))
-    )
-    copied, varying = kept(flat.jaxpr, len(jax.tree.leaves(params)))
+    per_example = of_loss(loss_fn, seen[0], seen[1], iterations)
     leaves = {path_name(path): math.prod(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     layers = _layers(loss_fn, params, batch, layerwise)
-    return Counted(leaves, layers, forward, step, varying / examples, copied, jnp.dtype(compute), params, layerwise)
+    return Counted(leaves, layers, *per_example, jnp.dtype(compute), params, layerwise)
 
 
 def _layers(loss_fn: LossFn, params: Any, batch: Any, layerwise: tuple[str, ...]) -> int:
@@ -208,17 +181,16 @@ def search_counted(
     link = cost.Link(0.0, bandwidth(chip, 1, chips, 1)) if links is None else links.of("data")
     seconds = batch * model.step_flops / (chips * chip.flops * efficiency)
     model_flops = batch * min(3 * model.flops, model.step_flops)  # what jax.checkpoint repeats is none of them
-    any_model: Any = model
     found: list[Any] = []
     for name, plan in _plans(model).items():
+        placed = _placed(model, plan, chips)
         for accumulate in (n for n in range(1, batch // chips + 1) if batch // chips % n == 0):
-            state, hidden, exposed = _moved(model, name, plan, chips, accumulate)
+            state, hidden, exposed = _moved(model, name, placed, chips, accumulate)
             messages = 3 * model.layers * accumulate if name == "layerwise" else 2
-            hidden = hidden / link.bandwidth + messages * (chips - 1) * link.latency
-            activations = model.kept_bytes * (batch // chips // accumulate)
-            times = (seconds, hidden, exposed / link.bandwidth)
-            layout: Any = Ways(name, chips, accumulate)
-            each = Found(any_model, layout, state, activations, memory_share * chip.hbm_bytes, *times, mfu=0.0)
+            times = (seconds, hidden / link.bandwidth + messages * (chips - 1) * link.latency, exposed / link.bandwidth)
+            memory = (state, model.kept_bytes * (batch // chips // accumulate), memory_share * chip.hbm_bytes)
+            given: Any = (model, Ways(name, chips, accumulate))
+            each = Found(*given, *memory, *times, mfu=0.0)
             mfu = model_flops / (each.seconds * chips * chip.flops) if each.seconds else 0.0
             found += [each._replace(mfu=mfu)] if each.fits else []
     order = list(_plans(model))
@@ -231,16 +203,23 @@ def _plans(model: Counted) -> dict[str, Plan]:
     return plans | ({"layerwise": fsdp("data", layerwise=model.layerwise)} if model.layers else {})
 
 
-def _moved(model: Counted, name: str, plan: Plan, chips: int, accumulate: int) -> tuple[float, float, float]:
-    """Bytes of state on one device, and bytes that it sends in a step: beside compute, and before or after it."""
+def _placed(model: Counted, plan: Plan, chips: int) -> list[tuple[Any, int, list[int]]]:
+    """Of each leaf its layout, its size, and its sizes on a device: at rest, in the update, and of its gradient."""
     mesh: Any = abstract_mesh(data=chips)
-    layouts = jax.tree.leaves(plan.layouts(model.params, mesh), is_leaf=is_layout)
-    state, hidden, exposed = model.copied_bytes, 0.0, 0.0
-    for leaf, layout in zip(jax.tree.leaves(model.params), layouts, strict=True):
-        size, copy = math.prod(leaf.shape), model.compute.itemsize
-        rest, update, grad = (
-            math.prod(local_shape(leaf.shape, spec, mesh)) for spec in (layout.rest, layout.update, layout.grad)
-        )
+    leaves, layouts = (
+        jax.tree.leaves(model.params),
+        jax.tree.leaves(plan.layouts(model.params, mesh), is_leaf=is_layout),
+    )
+    return [
+        (it, math.prod(x.shape), [math.prod(local_shape(x.shape, s, mesh)) for s in (it.rest, it.update, it.grad)])
+        for x, it in zip(leaves, layouts, strict=True)
+    ]
+
+
+def _moved(model: Counted, name: str, placed: Any, chips: int, accumulate: int) -> tuple[float, float, float]:
+    """Bytes of state on one device, and bytes that it sends in a step: beside compute, and before or after it."""
+    state, hidden, exposed, copy = model.copied_bytes, 0.0, 0.0, model.compute.itemsize
+    for layout, size, (rest, update, grad) in placed:
         state += 4 * rest + 8 * update + 4 * grad
         if layout.lazy:
             state += 2 * copy * size / model.layers

@@ -1,7 +1,7 @@
 """The sizes of a decoder-only transformer, what follows from them, and where they are read.
 
-`Model.of` reads a `models.transformer.Config`, or the config.json of a Hugging Face checkpoint; `_FAMILIES` says how
-model types differ. As in `cost`, a multiply-add is two FLOPs, and only matmuls are counted.
+`Model.of` reads a `models.transformer.Config`, or the config.json of a Hugging Face checkpoint. As in `cost`, a
+multiply-add is two FLOPs, and only matmuls are counted.
 """
 
 from __future__ import annotations
@@ -103,8 +103,14 @@ class Model(NamedTuple):
             (67149824, 1409286144)
         """
         model = self._checked()
-        used, experts, _ = model._matrices(number)
-        return used + 2 * model.hidden + model.extra, experts
+        column, attention = (3 if model.gated else 2) * model.hidden, model.attention
+        if attention is None:
+            attention = 2 * model.hidden * model._head_size() * (model.heads + (model.kv_heads or model.heads))
+        used = attention + 2 * model.hidden + model.extra
+        if not model.experts or number % model.layers < model.dense:
+            return used + column * model.width, 0
+        expert = column * (model.width if model.expert_ffn is None else model.expert_ffn)
+        return used + model.hidden * model.experts + model.shared * expert, model.experts * expert  # with the router
 
     def parameters(self, layers: int | None = None, vocabulary: int | None = None) -> int:
         """The number of parameters, also with another number of layers (the last ones) or another vocabulary."""
@@ -118,8 +124,7 @@ class Model(NamedTuple):
     def active(self) -> int:
         """The parameters that one token uses: all but the experts to which it is not routed."""
         model = self._checked()
-        _, experts, routed = model._matrices(-1)
-        return model.parameters() - (model.layers - model.dense) * (experts - routed)
+        return model.parameters() - (model.layers - model.dense) * (model.layer()[1] - model._routed())
 
     def flops(self, sequence: int, vocabulary: int | None = None) -> int:
         """FLOPs of the forward pass for one token.
@@ -136,24 +141,17 @@ class Model(NamedTuple):
         model = self._checked()
         [sequence] = checks.count("planner", sequence=sequence)
         [vocabulary] = checks.count("planner", vocabulary=model.vocabulary if vocabulary is None else vocabulary)
-        used, _, routed = model._matrices(-1)
-        weights = model.dense * model._matrices(0)[0] + (model.layers - model.dense) * (used + routed)
+        weights = model.dense * model.layer(0)[0] + (model.layers - model.dense) * (model.layer()[0] + model._routed())
+        weights -= model.layers * (2 * model.hidden + model.extra)
         scores = 2 * sequence * model.heads * model._head_size()
         return 2 * (weights + model.layers * scores + model.hidden * vocabulary)
 
     def _head_size(self) -> int:
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
-    def _matrices(self, number: int) -> tuple[int, int, int]:
-        """Weights of a layer's matrices: what every token uses, all other experts, and those of them for one token."""
-        attention, column = self.attention, (3 if self.gated else 2) * self.hidden
-        if attention is None:
-            attention = 2 * self.hidden * self._head_size() * (self.heads + (self.kv_heads or self.heads))
-        if not self.experts or number % self.layers < self.dense:
-            return attention + column * self.width, 0, 0
-        expert = column * (self.width if self.expert_ffn is None else self.expert_ffn)
-        used = attention + self.hidden * self.experts + self.shared * expert  # with the router
-        return used, self.experts * expert, self.top_k * expert
+    def _routed(self) -> int:
+        """The weights of a layer's experts to which a token is routed."""
+        return self.layer()[1] // self.experts * self.top_k if self.experts else 0
 
     def _checked(self) -> Model:
         """These sizes as Python integers, which do not overflow; refuses those that do not add up."""
@@ -177,33 +175,9 @@ class Model(NamedTuple):
 # ---- config.json
 
 
-class _Family(NamedTuple):
-    """How a Hugging Face model type differs from Llama."""
-
-    tied: bool = False  # where the file does not say it
-    biases: bool = False  # of queries, keys and values
-    norms: int = 2
-    head_norms: bool = False  # of queries and keys
-    sized: bool = False  # the file must say the size of a head
-    experts: str = ""  # the entry that says how many
-    expert_ffn: str = ""  # the entry of their width
-    latent: bool = False  # attention through low ranks, shared experts, and dense layers before them
-
-
-_DEEPSEEK = _Family(experts="n_routed_experts", expert_ffn="moe_intermediate_size", latent=True)
-_FAMILIES = {
-    "llama": _Family(),
-    "mistral": _Family(),
-    "mixtral": _Family(experts="num_local_experts"),
-    "qwen2": _Family(biases=True),
-    "qwen3": _Family(head_norms=True, sized=True),
-    "qwen3_moe": _Family(head_norms=True, sized=True, experts="num_experts", expert_ffn="moe_intermediate_size"),
-    "gemma": _Family(tied=True, sized=True),
-    "gemma2": _Family(tied=True, sized=True, norms=4),
-    "gemma3_text": _Family(tied=True, sized=True, norms=4, head_norms=True),
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-}
+_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
+_DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"} | dict.fromkeys(_DEEPSEEK, "n_routed_experts")
 # Entries that are left out, or are this.
 _ONLY = {"mlp_bias": False, "moe_layer_freq": 1, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
@@ -225,44 +199,48 @@ def _of_entries(entries: Mapping[str, Any]) -> Model:
         if not holds:
             raise _wrong(rule, " and ".join(map(str, values)), "Correct one of them")
 
-    types = f"one of {checks.quoted(_FAMILIES)}"
-    family = _FAMILIES[entry("model_type", None, types, lambda x: isinstance(x, str) and x in _FAMILIES)]
-    for name, only in (_ONLY | ({"attention_bias": False} if family.latent else {})).items():
+    types = (*_TYPES, *_DEEPSEEK)
+    kind = entry("model_type", None, f"one of {checks.quoted(types)}", lambda x: x in types)
+    latent, gemma, head_norms = (
+        kind in _DEEPSEEK,
+        kind.startswith("gemma"),
+        kind in ("qwen3", "qwen3_moe", "gemma3_text"),
+    )
+    for name, only in (_ONLY | ({"attention_bias": False} if latent else {})).items():
         entry(name, only, json.dumps(only), lambda x, only=only: x == only)
-    tied = entry("tie_word_embeddings", family.tied, "true or false", lambda x: isinstance(x, bool))
-    biased = entry("attention_bias", False, "true or false", lambda x: isinstance(x, bool))
+    tied, biased = (
+        entry(name, default, "true or false", lambda x: isinstance(x, bool))
+        for name, default in (("tie_word_embeddings", gemma), ("attention_bias", False))
+    )
     hidden, heads, layers = whole("hidden_size"), whole("num_attention_heads"), whole("num_hidden_layers")
     kv_heads = whole("num_key_value_heads", heads)
     fit(heads % kv_heads == 0, "num_key_value_heads must divide num_attention_heads", kv_heads, heads)
     model = Model(layers, hidden, heads, whole("vocab_size"), kv_heads, whole("intermediate_size"), tied=tied)
-    if family.latent:
+    if latent:
         rank, rotary, plain = whole("kv_lora_rank"), whole("qk_rope_head_dim"), whole("qk_nope_head_dim")
         value, query_rank = whole("v_head_dim"), whole("q_lora_rank", 0, least=0)
-        fit((plain + rotary + value) % 2 == 0, "the mean of queries' and values' head_dim must be whole", plain, value)
-        query = heads * (plain + rotary)
+        both, query = plain + rotary + value, heads * (plain + rotary)
+        fit(both % 2 == 0, "qk_nope_head_dim + qk_rope_head_dim + v_head_dim must be even", both)
         attention = query_rank * (hidden + query) if query_rank else hidden * query
         attention += hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
-        model = model._replace(
-            head_size=(plain + rotary + value) // 2,
-            attention=attention,
-            extra=query_rank + rank,
-            shared=whole("n_shared_experts", 0, least=0),
-            dense=whole("first_k_dense_replace", 0, least=0),
-        )
-        fit(model.dense <= layers, "first_k_dense_replace must be at most num_hidden_layers", model.dense, layers)
+        shared, dense = whole("n_shared_experts", 0, least=0), whole("first_k_dense_replace", 0, least=0)
+        fit(dense <= layers, "first_k_dense_replace must be at most num_hidden_layers", dense, layers)
+        model = model._replace(head_size=both // 2, attention=attention, extra=query_rank + rank)
+        model = model._replace(shared=shared, dense=dense)
     else:
-        if not family.sized and entries.get("head_dim") is None:
+        sized = gemma or kind.startswith("qwen3")  # whose heads are of another size than hidden / heads by default
+        if not sized and entries.get("head_dim") is None:
             fit(hidden % heads == 0, "num_attention_heads must divide hidden_size", heads, hidden)
-        size = whole("head_dim", None if family.sized else hidden // heads)
-        biases = (heads + 2 * kv_heads) * size if family.biases or biased else 0
-        norms = (family.norms - 2) * hidden + (2 * size if family.head_norms else 0)
-        own = None if size * heads == hidden else size
-        model = model._replace(head_size=own, extra=biases + norms + (hidden if biased else 0))
-    if family.experts:
-        experts, top_k = whole(family.experts), whole("num_experts_per_tok")
-        fit(top_k <= experts, f"num_experts_per_tok must be at most {family.experts}", top_k, experts)
-        model = model._replace(experts=experts, top_k=top_k)
-        return model._replace(expert_ffn=whole(family.expert_ffn) if family.expert_ffn else None)
+        size = whole("head_dim", None if sized else hidden // heads)
+        extra = (heads + 2 * kv_heads) * size if kind == "qwen2" or biased else 0  # biases of queries, keys and values
+        extra += (2 * size if head_norms else 0) + (hidden if biased else 0)
+        extra += 2 * hidden if kind in ("gemma2", "gemma3_text") else 0  # norms behind attention and feed-forward layer
+        model = model._replace(head_size=None if size * heads == hidden else size, extra=extra)
+    if kind in _EXPERTS:
+        experts, top_k = whole(_EXPERTS[kind]), whole("num_experts_per_tok")
+        fit(top_k <= experts, f"num_experts_per_tok must be at most {_EXPERTS[kind]}", top_k, experts)
+        width = None if kind == "mixtral" else whole("moe_intermediate_size")
+        model = model._replace(experts=experts, top_k=top_k, expert_ffn=width)
     return model
 
 

@@ -6,17 +6,53 @@ A multiply-add is two FLOPs. Products with padding, and with the holes of a dila
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
 
-from shardkit._jax.compat import inner_jaxprs
+from shardkit._arguments.checks import quoted
+from shardkit._jax.compat import inlined, inner_jaxprs
 from shardkit._jax.jaxprs import not_reached
 from shardkit.analysis.jaxpr.census import size_of
+from shardkit.meshes.rng import example_keys
+from shardkit.on_device.gradient import LossFn, call_loss, loss_and_aux, terms_of, value_and_grad
 from shardkit.steps.layer_order import ELEMENTWISE
 
 # What a fusion computes again from its operands rather than read it.
 _FUSED = ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "transpose"}
+
+
+def of_loss(
+    loss_fn: LossFn, params: Any, batch: Any, iterations: int | None = None
+) -> tuple[float, float, float, float]:
+    """Per example, FLOPs forward, FLOPs forward and backward, and bytes kept; bytes kept of the parameters alone.
+
+    Raises:
+        ValueError: arrays of the batch with different numbers of examples; as `flops`.
+    """
+    counts = {(*leaf.shape, 0)[0] for leaf in jax.tree.leaves(batch)}
+    if len(counts) != 1 or not min(counts):
+        raise ValueError(
+            "counted: every array of the batch must have the same number of examples along dim 0; got "
+            f"{quoted(sorted(counts))}. Pass a batch as the loss takes it."
+        )
+    examples = min(counts)
+    args = (params, batch, jax.eval_shape(lambda: example_keys(jax.random.key(0), examples)))
+
+    def total(*args: Any) -> Any:
+        loss, _ = loss_and_aux(call_loss(loss_fn, *args), several=True)
+        return sum(mean.total for mean in terms_of(loss))
+
+    def residuals(params: Any, *args: Any) -> Any:
+        return jax.vjp(lambda params: total(params, *args), params)[1]
+
+    forward, step, backward = (jax.make_jaxpr(fn)(*args) for fn in (total, value_and_grad(loss_fn), residuals))
+    flat = jax.make_jaxpr(partial(inlined, backward.jaxpr, backward.consts))(*jax.tree.leaves(args))
+    copied, varying = kept(flat.jaxpr, len(jax.tree.leaves(params)))
+    counted = (flops(forward.jaxpr, iterations), flops(step.jaxpr, iterations), varying)
+    return *(each / examples for each in counted), copied
 
 
 def flops(jaxpr: Any, iterations: int | None = None) -> int:
@@ -41,7 +77,7 @@ def flops(jaxpr: Any, iterations: int | None = None) -> int:
         elif name == "while" and sum(inner):
             if iterations is None:
                 raise ValueError(
-                    "flops: a while loop with matmuls must say how often it runs; got iterations=None. Pass "
+                    "counted: a while loop with matmuls must say how often it runs; got iterations=None. Pass "
                     "iterations=, or write the loop as a scan."
                 )
             times = iterations
