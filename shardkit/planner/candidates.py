@@ -157,8 +157,9 @@ class Candidate(NamedTuple):
 
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""
+        config = self.config()
         axes = transformer.Axes(model="model", sequence=True) if self.layout.tensor > 1 else transformer.ONE_DEVICE
-        return value_and_grad(transformer.loss_fn(self.config(), axes))
+        return value_and_grad(transformer.loss_fn(config, axes))
 
 
 def of_kind(model: Model, *layouts: Layout) -> None:

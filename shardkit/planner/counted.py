@@ -83,7 +83,8 @@ class Ways(NamedTuple):
         """The size of the mesh axis "data"."""
         return {"data": self.data}
 
-    __str__ = Layout.__str__  # type: ignore[assignment]
+    def __str__(self) -> str:
+        return Layout.__str__(self)  # type: ignore[arg-type]
 
 
 class Found(Candidate):
@@ -189,8 +190,7 @@ def search_counted(
             messages = 3 * model.layers * accumulate if name == "layerwise" else 2
             times = (seconds, hidden / link.bandwidth + messages * (chips - 1) * link.latency, exposed / link.bandwidth)
             memory = (state, model.kept_bytes * (batch // chips // accumulate), memory_share * chip.hbm_bytes)
-            given: Any = (model, Ways(name, chips, accumulate))
-            each = Found(*given, *memory, *times, mfu=0.0)
+            each = Found._make((model, Ways(name, chips, accumulate), *memory, *times, 0.0))
             mfu = model_flops / (each.seconds * chips * chip.flops) if each.seconds else 0.0
             found += [each._replace(mfu=mfu)] if each.fits else []
     order = list(_plans(model))

@@ -90,9 +90,6 @@ ERRORS = {
     "scatter_from: latency must be 0 or more; got -1e-06. Pass for example latency=1.": (
         lambda: cost.scatter_from(cost.Link(-1e-6, 1e9), 8)
     ),
-    "ring_from: bandwidth must be greater than 0; got 0. Pass for example bandwidth=1.": (
-        lambda: cost.ring_from(cost.Link(1e-6, 0), 8, flops=1)
-    ),
 }
 
 

@@ -69,9 +69,6 @@ def test_types(integer):
 
 
 ERRORS = {
-    "bubble: of must be 'ideal' or 'total'; got 'all'. Pass for example of='ideal'.": lambda: cost.bubble(
-        4, 8, of="all"
-    ),
     "bubble: schedule must be 'gpipe', '1f1b', 'interleaved', 'lockstep' or 'breadth_first'; got 'zero_bubble_v'. Pass "
     "for example schedule='gpipe'.": lambda: cost.bubble(4, 8, schedule="zero_bubble_v"),
     "bubble: schedule 'gpipe' does not take chunks; got chunks=2. Leave chunks out, or choose 'interleaved', "
@@ -82,9 +79,6 @@ ERRORS = {
     ),
     "bubble: the closed form of '1f1b' needs a multiple of stages=4 microbatches; got 6. Change them, or call "
     "schedules.interleaved(4, 6, 2).simulate(...), which is exact.": lambda: cost.bubble(4, 6, chunks=2),
-    "bubble: stages must be a whole number of at least 1; got 'gpipe'. Pass stages=1 or more.": lambda: cost.bubble(
-        "gpipe", 4
-    ),
 }
 
 

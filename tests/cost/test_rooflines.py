@@ -68,7 +68,6 @@ ERRORS = {
     "group_bandwidth: axes must be at most 1 for chip 'h100'; got 2. Choose fewer axes or another chip.": (
         lambda: cost.group_bandwidth("h100", 2)
     ),
-    "roofline: work must be greater than 0; got 0.0. Pass for example work=1.": lambda: cost.roofline(0, 0, "v5e"),
 }
 
 

@@ -95,9 +95,6 @@ ERRORS = {
     "the input is whole on every device: set regather=False.": (
         lambda: cost.tensor_volume(batch=1, sequence=8, hidden=8, ways=2, regather=True)
     ),
-    "context_volume: method must be 'ring', 'all_gather' or 'ulysses'; got 'tree'. Pass for example method='ring'.": (
-        lambda: cost.context_volume(batch=1, sequence=8, hidden=8, ways=2, method="tree")
-    ),
 }
 
 
