@@ -21,11 +21,6 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 sizes, ways = st.integers(1, 10**9), st.integers(1, 600)
 
 
-def test_cost_is_reached_from_the_top():
-    assert sk.cost is cost
-    assert all(hasattr(cost, name) for name in cost.__all__)
-
-
 # The factors over 8 devices of nccl-tests' doc/PERFORMANCE.md; gather and scatter from their source files.
 FACTORS = {
     14 / 8: ("all_reduce", "AllReduce", "all-reduce", "all reduce"),

@@ -154,18 +154,6 @@ def test_fewer_key_value_heads_keep_less(tensor):
             assert of_four == pytest.approx(4 * found)
 
 
-# Section 5: for GPT-3 and MT-NLG, 5as/h is 80 and 64, and selective recomputation saves 70% and 65% of the activations.
-@pytest.mark.parametrize(("model", "core", "saved"), [("175B", 80, 70), ("530B", 64, 65)])
-def test_what_selective_recomputation_saves(model, core, saved):
-    heads, hidden, *_ = MODELS[model]
-    whole, selective = (
-        cost.activation_memory(batch=1, sequence=2048, hidden=hidden, heads=heads, recompute=r)
-        for r in ("none", "selective")
-    )
-    assert whole / (2048 * hidden) == pytest.approx(34 + core)
-    assert round(100 * (1 - selective / whole)) == saved
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_activations_of_a_whole_model(model):
     heads, h, layers, t, *_ = MODELS[model]
