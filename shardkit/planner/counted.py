@@ -25,6 +25,7 @@ from shardkit.meshes.layout import local_shape, path_name
 from shardkit.meshes.mesh import abstract_mesh
 from shardkit.on_device.gradient import LossFn, value_and_grad
 from shardkit.on_device.handles import cast_floating
+from shardkit.on_device.precision import Precision, precision_of
 from shardkit.planner.candidates import Candidate, Layout
 from shardkit.planner.estimate import bandwidth, check_shares
 from shardkit.plans.dim_rules import in_subtrees
@@ -87,7 +88,7 @@ class Ways(NamedTuple):
         return Layout.__str__(self)  # type: ignore[arg-type]
 
 
-class Found(Candidate):
+class CountedCandidate(Candidate):
     """A layout of a counted model, and its estimate."""
 
     model: Any
@@ -132,7 +133,7 @@ def counted(
 
     Raises:
         ValueError: arrays of the batch with different numbers of examples; a while loop with matmuls, and no
-            `iterations`.
+            `iterations`; another dtype than a float of at most 32 bits.
 
     Example:
         >>> loss_fn = lambda params, batch, keys: sk.Mean.of(jnp.tanh(batch @ params["w"]))
@@ -144,12 +145,13 @@ def counted(
         >>> print(best.layout, best.plan())
         plan=dp data=8 accumulate=1 dp('data')
     """
+    compute = jnp.dtype(precision_of(Precision(compute=compute)).compute)
     params, batch = jax.eval_shape(lambda *trees: trees, params, batch)
     seen = jax.eval_shape(lambda *trees: cast_floating(trees, compute), params, batch)
     per_example = of_loss(loss_fn, seen[0], seen[1], iterations)
     leaves = {path_name(path): math.prod(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     layers = _layers(loss_fn, params, batch, layerwise)
-    return Counted(leaves, layers, *per_example, jnp.dtype(compute), params, layerwise)
+    return Counted(leaves, layers, *per_example, compute, params, layerwise)
 
 
 def _layers(loss_fn: LossFn, params: Any, batch: Any, layerwise: tuple[str, ...]) -> int:
@@ -190,7 +192,7 @@ def search_counted(
             messages = 3 * model.layers * accumulate if name == "layerwise" else 2
             times = (seconds, hidden / link.bandwidth + messages * (chips - 1) * link.latency, exposed / link.bandwidth)
             memory = (state, model.kept_bytes * (batch // chips // accumulate), memory_share * chip.hbm_bytes)
-            each = Found._make((model, Ways(name, chips, accumulate), *memory, *times, 0.0))
+            each = CountedCandidate._make((model, Ways(name, chips, accumulate), *memory, *times, 0.0))
             mfu = model_flops / (each.seconds * chips * chip.flops) if each.seconds else 0.0
             found += [each._replace(mfu=mfu)] if each.fits else []
     order = list(_plans(model))

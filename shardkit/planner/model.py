@@ -188,7 +188,7 @@ def _of_entries(entries: Mapping[str, Any]) -> Model:
     def entry(name: str, default: Any, rule: str, holds: Any) -> Any:
         found = default if entries.get(name) is None else entries[name]  # null stands for what is left out
         if not holds(found):
-            raise _wrong(f"{name} must be {rule}", short(found), "Correct it, or pass planner.Model(...)")
+            raise _wrong(f"{name} must be {rule}", short(found))
         return found
 
     def whole(name: str, default: int | None = None, least: int = 1) -> Any:
@@ -197,7 +197,7 @@ def _of_entries(entries: Mapping[str, Any]) -> Model:
 
     def fit(holds: bool, rule: str, *values: int) -> None:
         if not holds:
-            raise _wrong(rule, " and ".join(map(str, values)), "Correct one of them")
+            raise _wrong(rule, " and ".join(map(str, values)))
 
     types = (*_TYPES, *_DEEPSEEK)
     kind = entry("model_type", None, f"one of {checks.quoted(types)}", lambda x: x in types)
@@ -258,5 +258,5 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return entries
 
 
-def _wrong(rule: str, got: str, remedy: str = "Pass the config.json of a model") -> ValueError:
-    return ValueError(f"Model.of: {rule}; got {got}. {remedy}.")
+def _wrong(rule: str, got: str) -> ValueError:
+    return ValueError(f"Model.of: {rule}; got {got}. Pass the config.json of a model, or planner.Model(...).")
