@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import called, flow, kind_of, mesh_axes, scan_operands, while_operands
 from shardkit.analysis.hlo.protobuf import varint, written
 from shardkit.analysis.jaxpr.census import size_of
+from shardkit.analysis.jaxpr.counts import flops, flops_of
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import Chip
 from shardkit.cost import chip as chip_of
@@ -219,12 +221,12 @@ class _Recorder:
             _, constants, carry = while_operands(equation, operands)
             return self.inner(equation.params["body_jaxpr"].jaxpr, [*constants, *carry])
         if name == "cond":
-            return self.inner(max(inner, key=_flops_within), operands[1:])
+            return self.inner(max(inner, key=partial(flops, iterations=1)), operands[1:])
         body = called(equation)
         if body is not None:
             return self.inner(body, operands)
-        flops, size = _flops(equation), _bytes(equation)
-        return [self.compute(flops, size, everything) if size else everything] * len(equation.outvars)
+        work, size = flops_of(equation), _bytes(equation)
+        return [self.compute(work, size, everything) if size else everything] * len(equation.outvars)
 
     def inner(self, jaxpr: Any, operands: list[Ids]) -> list[Ids]:
         return self.run(jaxpr, [frozenset()] * len(jaxpr.constvars) + operands)
@@ -304,28 +306,8 @@ class _Recorder:
         return self.count - 1
 
 
-def _flops(equation: Any) -> int:
-    """FLOPs of a matrix product or a convolution; 0 of anything else."""
-    name, out = equation.primitive.name, math.prod(equation.outvars[0].aval.shape) if equation.outvars else 0
-    if name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        return 2 * out * math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)
-    if name == "conv_general_dilated":
-        kernel, numbers = equation.invars[1].aval.shape, equation.params["dimension_numbers"]
-        return 2 * out * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
-    return 0
-
-
 def _bytes(equation: Any) -> int:
     """What an equation reads and writes, if it is one of those that read and write memory."""
-    if not _flops(equation) and equation.primitive.name not in _MEMORY:
+    if not flops_of(equation) and equation.primitive.name not in _MEMORY:
         return 0
     return sum(size_of(v) for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "shape"))
-
-
-def _flops_within(jaxpr: Any) -> int:
-    total = 0
-    for equation in jaxpr.eqns:
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        total += _flops(equation) + times * sum(_flops_within(sub) for _, sub in compat.inner_jaxprs(equation))
-    return total

@@ -1,13 +1,15 @@
-"""The planner: the layouts of a transformer that fit a machine, the fastest first, and what runs them.
+"""The planner: the layouts of a model that fit a machine, the fastest first, and what runs them.
 
-Start with `search.py`; `estimate.py` states the model of memory and time. Imports cost, strategies and models.
+Start with `search.py`; `estimate.py` states the model of memory and time. Imports all up to models.
 """
 
 from __future__ import annotations
 
 from shardkit.planner.advice import Advice, advise
-from shardkit.planner.candidates import Candidate, Layout, Model, table
+from shardkit.planner.candidates import Candidate, Layout, table
+from shardkit.planner.counted import counted
 from shardkit.planner.estimate import estimate
+from shardkit.planner.model import Model
 from shardkit.planner.reasons import explain
 from shardkit.planner.search import AXES, kinds, search
 from shardkit.planner.source import source_of
@@ -19,6 +21,7 @@ __all__ = [
     "Layout",
     "Model",
     "advise",
+    "counted",
     "estimate",
     "explain",
     "kinds",

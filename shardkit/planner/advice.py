@@ -6,8 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 from shardkit import cost
-from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, gigabytes, table
+from shardkit.planner.candidates import REMAT, Candidate, Layout, gigabytes, table
 from shardkit.planner.estimate import estimate
+from shardkit.planner.model import Model
 from shardkit.planner.search import layouts, ranked
 
 _TARGET = 0.8  # share of the memory that the advised batch fills

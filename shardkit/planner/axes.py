@@ -20,7 +20,8 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from shardkit import cost
-from shardkit.planner.candidates import Candidate, Layout, Model
+from shardkit.planner.candidates import Candidate, Layout
+from shardkit.planner.model import Model
 from shardkit.schedules import interleaved, one_f_one_b
 
 # What one device has of a layout: its model, its data, fsdp and tensor ways, the batch and the tokens of a sequence.

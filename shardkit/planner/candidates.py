@@ -1,19 +1,19 @@
-"""What the planner reads and returns: a model, a layout, a candidate, and the table of candidates."""
+"""What the planner returns: a layout, a candidate, and the table of candidates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from shardkit import cost
 from shardkit._arguments.typed import ITERABLE, check_kind
 from shardkit.meshes.mesh import make_mesh
 from shardkit.models import transformer
 from shardkit.on_device.gradient import GradFn, value_and_grad
+from shardkit.planner.model import Model
 from shardkit.plans.plan import Plan, chain
 from shardkit.schedules import Schedule, interleaved, one_f_one_b
 from shardkit.strategies.context import cp
@@ -23,59 +23,9 @@ from shardkit.strategies.pipeline import pipeline
 from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp
 
+# The sizes that models.transformer has as they are by default.
+_OURS = ("gated", "head_size", "expert_ffn", "shared", "dense", "attention", "extra")
 REMAT = ("none", "selective", "full")
-
-
-class Model(NamedTuple):
-    """The sizes of a decoder-only transformer.
-
-    Attributes:
-        layers: number of layers.
-        hidden: model width.
-        heads: attention heads.
-        vocabulary: number of token values.
-        kv_heads: key/value heads; None: heads.
-        ffn: width of the feed-forward layers; None: 4 hidden.
-        gated: a third feed-forward matrix (SwiGLU).
-        tied: the embedding is the output head.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    kv_heads: int | None = None
-    ffn: int | None = None
-    gated: bool = True
-    tied: bool = False
-    head_size: int | None = None
-    experts: int = 0
-    top_k: int = 2
-
-    @property
-    def head(self) -> int:
-        """The width of a head."""
-        return self.hidden // self.heads if self.head_size is None else self.head_size
-
-    @property
-    def width(self) -> int:
-        """The width of the feed-forward layers."""
-        return 4 * self.hidden if self.ffn is None else self.ffn
-
-    def parameters(self, layers: int | None = None, vocabulary: int | None = None) -> int:
-        """The number of parameters, also with another number of layers or another vocabulary."""
-        return cost.transformer_parameters(
-            layers=self.layers if layers is None else layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            ffn=self.ffn,
-            gated=self.gated,
-            biases=False,
-            tied=self.tied,
-            final_norm=True,
-            vocabulary=self.vocabulary if vocabulary is None else vocabulary,
-        )
 
 
 class Layout(NamedTuple):
@@ -146,9 +96,10 @@ class Layout(NamedTuple):
 _SELDOM = ("context", "expert", "stage", "chunks", "microbatches")
 
 
-def columns(layouts: Collection[Layout]) -> list[str]:
+def columns(layouts: Sequence[Layout]) -> list[str]:
     """The fields by which layouts are shown: without axes that all of them do without."""
-    return [name for name in Layout._fields if name not in _SELDOM or any(getattr(each, name) > 1 for each in layouts)]
+    names = layouts[0]._fields if layouts else Layout._fields
+    return [name for name in names if name not in _SELDOM or any(getattr(each, name) > 1 for each in layouts)]
 
 
 class Candidate(NamedTuple):
@@ -238,13 +189,15 @@ class Candidate(NamedTuple):
         """The sizes and the recomputation, for `models.transformer`, whose attention never saves its scores.
 
         Raises:
-            ValueError: a model without the third feed-forward matrix, which `models.transformer` has.
+            ValueError: a model that `models.transformer` is not.
         """
         model = self.model
-        if not model.gated:
+        ours = {name: Model._field_defaults[name] for name in _OURS}
+        if wrong := [f"{name}={getattr(model, name)!r}" for name in ours if getattr(model, name) != ours[name]]:
             raise ValueError(
-                "planner: models.transformer has three feed-forward matrices; got a Model with gated=False. Pass "
-                "plan(rules) of your own model to make_train_step."
+                "planner: models.transformer has three feed-forward matrices, heads of size hidden / heads, equal "
+                f"layers and no biases; got a Model with {', '.join(wrong)}. Pass plan(rules) of your own model to "
+                "make_train_step."
             )
         return transformer.Config(
             vocabulary=model.vocabulary,

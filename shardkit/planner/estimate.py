@@ -27,7 +27,8 @@ from typing import Any
 from shardkit import cost
 from shardkit._arguments import checks
 from shardkit.planner.axes import beside, why_not
-from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, of_kind
+from shardkit.planner.candidates import REMAT, Candidate, Layout, of_kind
+from shardkit.planner.model import Model
 
 
 def estimate(
@@ -69,7 +70,8 @@ def estimate(
     """
     it = cost.chip(chip)
     layout, batch, sequence = check(model, layout, it, batch, sequence, memory_share, efficiency)
-    model_flops = _flops(model, batch, sequence, "none")
+    forward, scores = model.flops(sequence), model.flops(sequence) - model.flops(0)
+    model_flops = float(batch * sequence * 3 * forward)
     if layout.context * layout.expert * layout.stage > 1:
 
         def smaller(model: Model, layout: Layout, batch: int, sequence: int) -> Candidate:
@@ -77,9 +79,8 @@ def estimate(
             return estimate(model, layout, chip=it, batch=batch, sequence=sequence, **how)
 
         rate = it.flops * efficiency
-        forward = model_flops / 3 / (layout.chips * rate)
         found = beside(
-            model, layout, it, batch, sequence, rate=rate, forward=forward, links=links, smaller=smaller
+            model, layout, it, batch, sequence, rate=rate, forward=model_flops / 3 / (layout.chips * rate), links=links, smaller=smaller
         )
         return found._replace(mfu=cost.mfu(model_flops, found.seconds, peak=it, chips=layout.chips))
     data, fsdp, tensor, accumulate, remat = layout[:5]
@@ -89,10 +90,8 @@ def estimate(
     state = 16 * parameters / (fsdp * tensor) + 2 * (2 * layer + model.vocabulary * model.hidden) / tensor
     kept = _activations(model, local, sequence, tensor, remat)
 
-    hardware_flops = _flops(model, batch, sequence, remat)
-    # the published form of selective recomputation counts the repeated matmuls three times
-    repeated = (hardware_flops - model_flops) / (3 if remat == "selective" else 1)
-    compute = (model_flops + repeated) / (layout.chips * it.flops * efficiency)
+    repeated = {"none": 0, "selective": scores, "full": model.flops(sequence, vocabulary=0)}[remat]
+    compute = batch * sequence * (3 * forward + repeated) / (layout.chips * it.flops * efficiency)
     piece = parameters / tensor
     gathered = cost.zero_volume(piece, fsdp, 3, accumulate=accumulate, parameter_bytes=2, gradient_bytes=4)
     reduced = cost.zero_volume(piece / fsdp, data, 0, gradient_bytes=4)
@@ -117,22 +116,6 @@ def estimate(
     )
 
 
-def _flops(model: Model, batch: int, sequence: int, recompute: str) -> float:
-    """FLOPs of a step, over all devices."""
-    return cost.transformer_flops(
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        ffn=model.ffn,
-        gated=model.gated,
-        sequence=sequence,
-        batch=batch,
-        vocabulary=model.vocabulary,
-        recompute=recompute,
-    )
-
-
 def _activations(model: Model, batch: int, sequence: int, tensor: int, remat: str) -> float:
     # the paper's layer saves 16sbh bytes between its feed-forward matrices, this one 4 or 6 bytes per token and width
     extra = (6 if model.gated else 4) * model.width / model.hidden - 16
@@ -153,8 +136,8 @@ def _activations(model: Model, batch: int, sequence: int, tensor: int, remat: st
 def _published(chip: cost.Chip, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
     data, fsdp, tensor = layout[:3]
     bandwidths = {
-        "data": _bandwidth(chip, tensor * fsdp, data, tensor),
-        "fsdp": _bandwidth(chip, tensor, fsdp, tensor),
+        "data": bandwidth(chip, tensor * fsdp, data, tensor),
+        "fsdp": bandwidth(chip, tensor, fsdp, tensor),
         "tensor": cost.group_bandwidth(chip),
     }
     return {name: size / bandwidths[name] for name, size in sent.items()}
@@ -178,7 +161,8 @@ def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, f
     }
 
 
-def _bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:
+def bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:
+    """Bytes per second that a device sends in a group of so many ways, whose members are `stride` devices apart."""
     if chip.torus:
         return cost.group_bandwidth(chip, chip.torus if tensor == 1 else max(1, chip.torus - 1))
     if stride * ways <= chip.host:
@@ -195,9 +179,7 @@ def check(
     *ways, batch, sequence = checks.whole("planner", **sizes, batch=batch, sequence=sequence)
     layout = layout._replace(**dict(zip(sizes, ways, strict=True)))
     checks.one_of("planner", "remat", layout.remat, REMAT)
-    for name, value in (("memory_share", memory_share), ("efficiency", efficiency)):
-        if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
-            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")
+    check_shares(memory_share=memory_share, efficiency=efficiency)
     if batch % layout.parts:
         raise ValueError(
             f"planner: batch must be divisible by data * fsdp * expert * accumulate * microbatches; got {batch} over "
@@ -212,6 +194,13 @@ def check(
     if reason := why_not(model, layout, sequence):
         raise ValueError(f"planner: {reason}")
     return layout, batch, sequence
+
+
+def check_shares(**shares: float) -> None:
+    """Refuses what is no share."""
+    for name, value in shares.items():
+        if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
+            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")
 
 
 def tensor_divides(model: Model, chip: cost.Chip, tensor: int) -> bool:

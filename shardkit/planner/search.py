@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
 from shardkit.planner.axes import why_not
-from shardkit.planner.candidates import REMAT, Candidate, Layout, Model
+from shardkit.planner.candidates import REMAT, Candidate, Layout
+from shardkit.planner.counted import Counted, search_counted
 from shardkit.planner.estimate import check, estimate, tensor_divides
+from shardkit.planner.model import Model
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 _MOST = 10**9  # chips, and sequences in a step
@@ -25,12 +28,12 @@ _CHUNKS = 4  # more divide layers ever finer for ever less bubble
 
 
 def search(
-    model: Model,
+    model: Model | Counted,
     *,
     chip: str | cost.Chip,
     chips: int,
     batch: int,
-    sequence: int,
+    sequence: int | None = None,
     axes: Collection[str] = AXES,
     memory_share: float = 0.9,
     efficiency: float = 1.0,
@@ -39,7 +42,9 @@ def search(
     """Every layout that fits, the fastest first.
 
     Args:
-        model, chip, batch, sequence, memory_share, efficiency: as for `estimate`.
+        model: the sizes of a transformer; or any model, as `counted` returns it, whose layouts are dp, zero1 and fsdp.
+        chip, batch, memory_share, efficiency: as for `estimate`; of a counted model `batch` is examples per step.
+        sequence: tokens per sequence of a transformer; None: of a counted model.
         chips: number of chips, all used.
         axes: the axes of `Layout` that may have more than one way; leave out what your model cannot do.
         links: as measured; see `estimate`.
@@ -55,7 +60,15 @@ def search(
         >>> print(sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)[0].layout)
         data=1 fsdp=32 tensor=2 accumulate=8 remat=selective
     """
-    _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, sequence, memory_share, efficiency)
+    if isinstance(model, Counted):
+        if sequence is not None:
+            raise ValueError(
+                f"planner: the examples of a counted model have the size that was counted; got sequence={sequence}. "
+                "Leave it out."
+            )
+        return search_counted(model, cost.chip(chip), chips, batch, memory_share, efficiency, links)
+    at: Any = sequence  # None is refused
+    _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, at, memory_share, efficiency)
     [chips] = checks.whole("planner", chips=chips)
     judged = partial(
         estimate,

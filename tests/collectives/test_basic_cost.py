@@ -176,9 +176,6 @@ DIVIDES = "dim 0 must be divisible by {}; got size 6 over {} devices. Pad dim 0 
 ERRORS = {
     "all_reduce: op must be 'sum', 'mean', 'max', 'min', 'any' or 'all'; got 'median'. "
     "Pass for example op='sum'.": lambda x: sk.all_reduce(x, "data", op="median"),
-    "reduce_scatter: op must be 'sum' or 'mean'; got 'max'. Pass for example op='sum'.": lambda x: sk.reduce_scatter(
-        x, "data", op="max"
-    ),
     f"all_gather: dim must name a dimension of the array; got 2 {RANK2}": lambda x: sk.all_gather(x, "data", dim=2),
     "all_gather: dim must name a dimension of the array; got 0 for an array of rank 0. "
     "Choose an array of rank 1 or more.": lambda x: sk.all_gather(x[0, 0], "data"),

@@ -200,9 +200,6 @@ ERRORS = {
     ),
     "ring.reduce_scatter: dim 1 must be divisible by axis 'a'; got size 3 over 4 devices. "
     "Pad dim 1 or choose another dim.": lambda x: ring.reduce_scatter(x, "a", dim=1),
-    "ring.all_reduce: op must be 'sum' or 'mean'; got 'max'. Pass for example op='sum'.": lambda x: ring.all_reduce(
-        x, "a", op="max"
-    ),
 }
 
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit import cost
-from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 
@@ -81,22 +80,3 @@ def test_chips_by_what_jax_calls_them():
     assert [cost.chip_of(kind) for kind in ("cpu", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "TPU v9", "", None)] == [
         None
     ] * 6
-
-
-ERRORS = {
-    "bucket_bytes: share must be above 0 and below 1; got 1.0. Pass for example share=0.1.": (
-        lambda: cost.bucket_bytes(cost.Link(1e-6, 1e9), 8, share=1.0)
-    ),
-    "scatter_from: latency must be 0 or more; got -1e-06. Pass for example latency=1.": (
-        lambda: cost.scatter_from(cost.Link(-1e-6, 1e9), 8)
-    ),
-    "ring_from: bandwidth must be greater than 0; got 0. Pass for example bandwidth=1.": (
-        lambda: cost.ring_from(cost.Link(1e-6, 0), 8, flops=1)
-    ),
-}
-
-
-@pytest.mark.parametrize(("message", "call"), ERRORS.items())
-def test_what_is_no_link_is_refused(message, call):
-    with value_error(message):
-        call()

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import cost
 from shardkit.analysis import census
-from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 
@@ -155,18 +154,6 @@ def test_fewer_key_value_heads_keep_less(tensor):
             assert of_four == pytest.approx(4 * found)
 
 
-# Section 5: for GPT-3 and MT-NLG, 5as/h is 80 and 64, and selective recomputation saves 70% and 65% of the activations.
-@pytest.mark.parametrize(("model", "core", "saved"), [("175B", 80, 70), ("530B", 64, 65)])
-def test_what_selective_recomputation_saves(model, core, saved):
-    heads, hidden, *_ = MODELS[model]
-    whole, selective = (
-        cost.activation_memory(batch=1, sequence=2048, hidden=hidden, heads=heads, recompute=r)
-        for r in ("none", "selective")
-    )
-    assert whole / (2048 * hidden) == pytest.approx(34 + core)
-    assert round(100 * (1 - selective / whole)) == saved
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_activations_of_a_whole_model(model):
     heads, h, layers, t, *_ = MODELS[model]
@@ -182,32 +169,3 @@ def test_activations_without_sequence_parallelism():
         2, batch=1, sequence=4, hidden=8, heads=2, vocabulary=16, tensor=2, recompute="full"
     )
     assert found == 2 * 2 * 32 + 32 + 4 * 32 + 4 * 4 * 16 / 2
-
-
-LAYER = {"batch": 1, "sequence": 8, "hidden": 8, "heads": 2}
-
-
-ERRORS = {
-    "zero_memory: stage must be 0, 1, 2 or 3; got 4. Pass for example stage=0.": lambda: cost.zero_memory(1, 4, 4),
-    "zero_memory: optimizer_bytes must be 0 or more; got -1. Pass for example optimizer_bytes=1.": (
-        lambda: cost.zero_breakdown(1, 4, 1, optimizer_bytes=-1)
-    ),
-    "zero_memory: parameters must be 0 or more; got '7B'. Pass for example parameters=1.": lambda: cost.zero_memory(
-        "7B", 4, 1
-    ),
-    "zero_volume: stage must be 0, 1, 2 or 3; got '3'. Pass for example stage=0.": lambda: cost.zero_volume(1, 4, "3"),
-    "model_activation_memory: vocabulary must be a whole number of at least 0; got 0.5. Pass vocabulary=0 or more.": (
-        lambda: cost.model_activation_memory(4, **LAYER, vocabulary=0.5)
-    ),
-    "activation_memory: kv_heads must divide heads; got 3 and 8. Change one of them.": (
-        lambda: cost.activation_memory(**LAYER | {"heads": 8}, kv_heads=3)
-    ),
-    "activation_memory: recompute must be 'none', 'selective' or 'full'; got 'some'. Pass for example "
-    "recompute='none'.": lambda: cost.activation_memory(**LAYER, recompute="some"),
-}
-
-
-@pytest.mark.parametrize(("message", "call"), ERRORS.items())
-def test_errors(message, call):
-    with value_error(message):
-        call()

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit import cost, schedules
-from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 CHUNKED = ("interleaved", "lockstep", "breadth_first")
@@ -66,29 +65,3 @@ def test_types(integer):
     assert type(found) is float and found == 3 / 8
     assert cost.bubble(1, 1) == 0
     assert cost.bubble(4, 10**30, of="total") == pytest.approx(3e-30)
-
-
-ERRORS = {
-    "bubble: of must be 'ideal' or 'total'; got 'all'. Pass for example of='ideal'.": lambda: cost.bubble(
-        4, 8, of="all"
-    ),
-    "bubble: schedule must be 'gpipe', '1f1b', 'interleaved', 'lockstep' or 'breadth_first'; got 'zero_bubble_v'. Pass "
-    "for example schedule='gpipe'.": lambda: cost.bubble(4, 8, schedule="zero_bubble_v"),
-    "bubble: schedule 'gpipe' does not take chunks; got chunks=2. Leave chunks out, or choose 'interleaved', "
-    "'lockstep' or 'breadth_first'.": lambda: cost.bubble(4, 8, "gpipe", chunks=2),
-    "bubble: the closed form of 'breadth_first' needs at least stages=4 microbatches; got 3. Change them, or call "
-    "schedules.breadth_first(4, 3, 2).simulate(...), which is exact.": (
-        lambda: cost.bubble(4, 3, "breadth_first", chunks=2)
-    ),
-    "bubble: the closed form of '1f1b' needs a multiple of stages=4 microbatches; got 6. Change them, or call "
-    "schedules.interleaved(4, 6, 2).simulate(...), which is exact.": lambda: cost.bubble(4, 6, chunks=2),
-    "bubble: stages must be a whole number of at least 1; got 'gpipe'. Pass stages=1 or more.": lambda: cost.bubble(
-        "gpipe", 4
-    ),
-}
-
-
-@pytest.mark.parametrize(("message", "call"), ERRORS.items())
-def test_errors(message, call):
-    with value_error(message):
-        call()

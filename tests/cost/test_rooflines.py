@@ -5,7 +5,6 @@ import math
 import pytest
 
 from shardkit import cost
-from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 
@@ -55,24 +54,3 @@ def test_roofline():
     sending = cost.roofline(1e9, 1e9, chip="v5p", sent=1e9, axes=3)
     assert sending.bound == "network" and sending.seconds == pytest.approx(1e9 / 5.4e11)
     assert cost.roofline(1, 0, "v5e").intensity == math.inf
-
-
-NAMES = " or ".join([", ".join(map(repr, [*cost.chips][:-1])), repr([*cost.chips][-1])])
-
-
-ERRORS = {
-    f"chip: name must be {NAMES}; got 'v7'. Pass for example name='v4'.": lambda: cost.roofline(1, 1, "v7"),
-    "group_bandwidth: axes must be at most 2 for chip 'v5e'; got 3. Choose fewer axes or another chip.": (
-        lambda: cost.group_bandwidth("v5e", 3)
-    ),
-    "group_bandwidth: axes must be at most 1 for chip 'h100'; got 2. Choose fewer axes or another chip.": (
-        lambda: cost.group_bandwidth("h100", 2)
-    ),
-    "roofline: work must be greater than 0; got 0.0. Pass for example work=1.": lambda: cost.roofline(0, 0, "v5e"),
-}
-
-
-@pytest.mark.parametrize(("message", "call"), ERRORS.items())
-def test_errors(message, call):
-    with value_error(message):
-        call()

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import cost
 from shardkit.analysis import census
-from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 
@@ -88,20 +87,3 @@ def test_ulysses_volume_is_what_its_all_to_alls_send():
 def test_expert_volume():
     assert cost.expert_volume(tokens=10, hidden=4, ways=5) == (2 * 64, 2 * 64)
     assert cost.expert_volume(tokens=10, hidden=4, ways=5, top_k=2, capacity_factor=1.25).forward == 2.5 * 128
-
-
-ERRORS = {
-    "tensor_volume: regather must go with sequence_parallel; got regather=True and sequence_parallel=False. Without it "
-    "the input is whole on every device: set regather=False.": (
-        lambda: cost.tensor_volume(batch=1, sequence=8, hidden=8, ways=2, regather=True)
-    ),
-    "context_volume: method must be 'ring', 'all_gather' or 'ulysses'; got 'tree'. Pass for example method='ring'.": (
-        lambda: cost.context_volume(batch=1, sequence=8, hidden=8, ways=2, method="tree")
-    ),
-}
-
-
-@pytest.mark.parametrize(("message", "call"), ERRORS.items())
-def test_errors(message, call):
-    with value_error(message):
-        call()

@@ -459,9 +459,6 @@ SHARDED = {
     "ulysses_attention: the ring's axis 'u' must come before axis 'c' in the mesh; its axes are 'c', 'u'. "
     "Pass the ring's axis first to make_mesh.": lambda: sk.layers.ulysses_attention(*tokens(), "c", ring="u"),
     f"zigzag: {EVEN} 3. {PAD}": lambda: sk.layers.zigzag(jnp.zeros((1, 3)), "c"),
-    "positions: order must be 'contiguous' or 'zigzag'; got 'random'. Pass for example order='contiguous'.": lambda: (
-        sk.layers.positions(4, "c", order="random")
-    ),
     f"positions: {EVEN} 3. {PAD}": lambda: sk.layers.positions(3, "c", order="zigzag"),
 }
 

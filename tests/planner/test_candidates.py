@@ -41,7 +41,7 @@ def test_a_model_that_the_transformer_is_not_has_a_plan_by_rules_alone():
     found = planner.estimate(model, Layout(tensor=2), chip="v5e", batch=8, sequence=8)
     assert found.plan(lambda path, shape: None).strategies
     with value_error(
-        "planner: models.transformer has three feed-forward matrices; got a Model with gated=False. Pass plan(rules) "
-        "of your own model to make_train_step."
+        "planner: models.transformer has three feed-forward matrices, heads of size hidden / heads, equal layers and "
+        "no biases; got a Model with gated=False. Pass plan(rules) of your own model to make_train_step."
     ):
         found.plan()

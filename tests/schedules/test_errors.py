@@ -171,12 +171,6 @@ def test_a_wide_grid_is_cut_about_the_arrow():
         ).check(),
         "schedule: an op must be one of F, B, I and W; got 'X' at tick 0. Write one of them.\n"
         "tick      0\ndevice 0  0X0\n          ^": lambda: Schedule((((Action(0, "X", 0),),),)).check(),
-        "schedule: placement must be 'loop' or 'v'; got 'V'. Pass for example placement='loop'.": lambda: Schedule(
-            schedules.gpipe(1, 1).rows, "V"
-        ).check(),
-        "simulate: weight_grad must be 0 or more; got -1. Pass for example weight_grad=1.": lambda: schedules.gpipe(
-            2, 2
-        ).simulate(input_grad=3),
     }.items(),
 )
 def test_errors(call, message):

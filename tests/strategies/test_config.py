@@ -59,21 +59,10 @@ ERRORS = {
     f"{PRODUCT} divide world_size; got 3 x 1 = 3 for world_size=8. Pass sizes whose product divides it.": {
         "tensor_parallel_size": 3
     },
-    f"{PRODUCT} divide world_size; got 2 x 4 = 8 for world_size=12. Pass sizes whose product divides it.": {
-        "world_size": 12,
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": 4,
-    },
     "rank must be at least 0 and below num_processes; got rank=8 for num_processes=8. Pass 0 to 7.": {"rank": 8},
     "rank must be at least 0 and below num_processes; got rank=-1 for num_processes=8. Pass 0 to 7.": {"rank": -1},
     "local_rank must be at least 0 and below num_processes_per_node; "
     "got local_rank=4 for num_processes_per_node=4. Pass 0 to 3.": {"num_nodes": 2, "local_rank": 4},
-    "backend must be 'nccl', 'gloo' or 'mpi'; got 'smoke-signals'. Pass for example backend='nccl'.": {
-        "backend": "smoke-signals"
-    },
-    "mixed_precision must be 'no', 'fp16' or 'bf16'; got 'fp8'. Pass for example mixed_precision='no'.": {
-        "mixed_precision": "fp8"
-    },
     "master_port must be from 1 to 65535; got 0. Pass a free one.": {"master_port": 0},
     "master_port must be from 1 to 65535; got 65536. Pass a free one.": {"master_port": 65536},
     "mesh_shape and mesh_axis_names must have equal length; got (2, 4) and ('data',). "
@@ -81,8 +70,6 @@ ERRORS = {
     "mesh_shape and mesh_axis_names must have equal length; got (8,) and None. Pass one size and one name per axis.": {
         "mesh_shape": (8,)
     },
-    "mesh_shape and mesh_axis_names must have equal length; got None and ('data',). "
-    "Pass one size and one name per axis.": {"mesh_axis_names": ("data",)},
     "the product of mesh_shape must equal world_size; got (2, 2), which is 4, "
     "for world_size=8. Change a size or world_size.": {"mesh_shape": (2, 2), "mesh_axis_names": ("data", "model")},
     "mesh_axis_names must be distinct; got ('data', 'data') with 'data' twice. Rename one.": {

@@ -525,13 +525,6 @@ def test_the_plan_splits_the_experts_and_nothing_else():
         "Capacity: factor must be a number; got '1.25'. Pass for example factor=1.0.": lambda *_: sk.layers.Capacity(
             "1.25"
         ),
-        "Capacity: group must be a whole number or None; got 2.0. Pass for example group=1.": lambda *_: (
-            sk.layers.Capacity(1, 2.0)
-        ),
-        "Capacity: group must be at least 1; got 0. Pass group=1 or more.": lambda *_: sk.layers.Capacity(group=0),
-        "Dropless: dense must be True or False or None; got 1. Pass for example dense=True.": lambda *_: (
-            sk.layers.Dropless(1)
-        ),
     }.items(),
 )
 def test_a_routing_of_something_else(call, message):

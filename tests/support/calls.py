@@ -239,6 +239,10 @@ def builders():
         (planner.estimate, {"model": model, "layout": planner.Layout(data=8)} | place),
         (planner.advise, {"model": model, "layout": planner.Layout(data=8)} | place),
         (planner.search, {"model": model, "chips": 8} | place),
+        (
+            planner.counted,
+            {"loss_fn": lambda params, batch, keys: jnp.sum(batch @ params), "params": ones(4), "batch": ones(2, 4)},
+        ),
         (planner.table, {"candidates": []}),
         (cost.activation_memory, rooms | {"heads": 2}),
         (cost.model_activation_memory, rooms | {"layers": 2, "heads": 2}),

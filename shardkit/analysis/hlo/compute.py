@@ -19,6 +19,7 @@ from typing import NamedTuple
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.hlo.trip_counts import trip_count
+from shardkit.analysis.jaxpr.counts import taps
 from shardkit.cost import Chip, group_bandwidth
 
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
@@ -153,24 +154,18 @@ def _convolution(each: proto.Instruction, left: proto.Shape, right: proto.Shape)
     numbers = each.convolution
     pairs = 1
     for at, kernel, result, window in zip(numbers[11], numbers[6], numbers[12], each.window, strict=True):
-        pairs *= _taps(left.dims[at], right.dims[kernel], each.shape.dims[result], window)
+        low = window.get(3, 0)
+        pairs *= taps(
+            left.dims[at],
+            right.dims[kernel],
+            each.shape.dims[result],
+            stride=window.get(2, 1),
+            low=low - (1 << 64) if low >= 1 << 63 else low,
+            step=window.get(5, 1),
+            holes=window.get(6, 1),
+        )
     features = right.dims[numbers[3]]
     return 2 * pairs * each.shape.dims[numbers[9]] * each.shape.dims[numbers[10]] * features
-
-
-def _taps(size: int, kernel: int, result: int, window: dict[int, int]) -> int:
-    """Pairs of an output position and a kernel position that meet an input element."""
-    stride, low = window.get(2, 1), window.get(3, 0)
-    low = low - (1 << 64) if low >= 1 << 63 else low
-    kernel_step, holes = window.get(5, 1), window.get(6, 1)
-    if kernel == 1 and low == 0 and holes == 1:
-        return result
-    count = 0
-    for k in range(kernel):
-        for o in range(result):
-            place = o * stride + k * kernel_step - low
-            count += 0 <= place <= (size - 1) * holes and place % holes == 0
-    return count
 
 
 def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Clock:

@@ -21,6 +21,7 @@ from shardkit.analysis.hlo.collectives import Reader, _Slot, _unpadded, collecti
 from shardkit.analysis.hlo.compute import Clock, Work
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes
+from shardkit.analysis.jaxpr.counts import taps
 from support.recorded.programs import PROGRAMS, abstract_mesh
 from support.recorded.record import HERE, load
 
@@ -236,18 +237,15 @@ def test_a_pad_before_a_reduce_scatter_is_the_compilers_or_written():
 
 
 def test_taps_of_a_convolution_leave_out_padding_and_holes():
-    from shardkit.analysis.hlo.compute import _taps
-
     def brute(size, kernel, result, stride, low, step, holes):
         wide = np.zeros((size - 1) * holes + 1)
         wide[::holes] = 1
         places = [o * stride + k * step - low for o in range(result) for k in range(kernel)]
         return sum(bool(0 <= p < len(wide) and wide[p]) for p in places)
 
-    for case in [(8, 1, 8, 1, 0, 1, 1), (8, 3, 8, 1, 1, 1, 1), (4, 4, 4, 3, 3, 1, 4), (5, 2, 4, 2, 1, 2, 3)]:
-        size, kernel, result, stride, low, step, holes = case
-        assert _taps(size, kernel, result, {2: stride, 3: low, 5: step, 6: holes}) == brute(*case)
-    assert _taps(4, 2, 4, {2: 1, 3: (1 << 64) - 1}) == brute(4, 2, 4, 1, -1, 1, 1)  # a negative padding
+    cases = [(8, 1, 8, 1, 0, 1, 1), (8, 3, 8, 1, 1, 1, 1), (4, 4, 4, 3, 3, 1, 4), (5, 2, 4, 2, 1, 2, 3)]
+    for case in [*cases, (4, 2, 4, 1, -1, 1, 1)]:
+        assert taps(*case[:3], **dict(zip(("stride", "low", "step", "holes"), case[3:], strict=True))) == brute(*case)
 
 
 # ---- programs compiled for this machine

@@ -1,0 +1,135 @@
+"""What a traced function computes and keeps: FLOPs of matmuls and convolutions, bytes for a backward pass.
+
+A multiply-add is two FLOPs. Products with padding, and with the holes of a dilation, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from shardkit._arguments.checks import quoted
+from shardkit._jax.compat import inlined, inner_jaxprs
+from shardkit._jax.jaxprs import not_reached
+from shardkit.analysis.jaxpr.census import size_of
+from shardkit.meshes.rng import example_keys
+from shardkit.on_device.gradient import LossFn, call_loss, loss_and_aux, terms_of, value_and_grad
+from shardkit.steps.layer_order import ELEMENTWISE
+
+# What a fusion computes again from its operands rather than read it.
+_FUSED = ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "transpose"}
+
+
+def of_loss(
+    loss_fn: LossFn, params: Any, batch: Any, iterations: int | None = None
+) -> tuple[float, float, float, float]:
+    """Per example, FLOPs forward, FLOPs forward and backward, and bytes kept; bytes kept of the parameters alone.
+
+    Raises:
+        ValueError: arrays of the batch with different numbers of examples; as `flops`.
+    """
+    counts = {(*leaf.shape, 0)[0] for leaf in jax.tree.leaves(batch)}
+    if len(counts) != 1 or not min(counts):
+        raise ValueError(
+            "counted: every array of the batch must have the same number of examples along dim 0; got "
+            f"{quoted(sorted(counts))}. Pass a batch as the loss takes it."
+        )
+    examples = min(counts)
+    args = (params, batch, jax.eval_shape(lambda: example_keys(jax.random.key(0), examples)))
+
+    def total(*args: Any) -> Any:
+        loss, _ = loss_and_aux(call_loss(loss_fn, *args), several=True)
+        return sum(mean.total for mean in terms_of(loss))
+
+    def residuals(params: Any, *args: Any) -> Any:
+        return jax.vjp(lambda params: total(params, *args), params)[1]
+
+    forward, step, backward = (jax.make_jaxpr(fn)(*args) for fn in (total, value_and_grad(loss_fn), residuals))
+    flat = jax.make_jaxpr(partial(inlined, backward.jaxpr, backward.consts))(*jax.tree.leaves(args))
+    copied, varying = kept(flat.jaxpr, len(jax.tree.leaves(params)))
+    counted = (flops(forward.jaxpr, iterations), flops(step.jaxpr, iterations), varying)
+    return *(each / examples for each in counted), copied
+
+
+def flops(jaxpr: Any, iterations: int | None = None) -> int:
+    """FLOPs of a jaxpr: of loops with all their iterations, of a cond those of the larger branch.
+
+    Args:
+        jaxpr: a jaxpr.
+        iterations: of each while loop with matmuls.
+
+    Raises:
+        ValueError: such a loop without `iterations`.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        inner = [flops(sub, iterations) for _, sub in inner_jaxprs(equation)]
+        times = 1
+        if name == "scan":
+            times = params["length"]
+        elif name == "pallas_call":
+            times = math.prod(params["grid_mapping"].grid)
+        elif name == "while" and sum(inner):
+            if iterations is None:
+                raise ValueError(
+                    "counted: a while loop with matmuls must say how often it runs; got iterations=None. Pass "
+                    "iterations=, or write the loop as a scan."
+                )
+            times = iterations
+        total += flops_of(equation) + times * (max(inner) if name == "cond" else sum(inner))
+    return total
+
+
+def flops_of(equation: Any) -> int:
+    """FLOPs of a matmul or a convolution; 0 of anything else."""
+    name, params = equation.primitive.name, equation.params
+    if name not in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
+        return 0
+    left, right, *_ = (v.aval.shape for v in equation.invars)
+    result = equation.outvars[0].aval.shape
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2 * math.prod(result) * math.prod(left[dim] for dim in contracted)
+    if name == "ragged_dot_general":  # each row with the matrix of its group, or each pair of rows
+        return 2 * math.prod(left) * right[-1]
+    numbers = params["dimension_numbers"]
+    pairs = 1
+    for dim, (low, _) in enumerate(params["padding"]):
+        sizes = left[numbers.lhs_spec[dim + 2]], right[numbers.rhs_spec[dim + 2]], result[numbers.out_spec[dim + 2]]
+        holes, step = params["lhs_dilation"][dim], params["rhs_dilation"][dim]
+        pairs *= taps(*sizes, stride=params["window_strides"][dim], low=low, step=step, holes=holes)
+    return 2 * pairs * result[numbers.out_spec[0]] * result[numbers.out_spec[1]] * right[numbers.rhs_spec[1]]
+
+
+def taps(size: int, kernel: int, result: int, *, stride: int, low: int, step: int, holes: int) -> int:
+    """Pairs of an output position and a kernel position of a convolution that meet an input element."""
+    if kernel == 1 and low == 0 and holes == 1:
+        return result
+    places = (o * stride + k * step - low for k in range(kernel) for o in range(result))
+    return sum(0 <= place <= (size - 1) * holes and place % holes == 0 for place in places)
+
+
+def kept(jaxpr: Any, given: int) -> tuple[int, int]:
+    """Bytes of the results of a jaxpr, such as those of `jax.vjp`: what is kept for the backward pass.
+
+    Arguments count nothing. Where it is less, what a fusion computes results from counts in their place.
+
+    Returns:
+        The bytes of what follows from the first `given` arguments alone, and of all else.
+    """
+    roots: dict[Any, frozenset[Any]] = {v: frozenset() for v in (*jaxpr.invars, *jaxpr.constvars)}
+    for equation in jaxpr.eqns:
+        fused = equation.primitive.name in _FUSED
+        before = frozenset[Any]().union(*(roots[v] for v in equation.invars if fused and not isinstance(v, Literal)))
+        roots.update((v, before if fused else frozenset({v})) for v in equation.outvars)
+    results = {v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in jaxpr.invars}
+    either = [results, frozenset[Any]().union(*(roots[v] for v in results))]
+    least = list(min(either, key=lambda found: sum(map(size_of, found))))
+    _, varies = not_reached(jaxpr.replace(outvars=least), given, len(least))
+    total, varying = sum(map(size_of, least)), sum(size_of(v) for v, moves in zip(least, varies, strict=True) if moves)
+    return total - varying, varying
