@@ -1,0 +1,157 @@
+"""What the planner predicts of a layout beside what the compiler of absent chips reports on the very step.
+
+    python -m benchmarks.planned
+
+Each row is a layout of `models.transformer`, built by its candidate: mesh, plan, configuration and microbatches. The
+compiled figures are those of `sk.aot.compile`; seconds are by the time model of `shardkit/analysis/hlo/compute.py`. Rows
+that the file of results has are not compiled again, and the prediction beside them is that of today's planner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import shardkit as sk
+from shardkit import planner
+from shardkit.planner import Candidate, Layout, Model
+
+RESULTS = Path(__file__).parent / "results" / "planned.jsonl"
+MODELS = {
+    "1.5b": Model(layers=28, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocabulary=32_768),
+    "8b": Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
+    "70b": Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28_672, vocabulary=128_256),
+}
+
+
+class Row(NamedTuple):
+    """One layout on a topology; `local` is the sequences of a microbatch on each data and fsdp way."""
+
+    topology: str
+    model: str
+    layout: Layout
+    local: int = 1
+    sequence: int = 2048
+
+    @property
+    def name(self) -> str:
+        """The row in one line, by which the results are found again."""
+        return f"{self.topology} {self.model} {self.layout} {self.local} x {self.sequence}"
+
+    def predicted(self) -> Candidate:
+        """Today's prediction."""
+        data, fsdp, _, accumulate, _ = self.layout
+        batch = self.local * data * fsdp * accumulate
+        chip = self.topology.partition(":")[0]
+        return planner.estimate(MODELS[self.model], self.layout, chip=chip, batch=batch, sequence=self.sequence)
+
+    def step(self) -> tuple[sk.TrainStep, tuple[Any, Any]]:
+        """The step that the candidate builds, and the shapes of its arguments."""
+        found, mesh = self.predicted(), sk.abstract_mesh(**self.layout.axes)
+        accumulate = self.layout.accumulate
+        init, step = sk.make_train_step(
+            found.grad_fn(),
+            optax.adam(1e-4),
+            mesh=mesh,
+            plan=found.plan(),
+            accumulate=accumulate,
+            precision="bf16",
+        )
+        state = init.abstract(lambda key: sk.models.transformer.init(key, found.config()))
+        examples = self.local * self.layout.data * self.layout.fsdp * accumulate
+        tokens = jax.ShapeDtypeStruct((examples, self.sequence), jnp.int32)
+        return step, (state, {"tokens": tokens, "targets": tokens})
+
+
+def rows() -> Iterator[Row]:
+    """The layouts, from small to large."""
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=8, remat="full"))
+    yield Row("h100:1x1x8", "1.5b", Layout(fsdp=8), 2)
+    yield Row("v5p:2x2x2", "1.5b", Layout(fsdp=8), 2)
+    yield Row("v6e:2x4", "1.5b", Layout(fsdp=8))
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=8), 2)
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=8, accumulate=2, remat="full"))
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=4, tensor=2, remat="full"))
+    yield Row("v5e:4x4", "1.5b", Layout(data=2, fsdp=8, remat="full"), 2)
+    yield Row("v6e:2x4", "1.5b", Layout(data=2, fsdp=4, accumulate=2, remat="full"))
+    yield Row("h100:1x1x8", "8b", Layout(fsdp=8, remat="full"))
+    yield Row("v5p:2x2x4", "8b", Layout(fsdp=16), 1)
+    yield Row("v6e:4x8", "8b", Layout(fsdp=32, remat="full"), 1, 4096)
+    yield Row("v5e:4x8", "8b", Layout(fsdp=32, remat="full"))
+    yield Row("v5p:2x2x4", "8b", Layout(fsdp=8, tensor=2), 1, 4096)
+    yield Row("h100:1x1x8", "8b", Layout(fsdp=4, tensor=2), 1)
+    yield Row("h100:1x8x8", "8b", Layout(fsdp=64, remat="full"), 2)
+    yield Row("v5e:8x8", "8b", Layout(fsdp=16, tensor=4, accumulate=4, remat="full"))
+    yield Row("v5p:4x4x4", "8b", Layout(fsdp=64, remat="full"), 2, 4096)
+    yield Row("v5p:4x4x4", "8b", Layout(data=4, fsdp=16, accumulate=2, remat="full"), 2)
+    yield Row("v6e:4x4", "8b", Layout(fsdp=8, tensor=2, remat="full"))
+    yield Row("h100:1x4x8", "8b", Layout(data=4, fsdp=8, accumulate=2, remat="full"))
+    yield Row("v6e:8x8", "8b", Layout(data=2, fsdp=32, accumulate=4, remat="full"))
+    yield Row("h100:1x8x8", "70b", Layout(fsdp=8, tensor=8, remat="full"))
+    yield Row("v5p:4x4x8", "70b", Layout(fsdp=128, remat="full"))
+    yield Row("v5e:16x16", "70b", Layout(fsdp=32, tensor=8, remat="full"))
+    yield Row("v6e:8x16", "70b", Layout(fsdp=16, tensor=8, accumulate=2, remat="full"))
+    yield Row("h100:1x16x8", "70b", Layout(fsdp=128, accumulate=2, remat="full"))
+    yield Row("v5p:8x8x8", "70b", Layout(fsdp=64, tensor=8), 1, 4096)
+    yield Row("v5p:4x8x8", "70b", Layout(fsdp=64, tensor=4, accumulate=4, remat="full"), 1)
+
+
+def compiled(row: Row) -> dict[str, Any]:
+    """What the compiler says of the row, as a record."""
+    step, args = row.step()
+    report = sk.aot.compile(step, args, topology=row.topology)
+    record: dict[str, Any] = {"benchmark": "planned", "row": row.name, "fits": report.fits, "versions": report.versions}
+    if report.memory is None:
+        return record | {"needed": report.needed, "available": report.available}
+    return record | {
+        "held": report.memory.held,
+        "temp": report.memory.temp,
+        "peak": report.memory.peak,
+        "sent": float(report.sent()),
+        "written": float(report.census.sent()),
+        "flops": report.compute.flops,
+        "moved": report.compute.bytes,
+        "compute_seconds": report.compute.seconds,
+        "wire_seconds": report.wire_seconds,
+        "exposed_seconds": report.exposed_seconds,
+        "compile_seconds": report.compile_seconds,
+    }
+
+
+def stored(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The records of a file, by row."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {record["row"]: record for record in map(json.loads, lines)}
+
+
+def tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau: the share of pairs of rows that both figures order alike, less the share that they do not."""
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compiles what the file of results has not, and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="rows whose name has these words")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    known = stored(options.results)
+    for row in rows():
+        if options.only in row.name and row.name not in known:
+            known[row.name] = compiled(row)
+            with options.results.open("a") as out:
+                out.write(json.dumps(known[row.name]) + "\n")
+            print(row.name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
