@@ -3,15 +3,15 @@
     python -m benchmarks.planned
 
 Each row is a layout of `models.transformer`, built by its candidate: mesh, plan, configuration and microbatches. The
-compiled figures are those of `sk.aot.compile`; seconds are by the time model of `shardkit/analysis/hlo/compute.py`. Rows
-that the file of results has are not compiled again, and the prediction beside them is that of today's planner.
+compiled figures are those of `sk.aot.compile`, its seconds by the time model of `shardkit/analysis/hlo/compute.py`. Rows
+in the file of results are not compiled again; the prediction beside them is that of today's planner.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +73,6 @@ class Row(NamedTuple):
 
 def rows() -> Iterator[Row]:
     """The layouts, from small to large."""
-    yield Row("v5e:2x4", "1.5b", Layout(fsdp=8, remat="full"))
     yield Row("h100:1x1x8", "1.5b", Layout(fsdp=8), 2)
     yield Row("v5p:2x2x2", "1.5b", Layout(fsdp=8), 2)
     yield Row("v6e:2x4", "1.5b", Layout(fsdp=8))
@@ -81,27 +80,27 @@ def rows() -> Iterator[Row]:
     yield Row("v5e:2x4", "1.5b", Layout(fsdp=8, accumulate=2, remat="full"))
     yield Row("v5e:2x4", "1.5b", Layout(fsdp=4, tensor=2, remat="full"))
     yield Row("v5e:4x4", "1.5b", Layout(data=2, fsdp=8, remat="full"), 2)
-    yield Row("v6e:2x4", "1.5b", Layout(data=2, fsdp=4, accumulate=2, remat="full"))
     yield Row("h100:1x1x8", "8b", Layout(fsdp=8, remat="full"))
-    yield Row("v5p:2x2x4", "8b", Layout(fsdp=16), 1)
-    yield Row("v6e:4x8", "8b", Layout(fsdp=32, remat="full"), 1, 4096)
-    yield Row("v5e:4x8", "8b", Layout(fsdp=32, remat="full"))
-    yield Row("v5p:2x2x4", "8b", Layout(fsdp=8, tensor=2), 1, 4096)
-    yield Row("h100:1x1x8", "8b", Layout(fsdp=4, tensor=2), 1)
+    yield Row("h100:1x1x8", "8b", Layout(fsdp=4, tensor=2))
     yield Row("h100:1x8x8", "8b", Layout(fsdp=64, remat="full"), 2)
-    yield Row("v5e:8x8", "8b", Layout(fsdp=16, tensor=4, accumulate=4, remat="full"))
-    yield Row("v5p:4x4x4", "8b", Layout(fsdp=64, remat="full"), 2, 4096)
-    yield Row("v5p:4x4x4", "8b", Layout(data=4, fsdp=16, accumulate=2, remat="full"), 2)
-    yield Row("v6e:4x4", "8b", Layout(fsdp=8, tensor=2, remat="full"))
     yield Row("h100:1x4x8", "8b", Layout(data=4, fsdp=8, accumulate=2, remat="full"))
-    yield Row("v6e:8x8", "8b", Layout(data=2, fsdp=32, accumulate=4, remat="full"))
+    yield Row("h100:1x1x8", "1.5b", Layout(data=8, remat="full"))
+    yield Row("h100:1x1x8", "1.5b", Layout(fsdp=8, remat="selective"), 2)
     yield Row("h100:1x8x8", "70b", Layout(fsdp=8, tensor=8, remat="full"))
+    yield Row("v5p:2x2x4", "8b", Layout(fsdp=16))
+    yield Row("v6e:4x8", "8b", Layout(fsdp=32, remat="full"), 1, 4096)
+    yield Row("v5e:8x8", "8b", Layout(fsdp=16, tensor=4, accumulate=4, remat="full"))
     yield Row("v5p:4x4x8", "70b", Layout(fsdp=128, remat="full"))
-    yield Row("v5e:16x16", "70b", Layout(fsdp=32, tensor=8, remat="full"))
-    yield Row("v6e:8x16", "70b", Layout(fsdp=16, tensor=8, accumulate=2, remat="full"))
+    yield Row("v6e:8x8", "8b", Layout(data=2, fsdp=32, accumulate=4, remat="full"))
     yield Row("h100:1x16x8", "70b", Layout(fsdp=128, accumulate=2, remat="full"))
+    yield Row("v5p:2x2x4", "8b", Layout(fsdp=8, tensor=2), 1, 4096)
+    yield Row("v5e:16x16", "70b", Layout(fsdp=32, tensor=8, remat="full"))
+    yield Row("v6e:4x4", "8b", Layout(fsdp=8, tensor=2, remat="full"))
+    yield Row("v5p:4x4x4", "8b", Layout(data=4, fsdp=16, accumulate=2, remat="full"), 2)
+    yield Row("v5e:4x8", "8b", Layout(fsdp=32, remat="full"))
+    yield Row("v6e:8x16", "70b", Layout(fsdp=16, tensor=8, accumulate=2, remat="full"))
     yield Row("v5p:8x8x8", "70b", Layout(fsdp=64, tensor=8), 1, 4096)
-    yield Row("v5p:4x8x8", "70b", Layout(fsdp=64, tensor=4, accumulate=4, remat="full"), 1)
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=8, remat="full"))
 
 
 def compiled(row: Row) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class Candidate(NamedTuple):
         return chain(*plans)
 
     def config(self) -> transformer.Config:
-        """The sizes and the recomputation, for `models.transformer`, whose attention never saves its scores.
+        """The sizes and the recomputation, for `models.transformer`; "selective" saves no matmul of attention.
 
         Raises:
             ValueError: a model without the third feed-forward matrix, which `models.transformer` has.
@@ -190,7 +190,7 @@ class Candidate(NamedTuple):
             kv_heads=model.kv_heads,
             hidden=model.width,
             tied=model.tied,
-            remat="full" if self.layout.remat == "full" else None,
+            remat={"none": None, "selective": "dots_without_batch", "full": "full"}[self.layout.remat],
         )
 
     def grad_fn(self) -> GradFn:

@@ -1,31 +1,28 @@
 """The memory and the step time of a transformer's layout, by the model stated here.
 
-Everything is arithmetic from `shardkit.cost`; nothing is traced or compiled (`aot.compile` measures). The model:
+Everything is arithmetic; nothing is traced or compiled (`aot.compile` measures). The model:
 
-- Memory per device: float32 master parameters and two Adam moments (12 bytes per parameter) and float32 gradients (4),
-  both over fsdp * tensor; two layers and the embedding gathered in bfloat16, over tensor; `model_activation_memory`
-  with sequence parallelism, its feed-forward part scaled to this model's, and under full remat one more layer, which
-  the backward recomputes. Attention that saves no scores is remat "selective".
-- Time per step: compute is the FLOPs, with those that remat repeats (full: the whole layer, though a compiler drops its
-  last matmul), over the chips' peak times `efficiency`. FSDP's gathers (bfloat16, twice per microbatch) and reductions
-  (float32), and data parallelism's all_reduce once per step, overlap with compute; tensor parallelism's collectives
-  (bfloat16) do not: step = max(compute, fsdp + data) + tensor.
-- Bandwidth: on a torus one dimension is for tensor parallelism and the others for the rest, or all of them without
-  tensor parallelism; all chips are in one slice. A GPU's tensor group is within a host; the other groups send at
+- Memory per device: that of the worst moment of a step, by the list of buffers in `memory.py`.
+- Time per step: compute is that of the operations in `work.py`, whose matmuls reach `efficiency` of the chip's peak; what
+  they send is there too. FSDP's and data parallelism's collectives overlap with compute, tensor parallelism's do not:
+  step = max(compute, fsdp + data) + tensor.
+- Bandwidth, as for `aot` (`analysis/hlo/compute.py`): a torus group sends over all dimensions along which it extends, by
+  the chips of one side of a square or cube of all chips. A GPU's tensor group is within a host; the other groups send at
   NVLink's speed within a host, and across hosts at the network's speed times the members per host, if that is less.
   Latency is left out, so times are lower bounds.
 - With `links`, as measured, each kind of ways has the bandwidth of its link instead, and every message its latency: a
   layer is gathered twice and scattered once per microbatch over fsdp, gradients are reduced once per step over data,
-  and a layer exchanges as often over tensor as `tensor_volume` says.
+  and a layer exchanges over tensor as often as `exchanges` says.
 """
 
 from __future__ import annotations
 
+import math
 from numbers import Real
-from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
+from shardkit.planner import memory, work
 from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, of_kind
 
 
@@ -68,41 +65,24 @@ def estimate(
     """
     it = cost.chip(chip)
     layout, batch, sequence = check(model, layout, it, batch, sequence, memory_share, efficiency)
-    data, fsdp, tensor, accumulate, remat = layout
-    local = batch // (data * fsdp * accumulate)
-    parameters = model.parameters()
-    layer = model.parameters(1, 0) - model.hidden  # without the final norm
-    state = 16 * parameters / (fsdp * tensor) + 2 * (2 * layer + model.vocabulary * model.hidden) / tensor
-    kept = _activations(model, local, sequence, tensor, remat)
-
-    model_flops, hardware_flops = (
-        cost.transformer_flops(
-            layers=model.layers,
-            hidden=model.hidden,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            ffn=model.ffn,
-            gated=model.gated,
-            sequence=sequence,
-            batch=batch,
-            vocabulary=model.vocabulary,
-            recompute=r,
-        )
-        for r in ("none", remat)
-    )
-    # the published form of selective recomputation counts the repeated matmuls three times
-    repeated = (hardware_flops - model_flops) / (3 if remat == "selective" else 1)
-    compute = (model_flops + repeated) / (layout.chips * it.flops * efficiency)
-    piece = parameters / tensor
-    gathered = cost.zero_volume(piece, fsdp, 3, accumulate=accumulate, parameter_bytes=2, gradient_bytes=4)
-    reduced = cost.zero_volume(piece / fsdp, data, 0, gradient_bytes=4)
-    exchanged = cost.tensor_volume(
-        batch=local, sequence=sequence, hidden=model.hidden, ways=tensor, sequence_parallel=True, recompute=remat
-    )
-    sent = {"data": reduced, "fsdp": gathered, "tensor": accumulate * model.layers * exchanged.total}
+    local = batch // (layout.data * layout.fsdp * layout.accumulate)
+    state, kept = memory.peak(model, layout, it, local, sequence)
+    compute = work.compute_seconds(model, layout, it, local, sequence, efficiency)
+    sent = work.sent(model, layout, local, sequence)
     seconds_of = _published(it, layout, sent) if links is None else _measured(links, model, layout, sent)
     hidden, exposed = seconds_of["data"] + seconds_of["fsdp"], seconds_of["tensor"]
     seconds = max(compute, hidden) + exposed
+    model_flops = cost.transformer_flops(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.ffn,
+        gated=model.gated,
+        sequence=sequence,
+        batch=batch,
+        vocabulary=model.vocabulary,
+    )
     return Candidate(
         model,
         layout,
@@ -116,29 +96,12 @@ def estimate(
     )
 
 
-def _activations(model: Model, batch: int, sequence: int, tensor: int, remat: str) -> float:
-    # the paper's layer saves 16sbh bytes between its feed-forward matrices, this one 4 or 6 bytes per token and width
-    extra = (6 if model.gated else 4) * model.width / model.hidden - 16
-    feed_forward = extra * sequence * batch * model.hidden / tensor
-    sizes: dict[str, Any] = {"batch": batch, "sequence": sequence, "hidden": model.hidden, "heads": model.heads}
-    sizes |= {"kv_heads": model.kv_heads, "tensor": tensor, "sequence_parallel": True}
-
-    def layer(recompute: str) -> float:
-        saved = cost.activation_memory(**sizes, recompute=recompute)
-        return saved if recompute == "full" else saved + feed_forward
-
-    around = cost.model_activation_memory(model.layers, **sizes, vocabulary=model.vocabulary, recompute="full")
-    around -= model.layers * layer("full")
-    # while its backward runs, the residuals of the recomputed layer exist too; its attention saves no scores
-    return around + model.layers * layer(remat) + (layer("selective") if remat == "full" else 0)
-
-
 def _published(chip: cost.Chip, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
     data, fsdp, tensor = layout[:3]
     bandwidths = {
-        "data": _bandwidth(chip, tensor * fsdp, data, tensor),
-        "fsdp": _bandwidth(chip, tensor, fsdp, tensor),
-        "tensor": cost.group_bandwidth(chip),
+        "data": _bandwidth(chip, tensor * fsdp, data, layout.chips),
+        "fsdp": _bandwidth(chip, tensor, fsdp, layout.chips),
+        "tensor": _bandwidth(chip, 1, tensor, layout.chips),
     }
     return {name: size / bandwidths[name] for name, size in sent.items()}
 
@@ -150,20 +113,21 @@ def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, f
         )
     data, fsdp, tensor, accumulate, remat = layout
     layers = accumulate * model.layers
-    reductions = 6 if remat == "full" else 4
     messages = {
         "data": 2 * (data - 1),
         "fsdp": 3 * layers * (fsdp - 1),
-        "tensor": reductions * layers * 2 * (tensor - 1),
+        "tensor": (4 * accumulate + layers * work.exchanges(remat)) * (tensor - 1),
     }
     return {
         name: messages[name] * links.of(name).latency + size / links.of(name).bandwidth for name, size in sent.items()
     }
 
 
-def _bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:
+def _bandwidth(chip: cost.Chip, stride: int, ways: int, chips: int) -> float:
     if chip.torus:
-        return cost.group_bandwidth(chip, chip.torus if tensor == 1 else max(1, chip.torus - 1))
+        side = chips ** (1 / chip.torus)
+        dims = math.ceil(math.log(ways, side) - 1e-9) if ways > 1 else 1
+        return cost.group_bandwidth(chip, min(dims, chip.torus))
     if stride * ways <= chip.host:
         return chip.link_bandwidth
     return min(chip.link_bandwidth, chip.network_bandwidth * max(1, chip.host // stride))
