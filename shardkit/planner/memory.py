@@ -100,15 +100,21 @@ def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: in
     _, fsdp, tensor, accumulate, remat = layout
     size = sizes_of(model, tensor, batch, sequence)
     layers = model.layers * size.matrices / fsdp
-    always = held(model, layout, batch, sequence) + 2 * layers
+    always, mask = held(model, layout, batch, sequence), 0.0
+    if chip.torus:
+        always += 2 * layers
+    else:
+        mask = 5 * size.scores
     if accumulate > 1:
         always += 4 * layers + (2 + 4) * size.tables * size.table
-    residuals = model.layers * saved(size, tensor, remat)
+    residuals = model.layers * saved(size, tensor, remat) + mask
     head = Bytes(always + (0 if accumulate > 1 else 2 * size.table), residuals + 6 * size.logits)
     weights, activations = _layer(size, chip, tensor, fsdp, remat)
     waiting = min(Bytes(0, 2 * size.logits), Bytes(4 * size.table, 0), key=sum)
     layer = Bytes(always + 4 * layers + weights + waiting.state, residuals + activations + waiting.activations)
-    update = Bytes(always + 4 * layers + (4 + 2) * size.table, 2 * size.logits)
+    update = Bytes(always + 4 * layers + 6 * size.table, 2 * size.logits)
+    if not chip.torus and accumulate == 1:
+        update = Bytes(always + 4 * layers + (10 + 4 / fsdp) * size.table, 0)
     return max(head, layer, update, key=sum)
 
 
