@@ -24,7 +24,7 @@ import optax
 
 import shardkit as sk
 from shardkit import planner
-from shardkit.planner import Candidate, Layout, Model
+from shardkit.planner import Candidate, Layout, Model, memory, work
 
 RESULTS = Path(__file__).parent / "results" / "planned.jsonl"
 MODELS = {
@@ -48,16 +48,16 @@ class Row(NamedTuple):
         """The row in one line, by which the results are found again."""
         return f"{self.topology} {self.model} {self.layout} {self.local} x {self.sequence}"
 
-    def predicted(self) -> Candidate:
-        """Today's prediction."""
+    def predicted(self, model: Model | None = None) -> Candidate:
+        """Today's prediction, of a model that may be another."""
         data, fsdp, _, accumulate, _ = self.layout
-        batch = self.local * data * fsdp * accumulate
-        chip = self.topology.partition(":")[0]
-        return planner.estimate(MODELS[self.model], self.layout, chip=chip, batch=batch, sequence=self.sequence)
+        model = MODELS[self.model] if model is None else model
+        job: Any = {"batch": self.local * data * fsdp * accumulate, "sequence": self.sequence}
+        return planner.estimate(model, self.layout, chip=self.topology.partition(":")[0], **job)
 
-    def step(self) -> tuple[sk.TrainStep, tuple[Any, Any]]:
+    def step(self, model: Model | None = None) -> tuple[sk.TrainStep, tuple[Any, Any]]:
         """The step that the candidate builds, and the shapes of its arguments."""
-        found, mesh = self.predicted(), sk.abstract_mesh(**self.layout.axes)
+        found, mesh = self.predicted(model), sk.abstract_mesh(**self.layout.axes)
         accumulate = self.layout.accumulate
         init, step = sk.make_train_step(
             found.grad_fn(),
@@ -147,16 +147,59 @@ def stored(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return {record["row"]: record for record in map(json.loads, lines)}
 
 
+def beside(row: Row, record: dict[str, Any]) -> dict[str, float]:
+    """What is predicted of a row over what its record says; wire bytes as written and as compiled."""
+    found = row.predicted()
+    model = MODELS[row.model]
+    sent = sum(work.sent(model, row.layout, row.local, row.sequence).values())
+    return {
+        "held": memory.held(model, row.layout, row.local, row.sequence) / record["held"],
+        "peak": found.bytes / record["peak"],
+        "written": sent / record["written"],
+        "sent": sent / record["sent"],
+        "compute": found.compute_seconds / record["compute_seconds"],
+        "step": found.seconds / (record["compute_seconds"] + record["exposed_seconds"]),
+    }
+
+
+def pairs(records: dict[str, dict[str, Any]]) -> list[tuple[float, float]]:
+    """The step times of the rows that have records, predicted and compiled."""
+    known = [(row.predicted(), records[row.name]) for row in rows() if row.name in records]
+    return [(found.seconds, record["compute_seconds"] + record["exposed_seconds"]) for found, record in known]
+
+
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
     """Kendall's tau: the share of pairs of rows that both figures order alike, less the share that they do not."""
     signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
 
 
+def table(records: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """The rows that have records, as Markdown."""
+    yield "| layout | held, GB | peak, GB | ratio | as written, GB | ratio | as compiled | compute, ms | ratio | exposed, ms | step |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    for row in rows():
+        if row.name not in records:
+            continue
+        record, ratio = records[row.name], beside(row, records[row.name])
+        cells = [row.name, f"{record['held'] / 1e9:.2f}", f"{record['peak'] / 1e9:.2f}", f"{ratio['peak']:.3f}"]
+        cells += [f"{record['written'] / 1e9:.2f}", f"{ratio['written']:.6f}", f"{ratio['sent']:.3f}"]
+        cells += [f"{1e3 * record['compute_seconds']:.1f}", f"{ratio['compute']:.2f}"]
+        cells += [f"{1e3 * record['exposed_seconds']:.1f}", f"{ratio['step']:.2f}"]
+        yield f"| {' | '.join(cells)} |"
+    ratios = [beside(row, records[row.name]) for row in rows() if row.name in records]
+    for name, bound in (("held", 0.01), ("peak", 0.05), ("peak", 0.1), ("written", 1e-9), ("sent", 1e-3)):
+        within = sum(abs(ratio[name] - 1) <= bound for ratio in ratios)
+        yield f"{name}: {within} of {len(ratios)} within {bound:g}"
+    yield f"Kendall's tau of {len(ratios)} step times: {tau(pairs(records)):.3f}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Compiles what the file of results has not, and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="rows whose name has these words")
+    parser.add_argument(
+        "--only", default="", help="compile the rows whose name has these words; a word that none has: no row"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     known = stored(options.results)
@@ -166,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with options.results.open("a") as out:
                 out.write(json.dumps(known[row.name]) + "\n")
             print(row.name, flush=True)
+    print("\n".join(table(known)))
 
 
 if __name__ == "__main__":
