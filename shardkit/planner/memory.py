@@ -1,27 +1,28 @@
 """The memory of a transformer's train step: the buffers that a device holds at its worst moments, one by one.
 
-Of the step that a candidate builds (`models.transformer`, its layers a scan; compute in bfloat16; gradients summed in
-float32; Adam). M is the matrices of a layer and E an embedding or head on a device, whole over fsdp; n its tokens in a
-microbatch; S = batch heads n_sequence^2 its attention scores; tensor ways split all of M, E and S, and the tokens between
-blocks.
+Of the step that a candidate builds: `models.transformer`, its layers a scan, compute in bfloat16, gradients summed in
+float32, Adam. All sizes are of one device; layers are whole, or in parts over fsdp.
 
-Held between steps: parameters and two moments, float32 over fsdp; the batch.
+Held between steps: parameters and two moments in parts, float32; the batch. In every moment of a step, beside that:
+- on TPUs the parts of all layers in bfloat16: the compiler casts them once, in front of the loops over layers;
+- of several microbatches, embedding and head gathered in bfloat16, and sums of gradients in float32: those of
+  embedding and head are whole, since they are scattered once, after the last microbatch.
 
-Held in every moment of the step, beside that:
-- the cast of the layers' parts to bfloat16, which the compiler makes once, in front of the loops over layers;
-- of several microbatches: embedding and head gathered in bfloat16, and sums of gradients in float32, which for embedding
-  and head are whole: they are scattered once, after the last microbatch.
+The moments, of which the largest is the peak:
+- head: what all layers saved; the gathered head; the logits in float32 and their gradient in bfloat16.
+- layer: what all layers saved; gradients of the parts of all layers, float32; the logits' gradient, or that of the head
+  if it is smaller: the compiler waits with the matmul between the two; and the backward pass of one layer: its gathered
+  weights, the gradient of its largest matrix before the scatter, what it recomputes, and the larger of the gradients of
+  attention's scores and of the feed-forward layer. On GPUs, all the while, attention's mask as booleans and its
+  constant in float32, as large as the scores: the compiler takes them out of the loops.
+- update: gradients of the parts of all layers; of embedding and head a gradient in float32 and the bfloat16 one that it
+  is cast from, on TPUs one after the other, with the logits' gradient that waits; on GPUs both, and a scattered one.
 
-Moments, of which the largest is the peak:
-- head: what all layers saved; the gathered head; logits in float32 and their gradient in bfloat16.
-- layer: what all layers saved; the gradients of the layers' parts in float32; the smaller of the logits' gradient in
-  bfloat16 and the head's gradient, for which the compiler waits with the matmul that makes the other; and one layer's
-  backward pass: gathered weights, a matrix's gradient before it is scattered, what it recomputes, and scores.
-- update: the gradients of the layers' parts; of embedding and head, a float32 gradient and the bfloat16 one that it is
-  cast from.
-
-A layer saves its input under "full"; else the results of its matmuls in bfloat16: queries, keys, values, the attention
-weights (S), their product with the values, what attention adds, gate and up. "selective" is without S and the product.
+A layer saves its input under "full"; else its input and the results of its matmuls, in bfloat16: queries, keys, values,
+the weights of attention, their product with the values, what attention adds, gate and up. "selective" is without the
+weights of attention and the product. Weights that are whole in the step, without fsdp, are no handles, of which jax saves
+what it would itself under "none": in float32 the input of each norm, in bfloat16 both results of it, the product with the
+values twice, and four more arrays of the activation.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shardkit.planner.candidates import Layout, Model
 
 
 class Bytes(NamedTuple):
-    """The bytes of a moment: of weights, their state and their gradients, and of what grows with the batch."""
+    """The bytes of a moment: of parameters, their state, copies and gradients; and of what grows with the batch."""
 
     state: float
     activations: float
@@ -43,39 +44,35 @@ class Sizes(NamedTuple):
     """Elements on one device, whole over fsdp."""
 
     matrices: float  # of one layer
+    largest: float  # of these
     gains: float  # of all norms
-    table: float  # embedding or head
-    tables: int  # how many of them
-    tokens: float  # in a microbatch
-    width: float  # tokens times model width, all tokens
-    heads: float  # the same of queries
-    keys: float  # of keys, or values
-    wide: float  # of the feed-forward layer
+    tables: int  # embedding and head, or one
+    table: float  # each of them
+    tokens: float  # of a microbatch
+    width: float  # tokens times the model's width
+    heads: float  # queries
+    keys: float  # or values
+    wide: float  # gate and up, or up
     scores: float  # of attention
     logits: float
-
-    @property
-    def parameters(self) -> float:
-        """Without the layers."""
-        return self.tables * self.table
 
 
 def sizes_of(model: Model, tensor: int, batch: int, sequence: int) -> Sizes:
     """The sizes for `batch` sequences on a device."""
-    tokens = batch * sequence
-    kv = (model.kv_heads or model.heads) / model.heads
+    tokens, hidden = batch * sequence, model.hidden
     return Sizes(
-        matrices=(model.parameters(1, 0) - 3 * model.hidden) / tensor,
-        gains=(2 * model.layers + 1) * model.hidden,
-        table=model.vocabulary * model.hidden / tensor,
-        tables=1 if model.tied else 2,
-        tokens=tokens,
-        width=tokens * model.hidden,
-        heads=tokens * model.hidden / tensor,
-        keys=tokens * model.hidden * kv / tensor,
-        wide=tokens * model.width / tensor,
-        scores=tokens * sequence * model.heads / tensor,
-        logits=tokens * model.vocabulary / tensor,
+        (model.parameters(1, 0) - 3 * hidden) / tensor,
+        hidden * model.width / tensor,
+        (2 * model.layers + 1) * hidden,
+        1 if model.tied else 2,
+        model.vocabulary * hidden / tensor,
+        tokens,
+        tokens * hidden,
+        tokens * hidden / tensor,
+        tokens * hidden * (model.kv_heads or model.heads) / model.heads / tensor,
+        tokens * model.width * (2 if model.gated else 1) / tensor,
+        tokens * sequence * model.heads / tensor,
+        tokens * model.vocabulary / tensor,
     )
 
 
@@ -86,45 +83,44 @@ def held(model: Model, layout: Layout, batch: int, sequence: int) -> float:
     return 12 * parts + 8 * size.tokens * layout.accumulate
 
 
-def saved(size: Sizes, tensor: int, remat: str) -> float:
+def saved(size: Sizes, layout: Layout, remat: str) -> float:
     """Bytes that one layer saves for its backward pass."""
-    stream = size.width / tensor
+    stream = size.width / layout.tensor
     if remat == "full":
         return 2 * stream
-    matmuls = 2 * (2 * stream + size.heads + 2 * size.keys + 2 * size.wide)
-    return matmuls + (0 if remat == "selective" else 2 * (size.scores + size.heads))
+    matmuls = 2 * (2 * stream + size.heads + 2 * size.keys + size.wide)
+    if remat == "selective":
+        return matmuls
+    own = 12 * stream + 2 * size.heads + 4 * size.wide if layout.fsdp == 1 else 0
+    return matmuls + 2 * (size.scores + size.heads) + own
 
 
 def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int) -> Bytes:
     """The bytes of the worst moment of a step."""
-    _, fsdp, tensor, accumulate, remat = layout
-    size = sizes_of(model, tensor, batch, sequence)
-    layers = model.layers * size.matrices / fsdp
-    always, mask = held(model, layout, batch, sequence), 0.0
-    if chip.torus:
-        always += 2 * layers
-    else:
-        mask = 5 * size.scores
+    fsdp, accumulate = layout.fsdp, layout.accumulate
+    size = sizes_of(model, layout.tensor, batch, sequence)
+    parts, table, tpu = model.layers * size.matrices / fsdp, size.table, bool(chip.torus)
+    always = held(model, layout, batch, sequence) + (2 * parts if tpu else 0)
     if accumulate > 1:
-        always += 4 * layers + (2 + 4) * size.tables * size.table
-    residuals = model.layers * saved(size, tensor, remat) + mask
-    head = Bytes(always + (0 if accumulate > 1 else 2 * size.table), residuals + 6 * size.logits)
-    weights, activations = _layer(size, chip, tensor, fsdp, remat)
-    waiting = min(Bytes(0, 2 * size.logits), Bytes(4 * size.table, 0), key=sum)
-    layer = Bytes(always + 4 * layers + weights + waiting.state, residuals + activations + waiting.activations)
-    update = Bytes(always + 4 * layers + 6 * size.table, 2 * size.logits)
-    if not chip.torus and accumulate == 1:
-        update = Bytes(always + 4 * layers + (10 + 4 / fsdp) * size.table, 0)
-    return max(head, layer, update, key=sum)
+        always += 4 * parts + (2 + 4) * size.tables * table
+    kept = model.layers * saved(size, layout, layout.remat) + (0 if tpu else 5 * size.scores)
+    head = Bytes(always + (0 if accumulate > 1 else 2 * table), kept + 6 * size.logits)
+    weights, activations = _backward(size, tpu, layout)
+    waiting = min(Bytes(0, 2 * size.logits), Bytes(4 * table, 0), key=sum)
+    layer = Bytes(always + 4 * parts + weights + waiting.state, kept + activations + waiting.activations)
+    together = Bytes((4 * size.tables + 2 + 4 / fsdp) * table, 0)
+    apart = Bytes(6 * table, 2 * size.logits)
+    state, activations = apart if tpu or accumulate > 1 else together
+    return max(head, layer, Bytes(always + 4 * parts + state, activations), key=sum)
 
 
-def _layer(size: Sizes, chip: cost.Chip, tensor: int, fsdp: int, remat: str) -> Bytes:
-    """One layer's backward pass, beside what the forward pass saved."""
-    weights = (2 * size.matrices if fsdp > 1 else 0) + 4 * size.matrices / 3
-    # the TPU's compiler multiplies and scales the scores' gradient in one loop, that of GPUs in three
-    scores = (2 if chip.torus else 8) * size.scores
-    feed_forward = 2 * 3 * size.wide
-    if remat == "none":
-        return Bytes(weights, max(scores, feed_forward))
-    again = saved(size, tensor, "none") - saved(size, tensor, remat)
-    return Bytes(weights, again + max(4 * size.scores, scores, feed_forward))
+def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
+    """The backward pass of one layer, beside what the forward pass saved."""
+    weights = (2 * size.matrices if layout.fsdp > 1 else 0) + 4 * size.largest
+    # the gradient of the scores: a TPU makes it in one loop with the matmul; a GPU in three, and transposes it
+    scores = (2 if tpu else 8) * size.scores
+    gradients = max(scores, 3 * size.wide)
+    if layout.remat == "none":
+        return Bytes(weights, gradients)
+    again = saved(size, layout, "none") - saved(size, layout, layout.remat)
+    return Bytes(weights, again + max(4 * size.scores, gradients))

@@ -38,13 +38,14 @@ def _layer(size: Sizes, model: Model, layout: Layout, chip: cost.Chip) -> Iterat
     """One layer, forward and backward."""
     stream, heads, keys, wide = size.width / layout.tensor, size.heads, size.keys, size.wide
     ends = [(size.width, heads), (size.width, keys), (size.width, keys), (heads, size.width)]
-    ends += [(size.width, wide)] * (2 if model.gated else 1) + [(wide, size.width)]
+    inner = 2 if model.gated else 1
+    ends += [(size.width, wide / inner)] * inner + [(wide / inner, size.width)]
     matmuls = []
     for into, out in ends:
         weights = into * out / size.tokens**2  # both are tokens times one side of the matrix, of which one is a part
         matmuls.append((2 * size.tokens * weights, 2 * (into + weights + out)))
     # norms, residuals, rotations and the activation: each reads its operands and writes its result once, in bfloat16
-    around = (0, 20 * stream + 4 * (heads + keys) + 6 * wide)
+    around = (0, 20 * stream + 4 * (heads + keys) + 3 * wide)
     product, S = 2 * size.scores * model.hidden / model.heads, size.scores
     # The scores are written in float32, and read for the sum of their exponentials and for the weights; on GPUs also for
     # their maximum, which the TPU's compiler takes where it makes them.
@@ -54,9 +55,9 @@ def _layer(size: Sizes, model: Model, layout: Layout, chip: cost.Chip) -> Iterat
     back += [(product, 2 * S)] * 3
     # What is saved goes into the stack of all layers, which is filled with zeros first, and is copied out of it; on GPUs
     # it is copied into it, too.
-    stack = (0, (3 if chip.torus else 5) * saved(size, layout.tensor, layout.remat))
+    stack = (0, (3 if chip.torus else 5) * saved(size, layout, layout.remat))
     yield from (*matmuls, *softmax, around, stack)
-    yield from (*matmuls, *matmuls, *back, (0, 32 * stream + 4 * (heads + keys) + 16 * wide))
+    yield from (*matmuls, *matmuls, *back, (0, 32 * stream + 4 * (heads + keys) + 8 * wide))
     if layout.remat == "full":  # all but the last matmul, whose result nothing needs
         yield from (*matmuls[:-1], *softmax, around)
     elif layout.remat == "selective":
