@@ -3,8 +3,8 @@
     python -m benchmarks.planned
 
 Each row is a layout of `models.transformer`, built by its candidate: mesh, plan, configuration and microbatches. The
-compiled figures are those of `sk.aot.compile`, its seconds by the time model of `shardkit/analysis/hlo/compute.py`. Rows
-in the file of results are not compiled again; the prediction beside them is that of today's planner.
+compiled figures are those of `sk.aot.compile`, its seconds by the time model of `shardkit/analysis/hlo/compute.py`.
+Rows in the file of results are not compiled again; the prediction beside them is that of today's planner.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def compiled(row: Row) -> dict[str, Any]:
 def allocated(dump: Path) -> int:
     """The device memory of a program by the TPU compiler's own account, arguments included; 0 without one.
 
-    The temporary memory that libtpu 0.0.42 tells jax, and `aot` reports, has some stacks of a loop twice: it makes 15.92 GiB
-    of a program that the compiler places in 14.91 and accepts for 15.75.
+    The temporary memory that libtpu 0.0.42 tells jax, and `aot` reports, has some stacks of a loop twice: it makes
+    15.92 GiB of a program that the compiler places in 14.91 and accepts for 15.75.
     """
     texts = [path.read_text() for path in dump.glob("*memory-usage-report.txt")]
     return max((int(size) for text in texts for size in re.findall(r"(?m)^Total bytes: (\d+)", text)), default=0)
@@ -179,8 +179,19 @@ def tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 def table(records: dict[str, dict[str, Any]]) -> Iterator[str]:
     """The rows that have records, as Markdown."""
-    yield "| layout | held, GB | peak, GB | ratio | as written, GB | ratio | as compiled | compute, ms | ratio | exposed, ms | step |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    heads = [
+        "layout",
+        "held, GB",
+        "peak, GB",
+        "ratio",
+        "as written, GB",
+        "ratio",
+        "as compiled",
+        "compute, ms",
+        "ratio",
+    ]
+    yield f"| {' | '.join([*heads, 'exposed, ms', 'step'])} |"
+    yield "|---|" + 10 * "--:|"
     for row in rows():
         if row.name not in records:
             continue

@@ -1,7 +1,7 @@
 """The memory of a transformer's train step: the buffers that a device holds at its worst moments, one by one.
 
 Of the step that a candidate builds: `models.transformer`, its layers a scan, compute in bfloat16, gradients summed in
-float32, Adam. All sizes are of one device; layers are whole, or in parts over fsdp.
+float32, Adam. All sizes are of one device; parts are over fsdp.
 
 Held between steps: parameters and two moments in parts, float32; the batch. In every moment of a step, beside that:
 - on TPUs the parts of all layers in bfloat16: the compiler casts them once, in front of the loops over layers;
@@ -14,15 +14,14 @@ The moments, of which the largest is the peak:
   if it is smaller: the compiler waits with the matmul between the two; and the backward pass of one layer: its gathered
   weights, the gradient of its largest matrix before the scatter, what it recomputes, and the larger of the gradients of
   attention's scores and of the feed-forward layer. On GPUs, all the while, attention's mask as booleans and its
-  constant in float32, as large as the scores: the compiler takes them out of the loops.
+  constant in float32, each as many as the scores: they stand in front of the loops.
 - update: gradients of the parts of all layers; of embedding and head a gradient in float32 and the bfloat16 one that it
   is cast from, on TPUs one after the other, with the logits' gradient that waits; on GPUs both, and a scattered one.
 
-A layer saves its input under "full"; else its input and the results of its matmuls, in bfloat16: queries, keys, values,
-the weights of attention, their product with the values, what attention adds, gate and up. "selective" is without the
-weights of attention and the product. Weights that are whole in the step, without fsdp, are no handles, of which jax saves
-what it would itself under "none": in float32 the input of each norm, in bfloat16 both results of it, the product with the
-values twice, and four more arrays of the activation.
+A layer saves its input under "full"; else also, in bfloat16, queries, keys, values, the weights of attention, their
+product with the values, what attention adds, gate and up. "selective" is without the weights of attention and the
+product. Without fsdp, jax saves under "none" what it would itself: beside these the inputs of the norms in float32 and
+two results of each, another product, and four arrays of the activation.
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ from typing import NamedTuple
 from shardkit import cost
 from shardkit.planner.candidates import Layout, Model
 
-
-class Bytes(NamedTuple):
-    """The bytes of a moment: of parameters, their state, copies and gradients; and of what grows with the batch."""
-
-    state: float
-    activations: float
+Bytes = tuple[float, float]  # of parameters, their state, copies and gradients; and of what grows with the batch
 
 
 class Sizes(NamedTuple):
@@ -104,14 +98,14 @@ def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: in
     if accumulate > 1:
         always += 4 * parts + (2 + 4) * size.tables * table
     kept = model.layers * saved(size, layout, layout.remat) + (0 if tpu else 5 * size.scores)
-    head = Bytes(always + (0 if accumulate > 1 else 2 * table), kept + 6 * size.logits)
+    head = (always + (0 if accumulate > 1 else 2 * table), kept + 6 * size.logits)
     weights, activations = _backward(size, tpu, layout)
-    waiting = min(Bytes(0, 2 * size.logits), Bytes(4 * table, 0), key=sum)
-    layer = Bytes(always + 4 * parts + weights + waiting.state, kept + activations + waiting.activations)
-    together = Bytes((4 * size.tables + 2 + 4 / fsdp) * table, 0)
-    apart = Bytes(6 * table, 2 * size.logits)
+    waiting = min((0, 2 * size.logits), (4 * table, 0), key=sum)
+    layer = (always + 4 * parts + weights + waiting[0], kept + activations + waiting[1])
+    together = ((4 * size.tables + 2 + 4 / fsdp) * table, 0)
+    apart = (6 * table, 2 * size.logits)
     state, activations = apart if tpu or accumulate > 1 else together
-    return max(head, layer, Bytes(always + 4 * parts + state, activations), key=sum)
+    return max(head, layer, (always + 4 * parts + state, activations), key=sum)
 
 
 def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
@@ -121,6 +115,6 @@ def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
     scores = (2 if tpu else 8) * size.scores
     gradients = max(scores, 3 * size.wide)
     if layout.remat == "none":
-        return Bytes(weights, gradients)
+        return (weights, gradients)
     again = saved(size, layout, "none") - saved(size, layout, layout.remat)
-    return Bytes(weights, again + max(4 * size.scores, gradients))
+    return (weights, again + max(4 * size.scores, gradients))

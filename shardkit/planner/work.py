@@ -1,7 +1,7 @@
 """What a device computes, moves and sends in a transformer's train step, matmul by matmul and collective by collective.
 
-Of the step that a candidate builds; sizes as in `memory.py`. An operation takes the longer of its FLOPs and the bytes of
-its operands and results, as for `aot` (`analysis/hlo/compute.py`), which also counts the copies that a compiler adds.
+Of the step that a candidate builds; sizes as in `memory.py`. An operation takes the longer of its FLOPs and the bytes
+of its operands and results, as for `aot` (`analysis/hlo/compute.py`), which also counts the copies of a compiler.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from shardkit.planner.candidates import Layout, Model
 from shardkit.planner.memory import Sizes, saved, sizes_of
 
 Work = tuple[float, float]  # FLOPs and bytes of an operation
+# How often a layer gathers or scatters its activations over tensor: four times forward, six backward, and again.
+EXCHANGES = {"none": 10, "selective": 11, "full": 13}
 
 
-def compute_seconds(
-    model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, efficiency: float
-) -> float:
+def computing(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, efficiency: float) -> float:
     """Seconds of a step's operations on a device; `batch` is of a microbatch on it."""
     size = sizes_of(model, layout.tensor, batch, sequence)
     parts = model.layers * size.matrices / layout.fsdp
@@ -47,14 +47,13 @@ def _layer(size: Sizes, model: Model, layout: Layout, chip: cost.Chip) -> Iterat
     # norms, residuals, rotations and the activation: each reads its operands and writes its result once, in bfloat16
     around = (0, 20 * stream + 4 * (heads + keys) + 3 * wide)
     product, S = 2 * size.scores * model.hidden / model.heads, size.scores
-    # The scores are written in float32, and read for the sum of their exponentials and for the weights; on GPUs also for
+    # Scores are written in float32, and read for the sum of their exponentials and for the weights; on GPUs also for
     # their maximum, which the TPU's compiler takes where it makes them.
     softmax = [(product, 4 * S), (0, 4 * S), (0, 6 * S), (product, 2 * S)] + ([] if chip.torus else [(0, 4 * S)])
     # weights and their gradient make that of the scores: on TPUs in one loop with the matmul, on GPUs after it
     back = [(product, 4 * S)] if chip.torus else [(product, 4 * S), (0, 8 * S)]
     back += [(product, 2 * S)] * 3
-    # What is saved goes into the stack of all layers, which is filled with zeros first, and is copied out of it; on GPUs
-    # it is copied into it, too.
+    # What is saved goes into the stack of all layers, filled with zeros before, and is copied out; on GPUs also in.
     stack = (0, (3 if chip.torus else 5) * saved(size, layout, layout.remat))
     yield from (*matmuls, *softmax, around, stack)
     yield from (*matmuls, *matmuls, *back, (0, 32 * stream + 4 * (heads + keys) + 8 * wide))
@@ -75,29 +74,20 @@ def _head(size: Sizes, model: Model) -> Iterator[Work]:
 def sent(model: Model, layout: Layout, batch: int, sequence: int) -> dict[str, float]:
     """Bytes that a device sends in a step, by the kind of ways; `batch` is of a microbatch on it.
 
-    fsdp gathers a layer twice in each microbatch (bfloat16) and scatters its gradient (float32), embedding, head and the
-    last norm once a step. data sums what is left of all gradients, with tensor the gains of the norms, which every device
-    of it has; and the loss and the accuracy, of 16 bytes. tensor gathers or scatters a microbatch's activations, four
-    times for embedding and head and in a layer as `exchanges` says, and sums four floats a token for the loss.
+    fsdp gathers a layer twice in each microbatch (bfloat16) and scatters its gradient (float32); embedding, head and
+    last norm once a step. data sums what is left of all gradients, with tensor the gains of the norms, which all its
+    devices have; and the loss and the accuracy, of 16 bytes. tensor gathers or scatters a microbatch's activations, four
+    times for embedding and head and in a layer as `EXCHANGES` says, and sums four floats a token for the loss.
     """
     data, fsdp, tensor, accumulate, remat = layout
     size = sizes_of(model, tensor, batch, sequence)
-
-    def share(ways: int) -> float:
-        return (ways - 1) / ways
-
     layers, tables = model.layers * (size.matrices + 2 * model.hidden), size.tables * size.table
-    exchanged = 4 + model.layers * exchanges(remat)
+    exchanged = 4 + model.layers * EXCHANGES[remat]
     summed = 4 * (model.layers * size.matrices + tables) / fsdp
     return {
-        "data": 2 * share(data) * summed
-        + 2 * share(data * tensor) * 4 * size.gains / fsdp
-        + 2 * share(data * fsdp) * 16,
-        "fsdp": share(fsdp) * (accumulate * (2 * 2 + 4) * layers + (2 + 4) * (tables + model.hidden)),
-        "tensor": accumulate * share(tensor) * (2 * size.width * exchanged + 2 * 16 * size.tokens),
+        "data": 2 * (1 - 1 / data) * summed
+        + 2 * (1 - 1 / (data * tensor)) * 4 * size.gains / fsdp
+        + 2 * (1 - 1 / (data * fsdp)) * 16,
+        "fsdp": (1 - 1 / fsdp) * (accumulate * (2 * 2 + 4) * layers + (2 + 4) * (tables + model.hidden)),
+        "tensor": accumulate * (1 - 1 / tensor) * (2 * size.width * exchanged + 2 * 16 * size.tokens),
     }
-
-
-def exchanges(remat: str) -> int:
-    """How often a layer gathers or scatters its activations: four times forward, six backward, and what that repeats."""
-    return {"none": 10, "selective": 11, "full": 13}[remat]
