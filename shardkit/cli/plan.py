@@ -163,7 +163,10 @@ def _made(candidate: Candidate, batch: int, sequence: int) -> tuple[Any, ...]:
 
 def _beside(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
     """Predicted beside compiled."""
-    rows = [("", "memory", "", "compute s", "", "exposed s", "", "fits"), ("layout", *3 * ("predicted", "compiled"), "")]
+    rows = [
+        ("", "memory", "", "compute s", "", "exposed s", "", "fits"),
+        ("layout", *3 * ("predicted", "compiled"), ""),
+    ]
     for candidate, report in zip(candidates, reports, strict=False):
         exposed = candidate.exposed_seconds + max(0.0, candidate.hidden_seconds - candidate.compute_seconds)
         rows.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from shardkit import cost
@@ -12,6 +11,7 @@ from shardkit.planner.model import Model
 from shardkit.planner.search import layouts, ranked
 
 _TARGET = 0.8  # share of the memory that the advised batch fills
+_BITS = 20  # of the most sequences of a microbatch that it considers
 
 
 class Advice(NamedTuple):
@@ -104,12 +104,15 @@ def advise(
             chips *= 2
             found = [("chips", c) for c in fitting(chips)[:1]]
     step = layout.data * layout.fsdp * layout.accumulate
-    one = estimate(model, layout, chip=chip, batch=step, sequence=sequence, memory_share=_TARGET)
-    # activations are linear in the sequences of a microbatch
-    most = max(0, math.floor((one.usable_bytes - one.state_bytes) / one.activation_bytes)) * step
-    filled = None
-    if most:
-        filled = estimate(model, layout, chip=chip, batch=most, sequence=sequence, memory_share=_TARGET)
+
+    def filling(local: int) -> Candidate:
+        return estimate(model, layout, chip=chip, batch=local * step, sequence=sequence, memory_share=_TARGET)
+
+    local = 0
+    for bit in reversed(range(_BITS)):  # the most sequences that fit, bit by bit
+        local += 2**bit if filling(local + 2**bit).fits else 0
+    most = local * step
+    filled = filling(local) if most else None
     return Advice(given, tuple(found), most, filled)
 
 

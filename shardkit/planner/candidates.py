@@ -186,7 +186,7 @@ class Candidate(NamedTuple):
         return chain(*plans)
 
     def config(self) -> transformer.Config:
-        """The sizes and the recomputation, for `models.transformer`, whose attention never saves its scores.
+        """The sizes and the recomputation, for `models.transformer`; "selective" saves no matmul of attention.
 
         Raises:
             ValueError: a model that `models.transformer` is not.
@@ -209,7 +209,7 @@ class Candidate(NamedTuple):
             tied=model.tied,
             experts=model.experts,
             top_k=model.top_k,
-            remat="full" if self.layout.remat == "full" else None,
+            remat={"none": None, "selective": "dots_without_batch", "full": "full"}[self.layout.remat],
         )
 
     def grad_fn(self) -> GradFn:

@@ -181,7 +181,7 @@ def search_counted(
         raise ValueError(
             f"planner: batch must be divisible by the chips; got {batch} over {chips}. Change the batch or the chips."
         )
-    link = cost.Link(0.0, bandwidth(chip, 1, chips, 1)) if links is None else links.of("data")
+    link = cost.Link(0.0, bandwidth(chip, 1, chips, chips)) if links is None else links.of("data")
     seconds = batch * model.step_flops / (chips * chip.flops * efficiency)
     model_flops = batch * min(3 * model.flops, model.step_flops)  # what jax.checkpoint repeats is none of them
     found: list[Any] = []

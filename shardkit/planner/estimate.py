@@ -1,32 +1,31 @@
 """The memory and the step time of a transformer's layout, by the model stated here.
 
-Everything is arithmetic from `shardkit.cost`; nothing is traced or compiled (`aot.compile` measures). The model:
+Everything is arithmetic; nothing is traced or compiled (`aot.compile` measures). The model:
 
-- Memory per device: float32 master parameters and two Adam moments (12 bytes per parameter) and float32 gradients (4),
-  both over fsdp * tensor; two layers and the embedding gathered in bfloat16, over tensor; `model_activation_memory`
-  with sequence parallelism, its feed-forward part scaled to this model's, and under full remat one more layer, which
-  the backward recomputes. Attention that saves no scores is remat "selective".
-- Time per step: compute is the FLOPs, with those that remat repeats (full: the whole layer, though a compiler drops its
-  last matmul), over the chips' peak times `efficiency`. FSDP's gathers (bfloat16, twice per microbatch) and reductions
-  (float32), and data parallelism's all_reduce once per step, overlap with compute; tensor parallelism's collectives
-  (bfloat16) do not: step = max(compute, fsdp + data) + tensor.
-- Bandwidth: on a torus one dimension is for tensor parallelism and the others for the rest, or all of them without
-  tensor parallelism; all chips are in one slice. A GPU's tensor group is within a host; the other groups send at
-  NVLink's speed within a host, and across hosts at the network's speed times the members per host, if that is less.
+- Memory per device: that of the worst moment of a step, by the list of buffers in `memory.py`.
+- Time per step: that of the operations in `work.py`, whose matmuls reach `efficiency` of the chip's peak, and of what
+  is sent. FSDP's and data parallelism's collectives overlap with compute, tensor parallelism's do not: step =
+  max(compute, fsdp + data) + tensor.
+- Bandwidth, as for `aot` (`analysis/hlo/compute.py`): a torus group sends over the dimensions along which it extends
+  in a square or cube of all chips. A GPU's tensor group is within a host; the other groups send at NVLink's speed
+  within a host, and across hosts at the network's speed times the members per host, if that is less: each GPU has an
+  adapter.
   Latency is left out, so times are lower bounds.
+- Stages, context and experts: the smaller problem of one device, and what they add, by `axes.py`.
 - With `links`, as measured, each kind of ways has the bandwidth of its link instead, and every message its latency: a
   layer is gathered twice and scattered once per microbatch over fsdp, gradients are reduced once per step over data,
-  and a layer exchanges as often over tensor as `tensor_volume` says.
+  and a layer exchanges over tensor as often as `EXCHANGES` says.
 """
 
 from __future__ import annotations
 
+import math
 from numbers import Real
-from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
-from shardkit.planner.axes import beside, why_not
+from shardkit.planner import memory, work
+from shardkit.planner.axes import one_device, why_not, with_axes
 from shardkit.planner.candidates import REMAT, Candidate, Layout, of_kind
 from shardkit.planner.model import Model
 
@@ -66,81 +65,57 @@ def estimate(
         >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
         >>> found = sk.planner.estimate(model, sk.planner.Layout(fsdp=64), chip="v5p", batch=64, sequence=2048)
         >>> f"{found.bytes / 1e9:.1f} GB, {found.seconds:.2f} s, MFU {found.mfu:.0%}"
-        '36.2 GB, 0.22 s, MFU 100%'
+        '19.1 GB, 0.28 s, MFU 78%'
     """
     it = cost.chip(chip)
     layout, batch, sequence = check(model, layout, it, batch, sequence, memory_share, efficiency)
-    forward, scores = model.flops(sequence), model.flops(sequence) - model.flops(0)
-    model_flops = float(batch * sequence * 3 * forward)
-    if layout.context * layout.expert * layout.stage > 1:
+    return judged(model, layout, it, batch, sequence, memory_share, efficiency, links)
 
-        def smaller(model: Model, layout: Layout, batch: int, sequence: int) -> Candidate:
-            how: Any = {"memory_share": memory_share, "efficiency": efficiency, "links": links}
-            return estimate(model, layout, chip=it, batch=batch, sequence=sequence, **how)
 
-        rate = it.flops * efficiency
-        found = beside(
-            model, layout, it, batch, sequence, rate=rate, forward=model_flops / 3 / (layout.chips * rate), links=links, smaller=smaller
-        )
-        return found._replace(mfu=cost.mfu(model_flops, found.seconds, peak=it, chips=layout.chips))
-    data, fsdp, tensor, accumulate, remat = layout[:5]
-    local = batch // (data * fsdp * accumulate)
-    parameters = model.parameters()
-    layer = model.parameters(1, 0) - model.hidden  # without the final norm
-    state = 16 * parameters / (fsdp * tensor) + 2 * (2 * layer + model.vocabulary * model.hidden) / tensor
-    kept = _activations(model, local, sequence, tensor, remat)
-
-    repeated = {"none": 0, "selective": scores, "full": model.flops(sequence, vocabulary=0)}[remat]
-    compute = batch * sequence * (3 * forward + repeated) / (layout.chips * it.flops * efficiency)
-    piece = parameters / tensor
-    gathered = cost.zero_volume(piece, fsdp, 3, accumulate=accumulate, parameter_bytes=2, gradient_bytes=4)
-    reduced = cost.zero_volume(piece / fsdp, data, 0, gradient_bytes=4)
-    exchanged = cost.tensor_volume(
-        batch=local, sequence=sequence, hidden=model.hidden, ways=tensor, sequence_parallel=True, recompute=remat
-    )
-    sent = {"data": reduced, "fsdp": gathered, "tensor": accumulate * model.layers * exchanged.total}
-    seconds_of = _published(it, layout, sent) if links is None else _measured(links, model, layout, sent)
-    hidden, exposed = seconds_of["data"] + seconds_of["fsdp"], seconds_of["tensor"]
-    seconds = max(compute, hidden) + exposed
-    return Candidate(
+def judged(
+    model: Model,
+    layout: Layout,
+    chip: cost.Chip,
+    batch: int,
+    sequence: int,
+    memory_share: float,
+    efficiency: float,
+    links: cost.Links | None,
+) -> Candidate:
+    """`estimate` of a layout that was checked."""
+    small = one_device(model, layout, batch, sequence)
+    local = small.batch // small.layout.parts
+    state, kept = memory.peak(small.model, small.layout, chip, local, small.sequence)
+    compute = work.computing(small.model, small.layout, chip, local, small.sequence, efficiency)
+    sent = work.sent(small.model, small.layout, local, small.sequence)
+    if links is None:
+        by_axis = _published(chip, layout, small.layout.data, sent)
+    else:
+        by_axis = _measured(links, small.model, small.layout, sent)
+    found = Candidate(
         model,
         layout,
         state,
         kept,
-        memory_share * it.hbm_bytes,
+        memory_share * chip.hbm_bytes,
         compute,
-        hidden,
-        exposed,
-        cost.mfu(model_flops, seconds, peak=it, chips=layout.chips),
-        tuple((axis, each) for axis, each in seconds_of.items() if each),
+        by_axis["data"] + by_axis["fsdp"],
+        by_axis["tensor"],
+        0.0,
+        tuple((axis, seconds) for axis, seconds in by_axis.items() if seconds),
     )
+    if small.layout != layout:
+        found = with_axes(found, small, chip, efficiency, links)
+    flops = float(batch * sequence * 3 * model.flops(sequence))
+    return found._replace(mfu=cost.mfu(flops, found.seconds, peak=chip, chips=layout.chips))
 
 
-def _activations(model: Model, batch: int, sequence: int, tensor: int, remat: str) -> float:
-    # the paper's layer saves 16sbh bytes between its feed-forward matrices, this one 4 or 6 bytes per token and width
-    extra = (6 if model.gated else 4) * model.width / model.hidden - 16
-    feed_forward = extra * sequence * batch * model.hidden / tensor
-    sizes: dict[str, Any] = {"batch": batch, "sequence": sequence, "hidden": model.hidden, "heads": model.heads}
-    sizes |= {"kv_heads": model.kv_heads, "tensor": tensor, "sequence_parallel": True}
-
-    def layer(recompute: str) -> float:
-        saved = cost.activation_memory(**sizes, recompute=recompute)
-        return saved if recompute == "full" else saved + feed_forward
-
-    around = cost.model_activation_memory(model.layers, **sizes, vocabulary=model.vocabulary, recompute="full")
-    around -= model.layers * layer("full")
-    # while its backward runs, the residuals of the recomputed layer exist too; its attention saves no scores
-    return around + model.layers * layer(remat) + (layer("selective") if remat == "full" else 0)
-
-
-def _published(chip: cost.Chip, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
-    data, fsdp, tensor = layout[:3]
-    bandwidths = {
-        "data": bandwidth(chip, tensor * fsdp, data, tensor),
-        "fsdp": bandwidth(chip, tensor, fsdp, tensor),
-        "tensor": cost.group_bandwidth(chip),
-    }
-    return {name: size / bandwidths[name] for name, size in sent.items()}
+def _published(chip: cost.Chip, layout: Layout, data: int, sent: dict[str, float]) -> dict[str, float]:
+    """Seconds of what is sent over `data` ways, those of context and experts among them, and fsdp and tensor ways."""
+    tensor, inner = layout.tensor, layout.expert * layout.context
+    stride = {"data": tensor * (layout.fsdp if inner == 1 else 1), "fsdp": tensor * inner, "tensor": 1}
+    ways = {"data": data, "fsdp": layout.fsdp, "tensor": tensor}
+    return {name: size / bandwidth(chip, stride[name], ways[name], layout.chips) for name, size in sent.items()}
 
 
 def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
@@ -150,21 +125,22 @@ def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, f
         )
     data, fsdp, tensor, accumulate, remat = layout[:5]
     layers = accumulate * model.layers
-    reductions = 6 if remat == "full" else 4
     messages = {
         "data": 2 * (data - 1),
         "fsdp": 3 * layers * (fsdp - 1),
-        "tensor": reductions * layers * 2 * (tensor - 1),
+        "tensor": (4 * accumulate + layers * work.EXCHANGES[remat]) * (tensor - 1),
     }
     return {
         name: messages[name] * links.of(name).latency + size / links.of(name).bandwidth for name, size in sent.items()
     }
 
 
-def bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:
-    """Bytes per second that a device sends in a group of so many ways, whose members are `stride` devices apart."""
+def bandwidth(chip: cost.Chip, stride: int, ways: int, chips: int) -> float:
+    """Bytes/s that a chip sends in a group of so many ways, whose neighbours are `stride` chips apart."""
     if chip.torus:
-        return cost.group_bandwidth(chip, chip.torus if tensor == 1 else max(1, chip.torus - 1))
+        side = chips ** (1 / chip.torus)
+        dims = math.ceil(math.log(ways, side) - 1e-9) if ways > 1 else 1
+        return cost.group_bandwidth(chip, min(dims, chip.torus))
     if stride * ways <= chip.host:
         return chip.link_bandwidth
     return min(chip.link_bandwidth, chip.network_bandwidth * max(1, chip.host // stride))
@@ -196,14 +172,14 @@ def check(
     return layout, batch, sequence
 
 
+def tensor_divides(model: Model, chip: cost.Chip, tensor: int) -> bool:
+    """Whether that many tensor-parallel ways divide the model, and fit into a GPU host."""
+    sizes = (model.heads, model.kv_heads or model.heads, model.width, *(() if chip.torus else (chip.host,)))
+    return all(size % tensor == 0 for size in sizes)
+
+
 def check_shares(**shares: float) -> None:
     """Refuses what is no share."""
     for name, value in shares.items():
         if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
             raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")
-
-
-def tensor_divides(model: Model, chip: cost.Chip, tensor: int) -> bool:
-    """Whether that many tensor-parallel ways divide the model, and fit into a GPU host."""
-    sizes = (model.heads, model.kv_heads or model.heads, model.width, *(() if chip.torus else (chip.host,)))
-    return all(size % tensor == 0 for size in sizes)

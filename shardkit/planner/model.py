@@ -110,7 +110,7 @@ class Model(NamedTuple):
         model = self._checked()
         column, attention = (3 if model.gated else 2) * model.hidden, model.attention
         if attention is None:
-            attention = 2 * model.hidden * model._head_size() * (model.heads + (model.kv_heads or model.heads))
+            attention = 2 * model.hidden * model.head * (model.heads + (model.kv_heads or model.heads))
         used = attention + 2 * model.hidden + model.extra
         if not model.experts or number % model.layers < model.dense:
             return used + column * model.width, 0
@@ -148,7 +148,7 @@ class Model(NamedTuple):
         [vocabulary] = checks.count("planner", vocabulary=model.vocabulary if vocabulary is None else vocabulary)
         weights = model.dense * model.layer(0)[0] + (model.layers - model.dense) * (model.layer()[0] + model._routed())
         weights -= model.layers * (2 * model.hidden + model.extra)
-        scores = 2 * sequence * model.heads * model._head_size()
+        scores = 2 * sequence * model.heads * model.head
         return 2 * (weights + model.layers * scores + model.hidden * vocabulary)
 
     def _routed(self) -> int:

@@ -44,9 +44,7 @@ def source_of(candidate: Candidate, *, batch: int, sequence: int, precision: str
     if layout.context > 1:
         plans.append('sk.cp("context")')
     if layout.tensor > 1:
-        plans.append(
-            f'sk.tp("model", transformer.tensor_rules(CONFIG, "model", {layout.tensor}), sequence=True)'
-        )
+        plans.append(f'sk.tp("model", transformer.tensor_rules(CONFIG, "model", {layout.tensor}), sequence=True)')
     if schedule is not None:
         plans.append("PIPELINE.plan")
     pipeline = ""
@@ -92,7 +90,7 @@ BATCH, SEQUENCE = {batch}, {sequence}  # sequences per step over all devices, an
 
 
 def grad_fn():
-    """The loss with its gradient, for `make_train_step`; a batch has "tokens" and "targets", int32 [BATCH, SEQUENCE]."""
+    """The loss with its gradient, for `make_train_step`; a batch is {{"tokens": ..., "targets": ...}}, int32."""
     return {gradient}
 
 

@@ -59,7 +59,9 @@ def test_the_module_that_is_written_trains_as_one_device(layout):
 def test_it_prints_layouts_of_different_kinds_and_why(large, capsys):
     assert plan(Options(**LARGE, rows=3)) == 0
     out = capsys.readouterr().out
-    assert out.startswith("70.55 billion parameters, 1,024 sequences of 4,096 tokens per step on 512 v5p. All times are")
+    assert out.startswith(
+        "70.55 billion parameters, 1,024 sequences of 4,096 tokens per step on 512 v5p. All times are"
+    )
     assert all(word in out for word in (" bind", "this layout", "fsdp alone", "data alone", "does not fit"))
     rows = json.loads(large["json"].read_text())["rows"]
     assert len({frozenset(row["axes"]) for row in rows}) == len(rows) > 3

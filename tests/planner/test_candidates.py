@@ -19,12 +19,12 @@ SGD = optax.sgd(0.1)
 
 
 # Catches a plan, mesh or configuration that is not the layout's; the exact proof needs no compiler.
-@pytest.mark.parametrize("layout", [Layout(2, 2, 2, 2, "full"), Layout(1, 4, 1), Layout()], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 2, 2, 2, "full"), Layout(1, 4, remat="selective"), Layout()], ids=str)
 def test_what_was_found_is_what_runs(layout):
     model = Model(layers=2, hidden=16, heads=4, kv_heads=2, ffn=32, vocabulary=32)
     found = planner.estimate(model, layout, chip="v5e", batch=8, sequence=8)
     assert dict(found.mesh(jax.devices()[: layout.chips]).shape) == layout.axes
-    assert found.config().remat == (None if layout.remat == "none" else layout.remat)
+    assert found.config().remat == {"none": None, "selective": "dots_without_batch"}.get(layout.remat, layout.remat)
     assert set(found.plan().batch_axes) == set(layout.axes) - {"model"}
     row = Row(layout.axes, found.plan(), accumulate=layout.accumulate)
     params = transformer.init(jax.random.key(0), found.config())

@@ -48,10 +48,10 @@ def test_a_model_that_fits_nowhere_whole_is_split():
     assert all(each.layout.fsdp * each.layout.tensor > 1 for each in search(LLAMA_8B, batch=64, sequence=2048))
 
 
-# proves S29: with one long sequence a device, activations do not fit without tensor ways
+# proves S29: with one long sequence a device, the scores of attention do not fit without tensor ways
 def test_activations_that_do_not_fit_split_the_model():
     layout = Layout(fsdp=8, remat="full")
-    alone = planner.estimate(LLAMA_8B, layout, chip="h100", batch=8, sequence=65536)
+    alone = planner.estimate(LLAMA_8B, layout, chip="h100", batch=8, sequence=16384)
     assert alone.state_bytes < alone.usable_bytes < alone.bytes and alone.activation_bytes > alone.state_bytes
-    found = search(LLAMA_8B, batch=8, sequence=65536)
-    assert best(found, 1) is None and found[0].layout.tensor == 2
+    found = search(LLAMA_8B, batch=8, sequence=16384)
+    assert best(found, 1) is None and found[0].layout.tensor > 1

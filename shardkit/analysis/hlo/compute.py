@@ -2,7 +2,8 @@
 
 Compute takes the longer of FLOPs over the chip's bf16 peak and bytes over its memory bandwidth. A collective takes the
 bytes that one device sends over the bandwidth that its group can use: on a torus, both directions of every dimension
-along which the group extends, one direction for a permute; on GPUs, NVLink inside a host and the network between hosts.
+along which the group extends, one direction for a permute; on GPUs, NVLink inside a host, and between hosts the network
+adapters of all members that the group has on a host, since each GPU has its own and a ring can cross by each of them.
 Each device of a tpu7x has half of its chip's compute and memory bandwidth and all of the chip's links.
 Latency, contention between collectives and the chip's real efficiency are left out, so times are lower bounds.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -176,15 +178,19 @@ def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Cloc
 
     @lru_cache(maxsize=1024)
     def bandwidth(kind: str, groups: Groups) -> float:
+        groups = groups or (tuple(range(len(places))),)
         spans = {
             dim
-            for group in groups or (tuple(range(len(places))),)
+            for group in groups
             for device in group[1:]
             for dim, (a, b) in enumerate(zip(places[group[0]], places[device], strict=True))
             if a != b
         }
         if platform == "cuda":
-            return chip.network_bandwidth if spans & {0, 1} else chip.link_bandwidth
+            if not spans & {0, 1}:
+                return chip.link_bandwidth
+            together = min(min(Counter(tuple(places[device][:2]) for device in group).values()) for group in groups)
+            return min(chip.link_bandwidth, chip.network_bandwidth * (1 if kind == "ppermute" else together))
         return chip.link_bandwidth if kind == "ppermute" else group_bandwidth(chip, max(1, len(spans)))
 
     def wire(kind: str, groups: Groups, sent: Fraction) -> float:

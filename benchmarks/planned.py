@@ -1,0 +1,230 @@
+"""What the planner predicts of a layout beside what the compiler of absent chips reports on the very step.
+
+    python -m benchmarks.planned
+
+Each row is a layout of `models.transformer`, built by its candidate: mesh, plan, configuration and microbatches. The
+compiled figures are those of `sk.aot.compile`, its seconds by the time model of `shardkit/analysis/hlo/compute.py`.
+Rows in the file of results are not compiled again; the prediction beside them is that of today's planner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import shardkit as sk
+from shardkit import planner
+from shardkit.planner import Candidate, Layout, Model, memory, work
+
+RESULTS = Path(__file__).parent / "results" / "planned.jsonl"
+MODELS = {
+    "1.5b": Model(layers=28, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocabulary=32_768),
+    "8b": Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
+    "70b": Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28_672, vocabulary=128_256),
+}
+
+
+class Row(NamedTuple):
+    """One layout on a topology; `local` is the sequences of a microbatch on each data and fsdp way."""
+
+    topology: str
+    model: str
+    layout: Layout
+    local: int = 1
+    sequence: int = 2048
+
+    @property
+    def name(self) -> str:
+        """The row in one line, by which the results are found again."""
+        return f"{self.topology} {self.model} {self.layout} {self.local} x {self.sequence}"
+
+    def predicted(self, model: Model | None = None) -> Candidate:
+        """Today's prediction, of a model that may be another."""
+        data, fsdp, _, accumulate, _ = self.layout
+        model = MODELS[self.model] if model is None else model
+        job: Any = {"batch": self.local * data * fsdp * accumulate, "sequence": self.sequence}
+        return planner.estimate(model, self.layout, chip=self.topology.partition(":")[0], **job)
+
+    def step(self, model: Model | None = None) -> tuple[sk.TrainStep, tuple[Any, Any]]:
+        """The step that the candidate builds, and the shapes of its arguments."""
+        found, mesh = self.predicted(model), sk.abstract_mesh(**self.layout.axes)
+        accumulate = self.layout.accumulate
+        init, step = sk.make_train_step(
+            found.grad_fn(),
+            optax.adam(1e-4),
+            mesh=mesh,
+            plan=found.plan(),
+            accumulate=accumulate,
+            precision="bf16",
+        )
+        state = init.abstract(lambda key: sk.models.transformer.init(key, found.config()))
+        examples = self.local * self.layout.data * self.layout.fsdp * accumulate
+        tokens = jax.ShapeDtypeStruct((examples, self.sequence), jnp.int32)
+        return step, (state, {"tokens": tokens, "targets": tokens})
+
+
+def rows() -> Iterator[Row]:
+    """The layouts, from small to large."""
+    yield Row("h100:1x1x8", "1.5b", Layout(fsdp=8), 2)
+    yield Row("v5p:2x2x2", "1.5b", Layout(fsdp=8), 2)
+    yield Row("v6e:2x4", "1.5b", Layout(fsdp=8))
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=8), 2)
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=8, accumulate=2, remat="full"))
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=4, tensor=2, remat="full"))
+    yield Row("v5e:4x4", "1.5b", Layout(data=2, fsdp=8, remat="full"), 2)
+    yield Row("h100:1x1x8", "8b", Layout(fsdp=8, remat="full"))
+    yield Row("h100:1x1x8", "8b", Layout(fsdp=4, tensor=2))
+    yield Row("h100:1x8x8", "8b", Layout(fsdp=64, remat="full"), 2)
+    yield Row("h100:1x4x8", "8b", Layout(data=4, fsdp=8, accumulate=2, remat="full"))
+    yield Row("h100:1x1x8", "1.5b", Layout(data=8, remat="full"))
+    yield Row("h100:1x1x8", "1.5b", Layout(fsdp=8, remat="selective"), 2)
+    yield Row("h100:1x8x8", "70b", Layout(fsdp=8, tensor=8, remat="full"))
+    yield Row("v5p:2x2x4", "8b", Layout(fsdp=16))
+    yield Row("h100:1x16x8", "70b", Layout(fsdp=128, accumulate=2, remat="full"))
+    yield Row("h100:1x1x8", "1.5b", Layout(data=8))
+    yield Row("h100:1x2x8", "8b", Layout(fsdp=16), 2)
+    yield Row("v6e:4x8", "8b", Layout(fsdp=32, remat="full"), 1, 4096)
+    yield Row("v5e:8x8", "8b", Layout(fsdp=16, tensor=4, accumulate=4, remat="full"))
+    yield Row("v5p:4x4x8", "70b", Layout(fsdp=128, remat="full"))
+    yield Row("h100:1x1x8", "1.5b", Layout(data=2, fsdp=4, accumulate=4, remat="full"), 1, 4096)
+    yield Row("v6e:8x8", "8b", Layout(data=2, fsdp=32, accumulate=4, remat="full"))
+    yield Row("v5p:2x2x4", "8b", Layout(fsdp=8, tensor=2), 1, 4096)
+    yield Row("v5e:16x16", "70b", Layout(fsdp=32, tensor=8, remat="full"))
+    yield Row("v6e:4x4", "8b", Layout(fsdp=8, tensor=2, remat="full"))
+    yield Row("v5p:4x4x4", "8b", Layout(data=4, fsdp=16, accumulate=2, remat="full"), 2)
+    yield Row("v5e:4x8", "8b", Layout(fsdp=32, remat="full"))
+    yield Row("v6e:8x16", "70b", Layout(fsdp=16, tensor=8, accumulate=2, remat="full"))
+    yield Row("v5p:8x8x8", "70b", Layout(fsdp=64, tensor=8), 1, 4096)
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=8, remat="full"))
+
+
+def compiled(row: Row) -> dict[str, Any]:
+    """What the compiler says of the row, as a record."""
+    step, args = row.step()
+    with tempfile.TemporaryDirectory() as folder:
+        tpu = sk.aot.parse_topology(row.topology).platform == "tpu"
+        options = {"xla_dump_to": folder} if tpu else None
+        report = sk.aot.compile(step, args, topology=row.topology, options=options)
+        total = allocated(Path(folder))
+    record: dict[str, Any] = {"benchmark": "planned", "row": row.name, "fits": report.fits, "versions": report.versions}
+    if report.memory is None:
+        return record | {"needed": report.needed, "available": report.available}
+    return record | {
+        "held": report.memory.held,
+        "peak": total or report.memory.peak,
+        "reported": report.memory.peak,
+        "sent": float(report.sent()),
+        "written": float(report.census.sent()),
+        "flops": report.compute.flops,
+        "moved": report.compute.bytes,
+        "compute_seconds": report.compute.seconds,
+        "wire_seconds": report.wire_seconds,
+        "exposed_seconds": report.exposed_seconds,
+        "compile_seconds": report.compile_seconds,
+    }
+
+
+def allocated(dump: Path) -> int:
+    """The device memory of a program by the TPU compiler's own account, arguments included; 0 without one.
+
+    The temporary memory that libtpu 0.0.42 tells jax, and `aot` reports, has some stacks of a loop twice: it makes
+    15.92 GiB of a program that the compiler places in 14.91 and accepts for 15.75.
+    """
+    texts = [path.read_text() for path in dump.glob("*memory-usage-report.txt")]
+    return max((int(size) for text in texts for size in re.findall(r"(?m)^Total bytes: (\d+)", text)), default=0)
+
+
+def stored(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The records of a file, by row."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {record["row"]: record for record in map(json.loads, lines)}
+
+
+def beside(row: Row, record: dict[str, Any]) -> dict[str, float]:
+    """What is predicted of a row over what its record says; wire bytes as written and as compiled."""
+    found = row.predicted()
+    model = MODELS[row.model]
+    sent = sum(work.sent(model, row.layout, row.local, row.sequence).values())
+    return {
+        "held": memory.held(model, row.layout, row.local, row.sequence) / record["held"],
+        "peak": found.bytes / record["peak"],
+        "written": sent / record["written"],
+        "sent": sent / record["sent"],
+        "compute": found.compute_seconds / record["compute_seconds"],
+        "step": found.seconds / (record["compute_seconds"] + record["exposed_seconds"]),
+    }
+
+
+def pairs(records: dict[str, dict[str, Any]]) -> list[tuple[float, float]]:
+    """The step times of the rows that have records, predicted and compiled."""
+    known = [(row.predicted(), records[row.name]) for row in rows() if row.name in records]
+    return [(found.seconds, record["compute_seconds"] + record["exposed_seconds"]) for found, record in known]
+
+
+def tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau: the share of pairs of rows that both figures order alike, less the share that they do not."""
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
+
+
+def table(records: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """The rows that have records, as Markdown."""
+    heads = [
+        "layout",
+        "held, GB",
+        "peak, GB",
+        "ratio",
+        "as written, GB",
+        "ratio",
+        "as compiled",
+        "compute, ms",
+        "ratio",
+    ]
+    yield f"| {' | '.join([*heads, 'exposed, ms', 'step'])} |"
+    yield "|---|" + 10 * "--:|"
+    for row in rows():
+        if row.name not in records:
+            continue
+        record, ratio = records[row.name], beside(row, records[row.name])
+        cells = [row.name, f"{record['held'] / 1e9:.2f}", f"{record['peak'] / 1e9:.2f}", f"{ratio['peak']:.3f}"]
+        cells += [f"{record['written'] / 1e9:.2f}", f"{ratio['written']:.6f}", f"{ratio['sent']:.3f}"]
+        cells += [f"{1e3 * record['compute_seconds']:.1f}", f"{ratio['compute']:.2f}"]
+        cells += [f"{1e3 * record['exposed_seconds']:.1f}", f"{ratio['step']:.2f}"]
+        yield f"| {' | '.join(cells)} |"
+    ratios = [beside(row, records[row.name]) for row in rows() if row.name in records]
+    for name, bound in (("held", 0.01), ("peak", 0.05), ("peak", 0.1), ("written", 1e-9), ("sent", 1e-3)):
+        within = sum(abs(ratio[name] - 1) <= bound for ratio in ratios)
+        yield f"{name}: {within} of {len(ratios)} within {bound:g}"
+    yield f"Kendall's tau of {len(ratios)} step times: {tau(pairs(records)):.3f}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compiles what the file of results has not, and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--only", default="", help="compile the rows whose name has these words; a word that none has: no row"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    known = stored(options.results)
+    for row in rows():
+        if options.only in row.name and row.name not in known:
+            known[row.name] = compiled(row)
+            with options.results.open("a") as out:
+                out.write(json.dumps(known[row.name]) + "\n")
+            print(row.name, flush=True)
+    print("\n".join(table(known)))
+
+
+if __name__ == "__main__":
+    main()

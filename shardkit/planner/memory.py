@@ -1,0 +1,140 @@
+"""The memory of a transformer's train step: the buffers that a device holds at its worst moments, one by one.
+
+Of the step that a candidate builds: `models.transformer`, its layers a scan, compute in bfloat16, gradients summed in
+float32, Adam. All sizes are of one device; parts are over fsdp.
+
+Held between steps: parameters and two moments in parts, float32; the batch. In every moment of a step, beside that:
+- on TPUs the parts of all layers in bfloat16: the compiler casts them once, in front of the loops over layers;
+- of several microbatches, embedding and head gathered in bfloat16, and sums of gradients in float32: those of
+  embedding and head are whole, since they are scattered once, after the last microbatch.
+
+The moments, of which the largest is the peak:
+- head: what all layers saved; the gathered head; the logits in float32 and their gradient in bfloat16.
+- layer: what all layers saved; gradients of the parts of all layers, float32; the logits' gradient, or that of the head
+  if it is smaller: the compiler waits with the matmul between the two; and the backward pass of one layer: its gathered
+  weights, the gradient of its largest matrix before the scatter, what it recomputes, and the larger of the gradients of
+  attention's scores and of the feed-forward layer. On GPUs, all the while, attention's mask as booleans and its
+  constant in float32, each as many as the scores: they stand in front of the loops.
+- update: gradients of the parts of all layers; of embedding and head a gradient in float32 and the bfloat16 one that it
+  is cast from, on TPUs one after the other, with the logits' gradient that waits; on GPUs both, and a scattered one.
+
+A layer saves its input under "full"; else also, in bfloat16, queries, keys, values, the weights of attention, their
+product with the values, what attention adds, gate and up. "selective" is without the weights of attention and the
+product. Without fsdp, jax saves under "none" what it would itself: beside these the inputs of the norms in float32 and
+two results of each, another product, and four arrays of the activation.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardkit import cost
+from shardkit.planner.candidates import Layout
+from shardkit.planner.model import Model
+
+Bytes = tuple[float, float]  # of parameters, their state, copies and gradients; and of what grows with the batch
+
+
+class Sizes(NamedTuple):
+    """Elements on one device, whole over fsdp."""
+
+    matrices: float  # of one layer, without experts
+    experts: float  # of one layer, which tensor ways do not split
+    largest: float  # of these
+    gains: float  # of all norms
+    tables: int  # embedding and head, or one
+    table: float  # each of them
+    tokens: float  # of a microbatch
+    width: float  # tokens times the model's width
+    heads: float  # queries
+    keys: float  # or values
+    wide: float  # gate and up, or up
+    scores: float  # of attention
+    logits: float
+
+    @property
+    def layer(self) -> float:
+        """All matrices of one layer."""
+        return self.matrices + self.experts
+
+
+def sizes_of(model: Model, layout: Layout, batch: int, sequence: int) -> Sizes:
+    """The sizes for `batch` sequences on a device."""
+    return _sizes(model, layout.tensor, layout.expert, batch, sequence)
+
+
+@lru_cache(maxsize=4096)  # many layouts of a search have the same
+def _sizes(model: Model, tensor: int, expert: int, batch: int, sequence: int) -> Sizes:
+    tokens, hidden, inner = batch * sequence, model.hidden, 2 if model.gated else 1
+    used, experts = model.layer()
+    if experts:
+        each = model.width if model.expert_ffn is None else model.expert_ffn
+        wide, largest = tokens * each * inner * (model.top_k + model.shared), model.experts / expert * hidden * each
+    else:
+        wide, largest = tokens * model.width * inner / tensor, hidden * model.width / tensor
+    return Sizes(
+        (used - 2 * hidden) / tensor,
+        experts / expert,
+        largest,
+        (2 * model.layers + 1) * hidden,
+        1 if model.tied else 2,
+        model.vocabulary * hidden / tensor,
+        tokens,
+        tokens * hidden,
+        tokens * model.heads * model.head / tensor,
+        tokens * (model.kv_heads or model.heads) * model.head / tensor,
+        wide,
+        tokens * sequence * model.heads / tensor,
+        tokens * model.vocabulary / tensor,
+    )
+
+
+def held(model: Model, layout: Layout, batch: int, sequence: int) -> float:
+    """Bytes between steps, with a step's tokens and targets; `batch` is of a microbatch on a device."""
+    size = sizes_of(model, layout, batch, sequence)
+    parts = (model.layers * size.layer + size.tables * size.table + size.gains) / layout.fsdp
+    return 12 * parts + 8 * size.tokens * layout.accumulate
+
+
+def saved(size: Sizes, layout: Layout, remat: str) -> float:
+    """Bytes that one layer saves for its backward pass."""
+    stream = size.width / layout.tensor
+    if remat == "full":
+        return 2 * stream
+    matmuls = 2 * (2 * stream + size.heads + 2 * size.keys + size.wide)
+    if remat == "selective":
+        return matmuls
+    own = 12 * stream + 2 * size.heads + 4 * size.wide if layout.fsdp == 1 else 0
+    return matmuls + 2 * (size.scores + size.heads) + own
+
+
+def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int) -> Bytes:
+    """The bytes of the worst moment of a step."""
+    fsdp, accumulate = layout.fsdp, layout.accumulate
+    size = sizes_of(model, layout, batch, sequence)
+    parts, table, tpu = model.layers * size.layer / fsdp, size.table, bool(chip.torus)
+    always = held(model, layout, batch, sequence) + (2 * parts if tpu else 0)
+    if accumulate > 1:
+        always += 4 * parts + (2 + 4) * size.tables * table
+    kept = model.layers * saved(size, layout, layout.remat) + (0 if tpu else 5 * size.scores)
+    head = (always + (0 if accumulate > 1 else 2 * table), kept + 6 * size.logits)
+    weights, activations = _backward(size, tpu, layout)
+    waiting = min((0, 2 * size.logits), (4 * table, 0), key=sum)
+    layer = (always + 4 * parts + weights + waiting[0], kept + activations + waiting[1])
+    together = ((4 * size.tables + 2 + 4 / fsdp) * table, 0)
+    apart = (6 * table, 2 * size.logits)
+    state, activations = apart if tpu or accumulate > 1 else together
+    return max(head, layer, (always + 4 * parts + state, activations), key=sum)
+
+
+def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
+    """The backward pass of one layer, beside what the forward pass saved."""
+    weights = (2 * size.layer if layout.fsdp > 1 else 0) + 4 * size.largest
+    # the gradient of the scores: a TPU makes it in one loop with the matmul; a GPU in three, and transposes it
+    scores = (2 if tpu else 8) * size.scores
+    gradients = max(scores, 3 * size.wide)
+    if layout.remat == "none":
+        return (weights, gradients)
+    again = saved(size, layout, "none") - saved(size, layout, layout.remat)
+    return (weights, again + max(4 * size.scores, gradients))
