@@ -1,4 +1,4 @@
-"""`shardkit plan --model 70b --chip v5p --chips 512`: layouts that fit, the fastest first, and the code that runs them."""
+"""`shardkit plan --model 70b --chip v5p --chips 512`: the layouts that fit, the fastest first, and their code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
 
 EXAMPLES = {
-    "shardkit plan --model 70b --chip v5p --chips 512 --batch 4M-tokens": "which layouts fit, and which is the fastest?",
+    "shardkit plan --model 70b --chip v5p --chips 512 --batch 4M-tokens": "which layouts fit, and why?",
     "shardkit plan --model config.json --chip h100 --chips 64 --batch 256 --compile 1 --emit train_plan.py": (
         "compile the best, and write it as a module"
     ),
@@ -56,7 +56,7 @@ class Options(WithJson):
     efficiency: float = 1.0
     """Share of the chip's peak that matmuls reach."""
     links: Path | None = None
-    """Records of shardkit bench comm on your machine, over axes named data, fsdp and tensor; without, published figures."""
+    """Records of shardkit bench comm on your machine, over axes named data, fsdp and tensor."""
     compile: int = 0
     """How many of the layouts to compile with the chip's real compiler, which takes minutes for each."""
     emit: Path | None = None
@@ -114,7 +114,8 @@ def _model(text: str) -> planner.Model:
         return MODELS[text.lower()]
     if not text.endswith(".json"):
         raise ValueError(
-            f"plan: --model must be {', '.join(map(repr, MODELS))} or a config.json; got {text!r}. Write for example 70b."
+            f"plan: --model must be {', '.join(map(repr, MODELS))} or a config.json; got {text!r}. Write for example "
+            "70b."
         )
     return planner.Model.of(Path(text))
 

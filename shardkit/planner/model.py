@@ -10,6 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardkit._arguments import checks
@@ -107,7 +108,7 @@ class Model(NamedTuple):
             >>> sk.planner.Model(layers=32, hidden=4096, heads=32, vocabulary=32000, ffn=14336, experts=8).layer()
             (67149824, 1409286144)
         """
-        model = self._checked()
+        model = _checked(self)
         column, attention = (3 if model.gated else 2) * model.hidden, model.attention
         if attention is None:
             attention = 2 * model.hidden * model.head * (model.heads + (model.kv_heads or model.heads))
@@ -119,7 +120,7 @@ class Model(NamedTuple):
 
     def parameters(self, layers: int | None = None, vocabulary: int | None = None) -> int:
         """The number of parameters, also with another number of layers (the last ones) or another vocabulary."""
-        model = self._checked()
+        model = _checked(self)
         [layers] = checks.whole("planner", layers=model.layers if layers is None else layers)
         [vocabulary] = checks.count("planner", vocabulary=model.vocabulary if vocabulary is None else vocabulary)
         dense = max(0, model.dense - (model.layers - layers))
@@ -128,7 +129,7 @@ class Model(NamedTuple):
 
     def active(self) -> int:
         """The parameters that one token uses: all but the experts to which it is not routed."""
-        model = self._checked()
+        model = _checked(self)
         return model.parameters() - (model.layers - model.dense) * (model.layer()[1] - model._routed())
 
     def flops(self, sequence: int, vocabulary: int | None = None) -> int:
@@ -143,7 +144,7 @@ class Model(NamedTuple):
             >>> f"{model.flops(8192):.3g}"
             '1.93e+10'
         """
-        model = self._checked()
+        model = _checked(self)
         [sequence] = checks.count("planner", sequence=sequence)
         [vocabulary] = checks.count("planner", vocabulary=model.vocabulary if vocabulary is None else vocabulary)
         weights = model.dense * model.layer(0)[0] + (model.layers - model.dense) * (model.layer()[0] + model._routed())
@@ -155,23 +156,29 @@ class Model(NamedTuple):
         """The weights of a layer's experts to which a token is routed."""
         return self.layer()[1] // self.experts * self.top_k if self.experts else 0
 
-    def _checked(self) -> Model:
-        """These sizes as Python integers, which do not overflow; refuses those that do not add up."""
-        sizes: dict[str, Any] = {}
-        for name, value in self._asdict().items():
-            if value is not None and name not in ("gated", "tied"):
-                check = checks.count if name in ("experts", "shared", "dense", "attention", "extra") else checks.whole
-                [sizes[name]] = check("planner", **{name: value})
-        model = self._replace(**sizes)
-        if model.head_size is None:
-            checks.divisor("planner", "heads", model.heads, "hidden", model.hidden)
-        checks.divisor("planner", "kv_heads", model.kv_heads or model.heads, "heads", model.heads)
-        if model.dense > model.layers or (model.experts and model.top_k > model.experts):
-            raise ValueError(
-                "planner: dense must be at most layers, and top_k at most experts; got "
-                f"{model.dense} of {model.layers} and {model.top_k} of {model.experts}. Lower it."
-            )
-        return model
+
+def _checked(model: Model) -> Model:
+    """The sizes as Python integers, which do not overflow; refuses those that do not add up."""
+    return _checked_of_types(model, tuple(map(type, model)))
+
+
+@lru_cache(maxsize=256)  # a search asks thousands of times; 4 and 4.0 are equal, and one of them is refused
+def _checked_of_types(model: Model, types: tuple[type, ...]) -> Model:
+    sizes: dict[str, Any] = {}
+    for name, value in model._asdict().items():
+        if value is not None and name not in ("gated", "tied"):
+            check = checks.count if name in ("experts", "shared", "dense", "attention", "extra") else checks.whole
+            [sizes[name]] = check("planner", **{name: value})
+    model = model._replace(**sizes)
+    if model.head_size is None:
+        checks.divisor("planner", "heads", model.heads, "hidden", model.hidden)
+    checks.divisor("planner", "kv_heads", model.kv_heads or model.heads, "heads", model.heads)
+    if model.dense > model.layers or (model.experts and model.top_k > model.experts):
+        raise ValueError(
+            "planner: dense must be at most layers, and top_k at most experts; got "
+            f"{model.dense} of {model.layers} and {model.top_k} of {model.experts}. Lower it."
+        )
+    return model
 
 
 # ---- config.json

@@ -11,7 +11,7 @@ All figures are estimates of the model in `shardkit.planner.estimate`; the searc
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from shardkit import cost
@@ -19,11 +19,12 @@ from shardkit._arguments import checks
 from shardkit.planner.axes import why_not
 from shardkit.planner.candidates import REMAT, Candidate, Layout
 from shardkit.planner.counted import Counted, search_counted
-from shardkit.planner.estimate import check, estimate, tensor_divides
+from shardkit.planner.estimate import check, judged, tensor_divides
 from shardkit.planner.model import Model
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 _MOST = 10**9  # chips, and sequences in a step
+_PASSES = 8  # microbatches of a pipeline, for each stage
 _CHUNKS = 4  # more divide layers ever finer for ever less bubble
 
 
@@ -70,18 +71,9 @@ def search(
     at: Any = sequence  # None is refused
     _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, at, memory_share, efficiency)
     [chips] = checks.whole("planner", chips=chips)
-    judged = partial(
-        estimate,
-        model,
-        chip=chip,
-        batch=batch,
-        sequence=sequence,
-        memory_share=memory_share,
-        efficiency=efficiency,
-        links=links,
-    )
-    every = layouts(model, chip=chip, chips=chips, batch=batch, sequence=sequence, axes=axes)
-    found = list(map(judged, every))
+    it = cost.chip(chip)
+    every = layouts(model, chip=it, chips=chips, batch=batch, sequence=sequence, axes=axes)
+    found = [judged(model, each, it, batch, sequence, memory_share, efficiency, links) for each in every]
     if not found:
         raise ValueError(
             f"planner: a layout must divide the chips, the model and the batch, and none does; got {chips} chips, "
@@ -140,7 +132,7 @@ def _passes(model: Model, ways: Layout, examples: int) -> Iterator[Layout]:
         for remat in REMAT:
             if ways.stage == 1:
                 yield ways._replace(accumulate=passes, remat=remat)
-            elif passes >= ways.stage:  # with fewer, most stages idle
+            elif ways.stage <= passes <= _PASSES * ways.stage:  # with fewer most stages idle, with more no less
                 for chunks in _divisors(model.layers // ways.stage):
                     if chunks <= _CHUNKS:
                         yield ways._replace(microbatches=passes, chunks=chunks, remat=remat)

@@ -73,7 +73,7 @@ def test_it_prints_layouts_of_different_kinds_and_why(large, capsys):
 def test_it_writes_the_first_row_as_a_module(large):
     module = {}
     exec(large["emit"].read_text(), module)
-    step, state, batch = module["make"]()
+    _, state, batch = module["make"]()
     assert module["MESH"] == json.loads(large["json"].read_text())["rows"][0]["axes"]
     assert batch["tokens"].shape == (1024, 4096) and sum(x.size for x in jax.tree.leaves(state.params)) > 70e9
 
@@ -92,18 +92,18 @@ def test_nothing_fits(capsys):
         ),
         (
             {"batch": "4M"},
-            "plan: --batch must be a number of sequences, or of tokens with -tokens; got '4M'. Write for example 1024 or "
-            "4M-tokens.",
+            "plan: --batch must be a number of sequences, or of tokens with -tokens; got '4M'. Write for example 1024 "
+            "or 4M-tokens.",
         ),
         (
             {"batch": "1k-tokens"},
-            "plan: --batch must have at least one sequence; got 1k-tokens for sequences of 4096 tokens. Write more tokens "
-            "or a smaller --sequence.",
+            "plan: --batch must have at least one sequence; got 1k-tokens for sequences of 4096 tokens. Write more "
+            "tokens or a smaller --sequence.",
         ),
         (
             {"chips": 7},
-            "planner: a layout must divide the chips, the model and the batch, and none does; got 7 chips, 64 heads and "
-            "batch 1024. Choose a batch that has more divisors in common with the chips.",
+            "planner: a layout must divide the chips, the model and the batch, and none does; got 7 chips, 64 heads "
+            "and batch 1024. Choose a batch that has more divisors in common with the chips.",
         ),
     ],
 )

@@ -23,7 +23,7 @@ def brute_force(model, chip, chips, batch, sequence):
     """Every combination of sizes up to the chips and of microbatches, refused or estimated one by one."""
     found, powers = [], [2**i for i in range(chips.bit_length())]
     for data, fsdp, tensor, context, stage in itertools.product(powers, repeat=5):
-        many = [(1, 1)] if stage == 1 else itertools.product((1, 2, 3, 4), range(stage, batch + 1))
+        many = [(1, 1)] if stage == 1 else itertools.product((1, 2, 3, 4), range(stage, min(batch, 8 * stage) + 1))
         for (chunks, microbatches), remat in itertools.product(many, ("none", "selective", "full")):
             for accumulate in range(1, batch + 1) if data * fsdp * tensor * context * stage == chips else ():
                 ways = {"context": context, "stage": stage, "chunks": chunks, "microbatches": microbatches}
