@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any, NamedTuple
 
 from shardkit import cost
@@ -10,7 +11,7 @@ from shardkit.planner.estimate import estimate
 from shardkit.planner.search import layouts, ranked
 
 _TARGET = 0.8  # share of the memory that the advised batch fills
-_BITS = 20  # of the most sequences of a microbatch that it considers
+_MOST = 10**6  # sequences of a microbatch
 
 
 class Advice(NamedTuple):
@@ -106,9 +107,7 @@ def advise(
     def filling(local: int) -> Candidate:
         return estimate(model, layout, chip=chip, batch=local * step, sequence=sequence, memory_share=_TARGET)
 
-    local = 0
-    for bit in reversed(range(_BITS)):  # the most sequences that fit, bit by bit
-        local += 2**bit if filling(local + 2**bit).fits else 0
+    local = bisect_left(range(1, _MOST), True, key=lambda local: not filling(local).fits)
     most = local * step
     filled = filling(local) if most else None
     return Advice(given, tuple(found), most, filled)
