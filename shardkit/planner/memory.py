@@ -15,7 +15,8 @@ The moments, of which the largest is the peak:
   attention's scores and of the feed-forward layer. On GPUs, all the while, attention's mask as booleans and its
   constant in float32, each as many as the scores: they stand in front of the loops.
 - update: gradients of the parts of all layers; of embedding and head a gradient in float32 and the bfloat16 one that it
-  is cast from, on TPUs one after the other, with the logits' gradient that waits; on GPUs both, and a scattered one.
+  is cast from, on TPUs one after the other, with the logits' gradient that waits; on GPUs both, and a scattered one. Of
+  several microbatches, the one in bfloat16 alone: it is added to the sums.
 
 A layer saves its input under "full"; else also, in bfloat16, queries, keys, values, the weights of attention, their
 product with the values, what attention adds, gate and up. "selective" is without the weights of attention and the
@@ -100,7 +101,7 @@ def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: in
     waiting = min((0, 2 * size.logits), (4 * table, 0), key=sum)
     layer = (always + 4 * parts + weights + waiting[0], kept + activations + waiting[1])
     together = ((4 * size.tables + 2 + 4 / fsdp) * table, 0)
-    apart = (6 * table, 2 * size.logits)
+    apart = ((6 if accumulate == 1 else 2) * table, 2 * size.logits)
     state, activations = apart if tpu or accumulate > 1 else together
     return max(head, layer, (always + 4 * parts + state, activations), key=sum)
 
