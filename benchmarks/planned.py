@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     def predicted(self, model: Model | None = None) -> Candidate:
         """Today's prediction, of a model that may be another."""
-        data, fsdp, _, accumulate, _ = self.layout
+        data, fsdp, _, accumulate = self.layout[:4]
         model = MODELS[self.model] if model is None else model
         job: Any = {"batch": self.local * data * fsdp * accumulate, "sequence": self.sequence}
         return planner.estimate(model, self.layout, chip=self.topology.partition(":")[0], **job)
@@ -97,15 +97,13 @@ def rows() -> Iterator[Row]:
     yield Row("v5e:8x8", "8b", Layout(fsdp=16, tensor=4, accumulate=4, remat="full"))
     yield Row("v5p:4x4x8", "70b", Layout(fsdp=128, remat="full"))
     yield Row("h100:1x1x8", "1.5b", Layout(data=2, fsdp=4, accumulate=4, remat="full"), 1, 4096)
-    yield Row("v6e:8x8", "8b", Layout(data=2, fsdp=32, accumulate=4, remat="full"))
-    yield Row("v5p:2x2x4", "8b", Layout(fsdp=8, tensor=2), 1, 4096)
-    yield Row("v5e:16x16", "70b", Layout(fsdp=32, tensor=8, remat="full"))
+    yield Row("h100:1x4x8", "8b", Layout(data=2, fsdp=8, tensor=2, accumulate=2, remat="selective"))
+    yield Row("h100:1x4x8", "8b", Layout(fsdp=32, remat="full"), 1, 4096)
     yield Row("v6e:4x4", "8b", Layout(fsdp=8, tensor=2, remat="full"))
-    yield Row("v5p:4x4x4", "8b", Layout(data=4, fsdp=16, accumulate=2, remat="full"), 2)
-    yield Row("v5e:4x8", "8b", Layout(fsdp=32, remat="full"))
-    yield Row("v6e:8x16", "70b", Layout(fsdp=16, tensor=8, accumulate=2, remat="full"))
-    yield Row("v5p:8x8x8", "70b", Layout(fsdp=64, tensor=8), 1, 4096)
+    yield Row("v5e:16x16", "70b", Layout(fsdp=32, tensor=8, remat="full"))
     yield Row("v5e:2x4", "1.5b", Layout(fsdp=8, remat="full"))
+    yield Row("v5p:4x4x4", "8b", Layout(data=4, fsdp=16, accumulate=2, remat="full"), 2)
+    yield Row("v6e:8x16", "70b", Layout(fsdp=16, tensor=8, accumulate=2, remat="full"))
 
 
 def compiled(row: Row) -> dict[str, Any]:

@@ -7,9 +7,8 @@ Everything is arithmetic; nothing is traced or compiled (`aot.compile` measures)
   is sent. FSDP's and data parallelism's collectives overlap with compute, tensor parallelism's do not: step =
   max(compute, fsdp + data) + tensor.
 - Bandwidth, as for `aot` (`analysis/hlo/compute.py`): a torus group sends over the dimensions along which it extends
-  in a square or cube of all chips. A GPU's tensor group is within a host; the other groups send at NVLink's speed
-  within a host, and across hosts at the network's speed times the members per host, if that is less: each GPU has an
-  adapter.
+  in a square or cube of all chips. A GPU's tensor group is within a host; the others send at NVLink's speed within a
+  host, and across hosts at the network's times the members per host, if that is less: each GPU has its own adapter.
   Latency is left out, so times are lower bounds.
 - Stages, context and experts: the smaller problem of one device, and what they add, by `axes.py`.
 - With `links`, as measured, each kind of ways has the bandwidth of its link instead, and every message its latency: a

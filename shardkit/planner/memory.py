@@ -1,9 +1,8 @@
 """The memory of a transformer's train step: the buffers that a device holds at its worst moments, one by one.
 
 Of the step that a candidate builds: `models.transformer`, its layers a scan, compute in bfloat16, gradients summed in
-float32, Adam. All sizes are of one device; parts are over fsdp.
-
-Held between steps: parameters and two moments in parts, float32; the batch. In every moment of a step, beside that:
+float32, Adam. All sizes are of one device; parts are over fsdp. Between steps it holds parameters and two moments in
+parts, float32, and the batch; in every moment of a step, beside that:
 - on TPUs the parts of all layers in bfloat16: the compiler casts them once, in front of the loops over layers;
 - of several microbatches, embedding and head gathered in bfloat16, and sums of gradients in float32: those of
   embedding and head are whole, since they are scattered once, after the last microbatch.
@@ -16,7 +15,8 @@ The moments, of which the largest is the peak:
   attention's scores and of the feed-forward layer. On GPUs, all the while, attention's mask as booleans and its
   constant in float32, each as many as the scores: they stand in front of the loops.
 - update: gradients of the parts of all layers; of embedding and head a gradient in float32 and the bfloat16 one that it
-  is cast from, on TPUs one after the other, with the logits' gradient that waits; on GPUs both, and a scattered one.
+  is cast from, on TPUs one after the other, with the logits' gradient that waits; on GPUs both, and a scattered one. Of
+  several microbatches, the one in bfloat16 alone: it is added to the sums.
 
 A layer saves its input under "full"; else also, in bfloat16, queries, keys, values, the weights of attention, their
 product with the values, what attention adds, gate and up. "selective" is without the weights of attention and the
@@ -103,10 +103,8 @@ def saved(size: Sizes, layout: Layout, remat: str) -> float:
     if remat == "full":
         return 2 * stream
     matmuls = 2 * (2 * stream + size.heads + 2 * size.keys + size.wide)
-    if remat == "selective":
-        return matmuls
     own = 12 * stream + 2 * size.heads + 4 * size.wide if layout.fsdp == 1 else 0
-    return matmuls + 2 * (size.scores + size.heads) + own
+    return matmuls + (0 if remat == "selective" else 2 * (size.scores + size.heads) + own)
 
 
 def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int) -> Bytes:
@@ -123,7 +121,7 @@ def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: in
     waiting = min((0, 2 * size.logits), (4 * table, 0), key=sum)
     layer = (always + 4 * parts + weights + waiting[0], kept + activations + waiting[1])
     together = ((4 * size.tables + 2 + 4 / fsdp) * table, 0)
-    apart = (6 * table, 2 * size.logits)
+    apart = ((6 if accumulate == 1 else 2) * table, 2 * size.logits)
     state, activations = apart if tpu or accumulate > 1 else together
     return max(head, layer, (always + 4 * parts + state, activations), key=sum)
 
@@ -133,8 +131,6 @@ def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
     weights = (2 * size.layer if layout.fsdp > 1 else 0) + 4 * size.largest
     # the gradient of the scores: a TPU makes it in one loop with the matmul; a GPU in three, and transposes it
     scores = (2 if tpu else 8) * size.scores
-    gradients = max(scores, 3 * size.wide)
-    if layout.remat == "none":
-        return (weights, gradients)
+    forward = 0 if layout.remat == "none" else 4 * size.scores
     again = saved(size, layout, "none") - saved(size, layout, layout.remat)
-    return (weights, again + max(4 * size.scores, gradients))
+    return weights, again + max(forward, scores, 3 * size.wide)

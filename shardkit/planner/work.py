@@ -6,7 +6,7 @@ of its operands and results, as for `aot` (`analysis/hlo/compute.py`), which als
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from shardkit import cost
 from shardkit.planner.candidates import Layout
@@ -22,16 +22,20 @@ def computing(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequenc
     """Seconds of a step's operations on a device; `batch` is of a microbatch on it."""
     size = sizes_of(model, layout, batch, sequence)
     parts = model.layers * size.layer / layout.fsdp
-    tables = size.tables * size.table
+    whole = size.tables * size.table
 
     def seconds(works: Iterable[Work]) -> float:
         return _seconds(works, chip, efficiency)
 
-    micro = model.layers * seconds(_layer(size, model, layout, chip)) + seconds(_head(size, model))
+    product, logits = 2 * size.logits * model.hidden, size.logits
+    head = [(product, 4 * logits), (0, 4 * logits), (0, 6 * logits), (product, 2 * logits)]
+    # zeros, to which the tokens' gradients of the embedding are added, and their cast to float32
+    tables = [(product, 2 * logits + 4 * size.table), (0, (2 + 2 + 6) * size.table)]
+    micro = model.layers * seconds(_layer(size, model, layout, chip)) + seconds([*head, *tables])
     if layout.accumulate > 1:
-        micro += seconds([(0, 12 * (parts + tables))])  # two terms and a sum, in float32
+        micro += seconds([(0, 12 * (parts + whole))])  # two terms and a sum, in float32
     # the layers' parts are cast; Adam reads a gradient and three values of a parameter, and writes three
-    once = seconds([(0, 6 * parts), (0, 28 * (parts + tables / layout.fsdp))])
+    once = seconds([(0, 6 * parts), (0, 28 * (parts + whole / layout.fsdp))])
     return layout.accumulate * micro + once
 
 
@@ -58,35 +62,23 @@ def _attention(size: Sizes, model: Model, chip: cost.Chip) -> tuple[list[Work], 
     return softmax, back
 
 
-def _layer(size: Sizes, model: Model, layout: Layout, chip: cost.Chip) -> Iterator[Work]:
+def _layer(size: Sizes, model: Model, layout: Layout, chip: cost.Chip) -> list[Work]:
     """One layer, forward and backward."""
     stream, heads, keys, wide = size.width / layout.tensor, size.heads, size.keys, size.wide
-    ends = [(size.width, heads), (size.width, keys), (size.width, keys), (heads, size.width)]
     inner = 2 if model.gated else 1
-    ends += [(size.width, wide / inner)] * inner + [(wide / inner, size.width)]
-    matmuls = []
-    for into, out in ends:
-        weights = into * out / size.tokens**2  # both are tokens times one side of the matrix, of which one is a part
-        matmuls.append((2 * size.tokens * weights, 2 * (into + weights + out)))
+    ends = [(size.width, heads), (size.width, keys), (size.width, keys), (heads, size.width)]
+    ends += [*[(size.width, wide / inner)] * inner, (wide / inner, size.width)]
+    # tokens times either side of a matrix, of which one is a part: their product is the matrix times tokens squared
+    matmuls = [(2 * a * b / size.tokens, 2 * (a + a * b / size.tokens**2 + b)) for a, b in ends]
     # norms, residuals, rotations and the activation: each reads its operands and writes its result once, in bfloat16
     around = (0, 20 * stream + 4 * (heads + keys) + 3 * wide)
     softmax, back = _attention(size, model, chip)
     # What is saved goes into the stack of all layers, filled with zeros before, and is copied out; on GPUs also in.
     stack = (0, (3 if chip.torus else 5) * saved(size, layout, layout.remat))
-    yield from (*matmuls, *softmax, around, stack)
-    yield from (*matmuls, *matmuls, *back, (0, 32 * stream + 4 * (heads + keys) + 8 * wide))
-    if layout.remat == "full":  # all but the last matmul, whose result nothing needs
-        yield from (*matmuls[:-1], *softmax, around)
-    elif layout.remat == "selective":
-        yield from softmax
-
-
-def _head(size: Sizes, model: Model) -> Iterator[Work]:
-    """The head, forward and backward, and the gradient of the embedding."""
-    product = 2 * size.logits * model.hidden
-    yield from ((product, 4 * size.logits), (0, 4 * size.logits), (0, 6 * size.logits))
-    yield from ((product, 2 * size.logits), (product, 2 * size.logits + 4 * size.table))
-    yield 0, (2 + 2 + 6) * size.table  # zeros, to which the tokens' gradients are added, and the cast to float32
+    back += [(0, 32 * stream + 4 * (heads + keys) + 8 * wide)]
+    # of a whole layer all but the last matmul, whose result nothing needs
+    again = {"none": [], "selective": softmax, "full": [*matmuls[:-1], *softmax, around]}[layout.remat]
+    return [*matmuls, *softmax, around, stack, *matmuls, *matmuls, *back, *again]
 
 
 def sent(model: Model, layout: Layout, batch: int, sequence: int) -> dict[str, float]:

@@ -55,7 +55,6 @@ def compile_in(folder: Path) -> dict[str, Any]:
         "seconds": seconds,
         "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "devices": len(devices),
-        "simulated": executable.get_compiled_memory_stats().peak_memory_in_bytes,
         "places": [list(map(int, device.coords)) for device in placed.flat],
         "memory": asdict(memory_of(executable, peak)),
         "versions": {"jax": jax.__version__, request["package"]: metadata.version(request["package"])},
