@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import jax
+import optax
 import tyro
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+import shardkit as sk
 from shardkit import bench, cost, planner
 from shardkit.analysis import aot
 from shardkit.analysis.hlo.report import Report, size
 from shardkit.analysis.hlo.topology import topology_of
 from shardkit.cli.output import WithJson, console, write_json, writing
+from shardkit.cli.target import TargetError, load
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
 
@@ -40,17 +44,18 @@ class Options(WithJson):
     """Options of `shardkit plan`."""
 
     model: str
-    """8b, 70b or 405b (Llama 3), or the config.json of a model on Hugging Face."""
+    """8b, 70b or 405b (Llama 3); the config.json of a model on Hugging Face; or, for any other model, FILE.py:FUNCTION,
+    which returns (loss_fn, params, batch), or shapes of the last two."""
     chip: str
     """v4, v5e, v5p, v6e, tpu7x, a100, h100, h200 or b200."""
     chips: int
     """How many of them, all in one slice or cluster."""
     batch: str
-    """Sequences per step over all chips, or tokens, as 4M-tokens, where M is 2^20."""
+    """Sequences (or examples) per step over all chips; or tokens, as 4M-tokens, where M is 2^20."""
     sequence: int = 4096
-    """Tokens per sequence."""
+    """Tokens per sequence of a transformer."""
     axes: tuple[str, ...] = planner.AXES
-    """Axes that may have more than one way."""
+    """Axes that may have more than one way, of a transformer."""
     rows: int = 10
     """Layouts to show, each using other axes than those before it."""
     efficiency: float = 1.0
@@ -64,40 +69,31 @@ class Options(WithJson):
 
 
 def plan(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Find the layouts of a transformer that fit a machine, the fastest first, and say why.
+    """Find the layouts of a model that fit a machine, the fastest first, and say why.
 
     Times are predictions from published figures, or from those of --links; nothing has been measured. The exit code is
     1 if nothing fits.
     """
     o = options
-    model, sequence = _model(o.model), o.sequence
-    batch = _sequences(o.batch, sequence)
-    links = None if o.links is None else bench.links(bench.read(o.links))
-    job: dict[str, Any] = {"chip": o.chip, "batch": batch, "sequence": sequence}
-    job |= {"efficiency": o.efficiency, "links": links}
-    judge = partial(_judged, model, job)
-    found = planner.search(model, chips=o.chips, axes=o.axes, **job)
-    print(
-        f"{model.parameters() / 1e9:.2f} billion parameters, {batch:,} sequences of {sequence:,} tokens per step on "
-        f"{o.chips} {cost.chip(o.chip).name}. All times are predictions."
-    )
-    if not found:
-        print(planner.advise(model, planner.Layout(fsdp=o.chips), **job))
+    job: dict[str, Any] = {"chip": o.chip, "efficiency": o.efficiency}
+    job["links"] = None if o.links is None else bench.links(bench.read(o.links))
+    asked = _of_file(o, job) if ":" in o.model else _of_transformer(o, job)
+    print(f"{asked.what} per step on {o.chips} {cost.chip(o.chip).name}. All times are predictions.")
+    if not asked.found:
+        print(asked.why)
         write_json(o.json, "plan", [])
         return 1
-    shown = planner.kinds(found)[: o.rows]
-    print(planner.table(shown))
-    print()
-    print(planner.explain(shown[0], judge))
-    reports = _compiled(shown[: o.compile], topology_of(o.chip, o.chips), batch, sequence) if o.compile else []
+    shown = asked.found[: o.rows]
+    print(planner.table(shown), asked.why, sep="\n\n")
+    reports = _compiled(shown[: o.compile], topology_of(o.chip, o.chips), asked.made) if o.compile else []
     if reports:
         print()
         print(_beside(shown, reports))
     if o.emit is not None:
         with writing(o.emit) as out:
-            out.write(planner.source_of(shown[0], batch=batch, sequence=sequence))
+            out.write(planner.source_of(shown[0], **asked.sizes))
         if str(o.emit) != "-":
-            print(f"\n{o.emit}: the first layout; see its functions train_step(optimizer) and make()")
+            print(f"\n{o.emit} has the first layout")
     rows = [_row(each) for each in shown]
     for row, report in zip(rows, reports, strict=False):
         row["compiled"] = json.loads(report.to_json())["derived"] | {"fits": report.fits}
@@ -105,8 +101,69 @@ def plan(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     return 0
 
 
-def _judged(model: planner.Model, job: dict[str, Any], layout: planner.Layout) -> Candidate:
-    return planner.estimate(model, layout, **job)
+class Asked(NamedTuple):
+    """What was found for a model."""
+
+    what: str  # the model and the batch, in words
+    found: list[Candidate]  # one of each kind
+    why: str  # what binds the first; without one, what would fit
+    sizes: dict[str, int]  # of the batch
+    made: Callable[[Candidate], tuple[Any, ...]]  # the step of a candidate, and the shapes of its arguments
+
+
+def _of_transformer(o: Options, job: dict[str, Any]) -> Asked:
+    """The layouts of a transformer, by its sizes."""
+    model, sizes = _model(o.model), {"batch": _sequences(o.batch, o.sequence), "sequence": o.sequence}
+    found = planner.kinds(planner.search(model, chips=o.chips, axes=o.axes, **job, **sizes))
+    if found:
+        why = planner.explain(found[0], partial(planner.estimate, model, **job, **sizes))
+    else:
+        why = str(planner.advise(model, planner.Layout(fsdp=o.chips), **job, **sizes))
+
+    def made(candidate: Candidate) -> tuple[Any, ...]:
+        module: dict[str, Any] = {}
+        exec(planner.source_of(candidate, **sizes), module)  # what is compiled is what --emit writes
+        return module["make"]()
+
+    words = f"{model.parameters() / 1e9:.2f} billion parameters, {sizes['batch']:,} sequences of {o.sequence:,} tokens"
+    return Asked(words, found, why, sizes, made)
+
+
+def _of_file(o: Options, job: dict[str, Any]) -> Asked:
+    """The layouts of any model, counted from its loss."""
+    loss_fn, arguments = load(o.model)
+    if len(arguments) != 2:
+        raise TargetError(
+            f"plan: the function must return a loss, parameters and a batch; {o.model} returned {1 + len(arguments)} "
+            "values. Write for example return loss_fn, params, batch."
+        )
+    params, batch = arguments
+    if not o.batch.isdigit():
+        raise ValueError(
+            f"plan: --batch must be a number of examples for a model of your own; got {o.batch!r}. Write for example "
+            "256."
+        )
+    examples = int(o.batch)
+    model = planner.counted(loss_fn, params, batch)
+    first: dict[str, Candidate] = {}
+    for each in planner.search(model, chips=o.chips, batch=examples, **job):
+        first.setdefault(str(each.layout.plan), each)  # type: ignore[attr-defined]
+
+    def made(candidate: Candidate) -> tuple[Any, ...]:
+        init, step = sk.make_train_step(
+            sk.value_and_grad(loss_fn),
+            optax.adamw(3e-4),
+            mesh=sk.abstract_mesh(**candidate.layout.axes),
+            plan=candidate.plan(),
+            accumulate=candidate.layout.accumulate,
+            precision="bf16",
+        )
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), batch)
+        return step, init.abstract(params), whole
+
+    words = f"{model.parameters() / 1e6:,.1f} million parameters, {examples:,} examples"
+    why = "hidden: gradients, and layers gathered one by one; exposed: parameters gathered at once"
+    return Asked(words, list(first.values()), why if first else "nothing fits: pass more chips", {}, made)
 
 
 def _model(text: str) -> planner.Model:
@@ -114,8 +171,8 @@ def _model(text: str) -> planner.Model:
         return MODELS[text.lower()]
     if not text.endswith(".json"):
         raise ValueError(
-            f"plan: --model must be {', '.join(map(repr, MODELS))} or a config.json; got {text!r}. Write for example "
-            "70b."
+            f"plan: --model must be {', '.join(map(repr, MODELS))}, a config.json or FILE.py:FUNCTION; got {text!r}. "
+            "Write for example 70b."
         )
     return planner.Model.of(Path(text))
 
@@ -139,7 +196,9 @@ def _sequences(text: str, sequence: int) -> int:
     return sequences
 
 
-def _compiled(candidates: Sequence[Candidate], topology: str, batch: int, sequence: int) -> list[Report]:
+def _compiled(
+    candidates: Sequence[Candidate], topology: str, made: Callable[[Candidate], tuple[Any, ...]]
+) -> list[Report]:
     """The reports of the compiler on these candidates; a line on the terminal says which it is at."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     reports = []
@@ -149,17 +208,10 @@ def _compiled(candidates: Sequence[Candidate], topology: str, batch: int, sequen
             task = progress.add_task(what)
             if not progress.console.is_terminal:
                 print(what, flush=True)
-            step, *args = _made(candidate, batch, sequence)
+            step, *args = made(candidate)
             reports.append(aot.compile(step, args, topology=topology))
             progress.remove_task(task)
     return reports
-
-
-def _made(candidate: Candidate, batch: int, sequence: int) -> tuple[Any, ...]:
-    """The step and the shapes of its arguments: what `make` of the emitted module returns."""
-    module: dict[str, Any] = {}
-    exec(planner.source_of(candidate, batch=batch, sequence=sequence), module)
-    return module["make"]()
 
 
 def _beside(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:

@@ -278,7 +278,7 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
             ([names[i]] if names else [])
             + [str(getattr(c.layout, name)) for name in shown]
             + [gigabytes(c.state_bytes), gigabytes(c.activation_bytes)]
-            + [f"{1e3 * seconds:.1f}" for seconds in times]
+            + [_milliseconds(seconds) for seconds in times]
             + [f"{100 * c.mfu:.1f}"]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -288,3 +288,7 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
 def gigabytes(size: float) -> str:
     """Bytes in GB, with two decimals."""
     return f"{size / 1e9:.2f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}" if seconds >= 0.01 or not seconds else f"{1e3 * seconds:.2g}"

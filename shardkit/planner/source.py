@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from shardkit.models import transformer
 from shardkit.planner.candidates import Candidate
+from shardkit.planner.counted import CountedCandidate
 
 
-def source_of(candidate: Candidate, *, batch: int, sequence: int, precision: str = "bf16") -> str:
+def source_of(candidate: Candidate, *, batch: int = 0, sequence: int = 0) -> str:
     """Python source of the layout: mesh, configuration, schedule, plan, and the train step that they make.
 
     Args:
-        candidate: of `search` or `estimate`, of a model that `models.transformer` runs.
-        batch: sequences per step, over all devices.
-        sequence: tokens per sequence.
-        precision: as for `make_train_step`.
+        candidate: of `search` or `estimate`: of a counted model, or of one that `models.transformer` runs.
+        batch: sequences per step of a transformer, over all devices.
+        sequence: tokens per sequence of a transformer.
 
     Returns:
-        The source of a module. `train_step(optimizer, mesh=None)` of it returns what `make_train_step` does, and
-        `make()` the step with the shapes of its arguments, as `shardkit aot`, `audit` and `report` read them.
+        The source of a module. Of a transformer, `train_step(optimizer, mesh=None)` returns what `make_train_step`
+        does, and `make()` the step with the shapes of its arguments, as `shardkit aot`, `audit` and `report` read them.
+        Of a counted model, it is `train_step(loss_fn, optimizer, mesh=None)`.
 
     Raises:
-        ValueError: a model that `models.transformer` is not.
+        ValueError: the sizes of a model that `models.transformer` is not.
 
     Example:
         >>> model = sk.planner.Model(layers=4, hidden=64, heads=4, vocabulary=256)
@@ -28,6 +29,12 @@ def source_of(candidate: Candidate, *, batch: int, sequence: int, precision: str
         >>> print(sk.planner.source_of(best, batch=16, sequence=128))
         \"\"\"data=...
     """
+    if isinstance(candidate, CountedCandidate):
+        ways = candidate.layout
+        plan = f'sk.{ways.plan}("data")'
+        if ways.plan == "layerwise":
+            plan = f'sk.fsdp("data", layerwise={candidate.model.layerwise!r})'
+        return _COUNTED.format(layout=ways, plan=plan, data=ways.data, accumulate=ways.accumulate)
     layout, config = candidate.layout, candidate.config()
     default = transformer.Config()
     sizes = {name: getattr(config, name) for name in vars(default)}
@@ -65,7 +72,6 @@ def source_of(candidate: Candidate, *, batch: int, sequence: int, precision: str
         pipeline=pipeline,
         gradient=gradient,
         accumulate=layout.accumulate,
-        precision=precision,
         batch=batch,
         sequence=sequence,
     )
@@ -85,7 +91,6 @@ AXES = {axes}
 MESH = dict({mesh})  # the last axis has the nearest chips
 {pipeline}PLAN = {plan}
 ACCUMULATE = {accumulate}  # microbatches per step
-PRECISION = {precision!r}
 BATCH, SEQUENCE = {batch}, {sequence}  # sequences per step over all devices, and their tokens
 
 
@@ -98,7 +103,7 @@ def train_step(optimizer, mesh=None):
     """`init` and `step` over all devices, or over a mesh of your own with these axes."""
     mesh = sk.make_mesh(**MESH) if mesh is None else mesh
     return sk.make_train_step(
-        grad_fn(), optimizer, mesh=mesh, plan=PLAN, accumulate=ACCUMULATE, precision=PRECISION
+        grad_fn(), optimizer, mesh=mesh, plan=PLAN, accumulate=ACCUMULATE, precision="bf16"
     )
 
 
@@ -108,4 +113,21 @@ def make():
     state = init.abstract(lambda key: transformer.init(key, CONFIG))
     tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
     return step, state, {{"tokens": tokens, "targets": tokens}}
+'''
+
+_COUNTED = '''"""{layout}"""
+
+import shardkit as sk
+
+MESH = dict(data={data})
+PLAN = {plan}
+ACCUMULATE = {accumulate}  # microbatches per step
+
+
+def train_step(loss_fn, optimizer, mesh=None):
+    """`init` and `step` over all devices, or over a mesh of your own with these axes."""
+    mesh = sk.make_mesh(**MESH) if mesh is None else mesh
+    return sk.make_train_step(
+        sk.value_and_grad(loss_fn), optimizer, mesh=mesh, plan=PLAN, accumulate=ACCUMULATE, precision="bf16"
+    )
 '''
