@@ -27,7 +27,7 @@ from shardkit.on_device.gradient import LossFn, value_and_grad
 from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.estimate import bandwidth, check_shares
+from shardkit.planner.estimate import bandwidth, check_most, check_shares
 from shardkit.plans.dim_rules import in_subtrees
 from shardkit.plans.placement import is_layout
 from shardkit.plans.plan import Plan
@@ -170,6 +170,7 @@ def search_counted(
     check_shares(memory_share=memory_share, efficiency=efficiency)
     check_kind("planner", "links", links, kinds_of(cost.Links | None))
     chips, batch = checks.whole("planner", chips=chips, batch=batch)
+    check_most(chips=chips, batch=batch)
     if batch % chips:
         raise ValueError(
             f"planner: batch must be divisible by the chips; got {batch} over {chips}. Change the batch or the chips."

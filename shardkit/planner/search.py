@@ -18,10 +18,8 @@ from shardkit import cost
 from shardkit._arguments import checks
 from shardkit.planner.candidates import REMAT, Candidate, Layout
 from shardkit.planner.counted import Counted, search_counted
-from shardkit.planner.estimate import check, estimate, tensor_divides
+from shardkit.planner.estimate import check, check_most, estimate, tensor_divides
 from shardkit.planner.model import Model
-
-_MOST = 10**9  # chips, and sequences in a step
 
 
 def search(
@@ -97,9 +95,7 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> Iterator[Layout]:
     """Every layout of the model on that many chips: the ways that divide the chips, the model and the batch."""
     it = cost.chip(chip)
-    for name, number in (("chips", chips), ("batch", batch)):
-        if number > _MOST:  # the search tries every divisor
-            raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Lower it.")
+    check_most(chips=chips, batch=batch)
     for tensor in _divisors(chips):
         for fsdp in _divisors(chips // tensor) if tensor_divides(model, it, tensor) else ():
             data = chips // (tensor * fsdp)
