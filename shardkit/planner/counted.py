@@ -20,14 +20,14 @@ import optax
 from shardkit import cost
 from shardkit._arguments import checks
 from shardkit._arguments.typed import Arrays, DType, check_kind, kinds_of, typed
-from shardkit.analysis.jaxpr.counts import of_loss
+from shardkit.analysis.jaxpr.counts import LossCounts, of_loss
 from shardkit.meshes.layout import local_shape, path_name
 from shardkit.meshes.mesh import abstract_mesh
 from shardkit.on_device.gradient import LossFn, value_and_grad
 from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.precision import Precision, precision_of
-from shardkit.planner.candidates import Candidate, Layout
-from shardkit.planner.estimate import bandwidth, check_shares
+from shardkit.planner.candidates import Candidate
+from shardkit.planner.estimate import bandwidth, check_most, check_shares
 from shardkit.plans.dim_rules import in_subtrees
 from shardkit.plans.placement import is_layout
 from shardkit.plans.plan import Plan
@@ -42,10 +42,7 @@ class Counted(NamedTuple):
     Attributes:
         leaves: the number of parameters of each leaf, by path.
         layers: the number of layers that the loss gathers one by one; 0: it does not.
-        flops: FLOPs of the forward pass, per example.
-        step_flops: FLOPs of forward and backward pass, per example, with those that jax.checkpoint repeats.
-        kept_bytes: bytes that the forward pass keeps for the backward pass, per example.
-        copied_bytes: bytes that it keeps of what follows from the parameters alone, such as copies in another dtype.
+        counts: `flops` of the forward pass, `step_flops` of the whole and `kept_bytes` of activations, per example.
         compute: the dtype of compute.
         params: the shapes of the parameters.
         layerwise: the subtrees with these layers.
@@ -53,10 +50,7 @@ class Counted(NamedTuple):
 
     leaves: dict[str, int]
     layers: int
-    flops: float
-    step_flops: float
-    kept_bytes: float
-    copied_bytes: float
+    counts: LossCounts
     compute: Any
     params: Any
     layerwise: tuple[str, ...]
@@ -83,9 +77,6 @@ class Ways(NamedTuple):
     def axes(self) -> dict[str, int]:
         """The size of the mesh axis "data"."""
         return {"data": self.data}
-
-    def __str__(self) -> str:
-        return Layout.__str__(self)  # type: ignore[arg-type]
 
 
 class CountedCandidate(Candidate):
@@ -139,19 +130,21 @@ def counted(
         >>> loss_fn = lambda params, batch, keys: sk.Mean.of(jnp.tanh(batch @ params["w"]))
         >>> params, batch = {"w": jnp.ones((64, 8))}, jnp.ones((32, 64))
         >>> model = sk.planner.counted(loss_fn, params, batch)
-        >>> model.parameters(), model.flops
+        >>> model.parameters(), model.counts.flops
         (512, 1024.0)
         >>> best = sk.planner.search(model, chip="v5e", chips=8, batch=64)[0]
         >>> print(best.layout, best.plan())
-        plan=dp data=8 accumulate=1 dp('data')
+        Ways(plan='dp', data=8, accumulate=1) dp('data')
     """
+    if iterations is not None:
+        checks.whole("counted", iterations=iterations)
     compute = jnp.dtype(precision_of(Precision(compute=compute)).compute)
     params, batch = jax.eval_shape(lambda *trees: trees, params, batch)
     seen = jax.eval_shape(lambda *trees: cast_floating(trees, compute), params, batch)
-    per_example = of_loss(loss_fn, seen[0], seen[1], iterations)
+    counts = of_loss(loss_fn, seen[0], seen[1], iterations)
     leaves = {path_name(path): math.prod(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     layers = _layers(loss_fn, params, batch, layerwise)
-    return Counted(leaves, layers, *per_example, compute, params, layerwise)
+    return Counted(leaves, layers, counts, compute, params, layerwise)
 
 
 def _layers(loss_fn: LossFn, params: Any, batch: Any, layerwise: tuple[str, ...]) -> int:
@@ -177,13 +170,15 @@ def search_counted(
     check_shares(memory_share=memory_share, efficiency=efficiency)
     check_kind("planner", "links", links, kinds_of(cost.Links | None))
     chips, batch = checks.whole("planner", chips=chips, batch=batch)
+    check_most(chips=chips, batch=batch)
     if batch % chips:
         raise ValueError(
             f"planner: batch must be divisible by the chips; got {batch} over {chips}. Change the batch or the chips."
         )
     link = cost.Link(0.0, bandwidth(chip, 1, chips, chips)) if links is None else links.of("data")
-    seconds = batch * model.step_flops / (chips * chip.flops * efficiency)
-    model_flops = batch * min(3 * model.flops, model.step_flops)  # what jax.checkpoint repeats is none of them
+    seconds = batch * model.counts.step_flops / (chips * chip.flops * efficiency)
+    # what jax.checkpoint repeats is none of the model's
+    model_flops = batch * min(3 * model.counts.flops, model.counts.step_flops)
     found: list[Any] = []
     for name, plan in _plans(model).items():
         placed = _placed(model, plan, chips)
@@ -191,7 +186,7 @@ def search_counted(
             state, hidden, exposed = _moved(model, name, placed, chips, accumulate)
             messages = 3 * model.layers * accumulate if name == "layerwise" else 2
             times = (seconds, hidden / link.bandwidth + messages * (chips - 1) * link.latency, exposed / link.bandwidth)
-            memory = (state, model.kept_bytes * (batch // chips // accumulate), memory_share * chip.hbm_bytes)
+            memory = (state, model.counts.kept_bytes * (batch // chips // accumulate), memory_share * chip.hbm_bytes)
             each = CountedCandidate(model, Ways(name, chips, accumulate), *memory, *times, 0.0)
             mfu = model_flops / (each.seconds * chips * chip.flops) if each.seconds else 0.0
             found += [each._replace(mfu=mfu)] if each.fits else []
@@ -220,7 +215,7 @@ def _placed(model: Counted, plan: Plan, chips: int) -> list[tuple[Any, int, list
 
 def _moved(model: Counted, name: str, placed: Any, chips: int, accumulate: int) -> tuple[float, float, float]:
     """Bytes of state on one device, and bytes that it sends in a step: beside compute, and before or after it."""
-    state, hidden, exposed, copy = model.copied_bytes, 0.0, 0.0, model.compute.itemsize
+    state, hidden, exposed, copy = model.counts.copied_bytes, 0.0, 0.0, model.compute.itemsize
     for layout, size, (rest, update, grad) in placed:
         state += 4 * rest + 8 * update + 4 * grad
         if layout.lazy:

@@ -28,6 +28,8 @@ from shardkit.planner.axes import one_device, why_not, with_axes
 from shardkit.planner.candidates import REMAT, Candidate, Layout, of_kind
 from shardkit.planner.model import Model
 
+_MOST = 10**9
+
 
 def estimate(
     model: Model,
@@ -182,3 +184,10 @@ def check_shares(**shares: float) -> None:
     for name, value in shares.items():
         if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
             raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")
+
+
+def check_most(**numbers: int) -> None:
+    """Refuses so many chips, or examples in a step, that the search would try divisors for minutes."""
+    for name, number in numbers.items():
+        if number > _MOST:
+            raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Lower it.")

@@ -19,11 +19,10 @@ from shardkit._arguments import checks
 from shardkit.planner.axes import why_not
 from shardkit.planner.candidates import REMAT, Candidate, Layout
 from shardkit.planner.counted import Counted, search_counted
-from shardkit.planner.estimate import check, judged, tensor_divides
+from shardkit.planner.estimate import check, check_most, judged, tensor_divides
 from shardkit.planner.model import Model
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
-_MOST = 10**9  # chips, and sequences in a step
 _PASSES = 8  # microbatches of a pipeline, for each stage
 _CHUNKS = 4  # more divide layers ever finer for ever less bubble
 
@@ -114,9 +113,7 @@ def layouts(
 ) -> Iterator[Layout]:
     """Every layout of the model on that many chips: the ways that divide the chips, the model and the batch."""
     it = cost.chip(chip)
-    for name, number in (("chips", chips), ("batch", batch)):
-        if number > _MOST:  # the search tries every divisor
-            raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Lower it.")
+    check_most(chips=chips, batch=batch)
     for axis in axes:
         checks.one_of("planner", "axes", axis, AXES)
     for data, fsdp, tensor, context, expert, stage in _ways(chips, [axis in axes for axis in AXES]):

@@ -14,7 +14,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import called, flow, scan_operands
 
 # Each element of the result depends on the elements of the operands at the same index only.
-ELEMENTWISE = {
+_ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p"),
     *("cos", "cosh", "div", "eq", "erf", "erfc", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag"),
     *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg"),
@@ -72,7 +72,7 @@ def _step(equation: Any, ins: list[_Place]) -> list[_Place]:
         return _scan(equation, inner[0], ins)
     if name == "optimization_barrier":
         return ins
-    if name in ELEMENTWISE:
+    if name in _ELEMENTWISE:
         # A scalar has no dims; a dim of size one broadcasts.
         arrays = [p for p, v in zip(ins, equation.invars, strict=True) if v.aval.ndim]
         return [_joined(arrays, outs[0])]

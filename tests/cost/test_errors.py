@@ -39,9 +39,6 @@ ERRORS = {
     "group_bandwidth: axes must be at most 2 for chip 'v5e'; got 3. Choose fewer axes or another chip.": (
         lambda: cost.group_bandwidth("v5e", 3)
     ),
-    "group_bandwidth: axes must be at most 1 for chip 'h100'; got 2. Choose fewer axes or another chip.": (
-        lambda: cost.group_bandwidth("h100", 2)
-    ),
 }
 
 

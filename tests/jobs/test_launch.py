@@ -444,14 +444,12 @@ def test_ignored_signals_stay_ignored():
     [
         ([], {}, "launch: a command must be given; got none. Pass for example -- train.py --steps 100."),
         (["true"], {"processes": 0}, "launch: processes must be at least 1; got 0. Pass processes=1 or more."),
-        (["true"], {"devices": 0}, "launch: devices must be at least 1; got 0. Pass devices=1 or more."),
         (["true"], {"port": 0}, "launch: port must be from 1 to 65535; got 0. Leave it out, or pass one above 1023."),
         (
             ["true"],
             {"port": 65536},
             "launch: port must be from 1 to 65535; got 65536. Leave it out, or pass one above 1023.",
         ),
-        (["true"], {"grace": -1}, "launch: grace must be 0 or more; got -1. Pass for example grace=1."),
         (
             ["./no-such-program"],
             {},

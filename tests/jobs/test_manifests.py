@@ -187,7 +187,6 @@ SHAPE = (
     ("kind", "options", "message"),
     [
         ("jobset", {"processes": 0}, "render: processes must be at least 1; got 0. Pass processes=1 or more."),
-        ("slurm", {"devices": 0}, "render: devices must be at least 1; got 0. Pass devices=1 or more."),
         (
             "jobset",
             {"port": 65536},

@@ -12,7 +12,7 @@ from shardkit.analysis.jaxpr.counts import flops
 from shardkit.models import transformer
 from support.refusals import value_error
 
-D, ROWS = 64, 4
+D = 64
 
 
 def loss_fn(params, batch, keys):
@@ -31,26 +31,35 @@ def init(key):
 
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(16, 8, 8, 2)).astype("f"), "y": RNG.integers(0, 32, 16)}
-FEW = jax.tree.map(lambda x: x[:ROWS], BATCH)
 MOMENTS = optax.GradientTransformation(lambda params: (params, params), lambda grads, state, params: (grads, state))
 PARAMS = jax.eval_shape(init, jax.random.key(0))
 
 
 def model(**options):
-    return planner.counted(loss_fn, PARAMS, FEW, **options)
+    return planner.counted(loss_fn, PARAMS, BATCH, **options)
 
 
 @pytest.mark.check
 def test_counts_by_hand():
     found = model()
     assert found.leaves == {"head": D * 32, "layers.b": 3 * D, "layers.w": 3 * D * D, "stem": 72} and found.layers == 3
-    assert found.parameters() == sum(found.leaves.values())
     # of 12 x 12 pairs of output rows and taps, 11 x 11 meet the input: SAME pads at the end
     stem, dense = 2 * 11 * 11 * 2 * 4, 2 * (3 * D * D + D * 32)
-    assert found.flops == stem + dense
-    assert found.step_flops == 2 * stem + 3 * dense  # the images have no gradient
-    # in the scan, inputs, tanh and its slope; then its result and 32 logits, in bfloat16; the softmax in float32
-    assert found.kept_bytes == pytest.approx(2 * (3 * 3 * D + 2 * D + 32), rel=0.35) and found.copied_bytes == 0
+    assert found.counts.flops == stem + dense
+    assert found.counts.step_flops == 2 * stem + 3 * dense  # the images have no gradient
+
+
+@pytest.mark.check
+def test_kept_bytes_by_hand():
+    def kept(fn):
+        shapes = (jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32))
+        return planner.counted(lambda params, batch, keys: sk.Mean.of(fn(params, batch)), *shapes).counts[2:]
+
+    assert kept(lambda w, x: jnp.sin(x @ w)) == (4 * 2, 0)  # the cosine, in bfloat16; no arguments
+    assert kept(lambda w, x: jnp.sin(x.astype("f") @ w.astype("f"))) == (4 * 4 + 8 * 4, 0)  # x has no gradient
+    # a copy that follows from the parameters alone is no example's
+    assert kept(lambda w, x: jnp.sin(jnp.sin(x @ w).astype("f") @ w.T.astype("f")))[1] == 8 * 4 * 4
+    assert kept(jax.checkpoint(lambda w, x: jnp.sin(x @ w))) == (0, 0)
 
 
 @pytest.mark.check
@@ -60,7 +69,7 @@ def test_a_transformer_counts_as_its_sizes_do():
     batch = {name: jax.ShapeDtypeStruct((2, 16), jnp.int32) for name in ("tokens", "targets")}
     found = planner.counted(transformer.loss_fn(config), params, batch)
     sizes = planner.Model.of(config)
-    assert (found.parameters(), found.flops) == (sizes.parameters(), 16 * sizes.flops(16)) and found.layers == 2
+    assert (found.parameters(), found.counts.flops) == (sizes.parameters(), 16 * sizes.flops(16)) and found.layers == 2
 
 
 @pytest.mark.check
@@ -81,7 +90,7 @@ def test_loops_branches_and_calls():
     assert count(lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w)) == 2 * one
     assert count(lambda w, x: jax.jit(jax.nn.relu)(jax.jit(lambda w: x @ w)(w))) == one
     assert count(lambda w, x: jax.lax.ragged_dot(x, w[None], np.array([4]))) == one
-    assert count(repeated) == (2 + 2 + 3) * one  # the second product is not needed again, but repeated
+    assert count(repeated) == (2 + 2 + 3) * one  # forward, again, and backward
     assert count(loop, iterations=7) == 7 * one
     with value_error(
         "counted: a while loop with matmuls must say how often it runs; got iterations=None. Pass iterations=, or "
@@ -109,12 +118,11 @@ def test_state_and_messages_are_those_of_the_step():
         gradients, copies = 4 * (large + small), split[1] * large
         if name == "layerwise":
             gradients, copies = 4 * (3 * D * D / 8 + D * 32 + small), 4 * (2 * D * D + D * 32)
-        assert found.state_bytes == held + gradients + copies
-        rate = cost.group_bandwidth("v5e", 2)
+        assert found.state_bytes == held + gradients + copies + found.model.counts.copied_bytes
         sent = float(sk.census(step, state, BATCH).sent())
-        own = (found.hidden_seconds + found.exposed_seconds) * rate
+        own = (found.hidden_seconds + found.exposed_seconds) * cost.group_bandwidth("v5e", 2)
         assert own == pytest.approx(sent, abs=32), name  # the loss, its weight, and their like
-        assert found.mfu == pytest.approx(16 * model().step_flops / 8 / 197e12 / found.seconds)
+        assert found.mfu == pytest.approx(16 * model().counts.step_flops / 8 / 197e12 / found.seconds)
 
 
 # Catches a layout that is not what its name says: each of the four runs, and equals one device.

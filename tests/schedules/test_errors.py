@@ -166,9 +166,6 @@ def test_a_wide_grid_is_cut_about_the_arrow():
         "from_csv: a schedule must have an action; got none. Write for example '0F0,0B0'.": lambda: Schedule.from_csv(
             ""
         ),
-        "schedule: a schedule must have an action; got none. Write for example '0F0,0B0'.": lambda: Schedule(
-            ((),)
-        ).check(),
         "schedule: an op must be one of F, B, I and W; got 'X' at tick 0. Write one of them.\n"
         "tick      0\ndevice 0  0X0\n          ^": lambda: Schedule((((Action(0, "X", 0),),),)).check(),
     }.items(),

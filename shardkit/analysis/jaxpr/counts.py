@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal
@@ -18,16 +18,26 @@ from shardkit._jax.jaxprs import not_reached
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.meshes.rng import example_keys
 from shardkit.on_device.gradient import LossFn, call_loss, loss_and_aux, terms_of, value_and_grad
-from shardkit.steps.layer_order import ELEMENTWISE
-
-# What a fusion computes again from its operands rather than read it.
-_FUSED = ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "transpose"}
 
 
-def of_loss(
-    loss_fn: LossFn, params: Any, batch: Any, iterations: int | None = None
-) -> tuple[float, float, float, float]:
-    """Per example, FLOPs forward, FLOPs forward and backward, and bytes kept; bytes kept of the parameters alone.
+class LossCounts(NamedTuple):
+    """What a loss computes and keeps.
+
+    Attributes:
+        flops: FLOPs of the forward pass, per example.
+        step_flops: FLOPs of forward and backward pass, per example, with those that jax.checkpoint repeats.
+        kept_bytes: bytes that the forward pass keeps for the backward pass, per example, where nothing is fused.
+        copied_bytes: bytes that it keeps of what follows from the parameters alone, such as copies in another dtype.
+    """
+
+    flops: float
+    step_flops: float
+    kept_bytes: float
+    copied_bytes: float
+
+
+def of_loss(loss_fn: LossFn, params: Any, batch: Any, iterations: int | None = None) -> LossCounts:
+    """The counts of a loss, from its trace on the shapes of parameters and batch.
 
     Raises:
         ValueError: arrays of the batch with different numbers of examples; as `flops`.
@@ -51,8 +61,8 @@ def of_loss(
     forward, step, backward = (jax.make_jaxpr(fn)(*args) for fn in (total, value_and_grad(loss_fn), residuals))
     flat = jax.make_jaxpr(partial(inlined, backward.jaxpr, backward.consts))(*jax.tree.leaves(args))
     copied, varying = kept(flat.jaxpr, len(jax.tree.leaves(params)))
-    counted = (flops(forward.jaxpr, iterations), flops(step.jaxpr, iterations), varying)
-    return *(each / examples for each in counted), copied
+    forward_flops, step_flops = flops(forward.jaxpr, iterations), flops(step.jaxpr, iterations)
+    return LossCounts(forward_flops / examples, step_flops / examples, varying / examples, copied)
 
 
 def flops(jaxpr: Any, iterations: int | None = None) -> int:
@@ -115,21 +125,13 @@ def taps(size: int, kernel: int, result: int, *, stride: int, low: int, step: in
 
 
 def kept(jaxpr: Any, given: int) -> tuple[int, int]:
-    """Bytes of the results of a jaxpr, such as those of `jax.vjp`: what is kept for the backward pass.
-
-    Arguments count nothing. Where it is less, what a fusion computes results from counts in their place.
+    """Bytes of the results of a jaxpr that are no arguments, such as those of `jax.vjp`, kept for the backward pass.
 
     Returns:
         The bytes of what follows from the first `given` arguments alone, and of all else.
     """
-    roots: dict[Any, frozenset[Any]] = {v: frozenset() for v in (*jaxpr.invars, *jaxpr.constvars)}
-    for equation in jaxpr.eqns:
-        fused = equation.primitive.name in _FUSED
-        before = frozenset[Any]().union(*(roots[v] for v in equation.invars if fused and not isinstance(v, Literal)))
-        roots.update((v, before if fused else frozenset({v})) for v in equation.outvars)
-    results = {v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in jaxpr.invars}
-    either = [results, frozenset[Any]().union(*(roots[v] for v in results))]
-    least = list(min(either, key=lambda found: sum(map(size_of, found))))
-    _, varies = not_reached(jaxpr.replace(outvars=least), given, len(least))
-    total, varying = sum(map(size_of, least)), sum(size_of(v) for v, moves in zip(least, varies, strict=True) if moves)
+    _, moved = not_reached(jaxpr, given, len(jaxpr.outvars))
+    pairs = zip(jaxpr.outvars, moved, strict=True)
+    varies = {v: moves for v, moves in pairs if not isinstance(v, Literal) and v not in jaxpr.invars}
+    total, varying = sum(map(size_of, varies)), sum(size_of(v) for v, moves in varies.items() if moves)
     return total - varying, varying

@@ -129,8 +129,6 @@ def test_a_print_waits_for_some_time():  # refused alone too, where nothing wait
         1,
         timeout=-1,
     )
-    wording = "print_global: timeout must be finite; got inf. Pass for example timeout=1."
-    refused(wording, reading.print_global, 1, timeout=float("inf"))
 
 
 # proves S115: every refusal comes before anything is placed, let alone sent
