@@ -19,7 +19,7 @@ import shardkit as sk
 from shardkit import bench, cost, planner
 from shardkit.analysis import aot
 from shardkit.analysis.hlo.report import Report, size
-from shardkit.analysis.hlo.topology import topology_of
+from shardkit.analysis.hlo.topology import device_of, topology_of
 from shardkit.cli.output import WithJson, console, write_json, writing
 from shardkit.cli.target import TargetError, load
 from shardkit.meshes.layout import table
@@ -75,17 +75,19 @@ def plan(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     1 if nothing fits.
     """
     o = options
-    job: dict[str, Any] = {"chip": o.chip, "efficiency": o.efficiency}
+    where = topology_of(cost.chip(o.chip).name, o.chips)
+    # one device, of which a tpu7x has two
+    job: dict[str, Any] = {"chip": device_of(where), "efficiency": o.efficiency, "chips": where.devices}
     job["links"] = None if o.links is None else bench.links(bench.read(o.links))
     asked = _of_file(o, job) if ":" in o.model else _of_transformer(o, job)
-    print(f"{asked.what} per step on {o.chips} {cost.chip(o.chip).name}. All times are predictions.")
+    print(f"{asked.what} per step on {o.chips} {where.chip}. All times are predictions.")
     if not asked.found:
         print(asked.why)
         write_json(o.json, "plan", [])
         return 1
     shown = asked.found[: o.rows]
     print(planner.table(shown), asked.why, sep="\n\n")
-    reports = _compiled(shown[: o.compile], topology_of(o.chip, o.chips), asked.made) if o.compile else []
+    reports = _compiled(shown[: o.compile], str(where), asked.made) if o.compile else []
     if reports:
         print()
         print(_beside(shown, reports))
@@ -113,12 +115,14 @@ class Asked(NamedTuple):
 
 def _of_transformer(o: Options, job: dict[str, Any]) -> Asked:
     """The layouts of a transformer, by its sizes."""
-    model, sizes = _model(o.model), {"batch": _sequences(o.batch, o.sequence), "sequence": o.sequence}
-    found = planner.kinds(planner.search(model, chips=o.chips, axes=o.axes, **job, **sizes))
+    model = _model(o.model)
+    sizes: dict[str, Any] = {"batch": _sequences(o.batch, o.sequence), "sequence": o.sequence}
+    found = planner.kinds(planner.search(model, axes=o.axes, **job, **sizes))
+    chips = job.pop("chips")
     if found:
         why = planner.explain(found[0], partial(planner.estimate, model, **job, **sizes))
     else:
-        why = str(planner.advise(model, planner.Layout(fsdp=o.chips), **job, **sizes))
+        why = str(planner.advise(model, planner.Layout(fsdp=chips), **job, **sizes))
 
     def made(candidate: Candidate) -> tuple[Any, ...]:
         module: dict[str, Any] = {}
@@ -146,7 +150,7 @@ def _of_file(o: Options, job: dict[str, Any]) -> Asked:
     examples = int(o.batch)
     model = planner.counted(loss_fn, params, batch)
     first: dict[str, Candidate] = {}
-    for each in planner.search(model, chips=o.chips, batch=examples, **job):
+    for each in planner.search(model, batch=examples, **job):
         first.setdefault(str(each.layout.plan), each)  # type: ignore[attr-defined]
 
     def made(candidate: Candidate) -> tuple[Any, ...]:

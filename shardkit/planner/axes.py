@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit import cost
 from shardkit.planner import work
@@ -92,7 +92,7 @@ def with_axes(
     compute = found.compute_seconds + (attention - once) * times
     exposed, kept, idle, by_axis = found.exposed_seconds, found.activation_bytes, 0.0, dict(found.by_axis)
     if context > 1:
-        sizes = {"batch": local, "sequence": small.sequence * context, "ways": context}
+        sizes: dict[str, Any] = {"batch": local, "sequence": small.sequence * context, "ways": context}
         ring = cost.context_volume(**sizes, hidden=width, kv_hidden=keys, gradient_bytes=4)
         around = wire("context", context, tensor, ring.total, 3 * context)
         by_axis["context"] = around * times

@@ -215,7 +215,9 @@ class Candidate(NamedTuple):
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""
         config, schedule = self.config(), self.layout.schedule
-        inside = {name: name for name in ("model", "context", "expert", "stage") if name in self.layout.axes}
+        inside: dict[str, Any] = {
+            name: name for name in ("model", "context", "expert", "stage") if name in self.layout.axes
+        }
         axes = transformer.Axes(**inside, sequence="model" in inside)
         if schedule is None:
             return value_and_grad(transformer.loss_fn(config, axes))

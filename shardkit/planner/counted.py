@@ -187,7 +187,7 @@ def search_counted(
             messages = 3 * model.layers * accumulate if name == "layerwise" else 2
             times = (seconds, hidden / link.bandwidth + messages * (chips - 1) * link.latency, exposed / link.bandwidth)
             memory = (state, model.counts.kept_bytes * (batch // chips // accumulate), memory_share * chip.hbm_bytes)
-            each = CountedCandidate(model, Ways(name, chips, accumulate), *memory, *times, 0.0)
+            each = CountedCandidate._make((model, Ways(name, chips, accumulate), *memory, *times, 0.0, (), 0.0))
             mfu = model_flops / (each.seconds * chips * chip.flops) if each.seconds else 0.0
             found += [each._replace(mfu=mfu)] if each.fits else []
     order = list(_plans(model))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
@@ -154,7 +155,8 @@ def check(
     of_kind(model, layout)
     sizes = {name: size for name, size in layout._asdict().items() if name != "remat"}
     *ways, batch, sequence = checks.whole("planner", **sizes, batch=batch, sequence=sequence)
-    layout = layout._replace(**dict(zip(sizes, ways, strict=True)))
+    whole: dict[str, Any] = dict(zip(sizes, ways, strict=True))
+    layout = layout._replace(**whole)
     checks.one_of("planner", "remat", layout.remat, REMAT)
     check_shares(memory_share=memory_share, efficiency=efficiency)
     if batch % layout.parts:

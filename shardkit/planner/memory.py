@@ -68,6 +68,8 @@ def sizes_of(model: Model, layout: Layout, batch: int, sequence: int) -> Sizes:
 def _sizes(model: Model, tensor: int, expert: int, batch: int, sequence: int) -> Sizes:
     tokens, hidden, inner = batch * sequence, model.hidden, 2 if model.gated else 1
     used, experts = model.layer()
+    wide: float
+    largest: float
     if experts:
         each = model.width if model.expert_ffn is None else model.expert_ffn
         wide, largest = tokens * each * inner * (model.top_k + model.shared), model.experts / expert * hidden * each

@@ -88,7 +88,8 @@ def test_nothing_fits(capsys):
     [
         (
             {"model": "7b"},
-            "plan: --model must be '8b', '70b', '405b' or a config.json; got '7b'. Write for example 70b.",
+            "plan: --model must be '8b', '70b', '405b', a config.json or FILE.py:FUNCTION; got '7b'. Write for "
+            "example 70b.",
         ),
         (
             {"batch": "4M"},

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.experimental import topologies
 
+from shardkit._arguments import checks
 from shardkit._arguments.checks import quoted
 from shardkit._jax import backends
 from shardkit.cost import Chip, chips
@@ -21,6 +22,7 @@ _GPU = tuple(name for name in chips if _TARGETS.joinpath(f"{name}.txtpb").is_fil
 _CORES = {"tpu7x": 2}  # devices per chip, where there are several
 # GiB of one device that a program may use, as the TPU's compiler (libtpu 0.0.42) says when it refuses one.
 _TPU_LIMITS = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
+_MOST = 100_000  # chips of a topology that is looked for
 # What a compiler must be told in a process without its chips.
 ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -73,19 +75,23 @@ def parse_topology(text: str) -> Topology:
     return Topology(chip, tuple(map(int, shape.split("x"))))
 
 
-def topology_of(chip: str, count: int) -> str:
-    """The name of that many chips: the most cubic torus, or hosts of GPUs."""
+def topology_of(chip: str, count: int) -> Topology:
+    """So many chips: the most cubic torus, or full hosts of GPUs; refuses a number that fills no hosts."""
+    [count] = checks.whole("topology", chips=count)
+    host = chips[chip].host
+    if count > _MOST or (chip in _GPU and count > host and count % host):
+        rule = f"a multiple of the {host} of a host" if chip in _GPU else f"at most {_MOST:,}"
+        raise ValueError(f"topology: chips must be {rule}; got {count} of {chip!r}. Choose another number.")
     if chip in _GPU:
-        host = min(chips[chip].host, count)
-        return f"{chip}:1x{count // host}x{host}"
-    shapes = [()]
+        return Topology(chip, (1, max(1, count // host), min(host, count)))
+    sides = [side for side in range(1, count + 1) if count % side == 0]
+    shapes: list[tuple[int, ...]] = [()]
     for _ in range(chips[chip].torus):
-        sides = range(1, count + 1)
         shapes = [(*shape, side) for shape in shapes for side in sides if count % (math.prod(shape) * side) == 0]
-    sides = min((sorted(each) for each in shapes if math.prod(each) == count), key=sum)
-    if len(sides) == 3:  # "2x2x1" is a shape of chips with three dimensions, "1x2x2" is none
-        sides.sort(key=lambda side: side == 1)
-    return str(Topology(chip, tuple(sides)))
+    best = min((sorted(each) for each in shapes if math.prod(each) == count), key=sum)
+    if len(best) == 3:  # "2x2x1" is a shape of chips with three dimensions, "1x2x2" is none
+        best.sort(key=lambda side: side == 1)
+    return Topology(chip, tuple(best))
 
 
 def compiler_package(where: Topology) -> str:
