@@ -9,6 +9,7 @@ import pytest
 
 from shardkit.cli import target
 from support.commands import command, environment
+from support.refusals import refused
 
 PROGRAM = """
 import jax, jax.numpy as jnp
@@ -155,9 +156,7 @@ def test_a_function_may_bring_its_arguments(program):
     ],
 )
 def test_mistakes_in_the_target(text, args, message, program):
-    with pytest.raises(ValueError) as error:
-        target.load(text.replace("{}", str(program)), args)
-    assert str(error.value) == message.replace("{}", str(program))
+    assert refused(lambda: target.load(text.replace("{}", str(program)), args)) == message.replace("{}", str(program))
 
 
 def test_a_module_that_cannot_be_imported(tmp_path):
@@ -168,9 +167,7 @@ def test_a_module_that_cannot_be_imported(tmp_path):
     ):
         path = tmp_path / name
         path.write_text(text)
-        with pytest.raises(ValueError) as error:
-            target.load(f"{path}:step")
-        assert str(error.value) == (
+        assert refused(lambda: target.load(f"{path}:step")) == (
             f"target: {path} cannot be imported; it raises {says}. Run it with python to see the traceback."
         )
 
