@@ -108,6 +108,9 @@ def test_a_function_may_bring_its_arguments(program):
     assert target.load("json:dumps", ["i32[]"])[0] is json.dumps
 
 
+TYPE = "target: each of --args must be DTYPE[SIZES] or key; got {!r}. Write for example 'f32[8,128]'."
+
+
 @pytest.mark.parametrize(
     ("text", "args", "message"),
     [
@@ -143,16 +146,8 @@ def test_a_function_may_bring_its_arguments(program):
             "target: a function without parameters must return (fn, *args); {}:nothing returned NoneType. Return the "
             "function to trace, followed by its arguments.",
         ),
-        (
-            "{}:hangs",
-            ["f32[8"],
-            "target: each of --args must be DTYPE[SIZES] or key; got 'f32[8'. Write for example 'f32[8,128]'.",
-        ),
-        (
-            "{}:hangs",
-            ["float33"],
-            "target: each of --args must be DTYPE[SIZES] or key; got 'float33'. Write for example 'f32[8,128]'.",
-        ),
+        ("{}:hangs", ["f32[8"], TYPE.format("f32[8")),
+        ("{}:hangs", ["float33"], TYPE.format("float33")),
     ],
 )
 def test_mistakes_in_the_target(text, args, message, program):
