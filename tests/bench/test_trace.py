@@ -43,22 +43,20 @@ FIELDS = dict.fromkeys(("comm_src", "comm_dst", "comm_tag"), 7) | dict.fromkeys(
 FIELDS |= {"tensor_size": 13, "is_cpu_op": 27, "pg_name": 29}
 
 
+def varint(data, at):
+    """The number that begins there, of seven bits a byte, and where it ends."""
+    value = shift = 0
+    while data[at] > 127:
+        value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
+    return value | data[at] << shift, at + 1
+
+
 def decoded(data):
     """The fields of a protocol buffer: (number, value), values of length-delimited fields as bytes."""
     at, out = 0, []
-
-    def varint():
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
-            if byte < 128:
-                return value
-
     while at < len(data):
-        key = varint()
-        value = varint()
+        key, at = varint(data, at)
+        value, at = varint(data, at)
         if key & 7 == 2:
             value, at = data[at : at + value], at + value
         out.append((key >> 3, value))
@@ -67,16 +65,11 @@ def decoded(data):
 
 def messages(file):
     """The version of a trace, and its nodes as dicts; each message has its length before it."""
-    data, out = file.read_bytes(), []
-    while data:
-        size = shift = used = 0
-        while True:
-            byte = data[used]
-            size, shift, used = size | (byte & 127) << shift, shift + 7, used + 1
-            if byte < 128:
-                break
-        out.append(decoded(data[used : used + size]))
-        data = data[used + size :]
+    data, at, out = file.read_bytes(), 0, []
+    while at < len(data):
+        size, at = varint(data, at)
+        out.append(decoded(data[at : at + size]))
+        at += size
     return dict(out[0])[1], [node_of(fields) for fields in out[1:]]
 
 
