@@ -8,6 +8,7 @@ import pytest
 
 from shardkit import bench
 from shardkit.cli.bench.compare import Options, compare
+from support.refusals import refused
 
 
 def run(ratio=1.0, *, seed=0, rounds=20, noise=0.03, speed=1.0, **changes):
@@ -83,9 +84,9 @@ def test_a_wrong_element_is_a_regression():
 
 @pytest.mark.check
 def test_a_threshold_must_be_positive():
-    with pytest.raises(ValueError) as error:
-        bench.compare(run(), run(), threshold=0.0)
-    assert str(error.value) == "compare: threshold must be greater than 0; got 0.0. Pass for example threshold=1."
+    assert refused(lambda: bench.compare(run(), run(), threshold=0.0)) == (
+        "compare: threshold must be greater than 0; got 0.0. Pass for example threshold=1."
+    )
 
 
 @pytest.mark.check
@@ -126,9 +127,7 @@ def test_a_file_that_is_none_is_refused(tmp_path, text, message):
     file = tmp_path / "out.jsonl"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ValueError) as error:
-        bench.read(file)
-    assert str(error.value) == message.format(file)
+    assert refused(lambda: bench.read(file)) == message.format(file)
 
 
 @pytest.mark.check
@@ -140,8 +139,6 @@ def test_the_command_compares_and_ends_with_the_verdict(tmp_path, capsys):
     assert compare(Options(tmp_path / "old", tmp_path / "old")) == 0
     assert compare(Options(tmp_path / "old", tmp_path / "new", threshold="30%")) == 0
     for text in ("x", "0", "100%", "-5%"):
-        with pytest.raises(ValueError) as error:
-            compare(Options(tmp_path / "none", tmp_path / "none", threshold=text))
-        assert str(error.value) == (
+        assert refused(lambda: compare(Options(tmp_path / "none", tmp_path / "none", threshold=text))) == (
             f"bench: --threshold must be a percentage between 0 and 100; got {text!r}. Write for example 5%."
         )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardkit import bench, cost
 from shardkit.bench.fit import _faster_from
+from support.refusals import refused
 
 pytestmark = pytest.mark.check
 
@@ -79,9 +80,7 @@ def test_wrong_and_untimed_rows_are_left_out():
     ("given", "said"), [([], "0 usable records of 0 sizes"), (rows(1e-6, 1e9)[:1] * 3, "3 usable records of 1 size")]
 )
 def test_one_size_is_refused(given, said):
-    with pytest.raises(ValueError) as error:
-        bench.alpha_beta(given)
-    assert str(error.value) == (
+    assert refused(lambda: bench.alpha_beta(given)) == (
         f"alpha_beta: records must be of at least two sizes to tell latency from bandwidth; got {said}. Measure "
         "more sizes."
     )
@@ -170,6 +169,4 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED)
 def test_records_that_tell_nothing_of_links_are_refused(call, sentence):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert str(error.value) == sentence
+    assert refused(call) == sentence

@@ -97,22 +97,15 @@ def test_a_make_that_fails_is_not_taken_for_a_finding(program, inside):
     )
 
 
+UNREAD = "audit: {} must be a file that --snapshot wrote; it cannot be read ({}). Check the path."
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("--against", "nowhere.json"),
-            "audit: nowhere.json must be a file that --snapshot wrote; it cannot be read (FileNotFoundError). Check "
-            "the path.",
-        ),
-        (
-            ("--against", "train.py"),
-            "audit: train.py must be a file that --snapshot wrote; it cannot be read (JSONDecodeError).",
-        ),
-        (
-            ("--against", "text.json"),
-            "audit: text.json must be a file that --snapshot wrote; it cannot be read (AttributeError).",
-        ),
+        (("--against", "nowhere.json"), UNREAD.format("nowhere.json", "FileNotFoundError")),
+        (("--against", "train.py"), UNREAD.format("train.py", "JSONDecodeError")),
+        (("--against", "text.json"), UNREAD.format("text.json", "AttributeError")),
         (
             ("--target", "v5e"),
             "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.",

@@ -1,9 +1,10 @@
-"""What a published bug is here: a right and a wrong kernel, which differ in the lines marked `# wrong`."""
+"""What a published bug is here: a kernel, with a comment `# wrong: LINE` above each line that was another one."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,17 +21,34 @@ class Case(NamedTuple):
     name: str
     source: str
     right: Callable[..., Any]
-    wrong: Callable[..., Any]
     reference: Callable[..., Any]  # what both should compute, of the global arrays
     call: tuple[tuple[Any, ...], Any, Any]  # arguments, in_specs, out_specs
-    sizes: Mapping[str, int]
     grad: bool = True  # whether gradients are compared; not of a kernel that returns them
+    sizes: Mapping[str, int] = {}
+    mark: str = "wrong"  # of the lines that were others where the bug was
 
     @property
-    def lines(self) -> dict[int, str]:
-        """The lines marked `# wrong`, by number."""
-        lines, first = inspect.getsourcelines(self.wrong)
-        return {first + i: line for i, line in enumerate(lines) if line.rstrip().endswith("# wrong")}
+    def wrong(self) -> Callable[..., Any]:
+        """The kernel with its mistake."""
+        return mistaken(self.right, self.mark)[0]
+
+    @property
+    def lines(self) -> frozenset[int]:
+        """The numbers of its lines there, and of those that are wrong with them: a proof may name any."""
+        return mistaken(self.right, self.mark)[1]
+
+
+@cache
+def mistaken(kernel: Callable[..., Any], mark: str) -> tuple[Callable[..., Any], frozenset[int]]:
+    """The kernel with the lines below its marks as these have them, in their place; the numbers a proof may name."""
+    lines, first = inspect.getsourcelines(kernel)
+    marks = [i for i, line in enumerate(lines) if line.lstrip().startswith(f"# {mark}: ")]
+    for i in marks:
+        lines[i + 1] = lines[i].replace(f"# {mark}: ", "")
+    told = {i + 1 for i in marks} | {i for i, line in enumerate(lines) if line.endswith("# wrong with it\n")}
+    module = dict(kernel.__globals__)
+    exec(compile("\n" * (first - 1) + "".join(lines), inspect.getfile(kernel), "exec"), module)
+    return module[kernel.__name__], frozenset(first + i for i in told)
 
 
 def floats(*shape: int) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Published silent bugs: the proof for all inputs finds each and its line; `docs/corpus.md` says what else does."""
 
-import difflib
 import inspect
 import math
 import re
@@ -27,8 +26,10 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.re
 
 
 def call(case):
-    mesh = sk.make_mesh(jax.devices()[: math.prod(case.sizes.values())], **case.sizes)
     args, in_specs, out_specs = case.call
+    names = jax.tree.leaves([tuple(spec) for spec in jax.tree.leaves((in_specs, out_specs))])
+    sizes = case.sizes or dict.fromkeys(names, 2)
+    mesh = sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
     return args, {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
 
 
@@ -68,7 +69,7 @@ def test_the_wrong_kernel_is_refuted_and_its_line_named(case):
     with pytest.raises(AssertionError) as raised:
         compare(assert_equal_for_all_inputs, case, case.wrong, check_vma=not refused)
     named = re.findall(rf"{Path(inspect.getfile(case.wrong)).name}:(\d+)", str(raised.value))
-    right = bool({int(line) for line in named} & case.lines.keys())
+    right = bool({int(line) for line in named} & case.lines)
     assert right == (case.name not in UNNAMED), str(raised.value)
     linted = rules(case, case.wrong, not refused) > rules(case, case.right, True)
     told = row(case)
@@ -78,17 +79,10 @@ def test_the_wrong_kernel_is_refuted_and_its_line_named(case):
     assert told["proof"] == ("yes, its line" if right else "yes")
 
 
-@each_case
-def test_the_kernels_differ_in_the_marked_lines(case):
-    right, wrong = (inspect.getsource(kernel).splitlines()[1:] for kernel in (case.right, case.wrong))
-    new = [line[2:] for line in difflib.ndiff(right, wrong) if line.startswith("+ ")]
-    assert set(new) <= {line.rstrip("\n") for line in case.lines.values()}
-
-
 @pytest.mark.parametrize("planted", KERNELS, ids=lambda planted: planted.name.replace(" ", "_"))
 def test_what_is_planted_elsewhere_is_refuted_too(planted):
     """Kernels that were written for the comparison of floats, of a line each."""
-    case = Case(planted.name, "", planted.kernel, planted.kernel, planted.reference, planted.call, planted.sizes)
+    case = Case(planted.name, "", planted.kernel, planted.reference, planted.call, sizes=planted.sizes)
     with pytest.raises(AssertionError) as raised:
         compare(assert_equal_for_all_inputs, case, planted.kernel, check_vma=not refuses(case, planted.kernel))
     says = "scatter at" if planted.name == "ring gather filled backwards" else r"kernels\.py:\d+|has shape|it is zero"
@@ -109,7 +103,7 @@ def test_logarithms_under_masks_and_weights():
         (lambda x, _, t: loss(x, t, lambda x: jnp.log(jnp.sum(jnp.exp(x), 1))), lambda x, _, t: reference(x, t)),
         (lambda x, w, t: w * loss(x, t, lambda x: jax.nn.logsumexp(x, 1)), lambda x, w, t: -w * -reference(x, t)),
     ):
-        case = Case("", "", kernel, kernel, wanted, (args, (rows, rows, rows), rows), {"data": 2})
+        case = Case("", "", kernel, wanted, (args, (rows, rows, rows), rows))
         compare(assert_equal_for_all_inputs, case, kernel)
 
 

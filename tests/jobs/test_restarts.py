@@ -14,6 +14,7 @@ from shardkit.jobs import launch as module
 from shardkit.jobs.launch import launch
 from shardkit.jobs.output import _Pipe
 from support import commands, faults
+from support.refusals import refused
 
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]  # starts in a few milliseconds
 
@@ -82,10 +83,8 @@ def test_a_job_that_fails_each_time_starts_so_many_times(code, starts, capfd, tm
 
 @pytest.mark.check
 def test_a_limit_is_no_negative_number():
-    with pytest.raises(ValueError) as caught:
-        launch(["true"], processes=2, restarts=-1)
-    assert (
-        str(caught.value) == "launch: restarts must be a whole number of at least 0; got -1. Pass restarts=0 or more."
+    assert refused(lambda: launch(["true"], processes=2, restarts=-1)) == (
+        "launch: restarts must be a whole number of at least 0; got -1. Pass restarts=0 or more."
     )
 
 

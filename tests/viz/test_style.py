@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import jax
 import numpy as np
 import pytest
 
-from shardkit import viz
+from shardkit import schedules, viz
 from shardkit.viz import style
+from support.refusals import refused
 
 pytestmark = pytest.mark.check
 LOSSES = {"a": [2.0, 1.0], "b <&>": [2.0, 1.5]}
@@ -96,21 +98,19 @@ def test_importing_viz_does_not_import_matplotlib():
         assert not any("matplotlib" in ast.unparse(node) for node in tops), path.name
 
 
-@pytest.mark.parametrize("name", ["viz.losses", "viz.census", "viz.memory"])
+GIVEN = {"viz.losses": {}, "viz.census": None, "viz.memory": None, "viz.results": []}
+GIVEN |= {"viz.array": jax.device_put(np.ones(1)), "viz.draw": schedules.gpipe(1, 1)}
+
+
+@pytest.mark.parametrize("name", GIVEN)
 def test_another_kind_of_file_is_refused_before_anything_else(name):
-    call = getattr(viz, name.removeprefix("viz."))
-    given = {"viz.losses": {}}.get(name)
-    with pytest.raises(ValueError) as error:
-        call(given, output="picture.pdf")
-    assert str(error.value) == (
+    assert refused(lambda: getattr(viz, name.removeprefix("viz."))(GIVEN[name], output="picture.pdf")) == (
         f"{name}: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example 'picture.svg'."
     )
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RuntimeError) as error:
-        viz.losses(LOSSES)
-    assert str(error.value) == (
+    assert refused(lambda: viz.losses(LOSSES), RuntimeError) == (
         "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
     )

@@ -15,6 +15,7 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import Census
 from shardkit.viz.bars import duration
+from support.refusals import refused
 
 pytestmark = pytest.mark.check
 MESH = sk.abstract_mesh(data=2, model=4)
@@ -139,15 +140,11 @@ def test_bars_of_overlap_are_the_seconds_of_the_rows():
 
 
 def test_overlap_of_what_has_no_times_is_refused():
-    with pytest.raises(TypeError) as error:
-        viz.overlap({"a": 3})
-    assert str(error.value) == (
+    assert refused(lambda: viz.overlap({"a": 3}), TypeError) == (
         "viz.overlap: report must be a report of aot.compile, or a mapping of names to them; got 3. Pass "
         "sk.aot.compile(step, args, topology='v5e:2x4')."
     )
-    with pytest.raises(ValueError) as error:
-        viz.overlap(dataclasses.replace(REPORT, fits=False, memory=None))
-    assert str(error.value) == (
+    assert refused(lambda: viz.overlap(dataclasses.replace(REPORT, fits=False, memory=None))) == (
         "viz.overlap: the program must be compiled; got a report of one that does not fit v5e:2x4, of which there are "
         "no times. Pass a report with fits=True."
     )

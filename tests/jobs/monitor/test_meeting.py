@@ -18,6 +18,7 @@ from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place, bind_address
 from shardkit.runtime.channel.wire import plain
 from support import jobs
+from support.refusals import refused
 
 pytestmark = pytest.mark.check
 SLACK = 60.0  # seconds, for what a busy machine may take
@@ -104,16 +105,12 @@ def test_a_name_that_does_not_resolve():
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(Refused) as refusal:
-            meet(Place("127.0.0.1", port, 0, 2, 1.0, True))
-        assert str(refusal.value) == (
+        assert refused(lambda: meet(Place("127.0.0.1", port, 0, 2, 1.0, True)), Refused) == (
             f"initialize: process 0 must listen on port {port}; got 'Address already in use'. End the program or "
             "earlier run that uses the port, or pass a coordinator_address with another port."
         )
         begun = time.monotonic()
-        with pytest.raises(Refused) as refusal:
-            meet(Place("127.0.0.1", port, 1, 2, 1.0, True))
-        assert str(refusal.value) == (
+        assert refused(lambda: meet(Place("127.0.0.1", port, 1, 2, 1.0, True)), Refused) == (
             f"initialize: the program that listens at 127.0.0.1:{port} must be process 0 of this job; it did not "
             "answer process 1 within 1 s. Pass a coordinator_address with a port that is free."
         )

@@ -31,6 +31,7 @@ from shardkit.runtime.channel.recorder import (
 )
 from shardkit.runtime.channel.wire import Lines, as_line, encoded
 from shardkit.runtime.checkpoint.orbax_io import Saving
+from support.refusals import refused
 
 pytestmark = pytest.mark.check
 
@@ -406,9 +407,7 @@ def test_a_full_disk_is_a_sentence_and_no_signal(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(RuntimeError) as error:
-        MonitorClient(Place("", 0, 0, 1, 0.0, False))
-    assert str(error.value) == (
+    assert refused(lambda: MonitorClient(Place("", 0, 0, 1, 0.0, False)), RuntimeError) == (
         f"initialize: the directory for temporary files must have {SIZE} bytes free; No space left on device. Free "
         "space there, or set TMPDIR to another directory."
     )

@@ -21,6 +21,7 @@ from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import leaf_record
 from shardkit.runtime.checkpoint.record import make_record, seal
 from shardkit.runtime.data import checksums
+from support.refusals import refused
 
 DATA, WHOLE = PartitionSpec("data"), PartitionSpec()
 
@@ -62,9 +63,7 @@ def test_checksums_that_fail_are_a_save_that_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "start_checksums", lambda arrays: fail)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(state_of(w=(jnp.ones(8), DATA)))
-    with pytest.raises(RuntimeError) as caught:
-        checkpoints.wait()
-    assert str(caught.value) == (
+    assert refused(lambda: checkpoints.wait(), RuntimeError) == (
         f"save: step 1 could not be written to '{tmp_path}': RESOURCE_EXHAUSTED: Out of memory. No finished step is "
         "there; free or repair the disk, then save again."
     )

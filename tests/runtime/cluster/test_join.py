@@ -190,15 +190,13 @@ ERRORS = [
         {"coordinator_address": "node0:29500", "num_processes": 2, "process_id": 2},
         "initialize: process_id must be at least 0 and below num_processes; got 2 of 2. Pass 0 to 1.",
     ),
-    (
-        {"coordinator_address": "node0", "num_processes": 2, "process_id": 0},
-        "initialize: coordinator_address must be host:port with a port from 1 to 65535; got 'node0'. Pass for example "
-        "node0:29500, or [fd00::1]:29500.",
-    ),
-    (
-        {"coordinator_address": "fd00::1", "num_processes": 2, "process_id": 1},  # no port 1 of "fd00:"
-        "initialize: coordinator_address must be host:port with a port from 1 to 65535; got 'fd00::1'. Pass for "
-        "example node0:29500, or [fd00::1]:29500.",
+    *(
+        (
+            {"coordinator_address": address, "num_processes": 2, "process_id": 0},
+            f"initialize: coordinator_address must be host:port with a port from 1 to 65535; got {address!r}. Pass for "
+            "example node0:29500, or [fd00::1]:29500.",
+        )
+        for address in ("node0", "fd00::1")  # no port 1 of "fd00:"
     ),
 ]
 
