@@ -109,8 +109,8 @@ def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: in
 def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
     """The backward pass of one layer, beside what the forward pass saved."""
     weights = (2 * size.matrices if layout.fsdp > 1 else 0) + 4 * size.largest
-    # A TPU makes the gradient of the scores in one loop with the matmul; a GPU also writes that of the weights, in float32,
-    # and copies the saved weights out of the stack of layers.
+    # A TPU makes the gradient of the scores in one loop with the matmul. A GPU also writes that of the weights, float32
+    # (four bytes), and copies saved weights out of the stack of layers.
     scores = (2 if tpu else 8 if layout.remat == "none" else 6) * size.scores
     forward = 0 if layout.remat == "none" else 4 * size.scores
     again = saved(size, layout, "none") - saved(size, layout, layout.remat)
