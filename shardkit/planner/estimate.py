@@ -1,6 +1,4 @@
-"""The memory and the step time of a transformer's layout, by the model stated here.
-
-Everything is arithmetic; nothing is traced or compiled (`aot.compile` measures). The model:
+"""The memory and the step time of a transformer's layout, by arithmetic; `aot.compile` measures.
 
 - Memory per device: that of the worst moment of a step, by the list of buffers in `memory.py`.
 - Time per step: that of the operations in `work.py`, whose matmuls reach `efficiency` of the chip's peak, and of what
@@ -73,8 +71,7 @@ def estimate(
     seconds_of = _published(it, layout, sent) if links is None else _measured(links, model, layout, sent)
     hidden, exposed = seconds_of["data"] + seconds_of["fsdp"], seconds_of["tensor"]
     seconds = max(compute, hidden) + exposed
-    sizes: dict[str, Any] = model._asdict()
-    del sizes["tied"]
+    sizes: Any = {name: value for name, value in model._asdict().items() if name != "tied"}
     model_flops = cost.transformer_flops(**sizes, sequence=sequence, batch=batch)
     return Candidate(
         model,
@@ -90,9 +87,9 @@ def estimate(
 
 
 def _published(chip: cost.Chip, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
-    stride = {"data": layout.tensor * layout.fsdp, "fsdp": layout.tensor, "tensor": 1}
+    strides = {"data": layout.tensor * layout.fsdp, "fsdp": layout.tensor, "tensor": 1}
     return {
-        name: size / _bandwidth(chip, stride[name], getattr(layout, name), layout.chips) for name, size in sent.items()
+        name: sent[name] / _bandwidth(chip, at, getattr(layout, name), layout.chips) for name, at in strides.items()
     }
 
 

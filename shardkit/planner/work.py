@@ -1,7 +1,6 @@
 """What a device computes, moves and sends in a transformer's train step, matmul by matmul and collective by collective.
 
-Of the step that a candidate builds; sizes as in `memory.py`. An operation takes the longer of its FLOPs and the bytes
-of its operands and results, as for `aot` (`analysis/hlo/compute.py`), which also counts the copies of a compiler.
+An operation takes the longer of its FLOPs and the bytes of its operands and results; `aot` also counts copies.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ EXCHANGES = {"none": 10, "selective": 11, "full": 13}
 def computing(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, efficiency: float) -> float:
     """Seconds of a step's operations on a device; `batch` is of a microbatch on it."""
     size = sizes_of(model, layout.tensor, batch, sequence)
-    parts = model.layers * size.matrices / layout.fsdp
-    whole = size.tables * size.table
+    parts, whole = model.layers * size.matrices / layout.fsdp, size.tables * size.table
 
     def seconds(works: Iterable[Work]) -> float:
         return sum(max(flops / (chip.flops * efficiency), moved / chip.hbm_bandwidth) for flops, moved in works)
