@@ -10,7 +10,6 @@ Rows in the file of results are not compiled again; the prediction beside them i
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,8 @@ import jax.numpy as jnp
 import optax
 
 import shardkit as sk
-from shardkit import planner
+from shardkit import bench, planner
+from shardkit.bench.records import FORMAT, VERSION
 from shardkit.planner import Candidate, Layout, Model, memory, work
 
 RESULTS = Path(__file__).parent / "results" / "planned.jsonl"
@@ -74,7 +74,7 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    """The layouts, from small to large."""
+    """The layouts, in the order in which they were compiled."""
     yield Row("h100:1x1x8", "1.5b", Layout(fsdp=8), 2)
     yield Row("v5p:2x2x2", "1.5b", Layout(fsdp=8), 2)
     yield Row("v6e:2x4", "1.5b", Layout(fsdp=8))
@@ -101,9 +101,6 @@ def rows() -> Iterator[Row]:
     yield Row("h100:1x4x8", "8b", Layout(fsdp=32, remat="full"), 1, 4096)
     yield Row("v6e:4x4", "8b", Layout(fsdp=8, tensor=2, remat="full"))
     yield Row("v5e:16x16", "70b", Layout(fsdp=32, tensor=8, remat="full"))
-    yield Row("v5e:2x4", "1.5b", Layout(fsdp=8, remat="full"))
-    yield Row("v5p:4x4x4", "8b", Layout(data=4, fsdp=16, accumulate=2, remat="full"), 2)
-    yield Row("v6e:8x16", "70b", Layout(fsdp=16, tensor=8, accumulate=2, remat="full"))
 
 
 def compiled(row: Row) -> dict[str, Any]:
@@ -114,7 +111,8 @@ def compiled(row: Row) -> dict[str, Any]:
         options = {"xla_dump_to": folder} if tpu else None
         report = sk.aot.compile(step, args, topology=row.topology, options=options)
         total = allocated(Path(folder))
-    record: dict[str, Any] = {"benchmark": "planned", "row": row.name, "fits": report.fits, "versions": report.versions}
+    record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "benchmark": "planned", "row": row.topology}
+    record |= {"case": row.name, "fits": report.fits, "versions": report.versions, "environment": bench.environment()}
     if report.memory is None:
         return record | {"needed": report.needed, "available": report.available}
     return record | {
@@ -144,8 +142,7 @@ def allocated(dump: Path) -> int:
 
 def stored(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """The records of a file, by row."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {record["row"]: record for record in map(json.loads, lines)}
+    return {record["case"]: record for record in bench.read(path)} if path.exists() else {}
 
 
 def beside(row: Row, record: dict[str, Any]) -> dict[str, float]:
@@ -218,8 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows():
         if options.only in row.name and row.name not in known:
             known[row.name] = compiled(row)
-            with options.results.open("a") as out:
-                out.write(json.dumps(known[row.name]) + "\n")
+            bench.write([known[row.name]], options.results)
             print(row.name, flush=True)
     print("\n".join(table(known)))
 

@@ -1,6 +1,4 @@
-"""The memory and the step time of a transformer's layout, by the model stated here.
-
-Everything is arithmetic; nothing is traced or compiled (`aot.compile` measures). The model:
+"""The memory and the step time of a transformer's layout, by arithmetic; `aot.compile` measures.
 
 - Memory per device: that of the worst moment of a step, by the list of buffers in `memory.py`.
 - Time per step: that of the operations in `work.py`, whose matmuls reach `efficiency` of the chip's peak, and of what

@@ -19,9 +19,9 @@ The moments, of which the largest is the peak:
   several microbatches, the one in bfloat16 alone: it is added to the sums.
 
 A layer saves its input under "full"; else also, in bfloat16, queries, keys, values, the weights of attention, their
-product with the values, what attention adds, gate and up. "selective" is without the weights of attention and the
-product. Without fsdp, jax saves under "none" what it would itself: beside these the inputs of the norms in float32 and
-two results of each, another product, and four arrays of the activation.
+product with the values (both not under "selective"), what attention adds, gate and up. Without fsdp, jax saves under
+"none" what it would itself: also the inputs of the norms in float32, two results of each, another product, and four
+arrays of the activation.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: in
 def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
     """The backward pass of one layer, beside what the forward pass saved."""
     weights = (2 * size.layer if layout.fsdp > 1 else 0) + 4 * size.largest
-    # A TPU makes the gradient of the scores in one loop with the matmul; a GPU also writes that of the weights, in
-    # float32, and copies the saved weights out of the stack of layers.
+    # beside the scores' gradient, a GPU writes that of their weights in float32, and copies saved ones out of the stack
     scores = (2 if tpu else 8 if layout.remat == "none" else 6) * size.scores
-    forward = 0 if layout.remat == "none" else 4 * size.scores
+    if layout.remat != "none":  # the forward pass again, whose scores are in float32
+        scores = max(scores, 4 * size.scores)
     again = saved(size, layout, "none") - saved(size, layout, layout.remat)
-    return weights, again + max(forward, scores, 3 * size.wide)
+    return weights, again + max(scores, 3 * size.wide)

@@ -1,7 +1,6 @@
 """What a device computes, moves and sends in a transformer's train step, matmul by matmul and collective by collective.
 
-Of the step that a candidate builds; sizes as in `memory.py`. An operation takes the longer of its FLOPs and the bytes
-of its operands and results, as for `aot` (`analysis/hlo/compute.py`), which also counts the copies of a compiler.
+An operation takes the longer of its FLOPs and the bytes of its operands and results; `aot` also counts copies.
 """
 
 from __future__ import annotations
