@@ -280,6 +280,17 @@ def test_a_sharded_dim_is_not_taken_off(loss, dim):
         jax.eval_shape(step, init.abstract({"layers": [{"w": jnp.ones((4, 4, 4))}]}), jnp.ones((4, 4)))
 
 
+def test_a_forward_derivative_goes_through_no_lazy_leaf():
+    def loss(params, batch, keys):
+        forward = partial(sk.scan_layers, lambda w, x: jnp.tanh(x @ w["w"]), params["layers"])
+        return jnp.sum(jax.jvp(forward, (batch,), (batch,))[1])
+
+    options = {"mesh": sk.abstract_mesh(d=2), "plan": LAZY["fsdp"]}
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(1.0), **options)
+    with type_error("jax.jvp cannot pass lazy leaves; the loss calls it. Leave layerwise= out of the plan."):
+        jax.eval_shape(step, init.abstract({"layers": {"w": jnp.ones((2, 4, 4))}}), jnp.ones((4, 4)))
+
+
 @pytest.mark.parametrize(
     "make, name",
     [

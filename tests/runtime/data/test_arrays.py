@@ -122,6 +122,23 @@ def refused(wording, fn, *args, **options):
 
 
 @pytest.mark.check
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (reading.replicate, (np.ones(8),)),
+        (arrays.from_full, (np.ones(8),)),
+        (arrays.from_process_local, (np.ones(8),)),
+        (arrays.local_rows, (8,)),
+        (arrays.from_rows, (np.ones(8), np.arange(8), 8)),
+    ],
+)
+def test_an_abstract_mesh_holds_no_array(fn, args):
+    wording = "{}: the mesh must have devices; got an abstract mesh of data=8. Pass sk.make_mesh(data=8)."
+    rest = {} if fn is reading.replicate else {"spec": P("data")}
+    refused(wording.format(fn.__name__), fn, *args, mesh=sk.abstract_mesh(data=8), **rest)
+
+
+@pytest.mark.check
 def test_a_print_waits_for_some_time():  # refused alone too, where nothing waits
     refused(
         "print_global: timeout must be 0 or more; got -1. Pass for example timeout=1.",
