@@ -134,7 +134,8 @@ _GIVEN = _Known(given=True, factor=1.0)
 
 
 def _literal(atom: Any) -> _Known:
-    return _Known(factor=float(atom.val) if not atom.aval.shape and jnp.isrealobj(atom.val) else math.nan)
+    real = not atom.aval.shape and any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    return _Known(factor=float(atom.val) if real else math.nan)
 
 
 def _all(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:

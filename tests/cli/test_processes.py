@@ -54,6 +54,7 @@ def test_two_processes_train_as_one_does(corpus, tmp_path):
 
 
 # proves F62, F63: as if nothing had happened, on another mesh and with another number of processes too
+@pytest.mark.clock  # a job may end before it is killed
 @pytest.mark.deep  # the same by hand: tests/runtime/checkpoint/test_checkpoints.py, test_checkpoint_processes.py
 def test_a_killed_run_goes_on(alone, corpus, tmp_path):
     (whole := tmp_path / "whole").mkdir(), (cut := tmp_path / "cut").mkdir()

@@ -15,6 +15,8 @@ from shardkit.runtime.channel.place import TOKEN
 from support import commands, jobs
 from support.namespaces import switched
 
+pytestmark = pytest.mark.clock  # who is silent for 4 s is lost
+
 HOSTS = ("alpha", "beta", "gamma")
 SILENCE = 4  # seconds, in cut.py
 

@@ -13,6 +13,8 @@ import pytest
 
 from support import commands, faults
 
+pytestmark = pytest.mark.clock  # each phase has 5 s
+
 PROGRAM = Path(__file__).parents[2] / "examples" / "restarting.py"
 PATIENCE = 300.0
 

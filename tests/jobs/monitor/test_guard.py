@@ -21,6 +21,8 @@ from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from support import jobs
 from support.commands import command, environment
 
+pytestmark = pytest.mark.clock  # loop.py gives each phase 3 s, by default
+
 DEADLINE = 3.0
 SLACK = 3.0
 BUSY = 60.0  # more, where the default tier runs beside other work

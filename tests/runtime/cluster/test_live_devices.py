@@ -9,6 +9,8 @@ import pytest
 
 from support import jobs
 
+pytestmark = pytest.mark.clock  # jax tells who is left by heartbeats
+
 PATH = Path(__file__).parents[3] / "examples" / "live_devices.py"
 
 
