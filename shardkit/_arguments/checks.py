@@ -217,9 +217,7 @@ def mesh_in_context(where: str, given: Mesh | AbstractMesh | None, devices: bool
     context = _context()
     if devices and isinstance(given, AbstractMesh):
         told = sized(given.shape.items())
-        raise ValueError(
-            f"{where}: the mesh must have devices; got an abstract mesh of {told}. Pass sk.make_mesh({told})."
-        )
+        raise ValueError(f"{where}: the mesh must have devices; got abstract {told}. Pass sk.make_mesh({told}).")
     if given is None:
         if context.empty:
             raise ValueError(

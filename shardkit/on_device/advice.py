@@ -41,7 +41,7 @@ class _Known(NamedTuple):
     differs: Axes = frozenset()  # mesh axes over which it may differ
     reduced: Axes = frozenset()  # those over which the loss made it equal
     given: bool = False  # whether it depends on an argument; if not, it is a constant
-    factor: float = math.nan  # of a constant its value, else the product of those by which it was multiplied
+    factor: float = math.nan  # of a constant its value, else the product of its known ones; no share is divided off
     total: bool = False  # whether it is a sum over this device's examples, as a number of those that a mask keeps
     # the axes and the line of each division by such a sum that it is linear in
     divided: frozenset[tuple[Axes, str]] = frozenset()
@@ -50,8 +50,7 @@ class _Known(NamedTuple):
 
 
 def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
-    """Sums over devices of what each has divided by a sum over its own examples, over axes of so many sums; terms and
-    weights of a Mean that all devices over which it is summed have alike."""
+    """What is summed over devices though each has divided it, over axes of so many sums, or all have it alike."""
     found: dict[str, Axes] = {}
     alike: list[Remark] = []
     sizes: dict[str, int] = {}
@@ -82,9 +81,8 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
             return [_GIVEN] * len(outs)
         over = frozenset(mesh_axes(equation))
         axes = _all(known.differs for known in ins) | (over if name == "axis_index" else _all([]))
-        every = _Known(axes, _all(known.reduced for known in ins), any(known.given for known in ins))
-        if every.given and name != "div":  # what is divided may be the share of one device, and no term is made of it
-            every = every._replace(factor=1.0)
+        given = any(known.given for known in ins)
+        every = _Known(axes, _all(known.reduced for known in ins), given, 1.0 if given and name != "div" else math.nan)
         if kind_of(equation) is not None:
             sent = [each for known in ins for each in known.divided] if kind_of(equation) == "all_reduce" else []
             found.update((line, by & over) for by, line in sent if by & over)
@@ -101,14 +99,13 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
         keeps = name in _KEEP or registered(name).cast
         if not keeps and name not in _SCALE | _SUMS | {"select_n", "concatenate"}:
             return [every] * len(outs)
-        scalar = not outs[0].aval.shape
         if name != "dot_general":
             every = every._replace(divided=_all(known.divided for known in ins))
         if name == "div" and ins[1].total:
             every = every._replace(divided=every.divided | {(ins[1].differs, source_line(equation))})
-        total = any(known.total for known in ins) and (keeps or (name in _SCALE and scalar))
-        total = total or (name in _SUMS and scalar and bool(axes & compat.varying_axes(outs[0].aval)))
-        return [_with_terms(every._replace(total=total), ins, equation)] * len(outs)
+        total = any(known.total for known in ins) and (keeps or (name in _SCALE and not outs[0].aval.shape))
+        of_examples = name in _SUMS and not outs[0].aval.shape and bool(axes & compat.varying_axes(outs[0].aval))
+        return [_with_terms(every._replace(total=total or of_examples), ins, equation)] * len(outs)
 
     run(jaxpr, [_GIVEN] * len(jaxpr.invars))
     summed = [site.equation for site in walk(jaxpr) if kind_of(site.equation) in ("all_reduce", "reduce_scatter")]

@@ -133,7 +133,7 @@ def refused(wording, fn, *args, **options):
     ],
 )
 def test_an_abstract_mesh_holds_no_array(fn, args):
-    wording = "{}: the mesh must have devices; got an abstract mesh of data=8. Pass sk.make_mesh(data=8)."
+    wording = "{}: the mesh must have devices; got abstract data=8. Pass sk.make_mesh(data=8)."
     rest = {} if fn is reading.replicate else {"spec": P("data")}
     refused(wording.format(fn.__name__), fn, *args, mesh=sk.abstract_mesh(data=8), **rest)
 
