@@ -187,15 +187,6 @@ def test_pipeline_smoke(schedules, monkeypatch, tmp_path):
     assert max(record["disagreement_relative_max"] for record in records) < 1e-5
 
 
-@pytest.mark.clock  # simulated ranks have deadlines
-@pytest.mark.deep  # half a minute; what it measures is held by tests/jobs/monitor
-def test_monitors_quick():
-    """Real monitors and simulated ranks meet, agree, and are told of a death and of a hang."""
-    printed = smoke("monitors", "--quick")
-    rows = [line for line in printed.splitlines() if line.startswith(("| 3 ", "| 8 ", "| 40 ", "| exponent"))]
-    assert len(rows) == 5 and all(figure.strip() for figure in rows[0].split("|")[1:-1])
-
-
 # ---- strategies
 
 

@@ -213,8 +213,7 @@ def penalized(params, batch, keys):
         (
             {"data": 2},  # 35.2 on one device was 17.6 on two
             lambda w, batch, keys: sk.Mean(jnp.sum(batch["x"] @ w["w"]), jax.lax.stop_gradient(jnp.sum(w["w"]))),
-            "the weight of a Mean is the same on all devices along 'data', which sum it: it counts once for each of "
-            "them, unless it is divided by their number. Divide the total by it, and count the examples",
+            "the weight of a Mean is .* Divide the total by it, and count the examples, sk.Mean.total / value, count",
         ),
         (
             {"data": 2, "model": 2},

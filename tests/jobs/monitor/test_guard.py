@@ -171,6 +171,7 @@ def test_a_save_on_one_process_may_take_longer_than_a_step():
     )
 
 
+@pytest.mark.deep  # what a monitor makes of the phase: test_monitor.py
 def test_an_evaluation_counts_as_no_step():
     ended = jobs.run("loop.py", "--evaluate", "--fault", "raise", processes=2)
     agree(ended, 1, FAULTS["raise"].format(r=1))
