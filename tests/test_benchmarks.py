@@ -233,6 +233,7 @@ def test_the_work_of_masked_schedules_is_that_of_all_devices_at_every_tick():
 
 
 # proves F40
+@pytest.mark.deep  # each schedule: tests/strategies/test_pipeline.py
 def test_executed_schedules_agree_with_the_model(tmp_path, capsys):
     """It alone finds a schedule whose gradients are not the model's on one device, and fields that are missing."""
     file = tmp_path / "out.jsonl"

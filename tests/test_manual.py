@@ -22,7 +22,6 @@ QUICK = {
     "benchmarks/strategies.md",
     "howto/from_jit.md",
     "howto/from_pmap.md",
-    "howto/prove_for_all_inputs.md",
     "index.md",
     "start.md",
     "symptoms.md",

@@ -96,7 +96,7 @@ def compare(names, **options):
 # proves N4; F77 in part: no catalogue of operations
 @pytest.mark.optimized
 def test_the_bits_are_the_same_on_every_mesh_and_under_every_plan():
-    compare(["dp1", "dp2", "dp8", "zero1", "fsdp"])
+    compare(["dp1", "dp8", "zero1", "fsdp"])
     # An ordinary step adds in another order on every mesh.
     assert trained("dp1", groups=None) != trained("dp8", groups=None)
 

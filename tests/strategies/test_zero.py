@@ -521,9 +521,9 @@ def one_device(name):
 
 # The layouts take turns, because an optimizer that looks at single numbers is wrong under all of them or none; those
 # that look across shards are run under both whose traffic is bounded. In the default tier: those under one, and of the
-# others every fourth.
+# others every eighth.
 TURNS = [
-    pytest.param(name, kind, marks=[] if kind == turn and (name in OWN or i % 4 == 1) else pytest.mark.deep)
+    pytest.param(name, kind, marks=[] if kind == turn and (name in OWN or i % 8 == 1) else pytest.mark.deep)
     for i, name in enumerate(OPTIMIZERS)
     for kinds in [("zero1", "fsdp") if name in OWN else tuple(LAID_OUT)]
     for turn in [kinds[i % len(kinds)]]
