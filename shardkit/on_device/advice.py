@@ -39,7 +39,7 @@ class _Known(NamedTuple):
     """What is known of a value on one device."""
 
     differs: Axes = frozenset()  # mesh axes over which it may differ
-    reduced: Axes = frozenset()  # those over which the loss made it equal
+    reduced: Axes = frozenset()  # those over which the loss made it equal, or cast it, as a share of each device
     given: bool = False  # whether it depends on an argument; if not, it is a constant
     factor: float = math.nan  # of a constant its value, else the product of its known ones; no share is divided off
     total: bool = False  # whether it is a sum over this device's examples, as a number of those that a mask keeps
@@ -82,7 +82,9 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
         over = frozenset(mesh_axes(equation))
         axes = _all(known.differs for known in ins) | (over if name == "axis_index" else _all([]))
         given = any(known.given for known in ins)
-        every = _Known(axes, _all(known.reduced for known in ins), given, 1.0 if given and name != "div" else math.nan)
+        stated = over if registered(name).cast and given and not compat.in_scope(equation, PLAN) else _all([])
+        reduced = _all(known.reduced for known in ins) | stated
+        every = _Known(axes, reduced, given, 1.0 if given and name != "div" else math.nan)
         if kind_of(equation) is not None:
             sent = [each for known in ins for each in known.divided] if kind_of(equation) == "all_reduce" else []
             found.update((line, by & over) for by, line in sent if by & over)

@@ -66,7 +66,7 @@ def loader(
         >>> next(batches), batches.position
         (Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32), 8)
     """
-    mesh = mesh_in_context("loader", mesh, devices=True)
+    mesh = mesh_in_context("loader", mesh)
     samples = _sequence(source, seed, epochs)
     at_least("loader", 1, batch=batch)
     at_least("loader", 0, position=position, threads=threads, prefetch=prefetch)
