@@ -285,10 +285,9 @@ def test_a_forward_derivative_goes_through_no_lazy_leaf():
         forward = partial(sk.scan_layers, lambda w, x: jnp.tanh(x @ w["w"]), params["layers"])
         return jnp.sum(jax.jvp(forward, (batch,), (batch,))[1])
 
-    options = {"mesh": sk.abstract_mesh(d=2), "plan": LAZY["fsdp"]}
-    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(1.0), **options)
+    made = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(1), mesh=sk.abstract_mesh(d=2), plan=LAZY["fsdp"])
     with type_error("jax.jvp cannot pass lazy leaves; the loss calls it. Leave layerwise= out of the plan."):
-        jax.eval_shape(step, init.abstract({"layers": {"w": jnp.ones((2, 4, 4))}}), jnp.ones((4, 4)))
+        jax.eval_shape(made.step, made.init.abstract({"layers": {"w": jnp.ones((2, 4, 4))}}), jnp.ones((4, 4)))
 
 
 @pytest.mark.parametrize(
