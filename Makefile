@@ -6,6 +6,7 @@ SHARD ?= 0/1
 LIMIT ?= 0
 SEED ?= 0
 ONLY ?=
+MARKED ?=
 BIN := $(VENV)/bin
 # Some environments forbid Python to keep bytecode: hundreds of interpreters would compile the package again.
 export PYTHONDONTWRITEBYTECODE =
@@ -35,9 +36,10 @@ test: $(VENV)/.test
 
 # What the default tier does not tell: tests marked deep, tests marked optimized (the laws, and what XLA's optimizations
 # could change), and those whose examples hypothesis draws, by the hundred; all compiled as users compile, and with the
-# GPU's compiler. SHARD=i/n is one of n parts. LIMIT=s skips, and says so, what has not begun after s seconds.
+# GPU's compiler. SHARD=i/n is one of n parts. LIMIT=s skips, and says so, what has not begun after s seconds. MARKED="not
+# clock" leaves out the tests whose faults have deadlines of seconds, MARKED=clock runs those alone.
 test-deep: $(VENV)/.gpu
-	HYPOTHESIS_PROFILE=deep $(PYTEST) --shard $(SHARD) --limit $(LIMIT)
+	HYPOTHESIS_PROFILE=deep $(PYTEST) --shard $(SHARD) --limit $(LIMIT) $(if $(MARKED),-m "$(MARKED)")
 
 # One row of every test on the newest interpreter there is, with the newest jax it can have.
 test-newest:

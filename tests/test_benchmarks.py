@@ -187,14 +187,6 @@ def test_pipeline_smoke(schedules, monkeypatch, tmp_path):
     assert max(record["disagreement_relative_max"] for record in records) < 1e-5
 
 
-@pytest.mark.deep  # half a minute; what it measures is held by tests/jobs/monitor
-def test_monitors_quick():
-    """Real monitors and simulated ranks meet, agree, and are told of a death and of a hang."""
-    printed = smoke("monitors", "--quick")
-    rows = [line for line in printed.splitlines() if line.startswith(("| 3 ", "| 8 ", "| 40 ", "| exponent"))]
-    assert len(rows) == 5 and all(figure.strip() for figure in rows[0].split("|")[1:-1])
-
-
 # ---- strategies
 
 
@@ -241,6 +233,7 @@ def test_the_work_of_masked_schedules_is_that_of_all_devices_at_every_tick():
 
 
 # proves F40
+@pytest.mark.deep  # each schedule: tests/strategies/test_pipeline.py
 def test_executed_schedules_agree_with_the_model(tmp_path, capsys):
     """It alone finds a schedule whose gradients are not the model's on one device, and fields that are missing."""
     file = tmp_path / "out.jsonl"

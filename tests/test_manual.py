@@ -19,14 +19,10 @@ PAGES = {page.relative_to(ROOT / "docs").as_posix(): page for page in sorted((RO
 QUICK = {
     "benchmarks/collectives.md",
     "benchmarks/index.md",
-    "benchmarks/strategies.md",
     "howto/from_jit.md",
     "howto/from_pmap.md",
-    "howto/prove_for_all_inputs.md",
     "index.md",
     "start.md",
-    "symptoms.md",
-    "understand/why_not_pmean.md",
 }
 
 

@@ -208,13 +208,16 @@ def divisor(where: str, name: str, value: int, of: str, size: int) -> None:
         raise ValueError(f"{where}: {name} must divide {of}; got {value} and {size}. Change one of them.")
 
 
-def mesh_in_context(where: str, given: Mesh | AbstractMesh | None) -> Mesh:
-    """The mesh that a caller means: the given one, or that of `jax.set_mesh`.
+def mesh_in_context(where: str, given: Mesh | AbstractMesh | None, devices: bool = False) -> Mesh:
+    """The mesh that a caller means: the given one, or that of `jax.set_mesh`. It must have `devices`, or need not.
 
     Raises:
         ValueError: neither, or two different meshes. jax runs nothing on another mesh than that of the context.
     """
     context = _context()
+    if devices and isinstance(given, AbstractMesh):
+        told = sized(given.shape.items())
+        raise ValueError(f"{where}: the mesh must have devices; got abstract {told}. Pass sk.make_mesh({told}).")
     if given is None:
         if context.empty:
             raise ValueError(

@@ -43,7 +43,7 @@ def all_reduce(x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = F
 
     Raises:
         ValueError: an unbound axis, another `op`, or no blocks for a deterministic sum.
-        TypeError: "any" or "all" of a leaf that is not boolean.
+        TypeError: "any" or "all" of a leaf that is not boolean, "max" or "min" of a complex one.
 
     Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it.
     The derivative of "max" and "min" sends as much again, at 4 bytes per element. A deterministic sum sends
@@ -69,6 +69,8 @@ def all_reduce(x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = F
                 raise TypeError(f"all_reduce: op {op!r} needs booleans; got {leaf.dtype}. Compare first, as in x != 0.")
             return lax.pmax(leaf, names) if op == "any" else lax.pmin(leaf, names)
         if op in ("max", "min"):
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                raise TypeError(f"all_reduce: op {op!r} needs an order; got {leaf.dtype}. Pass parts, or jnp.abs(x).")
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 return _extremum(leaf, names, op)
             return lax.pmax(leaf, names) if op == "max" else lax.pmin(leaf, names)

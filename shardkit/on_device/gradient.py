@@ -17,6 +17,7 @@ from jax.flatten_util import ravel_pytree
 from shardkit._arguments.checks import quoted
 from shardkit._arguments.typed import typed
 from shardkit._jax.compat import tracked_axes, varying_axes
+from shardkit._jax.jaxprs import MEAN
 from shardkit._jax.one_device import as_on_one_device, noting
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import axis_size, vary_like
@@ -283,14 +284,14 @@ def call_loss(loss_fn: LossFn, params: Any, batch: Any, keys: Any, *carried: Any
 
 
 @jax.custom_jvp
-def _constant(weight: jax.Array) -> jax.Array:
-    """The weight of a loss; differentiating it is an error, because gradients are those of the total."""
+def _constant(weight: jax.Array, total: jax.Array) -> jax.Array:
+    """The weight of a loss, beside its total; deriving it is an error, because gradients are those of the total."""
     return weight
 
 
 @partial(_constant.defjvp, symbolic_zeros=True)
 def _weight_jvp(primals: Any, tangents: Any) -> Any:
-    (weight,), (tangent,) = primals, tangents
+    (weight, _), (tangent, _) = primals, tangents
     if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
         raise TypeError(
             "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total; "
@@ -306,7 +307,8 @@ def loss_and_aux(out: Any, several: bool = False) -> tuple[Any, dict[str, Any]]:
         out, aux = out
     rule = "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)"
     terms = [_as_mean(each, rule) for each in (terms_of(out) if several else (out,))]
-    terms = [mean._replace(weight=_constant(mean.weight)) for mean in terms]
+    with jax.named_scope(MEAN):
+        terms = [mean._replace(weight=_constant(mean.weight, mean.total)) for mean in terms]
     if not isinstance(aux, Mapping):
         raise TypeError(
             f"value_and_grad: aux must be a dict of scalars or Means by name; got {kind(aux)}. "

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import quoted
+from shardkit._jax.jaxprs import walk
 from shardkit._jax.sealed import misused, seal, unseal
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
@@ -144,7 +145,7 @@ def call_sealed(fn: Callable[..., Any], tree: Any, *args: Any, at: str = "") -> 
     types say nothing of it.
 
     Raises:
-        TypeError: `fn` computes with a lazy leaf, or changes its dims from the first sharded one on.
+        TypeError: `fn` computes with a lazy leaf, changes its dims from the first sharded one on, or calls jax.jvp.
     """
     if not any(map(is_handle, jax.tree.leaves(tree, is_leaf=is_handle))):
         return fn(jax.tree.map(lambda x: x, tree), *args)  # made anew: flax changes no variable of an outer trace
@@ -169,6 +170,8 @@ def call_sealed(fn: Callable[..., Any], tree: Any, *args: Any, at: str = "") -> 
         closed = jax.make_jaxpr(traced)(tree)
         if found := misused(closed.jaxpr):
             raise TypeError(found)
+        if any(site.name == "custom_lin" for site in walk(closed.jaxpr)):
+            raise TypeError("jax.jvp cannot pass lazy leaves; the loss calls it. Leave layerwise= out of the plan.")
         arrays = iter(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(tree)))
         leaves, structure = returned
         return jax.tree.unflatten(structure, [next(arrays) if isinstance(x, jax.core.Tracer) else x for x in leaves])

@@ -28,6 +28,7 @@ from shardkit.plans.storage import as_stored, is_padded, stored_array
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
 
 
+@jax.named_scope(PLAN)  # what it marks as varying is the same on all devices
 def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """The parameters as the GradFn sees them, from those at rest: cast, gathered, then marked as varying.
 

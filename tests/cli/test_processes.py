@@ -53,37 +53,6 @@ def test_two_processes_train_as_one_does(corpus, tmp_path):
     assert "[1] mesh" not in printed  # only process 0 speaks
 
 
-# proves F62, F63: as if nothing had happened, on another mesh and with another number of processes too
-@pytest.mark.deep  # the same by hand: tests/runtime/checkpoint/test_checkpoints.py, test_checkpoint_processes.py
-def test_a_killed_run_goes_on(alone, corpus, tmp_path):
-    (whole := tmp_path / "whole").mkdir(), (cut := tmp_path / "cut").mkdir()
-    alone(whole, "data=4", "--steps", "30", "--checkpoint", whole / "c", "--checkpoint-every", "5")
-    words = ["--steps", "30", "--checkpoint", str(cut / "c"), "--checkpoint-every", "5"]
-    job = subprocess.Popen(
-        command(corpus, cut, "data=4", *words, processes=2),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    until = time.monotonic() + 120
-    while not (cut / "c" / "10").exists() and job.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
-    job.send_signal(signal.SIGKILL)
-    job.communicate(timeout=30)
-    printed = alone(cut, "data=2 fsdp=2", *words)
-    assert "; resuming" in printed
-    assert losses(cut)[30] == pytest.approx(losses(whole)[30], rel=2e-6)
-    printed = alone(cut, "data=2 fsdp=2", *words)
-    assert f"checkpoint: step 30 of {cut / 'c'}; already finished\n" in printed and "nan" not in printed
-    assert losses(cut)[30] == pytest.approx(losses(whole)[30], rel=2e-6)  # the file is kept
-    printed = alone(cut, "data=2", *words, "--dropout", "0.1", code=2)
-    assert (
-        "error: --checkpoint: a run must be resumed with the same options; dropout was 0.0 and is 0.1. Pass the same "
-        "value, or another directory."
-    ) in printed
-
-
 @pytest.mark.deep
 def test_a_notice_ends_all_after_the_same_step(corpus, tmp_path):
     words = ["--steps", "100000", "--checkpoint", str(tmp_path / "c"), "--checkpoint-every", "20"]

@@ -36,13 +36,11 @@ def test_the_loop_runs_without_tyro_and_rich_as_its_docstring_says(corpus, tmp_p
         f"options = TrainOptions(mesh=('data=2',), data=(pathlib.Path({str(corpus)!r}),), steps=2, layers=1, dim=8,\n"
         f"    heads=2, length=16, batch=8, checkpoint=pathlib.Path({str(tmp_path / 'c')!r}))\n"
         "assert int(train(options).state.step) == 2\n"
-        "import dataclasses\n"
-        "train(dataclasses.replace(options, mesh=('fsdp=2',)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"XLA_FLAGS": QUICK}
     )
-    assert f"checkpoint: step 2 of {tmp_path / 'c'}; already finished\ndone: 2 steps\n" in done.stdout
+    assert "done: 2 steps\n" in done.stdout
     assert len(Path(training.__file__).read_text().splitlines()) <= 300  # a user reads it from top to bottom
 
 

@@ -53,18 +53,7 @@ def test_train_prints_a_summary_and_writes_the_results(inside, corpus, tmp_path)
         assert line in done.stdout
 
 
-# proves F66: the same numbers on another mesh, with accumulation and dropout
-@pytest.mark.deep  # tests of single meshes, below, compare each with one device
-def test_two_meshes_give_the_same_numbers(inside, corpus, tmp_path):
-    results = []
-    for words in (["data=1"], ["data=2", "--accumulate", "4"]):
-        out = tmp_path / f"{words[0]}.json"
-        inside("train", *words, "--data", corpus, "--steps", 4, "--json", out, "--dropout", 0.1, *SMALL)
-        results.append(rows(out)[-1])
-    for name in ("train_loss", "validation_loss"):
-        assert results[0][name] == pytest.approx(results[1][name], rel=1e-5)
-
-
+@pytest.mark.deep  # the handlers alone: test_run.py
 def test_interrupting_ends_with_a_summary(corpus):
     words = command("train", "data=2", "--data", corpus, "--steps", 100_000, *SMALL)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -216,6 +216,9 @@ ERRORS = refusals(
         ),
     },
     {
+        "all_reduce: op 'max' needs an order; got complex64. Pass parts, or jnp.abs(x).": lambda x: sk.all_reduce(
+            jax.lax.complex(x, x), "a", op="max"
+        ),
         "all_reduce: op 'any' needs booleans; got float32. Compare first, as in x != 0.": lambda x: sk.all_reduce(
             x, "a", op="any"
         ),

@@ -91,6 +91,7 @@ def test_means():
         np.testing.assert_array_equal(mean, total / 4)
 
 
+@pytest.mark.deep  # eagerly: test_matmul.py; under vmap: what emulate runs
 def test_rings_run_eagerly_and_under_vmap():
     x = blocks(4, 4, whole=True)
     for jit in (True, False):

@@ -386,17 +386,6 @@ def test_a_stream_that_nobody_reads_stays_the_callers():
         assert os.fstat(stream.fileno()) == before
 
 
-@pytest.mark.deep  # of another command: tests/cli/test_command.py
-def test_help_that_nobody_reads_to_its_end():
-    """As in `shardkit launch --help | head`; what Python holds back it would write again at its end, and complain."""
-    env = environment() | {"PYTHONUNBUFFERED": ""}
-    with subprocess.Popen(
-        commands.command("launch", "--help"), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as started:
-        started.stdout.close()
-        assert (started.wait(timeout=LONG), started.stderr.read()) == (128 + signal.SIGPIPE, b"")
-
-
 @pytest.mark.deep  # as where nobody reads
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_the_job_runs_on_when_nobody_can_read():

@@ -16,7 +16,6 @@ from support import commands, jobs
 from support.namespaces import switched
 
 HOSTS = ("alpha", "beta", "gamma")
-SILENCE = 4  # seconds, in cut.py
 
 
 def rows(folder):
@@ -46,6 +45,7 @@ def started(switch, hosts, folder, steps):
             process.communicate()
 
 
+@pytest.mark.clock  # who is silent for 4 s is lost: cut.py
 @pytest.mark.deep
 def test_a_host_that_is_cut_off(tmp_path):
     """It alone shows that jax, monitors and checkpoints go through the loss of a host, and a smaller job resumes."""

@@ -65,6 +65,7 @@ SAID = {
 
 
 # proves F61, F63, F66, F70: each kind of fault once, and each loss of the job has the bits of the undisturbed run
+@pytest.mark.clock  # each phase has 5 s
 @pytest.mark.deep
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_job_recovers_from_every_kind_of_fault(tmp_path, rank):

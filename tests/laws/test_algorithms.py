@@ -8,10 +8,8 @@ from support.training import ONCE, check
 
 pytestmark = pytest.mark.optimized
 
-# An algorithm of each kind, of several sums, hops, levels, and with rounding; the other pairs are deep.
+# Algorithms of several hops, of levels, and with rounding; the other pairs are deep.
 FEW = {
-    ("dp", "bucket"),
-    ("hsdp of dp", "one's own"),
     ("dp x tp", "ring"),
     ("hsdp", "hierarchical"),
     ("fsdp pad", "bfloat16 in two levels"),

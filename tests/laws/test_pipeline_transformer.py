@@ -98,10 +98,8 @@ def built(row, name, schedule, *, traced=False):
     return init.abstract(params) if traced else init(params, KEY), step, sk.make_eval_step(loss, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [pytest.param("dense", DENSE, marks=pytest.mark.deep, id="dense"), pytest.param("experts", EXPERTS, id="experts")],
-)
+@pytest.mark.deep  # of a smaller model: test_pipeline_composition.py
+@pytest.mark.parametrize(("name", "row"), [("dense", DENSE), ("experts", EXPERTS)], ids=["dense", "experts"])
 def test_the_evaluation_is_that_of_one_device(name, row):
     model = one_device(name, ways(row))
     state, _, evaluate = built(row, name, schedules.interleaved(2, MICROBATCHES, 2))

@@ -115,6 +115,7 @@ def heavy(p, x):
     return jax.lax.fori_loop(0, 10, lambda _, x: jnp.tanh(x @ p), x)
 
 
+@pytest.mark.clock  # a busy machine looks when all is ready
 @pytest.mark.deep  # a wait makes it slower, not wrong
 def test_nothing_waits_for_what_was_started():  # proves S84: overlap by asynchronous dispatch
     meshes = sk.submeshes(sk.make_mesh(stage=2, data=4), "stage")

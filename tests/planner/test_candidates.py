@@ -19,6 +19,7 @@ SGD = optax.sgd(0.1)
 
 
 # Catches a plan, mesh or configuration that is not the layout's; the exact proof needs no compiler.
+@pytest.mark.quick("data=2 fsdp=2 tensor=2 accumulate=2 remat=full")
 @pytest.mark.parametrize("layout", [Layout(2, 2, 2, 2, "full"), Layout(1, 4, remat="selective"), Layout()], ids=str)
 def test_what_was_found_is_what_runs(layout):
     model = Model(layers=2, hidden=16, heads=4, kv_heads=2, ffn=32, vocabulary=32)

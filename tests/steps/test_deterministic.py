@@ -96,7 +96,7 @@ def compare(names, **options):
 # proves N4; F77 in part: no catalogue of operations
 @pytest.mark.optimized
 def test_the_bits_are_the_same_on_every_mesh_and_under_every_plan():
-    compare(["dp1", "dp2", "dp8", "zero1", "fsdp"])
+    compare(["dp1", "dp8", "zero1", "fsdp"])
     # An ordinary step adds in another order on every mesh.
     assert trained("dp1", groups=None) != trained("dp8", groups=None)
 
@@ -142,11 +142,12 @@ def test_the_bits_are_the_same_as_users_compile():
 
 
 # proves S58, S63, F60: against one device, with the bytes of the closed form; lint and the compiler are silent
-def test_the_laws():
+@pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_the_laws(scaled):
+    options = {"precision": sk.Precision(loss_scale=1024.0), "deterministic": 12}
     hybrid = sk.chain(sk.dp("data"), sk.fsdp("shard", **FSDP))
-    sizes = {"data": 2, "shard": 4}
-    scaled = {"precision": sk.Precision(loss_scale=1024.0), "deterministic": 12}
-    rows = [Row(sizes, hybrid, deterministic=8), Row({"data": 2}, sk.zero1("data", min_size=30), **scaled)]
+    one = Row({"data": 2}, sk.zero1("data", min_size=30), **options)
+    rows = [one if scaled else Row({"data": 2, "shard": 4}, hybrid, deterministic=8)]
     batches = [make_batch(seed) for seed in range(2)]
     optimizer, grad_fn = lenient(optax.sgd(0.01, momentum=0.9)), sk.value_and_grad(loss_fn)
     given = {"params": make_params(), "batches": batches, "key": KEY, "laws": LAWS}

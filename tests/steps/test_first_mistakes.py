@@ -200,10 +200,21 @@ def masked_mean(params, batch, keys):
     return jnp.sum(error * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1)
 
 
+def penalized(params, batch, keys):
+    mean = sk.Mean.of((batch["x"] @ params["w"]) ** 2, batch["mask"])
+    return mean._replace(total=mean.total + 0.1 * jnp.sum(params["w"] ** 2))
+
+
 @pytest.mark.parametrize(
     ("sizes", "loss", "message"),
     [
         ({"data": 2}, masked_mean, "what each device has divided by a sum over its own examples is summed over 'data'"),
+        ({"data": 2}, penalized, "a term of the total of a Mean is the same on all devices"),
+        (
+            {"data": 2},  # 35.2 on one device was 17.6 on two
+            lambda w, batch, keys: sk.Mean(jnp.sum(batch["x"] @ w["w"]), jax.lax.stop_gradient(jnp.sum(w["w"]))),
+            "the weight of a Mean is .* Divide the total by it, and count the examples, sk.Mean.total / value, count",
+        ),
         (
             {"data": 2, "model": 2},
             lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"]) ** 2),

@@ -297,16 +297,6 @@ def test_experts_beside_data_and_tensor_parallelism(routing):
         assert_near(got, wanted, 1e-5)
 
 
-def test_experts_over_two_axes():
-    mesh = sk.make_mesh(jax.devices()[:4], a=2, b=2)
-    args = values(8)
-    options = {"routing": sk.layers.Dropless()}, {"routing": sk.layers.Capacity(8)}
-    runs = [on_mesh(mesh, axis=("b", "a"), spec=P(("b", "a")), **each) for each in options]
-    wanted, *found = jax.jit(lambda *a: (dense_moe(*a, 2), *(run(*a)[0] for run in runs)))(*args)
-    for got in found:
-        assert_near(got, wanted, 1e-5)
-
-
 # proves F33, F34
 @pytest.mark.quick("3")
 @pytest.mark.parametrize("n", [2, 3, 8])

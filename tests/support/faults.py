@@ -51,10 +51,12 @@ def steps(saved):
 
 
 def _children(process):
+    found = []
     with contextlib.suppress(OSError):
-        tasks = Path(f"/proc/{process}/task").iterdir()
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return []
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended: the others have children still
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _connections(process):

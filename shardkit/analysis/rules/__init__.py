@@ -25,7 +25,7 @@ from shardkit.analysis.rules.second_call import second_call
 from shardkit.analysis.rules.sums import sums
 from shardkit.analysis.rules.tiny_shards import tiny_shards
 from shardkit.analysis.rules.unchecked import unchecked
-from shardkit.analysis.rules.unintended import mean_of_quotients, same_work
+from shardkit.analysis.rules.unintended import unintended
 from shardkit.analysis.rules.widths import widths
 
 _TRACED = (
@@ -45,8 +45,9 @@ _TRACED = (
     ("tiny-shards", "a leaf split into pieces too small to be worth a message", tiny_shards),
     ("tensor-parallel-that-fits", "tensor parallelism of what one device could hold", fitting),
     ("inner-gradient-of-a-constant", "a gradient inside a loss, summed over other examples", inner_gradients),
-    ("mean-of-quotients", "a loss divided on each device by a sum over its examples", mean_of_quotients),
-    ("idle-axis", "a mesh axis along which all devices of a training step do the same", same_work),
+    ("mean-of-quotients", "a loss divided on each device by a sum over its examples", unintended),
+    ("term-of-each-device", "a regularizer added to each device's total of a Mean", unintended),
+    ("idle-axis", "a mesh axis along which all devices of a training step do the same", unintended),
     ("reused-key", "two draws of random numbers from one key", reused_keys),
     ("process-dependent-communication", "collectives that depend on jax.process_index()", other_process),
     ("process-dependent-program", "a program that is not the same on all processes", other_process),

@@ -6,16 +6,10 @@ from collections.abc import Iterator
 
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
-from shardkit.on_device.advice import idle_axes, quotients
+from shardkit.on_device.advice import idle_axes, uncommon_losses
 
 
-def mean_of_quotients(program: TracedProgram) -> Iterator[Finding]:
-    """Losses divided before they are summed."""
-    for each in quotients(program.step.jaxpr):
-        yield Finding("mean-of-quotients", *each)
-
-
-def same_work(program: TracedProgram) -> Iterator[Finding]:
-    """Axes that split nothing."""
-    for each in idle_axes(program.step.jaxpr):
-        yield Finding("idle-axis", each.message, each.source, each.remedy)
+def unintended(program: TracedProgram) -> Iterator[Finding]:
+    """Losses divided before they are summed, penalties that count once for each device, axes that split nothing."""
+    for each in (*uncommon_losses(program.step.jaxpr), *idle_axes(program.step.jaxpr)):
+        yield Finding(*each)

@@ -41,7 +41,7 @@ def from_full(tree: Arrays, mesh: Mesh | None = None, spec: Specs = WHOLE) -> An
         >>> x.sharding.shard_shape(x.shape)
         (4, 3)
     """
-    mesh = mesh_in_context("from_full", mesh)
+    mesh = mesh_in_context("from_full", mesh, devices=True)
 
     def sharding(path: Any, x: Any, spec: PartitionSpec) -> NamedSharding:
         return sharding_of("from_full", path, np.shape(x), mesh, spec)
@@ -82,7 +82,7 @@ def from_process_local(
         >>> batch["x"].shape
         (8,)
     """
-    mesh = mesh_in_context("from_process_local", mesh)
+    mesh = mesh_in_context("from_process_local", mesh, devices=True)
     check_spec("from_process_local", spec, mesh, len(spec))
     pieces = math.prod(mesh.shape[axis] for axis in _row_axes(spec))
     mine = len(local_rows(pieces, mesh, spec))
@@ -121,7 +121,7 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh | None = None,
         >>> sk.runtime.from_rows(np.float32(rows), rows, 8, mesh, P("data")).shape
         (8,)
     """
-    mesh = mesh_in_context("from_rows", mesh)
+    mesh = mesh_in_context("from_rows", mesh, devices=True)
 
     def one(path: Any, x: Any) -> jax.Array:
         x = on_host("from_process_local", path, x)
@@ -190,7 +190,7 @@ def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE
         >>> sk.runtime.local_rows(8, mesh, P("data"))
         array([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    mesh = mesh_in_context("local_rows", mesh)
+    mesh = mesh_in_context("local_rows", mesh, devices=True)
     check_spec("local_rows", spec, mesh, len(spec))
     axes = _row_axes(spec)
     parts = math.prod(mesh.shape[axis] for axis in axes)

@@ -108,7 +108,7 @@ def replicate(tree: Arrays, mesh: Mesh | None = None) -> Any:
         >>> sk.runtime.replicate(x, mesh).is_fully_replicated
         True
     """
-    mesh = mesh_in_context("replicate", mesh)
+    mesh = mesh_in_context("replicate", mesh, devices=True)
     return _replicating(mesh)(tree)
 
 

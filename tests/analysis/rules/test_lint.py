@@ -124,6 +124,12 @@ PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chose
             "Leave it out, or split the argument over the axis.",
         ),
         (
+            "a penalty in each device's total",
+            "a term of the total of a Mean is the same on all devices along 'data', 'model', which sum it: it counts "
+            "once for each of them, unless it is divided by their number.",
+            "Weight it, mean.total + mean.weight * term, or return mean + sk.Mean(term, 1).",
+        ),
+        (
             "gathered for the neighbor's piece",
             f"all_gather over 'model' sends each device 6,144 bytes, and the slice at "
             f"divergent.py:{divergent._neighbours_piece.__code__.co_firstlineno + 1} (_neighbours_piece), its only "
@@ -273,7 +279,7 @@ def test_the_librarys_collectives_are_clean(name, kernel):
     def gradient(x):
         return jax.grad(lambda x: jnp.sum(sk.vary(kernel(x), BOTH) ** 2))(x)
 
-    for fn in (on(kernel), jax.grad(lambda x: jnp.sum(on(kernel)(x) ** 2)), on(gradient)):
+    for fn in (on(kernel), on(gradient)):
         assert [str(f) for f in lint(fn, X, small=0)] == []
 
 
@@ -423,6 +429,48 @@ def test_an_axis_that_does_nothing_is_named_at_the_users_loss():
     batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((8, 8), jnp.int32))
     (ours,) = found(transformer.loss_fn(config), params, batch)
     assert ours.source == "" and str(ours).startswith("idle-axis: the 4 devices along axis 'model'")
+
+
+def once_each(add, plan, **options):
+    """The rules that name a loss of `add(m, r, n)`: a masked mean, a penalty, and the examples of a device."""
+
+    def loss(w, x, keys):
+        return add(sk.Mean.of((x @ w - 1) ** 2, (x > 0).astype(np.float32)), jnp.sum(w**2), len(x))
+
+    own = sk.value_and_grad(loss, local=options.pop("local", False))
+    init, step = sk.make_train_step(own, optax.sgd(0.1), mesh=divergent.abstract(data=8), plan=plan, **options)
+    return {each.rule for each in lint(step, init.abstract(X), jax.ShapeDtypeStruct((128, 64), np.float32))}
+
+
+ONCE_EACH = [
+    lambda m, r, n: sk.Mean(m.total + r, m.weight),
+    lambda m, r, n: sk.Mean(3e-4 * r - m.total, m.weight),
+    lambda m, r, n: 0.1 * sk.Mean(jax.jit(lambda m, r: r + m.total)(m, jnp.sqrt(r)), m.weight),
+    lambda m, r, n: sk.Mean(m.total + 1e-4 * r, n),
+    lambda m, r, n: sk.Mean(m.total, lax.stop_gradient(r)),
+]
+WEIGHTED = [
+    lambda m, r, n: sk.Mean(m.total + 1e-4 * m.weight * r, m.weight),
+    lambda m, r, n: sk.Mean(m.total + 1e-4 * n * r, n),  # of 16 examples the factor 0.0016: not written by hand
+    lambda m, r, n: m.total / n + 3e-4 * r,
+    lambda m, r, n: sk.Mean(m.total / lax.stop_gradient(r), n),
+]
+SHARED_OUT = [  # these communicate, or are sums of means
+    lambda m, r, n: sk.Mean(m.total, n) + 1e-4 * sk.Mean(r, 1),
+    lambda m, r, n: sk.Mean(m.total + r / sk.axis_size("data"), m.weight),
+    lambda m, r, n: sk.Mean(m.total + 0.1 / sk.axis_size("data") * r, m.weight),
+    lambda m, r, n: sk.Mean(m.total + jnp.where(sk.axis_index("data") == 0, r, 0), m.weight),
+    lambda m, r, n: sk.Mean(8 * m.total + sk.all_reduce(m.weight, "data") * r, 8 * m.weight),
+]
+
+
+@pytest.mark.parametrize("way", ["dp", "fsdp", "accumulate", "local"])
+def test_a_term_of_each_device_is_told_from_one_that_is_weighted(way):
+    plan = sk.fsdp("data", min_size=1) if way in ("fsdp", "local") else sk.dp("data")
+    options = {"accumulate": {"accumulate": 2}, "local": {"local": True}}.get(way, {})
+    right = WEIGHTED if options else WEIGHTED + SHARED_OUT
+    assert [once_each(add, plan, **options) for add in ONCE_EACH] == [{"term-of-each-device"}] * len(ONCE_EACH)
+    assert [once_each(add, plan, **options) for add in right] == [set()] * len(right)
 
 
 def test_the_gradient_of_a_constant_has_two_remedies():

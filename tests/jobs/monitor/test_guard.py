@@ -21,6 +21,8 @@ from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from support import jobs
 from support.commands import command, environment
 
+pytestmark = pytest.mark.clock  # loop.py gives each phase 3 s, by default
+
 DEADLINE = 3.0
 SLACK = 3.0
 BUSY = 60.0  # more, where the default tier runs beside other work
@@ -169,6 +171,7 @@ def test_a_save_on_one_process_may_take_longer_than_a_step():
     )
 
 
+@pytest.mark.deep  # what a monitor makes of the phase: test_monitor.py
 def test_an_evaluation_counts_as_no_step():
     ended = jobs.run("loop.py", "--evaluate", "--fault", "raise", processes=2)
     agree(ended, 1, FAULTS["raise"].format(r=1))
@@ -195,6 +198,7 @@ def test_a_process_that_does_not_end_after_the_last_step(fault, rank, processes)
     ]
 
 
+@pytest.mark.deep
 def test_a_job_may_end_with_steps_in_flight():  # a thread that waits in jax while Python ends would abort it
     ended = jobs.run("loop.py", "--unwaited", "--pace", 0, "--steps", 60, processes=2, devices=2)
     assert [each.code for each in ended] == [0, 0], ended

@@ -148,7 +148,6 @@ PAIRS = [(name, [NEXT[name]], None) for name in ROWS] + [("unequal stages", ["fs
 @pytest.mark.quick(
     "pipeline of chunks-others8-None",
     "unequal stages, fsdp padded-others10-None",
-    "fsdp layerwise-others3-None",
     "zero2-others6-None",
 )
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_any_number_of_processes_goes_on(tmp_path):
         np.testing.assert_allclose(each["losses"][0], metrics["loss"], rtol=1e-5)
 
 
+@pytest.mark.clock  # all end within 5 s
 @pytest.mark.deep
 @pytest.mark.parametrize("told", [0, 1, 2])
 def test_a_notice_to_one_of_three_saves_the_same_step_on_all(told, tmp_path):

@@ -92,6 +92,7 @@ def test_a_second_call(joined):
     assert str(raised.value) == "initialize: it must be called once per process; got a second call. Remove that."
 
 
+@pytest.mark.clock
 @pytest.mark.deep
 def test_the_guard_of_a_job_that_jax_has_joined():
     """The same losses as in a job that initialize joins, and the same sentence when a process is killed."""
@@ -104,6 +105,7 @@ def test_the_guard_of_a_job_that_jax_has_joined():
     assert re.fullmatch(died, ended[0].last), ended[0].output
 
 
+@pytest.mark.clock
 @pytest.mark.deep
 def test_a_process_that_the_others_do_not_follow():
     """Only one process calls initialize: it says so within its time, and does not wait for ever."""
@@ -114,6 +116,7 @@ def test_a_process_that_the_others_do_not_follow():
     assert "initialize: process 0 must call it too; it did not within 2 s." in second.output
 
 
+@pytest.mark.clock
 @pytest.mark.deep
 def test_another_token():
     """A process with another token than process 0 does not get in, and both say so."""

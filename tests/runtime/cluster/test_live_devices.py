@@ -20,6 +20,7 @@ def example():
 
 
 # proves F70: the last process ends after step 8; the others take its steps again, and end with one process's losses
+@pytest.mark.clock  # jax tells who is left by heartbeats
 @pytest.mark.deep  # an example of what jax has, not of shardkit
 @pytest.mark.parametrize("processes", [2, 3])
 def test_those_who_are_left_go_on(processes):

@@ -1,7 +1,5 @@
 """Steps in which a bit of one device flips each time, wherever in the mesh it works, and bits that flip in memory."""
 
-import ctypes
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -76,10 +74,3 @@ def train_step(mesh, plan, loss_fn, leaf, device=RIGHT, where="gradient", bit=20
 
     optimizer = optax.GradientTransformation(adam.init, update)
     return sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan)
-
-
-def flip_in_memory(x, device, bit):
-    """Flips a bit of the buffer itself, as a fault of the memory does: the array is the same object."""
-    (shard,) = [each.data for each in x.addressable_shards if each.device == device]
-    jax.block_until_ready(x)
-    ctypes.c_uint8.from_address(shard.unsafe_buffer_pointer() + bit // 8).value ^= 1 << (bit % 8)

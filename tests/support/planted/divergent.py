@@ -303,6 +303,14 @@ def _masked_mean(reduced: Callable[[jax.Array, jax.Array], jax.Array], split: An
     return jax.shard_map(kernel, mesh=MESH, in_specs=P(split), out_specs=P())
 
 
+def _penalized(penalty: Callable[[sk.Mean, jax.Array], jax.Array]) -> Any:
+    def loss(w: jax.Array, x: jax.Array, keys: Any) -> Any:
+        mean = sk.Mean.of((x @ w) ** 2, (x > 0).astype(x.dtype))
+        return sk.Mean(mean.total + penalty(mean, jnp.sum(w**2)), mean.weight)
+
+    return sk.make_eval_step(loss, mesh=MESH, plan=sk.dp(BOTH))
+
+
 def _gradient(batch: P, axes: Any) -> Callable[..., Any]:
     def kernel(w: jax.Array, x: jax.Array) -> jax.Array:
         grads = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(sk.vary(w, axes))
@@ -739,6 +747,13 @@ WRONG = [
         _masked_mean(lambda total, count: sk.all_reduce(sk.vary(total / count, "model"), BOTH, op="mean"), "data"),
         _masked_mean(lambda total, count: sk.all_reduce(total, "data") / sk.all_reduce(count, "data"), "data"),
         options={"ignore": ("repeated-reduction",)},
+    ),
+    Planted(
+        "a penalty in each device's total",
+        "term-of-each-device",
+        _penalized(lambda mean, square: 1e-4 * square),
+        _penalized(lambda mean, square: 1e-4 * mean.weight * square),
+        (X, X),
     ),
     Planted(
         "data parallelism over one of two axes",
