@@ -90,7 +90,9 @@ def advise(
         return estimate(model, layout, memory_share=memory_share, efficiency=efficiency, **job)
 
     def fitting(chips: int) -> list[Candidate]:
-        return ranked(map(judged, layouts(model, chip=chip, chips=chips, batch=batch, sequence=sequence)))
+        axes = ("data", "fsdp", "tensor", "context")
+        every = layouts(model, chip=chip, chips=chips, batch=batch, sequence=sequence, axes=axes)
+        return ranked(map(judged, every))
 
     given = judged(layout)
     found: list[tuple[str, Candidate]] = []
@@ -104,7 +106,7 @@ def advise(
         while not found and 2 * chips <= batch * model.heads:
             chips *= 2
             found = [("chips", c) for c in fitting(chips)[:1]]
-    step = layout.data * layout.fsdp * layout.accumulate
+    step = layout.parts
 
     def filling(local: int) -> Candidate:
         return estimate(model, layout, chip=chip, batch=local * step, sequence=sequence, memory_share=_TARGET)

@@ -4,8 +4,8 @@
 
 - A stage is a model of layers / stages, whose embedding and head every stage holds, with the pipeline's microbatches in
   the place of accumulated ones. It saves the stage's input of every microbatch in flight and recomputes the rest, so
-  that a microbatch costs a forward more, and idles as the simulated schedule does where ticks are synchronous. What it
-  sends to the next stage is exposed.
+  that a microbatch costs a forward more, and computes at each tick what any stage does (`mode="masked"`). What it sends
+  to the next stage is exposed.
 - Context ways are data ways of a batch that is so many times larger, in sequences that are as many times shorter.
   Attention still sees whole sequences: its products are added, and what the ring sends is exposed as far as it takes
   longer than they do.
@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from shardkit import cost
@@ -121,6 +122,14 @@ def with_axes(
 
 @lru_cache(maxsize=4096)
 def _pipelined(stages: int, microbatches: int, chunks: int) -> tuple[float, int, int]:
-    """Idle time over work where ticks are synchronous, the number of ticks, and the stage inputs that are held."""
+    """Wasted time over work, the number of ticks, and the stage inputs that are held.
+
+    At each tick all devices compute what any of them does, a forward or a backward that begins with one, or both.
+    """
     schedule = interleaved(stages, microbatches, chunks) if chunks > 1 else one_f_one_b(stages, microbatches)
-    return schedule.simulate(1, 3, synchronous=True).bubble, max(map(len, schedule.rows)), schedule.slots().inputs
+    seconds = ticks = 0
+    for cells in zip_longest(*schedule.rows, fillvalue=()):
+        done = {action.op for cell in cells for action in cell}
+        seconds += ("F" in done) + 3 * ("B" in done)
+        ticks += 1
+    return seconds / (4 * microbatches * chunks) - 1, ticks, schedule.slots().inputs

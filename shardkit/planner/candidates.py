@@ -116,7 +116,7 @@ class Candidate(NamedTuple):
         exposed_seconds: time of tensor-parallel communication, which cannot.
         mfu: model FLOPs utilization, a fraction.
         by_axis: (axis of the layout, seconds on its wire, hidden or not).
-        bubble: idle time of the pipeline over its work, a fraction; it is part of the compute and exposed seconds.
+        bubble: what the pipeline wastes over its work, a fraction; it is part of the compute and exposed seconds.
     """
 
     model: Model
@@ -240,6 +240,18 @@ def of_kind(model: Model, *layouts: Layout) -> None:
             )
 
 
+def listed(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates as a list; refuses all else."""
+    check_kind("planner", "candidates", candidates, (ITERABLE,))
+    candidates = list(candidates)
+    for each in candidates:
+        if not isinstance(each, Candidate):
+            raise TypeError(
+                f"planner: candidates must be of type Candidate; got {each!r}. Pass what search or estimate returned."
+            )
+    return candidates
+
+
 def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
     """Candidates as aligned text: memory in GB (10^9 bytes) per device, times in ms per step, MFU in percent.
 
@@ -259,14 +271,8 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
         >>> print(sk.planner.table(found[:2]))
         data  fsdp  tensor  accumulate ...
     """
-    check_kind("planner", "candidates", candidates, (ITERABLE,))
     check_kind("planner", "names", names, (ITERABLE,))
-    candidates, names = list(candidates), list(names)
-    for each in candidates:
-        if not isinstance(each, Candidate):
-            raise TypeError(
-                f"planner: candidates must be of type Candidate; got {each!r}. Pass what search or estimate returned."
-            )
+    candidates, names = listed(candidates), list(names)
     if names and len(names) != len(candidates):
         raise ValueError(
             f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Pass as many, or none."

@@ -155,6 +155,7 @@ def check(
     *ways, batch, sequence = checks.whole("planner", **sizes, batch=batch, sequence=sequence)
     whole: dict[str, Any] = dict(zip(sizes, ways, strict=True))
     layout = layout._replace(**whole)
+    check_most(batch=batch, sequence=sequence)
     checks.one_of("planner", "remat", layout.remat, REMAT)
     check_shares(memory_share=memory_share, efficiency=efficiency)
     if batch % layout.parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shardkit.planner.candidates import REMAT, Candidate, Layout, gigabytes
+from shardkit.planner.candidates import REMAT, Candidate, Layout, gigabytes, listed
 
 Judge = Callable[[Layout], Candidate]  # `estimate` with all but the layout
 _BAR = 24  # characters of the longest bar
@@ -27,8 +27,19 @@ def explain(best: Candidate, judge: Judge) -> str:
         >>> print(sk.planner.explain(best, lambda layout: sk.planner.estimate(model, layout, **job)))
         compute binds: ...
     """
-    lines = [_binds(best), *_changes(best, judge), "", "the usual layouts, in seconds per step:"]
-    rows: list[tuple[str, Candidate | str]] = [("this layout", best), *_usual(best.layout, judge)]
+    [best] = listed([best])
+    if not callable(judge):
+        raise TypeError(
+            f"planner: judge must be a function of a layout; got {judge!r}. Pass for example partial(planner.estimate, "
+            "model, chip='v5e', batch=256, sequence=4096)."
+        )
+
+    def judged(layout: Layout) -> Candidate:
+        [found] = listed([judge(layout)])
+        return found
+
+    lines = [_binds(best), *_changes(best, judged), "", "the usual layouts, in seconds per step:"]
+    rows: list[tuple[str, Candidate | str]] = [("this layout", best), *_usual(best.layout, judged)]
     known = [each for _, each in rows if isinstance(each, Candidate)]
     longest, wide = max(each.seconds for each in known), max(len(name) for name, _ in rows)
     for name, each in rows:
@@ -44,7 +55,7 @@ def explain(best: Candidate, judge: Judge) -> str:
 def _binds(c: Candidate) -> str:
     """The largest part of the step, and how full the memory is."""
     compute = f"compute {c.compute_seconds:.2f} s"
-    compute += f" ({c.bubble:.0%} more than without idle stages)" if c.bubble else ""
+    compute += f" ({c.bubble:.0%} more than without the pipeline's waste)" if c.bubble else ""
     hidden = f"hidden communication {c.hidden_seconds:.2f} s"
     exposed = f"exposed communication {c.exposed_seconds:.2f} s"
     named = ", ".join(f"{axis} {seconds:.2f} s" for axis, seconds in c.by_axis if seconds >= 0.005)

@@ -16,8 +16,9 @@ from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
+from shardkit._arguments.typed import ITERABLE, check_kind
 from shardkit.planner.axes import why_not
-from shardkit.planner.candidates import REMAT, Candidate, Layout
+from shardkit.planner.candidates import REMAT, Candidate, Layout, listed
 from shardkit.planner.counted import Counted, search_counted
 from shardkit.planner.estimate import check, check_most, judged, tensor_divides
 from shardkit.planner.model import Model
@@ -58,7 +59,7 @@ def search(
     Example:
         >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
         >>> print(sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)[0].layout)
-        data=1 fsdp=32 tensor=2 accumulate=8 remat=selective
+        data=1 fsdp=8 tensor=4 accumulate=16 remat=none context=2
     """
     if isinstance(model, Counted):
         if sequence is not None:
@@ -88,10 +89,10 @@ def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
         >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
         >>> found = sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)
         >>> [sorted(each.layout.axes) for each in sk.planner.kinds(found)][:2]
-        [['fsdp', 'model'], ['fsdp']]
+        [['context', 'fsdp', 'model'], ['fsdp', 'model']]
     """
     first: dict[frozenset[str], Candidate] = {}
-    for candidate in candidates:
+    for candidate in listed(candidates):
         used = set(candidate.layout.axes)
         first.setdefault(frozenset(used - {"data"} if "fsdp" in used else used), candidate)
     return list(first.values())
@@ -114,6 +115,7 @@ def layouts(
     """Every layout of the model on that many chips: the ways that divide the chips, the model and the batch."""
     it = cost.chip(chip)
     check_most(chips=chips, batch=batch)
+    check_kind("planner", "axes", axes, (ITERABLE,))
     for axis in axes:
         checks.one_of("planner", "axes", axis, AXES)
     for data, fsdp, tensor, context, expert, stage in _ways(chips, [axis in axes for axis in AXES]):

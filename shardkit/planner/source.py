@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from shardkit._arguments import checks
 from shardkit.models import transformer
-from shardkit.planner.candidates import Candidate
+from shardkit.planner.candidates import Candidate, listed
 from shardkit.planner.counted import CountedCandidate
 
 
@@ -29,12 +30,14 @@ def source_of(candidate: Candidate, *, batch: int = 0, sequence: int = 0) -> str
         >>> print(sk.planner.source_of(best, batch=16, sequence=128))
         \"\"\"data=...
     """
+    [candidate] = listed([candidate])
     if isinstance(candidate, CountedCandidate):
         ways = candidate.layout
         plan = f'sk.{ways.plan}("data")'
         if ways.plan == "layerwise":
             plan = f'sk.fsdp("data", layerwise={candidate.model.layerwise!r})'
         return _COUNTED.format(layout=ways, plan=plan, data=ways.data, accumulate=ways.accumulate)
+    batch, sequence = checks.whole("planner", batch=batch, sequence=sequence)
     layout, config = candidate.layout, candidate.config()
     default = transformer.Config()
     sizes = {name: getattr(config, name) for name in vars(default)}
@@ -84,6 +87,7 @@ import jax.numpy as jnp
 import optax
 
 import shardkit as sk
+from shardkit._arguments import checks
 from shardkit.models import transformer
 
 CONFIG = {config}

@@ -172,6 +172,7 @@ def builders():
     fresh = itertools.count()
     model = planner.Model(8, 64, 4, vocabulary=256)
     place = {"chip": "v5e", "batch": 64, "sequence": 128}
+    found = planner.estimate(model, planner.Layout(data=8), **place)
     rooms = {"batch": 1, "sequence": 8, "hidden": 8}
     traced = {"fn": lambda x: x + 1, "args": (ones(4),)}
     placed = {"tree": batch, "mesh": mesh, "spec": P("data")}
@@ -244,6 +245,9 @@ def builders():
             {"loss_fn": lambda params, batch, keys: jnp.sum(batch @ params), "params": ones(4), "batch": ones(2, 4)},
         ),
         (planner.table, {"candidates": []}),
+        (planner.kinds, {"candidates": []}),
+        (planner.explain, {"best": found, "judge": lambda layout: found}),
+        (planner.source_of, {"candidate": found, "batch": 64, "sequence": 128}),
         (cost.activation_memory, rooms | {"heads": 2}),
         (cost.model_activation_memory, rooms | {"layers": 2, "heads": 2}),
         (cost.bubble, {"stages": 2, "microbatches": 4}),
