@@ -24,12 +24,11 @@ from shardkit.cli.output import WithJson, console, write_json, writing
 from shardkit.cli.target import TargetError, load
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
+from shardkit.planner.search import AXES
 
 EXAMPLES = {
     "shardkit plan --model 70b --chip v5p --chips 512 --batch 4M-tokens": "which layouts fit, and why?",
-    "shardkit plan --model config.json --chip h100 --chips 64 --batch 256 --compile 1 --emit train_plan.py": (
-        "compile the best, and write it as a module"
-    ),
+    "shardkit plan --model 8b --chip v5e --chips 64 --batch 256 --emit plan.py": "write the first as a module",
 }
 MODELS = {  # Llama 3
     "8b": planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
@@ -54,7 +53,7 @@ class Options(WithJson):
     """Sequences (or examples) per step over all chips; or tokens, as 4M-tokens, where M is 2^20."""
     sequence: int = 4096
     """Tokens per sequence of a transformer."""
-    axes: tuple[str, ...] = planner.AXES
+    axes: tuple[str, ...] = AXES
     """Axes that may have more than one way, of a transformer."""
     rows: int = 10
     """Layouts to show, each using other axes than those before it."""

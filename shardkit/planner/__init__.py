@@ -11,11 +11,10 @@ from shardkit.planner.counted import counted
 from shardkit.planner.estimate import estimate
 from shardkit.planner.model import Model
 from shardkit.planner.reasons import explain
-from shardkit.planner.search import AXES, kinds, search
+from shardkit.planner.search import kinds, search
 from shardkit.planner.source import source_of
 
 __all__ = [
-    "AXES",
     "Advice",
     "Candidate",
     "Layout",
