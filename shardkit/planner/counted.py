@@ -78,6 +78,9 @@ class Ways(NamedTuple):
         """The size of the mesh axis "data"."""
         return {"data": self.data}
 
+    def __str__(self) -> str:
+        return f"plan={self.plan} data={self.data} accumulate={self.accumulate}"
+
 
 class CountedCandidate(Candidate):
     """A layout of a counted model, and its estimate."""

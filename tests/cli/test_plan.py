@@ -16,9 +16,18 @@ from shardkit.testing import Row
 from shardkit.testing.exact.law import equal_for_all_inputs
 from shardkit.testing.one_device import Reference, Training
 from shardkit.testing.program import Program
+from support.compilers import tpu
 from support.refusals import value_error
 
 SMALL = Model(layers=2, hidden=16, heads=4, kv_heads=2, ffn=32, vocabulary=32)
+OWN = """
+import jax.numpy as jnp
+import shardkit as sk
+
+def make():
+    loss_fn = lambda params, batch, keys: sk.Mean.of(jnp.tanh(batch @ params))
+    return loss_fn, jnp.ones((128, 64)), jnp.ones((4, 128))
+"""
 LARGE = {"model": "70b", "chip": "v5p", "chips": 512, "batch": "4M-tokens"}
 
 
@@ -30,7 +39,7 @@ def large(tmp_path_factory):
     return files
 
 
-# Catches options of the plan, the schedule or the model that the written module loses: its training is one device's.
+# proves N35 in part: the module that is written trains as one device. Catches what it loses of plan, schedule and model
 @pytest.mark.parametrize(
     "layout",
     [
@@ -76,6 +85,24 @@ def test_it_writes_the_first_row_as_a_module(large):
     _, state, batch = module["make"]()
     assert module["MESH"] == json.loads(large["json"].read_text())["rows"][0]["axes"]
     assert batch["tokens"].shape == (1024, 4096) and sum(x.size for x in jax.tree.leaves(state.params)) > 70e9
+
+
+# Catches a module that the compiler is not given, a topology of another shape, and a model of another config.json.
+@tpu
+@pytest.mark.parametrize("of", ["config.json", "FILE.py:FUNCTION"])
+def test_the_compilers_word_stands_beside(of, tmp_path, capsys):
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_attention_heads": 4, "vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(OWN)
+    model = str(tmp_path / "config.json") if of == "config.json" else f"{tmp_path / 'own.py'}:make"
+    job = {"chip": "v5e", "chips": 8, "batch": "16", "sequence": 128, "axes": ("fsdp",)}
+    with jax.numpy_dtype_promotion("standard"):  # as users have it: adamw counts in integers
+        assert plan(Options(model=model, **job, compile=1, json=tmp_path / "plan.json")) == 0
+    layout = "data=1 fsdp=8" if of == "config.json" else "plan=fsdp data=8"
+    assert f"compiling 1 of 1 for v5e:2x4: {layout}" in (out := capsys.readouterr().out) and "predicted" in out
+    first = json.loads((tmp_path / "plan.json").read_text())["rows"][0]
+    assert first["compiled"]["fits"] and first["compiled"]["needed"] > 0 and first["axes"] in ({"fsdp": 8}, {"data": 8})
 
 
 def test_nothing_fits(capsys):

@@ -39,7 +39,7 @@ def brute_force(model, chip, chips, batch, sequence):
     return found
 
 
-# proves F85 in part: the search is exhaustive
+# proves N34, F85 in part: the search is exhaustive over all axes but experts
 @settings(max_examples=10, deadline=None)
 @given(
     chip=st.sampled_from(["v5e", "v5p", "h100"]),
