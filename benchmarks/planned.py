@@ -10,8 +10,6 @@ Rows in the file of results are not compiled again; the prediction beside them i
 from __future__ import annotations
 
 import argparse
-import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -106,19 +104,14 @@ def rows() -> Iterator[Row]:
 def compiled(row: Row) -> dict[str, Any]:
     """What the compiler says of the row, as a record."""
     step, args = row.step()
-    with tempfile.TemporaryDirectory() as folder:
-        tpu = sk.aot.parse_topology(row.topology).platform == "tpu"
-        options = {"xla_dump_to": folder} if tpu else None
-        report = sk.aot.compile(step, args, topology=row.topology, options=options)
-        total = allocated(Path(folder))
+    report = sk.aot.compile(step, args, topology=row.topology)
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "benchmark": "planned", "row": row.topology}
     record |= {"case": row.name, "fits": report.fits, "versions": report.versions, "environment": bench.environment()}
     if report.memory is None:
         return record | {"needed": report.needed, "available": report.available}
     return record | {
         "held": report.memory.held,
-        "peak": total or report.memory.peak,
-        "reported": report.memory.peak,
+        "peak": report.memory.peak,
         "sent": float(report.sent()),
         "written": float(report.census.sent()),
         "flops": report.compute.flops,
@@ -128,16 +121,6 @@ def compiled(row: Row) -> dict[str, Any]:
         "exposed_seconds": report.exposed_seconds,
         "compile_seconds": report.compile_seconds,
     }
-
-
-def allocated(dump: Path) -> int:
-    """The device memory of a program by the TPU compiler's own account, arguments included; 0 without one.
-
-    The temporary memory that libtpu 0.0.42 tells jax, and `aot` reports, has some stacks of a loop twice: it makes
-    15.92 GiB of a program that the compiler places in 14.91 and accepts for 15.75.
-    """
-    texts = [path.read_text() for path in dump.glob("*memory-usage-report.txt")]
-    return max((int(size) for text in texts for size in re.findall(r"(?m)^Total bytes: (\d+)", text)), default=0)
 
 
 def stored(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
