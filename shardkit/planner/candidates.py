@@ -299,4 +299,4 @@ def gigabytes(size: float) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}" if seconds >= 0.01 or not seconds else f"{1e3 * seconds:.2g}"
+    return f"{1e3 * seconds:.1f}" if seconds >= 1e-4 or not seconds else f"{1e3 * seconds:.2g}"
