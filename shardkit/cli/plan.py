@@ -24,7 +24,7 @@ from shardkit.cli.output import WithJson, console, write_json, writing
 from shardkit.cli.target import TargetError, load
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.search import AXES
+from shardkit.planner.search import AXES, layouts
 
 EXAMPLES = {
     "shardkit plan --model 70b --chip v5p --chips 512 --batch 4M-tokens": "which layouts fit, and why?",
@@ -121,7 +121,10 @@ def _of_transformer(o: Options, job: dict[str, Any]) -> Asked:
     if found:
         why = planner.explain(found[0], partial(planner.estimate, model, **job, **sizes))
     else:
-        why = str(planner.advise(model, planner.Layout(fsdp=chips), **job, **sizes))
+        every = layouts(model, chip=job["chip"], chips=chips, axes=o.axes, **sizes)
+        estimates = [planner.estimate(model, each, **job, **sizes) for each in every]
+        smallest = min(estimates, key=lambda each: each.bytes).layout
+        why = f"Nothing fits; the smallest is this.\n{planner.advise(model, smallest, **job, **sizes)}"
 
     def made(candidate: Candidate) -> tuple[Any, ...]:
         module: dict[str, Any] = {}

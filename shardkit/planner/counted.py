@@ -137,7 +137,7 @@ def counted(
         (512, 1024.0)
         >>> best = sk.planner.search(model, chip="v5e", chips=8, batch=64)[0]
         >>> print(best.layout, best.plan())
-        Ways(plan='dp', data=8, accumulate=1) dp('data')
+        plan=dp data=8 accumulate=1 dp('data')
     """
     if iterations is not None:
         checks.whole("counted", iterations=iterations)

@@ -72,7 +72,9 @@ def _sizes(model: Model, tensor: int, expert: int, batch: int, sequence: int) ->
     largest: float
     if experts:
         each = model.width if model.expert_ffn is None else model.expert_ffn
-        wide, largest = tokens * each * inner * (model.top_k + model.shared), model.experts / expert * hidden * each
+        # experts are whole over tensor ways, whose devices have tokens of their own
+        wide = tokens * each * inner * (model.top_k + model.shared) / tensor
+        largest = model.experts / expert * hidden * each
     else:
         wide, largest = tokens * model.width * inner / tensor, hidden * model.width / tensor
     return Sizes(

@@ -107,7 +107,8 @@ def test_the_compilers_word_stands_beside(of, tmp_path, capsys):
 
 def test_nothing_fits(capsys):
     assert plan(Options(**LARGE | {"chips": 8, "batch": "8"})) == 1
-    assert "does not fit" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Nothing fits; the smallest is this." in out and " does not fit: " in out and "\nchips " in out
 
 
 @pytest.mark.parametrize(
