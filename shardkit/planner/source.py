@@ -87,7 +87,6 @@ import jax.numpy as jnp
 import optax
 
 import shardkit as sk
-from shardkit._arguments import checks
 from shardkit.models import transformer
 
 CONFIG = {config}

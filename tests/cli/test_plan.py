@@ -53,6 +53,7 @@ def test_the_module_that_is_written_trains_as_one_device(layout):
     found = planner.estimate(SMALL, layout, chip="v5e", batch=16, sequence=8)
     module = {}
     exec(planner.source_of(found, batch=16, sequence=8), module)
+    assert "._" not in planner.source_of(found, batch=16, sequence=8)  # it imports what is public
     assert module["MESH"] == layout.axes and str(module["PLAN"]) == str(found.plan())
     row = Row(module["MESH"], module["PLAN"], accumulate=module["ACCUMULATE"])
     params = transformer.init(jax.random.key(0), module["CONFIG"])
