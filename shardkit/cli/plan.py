@@ -24,7 +24,7 @@ from shardkit.cli.output import WithJson, console, write_json, writing
 from shardkit.cli.target import TargetError, load
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.search import AXES, layouts
+from shardkit.planner.search import AXES, estimates
 
 EXAMPLES = {
     "shardkit plan --model 70b --chip v5p --chips 512 --batch 4M-tokens": "which layouts fit, and why?",
@@ -60,7 +60,7 @@ class Options(WithJson):
     efficiency: float = 1.0
     """Share of the chip's peak that matmuls reach."""
     links: Path | None = None
-    """Records of shardkit bench comm on your machine, over axes named data, fsdp and tensor."""
+    """Records of shardkit bench comm on your machine, over axes named as those of --axes."""
     compile: int = 0
     """How many of the layouts to compile with the chip's real compiler, which takes minutes for each."""
     emit: Path | None = None
@@ -121,9 +121,8 @@ def _of_transformer(o: Options, job: dict[str, Any]) -> Asked:
     if found:
         why = planner.explain(found[0], partial(planner.estimate, model, **job, **sizes))
     else:
-        every = layouts(model, chip=job["chip"], chips=chips, axes=o.axes, **sizes)
-        estimates = [planner.estimate(model, each, **job, **sizes) for each in every]
-        smallest = min(estimates, key=lambda each: each.bytes).layout
+        every = estimates(model, chips=chips, axes=o.axes, **job, **sizes)
+        smallest = min(every, key=lambda each: each.bytes).layout
         why = f"Nothing fits; the smallest is this.\n{planner.advise(model, smallest, **job, **sizes)}"
 
     def made(candidate: Candidate) -> tuple[Any, ...]:

@@ -19,20 +19,17 @@ from shardkit._arguments.checks import either, quoted, spelled
 from shardkit.cli.train_options import TrainOptions
 from shardkit.meshes.simulated import offer_cpu_devices
 from shardkit.models import transformer
+from shardkit.planner.candidates import INSIDE, PLANS, grad_fn_of
 from shardkit.schedules import Schedule
 
 _PLANS: dict[str, Callable[[str], sk.Plan]] = {
-    "data": sk.dp,
-    "fsdp": partial(sk.fsdp, layerwise=("layers",)),
+    **PLANS,
     "zero1": sk.zero1,
     "zero2": partial(sk.zero2, layerwise=("layers",)),
-    "context": sk.cp,
     "ulysses": sk.cp,
-    "expert": sk.ep,
     "stage": sk.pp,
 }
 AXES = (*_PLANS, "model")
-_INSIDE = ("model", "context", "ulysses", "expert", "stage")  # axes over which the model itself communicates
 _OF_EXAMPLES = ("data", "fsdp", "zero1", "zero2", "expert")  # axes that split the examples of a batch
 _BUILDERS = {name: each for name in schedules.__all__ if inspect.isfunction(each := getattr(schedules, name))}
 _CHUNKED = tuple(name for name, each in _BUILDERS.items() if "chunks" in inspect.signature(each).parameters)
@@ -96,16 +93,14 @@ def model_of(o: TrainOptions, sizes: Mapping[str, int]) -> PlannedModel:
     if "model" in sizes:
         rules = transformer.tensor_rules(config, "model", sizes["model"])
         plans.append(sk.tp("model", rules, sequence=o.sequence))
-    inside: dict[str, Any] = {axis: axis for axis in _INSIDE if axis in sizes}
+    inside: dict[str, Any] = {axis: axis for axis in (*INSIDE, "ulysses") if axis in sizes}
     axes = transformer.Axes(**inside, sequence=o.sequence)
     if schedule is None:
-        loss_fn = transformer.loss_fn(config, axes)
-        return PlannedModel(config, sk.chain(*plans), None, sk.value_and_grad(loss_fn), loss_fn)
-    embed, stage, head = transformer.pieces(config, axes)
-    pipe = sk.pipeline(schedule, "stage")
-    grad_fn = transformer.in_order(pipe.value_and_grad(embed, stage, head, layer_numbers=True), axes)
-    piped = transformer.in_order(pipe.loss(embed, stage, head, layer_numbers=True), axes)
-    return PlannedModel(config, sk.chain(*plans), schedule, grad_fn, piped)
+        loss_fn: Any = transformer.loss_fn(config, axes)
+    else:
+        pieces = transformer.pieces(config, axes)
+        loss_fn = transformer.in_order(sk.pipeline(schedule, "stage").loss(*pieces, layer_numbers=True), axes)
+    return PlannedModel(config, sk.chain(*plans), schedule, grad_fn_of(config, axes, schedule), loss_fn)
 
 
 def schedule_of(o: TrainOptions, sizes: Mapping[str, int]) -> Schedule | None:

@@ -9,7 +9,7 @@ from shardkit import cost
 from shardkit.planner.candidates import REMAT, Candidate, Layout, gigabytes, table
 from shardkit.planner.estimate import estimate
 from shardkit.planner.model import Model
-from shardkit.planner.search import layouts, ranked
+from shardkit.planner.search import estimates, ranked
 
 _TARGET = 0.8  # share of the memory that the advised batch fills
 _MOST = 10**6  # sequences of a microbatch
@@ -85,16 +85,12 @@ def advise(
         batch 16 fills 13.57 GB of 13.74 GB, the target of about 80% of the memory
     """
     job: Any = {"chip": chip, "batch": batch, "sequence": sequence, "links": links}
-
-    def judged(layout: Layout) -> Candidate:
-        return estimate(model, layout, memory_share=memory_share, efficiency=efficiency, **job)
+    job |= {"memory_share": memory_share, "efficiency": efficiency}
+    given = estimate(model, layout, **job)
 
     def fitting(chips: int) -> list[Candidate]:
-        axes = ("data", "fsdp", "tensor", "context")
-        every = layouts(model, chip=chip, chips=chips, batch=batch, sequence=sequence, axes=axes)
-        return ranked(map(judged, every))
+        return ranked(estimates(model, chips=chips, axes=("data", "fsdp", "tensor", "context"), **job))
 
-    given = judged(layout)
     found: list[tuple[str, Candidate]] = []
     if not given.fits:
         chips = layout.chips

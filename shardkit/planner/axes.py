@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -78,13 +79,11 @@ def with_axes(
     tokens = local * small.sequence
     times = small.model.layers * small.layout.accumulate  # layers that a device runs
 
-    def wire(axis: str, ways: int, stride: int, sent: float, messages: int) -> float:
+    def wire(axis: str, stride: int, sent: float, messages: int) -> float:
         """Seconds along an axis whose neighbours are `stride` chips apart; latency counts where it was measured."""
         if links is not None:
             return messages * links.of(axis).latency + sent / links.of(axis).bandwidth
-        if chip.torus or stride * ways <= chip.host:
-            return sent / cost.group_bandwidth(chip)
-        return sent / min(chip.link_bandwidth, chip.network_bandwidth * max(1, chip.host // stride))
+        return sent / bandwidth(chip, stride, layout.axes[axis], layout.chips, permute=axis != "expert")
 
     # what a device's tokens compare with tokens of one device, and with those of all of them
     once = work.attention(small.model, small.layout, chip, local, small.sequence, efficiency)
@@ -95,12 +94,12 @@ def with_axes(
     if context > 1:
         sizes: dict[str, Any] = {"batch": local, "sequence": small.sequence * context, "ways": context}
         ring = cost.context_volume(**sizes, hidden=width, kv_hidden=keys, gradient_bytes=4)
-        around = wire("context", context, tensor, ring.total, 3 * context)
+        around = wire("context", tensor, ring.total, 3 * context)
         by_axis["context"] = around * times
         exposed += max(0.0, around - attention) * times
     if expert > 1:
         sent = cost.expert_volume(tokens=tokens, hidden=model.hidden, ways=expert, top_k=model.top_k).total
-        by_axis["expert"] = wire("expert", expert, tensor * context, sent, 4 * (expert - 1)) * times
+        by_axis["expert"] = wire("expert", tensor * context, sent, 4 * (expert - 1)) * times
         exposed += by_axis["expert"]
     if stage > 1:
         idle, ticks, inputs = _pipelined(stage, layout.microbatches, layout.chunks)
@@ -109,7 +108,7 @@ def with_axes(
         forward = tokens * small.model.flops(small.sequence * context) / (tensor * chip.flops * efficiency)
         compute = (compute + forward * small.layout.accumulate) * (1 + idle)
         moves = 2 * ticks * layout.accumulate
-        by_axis["stage"] = wire("stage", stage, layout.chips // stage, moves * value, moves)
+        by_axis["stage"] = wire("stage", layout.chips // stage, moves * value, moves)
         exposed = exposed * (1 + idle) + by_axis["stage"]
     return found._replace(
         activation_bytes=kept,
@@ -118,6 +117,21 @@ def with_axes(
         by_axis=tuple(by_axis.items()),
         bubble=idle,
     )
+
+
+def bandwidth(chip: cost.Chip, stride: int, ways: int, chips: int, permute: bool = False) -> float:
+    """Bytes/s that a chip sends in a group of so many ways, whose neighbours are `stride` chips apart.
+
+    As for `aot`: a permute takes one direction of one link, or one network adapter.
+    """
+    if chip.torus:
+        side = chips ** (1 / chip.torus)
+        dims = math.ceil(math.log(ways, side) - 1e-9) if ways > 1 else 1
+        return chip.link_bandwidth if permute else cost.group_bandwidth(chip, min(dims, chip.torus))
+    if stride * ways <= chip.host:
+        return chip.link_bandwidth
+    together = 1 if permute else max(1, chip.host // stride)
+    return min(chip.link_bandwidth, chip.network_bandwidth * together)
 
 
 @lru_cache(maxsize=4096)

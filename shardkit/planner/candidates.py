@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,11 @@ from shardkit.strategies.zero import fsdp
 # The sizes that models.transformer has as they are by default.
 _OURS = ("gated", "head_size", "expert_ffn", "shared", "dense", "attention", "extra")
 REMAT = ("none", "selective", "full")
+INSIDE = ("model", "context", "expert", "stage")  # mesh axes over which the model itself communicates
+# The plan of each mesh axis that needs no more than its name, of parameters with a stack "layers".
+PLANS: Mapping[str, Callable[[str], Plan]] = MappingProxyType(
+    {"data": dp, "fsdp": partial(fsdp, layerwise=("layers",)), "expert": ep, "context": cp}
+)
 
 
 class Layout(NamedTuple):
@@ -113,7 +120,8 @@ class Candidate(NamedTuple):
         usable_bytes: the usable share of the chip's memory.
         compute_seconds: time of compute.
         hidden_seconds: time of FSDP and data-parallel communication, which can overlap with compute.
-        exposed_seconds: time of tensor-parallel communication, which cannot.
+        exposed_seconds: time of what a layer or a stage waits for, which cannot: of tensor ways, experts, stages, and
+            of a ring that takes longer than its attention.
         mfu: model FLOPs utilization, a fraction.
         by_axis: (axis of the layout, seconds on its wire, hidden or not).
         bubble: what the pipeline wastes over its work, a fraction; it is part of the compute and exposed seconds.
@@ -151,7 +159,7 @@ class Candidate(NamedTuple):
         return make_mesh(devices, **self.layout.axes)
 
     def plan(self, rules: Any = None) -> Plan:
-        """The plan of the layout: dp over "data", fsdp layer by layer over "fsdp", tp over "model".
+        """The plan of the layout: that of `PLANS` for each axis, tp over "model", and the pipeline's over "stage".
 
         Args:
             rules: as for `tp`, of a model of your own; None: those of `models.transformer`.
@@ -169,15 +177,8 @@ class Candidate(NamedTuple):
             ... )
             >>> state = init(lambda key: sk.models.transformer.init(key, best.config()), jax.random.key(0))
         """
-        layout, plans = self.layout, []
-        if layout.data > 1 or layout.chips == 1:
-            plans.append(dp("data"))
-        if layout.fsdp > 1:
-            plans.append(fsdp("fsdp", layerwise=("layers",)))
-        if layout.expert > 1:
-            plans.append(ep("expert"))
-        if layout.context > 1:
-            plans.append(cp("context"))
+        layout = self.layout
+        plans = [PLANS[axis](axis) for axis in layout.axes if axis in PLANS]
         if layout.tensor > 1:
             rules = transformer.tensor_rules(self.config(), "model", layout.tensor) if rules is None else rules
             plans.append(tp("model", rules, sequence=True))
@@ -214,16 +215,16 @@ class Candidate(NamedTuple):
 
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""
-        config, schedule = self.config(), self.layout.schedule
-        inside: dict[str, Any] = {
-            name: name for name in ("model", "context", "expert", "stage") if name in self.layout.axes
-        }
-        axes = transformer.Axes(**inside, sequence="model" in inside)
-        if schedule is None:
-            return value_and_grad(transformer.loss_fn(config, axes))
-        pipe = pipeline(schedule, "stage")
-        grad_fn = pipe.value_and_grad(*transformer.pieces(config, axes), layer_numbers=True)
-        return transformer.in_order(grad_fn, axes)
+        inside: dict[str, Any] = {axis: axis for axis in INSIDE if axis in self.layout.axes}
+        return grad_fn_of(self.config(), transformer.Axes(**inside, sequence="model" in inside), self.layout.schedule)
+
+
+def grad_fn_of(config: transformer.Config, axes: transformer.Axes, schedule: Schedule | None) -> GradFn:
+    """The GradFn of `models.transformer` over these axes, of a pipeline over "stage" if there is a schedule."""
+    if schedule is None:
+        return value_and_grad(transformer.loss_fn(config, axes))
+    pieces = transformer.pieces(config, axes)
+    return transformer.in_order(pipeline(schedule, "stage").value_and_grad(*pieces, layer_numbers=True), axes)
 
 
 def of_kind(model: Model, *layouts: Layout) -> None:

@@ -26,8 +26,9 @@ from shardkit.meshes.mesh import abstract_mesh
 from shardkit.on_device.gradient import LossFn, value_and_grad
 from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.precision import Precision, precision_of
+from shardkit.planner.axes import bandwidth
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.estimate import bandwidth, check_most, check_shares
+from shardkit.planner.estimate import check_most, check_shares
 from shardkit.plans.dim_rules import in_subtrees
 from shardkit.plans.placement import is_layout
 from shardkit.plans.plan import Plan

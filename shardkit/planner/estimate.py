@@ -16,14 +16,13 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Real
 from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
 from shardkit.planner import memory, work
-from shardkit.planner.axes import one_device, why_not, with_axes
+from shardkit.planner.axes import bandwidth, one_device, why_not, with_axes
 from shardkit.planner.candidates import REMAT, Candidate, Layout, of_kind
 from shardkit.planner.model import Model
 
@@ -51,7 +50,7 @@ def estimate(
         sequence: tokens per sequence.
         memory_share: usable share of the chip's memory; the compiler and the allocator need the rest.
         efficiency: share of the peak that matmuls reach.
-        links: as measured (`bench.links`), of the axes "data", "fsdp" and "tensor"; None: as published for the chip.
+        links: as measured (`bench.links`), of the axes of `Layout` by name; None: as published for the chip.
 
     Returns:
         Candidate, in bytes and seconds.
@@ -133,17 +132,6 @@ def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, f
     return {
         name: messages[name] * links.of(name).latency + size / links.of(name).bandwidth for name, size in sent.items()
     }
-
-
-def bandwidth(chip: cost.Chip, stride: int, ways: int, chips: int) -> float:
-    """Bytes/s that a chip sends in a group of so many ways, whose neighbours are `stride` chips apart."""
-    if chip.torus:
-        side = chips ** (1 / chip.torus)
-        dims = math.ceil(math.log(ways, side) - 1e-9) if ways > 1 else 1
-        return cost.group_bandwidth(chip, min(dims, chip.torus))
-    if stride * ways <= chip.host:
-        return chip.link_bandwidth
-    return min(chip.link_bandwidth, chip.network_bandwidth * max(1, chip.host // stride))
 
 
 def check(

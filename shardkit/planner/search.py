@@ -40,7 +40,7 @@ def search(
     efficiency: float = 1.0,
     links: cost.Links | None = None,
 ) -> list[Candidate]:
-    """Every layout that fits, the fastest first.
+    """Every layout that fits, the fastest first; of pipelines those of up to 8 microbatches a stage, and 4 chunks.
 
     Args:
         model: the sizes of a transformer; or any model, as `counted` returns it, whose layouts are dp, zero1 and fsdp.
@@ -69,11 +69,8 @@ def search(
             )
         return search_counted(model, cost.chip(chip), chips, batch, memory_share, efficiency, links)
     at: Any = sequence  # None is refused
-    _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, at, memory_share, efficiency)
-    [chips] = checks.whole("planner", chips=chips)
-    it = cost.chip(chip)
-    every = layouts(model, chip=it, chips=chips, batch=batch, sequence=sequence, axes=axes)
-    found = [judged(model, each, it, batch, sequence, memory_share, efficiency, links) for each in every]
+    job: Any = {"chip": chip, "chips": chips, "batch": batch, "sequence": at, "axes": axes}
+    found = estimates(model, **job, memory_share=memory_share, efficiency=efficiency, links=links)
     if not found:
         raise ValueError(
             f"planner: a layout must divide the chips, the model and the batch, and none does; got {chips} chips, "
@@ -96,6 +93,26 @@ def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
         used = set(candidate.layout.axes)
         first.setdefault(frozenset(used - {"data"} if "fsdp" in used else used), candidate)
     return list(first.values())
+
+
+def estimates(
+    model: Model,
+    *,
+    chip: str | cost.Chip,
+    chips: int,
+    batch: int,
+    sequence: int,
+    axes: Collection[str] = AXES,
+    memory_share: float = 0.9,
+    efficiency: float = 1.0,
+    links: cost.Links | None = None,
+) -> list[Candidate]:
+    """Every layout that divides, whether it fits or not; arguments as for `search`."""
+    it = cost.chip(chip)
+    _, batch, sequence = check(model, Layout(), it, batch, sequence, memory_share, efficiency)
+    [chips] = checks.whole("planner", chips=chips)
+    every = layouts(model, chip=it, chips=chips, batch=batch, sequence=sequence, axes=axes)
+    return [judged(model, each, it, batch, sequence, memory_share, efficiency, links) for each in every]
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardkit._arguments import checks
 from shardkit.models import transformer
-from shardkit.planner.candidates import Candidate, listed
+from shardkit.planner.candidates import INSIDE, Candidate, listed
 from shardkit.planner.counted import CountedCandidate
 
 
@@ -42,24 +42,12 @@ def source_of(candidate: Candidate, *, batch: int = 0, sequence: int = 0) -> str
     default = transformer.Config()
     sizes = {name: getattr(config, name) for name in vars(default)}
     given = {name: value for name, value in sizes.items() if value != getattr(default, name)}
-    inside = [name for name in ("model", "context", "expert", "stage") if name in layout.axes]
-    axes = [f"{name}={name!r}" for name in inside] + (["sequence=True"] if "model" in inside else [])
-    schedule, plans, mesh = layout.schedule, [], list(layout.axes)
-    if layout.data > 1 or layout.chips == 1:
-        plans.append('sk.dp("data")')
-    if layout.fsdp > 1:
-        plans.append('sk.fsdp("fsdp", layerwise=("layers",))')
-    if layout.expert > 1:
-        plans.append('sk.ep("expert")')
-    if layout.context > 1:
-        plans.append('sk.cp("context")')
-    if layout.tensor > 1:
-        plans.append(f'sk.tp("model", transformer.tensor_rules(CONFIG, "model", {layout.tensor}), sequence=True)')
-    if schedule is not None:
-        plans.append("PIPELINE.plan")
+    inside = [axis for axis in INSIDE if axis in layout.axes]
+    axes = [f"{axis}={axis!r}" for axis in inside] + (["sequence=True"] if "model" in inside else [])
+    plans = [_PLANS[axis].format(ways=ways) for axis, ways in layout.axes.items()]
     pipeline = ""
     gradient = "sk.value_and_grad(transformer.loss_fn(CONFIG, AXES))"
-    if schedule is not None:
+    if (schedule := layout.schedule) is not None:
         sizes_of = [layout.stage, layout.microbatches] + ([layout.chunks] if layout.chunks > 1 else [])
         made = f"sk.schedules.{schedule.name}({', '.join(map(str, sizes_of))})"
         pipeline = f'PIPELINE = sk.pipeline({made}, "stage")\n'
@@ -70,7 +58,7 @@ def source_of(candidate: Candidate, *, batch: int = 0, sequence: int = 0) -> str
         layout=layout,
         config=f"transformer.Config(\n    {lines},\n)",
         axes=f"transformer.Axes({', '.join(axes)})",
-        mesh=", ".join(f"{name}={layout.axes[name]}" for name in mesh),
+        mesh=", ".join(f"{axis}={ways}" for axis, ways in layout.axes.items()),
         plan="sk.chain(\n    " + ",\n    ".join(plans) + ",\n)" if len(plans) > 1 else plans[0],
         pipeline=pipeline,
         gradient=gradient,
@@ -80,6 +68,14 @@ def source_of(candidate: Candidate, *, batch: int = 0, sequence: int = 0) -> str
     )
 
 
+_PLANS = {
+    "data": 'sk.dp("data")',
+    "fsdp": 'sk.fsdp("fsdp", layerwise=("layers",))',
+    "expert": 'sk.ep("expert")',
+    "context": 'sk.cp("context")',
+    "model": 'sk.tp("model", transformer.tensor_rules(CONFIG, "model", {ways}), sequence=True)',
+    "stage": "PIPELINE.plan",
+}
 _MODULE = '''"""{layout}"""
 
 import jax

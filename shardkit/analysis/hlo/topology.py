@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.experimental import topologies
 
-from shardkit._arguments import checks
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quoted, whole
 from shardkit._jax import backends
 from shardkit.cost import Chip, chips
 
@@ -77,7 +76,7 @@ def parse_topology(text: str) -> Topology:
 
 def topology_of(chip: str, count: int) -> Topology:
     """So many chips: the most cubic torus, or full hosts of GPUs; refuses a number that fills no hosts."""
-    [count] = checks.whole("topology", chips=count)
+    [count] = whole("topology", chips=count)
     host = chips[chip].host
     if count > _MOST or (chip in _GPU and count > host and count % host):
         rule = f"a multiple of the {host} of a host" if chip in _GPU else f"at most {_MOST:,}"
