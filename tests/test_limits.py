@@ -33,7 +33,7 @@ LIMITS = {
     "analysis": 6120,  # FLOPs and kept bytes of any traced loss, for planner and bench; what a step raises
     "bench": 2510,
     "cli": 2680,  # prove; what stood beside the package while that imported jax: the list of commands
-    "cost": 1460,
+    "cost": 1405,
     "jobs": 2100,
     "meshes": 1030,
     "models": 710,
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 47_530
+    assert sum(found.values()) <= 47_470
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

@@ -3,7 +3,7 @@
 Start with `collectives.py`. A new chip is one row in `hardware.py`. Imports argument checks only, and no jax arrays.
 """
 
-from shardkit.cost.activations import activation_memory, model_activation_memory
+from shardkit.cost.activations import activation_memory
 from shardkit.cost.collectives import Traffic, bus_factor, collective_time, wire
 from shardkit.cost.crossovers import Link, Links, bucket_bytes, links, ring_from, scatter_from
 from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
@@ -35,7 +35,6 @@ __all__ = [
     "group_bandwidth",
     "links",
     "mfu",
-    "model_activation_memory",
     "quantization_error",
     "quantized_bytes",
     "ring_from",

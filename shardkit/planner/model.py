@@ -118,26 +118,22 @@ class Model(NamedTuple):
         expert = column * (model.width if model.expert_ffn is None else model.expert_ffn)
         return used + model.hidden * model.experts + model.shared * expert, model.experts * expert  # with the router
 
-    def parameters(self, layers: int | None = None, vocabulary: int | None = None) -> int:
-        """The number of parameters, also with another number of layers (the last ones) or another vocabulary."""
+    def parameters(self) -> int:
+        """The number of parameters."""
         model = _checked(self)
-        [layers] = checks.whole("planner", layers=model.layers if layers is None else layers)
-        [vocabulary] = checks.count("planner", vocabulary=model.vocabulary if vocabulary is None else vocabulary)
-        dense = max(0, model.dense - (model.layers - layers))
-        stack = dense * sum(model.layer(0)) + (layers - dense) * sum(model.layer())
-        return stack + vocabulary * model.hidden * (1 if model.tied else 2) + model.hidden
+        stack = model.dense * sum(model.layer(0)) + (model.layers - model.dense) * sum(model.layer())
+        return stack + model.vocabulary * model.hidden * (1 if model.tied else 2) + model.hidden
 
     def active(self) -> int:
         """The parameters that one token uses: all but the experts to which it is not routed."""
         model = _checked(self)
         return model.parameters() - (model.layers - model.dense) * (model.layer()[1] - model._routed())
 
-    def flops(self, sequence: int, vocabulary: int | None = None) -> int:
+    def flops(self, sequence: int) -> int:
         """FLOPs of the forward pass for one token.
 
         Args:
             sequence: tokens per sequence, with all of which attention compares each; 0: without attention's scores.
-            vocabulary: another vocabulary; 0: without the output head.
 
         Example:
             >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
@@ -146,11 +142,10 @@ class Model(NamedTuple):
         """
         model = _checked(self)
         [sequence] = checks.count("planner", sequence=sequence)
-        [vocabulary] = checks.count("planner", vocabulary=model.vocabulary if vocabulary is None else vocabulary)
         weights = model.dense * model.layer(0)[0] + (model.layers - model.dense) * (model.layer()[0] + model._routed())
         weights -= model.layers * (2 * model.hidden + model.extra)
         scores = 2 * sequence * model.heads * model.head
-        return 2 * (weights + model.layers * scores + model.hidden * vocabulary)
+        return 2 * (weights + model.layers * scores + model.hidden * model.vocabulary)
 
     def _routed(self) -> int:
         """The weights of a layer's experts to which a token is routed."""

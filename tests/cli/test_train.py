@@ -76,7 +76,7 @@ def test_interrupting_ends_with_a_summary(corpus):
         (["data8"], "error: train: the mesh must be given as AXIS=SIZE; got 'data8'. Write for example data=8."),
         (
             ["dta=8"],
-            "error: train: the axis must be one of 'data', 'fsdp', 'zero1', 'zero2', 'context', 'ulysses', 'expert', "
+            "error: train: the axis must be one of 'data', 'fsdp', 'expert', 'context', 'zero1', 'zero2', 'ulysses', "
             "'stage', 'model'; got 'dta'. Write for example data=8.",
         ),
         (

@@ -65,7 +65,6 @@ def test_experts_and_layers_that_differ():
     assert v3.active() == 37_552_282_624 and v3.layer(0)[1] == v3.layer(2)[1] == 0 < v3.layer(3)[1]
     further = sum(v3.layer()) + 3 * 7168 + 2 * 7168**2 + 2 * 129280 * 7168
     assert v3.parameters() + further == 684_489_830_400
-    assert v3.parameters(1, 0) == sum(v3.layer()) + 7168 == v3.parameters(2, 0) - sum(v3.layer())
     # of a token's matmuls all active weights but the embedding and the norms; 128 heads of 192 and 128 are compared
     used = v3.active() - 129280 * 7168 - 61 * (2 * 7168 + 1536 + 512) - 7168
     assert v3.flops(0) == 2 * used and v3.flops(4096) - v3.flops(0) == 61 * 2 * 4096 * 128 * (192 + 128)

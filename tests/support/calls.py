@@ -249,7 +249,6 @@ def builders():
         (planner.explain, {"best": found, "judge": lambda layout: found}),
         (planner.source_of, {"candidate": found, "batch": 64, "sequence": 128}),
         (cost.activation_memory, rooms | {"heads": 2}),
-        (cost.model_activation_memory, rooms | {"layers": 2, "heads": 2}),
         (cost.bubble, {"stages": 2, "microbatches": 4}),
         (cost.bus_factor, {"op": "all_reduce", "n": 4}),
         (cost.chip, {"name": "v5e"}),
