@@ -17,6 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import shardkit as sk
 from shardkit import bench, cost, planner
+from shardkit._arguments import checks
 from shardkit.analysis import aot
 from shardkit.analysis.hlo.report import Report, size
 from shardkit.analysis.hlo.topology import device_of, topology_of
@@ -51,8 +52,8 @@ class Options(WithJson):
     """How many of them, all in one slice or cluster."""
     batch: str
     """Sequences (or examples) per step over all chips; or tokens, as 4M-tokens, where M is 2^20."""
-    sequence: int = 4096
-    """Tokens per sequence of a transformer."""
+    sequence: int | None = None
+    """Tokens per sequence of a transformer; 4096 if left out."""
     axes: tuple[str, ...] = AXES
     """Axes that may have more than one way, of a transformer."""
     rows: int = 10
@@ -74,6 +75,10 @@ def plan(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     1 if nothing fits.
     """
     o = options
+    checks.whole("plan", rows=o.rows)
+    checks.count("plan", compile=o.compile)
+    if str(o.emit) == str(o.json) == "-":
+        raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
     where = topology_of(cost.chip(o.chip).name, o.chips)
     # one device, of which a tpu7x has two
     job: dict[str, Any] = {"chip": device_of(where), "efficiency": o.efficiency, "chips": where.devices}
@@ -114,8 +119,8 @@ class Asked(NamedTuple):
 
 def _of_transformer(o: Options, job: dict[str, Any]) -> Asked:
     """The layouts of a transformer, by its sizes."""
-    model = _model(o.model)
-    sizes: dict[str, Any] = {"batch": _sequences(o.batch, o.sequence), "sequence": o.sequence}
+    model, sequence = _model(o.model), 4096 if o.sequence is None else o.sequence
+    sizes: dict[str, Any] = {"batch": _sequences(o.batch, sequence), "sequence": sequence}
     found = planner.kinds(planner.search(model, axes=o.axes, **job, **sizes))
     chips = job.pop("chips")
     if found:
@@ -130,12 +135,17 @@ def _of_transformer(o: Options, job: dict[str, Any]) -> Asked:
         exec(planner.source_of(candidate, **sizes), module)  # what is compiled is what --emit writes
         return module["make"]()
 
-    words = f"{model.parameters() / 1e9:.2f} billion parameters, {sizes['batch']:,} sequences of {o.sequence:,} tokens"
+    words = f"{model.parameters() / 1e9:.2f} billion parameters, {sizes['batch']:,} sequences of {sequence:,} tokens"
     return Asked(words, found, why, sizes, made)
 
 
 def _of_file(o: Options, job: dict[str, Any]) -> Asked:
     """The layouts of any model, counted from its loss."""
+    if o.sequence is not None or o.axes != AXES:
+        raise ValueError(
+            "plan: --sequence and --axes are of a transformer; got one for a model of your own, whose examples are "
+            "those of its batch, over one axis. Leave them out."
+        )
     loss_fn, arguments = load(o.model)
     if len(arguments) != 2:
         raise TargetError(

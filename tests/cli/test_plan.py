@@ -97,7 +97,8 @@ def test_the_compilers_word_stands_beside(of, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text(OWN)
     model = str(tmp_path / "config.json") if of == "config.json" else f"{tmp_path / 'own.py'}:make"
-    job = {"chip": "v5e", "chips": 8, "batch": "16", "sequence": 128, "axes": ("fsdp",)}
+    job = {"chip": "v5e", "chips": 8, "batch": "16"}
+    job |= {"sequence": 128, "axes": ("fsdp",)} if of == "config.json" else {}
     with jax.numpy_dtype_promotion("standard"):  # as users have it: adamw counts in integers
         assert plan(Options(model=model, **job, compile=1, json=tmp_path / "plan.json")) == 0
     layout = "data=1 fsdp=8" if of == "config.json" else "plan=fsdp data=8"
@@ -129,6 +130,17 @@ def test_nothing_fits(capsys):
             {"batch": "1k-tokens"},
             "plan: --batch must have at least one sequence; got 1k-tokens for sequences of 4096 tokens. Write more "
             "tokens or a smaller --sequence.",
+        ),
+        ({"rows": 0}, "plan: rows must be a whole number of at least 1; got 0. Pass rows=1 or more."),
+        ({"compile": -1}, "plan: compile must be a whole number of at least 0; got -1. Pass compile=0 or more."),
+        (
+            {"emit": "-", "json": "-"},
+            "plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.",
+        ),
+        (
+            {"model": "train.py:make", "sequence": 128},
+            "plan: --sequence and --axes are of a transformer; got one for a model of your own, whose examples are "
+            "those of its batch, over one axis. Leave them out.",
         ),
         (
             {"chips": 7},
