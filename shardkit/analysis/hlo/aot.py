@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,21 @@ from shardkit.analysis.hlo.topology import (
     parse_topology,
     topology_devices,
 )
+from shardkit.analysis.hlo.tuning import CompilerOptions, Option, Trial, Tuned, tried
 from shardkit.analysis.jaxpr.census import mesh_sizes, traceable
 
-__all__ = ["Topology", "build", "compile", "load", "parse_topology", "report_of", "topology_devices"]
+__all__ = [
+    "Topology",
+    "Trial",
+    "Tuned",
+    "build",
+    "compile",
+    "load",
+    "parse_topology",
+    "report_of",
+    "topology_devices",
+    "tune",
+]
 
 
 def compile(
@@ -85,6 +97,65 @@ def compile(
     """
     built = build(step, args, topology=topology, mesh=mesh, options=options, timeout=timeout)
     return built.report(parse_topology(topology))
+
+
+def tune(
+    step: Any,
+    args: Sequence[Any],
+    *,
+    topology: str,
+    options: Sequence[Mapping[str, Option]],
+    mesh: Any = None,
+    timeout: float = 1800.0,
+    on_trial: Callable[[Trial], Any] | None = None,
+) -> Tuned:
+    """Which options of the compiler make a step faster, by the time that its report models.
+
+    The step is compiled without options, then with each of `options` added to those that were kept before; they are
+    kept if the step is faster. So options that help only together belong in one mapping.
+
+    Args:
+        step, args, topology, mesh: as for `compile`.
+        options: what to try, in this order: mappings of names of compiler options to values.
+        timeout: time limit for each compilation, seconds.
+        on_trial: called with each `Trial` as soon as it is compiled.
+
+    Returns:
+        Tuned: `.trials`, the fastest first, and `.options`, those of the fastest; print it. Options that the compiler
+        refuses are a trial with its message.
+
+    Raises:
+        TypeError, ValueError: as for `compile`; options that are not a list or tuple of mappings.
+        RuntimeError: as for `compile`, of the step without options.
+
+    Cost: as many compilations as there are mappings, and one; the step is traced once.
+
+    Example:
+        together = {"xla_enable_async_all_gather": True, "xla_tpu_overlap_compute_collective_tc": True}
+        tuned = sk.aot.tune(step, args, topology="v5p:8x8x8", options=[together], on_trial=print)
+        print(tuned)
+    """
+    if not isinstance(options, list | tuple):
+        raise TypeError(
+            f"aot.tune: options must be a list of mappings, tried one after the other; got {type(options).__name__}. "
+            "Pass for example [{'xla_tpu_overlap_compute_collective_tc': True}]."
+        )
+    options = [_checked(each) for each in options]
+    where, traced = parse_topology(topology), _traced(step, args)
+
+    def compiled(chosen: CompilerOptions) -> Trial:
+        try:
+            built = build(traced, args, topology=topology, mesh=mesh, options=chosen, timeout=timeout)
+            trial = Trial(chosen, built.report(where))
+        except RuntimeError as error:
+            if not chosen:
+                raise
+            trial = Trial(chosen, None, str(error))
+        if on_trial is not None:
+            on_trial(trial)
+        return trial
+
+    return tried(compiled, options)
 
 
 def build(

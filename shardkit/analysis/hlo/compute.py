@@ -27,7 +27,8 @@ from shardkit.cost import Chip, group_bandwidth
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _KERNELS = re.compile(r"tpu_custom_call|__cublas|__cudnn|__gpu\$xla\.gpu\.triton|triton_kernel|mosaic_gpu")
-_COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-all", "async-", "send", "recv")
+_MOVED = ("copy-done", "all-", "reduce-scatter", "collective-", "ragged-all", "async-", "send", "recv")
+_HALVES = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # of an asynchronous collective, in fusions
 
 
 class Work(NamedTuple):
@@ -63,7 +64,8 @@ class ModuleWork:
     """The work of a module's instructions; each computation is read once.
 
     The bytes are those of operands and result as a fused loop would move them: an operand that a fusion slices
-    counts as the slice. Collectives are not work.
+    counts as the slice. Collectives are not work, nor is an asynchronous copy between two memories of a device: its
+    bytes are those that its reader reads, or its writer has written.
     """
 
     def __init__(self, module: proto.Module, seconds: Callable[[int, int], float]):
@@ -85,7 +87,7 @@ class ModuleWork:
 
         Of a conditional's branches each figure is the largest: one may have the FLOPs and another the memory traffic.
         """
-        if each.opcode in _FREE or each.opcode.startswith(_COLLECTIVE):
+        if each.opcode in _FREE or _moves(each):
             return NO_WORK
         if each.opcode == "while":
             times = trip_count(self.module, computation, each, {})[0]
@@ -94,6 +96,10 @@ class ModuleWork:
             return Work._make(map(max, zip(*map(self.of_computation, each.calls), strict=True)))
         if each.opcode == "call":
             return self.of_computation(each.calls[0])
+        if each.opcode == "copy-start":
+            destination, source = each.shape.parts[:2]
+            size = destination.bytes + source.bytes if destination.space == source.space else 0
+            return Work(0, size, self.seconds(0, size))
         flops = self.flops(computation, each)
         size = _written(self.module, computation, each) + sum(
             self._read(computation, each, number) for number in range(len(each.operands))
@@ -114,6 +120,8 @@ class ModuleWork:
 
     def _read(self, computation: proto.Computation, each: proto.Instruction, number: int) -> int:
         """Bytes that an instruction reads of one operand."""
+        if _moves(each):  # in a fusion, beside the compute that hides it
+            return 0
         whole = computation.instructions[each.operands[number]].shape.bytes
         if each.opcode in _SLICES:
             return min(whole, each.shape.bytes) if number == 0 else 0
@@ -138,6 +146,8 @@ class ModuleWork:
 
 def _written(module: proto.Module, computation: proto.Computation, each: proto.Instruction) -> int:
     """Bytes that an instruction writes; an update in place writes what it updates."""
+    if _moves(each) or each.opcode == "parameter":  # a parameter that a fusion hands on
+        return 0
     if each.opcode == "fusion":
         inner = module.computations[each.calls[0]]
         return _written(module, inner, inner.instructions[inner.root])
@@ -146,6 +156,11 @@ def _written(module: proto.Module, computation: proto.Computation, each: proto.I
     if each.opcode in ("bitcast", "tuple"):  # the root of a fusion
         return sum(_written(module, computation, computation.instructions[o]) for o in each.operands)
     return each.shape.bytes
+
+
+def _moves(each: proto.Instruction) -> bool:
+    """Whether an instruction moves data between devices or memories, and does no work of its own."""
+    return each.opcode.startswith(_MOVED) or each.target in _HALVES
 
 
 def _convolution(each: proto.Instruction, left: proto.Shape, right: proto.Shape) -> int:

@@ -32,11 +32,12 @@ _BITS = {
 
 
 class Shape(NamedTuple):
-    """An array's or a tuple's shape; `type` is xla's PrimitiveType."""
+    """An array's or a tuple's shape; `type` is xla's PrimitiveType, `space` the memory: 0 is the device's large one."""
 
     type: int
     dims: tuple[int, ...]
     parts: tuple[Shape, ...] = ()
+    space: int = 0
 
     @property
     def bytes(self) -> int:
@@ -213,7 +214,8 @@ def _frames(index: Message, line: Callable[[Sequence[Frame]], str]) -> dict[int,
 @lru_cache(4096)  # a program has few shapes
 def _shape(data: bytes) -> Shape:
     f = message(data)
-    return Shape(integer(f, 2), integers(f, 3), tuple(map(_shape, f.get(4, ()))))
+    layout = message(f[5][0]) if 5 in f else {}
+    return Shape(integer(f, 2), integers(f, 3), tuple(map(_shape, f.get(4, ()))), integer(layout, 8))
 
 
 def _scalar(literal: Message) -> int | None:

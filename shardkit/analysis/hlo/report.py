@@ -81,6 +81,17 @@ class Report:
         """Seconds on the wire per call that no compute hides, by the model."""
         return sum(r.exposed * r.times for r in self.rows)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step by the model: its compute, and what no compute hides."""
+        return self.compute.seconds + self.exposed_seconds
+
+    @property
+    def utilization(self) -> float:
+        """The FLOPs of the compiled matmuls over what the chip could do in a step's seconds, a fraction."""
+        flops = device_of(parse_topology(self.topology)).flops
+        return self.compute.flops / flops / self.seconds if self.seconds else 0.0
+
     def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[CompiledRow, ...]:
         """The compiled collectives that use an axis and are of a kind."""
         return tuple(r for r in self.rows if axis in (None, *r.axes) and kind in (None, r.kind))
@@ -106,6 +117,7 @@ class Report:
         data["compute"] = self.compute._asdict()
         derived = {"needed": self.needed, "available": self.available, "differences": self.differences()}
         derived |= {"wire_seconds": self.wire_seconds, "exposed_seconds": self.exposed_seconds}
+        derived |= {"seconds": self.seconds, "utilization": self.utilization}
         if self.memory:
             derived |= {"held": self.memory.held, "peak": self.memory.peak}
         return json.dumps(data | {"derived": derived}, indent=1)
@@ -190,6 +202,9 @@ _FIGURES = {
         + (f", kernel calls not counted: {r.compute.kernels:,}" if r.compute.kernels else "")
     ),
     "wire": lambda r: f"{1e3 * r.wire_seconds:,.3f} ms, of which {1e3 * r.exposed_seconds:,.3f} ms exposed",
+    "step": lambda r: (
+        f"at least {1e3 * r.seconds:,.3f} ms, in which the matmuls take {r.utilization:.1%} of the chip's peak"
+    ),
     "compiled in": lambda r: (
         f"{r.compile_seconds:.1f} s after {r.lowering_seconds:.1f} s of lowering, {size(r.compiler_rss)}"
     ),
