@@ -64,6 +64,8 @@ class Options(WithJson):
     """Records of shardkit bench comm on your machine, over axes named as those of --axes."""
     compile: int = 0
     """How many of the layouts to compile with the chip's real compiler, which takes minutes for each."""
+    options: tuple[str, ...] = ()
+    """Options of the compiler, as name=value, such as sk.aot.tune finds: --compile uses them and --emit names them."""
     emit: Path | None = None
     """Write the first layout as a module that a training script imports."""
 
@@ -80,6 +82,7 @@ def plan(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     if str(o.emit) == str(o.json) == "-":
         raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
     where = topology_of(cost.chip(o.chip).name, o.chips)
+    compiler = dict(map(_option, o.options))
     # one device, of which a tpu7x has two
     job: dict[str, Any] = {"chip": device_of(where), "efficiency": o.efficiency, "chips": where.devices}
     job["links"] = None if o.links is None else bench.links(bench.read(o.links))
@@ -91,13 +94,13 @@ def plan(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         return 1
     shown = asked.found[: o.rows]
     print(planner.table(shown), asked.why, sep="\n\n")
-    reports = _compiled(shown[: o.compile], str(where), asked.made) if o.compile else []
+    reports = _compiled(shown[: o.compile], str(where), asked.made, compiler) if o.compile else []
     if reports:
         print()
         print(_beside(shown, reports))
     if o.emit is not None:
         with writing(o.emit) as out:
-            out.write(planner.source_of(shown[0], **asked.sizes))
+            out.write(planner.source_of(shown[0], **asked.sizes, options=compiler))
         if str(o.emit) != "-":
             print(f"\n{o.emit} has the first layout")
     rows = [_row(each) for each in shown]
@@ -211,8 +214,24 @@ def _sequences(text: str, sequence: int) -> int:
     return sequences
 
 
+def _option(text: str) -> tuple[str, bool | int | str]:
+    """An option of the compiler and its value, of "name=value"."""
+    name, _, value = text.partition("=")
+    if not (name and value):
+        raise ValueError(
+            f"plan: --options must be names with values; got {text!r}. Write for example "
+            "--options xla_enable_async_all_gather=true."
+        )
+    if value.lower() in ("true", "false"):
+        return name, value.lower() == "true"
+    return name, int(value) if re.fullmatch(r"-?\d{1,18}", value) else value
+
+
 def _compiled(
-    candidates: Sequence[Candidate], topology: str, made: Callable[[Candidate], tuple[Any, ...]]
+    candidates: Sequence[Candidate],
+    topology: str,
+    made: Callable[[Candidate], tuple[Any, ...]],
+    options: dict[str, Any],
 ) -> list[Report]:
     """The reports of the compiler on these candidates; a line on the terminal says which it is at."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -224,7 +243,7 @@ def _compiled(
             if not progress.console.is_terminal:
                 print(what, flush=True)
             step, *args = made(candidate)
-            reports.append(aot.compile(step, args, topology=topology))
+            reports.append(aot.compile(step, args, topology=topology, options=options))
             progress.remove_task(task)
     return reports
 

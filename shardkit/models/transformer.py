@@ -34,7 +34,7 @@ from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
 from shardkit.on_device.batch import token_axes
 from shardkit.on_device.gradient import Mean
 from shardkit.on_device.pipelines import Staged
-from shardkit.remat.layers import scan_layers
+from shardkit.remat.layers import gathered, scan_layers
 
 __all__ = [
     "ONE_DEVICE",
@@ -301,8 +301,12 @@ def apply(
         (1, 4, 256)
     """
     stream = run(params, {"tokens": tokens_bT}, config, keys_b, axes)
-    x_btD = rms_norm(stream.x, params["final_norm"], config.norm_epsilon)
-    return column_linear(x_btD, _head(params, config), axes.model, sequence=axes.sequence, impl=axes.impl)
+
+    def logits(last: Any, x_btD: jax.Array) -> jax.Array:
+        x_btD = rms_norm(x_btD, last["final_norm"], config.norm_epsilon)
+        return column_linear(x_btD, _head(last, config), axes.model, sequence=axes.sequence, impl=axes.impl)
+
+    return gathered(logits, keep=True)(_last(params, config), stream.x)
 
 
 @typed
@@ -358,7 +362,8 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
     def embed(shared: Any, batch: Any, keys_b: jax.Array | None) -> Stream:
         tokens_bT = _entry(batch, "tokens")
         check_tokens(axes, tokens_bT)
-        x_btD = vocab_embed(tokens_bT, shared["embed"], axes.model, sequence=axes.sequence)
+        lookup = partial(vocab_embed, tokens_bT, axis=axes.model, sequence=axes.sequence)
+        x_btD = gathered(lookup, keep=True)(shared["embed"])
         weights_bT = _weights(batch) if config.experts else None
         weights_bt = None if weights_bT is None else mine(weights_bT, 1)
         counts = [jnp.zeros((x_btD.shape[0], 2)) if config.experts else None for _ in range(2)]
@@ -376,10 +381,13 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
         return scan_layers(partial(_layer, config, axes, positions_T), layers, stream, **how)._replace(keys=None)
 
     def head(shared: Any, stream: Stream, batch: Any) -> tuple[Mean, dict[str, Mean]]:
-        check_split("vocabulary entries", _head(shared, config).shape[-1], config.vocabulary, axes)
-        x_btD, weights_bT = rms_norm(stream.x, shared["final_norm"], config.norm_epsilon), _weights(batch)
+        return gathered(loss, keep=True)(_last(shared, config), stream, batch)
+
+    def loss(last: Any, stream: Stream, batch: Any) -> tuple[Mean, dict[str, Mean]]:
+        check_split("vocabulary entries", _head(last, config).shape[-1], config.vocabulary, axes)
+        x_btD, weights_bT = rms_norm(stream.x, last["final_norm"], config.norm_epsilon), _weights(batch)
         nats_bT, hits_bT = vocab_cross_entropy_and_hits(
-            x_btD, _head(shared, config), _entry(batch, "targets"), axes.model, sequence=axes.sequence
+            x_btD, _head(last, config), _entry(batch, "targets"), axes.model, sequence=axes.sequence
         )
         assert weights_bT is not None  # there are targets
         mean = Mean.of(nats_bT, weights_bT)
@@ -492,6 +500,11 @@ def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         return function(params, batch, keys, **options)
 
     return ordered
+
+
+def _last(params: Any, config: Config) -> dict[str, Any]:
+    """The parameters after the last layer, which may be lazy leaves: they are whole where they are used alone."""
+    return {name: params[name] for name in ("final_norm", "embed" if config.tied else "head")}
 
 
 def _head(params: Any, config: Config) -> jax.Array:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardkit._arguments import checks
 from shardkit.models import transformer
 from shardkit.planner.candidates import INSIDE, Candidate, listed
 from shardkit.planner.counted import CountedCandidate
 
 
-def source_of(candidate: Candidate, *, batch: int = 0, sequence: int = 0) -> str:
+def source_of(
+    candidate: Candidate,
+    *,
+    batch: int = 0,
+    sequence: int = 0,
+    options: Mapping[str, bool | int | float | str] | None = None,
+) -> str:
     """Python source of the layout: mesh, configuration, schedule, plan, and the train step that they make.
 
     Args:
         candidate: of `search` or `estimate`: of a counted model, or of one that `models.transformer` runs.
         batch: sequences per step of a transformer, over all devices.
         sequence: tokens per sequence of a transformer.
+        options: of the compiler, such as those that `aot.tune` found, which the module names.
 
     Returns:
         The source of a module. Of a transformer, `train_step(optimizer, mesh=None)` returns what `make_train_step`
@@ -36,7 +45,8 @@ def source_of(candidate: Candidate, *, batch: int = 0, sequence: int = 0) -> str
         plan = f'sk.{ways.plan}("data")'
         if ways.plan == "layerwise":
             plan = f'sk.fsdp("data", layerwise={candidate.model.layerwise!r})'
-        return _COUNTED.format(layout=ways, plan=plan, data=ways.data, accumulate=ways.accumulate)
+        source = _COUNTED.format(layout=ways, plan=plan, data=ways.data, accumulate=ways.accumulate)
+        return source + _options(options)
     batch, sequence = checks.whole("planner", batch=batch, sequence=sequence)
     layout, config = candidate.layout, candidate.config()
     default = transformer.Config()
@@ -54,7 +64,7 @@ def source_of(candidate: Candidate, *, batch: int = 0, sequence: int = 0) -> str
         pieces = "*transformer.pieces(CONFIG, AXES), layer_numbers=True"
         gradient = f"transformer.in_order(PIPELINE.value_and_grad({pieces}), AXES)"
     lines = ",\n    ".join(f"{name}={value!r}" for name, value in given.items())
-    return _MODULE.format(
+    source = _MODULE.format(
         layout=layout,
         config=f"transformer.Config(\n    {lines},\n)",
         axes=f"transformer.Axes({', '.join(axes)})",
@@ -66,6 +76,16 @@ def source_of(candidate: Candidate, *, batch: int = 0, sequence: int = 0) -> str
         batch=batch,
         sequence=sequence,
     )
+    return source + _options(options)
+
+
+def _options(options: Mapping[str, bool | int | float | str] | None) -> str:
+    """The lines of a module that name options of the compiler."""
+    if not options:
+        return ""
+    lines = "".join(f"    {name!r}: {value!r},\n" for name, value in options.items())
+    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+    return _OPTIONS.format(lines=lines, flags=flags)
 
 
 _PLANS = {
@@ -130,3 +150,12 @@ def train_step(loss_fn, optimizer, mesh=None):
         sk.value_and_grad(loss_fn), optimizer, mesh=mesh, plan=PLAN, accumulate=ACCUMULATE, precision="bf16"
     )
 '''
+
+_OPTIONS = """
+
+# Options of the compiler, as `sk.aot.compile` takes them. A job gets them in its environment before jax starts: those
+# of TPUs in LIBTPU_INIT_ARGS, those of GPUs in XLA_FLAGS.
+COMPILER_OPTIONS = {{
+{lines}}}
+COMPILER_FLAGS = "{flags}"
+"""

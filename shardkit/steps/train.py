@@ -57,6 +57,7 @@ class TrainProgram:
     reads: bool  # whether the loss takes carried state; `carry` updates it
     carry: Update | None
     in_loop: bool  # whether the step is the body of a loop
+    __name__ = "step"  # of the program, in profiles and in jax's own messages
 
     def __call__(self, state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, Metrics]:
         placement = self.plan.placement(state.params, self.mesh)

@@ -89,7 +89,7 @@ def test_overlap_is_read_off_the_schedule():  # proves S91
     assert v5e.exposed_seconds < v5e.wire_seconds
     # v6e's sparse cores take every collective off the matmul units when they are told to.
     assert {r.asynchronous for r in offload.rows} == {True}
-    assert offload.exposed_seconds < 0.6 * report("fsdp_tp-v6e_2x4-jax0.10.json.gz").exposed_seconds
+    assert offload.exposed_seconds < 0.7 * report("fsdp_tp-v6e_2x4-jax0.10.json.gz").exposed_seconds
 
 
 @pytest.mark.parametrize("file", files("ring_loop"))
@@ -190,6 +190,7 @@ def test_a_report_reads_like_this():
         "code: 0 B",
         "compute: 0.137 TFLOP in matmuls, at least 0.214 ms",
         "wire: 0.149 ms, of which 0.000 ms exposed",
+        "step: at least 0.214 ms, in which the matmuls take 64.9% of the chip's peak",
         "compiled in: 0.5 s after 0.0 s of lowering, 356.88 MiB",
         "kind      axes  times  arrays  bytes in   sent/device  runs        hidden by    exposed   source",
         "ppermute  tp=8  8      1       8,388,608  64.00 MiB    overlapped  137.4 GFLOP  0.000 ms  "
