@@ -355,6 +355,11 @@ def test_bad_options_are_refused(options, message, data8):
         make(data8, **options)
 
 
+def test_profiles_name_the_program(data8):
+    init, step = make(data8)
+    assert step.lower(init(make_params(), KEY), make_batch()).as_text().startswith("module @jit_step ")
+
+
 def test_aux_must_not_take_the_builders_names(data8):
     grad_fn = sk.value_and_grad(lambda p, batch, keys: (p * jnp.mean(batch), {"loss": jnp.float32(1)}))
     init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=data8, plan=sk.dp("data"))
