@@ -84,8 +84,9 @@ def judged(
     """`estimate` of a layout that was checked."""
     small = one_device(model, layout, batch, sequence)
     local = small.batch // small.layout.parts
-    state, kept = memory.peak(small.model, small.layout, chip, local, small.sequence)
-    compute = work.computing(small.model, small.layout, chip, local, small.sequence, efficiency)
+    ring = layout.context > 1
+    state, kept = memory.peak(small.model, small.layout, chip, local, small.sequence, ring=ring)
+    compute = work.computing(small.model, small.layout, chip, local, small.sequence, efficiency, ring=ring)
     sent = work.sent(small.model, small.layout, local, small.sequence)
     if links is None:
         by_axis = _published(chip, layout, small.layout.data, sent)

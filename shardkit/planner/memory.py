@@ -19,9 +19,9 @@ The moments, of which the largest is the peak:
   several microbatches, the one in bfloat16 alone: it is added to the sums.
 
 A layer saves its input under "full"; else also, in bfloat16, queries, keys, values, the weights of attention, their
-product with the values (both not under "selective"), what attention adds, gate and up. Without fsdp, jax saves under
-"none" what it would itself: also the inputs of the norms in float32, two results of each, another product, and four
-arrays of the activation.
+product with the values (both not under "selective", and the weights not of a ring), what attention adds, gate and up.
+Without fsdp, jax saves under "none" what it would itself: also the inputs of the norms in float32, two results of each,
+another product, and four arrays of the activation.
 """
 
 from __future__ import annotations
@@ -101,27 +101,28 @@ def held(model: Model, layout: Layout, batch: int, sequence: int) -> float:
     return 12 * parts + 8 * size.tokens * layout.accumulate
 
 
-def saved(size: Sizes, layout: Layout, remat: str) -> float:
-    """Bytes that one layer saves for its backward pass."""
+def saved(size: Sizes, layout: Layout, remat: str, ring: bool) -> float:
+    """Bytes that one layer saves for its backward pass; a ring's attention computes its weights again."""
     stream = size.width / layout.tensor
     if remat == "full":
         return 2 * stream
     matmuls = 2 * (2 * stream + size.heads + 2 * size.keys + size.wide)
     own = 12 * stream + 2 * size.heads + 4 * size.wide if layout.fsdp == 1 else 0
-    return matmuls + (0 if remat == "selective" else 2 * (size.scores + size.heads) + own)
+    attention = 2 * size.heads + (0 if ring else 2 * size.scores)
+    return matmuls + (0 if remat == "selective" else attention + own)
 
 
-def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int) -> Bytes:
-    """The bytes of the worst moment of a step."""
+def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, *, ring: bool = False) -> Bytes:
+    """The bytes of the worst moment of a step; with a `ring`, `sequence` is a device's part of one."""
     fsdp, accumulate = layout.fsdp, layout.accumulate
     size = sizes_of(model, layout, batch, sequence)
     parts, table, tpu = model.layers * size.layer / fsdp, size.table, bool(chip.torus)
     always = held(model, layout, batch, sequence) + (2 * parts if tpu else 0)
     if accumulate > 1:
         always += 4 * parts + (2 + 4) * size.tables * table
-    kept = model.layers * saved(size, layout, layout.remat) + (0 if tpu else 5 * size.scores)
+    kept = model.layers * saved(size, layout, layout.remat, ring) + (0 if tpu else 5 * size.scores)
     head = (always + (0 if accumulate > 1 else 2 * table), kept + 6 * size.logits)
-    weights, activations = _backward(size, tpu, layout)
+    weights, activations = _backward(size, tpu, layout, ring)
     waiting = min((0, 2 * size.logits), (4 * table, 0), key=sum)
     layer = (always + 4 * parts + weights + waiting[0], kept + activations + waiting[1])
     together = ((4 * size.tables + 2 + 4 / fsdp) * table, 0)
@@ -130,12 +131,12 @@ def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: in
     return max(head, layer, (always + 4 * parts + state, activations), key=sum)
 
 
-def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
+def _backward(size: Sizes, tpu: bool, layout: Layout, ring: bool) -> Bytes:
     """The backward pass of one layer, beside what the forward pass saved."""
     weights = (2 * size.layer if layout.fsdp > 1 else 0) + 4 * size.largest
     # beside the scores' gradient, a GPU writes that of their weights in float32, and copies saved ones out of the stack
     scores = (2 if tpu else 8 if layout.remat == "none" else 6) * size.scores
     if layout.remat != "none":  # the forward pass again, whose scores are in float32
         scores = max(scores, 4 * size.scores)
-    again = saved(size, layout, "none") - saved(size, layout, layout.remat)
+    again = saved(size, layout, "none", ring) - saved(size, layout, layout.remat, ring)
     return weights, again + max(scores, 3 * size.wide)
