@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 FENCED = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.S | re.M)
 # A reader's shell finds the command that is installed; here it is that of this clone.
 SHELL = f'shardkit() {{ "{sys.executable}" -m shardkit "$@"; }}; python() {{ "{sys.executable}" "$@"; }}\n'
-# jax's own lines; pages leave them out.
-CHATTER = re.compile(r"^(\[\d+\] )?(\[Gloo\]|[EWI]\d{4} ).*\n", re.M)
+# jax's own lines, which pages leave out; those of gloo are of several threads, and may be mixed.
+CHATTER = re.compile(r"^(\[\d+\] )?(.*(\[Gloo\]|is connected to|peer ranks)|[EWI]\d{4} ).*\n", re.M)
 
 
 def commands(page):

@@ -17,8 +17,10 @@ from typing import BinaryIO, TextIO
 
 from shardkit.runtime.cluster.preemption import PREEMPTED
 
-# Of each process, without news: what gloo prints when jax connects CPU devices.
-_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")
+# Of each process, without news: what gloo prints when jax connects CPU devices. The ranks of one process print at once,
+# so that a line may have parts of several.
+_PARTS = rb"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is ?:"
+_CHATTER = re.compile(rb"(?=.*(?:%b))(?:%b|[\d\s])*" % (_PARTS, _PARTS))
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")  # a progress bar ends its lines in \r alone
 
@@ -53,7 +55,7 @@ class _Pipe:
             lines = _LINE.findall(self.rest[:end])  # beyond, each byte would be tried as the start of a line
             del self.rest[:end]
             self.blamed += [int(found[1]) for line in lines if (found := _BLAMES.match(line))]
-            shown = [line for line in lines if not _CHATTER.match(line)]
+            shown = [line for line in lines if not _CHATTER.fullmatch(line)]
             write(self.stream, b"".join(self.prefix + line for line in shown))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardkit._arguments import checks
+from shardkit._arguments.typed import MAPPING, check_kind
 from shardkit.models import transformer
 from shardkit.planner.candidates import INSIDE, Candidate, listed
 from shardkit.planner.counted import CountedCandidate
@@ -40,6 +41,8 @@ def source_of(
         \"\"\"data=...
     """
     [candidate] = listed([candidate])
+    if options is not None:
+        check_kind("planner", "options", options, (MAPPING,))
     if isinstance(candidate, CountedCandidate):
         ways = candidate.layout
         plan = f'sk.{ways.plan}("data")'
