@@ -14,6 +14,7 @@ from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, vary
 from shardkit.collectives.basic import all_gather, all_reduce, reduce_scatter
+from shardkit.collectives.padding import in_rows
 
 
 @typed
@@ -67,9 +68,8 @@ def all_reduce_tree(
     def reduce(bucket: jax.Array) -> jax.Array:
         if _bytes(bucket) < scatter_from:
             return all_reduce(bucket, names, op=op)
-        flat = jnp.pad(bucket.ravel(), (0, -bucket.size % count))
-        whole = all_gather(reduce_scatter(flat, names, op=op), names, replicated=True)
-        return whole[: bucket.size].reshape(bucket.shape)
+        whole = all_gather(reduce_scatter(in_rows(bucket, count), names, op=op), names, replicated=True)
+        return whole.reshape(-1)[: bucket.size].reshape(bucket.shape)
 
     leaves, structure = jax.tree.flatten(tree)
     leaves = [vary(leaf, names) for leaf in leaves]

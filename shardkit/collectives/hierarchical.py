@@ -6,7 +6,6 @@ links carry 1/I of the bytes.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
 from shardkit.collectives import basic
 from shardkit.collectives.axes import axis_size
+from shardkit.collectives.padding import in_rows
 
 
 @partial(typed, where="hierarchical.all_reduce")
@@ -50,11 +50,7 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
     count = axis_size(fast)
 
     def reduce(leaf: jax.Array) -> jax.Array:
-        flat = jnp.pad(leaf.reshape(-1), (0, -leaf.size % count))
-        # Three dims, because the TPU's compiler scatters no lone dim: it sums a flat array, and sends it twice.
-        columns = math.gcd(flat.size // count, 128)
-        rows = flat.reshape(count, flat.size // count // columns, columns)
-        piece = basic.all_reduce(basic.reduce_scatter(rows, fast, op=op), slow, op=op)
+        piece = basic.all_reduce(basic.reduce_scatter(in_rows(leaf, count), fast, op=op), slow, op=op)
         return basic.all_gather(piece, fast, replicated=True).reshape(-1)[: leaf.size].reshape(leaf.shape)
 
     return jax.tree.map(reduce, x)

@@ -6,6 +6,7 @@ every device's shard is padded to the largest; padding is never read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -188,3 +189,13 @@ def _holds(where: str, x: jax.Array, dim: int, size: int, what: str, remedy: str
         raise ValueError(
             f"{where}: dim {dim} must have {what} = {size} rows on every device; got shape {x.shape}. {remedy}"
         )
+
+
+def in_rows(x: jax.Array, count: int) -> jax.Array:
+    """All elements in a part for each of `count` devices, [count, rows, columns], padded with zeros at the end.
+
+    Three dims, because the TPU's compiler scatters no lone dim: it sums a flat array, and sends it twice.
+    """
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
+    columns = math.gcd(flat.size // count, 128)
+    return flat.reshape(count, flat.size // count // columns, columns)

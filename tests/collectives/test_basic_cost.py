@@ -216,17 +216,23 @@ def test_on_a_tpu_a_scatter_stays_one():
     def kernel(x):
         gathered = jax.grad(lambda x: jnp.sum(jnp.sin(sk.all_gather(x, "data", dim=2))))(x)
         total = sk.hierarchical.all_reduce(jnp.cos(x), "model", "data")
-        return sk.reduce_scatter(jnp.sin(x), "model", dim=1), gathered, total
+        (packed,) = sk.collectives.all_reduce_tree([jnp.tan(x)], ("data", "model"), scatter_from=0)
+        return sk.reduce_scatter(jnp.sin(x), "model", dim=1), gathered, total, packed
 
-    specs = {"in_specs": P(None, None, "data"), "out_specs": (P(None, "model", "data"), P(None, None, "data"), P())}
+    specs = {
+        "in_specs": P(None, None, "data"),
+        "out_specs": (P(None, "model", "data"), P(None, None, "data"), P(), P()),
+    }
     f = jax.jit(jax.shard_map(kernel, mesh=sk.abstract_mesh(data=2, model=2), **specs))
     report = sk.aot.compile(f, (jax.ShapeDtypeStruct((1, 1024, 1024), np.float32),), topology="v5e:2x2")
     sent = sorted((row.kind, row.axes, float(row.total / 2**20)) for row in report.rows)
     assert sent == [
         ("all_gather", ("data",), 2),
+        ("all_gather", ("data", "model"), 1.5),
         ("all_gather", ("model",), 1),
         ("all_reduce", ("data",), 1),
         ("reduce_scatter", ("data",), 2),
+        ("reduce_scatter", ("data", "model"), 1.5),
         ("reduce_scatter", ("model",), 1),
         ("reduce_scatter", ("model",), 1),
     ]
@@ -240,10 +246,11 @@ def test_on_a_tpu_a_scatter_stays_one():
 def test_empty_arrays_and_dims_of_size_1_keep_their_shapes(shape, dim):
     def kernel(x):
         total = sk.hierarchical.all_reduce(x, "b", "a")
-        return sk.reduce_scatter(x, ("a", "b"), dim=dim), sk.all_gather(x, ("a", "b"), dim=dim), total
+        (packed,) = sk.collectives.all_reduce_tree([x], ("a", "b"), scatter_from=0)
+        return sk.reduce_scatter(x, ("a", "b"), dim=dim), sk.all_gather(x, ("a", "b"), dim=dim), total, packed
 
     one, whole = list(shape), list(shape)
     one[dim], whole[dim] = shape[dim] // 8, shape[dim] * 8
     everywhere = jax.vmap(jax.vmap(kernel, axis_name="b", axis_size=2), axis_name="a", axis_size=4)
     found = jax.eval_shape(everywhere, jax.ShapeDtypeStruct((4, 2, *shape), np.float32))
-    assert [x.shape[2:] for x in found] == [tuple(one), tuple(whole), shape]
+    assert [x.shape[2:] for x in found] == [tuple(one), tuple(whole), shape, shape]
