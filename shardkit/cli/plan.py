@@ -64,8 +64,8 @@ class Options(WithJson):
     """Records of shardkit bench comm on your machine, over axes named as those of --axes."""
     compile: int = 0
     """How many of the layouts to compile with the chip's real compiler, which takes minutes for each."""
-    options: tuple[str, ...] = ()
-    """Options of the compiler, as name=value, such as sk.aot.tune finds: --compile uses them and --emit names them."""
+    options: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An option of the compiler as name=value, such as sk.aot.tune finds, for --compile and --emit; may be repeated."""
     emit: Path | None = None
     """Write the first layout as a module that a training script imports."""
 
@@ -82,7 +82,11 @@ def plan(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     if str(o.emit) == str(o.json) == "-":
         raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
     where = topology_of(cost.chip(o.chip).name, o.chips)
-    compiler = dict(map(_option, o.options))
+    compiler = _compiler_options(o.options)
+    if compiler and not o.compile and o.emit is None:
+        raise ValueError(
+            "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py."
+        )
     # one device, of which a tpu7x has two
     job: dict[str, Any] = {"chip": device_of(where), "efficiency": o.efficiency, "chips": where.devices}
     job["links"] = None if o.links is None else bench.links(bench.read(o.links))
@@ -214,17 +218,26 @@ def _sequences(text: str, sequence: int) -> int:
     return sequences
 
 
-def _option(text: str) -> tuple[str, bool | int | str]:
-    """An option of the compiler and its value, of "name=value"."""
-    name, _, value = text.partition("=")
-    if not (name and value):
-        raise ValueError(
-            f"plan: --options must be names with values; got {text!r}. Write for example "
-            "--options xla_enable_async_all_gather=true."
-        )
-    if value.lower() in ("true", "false"):
-        return name, value.lower() == "true"
-    return name, int(value) if re.fullmatch(r"-?\d{1,18}", value) else value
+def _compiler_options(given: Sequence[str]) -> dict[str, bool | int | float | str]:
+    """The options of the compiler, of "name=value"."""
+    found: dict[str, bool | int | float | str] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not re.fullmatch(r"\w+", name) or not value or name in found:
+            raise ValueError(
+                f"plan: --options must be names with values, each name once; got {text!r}. Write for example "
+                "--options xla_enable_async_all_gather=true --options xla_latency_hiding_scheduler_rerun=2."
+            )
+        found[name] = _value(value)
+    return found
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if re.fullmatch(r"-?\d{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?\d+\.\d+", text) else text
 
 
 def _compiled(

@@ -20,7 +20,7 @@ from shardkit.runtime.cluster.preemption import PREEMPTED
 # Of each process, without news: what gloo prints when jax connects CPU devices. The ranks of one process print at once,
 # so that a line may have parts of several.
 _PARTS = rb"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is ?:"
-_CHATTER = re.compile(rb"(?=.*(?:%b))(?:%b|[\d\s])*" % (_PARTS, _PARTS))
+_CHATTER = re.compile(rb"(?=.*(?:%b))(?:%b|[\d\s]++)*+" % (_PARTS, _PARTS))
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")  # a progress bar ends its lines in \r alone
 

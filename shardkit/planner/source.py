@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from shardkit._arguments import checks
-from shardkit._arguments.typed import MAPPING, check_kind
+from shardkit._arguments.typed import MAPPING, SCALARS, check_kind
 from shardkit.models import transformer
 from shardkit.planner.candidates import INSIDE, Candidate, listed
 from shardkit.planner.counted import CountedCandidate
@@ -32,7 +33,7 @@ def source_of(
         Of a counted model, it is `train_step(loss_fn, optimizer, mesh=None)`.
 
     Raises:
-        ValueError: the sizes of a model that `models.transformer` is not.
+        ValueError: the sizes of a model that `models.transformer` is not; options that no command line can pass.
 
     Example:
         >>> model = sk.planner.Model(layers=4, hidden=64, heads=4, vocabulary=256)
@@ -86,9 +87,17 @@ def _options(options: Mapping[str, bool | int | float | str] | None) -> str:
     """The lines of a module that name options of the compiler."""
     if not options:
         return ""
+    flags = []
+    for name, value in options.items():
+        plain = value if isinstance(value, str) else str(value).lower()
+        if not re.fullmatch(r"\w+", str(name)) or re.search(r"[\s\"'\\\\]|^$", plain) or not isinstance(value, SCALARS):
+            raise ValueError(
+                "planner: options must be names of the compiler's options with values without quotes and spaces; got "
+                f"{name!r}: {value!r}. Pass for example {{'xla_enable_async_all_gather': True}}."
+            )
+        flags.append(f"--{name}={plain}")
     lines = "".join(f"    {name!r}: {value!r},\n" for name, value in options.items())
-    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
-    return _OPTIONS.format(lines=lines, flags=flags)
+    return _OPTIONS.format(lines=lines, flags=" ".join(flags))
 
 
 _PLANS = {

@@ -90,13 +90,15 @@ def test_it_writes_the_first_row_as_a_module(large):
 
 # Catches options that the module does not name, or names with values that jax does not take.
 def test_the_module_names_the_options_of_the_compiler(tmp_path):
-    given = ("xla_tpu_overlap_compute_collective_tc=true", "xla_latency_hiding_scheduler_rerun=2", "xla_words=a,b")
+    given = ("xla_tpu_overlap_compute_collective_tc=true", "xla_latency_hiding_scheduler_rerun=2", "xla_words=A,b=c")
+    given += ("xla_share=0.5", "xla_least=-3")
     job = {"model": "8b", "chip": "v5e", "chips": 64, "batch": "256", "axes": ("fsdp",)}
     assert plan(Options(**job, options=given, emit=tmp_path / "plan.py")) == 0
     module = {}
     exec((tmp_path / "plan.py").read_text(), module)
     wanted = [("xla_tpu_overlap_compute_collective_tc", True), ("xla_latency_hiding_scheduler_rerun", 2)]
-    assert list(module["COMPILER_OPTIONS"].items()) == [*wanted, ("xla_words", "a,b")]
+    wanted += [("xla_words", "A,b=c"), ("xla_share", 0.5), ("xla_least", -3)]
+    assert list(module["COMPILER_OPTIONS"].items()) == wanted
     assert module["COMPILER_FLAGS"] == " ".join(f"--{each}" for each in given)
 
 
@@ -146,9 +148,18 @@ def test_nothing_fits(capsys):
         ({"rows": 0}, "plan: rows must be a whole number of at least 1; got 0. Pass rows=1 or more."),
         ({"compile": -1}, "plan: compile must be a whole number of at least 0; got -1. Pass compile=0 or more."),
         (
-            {"options": ("xla_fast",)},
-            "plan: --options must be names with values; got 'xla_fast'. Write for example --options "
-            "xla_enable_async_all_gather=true.",
+            {"options": ("xla_fast",), "compile": 1},
+            "plan: --options must be names with values, each name once; got 'xla_fast'. Write for example --options "
+            "xla_enable_async_all_gather=true --options xla_latency_hiding_scheduler_rerun=2.",
+        ),
+        (
+            {"options": ("a=1", "a=2"), "compile": 1},
+            "plan: --options must be names with values, each name once; got 'a=2'. Write for example --options "
+            "xla_enable_async_all_gather=true --options xla_latency_hiding_scheduler_rerun=2.",
+        ),
+        (
+            {"options": ("a=1",)},
+            "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py.",
         ),
         (
             {"emit": "-", "json": "-"},

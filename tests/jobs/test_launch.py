@@ -618,6 +618,8 @@ def test_chatter_of_gloo_is_left_out(tmp_path, capfd):
     """A line of each process that says nothing to a user; the files have it."""
     chatter = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
     mixed = "7 is connected to 7[Gloo] Rank 6 peer ranks. Expected number of connected peer ranks is : 7\n peer ranks."
-    code = launch([*PYTHON, f"print({chatter!r}, {mixed!r}, '[Gloo] a fault', 7, sep='\\n')"], processes=1, output=tmp_path)
+    code = launch(
+        [*PYTHON, f"print({chatter!r}, {mixed!r}, '[Gloo] a fault', 7, sep='\\n')"], processes=1, output=tmp_path
+    )
     assert (code, capfd.readouterr().out) == (0, "[0] [Gloo] a fault\n[0] 7\n")
     assert chatter in (tmp_path / "0.out").read_text()

@@ -112,7 +112,8 @@ def tune(
     """Which options of the compiler make a step faster, by the time that its report models.
 
     The step is compiled without options, then with each of `options` added to those that were kept before; they are
-    kept if the step is faster. So options that help only together belong in one mapping.
+    kept if the step is faster, or, as long as it does not fit, if it needs less memory. So options that help only
+    together belong in one mapping.
 
     Args:
         step, args, topology, mesh: as for `compile`.
@@ -135,12 +136,12 @@ def tune(
         tuned = sk.aot.tune(step, args, topology="v5p:8x8x8", options=[together], on_trial=print)
         print(tuned)
     """
-    if not isinstance(options, list | tuple):
+    if not isinstance(options, list | tuple) or not all(isinstance(each, Mapping) for each in options):
         raise TypeError(
-            f"aot.tune: options must be a list of mappings, tried one after the other; got {type(options).__name__}. "
-            "Pass for example [{'xla_tpu_overlap_compute_collective_tc': True}]."
+            f"aot.tune: options must be a list of mappings, tried one after the other; got {options!r}. Pass for "
+            "example [{'xla_tpu_overlap_compute_collective_tc': True}]."
         )
-    options = [_checked(each) for each in options]
+    options = [_checked("aot.tune", each) for each in options]
     where, traced = parse_topology(topology), _traced(step, args)
 
     def compiled(chosen: CompilerOptions) -> Trial:
@@ -188,7 +189,7 @@ def build(
             f"aot.compile: mesh must be a Mesh or an AbstractMesh; got {type(mesh).__name__}. "
             "Pass sk.abstract_mesh(data=8), or omit it."
         )
-    options = _checked(options)
+    options = _checked("aot.compile", options)
     package = compiler_package(where)
     backends.leave_out_idle_tpu()
     started = time.monotonic()
@@ -216,15 +217,15 @@ def build(
     return Built(traced, sizes, serialized, answer, lowering)
 
 
-def _checked(options: Any) -> dict[str, Any]:
+def _checked(where: str, options: Any) -> dict[str, Any]:
     """The compiler options as a dict of plain values."""
     plain = isinstance(options, Mapping) and all(
         isinstance(name, str) and isinstance(value, bool | int | float | str) for name, value in options.items()
     )
     if options is not None and not plain:
         raise TypeError(
-            "aot.compile: options must map names of compiler options to numbers, strings or booleans; "
-            f"got {options!r}. Pass for example {{'xla_tpu_enable_async_collective_fusion': False}}."
+            f"{where}: options must map names of compiler options to numbers, strings or booleans; got {options!r}. "
+            "Pass for example {'xla_tpu_enable_async_collective_fusion': False}."
         )
     return dict(options or {})
 

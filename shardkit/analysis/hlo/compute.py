@@ -28,6 +28,7 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _KERNELS = re.compile(r"tpu_custom_call|__cublas|__cudnn|__gpu\$xla\.gpu\.triton|triton_kernel|mosaic_gpu")
 _MOVED = ("copy-done", "all-", "reduce-scatter", "collective-", "ragged-all", "async-", "send", "recv")
+_DEVICE, _HOST = 0, 5  # xla's numbers of memories; all others are on the chip
 _HALVES = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # of an asynchronous collective, in fusions
 
 
@@ -64,8 +65,9 @@ class ModuleWork:
     """The work of a module's instructions; each computation is read once.
 
     The bytes are those of operands and result as a fused loop would move them: an operand that a fusion slices
-    counts as the slice. Collectives are not work, nor is an asynchronous copy between two memories of a device: its
-    bytes are those that its reader reads, or its writer has written.
+    counts as the slice. Collectives are not work, nor is an asynchronous copy to or from memory on the chip: its bytes
+    are those that its reader reads, or its writer has written. Of one to or from the host, the bytes of the device's
+    memory count, and not the way between.
     """
 
     def __init__(self, module: proto.Module, seconds: Callable[[int, int], float]):
@@ -97,8 +99,9 @@ class ModuleWork:
         if each.opcode == "call":
             return self.of_computation(each.calls[0])
         if each.opcode == "copy-start":
-            destination, source = each.shape.parts[:2]
-            size = destination.bytes + source.bytes if destination.space == source.space else 0
+            ends = each.shape.parts[:2]
+            on_chip = any(end.space not in (_DEVICE, _HOST) for end in ends)
+            size = 0 if on_chip else sum(end.bytes for end in ends if end.space == _DEVICE)
             return Work(0, size, self.seconds(0, size))
         flops = self.flops(computation, each)
         size = _written(self.module, computation, each) + sum(

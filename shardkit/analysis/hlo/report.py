@@ -117,8 +117,8 @@ class Report:
         data["compute"] = self.compute._asdict()
         derived = {"needed": self.needed, "available": self.available, "differences": self.differences()}
         derived |= {"wire_seconds": self.wire_seconds, "exposed_seconds": self.exposed_seconds}
-        derived |= {"seconds": self.seconds, "utilization": self.utilization}
         if self.memory:
+            derived |= {"seconds": self.seconds, "utilization": self.utilization}
             derived |= {"held": self.memory.held, "peak": self.memory.peak}
         return json.dumps(data | {"derived": derived}, indent=1)
 

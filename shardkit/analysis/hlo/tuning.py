@@ -15,7 +15,7 @@ CompilerOptions = dict[str, Option]
 
 
 class Trial(NamedTuple):
-    """A step compiled with some options.
+    """A step compiled with some options; print it.
 
     Attributes:
         options: the options.
@@ -38,6 +38,9 @@ class Trial(NamedTuple):
         rows = self.report.rows if self.report else ()
         return sum((row.total for row in rows if not row.asynchronous), Fraction(0))
 
+    def __str__(self) -> str:
+        return table([_HEADS, _cells(self)])
+
 
 class Tuned(NamedTuple):
     """What `tune` returns; print it.
@@ -54,22 +57,14 @@ class Tuned(NamedTuple):
         return self.trials[0].options
 
     def __str__(self) -> str:
-        rows = [("step ms", "compute ms", "exposed ms", "synchronous", "temp", "options")]
-        for trial in self.trials:
-            words = ", ".join(f"{name}={value}" for name, value in trial.options.items()) or "none"
-            report = trial.report
-            if report is None or report.memory is None:
-                why = "does not fit" if report else f"refused: {trial.message}"
-                rows.append((why, "", "", "", "", words))
-                continue
-            times = (report.seconds, report.compute.seconds, report.exposed_seconds)
-            step, compute, exposed = (f"{1e3 * seconds:.3f}" for seconds in times)
-            rows.append((step, compute, exposed, size(trial.synchronous), size(report.memory.temp), words))
-        return table(rows)
+        return table([_HEADS, *map(_cells, self.trials)])
 
 
 def tried(compiled: Callable[[CompilerOptions], Trial], options: Sequence[Mapping[str, Option]]) -> Tuned:
-    """The step without options, then with each of these added to those that stayed: one stays if the step is faster."""
+    """The step without options, then with each of these added to those that stayed.
+
+    They stay if the step is faster, and, as long as it does not fit, if it needs less memory.
+    """
     best = compiled({})
     trials = [best]
     for more in options:
@@ -78,7 +73,23 @@ def tried(compiled: Callable[[CompilerOptions], Trial], options: Sequence[Mappin
     return Tuned(tuple(sorted(trials, key=_rank)))
 
 
-def _rank(trial: Trial) -> tuple[float, Fraction, int]:
-    """The time of the step; of equal ones, what is synchronous and the temporary memory."""
-    memory = trial.report.memory.temp if trial.report and trial.report.memory else 0
-    return trial.seconds, trial.synchronous, memory
+def _rank(trial: Trial) -> tuple[bool, float, int]:
+    """The fastest first, then what does not fit by its memory, and last what was refused."""
+    if trial.report is None:
+        return True, math.inf, 0
+    return False, trial.seconds, 0 if trial.report.fits else trial.report.needed
+
+
+_HEADS = ("step ms", "compute ms", "exposed ms", "synchronous", "temp", "options")
+
+
+def _cells(trial: Trial) -> tuple[str, ...]:
+    words = ", ".join(f"{name}={value}" for name, value in trial.options.items()) or "none"
+    report = trial.report
+    if report is None:
+        return f"refused: {trial.message}", "", "", "", "", words
+    if not report.fits or report.memory is None:
+        return f"does not fit: {size(report.needed)}", "", "", "", "", words
+    times = (report.seconds, report.compute.seconds, report.exposed_seconds)
+    step, compute, exposed = (f"{1e3 * seconds:.3f}" for seconds in times)
+    return step, compute, exposed, size(trial.synchronous), size(report.memory.temp), words

@@ -149,8 +149,8 @@ def test_a_fusion_reads_the_slice_that_a_fusion_inside_it_takes_and_writes_the_p
 # ---- chips and memory
 
 
-@pytest.mark.parametrize(("space", "size"), [(1, 0), (0, 2 * 4000)])
-def test_an_asynchronous_copy_is_work_only_inside_one_memory(space, size):
+@pytest.mark.parametrize(("space", "size"), [(1, 0), (5, 4000), (0, 2 * 4000)])
+def test_an_asynchronous_copy_to_memory_on_the_chip_is_no_work(space, size):
     """The TPU compiler brings operands into VMEM before their reader, whose bytes are counted: 15 % of a step."""
     held = proto.Shape(11, (1000,))
     pair = proto.Shape(13, (), (held._replace(space=space), held, proto.Shape(8, ())))

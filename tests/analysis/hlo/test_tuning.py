@@ -13,34 +13,40 @@ from support.recorded.programs import abstract_mesh, shape
 
 
 class Times:
-    """A report of a step that takes so long."""
+    """A report of a step that takes so long, or needs so much memory."""
 
-    memory = None
+    memory, rows = None, ()
 
-    def __init__(self, seconds, fits=True):
-        self.seconds, self.fits, self.rows = seconds, fits, ()
+    def __init__(self, seconds):
+        self.seconds, self.fits, self.needed = seconds, seconds > 0, -seconds
 
 
 def compiler(seconds):
-    """Times by the options that are set, 10 s without; None is refused, and below 0 does not fit."""
+    """Times by the options that are set, 10 s without; None is refused, and what is below 0 needs so many bytes."""
 
     def compiled(options):
         time = seconds.get(tuple(sorted(options)), 10)
         if time is None:
             return Trial(options, None, "refused by the compiler")
-        return Trial(options, Times(abs(time), fits=time > 0))
+        return Trial(options, Times(time))
 
     return compiled
 
 
 def test_an_option_stays_only_beside_those_before_it_and_if_the_step_is_faster():
     """b helps alone, and beside a it harms; c is refused, d does not fit, and e helps beside a."""
-    times = {("a",): 8, ("b",): 9, ("a", "b"): 8.5, ("a", "c"): None, ("a", "d"): -1, ("a", "e"): 7}
+    times = {("a",): 8, ("b",): 9, ("a", "b"): 8.5, ("a", "c"): None, ("a", "d"): -1024, ("a", "e"): 7}
     tuned = tried(compiler(times), [{name: True} for name in "abcde"])
     assert tuned.options == {"a": True, "e": True}
     assert [sorted(trial.options) for trial in tuned.trials[:4]] == [["a", "e"], ["a"], ["a", "b"], []]
     assert {trial.message for trial in tuned.trials[4:]} == {"refused by the compiler", ""}
-    assert "refused: refused by the compiler" in str(tuned)
+    assert "refused: refused by the compiler" in str(tuned) and "does not fit: 1.00 KiB" in str(tuned)
+
+
+def test_a_step_that_does_not_fit_keeps_what_needs_less_memory_and_nothing_that_is_refused():
+    times = {(): -9, ("a",): None, ("b",): -8, ("b", "c"): -8, ("b", "d"): 3}
+    tuned = tried(compiler(times), [{name: True} for name in "abcd"])
+    assert [sorted(trial.options) for trial in tuned.trials] == [["b", "d"], ["b"], ["b", "c"], [], ["a"]]
 
 
 def test_without_an_option_that_helps_there_are_none():
@@ -51,9 +57,12 @@ def test_without_an_option_that_helps_there_are_none():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"a": True}, r"aot.tune: options must be a list of mappings, tried one after the other; got dict\. Pass for"),
-        ("a=1", "aot.tune: options must be a list of mappings, tried one after the other; got str"),
-        ([{"a": None}], "options must map names of compiler options to numbers, strings or booleans"),
+        (
+            {"a": True},
+            r"options must be a list of mappings, tried one after the other; got {'a': True}\. Pass",
+        ),
+        ([None], r"aot.tune: options must be a list of mappings, tried one after the other; got \[None\]"),
+        ([{"a": None}], "aot.tune: options must map names of compiler options to numbers, strings or booleans"),
     ],
 )
 def test_options_that_are_no_list_of_mappings_are_refused(options, error):
