@@ -17,7 +17,7 @@ PACKAGE = ROOT / "shardkit"
 
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
-    "collectives *": 2960,  # a paragraph at each seam, here and in layers, on_device and pipelines
+    "collectives *": 2965,  # a paragraph at each seam, here and in layers, on_device and pipelines
     "layers *": 1950,
     "on_device *": 2620,  # weights that count once on each device; what a first step warns of, penalties that do too
     "pipelines *": 1570,
@@ -30,14 +30,14 @@ LIMITS = {
     "": 60,
     "_arguments": 600,  # keys that jax cannot sort
     "_jax": 1170,  # the registry of primitives, with what emulates each and why its gradient is sent
-    "analysis": 6290,  # FLOPs and kept bytes of any traced loss; what a step raises; a compiler's options, tried
+    "analysis": 6310,  # FLOPs and kept bytes of any traced loss; what a step raises; a compiler's options, tried
     "bench": 2510,
     "cli": 2710,  # prove; what stood beside the package while that imported jax: the list of commands
     "cost": 1405,
     "jobs": 2100,
     "meshes": 1030,
     "models": 725,
-    "planner": 2005,  # models of any config.json or loss, a step's buffers and operations, every axis, and the code
+    "planner": 2020,  # models of any config.json or loss, a step's buffers and operations, every axis, and the code
     "reporting": 280,
     "resharding": 870,
     "runtime": 4060,
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 47_750
+    assert sum(found.values()) <= 47_800
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

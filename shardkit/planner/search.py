@@ -59,7 +59,7 @@ def search(
     Example:
         >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
         >>> print(sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)[0].layout)
-        data=1 fsdp=8 tensor=4 accumulate=16 remat=none context=2
+        data=1 fsdp=16 tensor=2 accumulate=16 remat=none context=2
     """
     if isinstance(model, Counted):
         if sequence is not None:

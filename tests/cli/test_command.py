@@ -145,7 +145,7 @@ def test_bash_completes_without_jax(shardkit, tmp_path):
         words = line.split(" ")
         lines += [f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; COMPREPLY=(); ${{words[2]}}"]
         lines += ["echo ${COMPREPLY[@]}"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "LC_ALL": "C"}  # bash warns of a locale that is not here
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True, env=environment)
     assert [set(line.split()) for line in done.stdout.splitlines()] == list(asked.values()) and not done.stderr
 
