@@ -202,6 +202,22 @@ def spelled(
     return names[plain(value)]
 
 
+def compiler_options(where: str, given: Any) -> dict[str, bool | int | float | str]:
+    """The options of a compiler as a dict; refuses all but a mapping of names to plain, finite values."""
+    plain = isinstance(given, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(value, bool | int | float | str)
+        and not (isinstance(value, float) and not math.isfinite(value))
+        for name, value in given.items()
+    )
+    if not plain:
+        raise TypeError(
+            f"{where}: options must map names of compiler options to numbers, strings or booleans; got {given!r}. "
+            "Pass for example {'xla_tpu_enable_async_collective_fusion': False}."
+        )
+    return dict(given)
+
+
 def divisor(where: str, name: str, value: int, of: str, size: int) -> None:
     """Refuses a value that does not divide `size`, whose name is `of`."""
     if size % value:

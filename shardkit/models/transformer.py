@@ -1,9 +1,11 @@
 """A short decoder-only transformer: pre-norm RMSNorm, rotary positions, SwiGLU, mixture of experts.
 
 Pure functions on a pytree of parameters. `params["layers"]` is the stack of all layers (dim 0 is the layer), over which
-`scan_layers` scans; every other entry is shared. The same code runs on one device, inside shard_map over the mesh axes
-of `Axes`, and, with `pieces`, as a pipeline. Shapes: B batch (b: this device's examples), T tokens (t: this device's,
-where they are split), D model, V vocabulary, L layers.
+`scan_layers` scans; every other entry is shared, and may be a lazy leaf, as of
+`fsdp("d", layerwise=("layers", "embed", "head"))`: then it is whole only where it is used, and gathered again in each
+microbatch. The same code runs on one device, inside shard_map over the mesh axes of `Axes`, and, with `pieces`, as a
+pipeline. Shapes: B batch (b: this device's examples), T tokens (t: this device's, where they are split), D model, V
+vocabulary, L layers.
 """
 
 from __future__ import annotations

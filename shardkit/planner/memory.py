@@ -51,6 +51,7 @@ class Sizes(NamedTuple):
     keys: float  # or values
     wide: float  # gate and up, or up
     scores: float  # of attention
+    weights: float  # of these, what it saves: a ring computes its weights again
     logits: float
 
     @property
@@ -59,14 +60,15 @@ class Sizes(NamedTuple):
         return self.matrices + self.experts
 
 
-def sizes_of(model: Model, layout: Layout, batch: int, sequence: int) -> Sizes:
-    """The sizes for `batch` sequences on a device."""
-    return _sizes(model, layout.tensor, layout.expert, batch, sequence)
+def sizes_of(model: Model, layout: Layout, batch: int, sequence: int, ring: bool = False) -> Sizes:
+    """The sizes for `batch` sequences on a device; of a `ring`, `sequence` is a device's part of one."""
+    return _sizes(model, layout.tensor, layout.expert, batch, sequence, ring)
 
 
 @lru_cache(maxsize=4096)  # many layouts of a search have the same
-def _sizes(model: Model, tensor: int, expert: int, batch: int, sequence: int) -> Sizes:
+def _sizes(model: Model, tensor: int, expert: int, batch: int, sequence: int, ring: bool) -> Sizes:
     tokens, hidden, inner = batch * sequence, model.hidden, 2 if model.gated else 1
+    scores = tokens * sequence * model.heads / tensor
     used, experts = model.layer()
     wide: float
     largest: float
@@ -89,7 +91,8 @@ def _sizes(model: Model, tensor: int, expert: int, batch: int, sequence: int) ->
         tokens * model.heads * model.head / tensor,
         tokens * (model.kv_heads or model.heads) * model.head / tensor,
         wide,
-        tokens * sequence * model.heads / tensor,
+        scores,
+        0 if ring else scores,
         tokens * model.vocabulary / tensor,
     )
 
@@ -101,28 +104,27 @@ def held(model: Model, layout: Layout, batch: int, sequence: int) -> float:
     return 12 * parts + 8 * size.tokens * layout.accumulate
 
 
-def saved(size: Sizes, layout: Layout, remat: str, ring: bool) -> float:
-    """Bytes that one layer saves for its backward pass; a ring's attention computes its weights again."""
+def saved(size: Sizes, layout: Layout, remat: str) -> float:
+    """Bytes that one layer saves for its backward pass."""
     stream = size.width / layout.tensor
     if remat == "full":
         return 2 * stream
     matmuls = 2 * (2 * stream + size.heads + 2 * size.keys + size.wide)
     own = 12 * stream + 2 * size.heads + 4 * size.wide if layout.fsdp == 1 else 0
-    attention = 2 * size.heads + (0 if ring else 2 * size.scores)
-    return matmuls + (0 if remat == "selective" else attention + own)
+    return matmuls + (0 if remat == "selective" else 2 * (size.weights + size.heads) + own)
 
 
 def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, *, ring: bool = False) -> Bytes:
-    """The bytes of the worst moment of a step; with a `ring`, `sequence` is a device's part of one."""
+    """The bytes of the worst moment of a step; `ring` as for `sizes_of`."""
     fsdp, accumulate = layout.fsdp, layout.accumulate
-    size = sizes_of(model, layout, batch, sequence)
+    size = sizes_of(model, layout, batch, sequence, ring)
     parts, table, tpu = model.layers * size.layer / fsdp, size.table, bool(chip.torus)
     always = held(model, layout, batch, sequence) + (2 * parts if tpu else 0)
     if accumulate > 1:
         always += 4 * parts + (2 + 4) * size.tables * table
-    kept = model.layers * saved(size, layout, layout.remat, ring) + (0 if tpu else 5 * size.scores)
+    kept = model.layers * saved(size, layout, layout.remat) + (0 if tpu else 5 * size.scores)
     head = (always + (0 if accumulate > 1 else 2 * table), kept + 6 * size.logits)
-    weights, activations = _backward(size, tpu, layout, ring)
+    weights, activations = _backward(size, tpu, layout)
     waiting = min((0, 2 * size.logits), (4 * table, 0), key=sum)
     layer = (always + 4 * parts + weights + waiting[0], kept + activations + waiting[1])
     together = ((4 * size.tables + 2 + 4 / fsdp) * table, 0)
@@ -131,12 +133,12 @@ def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: in
     return max(head, layer, (always + 4 * parts + state, activations), key=sum)
 
 
-def _backward(size: Sizes, tpu: bool, layout: Layout, ring: bool) -> Bytes:
+def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
     """The backward pass of one layer, beside what the forward pass saved."""
     weights = (2 * size.layer if layout.fsdp > 1 else 0) + 4 * size.largest
     # beside the scores' gradient, a GPU writes that of their weights in float32, and copies saved ones out of the stack
     scores = (2 if tpu else 8 if layout.remat == "none" else 6) * size.scores
     if layout.remat != "none":  # the forward pass again, whose scores are in float32
         scores = max(scores, 4 * size.scores)
-    again = saved(size, layout, "none", ring) - saved(size, layout, layout.remat, ring)
+    again = saved(size, layout, "none") - saved(size, layout, layout.remat)
     return weights, again + max(scores, 3 * size.wide)

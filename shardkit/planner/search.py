@@ -95,8 +95,9 @@ def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
     for candidate in sorted(listed(candidates), key=lambda each: each.seconds):
         used = set(candidate.layout.axes)
         kind = frozenset(used - {"data"} if "fsdp" in used else used)
-        if candidate.seconds <= 1.01 * of_kind.setdefault(kind, [candidate])[0].seconds:
-            of_kind[kind].append(candidate)
+        those = of_kind.setdefault(kind, [])
+        if not those or candidate.seconds <= 1.01 * those[0].seconds:
+            those.append(candidate)
     chosen = [min(those, key=_wire_seconds) for those in of_kind.values()]
     return sorted(chosen, key=lambda each: each.seconds)
 

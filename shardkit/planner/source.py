@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from shardkit._arguments import checks
-from shardkit._arguments.typed import MAPPING, SCALARS, check_kind
 from shardkit.models import transformer
 from shardkit.planner.candidates import INSIDE, Candidate, listed
 from shardkit.planner.counted import CountedCandidate
@@ -33,7 +31,8 @@ def source_of(
         Of a counted model, it is `train_step(loss_fn, optimizer, mesh=None)`.
 
     Raises:
-        ValueError: the sizes of a model that `models.transformer` is not; options that no command line can pass.
+        TypeError: options that are no mapping of names to plain values.
+        ValueError: the sizes of a model that `models.transformer` is not.
 
     Example:
         >>> model = sk.planner.Model(layers=4, hidden=64, heads=4, vocabulary=256)
@@ -42,8 +41,6 @@ def source_of(
         \"\"\"data=...
     """
     [candidate] = listed([candidate])
-    if options is not None:
-        check_kind("planner", "options", options, (MAPPING,))
     if isinstance(candidate, CountedCandidate):
         ways = candidate.layout
         plan = f'sk.{ways.plan}("data")'
@@ -85,19 +82,9 @@ def source_of(
 
 def _options(options: Mapping[str, bool | int | float | str] | None) -> str:
     """The lines of a module that name options of the compiler."""
-    if not options:
-        return ""
-    flags = []
-    for name, value in options.items():
-        plain = value if isinstance(value, str) else str(value).lower()
-        if not re.fullmatch(r"\w+", str(name)) or re.search(r"[\s\"'\\\\]|^$", plain) or not isinstance(value, SCALARS):
-            raise ValueError(
-                "planner: options must be names of the compiler's options with values without quotes and spaces; got "
-                f"{name!r}: {value!r}. Pass for example {{'xla_enable_async_all_gather': True}}."
-            )
-        flags.append(f"--{name}={plain}")
-    lines = "".join(f"    {name!r}: {value!r},\n" for name, value in options.items())
-    return _OPTIONS.format(lines=lines, flags=" ".join(flags))
+    given = checks.compiler_options("planner", {} if options is None else options)
+    lines = "".join(f"    {name!r}: {value!r},\n" for name, value in given.items())
+    return _OPTIONS.format(lines=lines) if lines else ""
 
 
 _PLANS = {
@@ -164,10 +151,8 @@ def train_step(loss_fn, optimizer, mesh=None):
 '''
 
 _OPTIONS = """
-
-# Options of the compiler, as `sk.aot.compile` takes them. A job gets them in its environment before jax starts: those
-# of TPUs in LIBTPU_INIT_ARGS, those of GPUs in XLA_FLAGS.
+# Options of the compiler, as `sk.aot.compile` takes them. A job gets them in its environment before jax starts, each as
+# --name=value: those of TPUs in LIBTPU_INIT_ARGS, those of GPUs in XLA_FLAGS.
 COMPILER_OPTIONS = {{
 {lines}}}
-COMPILER_FLAGS = "{flags}"
 """

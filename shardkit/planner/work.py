@@ -20,8 +20,8 @@ EXCHANGES = {"none": 10, "selective": 11, "full": 13}
 def computing(
     model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, efficiency: float, *, ring: bool = False
 ) -> float:
-    """Seconds of a step's operations on a device; `batch` is of a microbatch on it, `ring` as for `memory.peak`."""
-    size = sizes_of(model, layout, batch, sequence)
+    """Seconds of a step's operations on a device; `batch` is of a microbatch on it, `ring` as for `sizes_of`."""
+    size = sizes_of(model, layout, batch, sequence, ring)
     parts = model.layers * size.layer / layout.fsdp
     whole = size.tables * size.table
 
@@ -32,7 +32,7 @@ def computing(
     head = [(product, 4 * logits), (0, 4 * logits), (0, 6 * logits), (product, 2 * logits)]
     # zeros, to which the tokens' gradients of the embedding are added, and their cast to float32
     tables = [(product, 2 * logits + 4 * size.table), (0, (2 + 2 + 6) * size.table)]
-    micro = model.layers * seconds(_layer(size, model, layout, chip, ring)) + seconds([*head, *tables])
+    micro = model.layers * seconds(_layer(size, model, layout, chip)) + seconds([*head, *tables])
     if layout.accumulate > 1:
         micro += seconds([(0, 12 * (parts + whole))])  # two terms and a sum, in float32
     # the layers' parts are cast; Adam reads a gradient and three values of a parameter, and writes three
@@ -63,7 +63,7 @@ def _attention(size: Sizes, model: Model, chip: cost.Chip) -> tuple[list[Work], 
     return softmax, back
 
 
-def _layer(size: Sizes, model: Model, layout: Layout, chip: cost.Chip, ring: bool) -> list[Work]:
+def _layer(size: Sizes, model: Model, layout: Layout, chip: cost.Chip) -> list[Work]:
     """One layer, forward and backward."""
     stream, heads, keys, wide = size.width / layout.tensor, size.heads, size.keys, size.wide
     inner = 2 if model.gated else 1
@@ -75,7 +75,7 @@ def _layer(size: Sizes, model: Model, layout: Layout, chip: cost.Chip, ring: boo
     around = (0, 20 * stream + 4 * (heads + keys) + 3 * wide)
     softmax, back = _attention(size, model, chip)
     # What is saved goes into the stack of all layers, filled with zeros before, and is copied out; on GPUs also in.
-    stack = (0, (3 if chip.torus else 5) * saved(size, layout, layout.remat, ring))
+    stack = (0, (3 if chip.torus else 5) * saved(size, layout, layout.remat))
     back += [(0, 32 * stream + 4 * (heads + keys) + 8 * wide)]
     # of a whole layer all but the last matmul, whose result nothing needs
     again = {"none": [], "selective": softmax, "full": [*matmuls[:-1], *softmax, around]}[layout.remat]

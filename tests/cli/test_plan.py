@@ -99,7 +99,6 @@ def test_the_module_names_the_options_of_the_compiler(tmp_path):
     wanted = [("xla_tpu_overlap_compute_collective_tc", True), ("xla_latency_hiding_scheduler_rerun", 2)]
     wanted += [("xla_words", "A,b=c"), ("xla_share", 0.5), ("xla_least", -3)]
     assert list(module["COMPILER_OPTIONS"].items()) == wanted
-    assert module["COMPILER_FLAGS"] == " ".join(f"--{each}" for each in given)
 
 
 # Catches a module that the compiler is not given, a topology of another shape, and a model of another config.json.

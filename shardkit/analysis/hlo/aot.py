@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from shardkit._arguments.checks import raised, sized
+from shardkit._arguments.checks import compiler_options, raised, sized
 from shardkit._arguments.typed import check_kind
 from shardkit._jax import backends
 from shardkit.analysis.hlo.report import Built, Report, report_of
@@ -141,7 +141,7 @@ def tune(
             f"aot.tune: options must be a list of mappings, tried one after the other; got {options!r}. Pass for "
             "example [{'xla_tpu_overlap_compute_collective_tc': True}]."
         )
-    options = [_checked("aot.tune", each) for each in options]
+    options = [compiler_options("aot.tune", each) for each in options]
     where, traced = parse_topology(topology), _traced(step, args)
 
     def compiled(chosen: CompilerOptions) -> Trial:
@@ -189,7 +189,7 @@ def build(
             f"aot.compile: mesh must be a Mesh or an AbstractMesh; got {type(mesh).__name__}. "
             "Pass sk.abstract_mesh(data=8), or omit it."
         )
-    options = _checked("aot.compile", options)
+    options = compiler_options("aot.compile", {} if options is None else options)
     package = compiler_package(where)
     backends.leave_out_idle_tpu()
     started = time.monotonic()
@@ -215,19 +215,6 @@ def build(
     request = {"topology": description_of(where), "mesh": sizes, "options": options, "package": package}
     answer, serialized = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
     return Built(traced, sizes, serialized, answer, lowering)
-
-
-def _checked(where: str, options: Any) -> dict[str, Any]:
-    """The compiler options as a dict of plain values."""
-    plain = isinstance(options, Mapping) and all(
-        isinstance(name, str) and isinstance(value, bool | int | float | str) for name, value in options.items()
-    )
-    if options is not None and not plain:
-        raise TypeError(
-            f"{where}: options must map names of compiler options to numbers, strings or booleans; got {options!r}. "
-            "Pass for example {'xla_tpu_enable_async_collective_fusion': False}."
-        )
-    return dict(options or {})
 
 
 def _traced(step: Any, args: Sequence[Any]) -> Any:
