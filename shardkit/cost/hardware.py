@@ -125,6 +125,11 @@ def chip_of(device_kind: str | None) -> Chip | None:
     return chips.get(_KINDS.get(kind) or next((word for word in words if word in chips), ""))
 
 
+def device_kind(name: str) -> str:
+    """What jax calls a chip: the first of the kinds of a TPU, or the words with which a GPU's begins."""
+    return next((kind for kind, own in _KINDS.items() if own == name), f"NVIDIA {name.upper()}")
+
+
 _chip = chip  # where an argument takes the name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardkit._arguments.checks import counted, quoted, sized
 from shardkit._arguments.typed import Devices, typed
 from shardkit._jax import backends
+from shardkit.meshes.placement import DeviceOrder, alike, place
 from shardkit.meshes.simulated import warn_if_few_threads, widen_thread_pool
 
 
@@ -24,13 +25,21 @@ def make_mesh(devices: Devices | None = None, /, **sizes: int) -> Mesh: ...  # s
 
 @overload
 def make_mesh(
-    devices: Devices | None = None, *, axis_types: AxisType | Sequence[AxisType] = AxisType.Auto, **sizes: int
+    devices: Devices | None = None,
+    *,
+    axis_types: AxisType | Sequence[AxisType] = AxisType.Auto,
+    placement: DeviceOrder | Literal["auto"] | None = None,
+    **sizes: int,
 ) -> Mesh: ...
 
 
-@typed  # type: ignore[misc]  # a size of the name axis_types is refused
+@typed  # type: ignore[misc]  # a size of the name axis_types or placement is refused
 def make_mesh(
-    devices: Devices | None = None, *, axis_types: AxisType | Sequence[AxisType] = AxisType.Auto, **sizes: int
+    devices: Devices | None = None,
+    *,
+    axis_types: AxisType | Sequence[AxisType] = AxisType.Auto,
+    placement: DeviceOrder | Literal["auto"] | None = None,
+    **sizes: int,
 ) -> Mesh:
     """Builds a mesh of named axes: `make_mesh(data=2, model=-1)`.
 
@@ -38,16 +47,26 @@ def make_mesh(
         devices: the devices to use, in row-major order of the axes (a subset is allowed); by default all devices, with
             mesh neighbors close to each other on the hardware.
         axis_types: one AxisType, or one per axis; other than `AxisType.Auto` only with Explicit sharding.
+        placement: "auto": the order of these devices in which the busiest links of a TPU's torus or a GPU cluster carry
+            least, if each axis gathers the same array; what `aot.place` found for a step and these devices, whose sizes
+            may be left out. None: the order of `devices`, else jax's.
         **sizes: axis name and size, from the outermost axis to the innermost; one size may be -1 (inferred).
 
     Raises:
         ValueError: no axis, a size below 1, two sizes of -1, a duplicate device, or a product that is not the number of
-            devices.
+            devices; a placement for another mesh or machine, "auto" for devices that fill no box.
 
     Example:
         >>> dict(sk.make_mesh(data=2, model=-1).shape)
         {'data': 2, 'model': 4}
     """
+    if isinstance(placement, DeviceOrder):
+        if sizes and list(sizes.items()) != list(placement.axes.items()):
+            raise ValueError(
+                f"make_mesh: placement must be one for the same mesh; got one of {sized(placement.axes.items())} for "
+                f"{sized(sizes.items())}. Leave the sizes out, or make another with aot.place."
+            )
+        sizes = dict(placement.axes)
     _check_types(axis_types, len(sizes))
     if not sizes:
         raise ValueError("make_mesh: at least one axis is needed; got none. Pass for example make_mesh(data=-1).")
@@ -67,6 +86,10 @@ def make_mesh(
             f"make_mesh: the product of the axis sizes must be the number of devices; got {sized(sizes.items())}, "
             f"which needs {need}, for {len(used)} devices. Change a size, pass -1 for one size, or {remedy}."
         )
+    if placement == "auto":
+        placement = place(used, sizes, alike(sizes))
+    if isinstance(placement, DeviceOrder):
+        return _mesh(placement.grid(used), names, axis_types)
     grid = mesh_utils.create_device_mesh(shape, used) if devices is None else np.array(used).reshape(shape)
     return _mesh(grid, names, axis_types)
 

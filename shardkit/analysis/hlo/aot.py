@@ -23,20 +23,24 @@ from typing import Any
 import jax
 
 from shardkit._arguments.checks import compiler_options, raised, sized
-from shardkit._arguments.typed import check_kind
+from shardkit._arguments.typed import check_kind, kinds_of
 from shardkit._jax import backends
 from shardkit.analysis.hlo.report import Built, Report, report_of
 from shardkit.analysis.hlo.saved import load
 from shardkit.analysis.hlo.topology import (
     ALONE,
     Topology,
+    absent_devices,
     compiler_package,
     description_of,
     parse_topology,
     topology_devices,
 )
 from shardkit.analysis.hlo.tuning import CompilerOptions, Option, Trial, Tuned, tried
-from shardkit.analysis.jaxpr.census import mesh_sizes, traceable
+from shardkit.analysis.jaxpr.census import census_of, mesh_sizes, traceable
+from shardkit.meshes.links import Load
+from shardkit.meshes.placement import DeviceOrder
+from shardkit.meshes.placement import place as placed
 
 __all__ = [
     "Topology",
@@ -46,6 +50,7 @@ __all__ = [
     "compile",
     "load",
     "parse_topology",
+    "place",
     "report_of",
     "topology_devices",
     "tune",
@@ -58,6 +63,7 @@ def compile(
     *,
     topology: str,
     mesh: Any = None,
+    placement: DeviceOrder | None = None,
     options: Mapping[str, Any] | None = None,
     timeout: float = 1800.0,
 ) -> Report:
@@ -74,6 +80,7 @@ def compile(
             the compiler allows that.
         mesh: the mesh of the program; None: that of its shard_map or of the arguments' shardings, else one
             device.
+        placement: the order of the devices, as `place` finds it; None: jax's.
         options: options of the compiler, for example `{"xla_tpu_enable_async_collective_fusion": False}`.
         timeout: time limit for the compiler, seconds.
 
@@ -95,7 +102,7 @@ def compile(
         report = sk.aot.compile(step, (init.abstract(params), batch), topology="v5p:8x8x8", mesh=mesh)
         print(report)  # memory, collectives, overlap
     """
-    built = build(step, args, topology=topology, mesh=mesh, options=options, timeout=timeout)
+    built = build(step, args, topology=topology, mesh=mesh, placement=placement, options=options, timeout=timeout)
     return built.report(parse_topology(topology))
 
 
@@ -159,12 +166,58 @@ def tune(
     return tried(compiled, options)
 
 
+def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) -> DeviceOrder:
+    """The order of devices in which a step loads the links of a machine least; no compiler is needed.
+
+    Every collective of the step is mapped to the links of a torus with its wraps, of the chips that two devices share,
+    or of hosts with a network adapter for each GPU, as `shardkit/meshes/links.py` says; the busiest link counts. What
+    the compiler adds is not seen, and its own ways through a torus are not known: the seconds are loads over
+    bandwidths, and no measurement.
+
+    Args:
+        step, args: as for `compile`.
+        topology: as for `compile`; the mesh has as many devices.
+        mesh: the mesh of the program; None: that of its shard_map or of the arguments' shardings.
+
+    Returns:
+        DeviceOrder: print it; `make_mesh(placement=...)` and `compile(placement=...)` take it.
+
+    Raises:
+        TypeError, ValueError: as for `compile`; a mesh of another size than the topology.
+
+    Example:
+        >>> pod = sk.abstract_mesh(data=2, fsdp=32)
+        >>> gather = lambda x: sk.all_gather(x, "fsdp")
+        >>> step = jax.shard_map(gather, mesh=pod, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
+        >>> found = sk.aot.place(step, (jnp.ones((2**20, 8)),), topology="tpu7x:2x4x4")
+        >>> print(found)
+        mesh data=2, fsdp=32 on tpu7x x=2 x y=4 x z=4 x core=2, ms of the busiest link
+        ...
+
+    Cost: a second for 512 devices and three axes.
+    """
+    where, traced = parse_topology(topology), _traced(step, args)
+    sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
+    if math.prod(sizes.values()) != where.devices:
+        raise ValueError(
+            f"aot.place: the mesh must have as many devices as the topology; got {sized(sizes.items())} for the "
+            f"{where.devices} of {str(where)!r}. Pass another topology or mesh."
+        )
+    sent: dict[tuple[str, tuple[str, ...]], float] = {}
+    for row in census_of(traced.jaxpr.jaxpr).rows:
+        sent[row.kind, row.axes] = sent.get((row.kind, row.axes), 0.0) + float(row.total)
+    found = placed(absent_devices(where), sizes, [Load(*key, size) for key, size in sent.items()])
+    assert found is not None, "the links of every topology's chip are known"
+    return found
+
+
 def build(
     step: Any,
     args: Sequence[Any],
     *,
     topology: str,
     mesh: Any = None,
+    placement: DeviceOrder | None = None,
     options: Mapping[str, Any] | None = None,
     timeout: float = 1800.0,
 ) -> Built:
@@ -210,9 +263,18 @@ def build(
         )
     if devices > where.devices:
         raise _too_small(where, sizes, where.devices)
+    check_kind("aot.compile", "placement", placement, kinds_of(DeviceOrder | None))
+    if placement is not None and list(placement.axes.items()) != list(sizes.items()):
+        raise ValueError(
+            f"aot.compile: placement must be one for the program's mesh; got one of {sized(placement.axes.items())} "
+            f"for {sized(sizes.items())}. Make another with aot.place."
+        )
+    if placement is not None:
+        placement.grid(absent_devices(where))  # refused for another machine
     bytecode = BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(file=bytecode)
-    request = {"topology": description_of(where), "mesh": sizes, "options": options, "package": package}
+    request: dict[str, Any] = {"topology": description_of(where), "mesh": sizes, "options": options}
+    request |= {"package": package, "places": None if placement is None else placement.places}
     answer, serialized = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
     return Built(traced, sizes, serialized, answer, lowering)
 

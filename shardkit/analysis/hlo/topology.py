@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.experimental import topologies
 
 from shardkit._arguments.checks import quoted, whole
 from shardkit._jax import backends
 from shardkit.cost import Chip, chips
+from shardkit.cost.hardware import device_kind
 
 _TARGETS = resources.files("shardkit.analysis.hlo").joinpath("targets")  # what the GPU compiler must know of a chip
 _TPU = tuple(each.name for each in chips.values() if each.torus)
@@ -91,6 +94,38 @@ def topology_of(chip: str, count: int) -> Topology:
     if len(best) == 3:  # "2x2x1" is a shape of chips with three dimensions, "1x2x2" is none
         best.sort(key=lambda side: side == 1)
     return Topology(chip, tuple(best))
+
+
+@dataclass(frozen=True)
+class AbsentDevice:
+    """What orders of devices are made from, of a device that need not be present; the fields are those of jax."""
+
+    id: int
+    platform: str
+    device_kind: str
+    coords: tuple[int, ...]
+    core_on_chip: int
+    process_index: int
+    slice_index: int
+
+
+def absent_devices(where: Topology) -> list[AbsentDevice]:
+    """The devices of a topology, in jax's order: the first coordinate of a TPU changes fastest, after the core."""
+    kind = device_kind(where.chip)
+    if where.platform == "cuda":
+        hosts = np.ndindex(where.shape[:2])
+        return [
+            AbsentDevice(number * where.shape[2] + gpu, "gpu", kind, (part, host, gpu), 0, number, part)
+            for number, (part, host) in enumerate(hosts)
+            for gpu in range(where.shape[2])
+        ]
+    cores = _CORES.get(where.chip, 1)
+    shape = (*where.shape, *[1] * (3 - len(where.shape)))
+    found: list[AbsentDevice] = []
+    for place in np.ndindex(*reversed(shape)):
+        for core in range(cores):
+            found.append(AbsentDevice(len(found), "tpu", kind, tuple(reversed(place)), core, 0, 0))
+    return found
 
 
 def compiler_package(where: Topology) -> str:
