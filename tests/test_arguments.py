@@ -52,39 +52,32 @@ def on_devices(kernel):
 
 
 RANGES = {
-    r"make_mesh: devices must be distinct; got .* more than once\. Pass each device once\.": lambda: sk.make_mesh(
-        [jax.devices()[0]] * 8, data=8
-    ),
+    r"make_mesh: devices must be distinct; got .* more than once\. Pass each device "
+    r"once\.": lambda: sk.make_mesh([jax.devices()[0]] * 8, data=8),
     r"Precision: loss_scale must be at most 32768 with compute=float16, or every step overflows and is skipped; "
     r"got 1048576\.0\. Lower it\.": lambda: precision_of(sk.Precision(compute=jnp.float16, loss_scale=2.0**20)),
-    r"Precision: growth_interval must be at least 1; got 0\. Pass growth_interval=1 or more\.": lambda: precision_of(
-        sk.Precision(growth_interval=0)
-    ),
+    r"Precision: growth_interval must be at least 1; got 0\. Pass growth_interval=1 or "
+    r"more\.": lambda: precision_of(sk.Precision(growth_interval=0)),
     r"make_train_step: precision must be a string, a Precision or None; got <class 'jax\.numpy\.bfloat16'>\. Pass for "
     r"example sk\.Precision\(compute=jnp\.bfloat16\)\.": lambda: sk.make_train_step(
         sk.value_and_grad(lambda *_: 0.0), optax.sgd(1.0), mesh=MESH, plan=sk.dp("data"), precision=jnp.bfloat16
     ),
-    r"DistributedConfig: enabled must be True or False; got 'false'\. Pass for example enabled=True\.": lambda: (
-        DistributedConfig(enabled="false")
-    ),
+    r"DistributedConfig: enabled must be True or False; got 'false'\. Pass for example "
+    r"enabled=True\.": lambda: DistributedConfig(enabled="false"),
     r"initialize: coordinator_address must be known in a job of many processes; got neither an argument nor "
     r"an environment variable\. Pass it, or start the job with shardkit launch\.": lambda: runtime.initialize(
         process_id=5
     ),
-    r"Deadlines: step must be a number; got nan\. Pass for example step=1.0\.": lambda: runtime.guard(
-        mesh=MESH, deadlines=runtime.Deadlines(step=math.nan)
-    ),
-    r"Deadlines: data must be more than 0 seconds; got 0\. Raise data\.": lambda: runtime.guard(
-        mesh=MESH, deadlines=runtime.Deadlines(data=0)
-    ),
+    r"Deadlines: step must be a number; got nan\. Pass for example "
+    r"step=1.0\.": lambda: runtime.guard(mesh=MESH, deadlines=runtime.Deadlines(step=math.nan)),
+    r"Deadlines: data must be more than 0 seconds; got 0\. Raise "
+    r"data\.": lambda: runtime.guard(mesh=MESH, deadlines=runtime.Deadlines(data=0)),
     r"halo_exchange: before must be at most the rows of 1024 devices of 2 rows each; got 1000000000\. Lower "
     r"before\.": lambda: on_devices(lambda x: sk.collectives.halo_exchange(x, "data", before=10**9)),
-    r"zigzag: dim must be a dim of at least one array; got 7\. Pass the dim of the tokens\.": lambda: on_devices(
-        lambda x: sk.layers.zigzag(x, "data", dim=7)
-    ),
-    r"vocab_embed: tokens must be integers; got float32\. Convert them to int32\.": lambda: on_devices(
-        lambda x: sk.layers.vocab_embed(x, np.ones((5, 4), "f"), "data")
-    ),
+    r"zigzag: dim must be a dim of at least one array; got 7\. Pass the dim of the "
+    r"tokens\.": lambda: on_devices(lambda x: sk.layers.zigzag(x, "data", dim=7)),
+    r"vocab_embed: tokens must be integers; got float32\. Convert them to "
+    r"int32\.": lambda: on_devices(lambda x: sk.layers.vocab_embed(x, np.ones((5, 4), "f"), "data")),
     r"vocab_cross_entropy: label_smoothing must be at least 0 and below 1; got 2\.0\. "
     r"Pass for example label_smoothing=0\.1\.": lambda: sk.layers.vocab_cross_entropy(
         np.ones((2, 3, 4), "f"), np.ones((4, 5), "f"), np.ones((2, 3), int), None, label_smoothing=2.0
@@ -92,9 +85,8 @@ RANGES = {
     r"planner: batch must be at most 1,000,000,000; got 1e\+30\. Lower it\.": lambda: planner.search(
         planner.Model(8, 64, 4, vocabulary=256), chip="v5e", chips=8, batch=10**30, sequence=8
     ),
-    r"loader: threads must be at most 1024; got 1000000\. Pass threads=1024\.": lambda: runtime.loader(
-        [1], batch=1, seed=0, mesh=MESH, spec=P("data"), threads=10**6
-    ),
+    r"loader: threads must be at most 1024; got 1000000\. Pass "
+    r"threads=1024\.": lambda: runtime.loader([1], batch=1, seed=0, mesh=MESH, spec=P("data"), threads=10**6),
 }
 
 

@@ -107,9 +107,8 @@ def test_ratios_are_taken_within_a_round():  # proves F81
 def test_a_row_whose_cases_disagree_is_refused(mode):  # proves F80
     cases = [adding("right", 2), adding("wrong", 3)]
     assert refused(lambda: bench.measure("test", "row", cases, mode=mode, calls=2, rounds=1)) == (
-        f"measure: cases must agree within 1.0e-05 of the largest element; in row 'row ({mode})', 'wrong' differs "
-        "from 'right' by 5.0e-01 in leaf [0]. No time is reported: make both compute the same, or pass a larger "
-        "tolerance."
+        f"measure: cases must agree within 1.0e-05 of the largest element; in row 'row ({mode})', 'wrong' differs from "
+        "'right' by 5.0e-01 in leaf [0]. No time is reported: make both compute the same, or pass a larger tolerance."
     )
 
 

@@ -61,12 +61,7 @@ def test_lines_break_between_words_on_a_terminal_and_nowhere_in_a_pipe(monkeypat
 @pytest.mark.check
 def test_doctor_knows_every_package_of_every_extra(monkeypatch):
     asked = {
-        "shardkit": [
-            "jax>=0.10",
-            "rich>=13; extra == 'cli'",
-            "tyro>=1; extra == 'cli'",
-            "jax[tpu]; extra == 'aot'",
-        ],
+        "shardkit": ["jax>=0.10", "rich>=13; extra == 'cli'", "tyro>=1; extra == 'cli'", "jax[tpu]; extra == 'aot'"],
         "jax": ["libtpu==0.0.42.*; extra == 'tpu'", "other; extra == 'cuda'"],
     }
     there = {"rich": "12.9", "jax": "0.10.2"}

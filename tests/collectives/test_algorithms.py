@@ -40,10 +40,8 @@ GATHERS = sk.algorithms.Algorithm("gathers", all_gather=sk.all_gather)
         "Pass for example axis=('node', 'c', 'b').": lambda: sk.strategy(
             "own", ("a", "b"), reduce=A.compressed(jnp.int8, inner=("c", "b"))
         ),
-        "compressed: inner_dtype=int8 needs an inner axis, over which it is sent; got inner=None. Pass "
-        "inner=, the axis of the fast links, or leave out inner_dtype.": lambda: A.compressed(
-            jnp.int4, inner_dtype=jnp.int8
-        ),
+        "compressed: inner_dtype=int8 needs an inner axis, over which it is sent; got inner=None. Pass inner=, the "
+        "axis of the fast links, or leave out inner_dtype.": lambda: A.compressed(jnp.int4, inner_dtype=jnp.int8),
     }.items(),
 )
 def test_an_algorithm_that_cannot_serve_is_refused(make, message):

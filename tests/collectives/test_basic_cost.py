@@ -161,9 +161,8 @@ def test_errors_of_the_axis(name):
     )
     assert refused(lambda x: call(x, 3)) == (
         TypeError,
-        f"{name}: {'axes' if name == 'vary' else 'axis'} must be a mesh axis name or a tuple of names"
-        f"{' or ()' * (name == 'vary')}; got 3. "
-        "Pass for example axis='data' or axis=('data', 'model').",
+        f"{name}: {'axes' if name == 'vary' else 'axis'} must be a mesh axis name or a tuple of "
+        f"names{' or ()' * (name == 'vary')}; got 3. Pass for example axis='data' or axis=('data', 'model').",
     )
     with value_error(
         f"{name}: axis 'data' is not bound here, because no shard_map surrounds this call. "

@@ -408,24 +408,18 @@ ERRORS = refusals(
         "Reshape or transpose one of them.": lambda x, w: sk.all_gather_matmul(x, {"ok": w, "bad": w.T}, "a"),
         "all_gather_matmul: the last dim of x [..., t, D] must be dim 0 of w [D, ...]; got shapes (5,) and (5, 2). "
         "Reshape or transpose one of them.": lambda x, w: sk.all_gather_matmul(x[0], w, "a"),
-        "matmul_reduce_scatter: the dims of h [..., T, f] after T must be those of w [f, D] before D; "
-        "got shapes (3, 5) and (2, 5). Reshape or transpose one of them.": lambda x, w: sk.matmul_reduce_scatter(
-            x, w.T, "a"
-        ),
-        "matmul_reduce_scatter: the dims of h [..., T, f] after T must be those of w [f, D] before D; "
-        "got shapes (3, 5) and (1, 5, 2). Reshape or transpose one of them.": lambda x, w: sk.matmul_reduce_scatter(
-            x, w[None], "a"
-        ),
+        "matmul_reduce_scatter: the dims of h [..., T, f] after T must be those of w [f, D] before D; got shapes (3, "
+        "5) and (2, 5). Reshape or transpose one of them.": lambda x, w: sk.matmul_reduce_scatter(x, w.T, "a"),
+        "matmul_reduce_scatter: the dims of h [..., T, f] after T must be those of w [f, D] before D; got shapes (3, "
+        "5) and (1, 5, 2). Reshape or transpose one of them.": lambda x, w: sk.matmul_reduce_scatter(x, w[None], "a"),
         "matmul_reduce_scatter: dim 0 must be divisible by axis 'a'; got size 3 over 4 devices. "
         "Pad dim 0 or choose another dim.": lambda x, w: sk.matmul_reduce_scatter(x, w, "a"),
     },
     {
         "all_gather_matmul: operands must be floating-point and of one dtype; got bfloat16, float32. "
         "Cast them to one dtype first.": lambda x, w: sk.all_gather_matmul(x.astype(jnp.bfloat16), w, "a"),
-        "matmul_reduce_scatter: operands must be floating-point and of one dtype; got int32, int32. "
-        "Cast them to one dtype first.": lambda x, w: sk.matmul_reduce_scatter(
-            jnp.ones((4, 5), jnp.int32), w.astype(jnp.int32), "a"
-        ),
+        "matmul_reduce_scatter: operands must be floating-point and of one dtype; got int32, int32. Cast them to one "
+        "dtype first.": lambda x, w: sk.matmul_reduce_scatter(jnp.ones((4, 5), jnp.int32), w.astype(jnp.int32), "a"),
     },
 )
 

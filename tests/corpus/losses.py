@@ -163,11 +163,5 @@ CASES = [
         ((X, W, TARGETS), (P(), COLUMNS, P()), P()),
         False,
     ),
-    Case(
-        "negative targets count",
-        CHANGELOG,
-        padded,
-        padded_reference,
-        ((X, W, PADDED), (ROWS, P(), ROWS), P()),
-    ),
+    Case("negative targets count", CHANGELOG, padded, padded_reference, ((X, W, PADDED), (ROWS, P(), ROWS), P())),
 ]

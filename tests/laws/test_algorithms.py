@@ -9,11 +9,7 @@ from support.training import ONCE, check
 pytestmark = pytest.mark.optimized
 
 # Algorithms of several hops, of levels, and with rounding; the other pairs are deep.
-FEW = {
-    ("dp x tp", "ring"),
-    ("hsdp", "hierarchical"),
-    ("fsdp pad", "bfloat16 in two levels"),
-}
+FEW = {("dp x tp", "ring"), ("hsdp", "hierarchical"), ("fsdp pad", "bfloat16 in two levels")}
 
 
 def rows():

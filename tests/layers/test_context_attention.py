@@ -449,10 +449,8 @@ SHARDED = {
     "Pass them as [b, t].": lambda: sk.layers.ring_attention(*tokens(), "c", segments_bt=jnp.zeros((4,), jnp.int32)),
     "ulysses_attention: heads must be divisible by axis 'u'; got 3 heads over 2 devices. "
     "Use fewer devices, or ring_attention.": lambda: sk.layers.ulysses_attention(*tokens(H=3, G=3), "u"),
-    "ulysses_attention: order 'zigzag' must go with a ring; got ring=None. Leave it out: every device "
-    "attends over all tokens, and the work is balanced.": lambda: sk.layers.ulysses_attention(
-        *tokens(), "u", order="zigzag"
-    ),
+    "ulysses_attention: order 'zigzag' must go with a ring; got ring=None. Leave it out: every device attends over all "
+    "tokens, and the work is balanced.": lambda: sk.layers.ulysses_attention(*tokens(), "u", order="zigzag"),
     "ulysses_attention: axis 'u' is used twice in ('u', 'u'). Name each axis once.": lambda: (
         sk.layers.ulysses_attention(*tokens(), "u", ring="u")
     ),

@@ -135,20 +135,15 @@ def bfloat16_weight(w, c, keys):
     {
         "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got float32[1]. "
         "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: w * c,
-        "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got dict. "
-        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: {
-            "loss": jnp.sum(w * c)
-        },
+        "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got dict. Sum over the "
+        "examples and return Mean(total, weight), or their mean.": lambda w, c, keys: {"loss": jnp.sum(w * c)},
         "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got "
         "Mean(float32[1], float32[]). Sum over the examples and return Mean(total, weight), "
         "or their mean.": lambda w, c, keys: sk.Mean(w * c, jnp.float32(1)),
         "value_and_grad: aux must be a dict of scalars or Means by name; got list. "
         "Return for example (loss, {'accuracy': Mean(correct, count)}).": lambda w, c, keys: (jnp.sum(w * c), [1.0]),
-        "value_and_grad: aux 'each' must be a scalar or Mean(total, weight); got float32[1]. "
-        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
-            jnp.sum(w * c),
-            {"each": w * c},
-        ),
+        "value_and_grad: aux 'each' must be a scalar or Mean(total, weight); got float32[1]. Sum over the examples and "
+        "return Mean(total, weight), or their mean.": lambda w, c, keys: (jnp.sum(w * c), {"each": w * c}),
         "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got float32[1]. "
         "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
             jnp.sum(w * c),

@@ -142,10 +142,9 @@ def two_means(params, batch, keys):
         f"{WHOLE}passes it a part of each example, split over 'context'. {USE}": splits(
             sk.chain(sk.dp("data"), sk.cp("context")), W, data=2, context=2
         ),
-        "value_and_grad: with local=True a loss does not communicate, and must get weights that are gathered; got "
-        "Handle((4, 1) over 'data'), a lazy leaf. Leave out layerwise= of the plan, or local=.": splits(
-            sk.fsdp("data", layerwise=("layers",), min_size=1), {"layers": W}, data=4
-        ),
+        "value_and_grad: with local=True a loss does not communicate, and must get weights that are "
+        "gathered; got Handle((4, 1) over 'data'), a lazy leaf. Leave out layerwise= of the plan, or "
+        "local=.": splits(sk.fsdp("data", layerwise=("layers",), min_size=1), {"layers": W}, data=4),
         "value_and_grad: with local=True a loss does not communicate, and a sum of means sums its weights over "
         "devices; got both. Leave out local=, or weight the values of one Mean.": lambda: traced(
             sk.value_and_grad(two_means, local=True)

@@ -284,8 +284,7 @@ def test_what_cannot_be_cut_is_named():  # proves F38
     assert split.whole
     assert split.why == (
         "TwoHalves: the second results must have equations of their own, which the first results do not need; got "
-        f"`while` at test_split_backward.py:{line} (stubborn), which both need. Split it, or "
-        "run the function unsplit."
+        f"`while` at test_split_backward.py:{line} (stubborn), which both need. Split it, or run the function unsplit."
     )
     first, residuals = split.first(*args)
     for got, want in zip([*first, *split.second(args[0], residuals=residuals)], stubborn(*args), strict=True):

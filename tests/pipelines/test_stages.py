@@ -373,9 +373,8 @@ def test_an_optimizer_state_of_other_stages_is_refused():
     has, wants = "loop, 2 chunks", "v, 2 chunks"
     states = {case: make(case)[0](make_params(STAGES[case][0]), jax.random.key(0)) for case in (has, wants)}
     with value_error(
-        "step: the optimizer state must be stored as this plan stores them; leaf "
-        f"0.trace.layers.b is {FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan "
-        "pads nothing."
+        "step: the optimizer state must be stored as this plan stores them; leaf 0.trace.layers.b is "
+        f"{FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan pads nothing."
     ):
         make(wants)[1](states[wants]._replace(opt_state=states[has].opt_state), make_batch())
 

@@ -87,8 +87,7 @@ def test_half_a_split_is_refused(data8, gather, scatter):
     """A placement rule that gathers a weight and leaves its gradient whole, which failed deep inside the step."""
     plan = sk.strategy("own", "data", rank=1, batch_dim=0, place=lambda leaf: sk.Split(0, gather, scatter))
     with value_error(
-        "own('data'): a split must gather the weight and scatter its gradient, or neither; got "
-        f"gather={gather!r} with scatter={scatter!r} for leaf weight. Pass 'never' for both if the loss gets the "
-        "part, else for none."
+        f"own('data'): a split must gather the weight and scatter its gradient, or neither; got gather={gather!r} with "
+        f"scatter={scatter!r} for leaf weight. Pass 'never' for both if the loss gets the part, else for none."
     ):
         plan.layouts({"weight": SHAPES["weight"]}, data8)

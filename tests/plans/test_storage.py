@@ -239,13 +239,12 @@ def mesh4():
 @pytest.mark.parametrize(
     "message, make_layouts",
     {
-        "zero1: dim 0 of leaf b must be divisible by axis 'z' or one that can be padded, which a layer dim, or "
-        "a dim that another strategy splits, cannot; got shape (2,) over 3 devices. Choose another dim.": lambda tree: (
-            sk.chain(
-                sk.fsdp("d", min_size=1, uneven="pad", rules=lambda path, shape: 0),
-                sk.zero1("z", min_size=1, uneven="pad", rules=lambda path, shape: 0),
-            ).layouts(tree, sk.abstract_mesh(d=4, z=3))
-        ),
+        "zero1: dim 0 of leaf b must be divisible by axis 'z' or one that can be padded, which a layer "
+        "dim, or a dim that another strategy splits, cannot; got shape (2,) over 3 devices. Choose another "
+        "dim.": lambda tree: sk.chain(
+            sk.fsdp("d", min_size=1, uneven="pad", rules=lambda path, shape: 0),
+            sk.zero1("z", min_size=1, uneven="pad", rules=lambda path, shape: 0),
+        ).layouts(tree, sk.abstract_mesh(d=4, z=3)),
         "zero2: dim 0 of leaf w must be divisible by axis 'd' or one that can be padded, which a layer dim, or "
         "a dim that another strategy splits, cannot; got shape (7, 5) over 4 devices. "
         "Choose another dim.": lambda tree: sk.zero2(

@@ -326,10 +326,8 @@ def test_the_value_reaches_optimizers_that_want_it(data8):
         "weight: 32, x: 32, y: 16. Pass arrays that share dim 0; what all examples share goes into carried state, or "
         "the loss.": (make_batch() | {"y": np.zeros((16, 8), np.float32)}, {}),
         "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
-        "no array. Pass arrays that share dim 0; what all examples share goes into carried state, or the loss.": (
-            {"scale": np.float32(1)},
-            {},
-        ),
+        "no array. Pass arrays that share dim 0; what all examples share goes into carried state, or the "
+        "loss.": ({"scale": np.float32(1)}, {}),
     }.items(),
 )
 def test_bad_batches_are_refused(refusal, message, data8):

@@ -32,11 +32,8 @@ def test_processes_per_node_follow_from_the_world():
 
 PRODUCT = "tensor_parallel_size x pipeline_parallel_size must"
 ERRORS = {
-    "world_size must equal num_nodes x num_processes_per_node x "
-    "devices_per_process; got world_size=8 for 2 x 3 x 1 = 6. Change one.": {
-        "num_nodes": 2,
-        "num_processes_per_node": 3,
-    },
+    "world_size must equal num_nodes x num_processes_per_node x devices_per_process; got world_size=8 for 2 x 3 x 1 = "
+    "6. Change one.": {"num_nodes": 2, "num_processes_per_node": 3},
     "world_size must equal num_nodes x num_processes_per_node x "
     "devices_per_process; got world_size=5 for 2 x 2 x 1 = 4. Change one.": {"world_size": 5, "num_nodes": 2},
     "world_size must equal num_nodes x num_processes_per_node x "

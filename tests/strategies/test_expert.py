@@ -530,10 +530,8 @@ BAD = {
     "Lower top_k.": lambda x, router, w: sk.layers.moe(x, router, w, swiglu, None, top_k=7),
     "Capacity: factor must be positive and finite; got 0. Pass 1 for balanced tokens, or Dropless() to drop "
     "none.": lambda *_: sk.layers.Capacity(0),
-    "route: group must divide the tokens of a device; got groups of 7 for 48 tokens. "
-    "Choose a divisor.": lambda x, router, w: sk.layers.moe(
-        x, router, w, swiglu, None, routing=sk.layers.Capacity(group=7)
-    ),
+    "route: group must divide the tokens of a device; got groups of 7 for 48 tokens. Choose a "
+    "divisor.": lambda x, router, w: sk.layers.moe(x, router, w, swiglu, None, routing=sk.layers.Capacity(group=7)),
     "moe: dim 0 of every leaf must count this device's experts, 6 of 6; got shape (3, 7, 5) for down. "
     "Shard the experts over the axis, with ep or P(axis).": lambda x, router, w: sk.layers.moe(
         x, router, w | {"down": w["down"][:3]}, swiglu, None

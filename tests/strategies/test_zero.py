@@ -108,18 +108,14 @@ def test_one_device_splits_nothing():
             "Pass uneven='pad' or uneven='replicate'.": lambda: layouts(
                 sk.fsdp("d", min_size=1, uneven="refuse", layerwise=("layers",)), d=4
             ),
-            "zero1: dim 0 of leaf bias must be divisible by axis 'd'; got shape (48,) over 5 devices. "
-            "Choose another dim, or pass uneven='pad'.": lambda: layouts(
-                sk.zero1("d", min_size=1, rules=lambda path, shape: 0), d=5
-            ),
+            "zero1: dim 0 of leaf bias must be divisible by axis 'd'; got shape (48,) over 5 devices. Choose another "
+            "dim, or pass uneven='pad'.": lambda: layouts(sk.zero1("d", min_size=1, rules=lambda path, shape: 0), d=5),
             "zero2: uneven must be 'replicate', 'refuse' or 'pad'; got 'fill'. "
             "Pass for example uneven='replicate'.": lambda: sk.zero2("d", uneven="fill"),
             "fsdp('d'): the parameters must have at least one array; got {}. Pass the model's pytree, or a function "
             "of a key that returns it.": lambda: sk.fsdp("d").layouts({}, sk.abstract_mesh(d=4)),
-            "fsdp: the rules have no spec for leaf bias; theirs are for the leaves 'head'. Make the rules "
-            "from the logical axes of these parameters.": lambda: layouts(
-                sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4
-            ),
+            "fsdp: the rules have no spec for leaf bias; theirs are for the leaves 'head'. Make the rules from the "
+            "logical axes of these parameters.": lambda: layouts(sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4),
             "chain: axis 'd' is used by fsdp('d') and by zero1('d'). A mesh axis serves one strategy; "
             "give one of them another axis.": lambda: sk.chain(sk.fsdp("d"), sk.zero1("d")),
         },

@@ -57,10 +57,7 @@ def test_without_an_option_that_helps_there_are_none():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (
-            {"a": True},
-            r"options must be a list of mappings, tried one after the other; got {'a': True}\. Pass",
-        ),
+        ({"a": True}, r"options must be a list of mappings, tried one after the other; got {'a': True}\. Pass"),
         ([None], r"aot.tune: options must be a list of mappings, tried one after the other; got \[None\]"),
         ([{"a": None}], "aot.tune: options must map names of compiler options to numbers, strings or booleans"),
     ],

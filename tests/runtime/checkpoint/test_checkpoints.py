@@ -145,11 +145,7 @@ PAIRS = [(name, [NEXT[name]], None) for name in ROWS] + [("unequal stages", ["fs
 
 
 # proves F62
-@pytest.mark.quick(
-    "pipeline of chunks-others8-None",
-    "unequal stages, fsdp padded-others10-None",
-    "zero2-others6-None",
-)
+@pytest.mark.quick("pipeline of chunks-others8-None", "unequal stages, fsdp padded-others10-None", "zero2-others6-None")
 @pytest.mark.parametrize(
     "name, others, precision", [*PAIRS, *(pytest.param(name, [*ROWS], None, marks=pytest.mark.deep) for name in ROWS)]
 )

@@ -118,8 +118,7 @@ WRONG = [
     (
         {name: value for name, value in OPEN_MPI.items() if name != "OMPI_MCA_orte_hnp_uri"},
         "initialize: Open MPI must set all variables that jax reads; OMPI_COMM_WORLD_SIZE is 4, and "
-        "'OMPI_MCA_orte_hnp_uri' is missing. Open MPI 5 no longer sets it; start it with Open MPI 4, "
-        f"{OR_PASS}.",
+        f"'OMPI_MCA_orte_hnp_uri' is missing. Open MPI 5 no longer sets it; start it with Open MPI 4, {OR_PASS}.",
     ),
     (
         KUBERNETES,
