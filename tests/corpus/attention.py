@@ -76,41 +76,23 @@ def ordered(q, k, bias):
 
 QKVG = (floats(4, 3), floats(4, 3) ** 2, floats(4, 2), floats(4, 2) ** 2)
 CASES = [
-    Case(
-        "ring's backward pass has a block's sum",
-        MEGATRON + "1464",
-        ring,
-        ring_reference,
-        (QKVG, CONTEXT, CONTEXT),
-        False,
-        mark="of a block",
+    Case("ring's backward pass has a block's sum", MEGATRON + "1464", ring).against(
+        ring_reference, QKVG, CONTEXT, CONTEXT, grad=False, mark="of a block"
     ),
-    Case(
-        "ring's backward pass has stale keys",
-        "https://github.com/NVIDIA-NeMo/Automodel/pull/3157",
-        ring,
-        ring_reference,
-        (QKVG, CONTEXT, CONTEXT),
-        False,
-        mark="stale",
+    Case("ring's backward pass has stale keys", "https://github.com/NVIDIA-NeMo/Automodel/pull/3157", ring).against(
+        ring_reference, QKVG, CONTEXT, CONTEXT, grad=False, mark="stale"
     ),
-    Case(
-        "key that heads share has one device's gradient",
-        TITAN + "1373",
-        shared_key,
+    Case("key that heads share has one device's gradient", TITAN + "1373", shared_key).against(
         shared_key_reference,
-        (
-            (floats(3, 4, 3), floats(3, 4, 2), floats(3, 1), floats(3, 4, 2) ** 2, floats(3, 4, 2)),
-            (HEADS, HEADS, P(), HEADS, HEADS),
-            (HEADS, P()),
-        ),
-        False,
+        (floats(3, 4, 3), floats(3, 4, 2), floats(3, 1), floats(3, 4, 2) ** 2, floats(3, 4, 2)),
+        (HEADS, HEADS, P(), HEADS, HEADS),
+        (HEADS, P()),
+        grad=False,
     ),
-    Case(
-        "axes of a sequence in another order",
-        CHANGELOG,
-        ordered,
+    Case("axes of a sequence in another order", CHANGELOG, ordered).against(
         lambda q, k, bias: jax.nn.softmax(q @ k.T + bias) @ k,
-        ((floats(4, 3), floats(4, 3) ** 2, floats(4, 4)), (P(ORDER), P(ORDER), P(ORDER)), P(ORDER)),
+        (floats(4, 3), floats(4, 3) ** 2, floats(4, 4)),
+        (P(ORDER), P(ORDER), P(ORDER)),
+        P(ORDER),
     ),
 ]

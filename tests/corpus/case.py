@@ -21,11 +21,15 @@ class Case(NamedTuple):
     name: str
     source: str
     right: Callable[..., Any]
-    reference: Callable[..., Any]  # what both should compute, of the global arrays
-    call: tuple[tuple[Any, ...], Any, Any]  # arguments, in_specs, out_specs
+    reference: Callable[..., Any] = len  # what both should compute, of the global arrays
+    call: tuple[tuple[Any, ...], Any, Any] = ((), (), ())  # arguments, in_specs, out_specs
     grad: bool = True  # whether gradients are compared; not of a kernel that returns them
     sizes: Mapping[str, int] = {}
     mark: str = "wrong"  # of the lines that were others where the bug was
+
+    def against(self, reference: Callable[..., Any], args: tuple[Any, ...], ins: Any, outs: Any, **more: Any) -> Case:
+        """What it should compute, and of what."""
+        return self._replace(reference=reference, call=(args, ins, outs), **more)
 
     @property
     def wrong(self) -> Callable[..., Any]:

@@ -72,41 +72,30 @@ def every_token(x, w):
 
 
 CASES = [
-    Case(
-        "router's count overwritten by the total",
-        MEGATRON + "7452",
-        balance,
-        balance_reference,
-        ((floats(4, 3), floats(3, 2), floats(4) ** 2), (TOKENS, P(), TOKENS), P()),
+    Case("router's count overwritten by the total", MEGATRON + "7452", balance).against(
+        balance_reference, (floats(4, 3), floats(3, 2), floats(4) ** 2), (TOKENS, P(), TOKENS), P()
     ),
-    Case(
-        "expert gradients are twice as large",
-        TORCH + "issues/160285",
-        of_expert,
+    Case("expert gradients are twice as large", TORCH + "issues/160285", of_expert).against(
         of_expert_reference,
-        ((floats(8, 3), floats(2, 3, 3), floats(8, 3) ** 2), (TOKENS, EXPERTS, TOKENS), EXPERTS),
-        False,
+        (floats(8, 3), floats(2, 3, 3), floats(8, 3) ** 2),
+        (TOKENS, EXPERTS, TOKENS),
+        EXPERTS,
+        grad=False,
     ),
-    Case(
-        "router's gradient of a device's hidden units",
-        TITAN + "2416",
-        router,
+    Case("router's gradient of a device's hidden units", TITAN + "2416", router).against(
         router_reference,
-        ((floats(4, 3), floats(3), floats(3, 4), floats(4, 4)), (P(), P(), HIDDEN, HIDDEN), P()),
-        False,
+        (floats(4, 3), floats(3), floats(3, 4), floats(4, 4)),
+        (P(), P(), HIDDEN, HIDDEN),
+        P(),
+        grad=False,
     ),
-    Case(
-        "expert's bias times the model axis",
-        TITAN + "4245",
-        biased,
+    Case("expert's bias times the model axis", TITAN + "4245", biased).against(
         lambda x, up, down, bias: jnp.tanh(x @ up) @ down + bias[None],
-        ((floats(4, 3), floats(3, 4), floats(4, 3) ** 2, floats(3)), (P(), HIDDEN, P("model"), P()), P()),
+        (floats(4, 3), floats(3, 4), floats(4, 3) ** 2, floats(3)),
+        (P(), HIDDEN, P("model"), P()),
+        P(),
     ),
     Case(
-        "gathered tokens' gradients are sliced",
-        "https://github.com/NVIDIA-NeMo/Automodel/pull/1260",
-        every_token,
-        lambda x, w: jnp.sum(jnp.tanh(x @ w), 0),
-        ((floats(4, 3), floats(2, 3, 3)), (TOKENS, EXPERTS), TOKENS),
-    ),
+        "gathered tokens' gradients are sliced", "https://github.com/NVIDIA-NeMo/Automodel/pull/1260", every_token
+    ).against(lambda x, w: jnp.sum(jnp.tanh(x @ w), 0), (floats(4, 3), floats(2, 3, 3)), (TOKENS, EXPERTS), TOKENS),
 ]

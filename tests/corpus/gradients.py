@@ -91,71 +91,39 @@ def frozen(x, w):
 
 
 CASES = [
-    Case(
-        "norm's gradient of a sequence shard",
-        MEGATRON + "1446",
-        scale_gradient,
-        scale_reference,
-        ((floats(4, 3), floats(3), floats(4, 3) ** 2), (SEQUENCE, P(), SEQUENCE), P()),
-        False,
+    Case("norm's gradient of a sequence shard", MEGATRON + "1446", scale_gradient).against(
+        scale_reference, (floats(4, 3), floats(3), floats(4, 3) ** 2), (SEQUENCE, P(), SEQUENCE), P(), grad=False
+    ),
+    Case("output norm's gradient of a device's heads", MEGATRON + "7452", out_norm).against(
+        scale_reference, (floats(4, 2, 3), floats(3), floats(4, 2, 3) ** 2), (HEADS, P(), HEADS), P(), grad=False
+    ),
+    Case("attention sinks of one device in the norm", MEGATRON + "7452", sinks).against(
+        clipped, (floats(4), floats(3)), (SEQUENCE, P()), (SEQUENCE, P())
     ),
     Case(
-        "output norm's gradient of a device's heads",
-        MEGATRON + "7452",
-        out_norm,
-        scale_reference,
-        ((floats(4, 2, 3), floats(3), floats(4, 2, 3) ** 2), (HEADS, P(), HEADS), P()),
-        False,
+        "replicated weights counted often in the norm", "https://github.com/ROCm/TransformerEngine/pull/715", duplicates
+    ).against(clipped, (floats(4), floats(3)), (SEQUENCE, P()), (SEQUENCE, P())),
+    Case("sum of the norms of partial gradients", TORCH + "pull/159856", partial_norm).against(
+        lambda x, g: jnp.sqrt(jnp.sum((jnp.tanh(x).T @ g) ** 2)), (floats(4, 3), floats(4, 2)), (ROWS, ROWS), P()
     ),
-    Case(
-        "attention sinks of one device in the norm",
-        MEGATRON + "7452",
-        sinks,
-        clipped,
-        ((floats(4), floats(3)), (SEQUENCE, P()), (SEQUENCE, P())),
-    ),
-    Case(
-        "replicated weights counted often in the norm",
-        "https://github.com/ROCm/TransformerEngine/pull/715",
-        duplicates,
-        clipped,
-        ((floats(4), floats(3)), (SEQUENCE, P()), (SEQUENCE, P())),
-    ),
-    Case(
-        "sum of the norms of partial gradients",
-        TORCH + "pull/159856",
-        partial_norm,
-        lambda x, g: jnp.sqrt(jnp.sum((jnp.tanh(x).T @ g) ** 2)),
-        ((floats(4, 3), floats(4, 2)), (ROWS, ROWS), P()),
-    ),
-    Case(
-        "gradient of a total, summed again",
-        JAX + "3970",
-        total_inside,
+    Case("gradient of a total, summed again", JAX + "3970", total_inside).against(
         lambda w, x: jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w),
-        ((floats(3), floats(4, 3)), (P(), ROWS), P()),
-        False,
+        (floats(3), floats(4, 3)),
+        (P(), ROWS),
+        P(),
+        grad=False,
     ),
-    Case(
-        "per-sample gradients of replicated parameters",
-        JAX + "36886",
-        of_samples,
+    Case("per-sample gradients of replicated parameters", JAX + "36886", of_samples).against(
         lambda w, x: jax.vmap(jax.grad(lambda w, x: jnp.tanh(w @ x)), (None, 0))(w, x),
-        ((floats(3), floats(4, 3)), (P(), ROWS), ROWS),
-        False,
+        (floats(3), floats(4, 3)),
+        (P(), ROWS),
+        ROWS,
+        grad=False,
     ),
-    Case(
-        "inner gradient of a constant",
-        CHANGELOG,
-        nudged,
-        nudged_reference,
-        ((floats(4, 3), floats(3) ** 2), (ROWS, P()), ROWS),
+    Case("inner gradient of a constant", CHANGELOG, nudged).against(
+        nudged_reference, (floats(4, 3), floats(3) ** 2), (ROWS, P()), ROWS
     ),
-    Case(
-        "frozen layer is trained",
-        CHANGELOG,
-        frozen,
-        lambda x, w: jnp.tanh(x @ lax.stop_gradient(w)),
-        ((floats(4, 6), floats(6, 3)), (ROWS, ROWS), ROWS),
+    Case("frozen layer is trained", CHANGELOG, frozen).against(
+        lambda x, w: jnp.tanh(x @ lax.stop_gradient(w)), (floats(4, 6), floats(6, 3)), (ROWS, ROWS), ROWS
     ),
 ]

@@ -29,25 +29,16 @@ def padded(x, w):
 
 CASES = [
     Case(
-        "missing all-reduce beside a reduce-scatter",
-        "https://github.com/openxla/xla/issues/40034",
-        unreduced,
-        lambda x, g: jnp.tanh(x).T @ g,
-        ((floats(8, 6), floats(8, 3)), (BOTH, BOTH), P("fsdp")),
-    ),
-    Case(
-        "embeddings scattered over another group",
-        MEGATRON + "7452",
-        scattered,
+        "missing all-reduce beside a reduce-scatter", "https://github.com/openxla/xla/issues/40034", unreduced
+    ).against(lambda x, g: jnp.tanh(x).T @ g, (floats(8, 6), floats(8, 3)), (BOTH, BOTH), P("fsdp")),
+    Case("embeddings scattered over another group", MEGATRON + "7452", scattered).against(
         lambda image, text: jnp.tanh(jnp.concatenate([image, text])),
-        ((floats(2, 3), floats(4, 3)), (P(), P()), P("model")),
+        (floats(2, 3), floats(4, 3)),
+        (P(), P()),
+        P("model"),
         sizes={"data": 2, "model": 2},
     ),
-    Case(
-        "padding of another layout dropped",
-        CHANGELOG,
-        padded,
-        lambda x, w: jnp.tanh(x @ w[:6]),
-        ((floats(4, 6), floats(8, 3) / 4), (BOTH, BOTH), BOTH),
+    Case("padding of another layout dropped", CHANGELOG, padded).against(
+        lambda x, w: jnp.tanh(x @ w[:6]), (floats(4, 6), floats(8, 3) / 4), (BOTH, BOTH), BOTH
     ),
 ]

@@ -112,56 +112,33 @@ def padded_reference(x, w, targets):
 
 X, W = floats(4, 3), floats(3, 8)
 CASES = [
-    Case(
-        "label smoothing over a device's vocabulary",
-        MEGATRON + "7452",
-        smoothed,
-        smoothed_reference,
-        ((floats(4, 8), TARGETS), (COLUMNS, P()), P()),
+    Case("label smoothing over a device's vocabulary", MEGATRON + "7452", smoothed).against(
+        smoothed_reference, (floats(4, 8), TARGETS), (COLUMNS, P()), P()
     ),
-    Case(
-        "gathered logits in a vocabulary-parallel loss",
-        MEGATRON + "7452",
-        vocabulary,
-        lambda x, w, targets: cross_entropy(x @ w, targets),
-        ((X, W, TARGETS), (P(), COLUMNS, P()), P()),
+    Case("gathered logits in a vocabulary-parallel loss", MEGATRON + "7452", vocabulary).against(
+        lambda x, w, targets: cross_entropy(x @ w, targets), (X, W, TARGETS), (P(), COLUMNS, P()), P()
     ),
-    Case(
-        "multi-token loss over a device's count",
-        MEGATRON + "7452",
-        predicted,
-        predicted_reference,
-        ((X, W, TARGETS, floats(4)), (ROWS, P(), ROWS, ROWS), P()),
+    Case("multi-token loss over a device's count", MEGATRON + "7452", predicted).against(
+        predicted_reference, (X, W, TARGETS, floats(4)), (ROWS, P(), ROWS, ROWS), P()
     ),
-    Case(
-        "masked loss over a context shard's count",
-        MEGATRON + "7452",
-        sequences,
-        sequences_reference,
-        ((floats(4, 6), floats(6, 4).T ** 2), (CONTEXT, CONTEXT), P()),
+    Case("masked loss over a context shard's count", MEGATRON + "7452", sequences).against(
+        sequences_reference, (floats(4, 6), floats(6, 4).T ** 2), (CONTEXT, CONTEXT), P()
     ),
-    Case(
-        "reported loss times the context axis",
-        MEGATRON + "673",
-        reported,
+    Case("reported loss times the context axis", MEGATRON + "673", reported).against(
         lambda x, mask: jnp.sum(jnp.tanh(x) * mask) / jnp.sum(mask),
-        ((floats(4, 6), floats(6, 4).T ** 2), (CONTEXT, CONTEXT), P()),
+        (floats(4, 6), floats(6, 4).T ** 2),
+        (CONTEXT, CONTEXT),
+        P(),
     ),
-    Case(
-        "loss scaled for an average that is a sum",
-        MEGATRON + "906",
-        scaled,
+    Case("loss scaled for an average that is a sum", MEGATRON + "906", scaled).against(
         lambda x, w: jax.grad(lambda w: jnp.sum(jnp.tanh(x * w)) / 24)(w),
-        ((floats(4, 6), floats()), (CONTEXT, P()), P()),
-        False,
+        (floats(4, 6), floats()),
+        (CONTEXT, P()),
+        P(),
+        grad=False,
     ),
-    Case(
-        "chunked loss keeps partial gradients",
-        TITAN + "3412",
-        chunks,
-        chunks_reference,
-        ((X, W, TARGETS), (P(), COLUMNS, P()), P()),
-        False,
+    Case("chunked loss keeps partial gradients", TITAN + "3412", chunks).against(
+        chunks_reference, (X, W, TARGETS), (P(), COLUMNS, P()), P(), grad=False
     ),
-    Case("negative targets count", CHANGELOG, padded, padded_reference, ((X, W, PADDED), (ROWS, P(), ROWS), P())),
+    Case("negative targets count", CHANGELOG, padded).against(padded_reference, (X, W, PADDED), (ROWS, P(), ROWS), P()),
 ]

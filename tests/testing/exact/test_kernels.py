@@ -21,10 +21,13 @@ class Case(NamedTuple):
 
     kernel: Any
     reference: Any
-    ins: Any
-    outs: Any
+    ins: Any = P()
+    outs: Any = P()
     args: tuple[Any, ...] = (x_48,)
     sizes: Any = {"a": 4}  # noqa: RUF012 (a constant)
+
+    def over(self, ins: Any, outs: Any, *args_and_sizes: Any, **sizes: Any) -> Any:
+        return Case(self.kernel, self.reference, ins, outs, *args_and_sizes, **sizes)
 
 
 def blocks(x: Any) -> Any:
@@ -91,68 +94,52 @@ TARGETS = np.array([[0, 3, 5, 7]])
 LOGITS = (np.zeros((1, 4, 3), np.float32), np.zeros((3, 8), np.float32), TARGETS)
 
 CASES = {
-    "all_reduce": Case(lambda x: sk.all_reduce(x, "a"), lambda x: blocks(x).sum(0), ROWS, P()),
-    "all_reduce mean": Case(lambda x: sk.all_reduce(x, "a", op="mean"), lambda x: blocks(x).mean(0), ROWS, P()),
-    "all_reduce max": Case(lambda x: sk.all_reduce(x, "a", op="max"), lambda x: blocks(x).max(0), ROWS, P()),
-    "deterministic": Case(lambda x: sk.all_reduce(x, "a", deterministic=True), lambda x: x.sum(0), ROWS, P()),
-    "all_gather": Case(lambda x: sk.all_gather(x, "a", replicated=True), lambda x: x, ROWS, P()),
-    "all_gather varying": Case(lambda x: sk.all_gather(x, "a"), tiled, ROWS, ROWS),
-    "reduce_scatter": Case(lambda x: sk.reduce_scatter(x, "a", dim=1), lambda x: blocks(x).sum(0), ROWS, COLUMNS),
-    "all_to_all": Case(lambda x: sk.all_to_all(x, "a", split_dim=1, concat_dim=0), transposed, ROWS, ROWS),
+    "all_reduce": Case(lambda x: sk.all_reduce(x, "a"), lambda x: blocks(x).sum(0)).over(ROWS, P()),
+    "all_reduce mean": Case(lambda x: sk.all_reduce(x, "a", op="mean"), lambda x: blocks(x).mean(0)).over(ROWS, P()),
+    "all_reduce max": Case(lambda x: sk.all_reduce(x, "a", op="max"), lambda x: blocks(x).max(0)).over(ROWS, P()),
+    "deterministic": Case(lambda x: sk.all_reduce(x, "a", deterministic=True), lambda x: x.sum(0)).over(ROWS, P()),
+    "all_gather": Case(lambda x: sk.all_gather(x, "a", replicated=True), lambda x: x).over(ROWS, P()),
+    "all_gather varying": Case(lambda x: sk.all_gather(x, "a"), tiled).over(ROWS, ROWS),
+    "reduce_scatter": Case(lambda x: sk.reduce_scatter(x, "a", dim=1), lambda x: blocks(x).sum(0)).over(ROWS, COLUMNS),
+    "all_to_all": Case(lambda x: sk.all_to_all(x, "a", split_dim=1, concat_dim=0), transposed).over(ROWS, ROWS),
     "reduce_scatter of booleans": Case(
-        lambda x: sk.reduce_scatter(x > 0, "a", dim=1).astype("f"),
-        lambda x: (blocks(x) > 0).sum(0).astype("f"),
-        ROWS,
-        COLUMNS,
-    ),
-    "shift": Case(lambda x: sk.shift(x, "a"), lambda x: jnp.roll(x, 2, 0), ROWS, ROWS),
+        lambda x: sk.reduce_scatter(x > 0, "a", dim=1).astype("f"), lambda x: (blocks(x) > 0).sum(0).astype("f")
+    ).over(ROWS, COLUMNS),
+    "shift": Case(lambda x: sk.shift(x, "a"), lambda x: jnp.roll(x, 2, 0)).over(ROWS, ROWS),
     "shift without wrap": Case(
-        lambda x: sk.shift(x, "a", by=-1, wrap=False), lambda x: jnp.concatenate([x[2:], 0 * x[:2]]), ROWS, ROWS
-    ),
-    "broadcast": Case(lambda x: sk.broadcast(x, "a", source=2), lambda x: x[4:6], ROWS, P()),
+        lambda x: sk.shift(x, "a", by=-1, wrap=False), lambda x: jnp.concatenate([x[2:], 0 * x[:2]])
+    ).over(ROWS, ROWS),
+    "broadcast": Case(lambda x: sk.broadcast(x, "a", source=2), lambda x: x[4:6]).over(ROWS, P()),
     "halo_exchange": Case(
         lambda x: collectives.halo_exchange(x, "a", wrap=True),
         lambda x: jnp.concatenate([jnp.take(x, np.arange(2 * i - 1, 2 * i + 3) % 8, 0) for i in range(4)]),
-        ROWS,
-        ROWS,
-    ),
+    ).over(ROWS, ROWS),
     "prefix_scan": Case(
-        lambda x: collectives.prefix_scan(x, "a"), lambda x: jnp.cumsum(blocks(x), 0).reshape(x.shape), ROWS, ROWS
-    ),
+        lambda x: collectives.prefix_scan(x, "a"), lambda x: jnp.cumsum(blocks(x), 0).reshape(x.shape)
+    ).over(ROWS, ROWS),
     "all_reduce_tree": Case(
-        lambda x: collectives.all_reduce_tree({"x": x, "y": x[0]}, "a", bucket_bytes=8)["x"],
-        lambda x: blocks(x).sum(0),
-        ROWS,
-        P(),
+        lambda x: collectives.all_reduce_tree({"x": x, "y": x[0]}, "a", bucket_bytes=8)["x"], lambda x: blocks(x).sum(0)
+    ).over(ROWS, P()),
+    "hierarchical": Case(lambda x: sk.hierarchical.all_reduce(x, "a", "b"), lambda x: blocks(x).sum(0)).over(
+        BOTH, P(), sizes=TWO
     ),
-    "hierarchical": Case(
-        lambda x: sk.hierarchical.all_reduce(x, "a", "b"), lambda x: blocks(x).sum(0), BOTH, P(), sizes=TWO
-    ),
-    "two axes": Case(lambda x: sk.all_gather(x, ("b", "a"), replicated=True), lambda x: x, BOTH, P(), sizes=TWO),
-    "ring attention": Case(partial(layers.ring_attention, axis="a"), attention, COLUMNS, COLUMNS, QKV),
+    "two axes": Case(lambda x: sk.all_gather(x, ("b", "a"), replicated=True), lambda x: x).over(BOTH, P(), sizes=TWO),
+    "ring attention": Case(partial(layers.ring_attention, axis="a"), attention).over(COLUMNS, COLUMNS, QKV),
     "ring attention, zigzag": Case(
         lambda *qkv: layers.zigzag(
             layers.ring_attention(*layers.zigzag(qkv, "a"), "a", order="zigzag"), "a", inverse=True
         ),
         attention,
-        COLUMNS,
-        COLUMNS,
-        QKV,
-        {"a": 2},
-    ),
+    ).over(COLUMNS, COLUMNS, QKV, {"a": 2}),
     "ring attention, all": Case(
-        partial(layers.ring_attention, axis="a", causal=False), partial(attention, causal=False), COLUMNS, COLUMNS, QKV
-    ),
+        partial(layers.ring_attention, axis="a", causal=False), partial(attention, causal=False)
+    ).over(COLUMNS, COLUMNS, QKV),
     # Of each key and value two devices make gradients.
     "ring attention, keys for all heads": Case(
         partial(layers.ring_attention, axis="a"),
         lambda q, k, v: jnp.concatenate([attention(half, k, v) for half in jnp.split(q, 2, 2)], 2),
-        (P(None, "a", "b"), COLUMNS, COLUMNS),
-        P(None, "a", "b"),
-        (QKV[0], *(x[:, :, :2] for x in QKV[1:])),
-        TWO,
-    ),
-    "ulysses": Case(partial(layers.ulysses_attention, axis="a"), attention, COLUMNS, COLUMNS, QKV),
+    ).over((P(None, "a", "b"), COLUMNS, COLUMNS), P(None, "a", "b"), (QKV[0], *(x[:, :, :2] for x in QKV[1:])), TWO),
+    "ulysses": Case(partial(layers.ulysses_attention, axis="a"), attention).over(COLUMNS, COLUMNS, QKV),
     "ulysses inside a ring, zigzag": Case(
         lambda *qkv: layers.zigzag(
             layers.ulysses_attention(*layers.zigzag(qkv, "b", ulysses="a"), "a", ring="b", order="zigzag"),
@@ -161,13 +148,9 @@ CASES = {
             inverse=True,
         ),
         attention,
-        P(None, ("b", "a")),
-        P(None, ("b", "a")),
-        QKV,
-        TWO,
-    ),
-    "vocab_cross_entropy": Case(
-        partial(layers.vocab_cross_entropy, axis="a"), cross_entropy, (P(), COLUMNS, P()), P(), LOGITS
+    ).over(P(None, ("b", "a")), P(None, ("b", "a")), QKV, TWO),
+    "vocab_cross_entropy": Case(partial(layers.vocab_cross_entropy, axis="a"), cross_entropy).over(
+        (P(), COLUMNS, P()), P(), LOGITS
     ),
     "vocab_cross_entropy_and_hits, each column twice": Case(
         lambda x, head, targets: hits_of(
@@ -176,28 +159,20 @@ CASES = {
         lambda x, head, targets: hits_of(
             cross_entropy(x, twice(head), targets), jnp.argmax(x @ twice(head), -1) == targets
         ),
-        (P(), COLUMNS, P()),
-        P(),
-        LOGITS,
-    ),
+    ).over((P(), COLUMNS, P()), P(), LOGITS),
     "vocab_cross_entropy, smoothed": Case(
-        partial(layers.vocab_cross_entropy, axis="a", label_smoothing=0.1, z_loss=0.01),
-        smoothed,
-        (P(), COLUMNS, P()),
-        P(),
-        LOGITS,
+        partial(layers.vocab_cross_entropy, axis="a", label_smoothing=0.1, z_loss=0.01), smoothed
+    ).over((P(), COLUMNS, P()), P(), LOGITS),
+    "vocab_embed": Case(partial(layers.vocab_embed, axis="a"), lambda t, w: w[t]).over(
+        (P(), ROWS), P(), (TARGETS, x_48)
     ),
-    "vocab_embed": Case(partial(layers.vocab_embed, axis="a"), lambda t, w: w[t], (P(), ROWS), P(), (TARGETS, x_48)),
-    "sharded_rms_norm": Case(
-        partial(layers.sharded_rms_norm, axis="a"), rms_norm, (COLUMNS, ROWS), COLUMNS, (x_48, GAIN)
+    "sharded_rms_norm": Case(partial(layers.sharded_rms_norm, axis="a"), rms_norm).over(
+        (COLUMNS, ROWS), COLUMNS, (x_48, GAIN)
     ),
     "sharded_layer_norm": Case(
         partial(layers.sharded_layer_norm, axis="a"),
         lambda x, gain, bias: layers.sharded_layer_norm(x, gain, bias, None),
-        (COLUMNS, ROWS, ROWS),
-        COLUMNS,
-        (x_48, GAIN, GAIN),
-    ),
+    ).over((COLUMNS, ROWS, ROWS), COLUMNS, (x_48, GAIN, GAIN)),
 }
 TOKENS = (np.zeros((4, 4, 3), np.float32), np.zeros((3, 4), np.float32), np.zeros((4, 3, 3), np.float32))
 for name, routing, places in (("capacity", layers.Capacity(0.5), 1), ("dropless", layers.Dropless(), 8)):
@@ -206,37 +181,28 @@ for name, routing, places in (("capacity", layers.Capacity(0.5), 1), ("dropless"
             x, router, w, lambda w, x, dot: jnp.tanh(dot(x, w)), "a", routing=routing, weights=weights
         )[0],
         partial(mixture, places),
-        (ROWS, P(), ROWS, ROWS),
-        ROWS,
-        (*TOKENS, np.zeros((4, 4), np.float32)),
-    )
+    ).over((ROWS, P(), ROWS, ROWS), ROWS, (*TOKENS, np.zeros((4, 4), np.float32)))
 for both in (False, True):
     way = "bidirectional ring" if both else "ring"
     CASES |= {
         f"{way} all_gather": Case(
-            partial(sk.ring.all_gather, axis="a", bidirectional=both, replicated=True), lambda x: x, ROWS, P()
-        ),
+            partial(sk.ring.all_gather, axis="a", bidirectional=both, replicated=True), lambda x: x
+        ).over(ROWS, P()),
         f"{way} reduce_scatter": Case(
-            partial(sk.ring.reduce_scatter, axis="a", dim=1, bidirectional=both),
-            lambda x: blocks(x).sum(0),
-            ROWS,
-            COLUMNS,
-        ),
+            partial(sk.ring.reduce_scatter, axis="a", dim=1, bidirectional=both), lambda x: blocks(x).sum(0)
+        ).over(ROWS, COLUMNS),
         f"{way} all_reduce": Case(
-            partial(sk.ring.all_reduce, axis="a", bidirectional=both, replicated=True),
-            lambda x: blocks(x).sum(0),
-            ROWS,
-            P(),
-        ),
+            partial(sk.ring.all_reduce, axis="a", bidirectional=both, replicated=True), lambda x: blocks(x).sum(0)
+        ).over(ROWS, P()),
     }
 for impl in ("gather", "ring", "bidirectional"):
     weights = np.zeros((4, 8), np.float32)
     CASES |= {
-        f"all_gather_matmul, {impl}": Case(
-            partial(sk.all_gather_matmul, axis="a", impl=impl), jnp.matmul, (ROWS, COLUMNS), COLUMNS, (x_48, weights)
+        f"all_gather_matmul, {impl}": Case(partial(sk.all_gather_matmul, axis="a", impl=impl), jnp.matmul).over(
+            (ROWS, COLUMNS), COLUMNS, (x_48, weights)
         ),
-        f"matmul_reduce_scatter, {impl}": Case(
-            partial(sk.matmul_reduce_scatter, axis="a", impl=impl), jnp.matmul, (COLUMNS, ROWS), ROWS, (x_48, weights)
+        f"matmul_reduce_scatter, {impl}": Case(partial(sk.matmul_reduce_scatter, axis="a", impl=impl), jnp.matmul).over(
+            (COLUMNS, ROWS), ROWS, (x_48, weights)
         ),
     }
 
