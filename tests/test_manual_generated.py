@@ -212,13 +212,9 @@ def test_the_manual_builds_without_a_warning(tmp_path):
     for package in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
         pytest.importorskip(package, reason="pip install 'shardkit[docs]' installs it")
     site = tmp_path / "site"
+    options = {"cwd": ROOT, "env": os.environ | {"NO_MKDOCS_2_WARNING": "1"}, "capture_output": True, "text": True}
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)], timeout=300, **options
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "unpkg" not in (site / "index.html").read_text()

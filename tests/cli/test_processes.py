@@ -56,13 +56,8 @@ def test_two_processes_train_as_one_does(corpus, tmp_path):
 @pytest.mark.deep
 def test_a_notice_ends_all_after_the_same_step(corpus, tmp_path):
     words = ["--steps", "100000", "--checkpoint", str(tmp_path / "c"), "--checkpoint-every", "20"]
-    job = subprocess.Popen(
-        command(corpus, tmp_path, "data=4", *words, processes=2),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = subprocess.Popen(command(corpus, tmp_path, "data=4", *words, processes=2), env=environment(), **options)
     until = time.monotonic() + 120
     while not (tmp_path / "c" / "20").exists() and job.poll() is None and time.monotonic() < until:
         time.sleep(0.02)

@@ -98,15 +98,8 @@ def looped(log, taken, first=0, **options):
         taken.append("evaluate")
         return {"loss": 1.0, "accuracy": 1.0}
 
-    run = SimpleNamespace(
-        options=TrainOptions(**options),
-        step=step,
-        mesh=None,
-        settings={},
-        rate=lambda count: 0.0,
-        batch=lambda index: index,
-        validation=validation,
-    )
+    given = {"step": step, "mesh": None, "settings": {}, "rate": lambda count: 0.0, "batch": lambda index: index}
+    run = SimpleNamespace(options=TrainOptions(**options), validation=validation, **given)
     checkpoints = SimpleNamespace(
         save=lambda state, position, config, metrics: taken.append(("save", position, metrics)), wait=lambda: None
     )

@@ -219,12 +219,8 @@ def test_cost_and_bits_on_the_wire(n, dtype):
 
 def on_wire(kernel, n, **sizes):
     mesh = sk.abstract_mesh(**(sizes or {"a": n}))
-    return jax.shard_map(
-        lambda *args: jax.tree.map(lambda y: y[None], kernel(*(x[0] for x in args))),
-        mesh=mesh,
-        in_specs=P(tuple(mesh.shape)),
-        out_specs=P(tuple(mesh.shape)),
-    )
+    options = {"mesh": mesh, "in_specs": P(tuple(mesh.shape)), "out_specs": P(tuple(mesh.shape))}
+    return jax.shard_map(lambda *args: jax.tree.map(lambda y: y[None], kernel(*(x[0] for x in args))), **options)
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(4, 2), (2, 3), (1, 2), (4, 1)])

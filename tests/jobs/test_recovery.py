@@ -25,12 +25,9 @@ class Run:
         folder.mkdir()
         words = ["-n", 4, "--devices", 1, "--restarts", restarts, "--", PROGRAM, folder, "--steps", steps]
         with open(self.said, "wb") as said:
+            options = {"stdout": said, "stderr": said, "start_new_session": True}
             self.launcher = subprocess.Popen(
-                commands.command("launch", *words, "--deadline", 5),
-                env=commands.environment(),
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
+                commands.command("launch", *words, "--deadline", 5), env=commands.environment(), **options
             )
 
     def losses(self):

@@ -307,15 +307,8 @@ def test_what_ulysses_sends(n, dtype):
     b, t, H, G, K = 2, 4, 12, 6, 5
     kernel = lambda q, k, v, *s: sk.layers.ulysses_attention(q, k, v, "c", segments_bt=s[0] if s else None)  # noqa: E731
     forward, both = step_census(n, H, G, K, b, t, dtype, kernel=kernel)
-    volume = cost.context_volume(
-        batch=b,
-        sequence=n * t,
-        hidden=H * K,
-        kv_hidden=math.lcm(G, n) * K,
-        ways=n,
-        method="ulysses",
-        value_bytes=jnp.dtype(dtype).itemsize,
-    )
+    options = {"batch": b, "sequence": n * t, "hidden": H * K, "kv_hidden": math.lcm(G, n) * K, "ways": n}
+    volume = cost.context_volume(method="ulysses", value_bytes=jnp.dtype(dtype).itemsize, **options)
     assert float(forward.sent()) == volume.forward and float(both.sent()) == volume.total
     assert {row.kind for row in both.rows} <= {"all_to_all"}
     packed, _ = step_census(n, H, G, K, b, t, dtype, packed=True, kernel=kernel)

@@ -56,14 +56,9 @@ def test_norms_over_split_features_are_those_over_whole_ones(mesh, dtype, width,
         (sk.layers.sharded_rms_norm, transformer.rms_norm, (x, gain)),
         (sk.layers.sharded_layer_norm, layer_norm, (x, gain, bias)),
     ]:
+        options = {"mesh": mesh, "in_specs": (rows, *[P(axis)] * (len(args) - 1)), "out_specs": rows, "args": args}
         assert_matches_reference(
-            lambda *args, kernel=kernel: kernel(*args, axis),
-            jax.jit(reference),
-            mesh=mesh,
-            in_specs=(rows, *[P(axis)] * (len(args) - 1)),
-            out_specs=rows,
-            args=args,
-            eager=False,
+            lambda *args, kernel=kernel: kernel(*args, axis), jax.jit(reference), eager=False, **options
         )
         alone = jax.jit(lambda *args: (kernel(*args, None), reference(*args)))  # one device, no mesh
         found, wanted = alone(*args)
@@ -84,12 +79,8 @@ def test_the_result_has_the_dtype_of_the_input():
 def test_a_large_mean_does_not_cancel():  # proves F28
     mesh = sk.make_mesh(model=8)
     x, gain, bias = arguments(64, "float32", 1e4, 0)
-    norm = jax.shard_map(
-        lambda *args: sk.layers.sharded_layer_norm(*args, "model"),
-        mesh=mesh,
-        in_specs=(P(None, None, "model"), P("model"), P("model")),
-        out_specs=P(None, None, "model"),
-    )
+    options = {"in_specs": (P(None, None, "model"), P("model"), P("model")), "out_specs": P(None, None, "model")}
+    norm = jax.shard_map(lambda *args: sk.layers.sharded_layer_norm(*args, "model"), mesh=mesh, **options)
     exact = np.asarray(x, np.float64)
     exact = (exact - exact.mean(-1, keepdims=True)) / np.sqrt(exact.var(-1, keepdims=True) + 1e-5)
     exact = exact * np.asarray(gain, np.float64) + np.asarray(bias, np.float64)

@@ -76,15 +76,13 @@ def cross_entropy(x, head, targets, z_loss=0.0, label_smoothing=0.0):
 def test_the_embedding_is_that_of_one_device(mesh, dtype, sequence, width, seed):  # proves F27
     sizes, axis = mesh
     _, head, tokens = drawn(width, dtype, seed)
+    options = {"mesh": mesh_of(sizes), "args": (tokens, head.T), "eager": False, "summands": B * T}
     assert_matches_reference(
         lambda tokens, table: sk.layers.vocab_embed(tokens, table, axis, sequence=sequence),
         jax.jit(lambda tokens, table: jnp.where((tokens < 0)[..., None], 0, table[tokens])),
-        mesh=mesh_of(sizes),
         in_specs=(P(rows(sizes)), P(axis)),
         out_specs=P(rows(sizes), axis if sequence else None),
-        args=(tokens, head.T),
-        eager=False,
-        summands=B * T,
+        **options,
     )
 
 
@@ -123,12 +121,8 @@ def test_one_text_takes_a_whole_vocabulary(dtype):  # proves F27
 def on_four(fn, sequence=False):
     """`fn(x, head, targets, axis)` over four devices that split the vocabulary."""
     tokens = P(None, "model") if sequence else P()
-    mapped = jax.shard_map(
-        lambda *args: fn(*args, "model", sequence=sequence),
-        mesh=sk.make_mesh(jax.devices()[:4], model=4),
-        in_specs=(tokens, P(None, "model"), P()),
-        out_specs=P(),
-    )
+    options = {"mesh": sk.make_mesh(jax.devices()[:4], model=4), "in_specs": (tokens, P(None, "model"), P())}
+    mapped = jax.shard_map(lambda *args: fn(*args, "model", sequence=sequence), out_specs=P(), **options)
     return jax.jit(mapped)
 
 

@@ -115,13 +115,9 @@ def test_what_takes_a_mesh_takes_that_of_the_context(kind):
     given, rows, text = run(mesh=mesh2x4)
     with jax.set_mesh(mesh2x4):
         found, found_rows, found_text = run()
+        options = {"plan": plan, "params": params, "batches": [batch]}
         sk.testing.assert_same_training(
-            sk.value_and_grad(loss_fn),
-            sk.value_and_grad(loss_fn),
-            optax.sgd(0.1),
-            plan=plan,
-            params=params,
-            batches=[batch],
+            sk.value_and_grad(loss_fn), sk.value_and_grad(loss_fn), optax.sgd(0.1), **options
         )
         row = sk.testing.Row({"data": 4}, sk.dp("data"))  # on its own mesh
         reference = sk.value_and_grad(loss_fn)

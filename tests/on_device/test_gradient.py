@@ -47,11 +47,8 @@ def run(recipe, mesh, **options):
     kernel = lambda w, c: RECIPES[recipe](w, c).reshape(1)  # noqa: E731
     if options.get("check_vma", True):
         kernel = lambda w, c: sk.vary(RECIPES[recipe](w, c).reshape(1), "data")  # noqa: E731
-    return np.asarray(
-        jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), **options))(
-            W, COEFFICIENTS
-        )
-    )
+    given = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P("data")}
+    return np.asarray(jax.jit(jax.shard_map(kernel, **given, **options))(W, COEFFICIENTS))
 
 
 # proves S59, T6: facts measured on jax 0.10 and 0.12

@@ -86,15 +86,8 @@ def test_the_losses_of_a_router_are_those_of_each_microbatch():  # proves F41
     def make_pieces(expert: str | None, stages: str | None) -> Any:
         def layer(weights: Any, x: Any) -> Any:
             answer = lambda w, rows, dot: jnp.tanh(dot(rows, w))  # noqa: E731
-            y, stats = sk.layers.moe(
-                x["x"],
-                weights["router"],
-                weights["experts"],
-                answer,
-                expert,
-                routing=sk.layers.Dropless(),
-                stage=stages,
-            )
+            options = {"routing": sk.layers.Dropless(), "stage": stages}
+            y, stats = sk.layers.moe(x["x"], weights["router"], weights["experts"], answer, expert, **options)
             return {"x": x["x"] + y, "losses": x["losses"] + stats.balance_loss}
 
         def embed(shared: Any, batch: Any, keys: Any) -> Any:

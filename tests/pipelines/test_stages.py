@@ -266,14 +266,8 @@ def test_a_master_copy_and_a_loss_scale_go_with_it():  # proves F47, F48
     for case in ("v, 2 chunks", "uneven, loop") if DEEP else ("uneven, loop",):
         layers, stages = STAGES[case]
         flat = Stages("stage", 1)
-        alone = sk.make_train_step(
-            make_grad_fn(layers, flat)[0],
-            optax.adam(1e-2),
-            mesh=make_mesh(stage=1),
-            plan=sk.pp("stage"),
-            precision=low,
-            nonfinite="skip",
-        )
+        options = {"plan": sk.pp("stage"), "precision": low, "nonfinite": "skip"}
+        alone = sk.make_train_step(make_grad_fn(layers, flat)[0], optax.adam(1e-2), mesh=make_mesh(stage=1), **options)
         states = []
         for init, step in (make(case, "adam", precision=low, nonfinite="skip"), alone):
             state = init(make_params(layers), jax.random.key(0))

@@ -163,13 +163,8 @@ def test_a_tpu_puts_what_is_offloaded_into_the_hosts_memory(prefetch):  # proves
         return sk.Mean.of(sk.scan_layers(layer, params["layers"], batch, **options) ** 2)
 
     shapes = {"up": (layers, width, hidden), "down": (layers, hidden, width), "gain": (layers, hidden)}
-    init, step = sk.make_train_step(
-        sk.value_and_grad(loss),
-        optax.sgd(0.1),
-        mesh=sk.abstract_mesh(d=4),
-        plan=sk.fsdp("d", layerwise=("layers",)),
-        precision=sk.Precision(compute=jnp.bfloat16),
-    )
+    given = {"plan": sk.fsdp("d", layerwise=("layers",)), "precision": sk.Precision(compute=jnp.bfloat16)}
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=sk.abstract_mesh(d=4), **given)
     state = init.abstract({"layers": {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes.items()}})
     batch = jax.ShapeDtypeStruct((4 * tokens, width), jnp.bfloat16)
     report = sk.aot.compile(step, (state, batch), topology="v5e:2x2")

@@ -89,13 +89,8 @@ def test_weights_of_a_pipeline_are_not_rounded():
         return jnp.sum(b["weight"].astype(jnp.float32))
 
     grad_fn = pipelined_grad(*pipelined(weight))
-    init, step = sk.make_train_step(
-        grad_fn,
-        optax.sgd(1.0),
-        mesh=mesh_of(data=2, stage=2),
-        plan=sk.chain(sk.dp("data"), sk.pp("stage")),
-        precision="bf16",
-    )
+    options = {"mesh": mesh_of(data=2, stage=2), "plan": sk.chain(sk.dp("data"), sk.pp("stage")), "precision": "bf16"}
+    init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), **options)
     params = {"layers": np.ones((2, 4), np.float32), "g": np.ones(4, np.float32)}
     batch = {"x": np.ones((8, 4), np.float32), "weight": np.full(8, 2049, np.float32)}
     jax.eval_shape(step, init.abstract(params), batch)

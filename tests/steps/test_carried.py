@@ -221,14 +221,8 @@ def test_what_mirrors_a_parameter_is_computed_as_that():
 # Catches an update that is taken although its step is skipped.
 def test_a_step_that_is_not_finite_keeps_it():
     grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean(batch * params["w"]))
-    init, step = sk.make_train_step(
-        grad_fn,
-        optax.sgd(0.1),
-        mesh=mesh_of(data=2),
-        plan=sk.dp("data"),
-        nonfinite="skip",
-        carry=lambda old, metrics, params: {"steps": old["steps"] + 1},
-    )
+    options = {"mesh": mesh_of(data=2), "carry": lambda old, metrics, params: {"steps": old["steps"] + 1}}
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), plan=sk.dp("data"), nonfinite="skip", **options)
     state = init({"w": jnp.float32(1)}, KEY, carried={"steps": 0})
     counts = []
     for value in (1.0, np.inf, 1.0):

@@ -123,21 +123,12 @@ def test_each_device_takes_the_groups_of_its_query_heads(n, heads, kv_heads, tak
     x, query, key = normal(n, (B, 3, D), (D, heads, K), (D, kv_heads, K))
     kernel, reference = grouped(heads, kv_heads)
     for split in [P()] if kv_heads % n else [P(), P(None, "model")]:
+        given = {"mesh": sk.make_mesh(jax.devices()[:n], model=n), "out_specs": P(None, None, "model"), "eager": False}
         assert_matches_reference(
-            kernel,
-            jax.jit(reference),
-            mesh=sk.make_mesh(jax.devices()[:n], model=n),
-            in_specs=(P(), P(None, "model"), split),
-            out_specs=P(None, None, "model"),
-            args=(x, query, key),
-            eager=False,
+            kernel, jax.jit(reference), in_specs=(P(), P(None, "model"), split), args=(x, query, key), **given
         )
-    own = jax.shard_map(
-        lambda key: sk.layers.local_groups(key, "model", heads=heads, kv_heads=kv_heads),
-        mesh=sk.abstract_mesh(model=n),
-        in_specs=P(),
-        out_specs=P(None, "model") if n > 1 else P(),
-    )
+    options = {"mesh": sk.abstract_mesh(model=n), "in_specs": P(), "out_specs": P(None, "model") if n > 1 else P()}
+    own = jax.shard_map(lambda key: sk.layers.local_groups(key, "model", heads=heads, kv_heads=kv_heads), **options)
     assert jax.eval_shape(own, key).shape == (D, n * taken, K)
     np.testing.assert_array_equal(sk.layers.local_groups(key, None, heads=heads, kv_heads=kv_heads), key)
 

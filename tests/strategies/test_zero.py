@@ -365,14 +365,8 @@ def test_gathered_is_the_function_itself_on_plain_arrays():
 def built(plan, accumulate=1, loss=None, optimizer=None, precision=None):
     mesh = sk.abstract_mesh(d=4)
     loss = loss or transformer.loss_fn(TRANSFORMER)
-    made = sk.make_train_step(
-        sk.value_and_grad(loss),
-        optimizer or optax.sgd(0.1),
-        mesh=mesh,
-        plan=plan,
-        accumulate=accumulate,
-        precision=precision,
-    )
+    options = {"mesh": mesh, "plan": plan, "accumulate": accumulate, "precision": precision}
+    made = sk.make_train_step(sk.value_and_grad(loss), optimizer or optax.sgd(0.1), **options)
     return made, made.init.abstract(lambda key: transformer.init(key, TRANSFORMER))
 
 
@@ -590,13 +584,8 @@ def test_low_precision_parameters_follow_their_master_copy(name):  # proves F23
         assert jnp.array_equal(state.params[leaf], copy.astype(jnp.bfloat16))
         # eight updates of 1e-5 are lost in bfloat16, and are all in the copy
         assert float(jnp.max(jnp.abs(copy - start[leaf]))) > 2e-5
-    init, _ = sk.make_train_step(
-        sk.value_and_grad(quadratic),
-        optax.adam(1e-3),
-        mesh=sk.make_mesh(jax.devices()[:4], d=4),
-        plan=PLANS[name](),
-        precision=low,
-    )
+    options = {"mesh": sk.make_mesh(jax.devices()[:4], d=4), "precision": low}
+    init, _ = sk.make_train_step(sk.value_and_grad(quadratic), optax.adam(1e-3), plan=PLANS[name](), **options)
     abstract = init.abstract(quadratic_params())
     for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype) and a.sharding.is_equivalent_to(b.sharding, a.ndim)

@@ -163,8 +163,5 @@ def first_step(plan: str, way: str) -> Reference:
 
 
 def _any(step: Wanted) -> Wanted:
-    return step._replace(
-        loss_allowed=np.inf,
-        grads_allowed=jax.tree.map(lambda x: np.inf, step.grads_allowed),
-        params_allowed=jax.tree.map(lambda x: np.full_like(x, np.inf), step.params_allowed),
-    )
+    options = {"loss_allowed": np.inf, "grads_allowed": jax.tree.map(lambda x: np.inf, step.grads_allowed)}
+    return step._replace(params_allowed=jax.tree.map(lambda x: np.full_like(x, np.inf), step.params_allowed), **options)

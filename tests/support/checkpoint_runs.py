@@ -16,12 +16,8 @@ CHILD = Path(__file__).with_name("checkpoint_child.py")
 def start(tmp_path: Path, **what: Any) -> subprocess.Popen:
     """A run in another process, which saves into `directory` and tells `report` what it saw."""
     with open(tmp_path / "output", "ab") as output:
-        return subprocess.Popen(
-            [sys.executable, CHILD, json.dumps(what)],
-            stdout=output,
-            stderr=output,
-            env=os.environ | {"PYTHONPATH": PATH},
-        )
+        options = {"stdout": output, "stderr": output, "env": os.environ | {"PYTHONPATH": PATH}}
+        return subprocess.Popen([sys.executable, CHILD, json.dumps(what)], **options)
 
 
 def wait_until(true: Any, process: Any, tmp_path: Path, seconds: float = 300) -> None:

@@ -48,15 +48,8 @@ def assert_as_one_device(case: Drawn, every: Any) -> None:
     left_out = {laws.compiled_as_written} if sizes and len(set(sizes)) > 1 else set()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "make_train_step: accumulate=")  # slower in a pipeline, and right
-        prove(
-            case.row.grad_fn or case.alone,
-            case.alone,
-            rows=[case.row],
-            params=case.params,
-            batches=case.batches,
-            laws=[law for law in every if law not in left_out],
-            key=KEY,
-        )
+        options = {"rows": [case.row], "params": case.params, "batches": case.batches, "key": KEY}
+        prove(case.row.grad_fn or case.alone, case.alone, laws=[law for law in every if law not in left_out], **options)
 
 
 def _weights(draw: random.Random, rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -76,15 +76,8 @@ class Job:
         for rank in range(processes):
             given = plain | {"JAX_PROCESS_ID": str(rank)} | dict(each(rank))
             environ = {name: value for name, value in given.items() if value is not None}
-            self.running.append(
-                subprocess.Popen(
-                    [sys.executable, *command],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env=environ,
-                    start_new_session=True,
-                )
-            )
+            options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environ}
+            self.running.append(subprocess.Popen([sys.executable, *command], start_new_session=True, **options))
 
     def wait(self, timeout: float) -> list[Ended]:
         """What became of each; fails when one of them, or anything it started, is left after `timeout` seconds."""

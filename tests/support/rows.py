@@ -226,15 +226,8 @@ def _expected(config: transformer.Config, ways: int, optimizer: str, relative: f
 def assert_every_law(case: Case, laws: Any) -> None:
     """These laws on a row."""
     batches = [batch(step) for step in range(STEPS)]
-    prove(
-        case.row.grad_fn,
-        expected(case),
-        rows=[case.row],
-        params=weights(case.config),
-        batches=batches,
-        laws=laws,
-        key=KEY,
-    )
+    options = {"rows": [case.row], "batches": batches, "laws": laws, "key": KEY}
+    prove(case.row.grad_fn, expected(case), params=weights(case.config), **options)
 
 
 def cases() -> list[Case]:

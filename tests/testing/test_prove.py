@@ -128,15 +128,8 @@ def test_a_weight_or_a_metric_that_is_not_one_devices():
 
         row = Row({"data": 2}, sk.dp("data"))
         with pytest.raises(AssertionError) as error:
-            prove(
-                step,
-                own,
-                rows=[row],
-                params=PARAMS,
-                batches=BATCHES[:1],
-                laws=[laws.same_numbers],
-                optimizer=optax.sgd(0.1),
-            )
+            options = {"rows": [row], "params": PARAMS, "batches": BATCHES[:1], "laws": [laws.same_numbers]}
+            prove(step, own, optimizer=optax.sgd(0.1), **options)
         return str(error.value)
 
     text = wrong("weight")

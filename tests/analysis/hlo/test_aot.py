@@ -175,14 +175,8 @@ def test_a_program_that_the_gpu_compiler_lets_through_is_held_to_the_chips_memor
     step, args = PROGRAMS["partitioner"]()  # what the compiler changed is told all the same
     answer, module = load("partitioner-h100_1x1x8-jax0.10.json.gz")
     answer["memory"]["compiler_peak"] = 85 * 10**9
-    added = aot.report_of(
-        module,
-        answer,
-        topology="h100:1x1x8",
-        mesh={"a": 2, "b": 2, "c": 2},
-        census=sk.census(step, *args),
-        lowering_seconds=0.0,
-    )
+    options = {"topology": "h100:1x1x8", "mesh": {"a": 2, "b": 2, "c": 2}, "census": sk.census(step, *args)}
+    added = aot.report_of(module, answer, lowering_seconds=0.0, **options)
     assert len(json.loads(added.to_json())["derived"]["differences"]) == len(added.differences()) == 2
 
 

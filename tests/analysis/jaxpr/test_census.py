@@ -391,13 +391,8 @@ def copying(to_another):
         copy.wait()
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    call = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
-        in_specs=[anywhere],
-        out_specs=anywhere,
-        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
-    )
+    options = {"out_shape": jax.ShapeDtypeStruct((8, 128), jnp.float32), "in_specs": [anywhere], "out_specs": anywhere}
+    call = pl.pallas_call(kernel, scratch_shapes=[pltpu.SemaphoreType.DMA] * 2, **options)
     return jax.shard_map(call, mesh=sk.abstract_mesh(x=2), in_specs=P("x"), out_specs=P("x"), check_vma=False)
 
 

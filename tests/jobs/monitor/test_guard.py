@@ -29,18 +29,8 @@ BUSY = 60.0  # more, where the default tier runs beside other work
 
 
 def faulty(fault, rank, *words, processes=3, devices=2):
-    return jobs.run(
-        "loop.py",
-        "--fault",
-        fault,
-        "--rank",
-        rank,
-        "--deadline",
-        DEADLINE,
-        *words,
-        processes=processes,
-        devices=devices,
-    )
+    options = {"processes": processes, "devices": devices}
+    return jobs.run("loop.py", "--fault", fault, "--rank", rank, "--deadline", DEADLINE, *words, **options)
 
 
 def agree(ended, culprit, text, speaks=True):

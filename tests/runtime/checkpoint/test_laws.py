@@ -21,15 +21,8 @@ def loss_fn(params, batch, keys):
 
 def proved(step=None, row=ROW):
     own = sk.value_and_grad(loss_fn)
-    return prove(
-        step or own,
-        own,
-        rows=[row],
-        params=PARAMS,
-        batches=BATCHES,
-        optimizer=lenient(optax.adam(0.1)),
-        laws=[restores_elsewhere],
-    )
+    options = {"rows": [row], "params": PARAMS, "batches": BATCHES, "laws": [restores_elsewhere]}
+    return prove(step or own, own, optimizer=lenient(optax.adam(0.1)), **options)
 
 
 # proves F62: a padded leaf, a moment and a loss scale come back on one device
