@@ -72,9 +72,12 @@ class Row(NamedTuple):
 
     model: str
     sizes: dict[str, int]
-    plans: tuple[sk.Plan, ...]
-    axes: Axes
+    plans: tuple[sk.Plan, ...] = ()
+    axes: Axes = Axes()
     accumulate: int = 1
+
+    def under(self, plans: tuple[sk.Plan, ...], axes: Axes, accumulate: int = 1) -> Any:
+        return Row(self.model, self.sizes, plans, axes, accumulate)
 
     @property
     def plan(self) -> PlanRow:
@@ -93,104 +96,66 @@ def of_one_device(live: str | None) -> Row:
 
 
 FEW = {
-    "context over two axes, the second first": Row(
-        "dense",
-        {"a": 2, "b": 2, "model": 2},
-        (sk.cp(("b", "a")), tp("dense", sequence=True)),
-        Axes("model", sequence=True, context=("b", "a")),
+    "context over two axes, the second first": Row("dense", {"a": 2, "b": 2, "model": 2}).under(
+        (sk.cp(("b", "a")), tp("dense", sequence=True)), Axes("model", sequence=True, context=("b", "a"))
     ),
-    "padded beside sequence parallelism": Row(
-        "uneven",
-        {"fsdp": 4, "model": 2},
-        (fsdp(uneven="pad"), tp("uneven", sequence=True)),
-        Axes("model", sequence=True),
+    "padded beside sequence parallelism": Row("uneven", {"fsdp": 4, "model": 2}).under(
+        (fsdp(uneven="pad"), tp("uneven", sequence=True)), Axes("model", sequence=True)
     ),
 }
 REST = {
-    "Ulysses inside a ring, beside zero2, accumulated": Row(
-        "tied",
-        {"context": 2, "ulysses": 2, "zero": 2},
+    "Ulysses inside a ring, beside zero2, accumulated": Row("tied", {"context": 2, "ulysses": 2, "zero": 2}).under(
         (sk.cp("context"), sk.cp("ulysses"), zero2()),
         Axes(context="context", ulysses="ulysses", order="contiguous"),
         accumulate=4,
     ),
-    "Ulysses beside tensor parallelism": Row(
-        "one kv head",
-        {"ulysses": 2, "model": 2, "replica": 2},
-        (sk.cp("ulysses"), tp("one kv head"), sk.dp("replica")),
-        Axes("model", ulysses="ulysses"),
+    "Ulysses beside tensor parallelism": Row("one kv head", {"ulysses": 2, "model": 2, "replica": 2}).under(
+        (sk.cp("ulysses"), tp("one kv head"), sk.dp("replica")), Axes("model", ulysses="ulysses")
     ),
-    "Ulysses and a ring beside sequence parallelism": Row(
-        "tied",
-        {"context": 2, "model": 2, "ulysses": 2},
+    "Ulysses and a ring beside sequence parallelism": Row("tied", {"context": 2, "model": 2, "ulysses": 2}).under(
         (sk.cp("context"), tp("tied", sequence=True), sk.cp("ulysses")),
         Axes("model", sequence=True, context="context", ulysses="ulysses"),
     ),
-    "model over two axes, the second first": Row(
-        "one kv head",
-        {"a": 2, "fsdp": 2, "b": 2},
-        (tp("one kv head", ("b", "a"), 4, sequence=True), fsdp()),
-        Axes(("b", "a"), sequence=True, impl="ring"),
+    "model over two axes, the second first": Row("one kv head", {"a": 2, "fsdp": 2, "b": 2}).under(
+        (tp("one kv head", ("b", "a"), 4, sequence=True), fsdp()), Axes(("b", "a"), sequence=True, impl="ring")
     ),
-    "experts over two axes, the second first": Row(
-        "experts",
-        {"a": 2, "b": 2, "zero": 2},
-        (sk.ep(("b", "a")), sk.zero1("zero", min_size=1)),
-        Axes(expert=("b", "a")),
+    "experts over two axes, the second first": Row("experts", {"a": 2, "b": 2, "zero": 2}).under(
+        (sk.ep(("b", "a")), sk.zero1("zero", min_size=1)), Axes(expert=("b", "a"))
     ),
-    "fsdp over two axes, the second first": Row(
-        "tied",
-        {"a": 2, "model": 2, "b": 2},
-        (fsdp(("b", "a")), tp("tied", sequence=True)),
-        Axes("model", sequence=True),
+    "fsdp over two axes, the second first": Row("tied", {"a": 2, "model": 2, "b": 2}).under(
+        (fsdp(("b", "a")), tp("tied", sequence=True)), Axes("model", sequence=True)
     ),
-    "a secondary shard, prefetched": Row(
-        "ahead",
-        {"a": 2, "model": 2, "b": 2},
-        (fsdp(("b", "a"), secondary="a"), tp("ahead", sequence=True)),
-        Axes("model", sequence=True),
+    "a secondary shard, prefetched": Row("ahead", {"a": 2, "model": 2, "b": 2}).under(
+        (fsdp(("b", "a"), secondary="a"), tp("ahead", sequence=True)), Axes("model", sequence=True)
     ),
-    "whole fsdp beside sequence and context": Row(
-        "dense",
-        {"context": 2, "fsdp": 2, "model": 2},
+    "whole fsdp beside sequence and context": Row("dense", {"context": 2, "fsdp": 2, "model": 2}).under(
         (sk.cp("context"), sk.fsdp("fsdp", min_size=1), tp("dense", sequence=True)),
         Axes("model", sequence=True, context="context"),
         accumulate=2,
     ),
-    "zero1 beside sequence and context": Row(
-        "dense",
-        {"zero": 2, "context": 2, "model": 2},
+    "zero1 beside sequence and context": Row("dense", {"zero": 2, "context": 2, "model": 2}).under(
         (sk.zero1("zero", min_size=1), sk.cp("context"), tp("dense", sequence=True)),
         Axes("model", sequence=True, context="context"),
     ),
     "padded zero2 beside tensor parallelism": Row(
         "uneven", {"model": 2, "zero": 4}, (zero2(uneven="pad"), tp("uneven")), Axes("model")
     ),
-    "three devices share heads": Row(
-        "thirds",
-        {"model": 3, "data": 2},
-        (tp("thirds", ways=3, sequence=True), sk.dp("data")),
-        Axes("model", sequence=True, impl="bidirectional"),
+    "three devices share heads": Row("thirds", {"model": 3, "data": 2}).under(
+        (tp("thirds", ways=3, sequence=True), sk.dp("data")), Axes("model", sequence=True, impl="bidirectional")
     ),
     "three devices share tokens": Row(
         "thirds", {"fsdp": 2, "context": 3}, (fsdp(), sk.cp("context")), Axes(context="context")
     ),
-    "microbatches and prefetch": Row(
-        "ahead",
-        {"fsdp": 2, "context": 2, "model": 2},
+    "microbatches and prefetch": Row("ahead", {"fsdp": 2, "context": 2, "model": 2}).under(
         (fsdp(), sk.cp("context"), tp("ahead", sequence=True)),
         Axes("model", sequence=True, context="context", impl="bidirectional"),
     ),
-    "microbatches, prefetch and experts": Row(
-        "dropless",
-        {"expert": 2, "model": 2, "fsdp": 2},
+    "microbatches, prefetch and experts": Row("dropless", {"expert": 2, "model": 2, "fsdp": 2}).under(
         (fsdp(), sk.ep("expert"), tp("dropless", sequence=True)),
         Axes("model", sequence=True, expert="expert"),
         accumulate=2,
     ),
-    "capacity beside sequence and context": Row(
-        "capacity",
-        {"expert": 2, "context": 2, "model": 2},
+    "capacity beside sequence and context": Row("capacity", {"expert": 2, "context": 2, "model": 2}).under(
         (sk.ep("expert"), sk.cp("context"), tp("capacity", sequence=True)),
         Axes("model", sequence=True, context="context", expert="expert"),
         accumulate=4,

@@ -35,6 +35,9 @@ class Row(NamedTuple):
     axis: str | None = None
     how: dict[str, Any] = {}  # noqa: RUF012
 
+    def beside(self, *plans: sk.Plan, axis: str | None = None, **how: Any) -> Any:
+        return Row(self.schedule, self.sizes, plans, axis, how)
+
     @property
     def plan(self) -> sk.Plan:
         return sk.chain(*self.plans, sk.pp("stage"))
@@ -54,47 +57,32 @@ class Row(NamedTuple):
 LAYERWISE: Any = {"min_size": 1, "layerwise": ("layers",)}
 dp, each = sk.dp("data"), sk.fsdp("fsdp", **LAYERWISE)
 PAIR = {"data": 2, "stage": 2, "fsdp": 2}
-BRANCH = {"mode": "branch", "recompute": False}
 FEW = {
-    "tp by rings, fsdp layerwise": Row(
-        schedules.lockstep(2, 4, 2), {"fsdp": 2, "stage": 2, "model": 2}, (each, tp()), "model"
+    "tp by rings, fsdp layerwise": Row(schedules.lockstep(2, 4, 2), {"fsdp": 2, "stage": 2, "model": 2}).beside(
+        each, tp(), axis="model"
     ),
-    "every axis of one device": Row(
-        schedules.lockstep(1, 4), {"stage": 1, "fsdp": 1, "model": 1}, (each, tp()), "model"
+    "every axis of one device": Row(schedules.lockstep(1, 4), {"stage": 1, "fsdp": 1, "model": 1}).beside(
+        each, tp(), axis="model"
     ),
 }
 REST = {
     "unequal, interleaved": Row(schedules.interleaved(2, 4, 2), {"stage": 2}, how={"layers_per_stage": (1, 3, 2, 2)}),
-    "fsdp layerwise in branches": Row(schedules.zero_bubble_v(2, 4), PAIR, (dp, each), how={"mode": "branch"}),
-    "fsdp, padded": Row(
-        schedules.lockstep(2, 4, 2),
-        {"stage": 2, "fsdp": 4},
-        (sk.fsdp("fsdp", **conformance.padding(4), layerwise=("layers",)),),
-        how={"layers_per_stage": (1, 1, 4, 2)},
+    "fsdp layerwise in branches": Row(schedules.zero_bubble_v(2, 4), PAIR).beside(dp, each, mode="branch"),
+    "fsdp, padded": Row(schedules.lockstep(2, 4, 2), {"stage": 2, "fsdp": 4}).beside(
+        sk.fsdp("fsdp", **conformance.padding(4), layerwise=("layers",)), layers_per_stage=(1, 1, 4, 2)
     ),
     "zero2": Row(schedules.dualpipe_v(2, 4), {"zero": 2, "stage": 2, "data": 2}, (dp, sk.zero2("zero", min_size=1))),
-    "tp, zero1, saved": Row(
-        schedules.breadth_first(2, 4, 2),
-        {"zero": 2, "model": 2, "stage": 2},
-        (tp(), sk.zero1("zero", min_size=1)),
-        "model",
-        {"recompute": False},
+    "tp, zero1, saved": Row(schedules.breadth_first(2, 4, 2), {"zero": 2, "model": 2, "stage": 2}).beside(
+        tp(), sk.zero1("zero", min_size=1), axis="model", recompute=False
     ),
-    "unequal, placed as a V": Row(
-        schedules.zero_bubble_v(2, 4),
-        {"stage": 2, "data": 2},
-        (dp,),
-        how={"layers_per_stage": (3, 1, 1, 3), "recompute": False},
+    "unequal, placed as a V": Row(schedules.zero_bubble_v(2, 4), {"stage": 2, "data": 2}).beside(
+        dp, layers_per_stage=(3, 1, 1, 3), recompute=False
     ),
-    "unequal, tp and fsdp": Row(
-        schedules.lockstep(2, 4),
-        {"fsdp": 2, "stage": 2, "model": 2},
-        (each, tp()),
-        "model",
-        {"layers_per_stage": (3, 5)},
+    "unequal, tp and fsdp": Row(schedules.lockstep(2, 4), {"fsdp": 2, "stage": 2, "model": 2}).beside(
+        each, tp(), axis="model", layers_per_stage=(3, 5)
     ),
-    "unequal, in branches": Row(
-        schedules.one_f_one_b(4, 4), {"stage": 4}, how=BRANCH | {"layers_per_stage": (1, 3, 2, 2)}
+    "unequal, in branches": Row(schedules.one_f_one_b(4, 4), {"stage": 4}).beside(
+        mode="branch", recompute=False, layers_per_stage=(1, 3, 2, 2)
     ),
     "stages over two axes": Row(schedules.lockstep(4, 4), {"a": 2, "stage": 4}, (sk.dp("a"),)),
 }
@@ -168,12 +156,6 @@ def test_a_loss_without_weights_beside_data_parallelism(mode):
     embed, stage, _ = pieces()
     head = lambda shared, x, batch: sk.Mean.of(jnp.square(x @ shared["out"]))  # noqa: E731
     grad_fn = pipelined_grad(embed, stage, head, schedules.lockstep(2, 4), "stage", mode=mode, layer_numbers=True)
-    sk.testing.assert_same_training(
-        grad_fn,
-        sk.value_and_grad(unpipelined((embed, stage, head))),
-        optax.sgd(0.1),
-        mesh=sk.make_mesh(jax.devices()[:4], data=2, stage=2),
-        plan=sk.chain(dp, sk.pp("stage")),
-        params=params(),
-        batches=[batch(0)],
-    )
+    options = {"mesh": sk.make_mesh(jax.devices()[:4], data=2, stage=2), "plan": sk.chain(dp, sk.pp("stage"))}
+    alone = sk.value_and_grad(unpipelined((embed, stage, head)))
+    sk.testing.assert_same_training(grad_fn, alone, optax.sgd(0.1), params=params(), batches=[batch(0)], **options)
