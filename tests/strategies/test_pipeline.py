@@ -17,24 +17,8 @@ from shardkit._jax.jaxprs import walk
 from shardkit.analysis.jaxpr.census import census_of
 from shardkit.pipelines.pieces import Given, Pieces, StagedModel
 from shardkit.schedules import Schedule
-from support.pipelines import (
-    BUILDERS,
-    PIECES,
-    TOKENS,
-    D,
-    check,
-    embed,
-    head,
-    layer,
-    make,
-    make_batch,
-    make_params,
-    mesh_of,
-    pipelined_grad,
-    pipelined_loss,
-    stage,
-    traced_step,
-)
+from support import pipelines
+from support.pipelines import BUILDERS, PIECES, TOKENS, D, check, embed, head, layer, make, mesh_of, stage, traced_step
 from support.tiers import covered
 
 NAMES = (*BUILDERS, "from_csv")
@@ -117,7 +101,7 @@ def test_every_microbatch_comes_out_in_its_place(p, wrong):  # proves S77, S79, 
         return jnp.sum(x), places
 
     identity = (lambda shared, batch, keys: 1.0 * batch, lambda layers, x, keys: x, outputs)
-    for make_fn in (pipelined_loss, lambda *args: partial(pipelined_grad(*args), scale=1)):
+    for make_fn in (pipelines.pipelined_loss, lambda *args: partial(pipelines.pipelined_grad(*args), scale=1)):
         fn = make_fn(*identity, schedules.gpipe(p, 4), "stage")
 
         def device(layers: Any, batch: Any, fn: Any = fn) -> Any:
@@ -134,7 +118,7 @@ def test_every_microbatch_comes_out_in_its_place(p, wrong):  # proves S77, S79, 
 def jaxpr_of(schedule: Schedule, layers: int, pieces: Any = PIECES, **how: Any) -> Any:
     step = traced_step(schedule, layers, pieces, **how)
     examples = schedule.microbatches
-    args = make_params(layers), make_batch(examples), sk.example_keys(jax.random.key(1), examples)
+    args = pipelines.make_params(layers), pipelines.make_batch(examples), sk.example_keys(jax.random.key(1), examples)
     return jax.make_jaxpr(step)(*args)
 
 
@@ -189,7 +173,7 @@ def dots(jaxpr: Any) -> int:
 # proves F38: I and W together do what B does, and the step no more than its table says
 def test_a_split_backward_does_no_work_twice():
     schedule, layers = schedules.zero_bubble_h1(4, 6), 8
-    params, batch = make_params(2), make_batch(1)
+    params, batch = pipelines.make_params(2), pipelines.make_batch(1)
     given = Given(params.pop("layers"), jnp.int32(0), jnp.int32(2), batch, sk.example_keys(jax.random.key(1), 1))
     pieces = Pieces(StagedModel(*PIECES, True, "here"), params, given, (), 2)
     (x,), residuals = pieces.x, pieces.forward.out[1]

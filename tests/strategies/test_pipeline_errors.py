@@ -16,18 +16,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.schedules import Schedule
-from support.pipelines import (
-    PIECES,
-    embed,
-    head,
-    make_batch,
-    make_params,
-    mesh_of,
-    pipelined_grad,
-    pipelined_loss,
-    stage,
-    traced_step,
-)
+from support import pipelines
+from support.pipelines import PIECES, embed, head, make_batch, make_params, mesh_of, pipelined_grad, stage, traced_step
 from support.training import recording_sgd
 
 KEY = jax.random.key(0)
@@ -48,7 +38,7 @@ def test_an_unknown_mode():
     with refused(f"pipeline.value_and_grad: {rule}"):
         pipelined_grad(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
     with refused(f"pipeline.loss: {rule}"):
-        pipelined_loss(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
+        pipelines.pipelined_loss(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
     with refused(f"pipeline.loss: {rule}"):
         sk.pipeline(schedules.gpipe(2, 2), "stage").loss(*PIECES, mode="fast")
 
@@ -162,7 +152,7 @@ def test_microbatches_that_do_not_divide_the_batch():  # proves S77
     ("params", "found"), [({"blocks": jnp.zeros(2)}, "'blocks'"), ([jnp.zeros(2)], "list"), ({}, "none")]
 )
 @pytest.mark.parametrize(
-    ("where", "make"), [("pipeline.value_and_grad", pipelined_grad), ("pipeline.loss", pipelined_loss)]
+    ("where", "make"), [("pipeline.value_and_grad", pipelined_grad), ("pipeline.loss", pipelines.pipelined_loss)]
 )
 def test_parameters_without_a_stack(where, make, params, found):
     fn = make(*PIECES, schedules.gpipe(2, 2), "stage")
@@ -223,7 +213,7 @@ def test_a_plan_without_pp(build):
     ):
         if build == "train":
             train_step(schedules.gpipe(2, 2), sk.dp("stage"))
-        loss = pipelined_loss(*PIECES, schedules.gpipe(2, 2), "stage")
+        loss = pipelines.pipelined_loss(*PIECES, schedules.gpipe(2, 2), "stage")
         sk.make_eval_step(loss, mesh=mesh_of(2), plan=sk.dp("stage"))
 
 
@@ -295,7 +285,7 @@ def test_branches_refuse_what_may_not_run_apart(stage_fn, kind, axis, line, reco
 def test_evaluation_in_branches_looks_at_the_forward_pass_alone():
     mesh = sk.make_mesh(jax.devices()[:2], stage=2)
     build = lambda fn: sk.make_eval_step(  # noqa: E731
-        pipelined_loss(embed, fn, head, schedules.gpipe(2, 4), "stage", mode="branch", layer_numbers=True),
+        pipelines.pipelined_loss(embed, fn, head, schedules.gpipe(2, 4), "stage", mode="branch", layer_numbers=True),
         mesh=mesh,
         plan=sk.pp("stage"),
     )
@@ -312,7 +302,7 @@ def test_evaluation_in_branches_looks_at_the_forward_pass_alone():
 # Alone catches a name of 0.1 that is gone, says nothing, or builds another pipeline.
 def test_the_calls_of_0_1_warn_and_give_the_same():
     params, batch, keys = make_params(2), make_batch(4), sk.example_keys(KEY, 4)
-    for name, now in (("value_and_grad", pipelined_grad), ("loss", pipelined_loss)):
+    for name, now in (("value_and_grad", pipelined_grad), ("loss", pipelines.pipelined_loss)):
         message = (
             f"sk.pipeline_{name}(embed, stage, head, schedule, axis) is deprecated: use "
             f"sk.pipeline(schedule, axis).{name}(embed, stage, head)."

@@ -16,19 +16,10 @@ from shardkit.jobs.monitor.guard import _plain
 from shardkit.jobs.monitor.judge import Deadlines, Known, fault
 from shardkit.jobs.monitor.main import Monitor
 from shardkit.runtime.channel import client
+from shardkit.runtime.channel import recorder as record
 from shardkit.runtime.channel.client import MonitorClient
 from shardkit.runtime.channel.place import Place
-from shardkit.runtime.channel.recorder import (
-    _EVENT,
-    _EVENTS_AT,
-    _STATUS,
-    SIZE,
-    SLOTS,
-    Recorder,
-    RecordReader,
-    Status,
-    _status_at,
-)
+from shardkit.runtime.channel.recorder import SIZE, SLOTS, Recorder, RecordReader, Status
 from shardkit.runtime.channel.wire import Lines, as_line, encoded
 from shardkit.runtime.checkpoint.orbax_io import Saving
 from support.refusals import refused
@@ -394,10 +385,10 @@ def test_a_process_that_is_stopped_while_it_writes_tears_no_record(tmp_path):
     for step in range(SLOTS + 9):
         recorder.enter("data", step)
     events, status = reader.events(), reader.status()
-    at = _EVENTS_AT + recorder._count % SLOTS * _EVENT.size
-    recorder._memory[at : at + _EVENT.size] = b"\xff" * _EVENT.size
-    at = _status_at(recorder._count)
-    recorder._memory[at : at + _STATUS.size] = b"\xff" * _STATUS.size
+    at = record._EVENTS_AT + recorder._count % SLOTS * record._EVENT.size
+    recorder._memory[at : at + record._EVENT.size] = b"\xff" * record._EVENT.size
+    at = record._status_at(recorder._count)
+    recorder._memory[at : at + record._STATUS.size] = b"\xff" * record._STATUS.size
     assert (reader.events(), reader.status()) == (events, status)
 
 
