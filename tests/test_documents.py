@@ -10,6 +10,7 @@ import pytest
 import shardkit as sk
 from shardkit import collectives
 
+pytestmark = pytest.mark.check
 ROOT = Path(__file__).parents[1]
 
 
@@ -17,7 +18,6 @@ def public():
     return [name for name in sk.__all__ if not inspect.ismodule(getattr(sk, name))]
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("name", public())
 def test_public_names_have_docstrings(name):
     assert len((getattr(sk, name).__doc__ or "").strip()) > 20, f"{name} has no docstring"
@@ -26,7 +26,6 @@ def test_public_names_have_docstrings(name):
 KERNELS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "broadcast", "vary"]
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_say_layout_arguments_errors_and_cost(name):
     text = getattr(collectives, name).__doc__
@@ -36,7 +35,6 @@ def test_kernels_say_layout_arguments_errors_and_cost(name):
         assert f"{argument}:" in text, f"{name} does not describe {argument}"
 
 
-@pytest.mark.check
 def test_every_public_function_and_class_has_a_docstring():
     missing = []
     for path in sorted((ROOT / "shardkit").rglob("*.py")):
@@ -48,7 +46,6 @@ def test_every_public_function_and_class_has_a_docstring():
 
 
 # A merge that keeps both sides of a section that was moved.
-@pytest.mark.check
 def test_the_changelog_has_each_section_of_a_version_once():
     for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         sections = re.findall(r"^### .*", version, re.M)

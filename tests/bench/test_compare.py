@@ -10,6 +10,8 @@ from shardkit import bench
 from shardkit.cli.bench.compare import Options, compare
 from support.refusals import refused
 
+pytestmark = pytest.mark.check
+
 
 def run(ratio=1.0, *, seed=0, rounds=20, noise=0.03, speed=1.0, **changes):
     """The records of a run with two cases whose times are drawn: `ratio` is the second one's, `speed` the machine's."""
@@ -42,12 +44,10 @@ def verdicts(old, new, **options):
     return [change.verdict for change in bench.compare(old, new, **options).changes]
 
 
-@pytest.mark.check
 def test_a_slower_hour_is_not_a_slower_program():
     assert verdicts(run(), run(seed=1, speed=1.5)) == ["equal", "equal"]
 
 
-@pytest.mark.check
 def test_a_tenth_is_found_and_noise_is_not():
     """Nine of ten planted slowdowns of 10 % at least; of fifty equal runs, none is called slower or faster."""
     found = [verdicts(run(seed=2 * i), run(1.1, seed=2 * i + 1))[1] for i in range(20)]
@@ -57,7 +57,6 @@ def test_a_tenth_is_found_and_noise_is_not():
     assert verdicts(run(), run(0.9, seed=1))[1] == "faster"
 
 
-@pytest.mark.check
 def test_the_interval_holds_the_change_and_the_threshold_decides():
     compared = bench.compare(run(), run(1.1, seed=1))
     other = compared.changes[1]
@@ -67,7 +66,6 @@ def test_the_interval_holds_the_change_and_the_threshold_decides():
     assert not bench.compare(run(), run(1.1, seed=1), threshold=0.2).regressed
 
 
-@pytest.mark.check
 def test_runs_in_one_file_are_pooled_and_new_cases_named():
     old, new = run() + run(seed=1), run(seed=2)
     assert verdicts(old, new) == ["equal", "equal"]
@@ -75,21 +73,18 @@ def test_runs_in_one_file_are_pooled_and_new_cases_named():
     assert verdicts(new, old[:1]) == ["equal", "only in old"]
 
 
-@pytest.mark.check
 def test_a_wrong_element_is_a_regression():
     compared = bench.compare(run(), run(wrong=2))
     assert compared.regressed
     assert "wrong elements: a row, other: 2" in str(compared)
 
 
-@pytest.mark.check
 def test_a_threshold_must_be_positive():
     assert refused(lambda: bench.compare(run(), run(), threshold=0.0)) == (
         "compare: threshold must be greater than 0; got 0.0. Pass for example threshold=1."
     )
 
 
-@pytest.mark.check
 def test_what_is_written_is_read(tmp_path):
     file = tmp_path / "there" / "out.jsonl"
     bench.write(run(), file)
@@ -101,7 +96,6 @@ def test_what_is_written_is_read(tmp_path):
     assert rows[0]["environment_platform"] == "cpu" and "samples" not in rows[0]
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -130,7 +124,6 @@ def test_a_file_that_is_none_is_refused(tmp_path, text, message):
     assert refused(lambda: bench.read(file)) == message.format(file)
 
 
-@pytest.mark.check
 def test_the_command_compares_and_ends_with_the_verdict(tmp_path, capsys):
     for name, records in (("old", run()), ("new", run(1.2, seed=1))):
         bench.write(records, tmp_path / name)

@@ -20,6 +20,7 @@ from shardkit.cli import output
 from shardkit.runtime.drift import DriftError
 from support.commands import command, environment
 
+pytestmark = pytest.mark.check
 EVERY = cli.every_command()
 
 
@@ -36,7 +37,6 @@ def shardkit(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.check
 def test_the_version_the_list_of_commands_and_a_mistake_import_no_jax():
     """Importing jax takes a second and more, also for a typing mistake."""
     code = (
@@ -51,13 +51,11 @@ def test_the_version_the_list_of_commands_and_a_mistake_import_no_jax():
     assert done.stdout.endswith("\n[]\n")
 
 
-@pytest.mark.check
 def test_version(shardkit):
     code, out, _ = shardkit("--version")
     assert code == 0 and out.startswith(f"shardkit {sk.__version__} (jax ") and "Python 3." in out
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -73,7 +71,6 @@ def test_a_wrong_command_is_wrong_usage(words, error, shardkit):
     assert (code, out) == (2, "") and (err == error if error else err.startswith("usage: shardkit"))
 
 
-@pytest.mark.check
 def test_without_its_extra_the_command_names_the_remedy(shardkit, monkeypatch):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tyro" else name)
     said = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'\n"
@@ -81,7 +78,6 @@ def test_without_its_extra_the_command_names_the_remedy(shardkit, monkeypatch):
     assert shardkit("--version")[0] == 0
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("full", EVERY)
 def test_help_shows_what_a_command_does_and_examples(full, monkeypatch, shardkit):
     monkeypatch.setenv("COLUMNS", "100")
@@ -92,7 +88,6 @@ def test_help_shows_what_a_command_does_and_examples(full, monkeypatch, shardkit
     assert all(f"\n  {example}\n" in shown for example in module.EXAMPLES)
 
 
-@pytest.mark.check
 def test_every_command_has_json_a_text_for_each_option_and_those_of_its_examples(shardkit):
     """Help has the same texts. A field without one, or an example whose option was renamed, is seen by nothing else."""
     script = shardkit("completion", "bash")[1]
@@ -111,7 +106,6 @@ def test_every_command_has_json_a_text_for_each_option_and_those_of_its_examples
             assert words <= texts.keys(), example
 
 
-@pytest.mark.check
 def test_lists_in_the_help_of_bench_comm_are_complete(monkeypatch, shardkit):
     monkeypatch.setenv("COLUMNS", "100")
     text = " ".join(re.sub("[│╭╰─╮╯]", " ", shardkit("bench", "comm", "--help")[1]).split())
@@ -121,14 +115,12 @@ def test_lists_in_the_help_of_bench_comm_are_complete(monkeypatch, shardkit):
     assert f"by default {' and '.join(IMPLS)}: " in text
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_complete(shell, shardkit):
     code, out, _ = shardkit("completion", shell)
     assert code == 0 and shell in out and "--microbatches" in out and "strategies" in out
 
 
-@pytest.mark.check
 def test_bash_completes_without_jax(shardkit, tmp_path):
     """Otherwise each press of the key would take a second."""
     (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
@@ -170,7 +162,6 @@ def ends(error, monkeypatch, how=SystemExit):
     return end.value.code
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -193,7 +184,6 @@ def test_a_command_ends_with_one_sentence_and_a_code(error, code, said, monkeypa
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -217,7 +207,6 @@ def test_what_shardkit_refuses_is_wrong_usage_and_drift_a_failed_check(error, co
     assert ("unexpected" in capsys.readouterr().err) == (code == 70)
 
 
-@pytest.mark.check
 def test_ctrl_c_ends_no_interpreter_under_a_compilation(monkeypatch, capfd):
     """Python's own end frees what jax's threads still compile with: a segmentation fault, and 139 for 130."""
     with open(1, "w", closefd=False) as held:
@@ -228,7 +217,6 @@ def test_ctrl_c_ends_no_interpreter_under_a_compilation(monkeypatch, capfd):
     assert said == ("step 1\n", "interrupted\n")
 
 
-@pytest.mark.check
 def test_ctrl_c_while_a_command_is_imported_says_nothing():
     """A KeyboardInterrupt inside of jax's imports was a traceback, or lost."""
     here = "import os, signal, sys\nfrom shardkit import cli\nsys.argv = ['shardkit', 'doctor']\n"
@@ -237,7 +225,6 @@ def test_ctrl_c_while_a_command_is_imported_says_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.check
 def test_a_closed_pipe_is_not_rich_s_to_end(monkeypatch):
     """As in `shardkit doctor | head -1`: rich ends the process with 1, where 141 is documented."""
 
@@ -250,7 +237,6 @@ def test_a_closed_pipe_is_not_rich_s_to_end(monkeypatch):
         output.console().print("a line")
 
 
-@pytest.mark.check
 def test_help_that_nobody_reads_to_its_end():
     """As in `shardkit --help | head`; what Python holds back it would write again at its end, and complain."""
     buffered = environment() | {"PYTHONUNBUFFERED": ""}
@@ -260,7 +246,6 @@ def test_help_that_nobody_reads_to_its_end():
         assert (started.wait(timeout=60), started.stderr.read()) == (128 + signal.SIGPIPE, b"")
 
 
-@pytest.mark.check
 def test_debug_shows_where_an_error_came_from(shardkit, monkeypatch, capsys):
     monkeypatch.setenv("SHARDKIT_DEBUG", "0")
     error = ZeroDivisionError("division by zero")

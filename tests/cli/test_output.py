@@ -8,8 +8,9 @@ from rich.console import Console
 
 from shardkit.cli import doctor, output, train
 
+pytestmark = pytest.mark.check
 
-@pytest.mark.check
+
 def test_json_on_standard_output_stands_alone(inside, monkeypatch):
     monkeypatch.setattr(doctor, "self_test", lambda mesh: {"shift": 0.0})
     done = inside("doctor", "--devices", 2, "--json")
@@ -21,7 +22,6 @@ def test_json_on_standard_output_stands_alone(inside, monkeypatch):
     assert "all collectives are right" in done.stderr
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("words", "found"),
     [
@@ -36,7 +36,6 @@ def test_a_bare_json_is_standard_output(words, found):
     assert output.explicit(words.split()) == found.split()
 
 
-@pytest.mark.check
 def test_what_is_not_finite_is_null():
     """NaN is not JSON: other programs cannot read it."""
     assert output.plain({"a": [float("nan"), float("inf"), 1.5], "b": (True, None)}) == {
@@ -45,7 +44,6 @@ def test_what_is_not_finite_is_null():
     }
 
 
-@pytest.mark.check
 def test_lines_break_between_words_on_a_terminal_and_nowhere_in_a_pipe(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     text = "a plan of which a word, data parallelism, would be broken in two by the terminal"
@@ -58,7 +56,6 @@ def test_lines_break_between_words_on_a_terminal_and_nowhere_in_a_pipe(monkeypat
         assert max(map(len, lines)) <= expected and " ".join(line.strip() for line in lines) == text
 
 
-@pytest.mark.check
 def test_doctor_knows_every_package_of_every_extra(monkeypatch):
     asked = {
         "shardkit": ["jax>=0.10", "rich>=13; extra == 'cli'", "tyro>=1; extra == 'cli'", "jax[tpu]; extra == 'aot'"],
@@ -81,7 +78,6 @@ def test_doctor_knows_every_package_of_every_extra(monkeypatch):
     ]
 
 
-@pytest.mark.check
 def test_only_process_0_writes(monkeypatch, tmp_path):
     monkeypatch.setattr(train.sk.runtime, "is_main", lambda: False)
     with train.CommandLog(train.Options(json=tmp_path / "run.json"), output.console()) as log:
@@ -89,7 +85,6 @@ def test_only_process_0_writes(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.check
 def test_rows_can_be_read_while_the_run_goes_on_and_a_resumed_run_appends(tmp_path):
     file = tmp_path / "new" / "run.jsonl"
     options = train.Options(json=file, steps=9)
@@ -104,7 +99,6 @@ def test_rows_can_be_read_while_the_run_goes_on_and_a_resumed_run_appends(tmp_pa
     assert len(file.read_text().splitlines()) == 4
 
 
-@pytest.mark.check
 def test_a_bar_moves_below_the_lines_on_a_terminal_and_not_in_a_pipe():
     for terminal in (True, False):
         here = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)

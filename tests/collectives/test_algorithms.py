@@ -12,11 +12,11 @@ from shardkit.testing import Row
 from shardkit.testing._plan_traffic import plan_traffic
 from support.refusals import type_error, value_error
 
+pytestmark = pytest.mark.check
 A = sk.algorithms
 GATHERS = sk.algorithms.Algorithm("gathers", all_gather=sk.all_gather)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     "message, make",
     {
@@ -50,7 +50,6 @@ def test_an_algorithm_that_cannot_serve_is_refused(make, message):
 
 
 # Catches a cast of whole numbers to float32 on the wire, which rounds them above 2^24.
-@pytest.mark.check
 def test_weights_that_are_whole_numbers_are_not_compressed():
     plan = sk.fsdp("a", min_size=1, gather=A.compressed(jnp.int8))
     loss = sk.value_and_grad(lambda params, x, keys: jnp.sum(x) * jnp.sum(params["w"]))
@@ -61,7 +60,6 @@ def test_weights_that_are_whole_numbers_are_not_compressed():
         step.trace(ints, jax.ShapeDtypeStruct((8, 2), jnp.float32))
 
 
-@pytest.mark.check
 def test_the_closed_form_needs_the_cost_of_an_algorithm():
     own = sk.algorithms.Algorithm("own", all_reduce=lambda leaves, axes: sk.all_reduce(leaves, axes))
     plan, mesh = sk.dp("a", reduce=own), sk.abstract_mesh(a=4)
@@ -85,7 +83,6 @@ def rows(xs, axes):
 
 
 # Catches a gradient or weight of one row that is broadcast to all of them, which trains with wrong numbers.
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("plan", "kernel", "wanted", "got"),
     [
@@ -125,7 +122,6 @@ def test_results_of_another_shape_are_refused(plan, kernel, wanted, got):
 
 # Catches an algorithm that gets partial sums along "model" and complete ones in one call: what it concatenates is
 # partial as a whole, and is summed over "model" once more.
-@pytest.mark.check
 def test_an_algorithm_gets_leaves_that_vary_over_the_same_axes():
     seen = []
 

@@ -9,6 +9,7 @@ import yaml
 
 from support import schemas
 
+pytestmark = pytest.mark.check
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "which_engine.md"
 TOKEN = {"name": "SHARDKIT_JOB_TOKEN", "valueFrom": {"secretKeyRef": {"name": "train-token", "key": "token"}}}
 
@@ -20,13 +21,11 @@ def documents():
     return {document.get("kind", "task"): document for document in found}
 
 
-@pytest.mark.check
 def test_manifests_of_kubernetes_follow_its_schemas(documents):
     assert set(documents) == {"Service", "Job", "TrainJob", "task"}
     schemas.validate(documents["Service"], documents["Job"], documents["TrainJob"])
 
 
-@pytest.mark.check
 def test_the_processes_of_a_kubernetes_job_find_each_other(documents):
     """A process waits for the others before it is ready, so the Service must name it; 75 alone restarts it."""
     service, spec = documents["Service"], documents["Job"]["spec"]
@@ -46,7 +45,6 @@ def test_the_processes_of_a_kubernetes_job_find_each_other(documents):
     assert pod["restartPolicy"] == "Never" and spec["backoffLimit"] == 0
 
 
-@pytest.mark.check
 def test_what_the_webhooks_of_kubeflow_ask(documents):
     """Rules that no schema has: the names "node", and a manager with a slash."""
     spec = documents["TrainJob"]["spec"]
@@ -57,7 +55,6 @@ def test_what_the_webhooks_of_kubeflow_ask(documents):
     assert spec["runtimeRef"] == {"name": "jax-distributed"} and spec["trainer"]["env"] == [TOKEN]
 
 
-@pytest.mark.check
 def test_a_task_of_skypilot(documents):
     """Its keys are those of SkyPilot 0.14's schema, which validated them; the secret is not in the file."""
     task = documents["task"]
@@ -87,7 +84,6 @@ def mappings(document, path=()):
             yield from mappings(value, (*path, index))
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("kind", ["Service", "Job", "TrainJob"])
 def test_a_wrong_field_is_found_wherever_it_stands(documents, kind):
     """A schema that drops what it does not know would pass any page."""

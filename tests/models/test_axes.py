@@ -13,6 +13,7 @@ from shardkit.models import transformer
 from shardkit.models.transformer import Axes
 from support.pipelines import pipelined_grad
 
+pytestmark = pytest.mark.check
 CONFIG = transformer.Config(vocabulary=16, layers=2, dim=8, heads=2, hidden=8)
 PARAMS = jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))
 BATCH = {name: np.zeros((8, 16), np.int32) for name in ("tokens", "targets")}
@@ -71,7 +72,6 @@ CASES = {
 
 
 # Attention stayed within a device's piece of the sequence, or went round a ring of other examples.
-@pytest.mark.check
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_split_over_the_axes_along_which_attention_looks(case):
     axes, plans, sizes, message = CASES[case]
@@ -81,7 +81,6 @@ def test_tokens_are_split_over_the_axes_along_which_attention_looks(case):
     assert refused(sk.value_and_grad(wrapped(axes)), sk.chain(plan, sk.dp("one")), sizes | {"one": 1}) == message
 
 
-@pytest.mark.check
 def test_a_pipeline_is_told_of_tokens_that_nothing_looks_across():
     axes = Axes(stage="stage")
     grad_fn = pipelined_grad(*transformer.pieces(CONFIG, axes), schedules.gpipe(2, 2), "stage", layer_numbers=True)
@@ -91,7 +90,6 @@ def test_a_pipeline_is_told_of_tokens_that_nothing_looks_across():
 
 
 # Sums over devices counted whole weights once on each: the feed-forward block twice, every class of the head twice.
-@pytest.mark.check
 @pytest.mark.parametrize(
     "whole, what, here",
     [
@@ -113,7 +111,6 @@ def test_weights_are_split_over_the_axes_of_the_model(whole, what, here, sequenc
     )
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("leaf, dim, what", [("down", 1, "8 hidden features"), ("head", 1, "16 vocabulary entries")])
 def test_weights_that_the_model_does_not_know_to_be_split_are_refused(leaf, dim, what):
     plan = sk.tp("model", lambda path, shape: dim if path.split(".")[-1] == leaf else None)
@@ -124,7 +121,6 @@ def test_weights_that_the_model_does_not_know_to_be_split_are_refused(leaf, dim,
     )
 
 
-@pytest.mark.check
 def test_a_hand_written_shard_map_says_nothing_of_its_tokens_and_is_taken():
     """Tokens that vary along an axis may be different examples; only a plan knows."""
     mesh, loss = sk.make_mesh(jax.devices()[:2], data=2), transformer.loss_fn(CONFIG)

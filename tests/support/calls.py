@@ -65,21 +65,9 @@ def kernels():
     weights = transformer.init(key, config)
     layer = jax.tree.map(lambda leaf: leaf[0], weights["layers"])
     state = {"weights": layer, "x_btD": jnp.ones((2, 4, 8))}
-    alike = (
-        collectives.all_gather,
-        collectives.reduce_scatter,
-        collectives.all_reduce,
-        collectives.broadcast,
-        collectives.shift,
-        collectives.assume_replicated,
-        collectives.gather_to_one,
-        collectives.halo_exchange,
-        collectives.prefix_scan,
-        collectives.pad_to_axis,
-        ring.all_gather,
-        ring.reduce_scatter,
-        ring.all_reduce,
-    )
+    alike = (collectives.all_gather, collectives.reduce_scatter, collectives.all_reduce, collectives.broadcast)
+    alike += (collectives.shift, collectives.assume_replicated, collectives.gather_to_one, collectives.halo_exchange)
+    alike += (collectives.prefix_scan, collectives.pad_to_axis, ring.all_gather, ring.reduce_scatter, ring.all_reduce)
     levels = {"x": x, "inner": "model", "outer": "data"}
     return [
         *((each, over) for each in alike),

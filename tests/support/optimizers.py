@@ -48,16 +48,6 @@ OPTIMIZERS = {
 # What the compiler adds for an optimizer that looks across shards, at most: collectives and bytes a device sends, with
 # 160 parameters. Element-wise ones add nothing; clipping by the global norm adds one sum of a scalar (of three: one a
 # leaf, merged).
-OWN = {
-    "sgd": (0, 0),
-    "adamw": (0, 0),
-    "lion": (0, 0),
-    "clip_by_global_norm": (1, 24),
-    "novograd": (2, 40),
-    "lamb": (7, 80),
-    "lars": (7, 80),
-    "adaptive_grad_clip": (2, 200),
-    "sm3": (4, 200),
-    "adafactor": (12, 300),
-    "muon": (17, 2600),
-}
+OWN = {"sgd": (0, 0), "adamw": (0, 0), "lion": (0, 0), "clip_by_global_norm": (1, 24), "novograd": (2, 40)}
+OWN |= {"lamb": (7, 80), "lars": (7, 80), "adaptive_grad_clip": (2, 200), "sm3": (4, 200)}
+OWN |= {"adafactor": (12, 300), "muon": (17, 2600)}

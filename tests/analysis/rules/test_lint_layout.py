@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis import lint
 
+pytestmark = pytest.mark.check
 MESH = sk.abstract_mesh(data=2, model=16)
 X = jax.ShapeDtypeStruct((8, 64), jnp.float32)
 PARAMS = {
@@ -41,7 +42,6 @@ def unannotated(specs, **options):
 
 
 # proves S127: by name, and no others
-@pytest.mark.check
 def test_leaves_without_annotation_are_listed():
     whole = jax.tree.map(lambda _: P(), PARAMS)
     assert unannotated(whole, large=1024) == ["params['layers'][0]['down']", "params['layers'][0]['up']"]
@@ -53,7 +53,6 @@ def test_leaves_without_annotation_are_listed():
 
 
 # proves S125: the first two of its three; the third below
-@pytest.mark.check
 def test_pmap_and_pieces_that_are_too_small():
     def rules_of(fn, *args, **options):
         return {each.rule for each in lint(fn, *args, **options)}
@@ -95,7 +94,6 @@ TP = sk.tp("model", {"up": P(None, "model"), "down": P("model")})
 
 
 # proves S125: and silent for every plan that needs its axis, and where the memory is not enough or not known
-@pytest.mark.check
 def test_tensor_parallelism_of_what_one_device_could_hold():
     needed = 3 * 2 * 4 * 256**2  # parameters, their gradients, and room for the batch
 

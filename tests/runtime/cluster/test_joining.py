@@ -10,6 +10,7 @@ import shardkit as sk
 from shardkit.runtime.cluster import environment, join
 from support.refusals import refused
 
+pytestmark = pytest.mark.check
 SLURM = {
     "SLURM_JOB_ID": "4097",  # jax takes one of the last 4,096 ports by the job's number
     "SLURM_STEP_NODELIST": "node[012-015],other2",
@@ -77,7 +78,6 @@ def kubernetes():
 
 
 # proves S98, F67: Slurm, Open MPI, Kubernetes (a JobSet), Cloud TPU
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("environ", "place", "local_rank"),
     [
@@ -137,7 +137,6 @@ WRONG = [
 
 
 # proves S98, F67: a job of many is never taken for a process alone, and what is wrong is named
-@pytest.mark.check
 @pytest.mark.filterwarnings("ignore:.*Kubernetes environment detected:UserWarning")
 @pytest.mark.parametrize(("environ", "message"), WRONG)
 def test_variables_that_are_wrong_or_too_few(environ, message, elsewhere):
@@ -148,7 +147,6 @@ def test_variables_that_are_wrong_or_too_few(environ, message, elsewhere):
 
 
 # proves S98: what is one process alone for all of them stays so
-@pytest.mark.check
 @pytest.mark.filterwarnings("ignore:.*Kubernetes environment detected:UserWarning")
 @pytest.mark.parametrize(
     ("environ", "arguments"),
@@ -165,7 +163,6 @@ def test_a_process_alone(environ, arguments, elsewhere):
 
 
 # proves S98, S99: four processes with two devices each, and a process per GPU, from one config
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("fields", "visible", "ids"),
     [
@@ -193,7 +190,6 @@ def test_local_rank_decides_the_devices(fields, visible, ids, monkeypatch, elsew
     assert reached.value.args[-1] == (0,)
 
 
-@pytest.mark.check
 def test_a_config_of_another_job(elsewhere):
     """Each of four processes would train alone."""
     elsewhere({"WORLD_SIZE": "4", "RANK": "3"})
@@ -203,7 +199,6 @@ def test_a_config_of_another_job(elsewhere):
     )
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("host", "rank", "bound"),
     [
