@@ -25,6 +25,7 @@ from shardkit.jobs.output import write
 from shardkit.runtime.channel.place import free_port
 from support import commands
 from support.commands import environment
+from support.refusals import value_error
 
 LONG = 300.0  # seconds, for what a busy machine may take
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]  # starts in a few milliseconds
@@ -468,9 +469,8 @@ def test_ignored_signals_stay_ignored():
     ],
 )
 def test_errors(command, options, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         launch(command, **{"processes": 2, **options})
-    assert str(error.value) == message
 
 
 # proves F68: the guard's word decides, not which of the processes that it ends is quicker
@@ -583,9 +583,8 @@ def test_where_the_command_begins(words, code, last, monkeypatch, tmp_path, capf
     ],
 )
 def test_options_that_say_nothing(options, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(f"{message} --render."):
         cli.launch(cli.Options(("true",), **options))
-    assert str(error.value) == f"{message} --render."
 
 
 # proves S109: the recipe for machines that know no scheduler, with an ssh that stays on this one

@@ -27,7 +27,7 @@ from shardkit.analysis.profiling.timings import SIMULATED, Machine, Span, profil
 from shardkit.models import transformer
 from support.recorded.programs import PROGRAMS
 from support.recorded.record import load
-from support.refusals import refused
+from support.refusals import refused, type_error, value_error
 
 BOTH = ("data", "model")
 GPU = Machine(jax="0.12.0", platform="gpu", kind="H100", devices=8, cores=16)
@@ -292,15 +292,13 @@ def test_a_tpus_pairs_last_from_start_to_done(version):
 
 
 def test_errors_in_full(tmp_path, data8):
-    with pytest.raises(ValueError) as error:
+    with value_error("profile: calls must be a whole number of at least 1; got 0. Pass calls=1 or more."):
         profile(lambda x: x, jnp.ones(1), calls=0)
-    assert str(error.value) == "profile: calls must be a whole number of at least 1; got 0. Pass calls=1 or more."
-    with pytest.raises(TypeError) as error:
-        profile(lambda x, batch: x, jnp.ones(1), {"tokens": jax.ShapeDtypeStruct((2,), jnp.int32)})
-    assert str(error.value) == (
+    with type_error(
         "profile: arguments must be arrays, because the program runs; got a ShapeDtypeStruct at "
         "args[1]['tokens']. Pass arrays, or use aot.compile, which runs nothing."
-    )
+    ):
+        profile(lambda x, batch: x, jnp.ones(1), {"tokens": jax.ShapeDtypeStruct((2,), jnp.int32)})
     with trace(tmp_path):
         with pytest.raises(RuntimeError) as error, trace(tmp_path):
             pass

@@ -20,6 +20,7 @@ from shardkit.jobs.monitor.guard import Deadlines, Guard
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from support import jobs
 from support.commands import command, environment
+from support.refusals import type_error, value_error
 
 pytestmark = pytest.mark.clock  # loop.py gives each phase 3 s, by default
 
@@ -321,17 +322,15 @@ def test_a_process_without_standard_streams():
 
 
 def test_guard_errors():
-    with pytest.raises(TypeError) as error:
-        Guard.watch(SimpleNamespace(), print)
-    assert str(error.value) == (
+    with type_error(
         "guard: watch takes a jitted step, which has a method lower; got <built-in function print>. Pass the step of "
         "make_train_step, or a function under jax.jit."
-    )
-    with pytest.raises(ValueError) as error:
-        Guard.phase(SimpleNamespace(), "sleep")
-    assert str(error.value) == (
+    ):
+        Guard.watch(SimpleNamespace(), print)
+    with value_error(
         "guard: a phase must have a deadline; got 'sleep'. Pass one of 'compile', 'step', 'save', 'data', 'evaluate'."
-    )
+    ):
+        Guard.phase(SimpleNamespace(), "sleep")
     assert Deadlines().of("compare") == 1800
 
 

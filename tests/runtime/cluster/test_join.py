@@ -14,6 +14,7 @@ import shardkit as sk
 from shardkit.runtime.cluster import environment
 from shardkit.strategies.config import DistributedConfig
 from support import jobs
+from support.refusals import raises, value_error
 
 SLACK = 60.0  # seconds; 5 on a quiet machine
 
@@ -118,12 +119,12 @@ def listens(port):
 
 def test_devices_that_were_touched():
     assert jax.devices()
-    with pytest.raises(RuntimeError) as error:
-        sk.runtime.initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=0)
-    assert str(error.value) == (
+    with raises(
+        RuntimeError,
         "initialize: it must be called before jax starts its devices; they have started (by jax.devices(), an array or "
-        "a computation). Call it first."
-    )
+        "a computation). Call it first.",
+    ):
+        sk.runtime.initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=0)
 
 
 # proves S111
@@ -203,30 +204,27 @@ ERRORS = [
 
 @pytest.mark.parametrize(("arguments", "message"), ERRORS)
 def test_errors(arguments, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         sk.runtime.initialize(**arguments)
-    assert str(error.value) == message
 
 
 def test_variables_that_are_no_numbers(monkeypatch):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "four")
-    with pytest.raises(ValueError) as error:
-        sk.runtime.initialize()
-    assert str(error.value) == (
+    with value_error(
         "initialize: the environment variable JAX_NUM_PROCESSES must be a whole number; got 'four'. Set or unset it."
-    )
+    ):
+        sk.runtime.initialize()
 
 
 def test_health_check_errors():
-    with pytest.raises(RuntimeError) as error:
-        sk.runtime.health_check()
-    assert str(error.value) == (
+    with raises(
+        RuntimeError,
         "health_check: the number of processes must be more than 1; got 1. Start all of them, and call "
-        "initialize() in each."
-    )
-    with pytest.raises(RuntimeError) as error:
+        "initialize() in each.",
+    ):
+        sk.runtime.health_check()
+    with raises(RuntimeError, "health_check: the number of devices must be 9; got 8. Check the devices of each host."):
         sk.runtime.health_check(processes=1, devices=9)
-    assert str(error.value) == "health_check: the number of devices must be 9; got 8. Check the devices of each host."
     assert sk.runtime.health_check(processes=1, devices=8) == (
         "process 0 of 1: 8 devices, 8 of them here; their sum is right"
     )
