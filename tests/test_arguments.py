@@ -21,6 +21,7 @@ from support.refusals import type_error, value_error
 
 pytestmark = pytest.mark.check
 HERE = Path(__file__).parent
+MESH = sk.abstract_mesh(data=8)
 
 
 def test_what_is_left_to_the_function():
@@ -41,9 +42,6 @@ def test_what_is_left_to_the_function():
     ):
         with type_error(words):
             call()
-
-
-MESH = sk.abstract_mesh(data=8)
 
 
 def on_devices(kernel):

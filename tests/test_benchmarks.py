@@ -19,6 +19,7 @@ from benchmarks import growth, links, overlap, pipeline, scale, schedules, soak,
 from shardkit import bench
 
 ROOT = Path(start.__file__).parents[1]
+SMALL = overlap.Size(tokens=16, width=8, hidden=32, layers=8)
 
 
 @pytest.mark.check
@@ -263,9 +264,6 @@ def test_scale_smoke(tmp_path):
 
 
 # ---- what hides
-
-
-SMALL = overlap.Size(tokens=16, width=8, hidden=32, layers=8)
 
 
 @pytest.mark.check

@@ -12,6 +12,7 @@ from shardkit import collectives
 
 pytestmark = pytest.mark.check
 ROOT = Path(__file__).parents[1]
+KERNELS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "broadcast", "vary"]
 
 
 def public():
@@ -21,9 +22,6 @@ def public():
 @pytest.mark.parametrize("name", public())
 def test_public_names_have_docstrings(name):
     assert len((getattr(sk, name).__doc__ or "").strip()) > 20, f"{name} has no docstring"
-
-
-KERNELS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "broadcast", "vary"]
 
 
 @pytest.mark.parametrize("name", KERNELS)

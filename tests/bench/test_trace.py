@@ -41,6 +41,7 @@ FIELDS = dict.fromkeys(("comm_src", "comm_dst", "comm_tag"), 7) | dict.fromkeys(
     ("num_ops", "comm_type", "comm_size"), 9
 )
 FIELDS |= {"tensor_size": 13, "is_cpu_op": 27, "pg_name": 29}
+OTHER = sk.abstract_mesh(data=8)
 
 
 def varint(data, at):
@@ -182,9 +183,6 @@ def test_the_command_writes_and_counts(tmp_path, capsys):
         "5 nodes, 2,048 FLOPs per device",
         f"wrote {tmp_path / 'out' / 'trace.0.et'} to trace.7.et, and groups.json",
     ]
-
-
-OTHER = sk.abstract_mesh(data=8)
 
 
 @pytest.mark.parametrize(

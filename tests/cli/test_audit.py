@@ -51,6 +51,7 @@ def plain(x, w):
 def broken():
     raise OSError("no disk")
 """
+UNREAD = "audit: {} must be a file that --snapshot wrote; it cannot be read ({}). Check the path."
 
 
 @pytest.fixture
@@ -95,9 +96,6 @@ def test_a_make_that_fails_is_not_taken_for_a_finding(program, inside):
         "error: audit: train.py:broken must return a step and its arguments; it raises OSError: no disk. Run it with "
         "python to see the traceback.\n"
     )
-
-
-UNREAD = "audit: {} must be a file that --snapshot wrote; it cannot be read ({}). Check the path."
 
 
 @pytest.mark.parametrize(

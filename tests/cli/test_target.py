@@ -41,6 +41,7 @@ def nothing():
 def broken(x):
     raise TypeError("this is\\nno program")
 """
+TYPE = "target: each of --args must be DTYPE[SIZES] or key; got {!r}. Write for example 'f32[8,128]'."
 
 
 @pytest.fixture
@@ -106,9 +107,6 @@ def test_a_function_may_bring_its_arguments(program):
     fn, (w, x) = target.load(f"{program}:gradient")
     assert callable(fn) and float(w) == 2 and x.shape == (8,)
     assert target.load("json:dumps", ["i32[]"])[0] is json.dumps
-
-
-TYPE = "target: each of --args must be DTYPE[SIZES] or key; got {!r}. Write for example 'f32[8,128]'."
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,9 @@ SCATTERS = {
         2,
     ),
 }
+on_cases = covered(
+    [{"case": row._replace(shape=(3, 2))} for row in (ROWS[3], ROWS[5], ROWS[7])], case=cases(shapes=[(3, 2), (2,)])
+)
 
 
 @pytest.mark.parametrize("form", SCATTERS)
@@ -127,11 +130,6 @@ def test_a_sum_of_equal_errors_comes_close_to_the_bound():
         total = np.asarray(mapped(4, dtype=dtype)(x, np.zeros_like(x))[0], np.float64)
         bound = cost.quantization_error(np.abs(x).max(), jnp.dtype(dtype).name, n=4)
         assert 0.98 * bound < np.abs(total - x.astype(np.float64).sum(0)).max() <= bound
-
-
-on_cases = covered(
-    [{"case": row._replace(shape=(3, 2))} for row in (ROWS[3], ROWS[5], ROWS[7])], case=cases(shapes=[(3, 2), (2,)])
-)
 
 
 @pytest.mark.quick("1", "2")

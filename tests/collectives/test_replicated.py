@@ -17,6 +17,7 @@ from shardkit.testing import assert_matches_reference, emulate
 EXAMPLE = Path(__file__).parents[2] / "examples" / "recursive_halving.py"
 MESH = sk.abstract_mesh(a=4, b=2)
 RING = [(i, (i + 1) % 4) for i in range(4)]
+X = np.random.default_rng(0).integers(-4, 5, (8, 3)).astype("f")
 
 
 def moments(x):
@@ -42,9 +43,6 @@ def in_control_flow(x):
 def written_plainly(x):
     parts = x.reshape(4, -1, 3)
     return 2 * parts.sum(0) ** 2 + (parts**2).sum(0)
-
-
-X = np.random.default_rng(0).integers(-4, 5, (8, 3)).astype("f")
 
 
 # Catches a type that out_specs refuse, and a transpose that counts a cotangent n times or not at all.

@@ -11,10 +11,6 @@ CONTEXT, HEADS = P("context"), P(None, "model")
 ORDER = ("outer", "inner")
 
 
-def attention(q, k, v):
-    return jax.nn.softmax(q @ k.T) @ v
-
-
 def passed(q, k, v):
     """Attention whose keys and values pass by, and the logarithm of its sums."""
     total, out = 0.0, 0.0
@@ -46,7 +42,7 @@ def ring(q, k, v, g):
 
 
 def ring_reference(q, k, v, g):
-    return jax.vjp(attention, q, k, v)[1](g)
+    return jax.vjp(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, q, k, v)[1](g)
 
 
 def heads(q, k, v):

@@ -32,6 +32,7 @@ TABLE_1 = {
     (1e12, 2): (16000, 5500, 2875, 2218, 2054, 2013),
     (1e12, 3): (16000, 4000, 1000, 250, 62.5, 15.6),
 }
+MODELS = ((64, 6144), (96, 12288), (128, 20480), (160, 25600))  # Korthikanti et al., table 3: heads, hidden
 
 
 # proves F52 (the closed form)
@@ -109,9 +110,6 @@ def test_zero_volume_is_what_the_collectives_send(n):
     for kernel, stage in ((everywhere, 0), (sharded, 1)):
         found = census(on(lambda x, k=kernel: sk.vary(k(x), "data"), n, "data"), np.zeros(64, np.float32))
         assert float(found.sent()) == cost.zero_volume(64, n, stage, parameter_bytes=4, gradient_bytes=4)
-
-
-MODELS = ((64, 6144), (96, 12288), (128, 20480), (160, 25600))  # Korthikanti et al., table 3: heads, hidden
 
 
 @pytest.mark.parametrize("tensor", [1, 8])

@@ -8,6 +8,7 @@ import pytest
 from shardkit import schedules
 
 pytestmark = pytest.mark.check
+COSTS = [(f, i, w) for f, i, w in product((1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3, 4)) if i + w]
 
 
 def idle(schedule, forward, inputs, weight, overlapped=None):
@@ -18,9 +19,6 @@ def idle(schedule, forward, inputs, weight, overlapped=None):
         Fraction(forward), Fraction(inputs + weight), Fraction(inputs), Fraction(weight), overlapped=overlapped
     )
     return line.bubble * max(line.busy), line.bubble_of_span * max(line.busy)
-
-
-COSTS = [(f, i, w) for f, i, w in product((1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3, 4)) if i + w]
 
 
 # proves F38 (the published forms)

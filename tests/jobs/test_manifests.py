@@ -23,6 +23,7 @@ CASES = {
 ARGUMENTS = ["--lr", "1e-3", "12:30", "yes", "a b", "it's", '"$HOME"']
 ARGUMENTS += ["$(JAX_PROCESS_ID)", "$$", "a\nb: c", "é\x7f", ""]
 WORDS = ["train.py", *ARGUMENTS]
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 
 
 def documents(command=WORDS, **options):
@@ -139,9 +140,6 @@ def test_a_batch_script_runs(tmp_path):
         done = batch(script, tmp_path, code, starts)
         assert (done.stdout, done.stderr, done.returncode) == (said + more, "", code)
     assert "export JAX_PLATFORMS=cpu\nexport JAX_NUM_CPU_DEVICES=2\n" in render("slurm", WORDS, processes=4, devices=2)
-
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 
 
 @hypothesis.given(words=st.lists(TEXT, max_size=4))

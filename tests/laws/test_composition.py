@@ -34,6 +34,7 @@ CONFIGS = {
     "capacity": replace(EXPERTS, balance=0.0, router_z=0.0, capacity=1.0, group=2),
     "dropless": replace(EXPERTS, balance=0.0, router_z=0.0, microbatches=2, prefetch=True),
 }
+NAMES = ("data", "fsdp", "context", "ulysses", "model", "expert")
 
 
 def batch(step: int) -> Any:
@@ -82,9 +83,6 @@ class Row(NamedTuple):
     @property
     def plan(self) -> PlanRow:
         return PlanRow(self.model, self.sizes, lambda: sk.chain(*self.plans), self.axes)
-
-
-NAMES = ("data", "fsdp", "context", "ulysses", "model", "expert")
 
 
 def of_one_device(live: str | None) -> Row:

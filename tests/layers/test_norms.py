@@ -19,6 +19,7 @@ MESHES = [  # sizes and axis
     ({"data": 2, "model": 4}, "model"),
     ({"model": 2, "data": 2, "other": 2}, ("other", "model")),
 ]
+DTYPES = ["float32", "bfloat16"]
 
 
 def layer_norm(x, gain, bias):
@@ -34,9 +35,6 @@ def arguments(features, dtype, offset, seed):
     x = (rng.normal(size=(2, 6, features)) + offset).astype(np.float32)
     gain, bias = rng.normal(size=(2, features)).astype(np.float32)
     return [jnp.asarray(each, dtype) for each in (x, gain, bias)]
-
-
-DTYPES = ["float32", "bfloat16"]
 
 
 @pytest.mark.quick("0", "4")

@@ -76,6 +76,7 @@ STAGES = {
     "remat dots": lambda layer: scanned(layer, remat="dots"),
     "microbatches": lambda layer: scanned(layer, microbatches=2),
 }
+WAYS = [*((how, None) for how in STAGES), ("unrolled", "full"), ("scan", "dots")]
 
 
 def backward_of(stage, weights, x, policy=None):
@@ -138,9 +139,6 @@ def check(fn, args, first, lasting):
     assert counts[1] + counts[2] == counts[0]
     assert not split.whole and split.why == ""
     return split, counts
-
-
-WAYS = [*((how, None) for how in STAGES), ("unrolled", "full"), ("scan", "dots")]
 
 
 # The plain layer in microbatches, and the others in a loop and recomputed.

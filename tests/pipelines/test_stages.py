@@ -41,6 +41,7 @@ STAGES = {
     "uneven, v": (7, Stages("stage", 2, 2, "v", UNEVEN)),
     "uneven on one device": (7, Stages("stage", 1, 4, layers_per_stage=UNEVEN)),
 }
+NAMES = ["adamw", "lamb", "adafactor", "novograd", "sm3", "add_noise", "clip_by_global_norm"]
 
 
 @pytest.fixture(autouse=True)
@@ -213,9 +214,6 @@ def test_a_stack_goes_out_and_comes_back(case):
 @pytest.mark.parametrize("case", STAGES)
 def test_three_steps_are_those_of_one_device(case):  # proves F37, F42, F54
     check(case)
-
-
-NAMES = ["adamw", "lamb", "adafactor", "novograd", "sm3", "add_noise", "clip_by_global_norm"]
 
 
 @pytest.mark.quick("novograd-v, 2 chunks", "clip_by_global_norm-uneven, loop", "adafactor-uneven, loop")

@@ -15,6 +15,7 @@ from support.counting import Compiles
 from support.refusals import value_error
 
 WIDTHS = (784, 512, 512, 256, 10)
+ALONE, SPLIT = ({"stage": 4}, P()), ({"stage": 4, "data": 2}, P("data"))
 
 
 def layers(widths, dtype=jnp.float32):
@@ -141,9 +142,6 @@ def reference(params, x, labels):
         return total / weight, aux["hits"].total / weight
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-
-
-ALONE, SPLIT = ({"stage": 4}, P()), ({"stage": 4, "data": 2}, P("data"))
 
 
 @pytest.mark.quick("3-sizes1-spec1")

@@ -50,6 +50,9 @@ PUBLISHED = [
     (15706484224, entries("deepseek_v2", 102400, 27, 2048, 10944, 16, 16, **V2_LITE)),
     (671026404352, V3),
 ]
+REMEDY = "Pass the config.json of a model, or planner.Model(...)."
+VALUES = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=3) | st.just([])
+SOME = st.sampled_from([config for _, config in PUBLISHED])
 
 
 @pytest.mark.parametrize(("parameters", "config"), PUBLISHED, ids=lambda each: str(each)[:40])
@@ -100,11 +103,6 @@ def test_our_own_configuration_there_and_back(experts):
         "got a Model with head_size=160, expert_ffn=2048, shared=1, dense=3, attention=187105280, extra=2048. Pass "
         "plan(rules) of your own model to make_train_step."
     )
-
-
-REMEDY = "Pass the config.json of a model, or planner.Model(...)."
-VALUES = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=3) | st.just([])
-SOME = st.sampled_from([config for _, config in PUBLISHED])
 
 
 @settings(max_examples=300)

@@ -40,6 +40,7 @@ LAID_OUT = {
         ),
     ),
 }
+CROSSING = ["adafactor", "lamb", "muon", "novograd", "clip_by_global_norm", "clip_by_block_rms", "adaptive_grad_clip"]
 
 
 def loss_fn(params, batch, keys):
@@ -96,9 +97,6 @@ def padding_of(tree):
 
 
 # ---- numbers
-
-
-CROSSING = ["adafactor", "lamb", "muon", "novograd", "clip_by_global_norm", "clip_by_block_rms", "adaptive_grad_clip"]
 
 
 @pytest.mark.quick("clip_by_block_rms-zero1", "novograd-fsdp", "lamb-two padded dims", "adafactor-fsdp")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardkit.resharding.redistribution import permutation, redistribution
 
 pytestmark = pytest.mark.check
+MESHES = [(2,), (4,), (2, 2), (2, 4), (4, 4), (2, 3), (3, 4), (2, 8), (2, 2, 2), (2, 4, 2), (1, 2, 4)]
 
 
 def places(sizes):
@@ -75,9 +76,6 @@ def splits(draw, axes, dims):
     order = draw(st.permutations(axes))[: draw(st.integers(0, len(axes)))]
     on = [draw(st.integers(0, dims - 1)) for _ in order]
     return tuple(tuple(axis for axis, dim in zip(order, on, strict=True) if dim == d) for d in range(dims))
-
-
-MESHES = [(2,), (4,), (2, 2), (2, 4), (4, 4), (2, 3), (3, 4), (2, 8), (2, 2, 2), (2, 4, 2), (1, 2, 4)]
 
 
 @st.composite

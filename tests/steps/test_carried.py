@@ -117,6 +117,7 @@ DEEP = {
     "zero2-layerwise": ({"data": 4}, sk.zero2("data", layerwise=("layers",), min_size=1), 2),
     "fsdp-padded": ({"data": 2, "fsdp": 3}, sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1, uneven="pad")), 1),
 }
+W = {"w": np.ones(2, "f")}
 
 
 def step_of(row, **options):
@@ -257,9 +258,6 @@ def test_layers_in_the_order_of_stages_are_averaged_with_their_own(layers):
     np.testing.assert_allclose(numbered["layers"]["b"], rates * params["layers"]["b"], rtol=1e-6)
     if layers == 4:
         assert "gather" not in str(jax.make_jaxpr(partial(updated, carry=mix))(state))
-
-
-W = {"w": np.ones(2, "f")}
 
 
 def plain(params, batch, keys):

@@ -24,6 +24,7 @@ KEY = jax.random.key(0)
 # What a tensor-parallel model for jit has: the columns of one matrix, the rows of the other.
 SPECS = {"embed": P(), "layers": {"up": P(None, None, "model"), "down": P(None, "model")}, "bias": P("model")}
 EACH = {"min_size": 1, "layerwise": ("layers",)}
+BATCH = {"x": np.arange(16) % 6, "y": np.float32(np.random.default_rng(1).normal(size=(16, DIM)))}
 
 
 def make_params():
@@ -36,9 +37,6 @@ def make_params():
         },
         "bias": np.zeros(DIM, np.float32),
     }
-
-
-BATCH = {"x": np.arange(16) % 6, "y": np.float32(np.random.default_rng(1).normal(size=(16, DIM)))}
 
 
 def layer(weights, x):

@@ -27,6 +27,7 @@ MESHES = [  # sizes and axis
     ({"model": 2, "data": 2, "other": 2}, ("other", "model")),
 ]
 B, T, D, H, K = 2, 120, 6, 120, 2  # tokens and heads divide by every axis
+DTYPES, IMPLS = ["float32", "bfloat16"], ["gather", "ring", "auto"]
 
 
 def mesh_of(sizes):
@@ -39,9 +40,6 @@ def normal(seed, *shapes, dtype="float32"):
 
 
 # ---- kernels
-
-
-DTYPES, IMPLS = ["float32", "bfloat16"], ["gather", "ring", "auto"]
 
 
 @pytest.mark.quick("9", "5", "6", "7", "1")

@@ -143,6 +143,7 @@ PLANS = [
         "model",
     ),
 ]
+TRANSFORMER = transformer.Config(vocabulary=32, layers=2, dim=16, heads=4, kv_heads=2, hidden=24, dropout=0.1)
 
 
 class ModelRow(NamedTuple):
@@ -192,9 +193,6 @@ def _softmax_loss(model_axis: str | None) -> Callable[..., Any]:
 def weights(config: transformer.Config, seed: int = 3) -> Any:
     """The reference transformer's in numpy: made op by op, and cut by jax, they compile for longer than a step runs."""
     return jax.tree.map(np.asarray, jax.jit(transformer.init, static_argnums=1)(jax.random.key(seed), config))
-
-
-TRANSFORMER = transformer.Config(vocabulary=32, layers=2, dim=16, heads=4, kv_heads=2, hidden=24, dropout=0.1)
 
 
 def text_batch(step: int, length: int = 8) -> Any:

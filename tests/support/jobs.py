@@ -17,6 +17,7 @@ from support.compiling import QUICK
 
 WORKERS = Path(__file__).parent / "workers"
 PATH = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])  # the package and the tests
+_RESERVED: list[socket.socket] = []
 
 
 @dataclass
@@ -31,9 +32,6 @@ class Ended:
     def last(self) -> str:
         """The last line of its output."""
         return (self.output.strip().splitlines() or [""])[-1]
-
-
-_RESERVED: list[socket.socket] = []
 
 
 def free_port() -> int:

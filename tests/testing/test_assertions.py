@@ -30,6 +30,7 @@ def whole_layer_norm(x, gain):
 
 
 LAYOUT = {"in_specs": (P("data", "model"), P("model")), "out_specs": P("data", "model")}
+SOFTMAX = MODELS[0]
 
 
 def norm_args(dtype="float32"):
@@ -205,9 +206,6 @@ def test_integers_must_be_equal_whatever_is_allowed():
     assert first_gap({"x": floats["x"] + 1}, floats, lambda *_: 2.0) is None
     found = first_gap({"n": integers["n"] + 1}, integers, lambda *_: 2.0)
     assert found is not None and (found.path, found.largest, found.allowed) == ("n", 1, 0)
-
-
-SOFTMAX = MODELS[0]
 
 
 def test_training_compares_the_copies_too(data8, monkeypatch):

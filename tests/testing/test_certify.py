@@ -59,6 +59,7 @@ WRONG = {
         "are -1x the reference: already on one device, so no axis is to blame",
     ),
 }
+SPECS = {"w_up": P(None, "model"), "w_down": P("model")}
 
 
 def wrong(mesh, words):
@@ -91,9 +92,6 @@ def test_a_sum_where_a_mean_was_meant_grows_with_the_mesh(devices):  # proves S1
     twice = f"axis 'data' (size {devices}) is summed twice, or a division by its size is missing"
     with wrong(f"data={devices}", f"`w_down`, `w_up` are {devices}x the reference: {twice}"):
         certify_gradients(summed, square, PARAMS, BATCH, devices=devices)
-
-
-SPECS = {"w_up": P(None, "model"), "w_down": P("model")}
 
 
 def tensor_parallel(params, x, *, down=1):

@@ -17,6 +17,8 @@ from support.tiers import DEEP
 from support.vmapped import under_vmap
 
 FEW = settings(max_examples=25 if DEEP else 10)  # each is compiled four times; the deep tier draws others in every run
+AB, BA = ("a", "b"), ("b", "a")
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
 
 def on_mesh(kernel, sizes, in_specs, out_specs):
@@ -104,10 +106,6 @@ def test_a_gradient_inside_the_kernel_is_that_of_shard_map():
     args = jnp.float32(3), np.arange(8.0, dtype=np.float32)
     assert float(on_mesh(kernel, {"a": 4}, (P(), P("a")), P())(*args)) == 28
     assert float(emulate(kernel, {"a": 4}, (P(), P("a")), P())(*args)) == 28
-
-
-AB, BA = ("a", "b"), ("b", "a")
-X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
 
 def every_collective(x):

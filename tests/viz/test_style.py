@@ -16,6 +16,8 @@ from support.refusals import refused
 
 pytestmark = pytest.mark.check
 LOSSES = {"a": [2.0, 1.0], "b <&>": [2.0, 1.5]}
+GIVEN = {"viz.losses": {}, "viz.census": None, "viz.memory": None, "viz.results": []}
+GIVEN |= {"viz.array": jax.device_put(np.ones(1)), "viz.draw": schedules.gpipe(1, 1)}
 
 
 def luminance(colour):
@@ -96,10 +98,6 @@ def test_importing_viz_does_not_import_matplotlib():
     for path in Path(viz.__file__).parent.glob("*.py"):
         tops = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not any("matplotlib" in ast.unparse(node) for node in tops), path.name
-
-
-GIVEN = {"viz.losses": {}, "viz.census": None, "viz.memory": None, "viz.results": []}
-GIVEN |= {"viz.array": jax.device_put(np.ones(1)), "viz.draw": schedules.gpipe(1, 1)}
 
 
 @pytest.mark.parametrize("name", GIVEN)

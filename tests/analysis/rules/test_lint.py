@@ -22,6 +22,7 @@ from support.planted import divergent
 from support.planted.divergent import BOTH, DIVERGENT, MESH, PLANTED, X, on
 
 pytestmark = pytest.mark.check
+PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chosen.<locals>.<lambda>)"
 
 
 def ids(row):
@@ -68,9 +69,6 @@ def messages(name):
 
 def line_of(function):
     return f"divergent.py:{function.__code__.co_firstlineno + 2} ({function.__qualname__})"
-
-
-PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chosen.<locals>.<lambda>)"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ PARAMS = {
 }
 NAMES = {"layers": [{"up": ("embed", "hidden"), "down": ("hidden", "embed")}], "gain": ("embed",)}
 RULES = {"embed": None, "hidden": "model"}
+TP = sk.tp("model", {"up": P(None, "model"), "down": P("model")})
 
 
 def step(specs):
@@ -88,9 +89,6 @@ def trained(plan, sequence=False):
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=MESH, plan=plan)
     params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in ("up", "down")}
     return step, init.abstract(params), jax.ShapeDtypeStruct((64, 256), jnp.float32)
-
-
-TP = sk.tp("model", {"up": P(None, "model"), "down": P("model")})
 
 
 # proves S125: and silent for every plan that needs its axis, and where the memory is not enough or not known

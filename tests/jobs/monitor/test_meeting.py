@@ -23,6 +23,7 @@ from support.refusals import refused
 pytestmark = pytest.mark.check
 SLACK = 60.0  # seconds, for what a busy machine may take
 HOST = socket.gethostname()
+JUNK = [None, True, -1, 0, 1, 7, 99, 2**63, 1.5, float("nan"), "", "x", "\x1b[31m\n", "\ud800", "9" * 300, [1], [], {}]
 
 
 def meetings(*places, before=lambda port: None, note=lambda text: None):
@@ -242,9 +243,6 @@ def test_who_pretends_to_be_process_0_is_not_believed(token):
         with pytest.raises(Refused) as refusal:
             meet(Place("127.0.0.1", port, 1, 2, 0.5, True, "secret"))
     assert "the program that listens there closes the connection" in str(refusal.value)
-
-
-JUNK = [None, True, -1, 0, 1, 7, 99, 2**63, 1.5, float("nan"), "", "x", "\x1b[31m\n", "\ud800", "9" * 300, [1], [], {}]
 
 
 def malicious(draw):

@@ -110,6 +110,11 @@ def what_orbax_leaves_behind(request: Any) -> Any:
 CASES = [("fsdp padded", "fp16")]
 SWEEP = [(name, None) for name in ROWS if (name, None) not in CASES]
 SWEEP += [("zero1", "master"), ("pipeline of chunks", "fp16"), ("unequal stages, fsdp padded", "master")]
+NEXT = dict(zip(ROWS, [*ROWS][3:] + [*ROWS][:3], strict=True))
+PAIRS = [(name, [NEXT[name]], None) for name in ROWS] + [("unequal stages", ["fsdp padded"], "master")]
+FLOATS = ["float16", "bfloat16", "float4_e2m1fn"]
+FLOATS += [f"float8_{form}" for form in ("e3m4", "e4m3fn", "e4m3b11fnuz", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
+DTYPES = [*FLOATS, "int2", "int4", "int8", "uint8", "int16", "uint32", "bool", "complex64"]
 
 
 # proves F61, F62, F63: dropout and unequal weights on
@@ -138,10 +143,6 @@ def test_training_goes_on_under_every_plan(name, precision, tmp_path):
     assert_same(ends[0][0], ends[1][0])
     assert float(ends[0][1]["loss"]) == float(ends[1][1]["loss"])
     np.testing.assert_allclose(ends[0][1]["loss"], losses[1], rtol=1e-4 if precision is None else 2e-2)
-
-
-NEXT = dict(zip(ROWS, [*ROWS][3:] + [*ROWS][:3], strict=True))
-PAIRS = [(name, [NEXT[name]], None) for name in ROWS] + [("unequal stages", ["fsdp padded"], "master")]
 
 
 # proves F62
@@ -235,11 +236,6 @@ def test_keys_keep_their_implementation(tmp_path):  # proves F63
         found, _ = checkpoints.restore(init.abstract({"w": jnp.zeros((2, 3)), "b": jnp.ones(3)}))
     assert str(jax.random.key_impl(found.key)) == "rbg"
     assert_same(found, state)
-
-
-FLOATS = ["float16", "bfloat16", "float4_e2m1fn"]
-FLOATS += [f"float8_{form}" for form in ("e3m4", "e4m3fn", "e4m3b11fnuz", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
-DTYPES = [*FLOATS, "int2", "int4", "int8", "uint8", "int16", "uint32", "bool", "complex64"]
 
 
 def every(dtype: str) -> np.ndarray:

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "eight, zero1": make({"data": 8}, sk.zero1("data", min_size=1, reduce=FED)),
     "padded parts": make({"node": 2, "gpu": 4}, sk.chain(sk.dp("node", reduce=FED), sk.fsdp("gpu", **padding(4)))),
 }
+LEAVES = "3 leaves ('residuals.bias', 'residuals.shift', 'residuals.weight')"
 
 
 def run(step, state, batches):
@@ -105,9 +106,6 @@ def test_padded_parts_come_back(saved, tmp_path):
     state = restore(saved[0], ELSEWHERE["padded parts"].init)
     save(tmp_path, state)
     close(sums(restore(tmp_path, FOUR.init).residuals), sums(saved[1][1]))
-
-
-LEAVES = "3 leaves ('residuals.bias', 'residuals.shift', 'residuals.weight')"
 
 
 # Nothing is dropped, and nothing begins with zeros, unless the call says so.

@@ -19,6 +19,7 @@ ROWS = [
     "dense:fsdp=4 model=2",
     "experts:data=2 expert=4",
 ]
+GRID = {"devices_per_process": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_strategy": "zero1"}
 
 
 # In loops and branches, and with gradients: one process, in tests/collectives, and the deep tier.
@@ -52,9 +53,6 @@ def test_training_gives_the_losses_of_one_process(processes, devices, rows, tmp_
     for name, losses in json.loads(path.read_text()).items():
         np.testing.assert_allclose(losses, worker.losses(name), rtol=1e-6, atol=0, err_msg=name)
         assert len(set(losses)) == 3
-
-
-GRID = {"devices_per_process": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_strategy": "zero1"}
 
 
 # proves S10, S11, S96, S97: one text, on one device without a job and on two processes that a config describes, with

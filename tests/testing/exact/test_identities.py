@@ -102,6 +102,7 @@ UNKNOWN = {
         "log or comparisons",
     ),
 }
+MASK = np.float32([[1, 0, 1]])
 
 
 # proves N49: both sides of an identity of real numbers are equal for all inputs, and so are their gradients
@@ -205,9 +206,6 @@ def test_what_a_gather_reads_out_of_bounds():
         found = partial(jnp.arange(3).at[at].get, mode="fill", fill_value=fill)
         wanted = np.array([[2, read, 0]], "f")
         equal(partial(lambda found, x: x * found().astype("f"), found), partial(lambda wanted, x: x * wanted, wanted))
-
-
-MASK = np.float32([[1, 0, 1]])
 
 
 # Minus infinity times what may be zero, taken from a number, or as a divisor is none: each was "proved".

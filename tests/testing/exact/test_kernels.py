@@ -40,10 +40,6 @@ def transposed(x: Any) -> Any:
     return blocks(x).reshape(4, 2, 4, 1).transpose(2, 0, 1, 3).reshape(4 * 8, 1)
 
 
-def tiled(x: Any) -> Any:
-    return jnp.tile(x, (4, 1))
-
-
 def attention(q: Any, k: Any, v: Any, causal: bool = True) -> Any:
     scores = jnp.einsum("bthk,bshk->bhts", q, k) / 2
     if causal:
@@ -81,10 +77,6 @@ def mixture(places: int, x: Any, router: Any, w: Any, weights: Any) -> Any:
     return jnp.einsum("btk,btke,bted->btd", shares, kept.astype("f"), jnp.tanh(jnp.einsum("btd,edf->btef", x, w)))
 
 
-def rms_norm(x: Any, gain: Any) -> Any:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain[None]
-
-
 ROWS, COLUMNS = P("a"), P(None, "a")
 TWO = {"b": 2, "a": 2}
 BOTH = P(("b", "a"))
@@ -99,7 +91,7 @@ CASES = {
     "all_reduce max": Case(lambda x: sk.all_reduce(x, "a", op="max"), lambda x: blocks(x).max(0)).over(ROWS, P()),
     "deterministic": Case(lambda x: sk.all_reduce(x, "a", deterministic=True), lambda x: x.sum(0)).over(ROWS, P()),
     "all_gather": Case(lambda x: sk.all_gather(x, "a", replicated=True), lambda x: x).over(ROWS, P()),
-    "all_gather varying": Case(lambda x: sk.all_gather(x, "a"), tiled).over(ROWS, ROWS),
+    "all_gather varying": Case(lambda x: sk.all_gather(x, "a"), lambda x: jnp.tile(x, (4, 1))).over(ROWS, ROWS),
     "reduce_scatter": Case(lambda x: sk.reduce_scatter(x, "a", dim=1), lambda x: blocks(x).sum(0)).over(ROWS, COLUMNS),
     "all_to_all": Case(lambda x: sk.all_to_all(x, "a", split_dim=1, concat_dim=0), transposed).over(ROWS, ROWS),
     "reduce_scatter of booleans": Case(
@@ -166,9 +158,10 @@ CASES = {
     "vocab_embed": Case(partial(layers.vocab_embed, axis="a"), lambda t, w: w[t]).over(
         (P(), ROWS), P(), (TARGETS, x_48)
     ),
-    "sharded_rms_norm": Case(partial(layers.sharded_rms_norm, axis="a"), rms_norm).over(
-        (COLUMNS, ROWS), COLUMNS, (x_48, GAIN)
-    ),
+    "sharded_rms_norm": Case(
+        partial(layers.sharded_rms_norm, axis="a"),
+        lambda x, gain: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain[None],
+    ).over((COLUMNS, ROWS), COLUMNS, (x_48, GAIN)),
     "sharded_layer_norm": Case(
         partial(layers.sharded_layer_norm, axis="a"),
         lambda x, gain, bias: layers.sharded_layer_norm(x, gain, bias, None),

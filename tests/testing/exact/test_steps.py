@@ -26,6 +26,7 @@ ADAMW = lenient(optax.adamw(1e-2))
 # The list covers pairs of options; two layers and few examples prove as much of them as many.
 SMALL = dataclasses.replace(rows.CONFIG, layers=2)
 QUICK = ["zero2", "fsdp_pad_x_zero2_pad_x_dp", "toy_tp_x_fsdp_x_zero1", "fsdp_with_a_secondary_shard"]
+WAYS = [(name, row) for name in MESH_CONFIGS for row in mesh_rows(name)]
 
 
 def ids(names):
@@ -48,9 +49,6 @@ def test_two_steps_of_every_plan(plan):
     holds(Row(plan.sizes, plan.plan()), grad_fn, alone, model.params(), [model.batch(i) for i in range(2)])
 
 
-WAYS = [(name, row) for name in MESH_CONFIGS for row in mesh_rows(name)]
-
-
 # What no other row has: sequence parallelism in each form of the matmuls, experts beside every other axis.
 @pytest.mark.quick("dense-fsdp=2_model=4_sequence_bidirectional")
 @pytest.mark.parametrize(("name", "plan"), WAYS, ids=ids(f"{name}-{row.name}" for name, row in WAYS))
@@ -64,6 +62,7 @@ def test_a_step_on_every_mesh(name, plan):
 CASES = rows.cases()
 # A row for each way to shard, and all options.
 FEW = [0, 1, 2, 5, 6, 10, 20]
+OPTIONS = [{"steps": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"deterministic": 4}, {"axis_types": EXPLICIT}]
 
 
 @pytest.mark.check
@@ -84,9 +83,6 @@ def test_every_row_of_the_covering_list(number, monkeypatch):
     batch = rows.batch(0)
     rows.batch.cache_clear()
     holds(case.row, case.row.grad_fn, alone, params, [batch], case.row.optimizer)
-
-
-OPTIONS = [{"steps": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"deterministic": 4}, {"axis_types": EXPLICIT}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
