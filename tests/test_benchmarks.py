@@ -143,13 +143,9 @@ def test_accelerator_smoke(tmp_path, capsys):
 
 
 @pytest.mark.deep  # what measures is held by the others
-def test_building_smoke(tmp_path):
+def test_building_and_instruments_smoke(tmp_path):
     records = recorded(tmp_path, "building")
     assert len(records) == 8 and all(record["cpu_us_median"] > 0 for record in records)
-
-
-@pytest.mark.deep  # what measures is held by the others
-def test_instruments_smoke(tmp_path):
     records = recorded(tmp_path, "instruments")
     assert [r["case"] for r in records] == ["trace", "census", "lint", "explain"]
     assert all(r["cpu_us_median"] > 0 for r in records)
@@ -241,15 +237,11 @@ def test_executed_schedules_agree_with_the_model(tmp_path, capsys):
 
 
 @pytest.mark.check
-def test_the_exponent_is_the_least_squares_slope_in_logarithms():
+def test_the_exponent_is_the_slope_in_logarithms_and_axes_multiply_to_a_power_of_two():
     assert growth.exponent([1, 2, 4, 8], [5 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
     # By hand: points (0, 0), (1, 2), (2, 1) in logarithms to the base 2.
     assert growth.exponent([1, 2, 4], [1, 4, 2]) == pytest.approx(0.5)
     assert growth.exponent([1, 2, 4], [3, None, 48]) == pytest.approx(2) and growth.exponent([2, 2], [1, 3]) is None
-
-
-@pytest.mark.check
-def test_the_axes_of_a_power_of_two_multiply_to_it():
     assert scale.axes_of(4096) == {"data": 32, "fsdp": 16, "model": 8}
     assert all(scale.Point("devices", scale.axes_of(2**k)).devices == 2**k for k in range(16))
 

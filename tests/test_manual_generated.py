@@ -53,12 +53,8 @@ def test_the_overview_of_the_reference_links_every_page_and_names_everything():
 
 
 @pytest.mark.check
-def test_names_of_sk_from_other_rooms_are_found():
+def test_names_of_sk_from_other_rooms_are_found_and_of_an_unknown_file_refused():
     assert "sk.census" in {name.called for name in reference.names("sk")}
-
-
-@pytest.mark.check
-def test_a_name_of_an_unknown_file_is_refused():
     with value_error(
         "shardkit.somewhere.name belongs to no group of sk. Name its file in GROUPS of docs/generate/reference.py."
     ):

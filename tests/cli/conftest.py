@@ -19,6 +19,13 @@ def corpus(tmp_path_factory):
     return root
 
 
+@pytest.fixture
+def program(request, tmp_path):
+    """A file with the PROGRAM of the tests."""
+    (tmp_path / "program.py").write_text(request.module.PROGRAM)
+    return tmp_path / "program.py"
+
+
 @pytest.fixture(autouse=True)
 def heard():
     """Ctrl-C is heard, also where the tests run in the background of a shell, which has it ignored."""

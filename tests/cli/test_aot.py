@@ -27,13 +27,6 @@ def alone(x):
 """
 
 
-@pytest.fixture
-def program(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
-
-
 @tpu
 def test_a_report_is_printed_and_written(inside, program, tmp_path):  # proves F86
     file = tmp_path / "reports" / "v5e.json"

@@ -44,13 +44,6 @@ def broken(x):
 TYPE = "target: each of --args must be DTYPE[SIZES] or key; got {!r}. Write for example 'f32[8,128]'."
 
 
-@pytest.fixture
-def program(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
-
-
 def test_findings_are_printed_and_counted(program, inside):
     words = command("audit", "program:hangs", "--args", "f32[8,4]", "--devices", 4)
     done = subprocess.run(

@@ -20,7 +20,7 @@ def test_the_standard_library_is_split_by_file():
     assert "standard library" in text.source
 
 
-def test_the_split_goes_by_path_and_not_by_what_else_is_there(tmp_path):
+def test_the_split_goes_by_path_and_in_one_file_by_place(tmp_path):
     for index in range(60):
         (tmp_path / f"file{index}.txt").write_text(f"<{index}>")
     held = corpus.read_text([tmp_path]).validation.tobytes().split(b"\n")
@@ -28,9 +28,6 @@ def test_the_split_goes_by_path_and_not_by_what_else_is_there(tmp_path):
     (tmp_path / "another.txt").write_text("<another>")
     after = corpus.read_text([tmp_path]).validation.tobytes().split(b"\n")
     assert set(held) == set(after) - {b"<another>"}
-
-
-def test_one_file_is_split_by_place(tmp_path):
     path = tmp_path / "one.txt"
     path.write_bytes(bytes(range(200)))
     text = corpus.read_text([path])

@@ -17,6 +17,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
 from shardkit.analysis import census
 from shardkit.testing import covering
+from support.layouts import mesh_of
 from support.refusals import value_error
 from support.tiers import covered
 from support.vmapped import under_vmap
@@ -29,10 +30,6 @@ def drawn(b, T, H, G, K, *, packed=False, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     arrays = [rng.normal(size=(b, T, heads, K)).astype(dtype) for heads in (H, G, G)]
     return [*arrays, np.sort(rng.integers(0, 3, (b, T)), axis=1).astype(np.int32) if packed else None]
-
-
-def devices(**sizes):
-    return sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
 
 
 def natural(attend, order, axis, ulysses=None):
@@ -102,7 +99,7 @@ def test_the_reference_is_attention(causal, packed):
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_ring_attention_is_attention(n, order, causal):
     args = drawn(2, 4 * n, 4, 2, 8, packed=n % 2 == 0)
-    assert_equal(over_ring(order, causal=causal), reference(causal=causal), devices(c=n), P(None, "c"), args)
+    assert_equal(over_ring(order, causal=causal), reference(causal=causal), mesh_of(c=n), P(None, "c"), args)
 
 
 @pytest.mark.deep  # every operation is compiled separately
@@ -110,7 +107,7 @@ def test_ring_attention_runs_eagerly():
     spec = P(None, "c")
     q, k, v, _ = drawn(1, 4, 1, 1, 2)
     attend = lambda *x: sk.layers.ring_attention(*x, "c", order="zigzag", causal=False)  # noqa: E731
-    eagerly = jax.shard_map(attend, mesh=devices(c=2), in_specs=spec, out_specs=spec)
+    eagerly = jax.shard_map(attend, mesh=mesh_of(c=2), in_specs=spec, out_specs=spec)
     np.testing.assert_allclose(eagerly(q, k, v), reference(causal=False)(q, k, v), rtol=1e-5, atol=1e-6)
 
 
@@ -142,7 +139,7 @@ def test_ring_attention_on_any_mesh(sizes, order, causal, block, scale, packed, 
     assert_equal(
         over_ring(order, block=block, **options),
         reference(**options),
-        devices(**sizes),
+        mesh_of(**sizes),
         P("data", "c"),
         drawn(*shape, packed=packed, dtype=dtype),
         relative=1e-5 if dtype == "float32" else 0.03,
@@ -151,7 +148,7 @@ def test_ring_attention_on_any_mesh(sizes, order, causal, block, scale, packed, 
 
 # proves F30
 def test_a_ring_over_two_axes_beside_a_third():
-    mesh, spec = devices(d=2, c=2, e=2), P("d", ("e", "c"))
+    mesh, spec = mesh_of(d=2, c=2, e=2), P("d", ("e", "c"))
     assert_equal(over_ring("zigzag", axis=("e", "c")), reference(), mesh, spec, drawn(2, 16, 2, 1, 4, packed=True))
 
 
@@ -166,7 +163,7 @@ def test_ulysses_attention_alone_and_with_a_ring(ring, ulysses, order):
     args = drawn(2, 4 * (ring or 1) * ulysses, 12, kv_heads, 4, packed=ulysses % 2 == 0)
     axes = {} if ring is None else {"ring": "r"}
     kernel = natural(partial(sk.layers.ulysses_attention, axis="u", block=2, **axes), order, "r", "u")
-    assert_equal(kernel, reference(), devices(r=ring or 1, u=ulysses), P(None, ("r", "u")), args)
+    assert_equal(kernel, reference(), mesh_of(r=ring or 1, u=ulysses), P(None, ("r", "u")), args)
 
 
 def test_under_vmap():
@@ -185,7 +182,7 @@ def test_under_vmap():
 # proves F32: positions and loss under the permutation
 @pytest.mark.parametrize(("sizes", "ulysses"), [({"c": n}, None) for n in SIZES] + [({"c": 2, "u": 3}, "u")])
 def test_zigzag_and_positions_agree(sizes, ulysses):
-    mesh, axes = devices(**sizes), tuple(sizes)
+    mesh, axes = mesh_of(**sizes), tuple(sizes)
     n = math.prod(sizes.values())
     on = lambda kernel, *args: jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))(*args)  # noqa: E731
     natural_order = np.arange(4 * n, dtype=np.int32)
@@ -213,7 +210,7 @@ def test_zigzag_takes_batches():
     batch = {"tokens": np.arange(16).reshape(2, 8), "weight": np.arange(2), "x": np.arange(32.0).reshape(2, 8, 2)}
     specs = {"tokens": P(None, "c"), "weight": P(), "x": P(None, "c")}
     out = jax.jit(
-        jax.shard_map(lambda b: sk.layers.zigzag(b, "c"), mesh=devices(c=2), in_specs=(specs,), out_specs=specs)
+        jax.shard_map(lambda b: sk.layers.zigzag(b, "c"), mesh=mesh_of(c=2), in_specs=(specs,), out_specs=specs)
     )(batch)
     order = [0, 1, 6, 7, 2, 3, 4, 5]
     np.testing.assert_array_equal(out["weight"], batch["weight"])
@@ -240,13 +237,13 @@ def tiny(attend, tokens=16):
 def test_an_axis_of_one_device_sends_nothing(attend):
     grad_fn, params, batch = tiny(attend)
     plan = sk.chain(sk.dp("data"), sk.cp("c"))
-    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=devices(data=2, c=1), plan=plan)
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(data=2, c=1), plan=plan)
     found = census(step, init.abstract(params), batch)
     assert found.count(axis="data") and not found.select(axis="c")
 
 
 def test_cp_splits_tokens_and_no_leaf():
-    plan, mesh, params = sk.cp("c"), devices(c=4), {"embed": jnp.zeros((11, 8)), "q": jnp.zeros((8, 4, 4))}
+    plan, mesh, params = sk.cp("c"), mesh_of(c=4), {"embed": jnp.zeros((11, 8)), "q": jnp.zeros((8, 4, 4))}
     assert str(plan) == "cp('c')" and plan.batch_spec(mesh) == P(None, "c")
     assert all(each.rest == each.seen == each.update == P() for each in plan.layouts(params, mesh).values())
 
@@ -367,13 +364,10 @@ def test_half_chunk_pairs(n):
     assert flops_of(n, "contiguous", min)[:2] == (2 * 4, 7 * 4)  # the first
 
 
-def test_tiles_above_the_diagonal_are_left_out():
+def test_tiles_above_the_diagonal_are_left_out_and_bfloat16_is_summed_in_float32():
     # four tiles in a half-chunk pair, of which a diagonal one needs three
     assert flops_of(4, "zigzag", block=2)[0] == 2 * (2 * 3 / 4 + 1 + 6)
     assert flops_of(1, "contiguous", block=2)[0] == 2 * 4 * 10 / 16
-
-
-def test_bfloat16_is_summed_in_float32():
     assert flops_of(4, "zigzag", dtype="bfloat16")[2] == {"float32"}
     assert flops_of(4, "contiguous", dtype="bfloat16")[2] == {"float32"}
 
@@ -398,7 +392,7 @@ def test_bfloat16_gradients_on_one_device():  # proves F32
 def test_skipped_blocks_are_not_computed(order):
     q, k, v, _ = drawn(1, 32, 2, 2, 4)
     v[:, 24:] = np.nan
-    mapped = jax.jit(jax.shard_map(over_ring(order), mesh=devices(c=4), in_specs=P(None, "c"), out_specs=P(None, "c")))
+    mapped = jax.jit(jax.shard_map(over_ring(order), mesh=mesh_of(c=4), in_specs=P(None, "c"), out_specs=P(None, "c")))
     finite = np.isfinite(mapped(q, k, v)).all(axis=(0, 2, 3))
     np.testing.assert_array_equal(finite, np.arange(32) < 24)
     assert ("conditional" in mapped.lower(q, k, v).compile().as_text()) == (order == "contiguous")
@@ -457,7 +451,7 @@ SHARDED = {
 @pytest.mark.parametrize("message, call", SHARDED.items())
 def test_bad_input(call, message):
     with value_error(message):
-        jax.eval_shape(jax.shard_map(call, mesh=devices(c=2, u=2), in_specs=(), out_specs=P("c")))
+        jax.eval_shape(jax.shard_map(call, mesh=mesh_of(c=2, u=2), in_specs=(), out_specs=P("c")))
 
 
 @pytest.mark.check
@@ -474,7 +468,7 @@ def test_every_axis_of_the_ring_comes_first():
 
 def test_a_sequence_that_does_not_divide():
     grad_fn, params, batch = tiny(over_ring(), tokens=6)
-    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=devices(c=4), plan=sk.cp("c"))
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(c=4), plan=sk.cp("c"))
     with value_error(
         "make_train_step: batch dim 1 must be divisible by axis 'c'; leaf segments has size 6 over 4 devices. "
         "Choose another size, or pad with examples of weight 0."

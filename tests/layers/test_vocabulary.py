@@ -14,16 +14,11 @@ import shardkit as sk
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
 from shardkit.testing import assert_matches_reference, covering
+from support.layouts import MODEL_MESHES as MESHES
+from support.layouts import mesh_of
 from support.refusals import value_error
 from support.tiers import covered
 
-MESHES = [  # sizes and axis
-    ({"model": 1}, "model"),
-    ({"model": 3}, "model"),
-    ({"model": 5}, "model"),
-    ({"data": 2, "model": 4}, "model"),
-    ({"model": 2, "data": 2, "other": 2}, ("other", "model")),
-]
 B, T, D = 4, 120, 6  # 120 tokens divide by every axis
 DTYPES = ["float32", "bfloat16"]
 OPTIONS = [{}, {"z_loss": 1e-2}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "label_smoothing": 0.3}]
@@ -34,10 +29,6 @@ ROWS = [
     row | {"dtype": DTYPES[i // 2 % 2], "width": 1 + i % 3, "seed": i, "options": OPTIONS[i % 4]}
     for i, row in enumerate(covering({"mesh": MESHES, "sequence": [False, True]}))
 ]
-
-
-def mesh_of(sizes):
-    return sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
 
 
 def rows(sizes):
@@ -70,7 +61,7 @@ def cross_entropy(x, head, targets, z_loss=0.0, label_smoothing=0.0):
 def test_the_embedding_is_that_of_one_device(mesh, dtype, sequence, width, seed):  # proves F27
     sizes, axis = mesh
     _, head, tokens = drawn(width, dtype, seed)
-    options = {"mesh": mesh_of(sizes), "args": (tokens, head.T), "eager": False, "summands": B * T}
+    options = {"mesh": mesh_of(**sizes), "args": (tokens, head.T), "eager": False, "summands": B * T}
     assert_matches_reference(
         lambda tokens, table: sk.layers.vocab_embed(tokens, table, axis, sequence=sequence),
         jax.jit(lambda tokens, table: jnp.where((tokens < 0)[..., None], 0, table[tokens])),
@@ -88,7 +79,7 @@ def test_the_cross_entropy_is_that_of_whole_logits(mesh, dtype, sequence, width,
     assert_matches_reference(
         lambda *args: sk.layers.vocab_cross_entropy_and_hits(*args, axis, sequence=sequence, **options),
         jax.jit(lambda *args: cross_entropy(*args, **options)),
-        mesh=mesh_of(sizes),
+        mesh=mesh_of(**sizes),
         in_specs=(P(rows(sizes), axis if sequence else None), P(None, axis), P(rows(sizes))),
         out_specs=P(rows(sizes)),  # typed as equal over the axis
         args=args,

@@ -153,12 +153,10 @@ def test_sizes(sizes, shape):  # proves S14, S19, S36, F1, F2
     assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in jax.devices())
 
 
-def test_row_major_coordinates():  # proves S30, S15
+def test_row_major_coordinates_in_the_order_given():  # proves S30, S15
     assert ids(sk.make_mesh(i=4, j=2)) == [[2 * i + j for j in range(2)] for i in range(4)]
     assert ids(sk.make_mesh(jax.devices(), i=4, j=2)) == np.arange(8).reshape(4, 2).tolist()
-
-
-def test_devices_in_the_order_given():  # proves S36
+    # proves S36
     devices = jax.devices()
     assert ids(sk.make_mesh([devices[i] for i in (7, 1, 4, 2)], a=2, b=-1)) == [[7, 1], [4, 2]]
     assert ids(sk.make_mesh(devices[:3], a=-1)) == [0, 1, 2]

@@ -226,13 +226,10 @@ def test_dropout_drops_the_share_and_scales_the_rest(dtype):
     assert len(rows) == 40  # no two examples share a mask
 
 
-def test_dropout_does_nothing_in_evaluation_or_at_rate_zero():
+def test_dropout_scales_its_gradient_by_its_mask_and_does_nothing_in_evaluation_or_at_rate_zero():
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     assert sk.dropout(x, None, 0.5) is x
     assert sk.dropout(x, sk.example_keys(jax.random.key(0), 2), 0.0) is x
-
-
-def test_dropout_scales_its_gradient_by_the_same_mask():
     x, keys = jnp.full((4, 8), 3.0), sk.example_keys(jax.random.key(0), 4)
     y, back = jax.vjp(lambda x: sk.dropout(x, keys, 0.5), x)
     np.testing.assert_array_equal(back(jnp.ones_like(x))[0], y / 3)

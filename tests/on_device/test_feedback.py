@@ -200,17 +200,13 @@ def test_the_name_of_an_algorithm_says_it(mesh2x4):
 
 # Axes of one device send nothing and are in no layout; this is all about types.
 @pytest.mark.check
-def test_one_of_two_axes_has_one_device():
+def test_an_axis_of_one_device_and_two_cuts_of_a_padded_dim():
     mesh = sk.make_mesh(jax.devices()[:4], node=1, gpu=4)
     plan = sk.zero1(("node", "gpu"), min_size=1, reduce=fed(inner="gpu"))
     step, state, batch = steps(plan, mesh)
     assert state.residuals["weight"].sharding.spec == P("gpu")
     step.trace(state, batch)
-
-
-# A dim is padded for all its cuts at once: seven rows over two, then three devices are six each, and not four.
-@pytest.mark.check
-def test_two_cuts_of_a_padded_dim_are_padded_once():
+    # A dim is padded for all its cuts at once: seven rows over two, then three devices are six each, and not four.
     split = sk.Split(0, gather="step", scatter="step", pad=True, secondary=("gpu",))
     place = lambda leaf: split if leaf.path == "bias" else None  # noqa: E731
     plan = sk.strategy("parts", ("node", "gpu"), rank=1, batch_dim=0, place=place, reduce=fed())

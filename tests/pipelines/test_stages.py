@@ -19,7 +19,7 @@ from shardkit.pipelines.stages import arranged
 from shardkit.plans.storage import Padded
 from shardkit.schedules import Stages
 from support import optimizers, pipelines
-from support.layouts import Specs, specs
+from support.layouts import Specs, mesh_of, specs
 from support.pipelines import pipelined_grad
 from support.refusals import value_error
 from support.tiers import DEEP
@@ -118,13 +118,9 @@ def staged(*sizes):
     return sk.PipelineGradFn(Stages("stage", *sizes), lambda params, batch, keys, *, scale=1: None)
 
 
-def make_mesh(**sizes):
-    return sk.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
-
-
 def make(case, name="momentum", *plans, sizes=None, model=None, **options):
     layers, stages = STAGES[case]
-    mesh = make_mesh(**(sizes or {"stage": stages.devices}))
+    mesh = mesh_of(**(sizes or {"stage": stages.devices}))
     grad_fn, _ = make_grad_fn(layers, stages, model)
     plan = sk.chain(*plans, sk.pp("stage"))
     return sk.make_train_step(grad_fn, OPTIMIZERS[name](), mesh=mesh, plan=plan, **options)
@@ -254,7 +250,7 @@ def test_uneven_stages_of_leaves_that_are_split_over_two_more_axes():
         *pipelines.PIECES, schedules.lockstep(2, 2), "stage", layer_numbers=True, layers_per_stage=(1, 2)
     )
     plan = sk.chain(sk.pp("stage"), sk.fsdp("fsdp", min_size=1), sk.zero1("zero", min_size=1))
-    options = {"mesh": make_mesh(fsdp=2, zero=2, stage=2), "plan": plan}
+    options = {"mesh": mesh_of(fsdp=2, zero=2, stage=2), "plan": plan}
     init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), **options)
     assert step.lower(init.abstract(pipelines.make_params(3, 8)), pipelines.make_batch(8)).compile()
 
@@ -265,7 +261,7 @@ def test_a_master_copy_and_a_loss_scale_go_with_it():  # proves F47, F48
         layers, stages = STAGES[case]
         flat = Stages("stage", 1)
         options = {"plan": sk.pp("stage"), "precision": low, "nonfinite": "skip"}
-        alone = sk.make_train_step(make_grad_fn(layers, flat)[0], optax.adam(1e-2), mesh=make_mesh(stage=1), **options)
+        alone = sk.make_train_step(make_grad_fn(layers, flat)[0], optax.adam(1e-2), mesh=mesh_of(stage=1), **options)
         states = []
         for init, step in (make(case, "adam", precision=low, nonfinite="skip"), alone):
             state = init(make_params(layers), jax.random.key(0))
@@ -298,7 +294,7 @@ def test_evaluation_and_accumulation_know_the_stages():  # proves F58
         "many microbatches instead."
     ]
     state = init(make_params(layers), jax.random.key(0))
-    evaluate = sk.make_eval_step(loss, mesh=make_mesh(stage=2), plan=sk.pp("stage"))
+    evaluate = sk.make_eval_step(loss, mesh=mesh_of(stage=2), plan=sk.pp("stage"))
     found = evaluate(state.params, make_batch())
     np.testing.assert_allclose(found["loss"], one_device("momentum", layers, 1)[2], rtol=1e-6)
     state, _ = step(state, make_batch())
@@ -355,7 +351,7 @@ def test_a_state_of_other_stages_is_refused(has, wants):
         make(wants)[1](state, make_batch())
     _, loss = make_grad_fn(layers, stages)
     with pytest.raises(ValueError, match="evaluate: the parameters must be stored"):
-        sk.make_eval_step(loss, mesh=make_mesh(stage=2), plan=sk.pp("stage"))(state.params, make_batch())
+        sk.make_eval_step(loss, mesh=mesh_of(stage=2), plan=sk.pp("stage"))(state.params, make_batch())
     init, step = make(wants)
     step(init(sk.unpadded(state.params), jax.random.key(0)), make_batch())
 

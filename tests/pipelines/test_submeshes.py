@@ -86,15 +86,6 @@ def test_a_mesh_is_cut_along_an_axis():  # proves F5
 # ---- values
 
 
-def test_two_halves_of_the_devices():  # proves S83, F5
-    halves = sk.submeshes(sk.make_mesh(stage=2, data=4), "stage")
-    params, (x, _) = layers((12, 16, 10)), inputs(8, 12)
-    forward = sk.device_put_pipeline([dense, logits], halves, specs=P("data"))
-    (y,) = forward(placed(params, halves), x, microbatches=1)
-    assert y.sharding.device_set == set(halves[1].devices.flat)
-    close(y, sequential(params, x))
-
-
 def test_four_devices_and_twelve_microbatches():  # proves S84, S76, S77: widths 784-512-512-256-10, outputs in order
     meshes = sk.submeshes(sk.make_mesh(jax.devices()[:4], stage=4), "stage")
     params, (x, _) = layers(WIDTHS), inputs(48, 784)

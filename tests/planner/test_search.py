@@ -120,13 +120,10 @@ def test_advice_takes_more_chips_where_all_layouts_are_too_large():
     assert candidate.layout.chips > 4 and planner.search(LLAMA_8B, chips=candidate.layout.chips // 2, **machine) == []
 
 
-def test_advice_says_when_nothing_helps():
+def test_advice_says_when_nothing_helps_and_when_nothing_is_needed():
     advice = planner.advise(LLAMA_8B, Layout(), chip="v5e", batch=1, sequence=2**22)
     assert advice.proposals == ()
     assert str(advice).endswith("on any number of chips that divides it: shorten the sequence")
-
-
-def test_a_layout_that_fits_needs_no_advice():
     advice = planner.advise(SMALL, Layout(fsdp=4), chip="v5p", batch=8, sequence=512)
     assert advice.given.fits and advice.proposals == ()
     assert " fits: " in str(advice).splitlines()[0]

@@ -288,14 +288,11 @@ def test_another_plan_takes_the_parameters_over():
     )
 
 
-def test_parameters_made_inside_jit_are_padded_there():
+def test_parameters_made_inside_jit_are_padded_there_and_evaluation_takes_them():
     init, _ = make(PLANS["fsdp"]())
     made = init(lambda key: jax.tree.map(lambda x: x + 1, make_params()), jax.random.key(0))
     assert_close(sk.unpadded(made.params), jax.tree.map(lambda x: x + 1, make_params()), 0)
     assert made.params["w"].array.sharding.spec == P("d") and made.params["w"].array.shape == (8, 5)
-
-
-def test_evaluation_takes_a_padded_state():
     init, _ = make(PLANS["fsdp layerwise"]())
     state = init(make_params(), jax.random.key(0))
     evaluate = sk.make_eval_step(loss_fn, mesh=mesh4(), plan=PLANS["fsdp layerwise"]())

@@ -246,7 +246,7 @@ def test_a_long_report_is_cut(data8):
     assert lines[0] == "loss 1, weight 2" and len(lines) == 3 + 40 + 1 and lines[-1] == "and 10 more"
 
 
-def test_the_cost_is_that_of_the_census(mesh2x4):
+def test_the_costs_are_those_of_the_census(mesh2x4):
     state, _, run = built(mesh2x4, sk.dp(("data", "model")))
     report = sk.census(run, state, make_batch())
     means = {"loss": 2, "size": 2}
@@ -254,9 +254,6 @@ def test_the_cost_is_that_of_the_census(mesh2x4):
     assert report.count() == 2
     assert report.sent(kind="all_gather") == sum(4 * (1 + rank) for rank in ranks) * 7
     assert report.sent(kind="all_reduce") == 2 * 8 * len(means) * 7 / 8
-
-
-def test_the_cost_of_nonfinite_is_that_of_the_census(mesh2x4):
     tree = [sk.shard(jnp.ones(shape), mesh2x4, P()) for shape in [(3,), (2, 4), ()]]
     report = sk.census(lambda leaves: observations(leaves, mesh=mesh2x4, specs=(P(), P(), P())), tree)
     assert report.count() == 1 and report.sent() == 4 * (2 + 3 + 1) * 7

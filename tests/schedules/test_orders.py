@@ -33,23 +33,14 @@ def test_published_orders(name):  # proves F35, F36, F37, F38
     assert Schedule.from_csv(text) == BUILT[name]
 
 
-def test_order_names_stage_op_and_microbatch():
+def test_orders_by_hand():
     assert schedules.one_f_one_b(2, 3).order(0) == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
     assert schedules.lockstep(2, 2).order(1) == ["1F0", "1B0", "1F1", "1B1"]
     assert schedules.dualpipe_v(4, 8).order(0)[16:20] == ["7F3", "0F7", "7B3", "7F4"]
-
-
-def test_one_chunk_of_the_looped_schedules_is_the_plain_schedule():
     assert schedules.interleaved(4, 7, chunks=1) == schedules.one_f_one_b(4, 7)
     assert schedules.breadth_first(4, 7, chunks=1) == schedules.gpipe(4, 7)
-
-
-def test_breadth_first_goes_chunk_by_chunk():
     assert schedules.breadth_first(2, 2, chunks=2).order(1) == ["1F0", "1F1", "3F0", "3F1", "3B0", "3B1", "1B0", "1B1"]
     assert schedules.breadth_first(2, 2, chunks=2).order(0) == ["0F0", "0F1", "2F0", "2F1", "2B0", "2B1", "0B0", "0B1"]
-
-
-def test_zero_bubble_v_holds_the_first_and_the_last_stage_on_one_device():
     schedule = schedules.zero_bubble_v(3, 8)
     assert [schedule.device(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     assert schedule.order(0)[:9] == ["0F0", "0F1", "0F2", "0F3", "0F4", "5F0", "5I0", "5W0", "5F1"]

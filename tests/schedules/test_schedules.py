@@ -75,7 +75,7 @@ def test_zero_bubble_v_has_the_published_makespan_and_peak(p, more):  # proves F
     assert line.peak_in_flight == (p,) * p
 
 
-def test_pairs_that_overlap():
+def test_pairs_that_overlap_and_the_parts_of_the_backward():
     schedule = schedules.dualpipe_v(8, 20)
     # one after the other, each when its own input is there; together, when both are; and together in less time
     assert [schedule.simulate(overlapped=time).makespan for time in (None, 3, 2.5)] == [63.5, 67, 59.5]
@@ -83,9 +83,6 @@ def test_pairs_that_overlap():
     forward, backward = next(cell for cell in schedule.rows[0] if len(cell) == 2)
     assert line.spans[forward] == line.spans[backward]
     assert line.makespan - 60 == 7
-
-
-def test_the_parts_of_the_backward():
     schedule = schedules.zero_bubble_h1(4, 8)
     assert schedule.simulate(2, 5, weight_grad=1.5).spans == schedule.simulate(2, 5, input_grad=3.5).spans
     assert schedule.simulate(2, 5).makespan == schedule.simulate(2, 5, 2.5, 2.5).makespan

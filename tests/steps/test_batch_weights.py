@@ -8,15 +8,12 @@ import pytest
 
 import shardkit as sk
 from shardkit import schedules
+from support.layouts import mesh_of
 from support.pipelines import pipelined_grad
 from support.refusals import value_error
 
 KEY = jax.random.key(0)
 PRECISIONS = (sk.Precision(compute=jnp.float16), "bf16")
-
-
-def mesh_of(**sizes):
-    return sk.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
 
 
 def traced(loss_fn, batch, mesh, plan=None, params=None, **options):

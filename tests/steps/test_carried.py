@@ -14,6 +14,7 @@ from shardkit import schedules
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.steps.carry import Carried
 from support import pipelines
+from support.layouts import mesh_of
 from support.refusals import type_error, value_error
 
 KEY = jax.random.key(0)
@@ -27,10 +28,6 @@ PARAMS = {
 BATCHES = [
     {"x": RNG.normal(size=(24, D)).astype("f"), "weight": RNG.integers(0, 4, 24).astype("f")} for _ in range(STEPS)
 ]
-
-
-def mesh_of(**sizes):
-    return sk.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
 
 
 def forward(params, x, whole):

@@ -80,15 +80,6 @@ def test_no_two_leaves_share_a_buffer(plan, policy, optimizer):  # proves F51
     assert state.params["w"].is_deleted() is False
 
 
-@pytest.mark.quick("dp", "zero2")
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_donated_state_is_gone(plan):  # proves F51
-    state, step, _ = built(plan, "float32", optax.adam(1e-3))
-    step(state, BATCH)
-    with pytest.raises(RuntimeError, match="Array has been deleted"):
-        np.asarray(state.params["w"])
-
-
 def test_a_state_that_is_used_up_is_refused(data8):
     grad_fn = sk.value_and_grad(lambda p, b, k: sk.Mean.of(b @ p))
     init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=data8, plan=sk.dp("data"))

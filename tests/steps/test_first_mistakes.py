@@ -97,13 +97,9 @@ def test_a_description_of_something_else(given, message):
 
 
 @pytest.mark.check
-def test_a_triage_of_a_loss():
+def test_a_triage_of_a_loss_and_an_evaluation_of_a_gradfn():
     with type_error(FUNCTION.format("the function 'loss'").replace("make_train_step", "triage")):
         sk.runtime.triage(loss, mesh=MESH, plan=PLAN)
-
-
-@pytest.mark.check
-def test_an_evaluation_of_a_gradfn():
     with type_error(
         "make_eval_step: loss_fn must be a loss function; got the function 'grad_fn'. Pass loss_fn itself, without "
         "value_and_grad."

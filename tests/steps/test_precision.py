@@ -92,15 +92,11 @@ def test_low_precision_stays_near_float32(precision, tolerance):
 
 # A power of two only moves the exponent; the products of the backward pass differ by where float16 underflows.
 @pytest.mark.optimized
-def test_a_fixed_scale_does_not_change_the_update():
+def test_a_fixed_scale_does_not_change_the_update_and_is_exact_in_float32():
     small, _ = train(FLOAT16._replace(loss_scale=1.0))
     large, metrics = train(FLOAT16._replace(loss_scale=1024.0))
     np.testing.assert_allclose(small.params["weight"], large.params["weight"], rtol=1e-3, atol=1e-4)
     assert float(metrics["loss_scale"]) == float(large.loss_scale.scale) == 1024.0
-
-
-@pytest.mark.optimized
-def test_a_fixed_scale_is_exact_in_float32():
     plain, _ = train(None)
     scaled, _ = train(sk.Precision(loss_scale=2.0**10))
     np.testing.assert_array_equal(plain.params["weight"], scaled.params["weight"])

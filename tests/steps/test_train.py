@@ -69,13 +69,6 @@ def test_the_step_donates_its_state_and_leaves_the_callers_arrays_alone(data8):
     assert int(new.step) == 1
 
 
-def test_an_optimizer_that_keeps_the_parameters_does_not_share_their_buffer(data8):
-    keeper = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, p))
-    init, step = make(data8, optimizer=keeper)
-    state, _ = step(init(make_params(), KEY), make_batch())  # donating one buffer twice is an error
-    assert int(state.step) == 1
-
-
 # proves S27, F44: no device ever holds the whole, and the values are those of one device
 def test_parameters_are_made_in_their_final_layout(data8):
     config = transformer.Config(vocabulary=64, layers=8, dim=32, heads=4)

@@ -16,15 +16,12 @@ from support.refusals import value_error
 pytestmark = pytest.mark.check
 
 
-def test_fields_and_defaults():  # proves S1
+def test_fields_and_defaults_and_what_follows_from_the_world():  # proves S1
     processes = {"enabled": True, "world_size": 1, "backend": "nccl", "rank": 0, "local_rank": 0, "num_nodes": 1}
     processes |= {"num_processes_per_node": 1, "devices_per_process": 1, "master_addr": "localhost"}
     plan = {"master_port": 29500, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_strategy": "dp"}
     plan |= {"mesh_shape": None, "mesh_axis_names": None, "mixed_precision": "no"}
     assert dataclasses.asdict(DistributedConfig()) == processes | plan
-
-
-def test_processes_per_node_follow_from_the_world():
     assert DistributedConfig(world_size=8, num_nodes=2).num_processes_per_node == 4
     with pytest.raises(dataclasses.FrozenInstanceError):
         DistributedConfig().rank = 1
@@ -223,12 +220,9 @@ def test_mesh_of_two_by_two(monkeypatch):  # proves S12
     assert dict(config.mesh().shape) == {"data": 2, "model": 2}
 
 
-def test_mesh_from_the_parallel_sizes():
+def test_mesh_from_the_parallel_sizes_and_of_another_world():
     config = DistributedConfig(world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert tuple(config.mesh().shape.items()) == (("data", 2), ("model", 2), ("stage", 2))
-
-
-def test_mesh_of_another_world():
     with value_error(
         "DistributedConfig: world_size must equal the number of devices; got world_size=16 and 8 devices. "
         "Change world_size, or call simulate_devices(16) first."

@@ -229,7 +229,7 @@ def test_routes_fill_the_places_in_order(seed, sizes):
             assert sorted(taken) == list(range(mine.sum()))
 
 
-def test_gates_are_normalised_where_there_are_several():
+def test_gates_are_normalised_where_there_are_several_and_ranks_are_stable():
     logits = np.random.default_rng(3).normal(size=(10, 4)).astype(np.float32)
     ways = [{"top_k": 1}, {"top_k": 2}, {"top_k": 2, "normalize_gates": False}, {"top_k": 1, "normalize_gates": True}]
     *gates, one = jax.jit(lambda x: [sk.layers.route(x, **way).gate for way in ways])(logits)
@@ -237,9 +237,6 @@ def test_gates_are_normalised_where_there_are_several():
     for gate, wanted in zip(gates, (p[:, :1], p[:, :2] / p[:, :2].sum(1, keepdims=True), p[:, :2]), strict=True):
         np.testing.assert_allclose(gate, wanted, rtol=1e-6)
     np.testing.assert_array_equal(one, np.ones((10, 1)))
-
-
-def test_ranks_are_those_of_a_stable_sort():
     keys = jnp.asarray([[3, 1, 3, 0], [0, 0, 0, 0]], jnp.int32)
     np.testing.assert_array_equal(ranks(keys), [[2, 1, 3, 0], [0, 1, 2, 3]])
 

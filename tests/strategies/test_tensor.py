@@ -1,7 +1,5 @@
 """Tensor and sequence parallelism: kernels against one device, what they and a step send, what is refused."""
 
-import math
-
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -15,23 +13,13 @@ from shardkit import cost
 from shardkit.models import transformer
 from shardkit.testing import assert_matches_reference, covering
 from support.conformance import weights
-from support.layouts import Specs, specs
+from support.layouts import MODEL_MESHES as MESHES
+from support.layouts import Specs, mesh_of, specs
 from support.refusals import raises, refusals, value_error
 from support.tiers import covered
 
-MESHES = [  # sizes and axis
-    ({"model": 1}, "model"),
-    ({"model": 3}, "model"),
-    ({"model": 5}, "model"),
-    ({"data": 2, "model": 4}, "model"),
-    ({"model": 2, "data": 2, "other": 2}, ("other", "model")),
-]
 B, T, D, H, K = 2, 120, 6, 120, 2  # tokens and heads divide by every axis
 DTYPES, IMPLS = ["float32", "bfloat16"], ["gather", "ring", "auto"]
-
-
-def mesh_of(sizes):
-    return sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
 
 
 def normal(seed, *shapes, dtype="float32"):
@@ -76,7 +64,7 @@ def test_a_column_and_a_row_are_one_block(mesh, dtype, sequence, impl, seed):  #
     assert_matches_reference(
         lambda *args: block(*args, axis, sequence=sequence, impl=impl),
         jax.jit(reference),
-        mesh=mesh_of(sizes),
+        mesh=mesh_of(**sizes),
         in_specs=(tokens, P(None, axis), P(None, axis), P(axis)),
         out_specs=tokens,  # without sequence parallelism typed as equal over the axis
         args=(x, gate, up, out),

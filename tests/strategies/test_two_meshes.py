@@ -17,7 +17,7 @@ def second(w, x):
     return x @ w
 
 
-# proves S83: where each half's arrays lie on the way, and the composition's numbers
+# proves S83, F5: where each half's arrays lie on the way, and the composition's numbers
 def test_what_the_first_half_makes_is_put_on_the_second():
     left, right = sk.submeshes(sk.make_mesh(stage=2, data=4), "stage")
     rng = np.random.default_rng(0)

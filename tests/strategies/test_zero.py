@@ -78,24 +78,18 @@ def test_a_stacks_layers_are_never_split_layer_by_layer():
         P(), P(), P(None, "d"), grad=P(None, "d")
     )
     assert layouts(PLANS["zero2"](), d=4)["bias"] == Specs(P(), P(), P("d"), grad=P("d"), entry=True)
-
-
-def test_what_another_strategy_gathers_layer_by_layer_keeps_its_layers_whole():
-    """It split the layers of a stack, of which `scan_layers` takes one at a time."""
+    # It split the layers of a stack, of which `scan_layers` takes one at a time.
     both = sk.chain(sk.fsdp("d", min_size=1, layerwise=("layers",)), sk.zero2("z", min_size=1, uneven="pad"))
     tree = {"layers": jax.ShapeDtypeStruct((4, 4, 2, 2), jnp.float32)}
     found = specs(both.layouts(tree, sk.abstract_mesh(d=2, z=2)))["layers"]
     assert found.update == P(None, ("d", "z"))
 
 
-def test_the_dim_can_be_chosen():
+def test_the_dim_can_be_chosen_and_one_device_splits_none():
     choose = {"head": 0, "layers.up": 1}
     found = layouts(sk.fsdp("d", min_size=1, rules=lambda path, shape: choose.get(path)), d=4)
     assert found["head"].rest == P("d") and found["layers"]["up"].rest == P(None, "d")
     assert found["bias"].rest == P()
-
-
-def test_one_device_splits_nothing():
     for make in PLANS.values():
         assert set(jax.tree.leaves(layouts(make(), d=1), is_leaf=lambda x: isinstance(x, Specs))) == {Specs()}
 

@@ -1,10 +1,26 @@
-"""The layouts that follow from a plan, as tests write them."""
+"""Meshes, and the layouts that follow from a plan, as tests write them."""
 
+import math
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import PartitionSpec as P
 
+import shardkit as sk
 from shardkit.plans.placement import map_layouts
+
+MODEL_MESHES: list[Any] = [  # sizes and axis
+    ({"model": 1}, "model"),
+    ({"model": 3}, "model"),
+    ({"model": 5}, "model"),
+    ({"data": 2, "model": 4}, "model"),
+    ({"model": 2, "data": 2, "other": 2}, ("other", "model")),
+]
+
+
+def mesh_of(**sizes: int) -> Any:
+    """A mesh over the first devices there are."""
+    return sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
 
 
 class Specs(NamedTuple):

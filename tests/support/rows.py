@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import shardkit as sk
 from shardkit import schedules
@@ -17,7 +16,7 @@ from shardkit.testing import Row, covering, one_device, prove
 from shardkit.testing.prove import relative_of
 from support.conformance import weights
 from support.pipelines import pipelined_grad
-from support.training import lenient
+from support.training import OPTIMIZERS
 
 KEY = jax.random.key(7)
 BATCH, TOKENS, LAYERS, MICROBATCHES, STEPS = 48, 16, 4, 4, 3
@@ -49,11 +48,6 @@ DEEP_FACTORS = FACTORS | {
     "model": [*FACTORS["model"], "bidirectional"],
     "context": [*FACTORS["context"], "contiguous"],
     "accumulate": [1, 2, 4],
-}
-OPTIMIZERS = {
-    "sgd": lenient(optax.sgd(0.5, momentum=0.9)),
-    "adamw": lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))),
-    "adafactor": lenient(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
 }
 SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lockstep": (schedules.lockstep(2, MICROBATCHES), {}),

@@ -90,16 +90,13 @@ def test_pytrees_keys_and_results_equal_along_an_axis():
     )
 
 
-def test_it_is_differentiated_as_the_global_function():
+def test_it_is_differentiated_as_the_global_function_and_inside_the_kernel_as_shard_map_does():
     f = emulate(lambda w, x: sk.all_reduce(jnp.sum(w * x), "a", op="mean"), {"a": 4}, (P(), P("a")), P())
     x = np.arange(8.0, dtype=np.float32)
     assert float(jax.grad(f)(jnp.float32(3), x)) == 7
     assert float(jax.jit(f)(jnp.float32(3), x)) == 21
 
-
-def test_a_gradient_inside_the_kernel_is_that_of_shard_map():
-    """The rule of check_vma: the gradient of an equal value is summed over the devices. Plain vmap gives 7."""
-
+    # The rule of check_vma: the gradient of an equal value is summed over the devices. Plain vmap gives 7.
     def kernel(w, x):
         return sk.all_reduce(jax.grad(lambda w: jnp.sum(w * x))(w), "a", op="mean")
 

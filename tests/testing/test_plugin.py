@@ -73,14 +73,11 @@ def test_the_same_under_xdist_beside_a_conftest_that_simulates(tmp_path):
     assert "\nmesh = data=2,model=4\n" in text
 
 
-def test_a_suite_without_the_fixture_never_imports_jax(tmp_path):
+def test_a_suite_without_the_fixture_never_imports_jax_and_devices_by_the_ini_option(tmp_path):
     user = "import sys\ndef test_plain(): assert not {'jax', 'shardkit', 'numpy'} & set(sys.modules)\n"
     assert pytest_run(tmp_path, test_user=user)[0] == 0
     own = "import pytest\n@pytest.fixture\ndef mesh(): return 3\ndef test_mine(mesh): assert mesh == 3\n"
     assert pytest_run(tmp_path, test_user=own)[0] == 0
-
-
-def test_devices_by_the_ini_option(tmp_path):
     user = "import jax\nN = jax.device_count()\ndef test_four(): assert N == 4\n"
     assert pytest_run(tmp_path, ini="shardkit_devices = 4\n", test_user=user)[0] == 0
 

@@ -63,15 +63,12 @@ def test_bandwidth_latency_and_the_share_of_what_is_expected():
     assert drawn(comm(of_chip=0.5))[3][0] == "achieved over expected by the chip"
 
 
-def test_axes_are_logarithmic_and_lines_differ_without_color():
+def test_axes_are_logarithmic_and_many_lines_are_told_apart_without_color():
     picture = viz.results(comm(impls=("lax", "ring", "bidirectional", "compressed")))
     for axes in picture.axes:
         assert axes.get_xscale() == axes.get_yscale() == "log"
         looks = {(line.get_marker(), line.get_linestyle()) for line in axes.lines if line.get_gid()}
         assert len(looks) == 4
-
-
-def test_many_lines_are_split_by_operation():
     impls = ("lax", "ring", "two", "three")
     summed = comm(ops=("all_reduce",), impls=impls)
     plots = drawn(summed + comm(ops=("all_gather", "broadcast"), impls=impls, redop="none"))

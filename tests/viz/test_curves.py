@@ -38,14 +38,11 @@ def test_marks_are_on_the_last_curve():
     assert [text.get_text() for text in picture.legends[0].get_texts()] == ["one", "two", "a fault", "none"]
 
 
-def test_equal_curves_say_so_and_stay_visible():
+def test_equal_curves_say_so_and_stay_visible_and_one_run_has_no_differences():
     picture = viz.losses({"one": [3.0, 2.0], "same": [3.0, 2.0]})
     assert picture.texts[1].get_text() == "no difference from one at any step"
     first, second = (line for line in picture.axes[0].lines if line.get_gid())
     assert first.get_linewidth() > second.get_linewidth() and first.get_linestyle() != second.get_linestyle()
-
-
-def test_one_run_has_no_differences():
     [axes] = viz.losses({"one": [3.0, math.nan, 2.0]}).axes
     assert len(lines(axes)["one"]) == 3
 

@@ -23,7 +23,7 @@ def bars(picture):
     return {patch.get_gid(): patch.get_width() for patch in picture.axes[0].patches if patch.get_gid()}
 
 
-def test_the_parts_of_a_report_add_up_to_its_peak():
+def test_the_parts_of_a_report_add_up_to_its_peak_beside_a_limit_near_or_far():
     """It alone finds a result counted twice in the buffer of a donated argument."""
     found = bars(viz.memory(report()))
     assert found == {", arguments": 1000, ", results": 100, ", temporaries": 400, ", program": 50}
@@ -31,10 +31,7 @@ def test_the_parts_of_a_report_add_up_to_its_peak():
     limit = next(line for line in viz.memory(report()).axes[0].lines if line.get_gid() == "limit")
     assert list(limit.get_xdata()) == [4096, 4096]
     assert viz.memory(report()).texts[1].get_text() == "1.514 KiB of 4 KiB"
-
-
-def test_a_limit_far_away_is_told_and_leaves_the_bars_their_length():
-    """It alone finds bars that nobody can see beside the memory of a whole chip."""
+    # It alone finds bars that nobody can see beside the memory of a whole chip.
     picture = viz.memory(report(limit=2**34))
     assert not [line for line in picture.axes[0].lines if line.get_gid() == "limit"]
     assert picture.axes[0].get_xlim()[1] == HELD.peak
@@ -48,7 +45,7 @@ def test_the_state_is_told_apart_from_the_other_arguments():
     assert sum(found.values()) == HELD.peak
 
 
-def test_stages_of_zero_by_kind():
+def test_stages_of_zero_by_kind_and_kinds_of_ones_own():
     stages = {f"ZeRO-{stage}": cost.zero_breakdown(1e9, 8, stage) for stage in range(4)}
     picture = viz.memory(stages, limit=16 * 2**30)
     found = bars(picture)
@@ -56,9 +53,6 @@ def test_stages_of_zero_by_kind():
         assert {kind: found[f"{name}, {kind}"] for kind in each._fields} == each._asdict()
     assert {patch.get_hatch() for patch in picture.axes[0].patches if patch.get_gid()} == {"", "////", "||||"}
     assert [label.get_text() for label in picture.axes[0].get_yticklabels()] == list(stages)
-
-
-def test_kinds_of_ones_own():
     assert bars(viz.memory({"parameters": 3, "cache": 2.5})) == {", parameters": 3, ", cache": 2.5}
 
 

@@ -59,7 +59,7 @@ def test_unreadable_topologies_are_refused(text, message):
     assert refused(lambda x: x, (1.0,), topology=text) == message
 
 
-def test_a_missing_compiler_is_named(monkeypatch):
+def test_a_missing_compiler_and_a_topology_smaller_than_the_mesh_are_refused_before_anything_is_compiled(monkeypatch):
     monkeypatch.setattr(topology, "find_spec", lambda name: None)
     assert refused(lambda x: x, (1.0,), error=RuntimeError) == (
         "aot.compile: the compiler for v5e is not installed. Install it with: pip install 'shardkit[aot]'"
@@ -67,9 +67,6 @@ def test_a_missing_compiler_is_named(monkeypatch):
     assert refused(lambda x: x, (1.0,), topology="h200:1x1x8", error=RuntimeError) == (
         "aot.compile: the compiler for h200 is not installed. Install it with: pip install 'shardkit[aot-gpu]'"
     )
-
-
-def test_a_topology_smaller_than_the_mesh_is_refused_before_anything_is_compiled(monkeypatch):
     child_that(monkeypatch, "raise SystemExit('not reached')")
     step, args = data_parallel(8)
     assert refused(step, args, topology="v5e:2x2") == (

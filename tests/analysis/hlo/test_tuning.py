@@ -43,13 +43,10 @@ def test_an_option_stays_only_beside_those_before_it_and_if_the_step_is_faster()
     assert "refused: refused by the compiler" in str(tuned) and "does not fit: 1.00 KiB" in str(tuned)
 
 
-def test_a_step_that_does_not_fit_keeps_what_needs_less_memory_and_nothing_that_is_refused():
+def test_a_step_that_does_not_fit_keeps_what_needs_less_memory_and_nothing_that_is_refused_or_no_help():
     times = {(): -9, ("a",): None, ("b",): -8, ("b", "c"): -8, ("b", "d"): 3}
     tuned = tried(compiler(times), [{name: True} for name in "abcd"])
     assert [sorted(trial.options) for trial in tuned.trials] == [["b", "d"], ["b"], ["b", "c"], [], ["a"]]
-
-
-def test_without_an_option_that_helps_there_are_none():
     assert tried(compiler({("a",): 10}), [{"a": 1}]).options == {}
     assert tried(compiler({}), []).options == {}
 

@@ -90,12 +90,10 @@ def nested(kernel):
     return run
 
 
-def test_loops_multiply_and_branches_are_listed():
+def test_loops_multiply_branches_are_listed_and_the_length_of_a_while_is_not_known():
     rows = census(jax.jit(on(nested(lambda x: sk.shift(x, "model")))), X).rows
     assert [(r.kind, r.count, r.branch) for r in rows] == [("ppermute", 6, ""), ("ppermute", 1, "branch 2 of 2")]
 
-
-def test_the_length_of_a_while_is_not_known():
     def kernel(x):
         return lax.while_loop(lambda y: jnp.sum(y) < 100, lambda y: sk.shift(y, "model"), x)
 

@@ -78,49 +78,27 @@ def test_over_one_axis():
     )
 
 
-def kinds(kernel, x=X):
-    return [(r.kind, r.axes, r.value, r.why) for r in explain(jax.grad(lambda x: jnp.sum(on(kernel)(x) ** 2)), x)]
+PAYS = {  # a kernel, and what its gradient sends
+    "x is gathered over 'model' there and each device uses the whole; its gradient is summed over the devices and "
+    "split again.": (lambda x: sk.all_gather(x, "model"), "reduce_scatter"),
+    "x is summed over 'model' there and each device keeps a piece; its gradient gathers those of all pieces.": (
+        lambda x: sk.reduce_scatter(x, "model"),
+        "all_gather",
+    ),
+    "x is sent along axis 'model' there; its gradient is sent back.": (lambda x: sk.shift(x, "model"), "ppermute"),
+    "the pieces of x are exchanged over 'model' there; their gradients are sent back.": (
+        lambda x: sk.all_to_all(x, "model", split_dim=1, concat_dim=0),
+        "all_to_all",
+    ),
+}
 
 
-def test_a_gather_pays_with_a_reduce_scatter():
-    assert kinds(lambda x: sk.all_gather(x, "model")) == [
-        (
-            "reduce_scatter",
-            ("model",),
-            "x",
-            "x is gathered over 'model' there and each device uses the whole; its gradient is summed over the devices "
-            "and split again.",
-        )
-    ]
-
-
-def test_a_reduce_scatter_pays_with_a_gather():
-    x = jax.ShapeDtypeStruct((64, 8), jnp.float32)
-    assert kinds(lambda x: sk.reduce_scatter(x, "model"), x) == [
-        (
-            "all_gather",
-            ("model",),
-            "x",
-            "x is summed over 'model' there and each device keeps a piece; its gradient gathers those of all pieces.",
-        )
-    ]
-
-
-def test_a_shift_pays_with_the_shift_back():
-    assert kinds(lambda x: sk.shift(x, "model")) == [
-        ("ppermute", ("model",), "x", "x is sent along axis 'model' there; its gradient is sent back.")
-    ]
-
-
-def test_an_exchange_pays_with_an_exchange():
-    assert kinds(lambda x: sk.all_to_all(x, "model", split_dim=1, concat_dim=0)) == [
-        (
-            "all_to_all",
-            ("model",),
-            "x",
-            "the pieces of x are exchanged over 'model' there; their gradients are sent back.",
-        )
-    ]
+@pytest.mark.parametrize("why, paid", PAYS.items())
+def test_a_collective_pays_with_another(why, paid):
+    kernel, kind = paid
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32) if kind == "all_gather" else X
+    rows = explain(jax.grad(lambda x: jnp.sum(on(kernel)(x) ** 2)), x)
+    assert [(r.kind, r.axes, r.value, r.why) for r in rows] == [(kind, ("model",), "x", why)]
 
 
 def test_a_sum_pays_with_nothing():

@@ -181,14 +181,11 @@ def test_messages(name, message, remedy):
     assert messages(name) == [(message, remedy)]
 
 
-def test_a_finding_prints_as_one_line():
+def test_a_finding_prints_as_one_line_and_its_rule_can_be_left_out():
     (row,) = [row for row in PLANTED if row.name == "to itself"]
     (found,) = lint(row.wrong, X)
     assert isinstance(found, sk.Finding) and sk.lint is lint
     assert str(found) == f"{found.source}: identity-permutation: {found.message} {found.remedy}"
-
-
-def test_rules_can_be_left_out():
     (row,) = [row for row in PLANTED if row.name == "to itself"]
     assert lint(row.wrong, X, ignore=("identity-permutation",)) == []
     with pytest.raises(ValueError) as error:

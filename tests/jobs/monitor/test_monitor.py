@@ -421,14 +421,11 @@ def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
         assert watching.peers[1].closed and not watching.over and watching.known[1].gone
 
 
-def test_a_run_that_goes_on_counts_from_there(tmp_path):
+def test_a_run_that_goes_on_counts_from_there_and_not_what_an_earlier_one_left(tmp_path):
     recorder = Recorder(str(tmp_path / "ring"))
     recorder.restart(41)
     assert recorder.status[:2] == ("start", 42)
     assert (recorder.status.dispatched, recorder.status.done) == (41, 41)
-
-
-def test_what_an_earlier_run_left_does_not_count(tmp_path):
     recorder = Recorder(str(tmp_path / "ring"))
     recorder.restart(-1)
     recorder.done(99)
@@ -481,7 +478,7 @@ def test_last_words_are_a_line_whatever_is_in_them():  # the name of a directory
     assert as_line("Flight record: \udcff/flight.0.json") == b"\nFlight record: \\udcff/flight.0.json\n"
 
 
-def test_messages_come_whole():
+def test_messages_come_whole_and_a_closed_peer_is_seen():
     left, right = socket.socketpair()
     with left, right:
         lines = Lines(right)
@@ -494,9 +491,6 @@ def test_messages_come_whole():
         left.sendall(b"GET / HTTP/1.1\n")
         assert list(lines.read()) == []
         assert lines.closed
-
-
-def test_a_closed_peer_is_seen():
     left, right = socket.socketpair()
     lines = Lines(right)
     left.close()

@@ -31,13 +31,11 @@ def test_a_checkpoint_is_restored_elsewhere():
     assert (verdict.broken, verdict.note) == ("", "")
 
 
-def test_residuals_are_not_restored_elsewhere():
+def test_residuals_and_a_step_of_ones_own_are_not_restored_elsewhere():
     fed = sk.algorithms.compressed(jax.numpy.int8, feedback=True)
     (verdict,) = proved(row=Row({"data": 2}, sk.dp("data", reduce=fed))).verdicts
     assert verdict.note == "residuals: on one device only their sum would be left"
 
-
-def test_a_step_of_ones_own_is_not_restored():
     def build(row):
         return sk.make_train_step(
             sk.value_and_grad(loss_fn), row.optimizer, mesh=sk.make_mesh(jax.devices()[:2], data=2), plan=row.plan
