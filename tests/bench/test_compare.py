@@ -70,13 +70,10 @@ def test_runs_in_one_file_are_pooled_and_new_cases_named():
     assert verdicts(new, old[:1]) == ["equal", "only in old"]
 
 
-def test_a_wrong_element_is_a_regression():
+def test_a_wrong_element_is_a_regression_and_a_threshold_is_positive():
     compared = bench.compare(run(), run(wrong=2))
     assert compared.regressed
     assert "wrong elements: a row, other: 2" in str(compared)
-
-
-def test_a_threshold_must_be_positive():
     assert refused(lambda: bench.compare(run(), run(), threshold=0.0)) == (
         "compare: threshold must be greater than 0; got 0.0. Pass for example threshold=1."
     )

@@ -39,15 +39,12 @@ def test_the_figures_that_went_in_come_out(latency, bandwidth):
     assert found.seconds(14, 4096) == pytest.approx(14 * latency + 4096 / bandwidth)
 
 
-def test_small_sizes_count_as_much_as_large_ones():
+def test_small_sizes_count_as_much_as_large_ones_and_no_figure_is_negative():
     """Absolute errors would let the noise of 64 MiB hide the latency of 1 KiB."""
     found = bench.alpha_beta(rows(1e-6, 45e9, noise=0.05))
     np.testing.assert_allclose(found[:2], (1e-6, 45e9), rtol=0.1)
     assert 0.01 < found.residual < 0.1
-
-
-def test_no_figure_is_negative():
-    """Times that shrink with the size have no bandwidth, and times that grow faster than it no latency."""
+    # Times that shrink with the size have no bandwidth, and times that grow faster than it no latency.
     shrinking = [row | {"wall_us_median": 100 - k} for k, row in enumerate(rows(1, 1))]
     assert bench.alpha_beta(shrinking).bandwidth == float("inf")
     assert bench.alpha_beta(shrinking).seconds(14, 1e9) == pytest.approx(96e-6, rel=0.01)

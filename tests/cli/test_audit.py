@@ -85,12 +85,9 @@ def test_json_and_ignored_rules(program, inside):
     assert json.loads(inside(*words, "--ignore", "summed-each-iteration").stdout)["rows"] == []
 
 
-def test_a_function_of_given_types_is_read(program, inside):
+def test_a_function_of_given_types_is_read_and_a_make_that_fails_is_no_finding(program, inside):
     done = inside("audit", "train.py:plain", "--compiled", "--devices", 4, "--args", "f32[8,4]", "f32[4]")
     assert done.stdout.startswith("plain (train.py:") and "held: 144 B per device" in done.stdout
-
-
-def test_a_make_that_fails_is_not_taken_for_a_finding(program, inside):
     done = inside("audit", "train.py:broken", "--devices", 4, code=2)
     assert done.stderr == (
         "error: audit: train.py:broken must return a step and its arguments; it raises OSError: no disk. Run it with "

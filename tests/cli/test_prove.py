@@ -48,16 +48,13 @@ def program(tmp_path, monkeypatch):
 
 
 # proves N49: from a shell, with a certificate, an exit code and JSON; the 64 devices of the mesh are not there
-def test_a_kernel(program, inside):
+def test_a_kernel_and_a_step(program, inside):
     out = inside("prove", "kernels.py:softmax").stdout
     assert out.startswith("equal for all inputs: kernel and softmax, on mesh model=64, values and gradients\n")
     done = inside("prove", "kernels.py:twice", "--json", code=1)
     said = json.loads(done.stdout)
     assert said["command"] == "prove" and said["rows"] == [] and done.stderr == said["differs"][0] + "\n"
     assert "the result is not the reference's for all inputs: it is 2 times the reference" in said["differs"][0]
-
-
-def test_a_step(program, inside):
     done = inside("prove", "kernels.py:step", "--json")
     row = "data=2: dp('data')"
     assert json.loads(done.stdout)["rows"] == [{"row": row, "law": "equal_for_all_inputs", "broken": "", "note": ""}]

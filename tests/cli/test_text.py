@@ -50,13 +50,10 @@ def test_a_batch_is_a_function_of_seed_and_step():
 
 
 # proves F66: a larger batch begins with the smaller one, so the examples do not depend on how they are split
-def test_examples_do_not_depend_on_the_batch_size():
+def test_examples_do_not_depend_on_the_batch_size_and_validation_covers_the_text_evenly():
     text = np.arange(250, dtype=np.uint8)
     few, many = (corpus.batch_at(text, seed=0, step=3, batch=b, length=5)["tokens"] for b in (4, 16))
     np.testing.assert_array_equal(few, many[:4])
-
-
-def test_validation_covers_the_text_evenly():
     text = np.arange(201, dtype=np.uint8)
     batches = corpus.validation_batches(text, count=2, batch=5, length=20)
     starts = np.concatenate([b["tokens"][:, 0] for b in batches])

@@ -53,7 +53,7 @@ def test_latency_takes_its_share_of_a_bucket(latency, bandwidth, n, share):
         assert 2 * (n - 1) * latency / whole == pytest.approx(share, rel=2e-3)
 
 
-def test_figures_by_hand():
+def test_figures_by_hand_of_which_the_slowest_axis_counts():
     v5e, h100 = cost.links("v5e"), cost.links(cost.chips["h100"])
     assert v5e == (cost.Link(1e-6, 45e9, "chip v5e"), 197e12, ()) and h100.link == (3.4e-6, 450e9, "chip h100")
     # 5000 columns: a byte's matmul takes 25.38 ps, its hop 22.22 ps: 1 us is made up for by 317 kB
@@ -63,9 +63,6 @@ def test_figures_by_hand():
     assert cost.scatter_from(v5e.link, 8) == pytest.approx(11 * 45e3 / 1.25)
     # 14 us of 140, in which 1.75 buckets are sent
     assert cost.bucket_bytes(v5e.link, 8) == pytest.approx(126e-6 * 45e9 / 1.75)
-
-
-def test_of_several_axes_the_slowest_figures_count():
     fast, slow, far = cost.Link(1e-6, 9e9, "a"), cost.Link(2e-6, 1e9, "b"), cost.Link(9e-6, 4e9, "c")
     links = cost.Links(fast, 1e12, (("host", slow), ("slice", far)))
     assert links.of("model") == links.of(()) == fast and links.of(("host",)) == slow

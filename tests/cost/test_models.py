@@ -61,7 +61,7 @@ def test_published_utilization(hidden, layers, batch, gpus, seconds, model, hard
     assert 100 * cost.mfu(repeated, seconds, peak="a100", chips=gpus) == pytest.approx(hardware, abs=0.2)
 
 
-def test_flops_of_variants():
+def test_flops_of_variants_and_parameters_of_gpt2():
     sizes = {"layers": 3, "hidden": 64, "sequence": 32, "batch": 2}
     none, selective, full = (cost.transformer_flops(**sizes, recompute=r) for r in ("none", "selective", "full"))
     scores = 4 * 32 * 64 * 2 * 32 * 3
@@ -71,8 +71,5 @@ def test_flops_of_variants():
     assert cost.transformer_flops(**sizes, ffn=96, gated=True) == cost.transformer_flops(**sizes, ffn=144)
     saved = none - cost.transformer_flops(**sizes, heads=8, kv_heads=4)
     assert saved == 3 * 2 * 64 * 64 * 2 * 32 * 3
-
-
-def test_gpt2_parameters():
     found = cost.transformer_parameters(layers=12, hidden=768, vocabulary=50257, sequence=1024, final_norm=True)
     assert found == 124439808

@@ -85,7 +85,7 @@ def test_what_the_processes_of_a_manifest_get():
     assert network == {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": "run-1"}
 
 
-def test_simulated_devices_and_tpu_slices():  # proves S108
+def test_simulated_devices_tpu_slices_and_what_is_started_again():  # proves S108
     variables = {each["name"]: each.get("value") for each in container(documents(devices=2))["env"]}
     assert variables.items() >= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "NPROC": "8"}.items()
     found = documents(**CASES["tpu"])
@@ -94,9 +94,7 @@ def test_simulated_devices_and_tpu_slices():  # proves S108
         "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
         "cloud.google.com/gke-tpu-topology": "2x2x3",
     }
-
-
-def test_only_a_preempted_job_is_started_again():  # proves S108
+    # proves S108
     found = documents()
     (final,) = job_spec(found)["podFailurePolicy"]["rules"]  # every other code counts against the limit, which is 0
     assert final == {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [75, 76]}}

@@ -127,15 +127,12 @@ def test_an_ignored_token_counts_for_nothing_whatever_it_holds(sequence):  # pro
     np.testing.assert_allclose(dhead, backward(jnp.ones_like(again))[1], rtol=1e-4, atol=1e-5)
 
 
-def test_large_logits_do_not_overflow_and_unknown_targets_show():  # proves F27
+def test_large_logits_do_not_overflow_unknown_targets_show_and_the_first_of_equals_is_predicted():  # proves F27
     x, head, targets = drawn(1, "float32", 2)
     nats = on_four(sk.layers.vocab_cross_entropy)(1e4 * x, head, targets)
     np.testing.assert_allclose(nats, cross_entropy(1e4 * x, head, targets)[0], rtol=1e-4, atol=1e-2)
     nats = on_four(sk.layers.vocab_cross_entropy)(x, head, targets.at[0, 0].set(120))
     assert np.isnan(nats[0, 0]) and np.all(np.isfinite(np.asarray(nats).ravel()[1:]))
-
-
-def test_of_equal_logits_the_first_is_predicted():
     x, head, _ = drawn(1, "float32", 3)
     targets = jnp.tile(jnp.arange(T, dtype=jnp.int32), (B, 1))
     hits = on_four(sk.layers.vocab_cross_entropy_and_hits)(x, jnp.zeros_like(head), targets)[1]

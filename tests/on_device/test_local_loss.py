@@ -198,17 +198,14 @@ def two_weights(params, batch, keys, axis=()):
     return sk.Mean.of(sk.vary(x, axis)[rows, 0], sk.vary(keep, axis)[rows]) + 0.5 * sk.Mean.of(x[:, 1:] ** 2)
 
 
-def test_a_mean_of_a_sum_may_be_whole_along_an_axis_over_which_another_varies():
+def test_a_mean_of_a_sum_may_be_whole_along_an_axis_or_without_weight():
     """Each device of the model axis has examples of its own for one mean, and all of them for the other."""
     row = ROW({"data": 2, "model": 2}, sk.chain(sk.dp("data"), sk.tp("model", lambda path, leaf: None)))
     job = {"params": {"w": PARAMS["w"]}, "batches": [{**BATCH, "keep": np.ones(8, "f")}]}
     grad_fn = sk.value_and_grad(lambda *args: two_weights(*args, axis=("model",)))
     sk.testing.prove(grad_fn, sk.value_and_grad(two_weights), rows=[row], optimizer=optax.sgd(0.1), **job)
 
-
-def test_a_mean_of_a_sum_without_weight_leaves_the_other_as_it_is():
-    """The weights of the other sum to less than the 1 by which nothing is divided."""
-
+    # The weights of the other sum to less than the 1 by which nothing is divided.
     def loss_fn(w, batch, keys):
         return sk.Mean.of(batch * w, jnp.full(4, 0.125)) + sk.Mean.of(batch * w, jnp.zeros(4))
 

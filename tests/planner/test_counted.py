@@ -40,7 +40,7 @@ def model(**options):
 
 
 @pytest.mark.check
-def test_counts_by_hand():
+def test_counts_and_kept_bytes_by_hand():
     found = model()
     assert found.leaves == {"head": D * 32, "layers.b": 3 * D, "layers.w": 3 * D * D, "stem": 72} and found.layers == 3
     # of 12 x 12 pairs of output rows and taps, 11 x 11 meet the input: SAME pads at the end
@@ -48,9 +48,6 @@ def test_counts_by_hand():
     assert found.counts.flops == stem + dense
     assert found.counts.step_flops == 2 * stem + 3 * dense  # the images have no gradient
 
-
-@pytest.mark.check
-def test_kept_bytes_by_hand():
     def kept(fn):
         shapes = (jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32))
         return planner.counted(lambda params, batch, keys: sk.Mean.of(fn(params, batch)), *shapes).counts[2:]

@@ -103,16 +103,13 @@ def test_advice_when_memory_runs_out():
         assert f"{candidate.state_bytes / 1e9:.2f}" in row and f"{candidate.activation_bytes / 1e9:.2f}" in row
 
 
-def test_advice_combines_changes_only_where_one_is_not_enough():
+def test_advice_combines_changes_and_takes_more_chips_only_where_one_is_not_enough():
     machine = {"chip": "v5e", "batch": 256, "sequence": 4096}
     advice = planner.advise(LLAMA_8B, Layout(data=64), **machine)
     ((name, candidate),) = advice.proposals
     assert name == "together" and fits(LLAMA_8B, candidate, **machine)
     assert candidate == planner.search(LLAMA_8B, chips=64, **machine)[0]
     assert advice.batch == 0 and advice.batch_candidate is None
-
-
-def test_advice_takes_more_chips_where_all_layouts_are_too_large():
     machine = {"chip": "v5e", "batch": 4, "sequence": 4096}
     assert planner.search(LLAMA_8B, chips=4, **machine) == []
     ((name, candidate),) = planner.advise(LLAMA_8B, Layout(fsdp=4), **machine).proposals

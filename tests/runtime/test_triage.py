@@ -159,7 +159,7 @@ def test_a_parameter_that_is_not_finite(plan, mesh2x4):
     assert "params.w" in str(report) and ("everywhere" in str(report)) == (plan == "dp")
 
 
-def test_weights_that_sum_to_zero(data8):
+def test_weights_that_sum_to_zero_and_a_loss_scale_that_overflows(data8):
     state, _, run = built(data8, sk.dp("data"))
     report = run(state, {**make_batch(), "weight": np.zeros(32, np.float32)})
     assert report.rows == () and report.loss == 0
@@ -167,10 +167,7 @@ def test_weights_that_sum_to_zero(data8):
         "loss 0, weight 0",
         "the weights of all examples sum to 0, so all gradients are 0",
     ]
-
-
-# proves S123: float16 gradients overflow with the loss scale in them
-def test_a_loss_scale_that_overflows(data8):
+    # proves S123: float16 gradients overflow with the loss scale in them
     state, _, run = built(data8, sk.dp("data"), precision=sk.Precision(compute=jnp.float16, loss_scale=64.0))
     batch = make_batch()
     batch["weight"][4:8] = 2000

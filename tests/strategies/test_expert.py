@@ -191,16 +191,13 @@ def test_losses_and_loads_are_global_and_padding_counts_for_nothing(dropless):
         assert_near(tight(x, router, w, weights), tight(noise, router, w, weights), 1e-5)
 
 
-def test_a_batch_of_nothing_but_padding_gives_zeros():
+def test_nothing_but_padding_gives_zeros_and_balanced_tokens_a_loss_of_one():
     x, router, w = values(4)
     for routing in (sk.layers.Capacity(), sk.layers.Dropless()):
         layer = jax.jit(partial(sk.layers.moe, expert_fn=swiglu, axis=None, routing=routing))
         y, stats = layer(x, router, w, weights=jnp.zeros((B, T)))
         assert not np.any(y)
         assert stats.balance_loss == stats.z_loss == stats.dropped.weight == 0
-
-
-def test_balanced_tokens_have_a_balance_loss_of_one():
     logits = 30 * np.eye(4, dtype=np.float32)[np.arange(32) % 4]
     stats = jax.jit(lambda x: sk.layers.routing_stats(x, sk.layers.route(x, top_k=1)))(logits)
     assert stats.balance_loss == pytest.approx(1, abs=1e-5)

@@ -52,14 +52,12 @@ def layouts(plan, **sizes):
 # ---- which dim
 
 
-def test_a_dim_in_the_middle_is_split_only_if_no_other_divides():
+def test_the_largest_dim_is_split_but_not_in_the_middle_or_of_a_stack_the_last_and_not_of_small_leaves():
     """On TPU its reduce_scatter would send twice the bytes."""
     tree = {"query": jax.ShapeDtypeStruct((6, 64, 8, 16), jnp.float32), "odd": jax.ShapeDtypeStruct((6, 64, 3, 5), "f")}
     found = specs(sk.zero1("d", min_size=1).layouts(tree, sk.abstract_mesh(d=8)))
     assert found["query"].update == P(None, None, "d") and found["odd"].update == P(None, "d")
-
-
-def test_the_largest_dim_is_split_but_of_a_stack_not_the_last_and_small_leaves_are_not():  # proves S69, F21
+    # proves S69, F21
     found = layouts(sk.fsdp("d", min_size=100), d=4)
     assert found["layers"]["up"] == Specs(P(None, "d"), P(), P(None, "d"))
     assert found["head"] == Specs(P(None, "d"), P(), P(None, "d"))

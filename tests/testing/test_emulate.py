@@ -284,16 +284,13 @@ def test_specs_that_are_none():
         emulate(lambda x: x, {}, P(), P())
 
 
-def test_nan_equals_nan_and_tuples_scatter_major_first():
+def test_nan_equals_nan_tuples_scatter_major_first_and_the_reference_of_uneven_sizes():
     nan = np.float32([np.nan, 1])
     assert np.isnan(emulate(lambda x: x, {"a": 2}, P(), P())(nan)[0])
     x = np.arange(12, dtype=np.int32)
     f = lambda x: sk.reduce_scatter(x, ("b", "a"))  # noqa: E731
     got = emulate(f, {"a": 2, "b": 3}, P(), P(("b", "a")))(x)
     assert got.tolist() == (6 * x).tolist()
-
-
-def test_the_reference_of_uneven_sizes():
     blocks = [np.arange(6.0).reshape(3, 2), 10 + np.arange(6.0).reshape(3, 2)]
     assert reference.all_gather_uneven(blocks, sizes=(1, 3))[1].tolist() == [[0, 1], [10, 11], [12, 13], [14, 15]]
     parts = reference.reduce_scatter_uneven(blocks, sizes=(1, 2))

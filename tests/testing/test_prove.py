@@ -235,7 +235,7 @@ def test_a_collective_that_the_compiler_adds():
     assert "the compiler must not add communication; it changed: added: " in text and " all_reduce over 'data'" in text
 
 
-def test_a_finding_of_the_lint():
+def test_a_finding_of_the_lint_and_a_program_that_another_process_traces_otherwise():
     def twice(params, batch, keys, *, scale=1):
         loss, aux, grads = OWN(params, batch, keys, scale=scale)
         once = sk.vary(sk.all_reduce(grads["w"], "data"), "data")
@@ -243,8 +243,6 @@ def test_a_finding_of_the_lint():
 
     assert "lint must report nothing; it reports: " in broken(laws.lint_is_silent, twice)
 
-
-def test_a_program_that_another_process_traces_otherwise():
     def first_only(params, batch, keys, *, scale=1):
         loss, aux, grads = OWN(params, batch, keys, scale=scale)
         return loss, aux, jax.tree.map(lambda g: g * 1.0, grads) if jax.process_index() == 0 else grads

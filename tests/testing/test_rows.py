@@ -39,16 +39,13 @@ def test_every_pair_that_can_stand_in_a_row_does(sizes, refused):  # proves N8
     assert rows == covering(factors, fits)
 
 
-def test_few_rows_do():
+def test_few_rows_do_and_a_row_names_itself():
     factors = {f"f{i}": [0, 1] for i in range(12)}
     assert len(covering(factors)) <= 12  # of 4,096
     with value_error(
         "covering: factor 'plan' must have one or more values; got none. Add a value, or drop the factor."
     ):
         covering({"plan": []})
-
-
-def test_a_row_names_itself():
     row = Row({"data": 2, "fsdp": 4}, sk.chain(sk.dp("data"), sk.fsdp("fsdp")), accumulate=2, precision="bf16")
     assert str(row) == "data=2, fsdp=4: fsdp('fsdp') + dp('data'), accumulate=2, precision=bf16"
     assert str(row._replace(label="mine")) == "mine"

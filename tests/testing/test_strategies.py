@@ -58,7 +58,7 @@ def test_specs_divide(spec):
     assert spec == canonical(spec)
 
 
-def test_a_program_is_printed_as_it_runs():
+def test_a_program_is_printed_as_it_runs_and_nothing_to_draw_is_refused():
     gather, total = Op("all_gather", ("b", "a"), (("dim", 0),)), Op("all_reduce", ("a",), (("op", "sum"),))
     program = Chain({"a": 2, "b": 2}, (3,), "int32", (gather, total), 1)
     assert str(program) == (
@@ -68,9 +68,6 @@ def test_a_program_is_printed_as_it_runs():
         "x = all_reduce(x, 'a', op='sum')"
     )
     assert eval(repr(program)) == program
-
-
-def test_meshes_refuses_nothing_to_draw():
     with value_error(
         "meshes: there must be at least one device and one name; got 0 devices and names ('a', 'b', 'c'). Pass for "
         "example devices=8, names=('data', 'model')."

@@ -67,7 +67,7 @@ def test_bars_and_lines_differ_without_color():
     assert len({(style.stroked(i)["marker"], style.stroked(i)["linestyle"]) for i in range(20)}) == 20
 
 
-def test_the_users_own_settings_change_nothing_and_stay(tmp_path):
+def test_the_users_own_settings_change_nothing_and_an_svg_has_no_date_and_no_version(tmp_path):
     import matplotlib
 
     viz.losses(LOSSES, output=tmp_path / "a.svg")
@@ -77,9 +77,6 @@ def test_the_users_own_settings_change_nothing_and_stay(tmp_path):
         (tmp_path / "c.svg").write_text(style.svg_of(picture))  # saved once more, outside of the call
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "c.svg").read_bytes()
-
-
-def test_an_svg_has_no_date_and_no_version(tmp_path):
     viz.losses(LOSSES, output=tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert "<dc:date>" not in text and "Matplotlib v" not in text

@@ -75,13 +75,11 @@ def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
     assert widths(viz.census(found)) == {"data=2, all_reduce": 5 * 16.0}
 
 
-def test_several_censuses_are_told_apart_by_name():
+def test_several_censuses_are_told_apart_by_name_and_a_collective_looks_alike_in_each():
     drawn = widths(viz.census({"three": counted(3), "one": counted(1)}))
     assert drawn["three: model=4, all_reduce"] == pytest.approx(3 * drawn["one: model=4, all_reduce"])
     assert drawn["three: data=2, all_gather"] == drawn["one: data=2, all_gather"]
 
-
-def test_a_collective_has_one_look_in_every_picture():
     def look(picture, kind):
         return next(p.get_facecolor() for p in picture.axes[0].patches if (p.get_gid() or "").endswith(kind))
 

@@ -48,7 +48,7 @@ def test_one_of_each_kind_is_asked_for_its_fingerprint():
     )
 
 
-def test_where_all_differ_some_are_compared():
+def test_where_all_differ_some_are_compared_and_many_are_named_by_runs():
     agreement = Agreement(100)
     asked = [agreement.hear(rank, "0:0", digest(message(str(rank)))) for rank in range(100)]
     assert asked[-1] == list(range(16))
@@ -57,9 +57,6 @@ def test_where_all_differ_some_are_compared():
     assert told[-1].endswith(
         "they differ in seed (1 on processes 1 to 15, 0 on process 0); 84 further processes differ too"
     )
-
-
-def test_many_processes_are_named_by_runs():
     assert processes([3]) == "process 3"
     assert processes(range(8)) == "processes 0, 1, 2, 3, 4, 5, 6, 7"
     assert processes([5, *range(7, 10_000)]) == "processes 5, 7 to 9999"

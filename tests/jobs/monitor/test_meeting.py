@@ -90,14 +90,11 @@ def test_another_number_of_processes_is_refused(size):
     ]
 
 
-def test_a_number_that_comes_twice_is_refused():
+def test_a_number_that_comes_twice_and_a_name_that_does_not_resolve():
     assert meetings((0, 3), (1, 3), (1, 3)) == 3 * [
         f"initialize: the process_id of each process must be unique; 1 was used twice, on {HOST} and on {HOST}. Start "
         "the processes with 0 to 2."
     ]
-
-
-def test_a_name_that_does_not_resolve():
     with pytest.raises(Refused, match=r"the name 'no-such-host\.invalid' does not resolve") as refusal:
         meet(Place("no-such-host.invalid", 29500, 1, 2, 0.5, True))
     assert "within 0.5 s" in str(refusal.value)

@@ -226,16 +226,14 @@ def test_hosts_are_named_where_there_are_several():
         assert said(waits, known).startswith(text)
 
 
-def test_who_is_silent_excuses_nobody():  # it was compiling when it was last heard of, which may take a minute
+def test_who_is_silent_excuses_nobody_and_what_follows_is_given_time():
+    # It was compiling when it was last heard of, which may take a minute.
     known = [at("step", 6, 11), at("compile", 6, 5, heard=4)]
     assert said(*known) == (
         "process 1 has not answered for 4.0 s (machine or network down?), last seen compiling step 6; process 0 "
         "waits in step 6"
     )
     assert said(at("step", 6, 11), at("compile", 6, 5)) is None
-
-
-def test_what_follows_from_something_else_is_given_time():
     gloo = at("step", 6, cause="JaxRuntimeError: Gloo: Connection closed by peer")
     assert fault({0: gloo}, LIMITS, NOW).wait == 2.0
     assert fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).wait == 0.3
@@ -440,7 +438,7 @@ def monitor(tmp_path, parent):
     ), words
 
 
-def test_a_last_word_counts_though_the_process_has_ended(tmp_path):
+def test_a_last_word_counts_and_a_monitor_that_was_stopped_blames_no_one(tmp_path):
     for word, gone in (({"left": True}, False), ({"cause": "ValueError: x"}, True)):
         watching, words = monitor(tmp_path, parent=0)
         os.write(words, encoded(word))
@@ -449,9 +447,6 @@ def test_a_last_word_counts_though_the_process_has_ended(tmp_path):
         own = watching.known[0]
         assert not watching.alive
         assert (own.gone, own.left, own.cause) == (gone, "left" in word, word.get("cause", ""))
-
-
-def test_a_monitor_that_was_stopped_blames_no_one(tmp_path):
     watching, words = monitor(tmp_path, parent=os.getppid())
     os.close(words)
     known = watching.known[0]

@@ -759,7 +759,7 @@ def test_a_link_in_place_of_a_file_of_ours(tmp_path):
     )
 
 
-def test_what_says_nothing_of_the_files_is_no_damage(tmp_path, monkeypatch):
+def test_what_says_nothing_of_the_files_and_too_little_memory_are_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1, 2)
     text = "UNAVAILABLE: Error opening [os_error_code='24']"
     for error in (OSError(errno.EMFILE, "Too many open files"), ValueError(text)):
@@ -768,9 +768,6 @@ def test_what_says_nothing_of_the_files_is_no_damage(tmp_path, monkeypatch):
             f"restore: step 2 of '{tmp_path}' could not be read: Too many open files. The step may be intact: fix the "
             "cause, then restore again."
         )
-
-
-def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1)
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
         monkeypatch.setattr(reading, "load", Mock(side_effect=error))

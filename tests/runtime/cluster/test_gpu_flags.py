@@ -51,13 +51,10 @@ def test_nothing_else_gets_them(machine, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_what_the_user_set_stays(machine):
+def test_what_the_user_set_stays_and_a_call_too_late_is_refused(machine):
     machine(gpu=True, given="--xla_gpu_triton_gemm_any=false")
     assert sk.runtime.gpu_flags(gpu_flags.GPU_OVERLAP[-2:]) == gpu_flags.GPU_OVERLAP[-2:-1]
     assert bench.environment()["XLA_FLAGS"].split() == ["--xla_gpu_triton_gemm_any=false", gpu_flags.GPU_OVERLAP[-2]]
-
-
-def test_too_late(machine):
     machine(gpu=True, started=True)
     assert refused(lambda: sk.runtime.gpu_flags(("--xla_gpu_a=1", "--xla_gpu_b=2")), RuntimeError) == (
         "gpu_flags: it must be called before jax starts, which reads XLA_FLAGS once; --xla_gpu_a=1 --xla_gpu_b=2 would "

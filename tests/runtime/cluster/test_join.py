@@ -67,7 +67,7 @@ def variables(**by_rank):
     return lambda rank: by_rank.get(f"p{rank}", {})
 
 
-def test_missing_processes_are_named():
+def test_missing_processes_and_a_missing_coordinator_are_named():
     each = variables(p0={"JAX_NUM_PROCESSES": "4"}, p1={"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"})
     ended = jobs.run("meet.py", "--timeout", 10, processes=2, each=each)
     refused(
@@ -76,9 +76,6 @@ def test_missing_processes_are_named():
         r"raise timeout\.",
         within=10,
     )
-
-
-def test_no_coordinator():
     each = variables(p0={"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"})
     ended = jobs.run("meet.py", "--timeout", 2, processes=1, each=each)
     refused(

@@ -122,17 +122,14 @@ def refused(wording, fn, *args, **options):
 
 
 @pytest.mark.check
-def test_an_abstract_mesh_holds_no_array():
+def test_an_abstract_mesh_holds_no_array_and_a_print_waits_for_some_time():
     x, there = np.ones(8), {"mesh": sk.abstract_mesh(data=8), "spec": P("data")}
     wording = "{}: the mesh must have devices; got abstract data=8. Pass sk.make_mesh(data=8)."
     given = {"from_full": (x,), "from_process_local": (x,), "local_rows": (8,), "from_rows": (x, np.arange(8), 8)}
     for name, args in given.items():
         refused(wording.format(name), getattr(arrays, name), *args, **there)
     refused(wording.format("replicate"), reading.replicate, x, there["mesh"])
-
-
-@pytest.mark.check
-def test_a_print_waits_for_some_time():  # refused alone too, where nothing waits
+    # refused alone too, where nothing waits
     refused(
         "print_global: timeout must be 0 or more; got -1. Pass for example timeout=1.",
         reading.print_global,

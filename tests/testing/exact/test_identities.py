@@ -233,7 +233,7 @@ def test_what_is_minus_infinity_and_products_over_dims():
     equal(lambda x: jnp.prod(x, 1), lambda x: x[:, 0] * x[:, 1] * x[:, 2])
 
 
-def test_integers_must_be_given():
+def test_integers_must_be_given_and_sums_are_of_any_length_or_of_nothing():
     def both(x, i):
         return x, i
 
@@ -242,8 +242,5 @@ def test_integers_must_be_given():
         ValueError, match=r"must be given, .* for their values; got the shape int32\[2\]\. Pass an array"
     ):
         assert_equal_for_all_inputs(both, both, mesh=sk.abstract_mesh(data=2), in_specs=P(), out_specs=P(), args=args)
-
-
-def test_sums_of_any_length_and_of_nothing():
     equal(lambda x, y: x @ y, lambda x, y: (x * y).sum(), shape=(2**16,), spec=P(), grad=False)
     equal(lambda x: x + x, lambda x: 2 * x, shape=(0,), spec=P())
