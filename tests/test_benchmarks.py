@@ -29,7 +29,7 @@ def test_every_benchmark_imports_names_that_exist(name):
     import_module(f"benchmarks.{name}")
 
 
-def test_start_says_that_simulated_devices_share_the_cores(capsys):
+def test_start_says_that_simulated_devices_share_the_cores_and_its_example_runs(capsys):
     options = start.start("A benchmark.", ["--rounds", "3", "--more"], devices=8, more="another flag")
     assert (options.simulate, options.rounds, options.calls, options.json) == (8, 3, None, None)
     assert (options.smoke, options.more) == (False, True)
@@ -37,9 +37,6 @@ def test_start_says_that_simulated_devices_share_the_cores(capsys):
         "These devices are simulated and share the CPU's cores: read the numbers as overhead and ratios, not as "
         "bandwidth."
     ]
-
-
-def test_the_example_of_the_docstring_runs(capsys):
     text = start.__doc__.split("out.jsonl`):\n")[1]
     namespace = {"__name__": "example"}
     exec(compile(textwrap.dedent(text), "example", "exec"), namespace)

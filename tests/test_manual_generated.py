@@ -15,10 +15,10 @@ import shardkit as sk
 from docs.generate import commands, docstrings, links, measurements, navigation, notebooks, papers, proofs, reference
 from support.refusals import value_error
 
+pytestmark = pytest.mark.check
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.check
 def test_every_public_name_is_in_the_reference():
     """What `sk`, its modules and theirs list in `__all__`, found without the list of the reference's pages."""
     shown = {id(name.value) for face in reference.FACES for name in reference.names(face)}
@@ -42,7 +42,6 @@ def test_every_public_name_is_in_the_reference():
         assert all(text.count(f"::: {name.path}\n") == 1 for name in reference.names(face)), face
 
 
-@pytest.mark.check
 def test_the_overview_of_the_reference_links_every_page_and_names_everything():
     """The folder's first page, which a list of files would not have."""
     pages = reference.pages()
@@ -52,7 +51,6 @@ def test_the_overview_of_the_reference_links_every_page_and_names_everything():
         assert overview.count(name) == 1
 
 
-@pytest.mark.check
 def test_names_of_sk_from_other_rooms_are_found_and_of_an_unknown_file_refused():
     assert "sk.census" in {name.called for name in reference.names("sk")}
     with value_error(
@@ -62,7 +60,6 @@ def test_names_of_sk_from_other_rooms_are_found_and_of_an_unknown_file_refused()
     assert reference.group_of("shardkit.strategies.pipeline.pp") == "pipelines"  # and not "plans", which is shorter
 
 
-@pytest.mark.check
 def test_sections_of_docstrings_stand_apart():
     """Args directly under Layout would be read as part of its paragraph."""
     text = "Does.\n\nLayout: `X -> Y`\nArgs:\n    x: one.\nCost: n\nbytes.\n\nExample:\n    >>> f()"
@@ -72,7 +69,6 @@ def test_sections_of_docstrings_stand_apart():
     )
 
 
-@pytest.mark.check
 def test_pages_are_arranged_and_a_page_without_a_section_is_refused():
     pages = ["howto/zzz.md", "howto/from_jit.md", "index.md", "learn/01.md", "reference/sk.md", "reference/json.md"]
     assert navigation.arranged(pages, reference=["reference/sk.md"]) == [
@@ -85,7 +81,6 @@ def test_pages_are_arranged_and_a_page_without_a_section_is_refused():
         navigation.arranged(["elsewhere/page.md"])
 
 
-@pytest.mark.check
 def test_links_between_pages_notebooks_and_examples_lead_to_pages():
     text = (
         "[a](../docs/howto/words.md#the-job) [b](02_b.ipynb) [c](../examples/lora.py) [d](https://x.org/y) [e](#h)"
@@ -98,7 +93,6 @@ def test_links_between_pages_notebooks_and_examples_lead_to_pages():
     assert links.rewritten("[n](../notebooks/01_a.ipynb)", "docs/start.md", "start.md") == "[n](learn/01_a.md)"
 
 
-@pytest.mark.check
 def test_a_notebook_shows_its_stored_outputs(tmp_path):
     cells = [
         {"cell_type": "markdown", "source": ["# One\n", "\n", "<details>\n", "why\n", "</details>"]},
@@ -121,7 +115,6 @@ def test_a_notebook_shows_its_stored_outputs(tmp_path):
     assert pictures == {"a_1_1.png": b"\0\0\0"}
 
 
-@pytest.mark.check
 def test_formulas_become_mathml():
     pytest.importorskip(
         "latex2mathml", reason="latex2mathml is not installed; pip install 'shardkit[docs]' installs it"
@@ -134,7 +127,6 @@ def test_formulas_become_mathml():
     assert "arithmatex" not in text and "<mo>&lt;</mo>" in text.replace("&#x0003C;", "&lt;")
 
 
-@pytest.mark.check
 def test_the_help_of_every_command_is_shown():
     """As it is printed, whatever terminal builds the manual."""
     made = dict(commands.helps())
@@ -146,7 +138,6 @@ def test_the_help_of_every_command_is_shown():
     assert "\x1b" not in commands.page() and "## shardkit bench comm\n" in commands.page()
 
 
-@pytest.mark.check
 def test_papers_come_from_the_sources_of_docstrings():
     text = papers.page(ROOT / "shardkit")
     assert "[arXiv:1811.06965](https://arxiv.org/abs/1811.06965)" in text
@@ -154,7 +145,6 @@ def test_papers_come_from_the_sources_of_docstrings():
     assert "`schedules/zero_bubble_v.py`" in row
 
 
-@pytest.mark.check
 def test_pages_of_benchmarks_show_plots_and_the_table_of_records():
     """Markers that no page of the repository shows; a file of records without a row would be forgotten."""
     text = "<!-- plot benchmarks/results/comm.jsonl op=all_reduce: Bandwidth -->\n<!-- results -->"
@@ -169,7 +159,6 @@ def test_pages_of_benchmarks_show_plots_and_the_table_of_records():
     assert len(measurements.PLOT.findall(pages)) == pages.count("<!-- plot ") > 0
 
 
-@pytest.mark.check
 def test_what_is_proved_is_read_from_the_tests():
     pages = proofs.pages(ROOT)
     rows = [line for line in pages["proved.md"].splitlines() if line.startswith("| S62 |")]
@@ -177,7 +166,6 @@ def test_what_is_proved_is_read_from_the_tests():
     assert len(rows) == 1 and "`tests/test_manual.py`" in rows[0]
 
 
-@pytest.mark.check
 def test_dead_links_and_files_from_elsewhere_are_found(tmp_path):
     (tmp_path / "a.html").write_text(
         '<a href="b.html#there">b</a> <a href="b.html#gone">b</a> <a href="c.html">c</a> <a href="https://x.org">x</a>'
@@ -212,7 +200,6 @@ def test_the_manual_builds_without_a_warning(tmp_path):
     assert (site / "search" / "search_index.js").exists()  # without a server a page cannot fetch the .json beside it
 
 
-@pytest.mark.check
 def test_a_long_name_in_a_table_may_be_broken():
     """A column is else as wide as its longest name, and a table of five wider than any screen."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed; pip install 'shardkit[docs]' installs it")

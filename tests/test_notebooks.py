@@ -10,6 +10,7 @@ import pytest
 from support import notebooks
 from support.notebooks import FOLDER, ROOT
 
+pytestmark = pytest.mark.check
 EVERY = notebooks.paths([])
 each = pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
 
@@ -18,7 +19,6 @@ def texts(path, kind):
     return [cell["source"] for cell in notebooks.read(path)["cells"] if cell["cell_type"] == kind]
 
 
-@pytest.mark.check
 @each
 def test_it_begins_with_one_question(path):
     """A notebook that asks nothing, or several things, before its first code."""
@@ -27,7 +27,6 @@ def test_it_begins_with_one_question(path):
     assert first["source"].count("?") == 1
 
 
-@pytest.mark.check
 @each
 def test_its_outputs_are_stored_small_and_the_same_on_every_machine(path):
     """Cells that were edited and not run again, an error or a warning that is stored, and paths of one machine."""
@@ -42,7 +41,6 @@ def test_its_outputs_are_stored_small_and_the_same_on_every_machine(path):
     assert not [cell["source"] for cell in code if not cell["source"].strip()]
 
 
-@pytest.mark.check
 @each
 def test_it_shows_a_layout_and_leaves_asserts_to_the_tests(path):
     """A notebook without a picture or a table of what is where; one that verifies more than it teaches."""
@@ -52,7 +50,6 @@ def test_it_shows_a_layout_and_leaves_asserts_to_the_tests(path):
     assert max(len(cell.splitlines()) for cell in texts(path, "code")) <= 40
 
 
-@pytest.mark.check
 @each
 def test_it_has_two_exercises_with_hidden_solutions(path):
     """An exercise without a solution, or a solution without code or without what it prints."""
@@ -65,7 +62,6 @@ def test_it_has_two_exercises_with_hidden_solutions(path):
         assert all(out for _, out in notebooks.BLOCK.findall(each)) and notebooks.BLOCK.search(each)
 
 
-@pytest.mark.check
 @each
 def test_its_links_are_there_and_the_last_goes_on(path):
     """A dead link, and a notebook at whose end the reader is left alone."""
@@ -79,13 +75,11 @@ def test_its_links_are_there_and_the_last_goes_on(path):
     assert goes_on and f"]({goes_on[0]})" in last["source"]
 
 
-@pytest.mark.check
 def test_the_notebooks_are_numbered():
     """A number that two have, or none: the order, and `make notebooks ONLY=...`, go by it."""
     assert [path.stem[:3] for path in EVERY] == [f"{number:02}_" for number in range(1, len(EVERY) + 1)]
 
 
-@pytest.mark.check
 def test_what_counts_as_the_same_output():
     """A comparison that lets a wrong number of bytes pass, or fails for the last digit of a loss."""
     assert notebooks.alike("loss 2.3541, 1,024 bytes", "loss 2.3539, 1,024 bytes")

@@ -17,6 +17,7 @@ import pytest
 import shardkit as sk
 from support.refusals import raises
 
+pytestmark = pytest.mark.check
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardkit"
 
@@ -83,7 +84,6 @@ def imported_rooms(path):
             ]
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_imports_only_from_its_own_folder_and_lower_floors(path):
     here = room(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -97,7 +97,6 @@ def test_a_file_imports_only_from_its_own_folder_and_lower_floors(path):
             assert FLOOR[other] < FLOOR[here], f"{here} imports {other}"
 
 
-@pytest.mark.check
 def test_a_training_script_needs_nothing_of_jobs():
     """The command starts jobs, and `sk.runtime` has their names, which it imports when they are used."""
     named = [path for path in modules() if "shardkit.jobs" in path.read_text() and "jobs" not in path.parts]
@@ -105,7 +104,6 @@ def test_a_training_script_needs_nothing_of_jobs():
     assert set(named) <= allowed, sorted(set(named) - allowed)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_compat_imports_jax_privately(path):
     if path.name not in ("compat.py", "backends.py"):
@@ -129,7 +127,6 @@ def test_importing_touches_no_device_and_nothing_heavy():
 
 
 # benchmarks/building.py has the time.
-@pytest.mark.check
 def test_an_import_loads_what_it_names():
     """A room that the face or the runtime imports at once, which every training script would wait for."""
     code = "import sys, shardkit; print([n for n in sys.modules if n.split('.')[0] in ('jax', 'numpy', 'shardkit')])"
@@ -141,7 +138,6 @@ def test_an_import_loads_what_it_names():
     assert printed(code).startswith("[] <function guard") and set(sk.runtime.__all__) <= set(dir(sk.runtime))
 
 
-@pytest.mark.check
 def test_a_lazy_face_is_a_module_like_others():
     """A submodule that takes the place of a name of `sk` (`pipeline` was a folder), and what looks at modules."""
     names = {}
@@ -153,7 +149,6 @@ def test_a_lazy_face_is_a_module_like_others():
     assert "explicit collectives for JAX" in pydoc.render_doc(sk) and sk.strategies.pipeline.pp is sk.pp
 
 
-@pytest.mark.check
 def test_submodules_are_reached_from_the_top():
     assert sk.models.transformer.Config().vocabulary == 256
     assert sk.runtime.__name__ == "shardkit.runtime"
@@ -163,7 +158,6 @@ def test_submodules_are_reached_from_the_top():
         _ = sk.nothing
 
 
-@pytest.mark.check
 def test_the_face_is_small_and_says_where_the_rest_went():
     """What few need lives in its module: another name in `sk` takes the place of one that leaves."""
     assert len(dir(sk)) <= 90 and all(hasattr(sk, name) for name in dir(sk))
@@ -174,7 +168,6 @@ def test_the_face_is_small_and_says_where_the_rest_went():
         _ = sk.all_gather_uneven
 
 
-@pytest.mark.check
 def test_what_is_promised_is_there():
     assert all(hasattr(sk, name) for name in sk.__all__)
     assert sk.__all__[0] == "make_mesh" and len(sk.__all__) == len(set(sk.__all__))
@@ -188,7 +181,6 @@ def test_what_is_promised_is_there():
     assert set(project["optional-dependencies"]) == extras
 
 
-@pytest.mark.check
 def test_vma_tracking_is_never_switched_off():
     for path in modules():
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
@@ -205,7 +197,6 @@ def texts_of(path):
             yield node.value
 
 
-@pytest.mark.check
 def test_every_remedy_names_what_to_pass():
     """An error that ends in "Correct it." says no more than that it is one."""
     empty = re.compile(r"\bCorrect [^.]*\.")
@@ -214,7 +205,6 @@ def test_every_remedy_names_what_to_pass():
     assert not found, found
 
 
-@pytest.mark.check
 def test_one_class_name_has_one_meaning():
     trees = [ast.parse(path.read_text()) for path in modules()]
     names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -222,7 +212,6 @@ def test_one_class_name_has_one_meaning():
     assert twins == {"Options"}, "of which each command has its own"
 
 
-@pytest.mark.check
 def test_no_error_is_known_by_its_words():
     reads = re.compile(r"str\(error\)\.startswith|\" (not )?in str\(error\)|error\.args")
     assert [path.name for path in modules() if reads.search(path.read_text())] == ["profile.py"], "jax has only words"
@@ -241,7 +230,6 @@ def imports_of(path):
                 yield inner if inner in names else node.module
 
 
-@pytest.mark.check
 def test_no_two_files_import_each_other():
     graph = {}
     for path in modules():
@@ -262,7 +250,6 @@ FACES = ("", "analysis", "cost", "layers", "models.transformer", "planner", "rep
 FACES += ("testing", "viz")
 
 
-@pytest.mark.check
 def test_every_public_name_is_documented_and_exported_once():
     seen = {}
     for face in FACES:
@@ -276,7 +263,6 @@ def test_every_public_name_is_documented_and_exported_once():
     assert [names for names in seen.values() if len(names) > 1] == []
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     "path", sorted(PACKAGE.rglob("*/__init__.py")), ids=lambda p: p.parent.relative_to(PACKAGE).as_posix()
 )

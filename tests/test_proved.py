@@ -64,13 +64,10 @@ def test_what_does_not_count(tmp_path, capsys, text):
     ]
 
 
-def test_ranges_and_groups_that_nobody_must_prove(tmp_path, capsys):
+def test_ranges_groups_that_nobody_must_prove_and_other_comments(tmp_path, capsys):
     code, lines, _ = say(tmp_path, capsys, "def test_a():  # proves S1-S3, F1, T6, N10, N8-9\n    pass\n")
     assert code == 0
     assert lines == ["S: 3 of 3 proved", "F: 1 of 1 proved", "T: T6 proved", "N: N8, N9, N10 proved"]
-
-
-def test_other_comments_and_strings_are_none(tmp_path, capsys):
     text = "# This proves S9 of all.\nTEXT = '# proves S9'\ndef test_a():\n    pass\n"
     assert say(tmp_path, capsys, text)[::2] == (0, [])
 
@@ -106,12 +103,9 @@ def test_what_is_refused(tmp_path, capsys, text, errors):
     assert (code, found) == (1, errors)
 
 
-def test_what_pytest_does_not_collect_proves_nothing(tmp_path, capsys):
+def test_what_pytest_does_not_collect_proves_nothing_and_the_table(tmp_path, capsys):
     code, _, errors = say(tmp_path, capsys, "def test_a():  # proves S1\n    pass\n", name="worker.py")
     assert code == 1 and "must stand at a test" in errors[0]
-
-
-def test_the_table(tmp_path, capsys):
     text = "def test_a():  # proves S1, T6\n    pass\n@pytest.mark.deep\ndef test_b():  # proves S2\n    pass\n"
     assert say(tmp_path, capsys, text, "--table")[1][:5] == [
         "S1  the first: deeper/test_planted.py",

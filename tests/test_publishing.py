@@ -58,17 +58,13 @@ def test_continuous_integration_calls_what_is_there():
 
 # A release of which one file still names the last.
 @pytest.mark.check
-def test_the_version_is_the_same_everywhere():
+def test_the_version_is_the_same_everywhere_and_all_is_every_extra_that_runs_anywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1]
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
     assert project["version"] == sk.__version__ == cited == newest
     assert f"Version {sk.__version__} " in (ROOT / "README.md").read_text()
-
-
-# A new extra that [all] lacks, or one that drags the tools of the tests into it.
-@pytest.mark.check
-def test_all_is_every_extra_that_runs_anywhere():
+    # A new extra that [all] lacks, or one that drags the tools of the tests into it.
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     [everything] = extras["all"]
     own = {"test", "docs", "all"}  # of this project's developers
