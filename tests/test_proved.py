@@ -103,9 +103,7 @@ def test_what_is_refused(tmp_path, capsys, text, errors):
     assert (code, found) == (1, errors)
 
 
-def test_what_pytest_does_not_collect_proves_nothing_and_the_table(tmp_path, capsys):
-    code, _, errors = say(tmp_path, capsys, "def test_a():  # proves S1\n    pass\n", name="worker.py")
-    assert code == 1 and "must stand at a test" in errors[0]
+def test_the_table_and_what_pytest_does_not_collect_proves_nothing(tmp_path, capsys):
     text = "def test_a():  # proves S1, T6\n    pass\n@pytest.mark.deep\ndef test_b():  # proves S2\n    pass\n"
     assert say(tmp_path, capsys, text, "--table")[1][:5] == [
         "S1  the first: deeper/test_planted.py",
@@ -114,6 +112,8 @@ def test_what_pytest_does_not_collect_proves_nothing_and_the_table(tmp_path, cap
         "F1  another: NOT PROVED",
         "T6: deeper/test_planted.py",
     ]
+    code, _, errors = say(tmp_path, capsys, "def test_a():  # proves S1\n    pass\n", name="worker.py")
+    assert code == 1 and "must stand at a test" in errors[0]
 
 
 def test_the_list_is_whole():

@@ -424,7 +424,7 @@ def test_a_run_that_goes_on_counts_from_there_and_not_what_an_earlier_one_left(t
     recorder.restart(41)
     assert recorder.status[:2] == ("start", 42)
     assert (recorder.status.dispatched, recorder.status.done) == (41, 41)
-    recorder = Recorder(str(tmp_path / "ring"))
+    recorder = Recorder(str(tmp_path / "left"))
     recorder.restart(-1)
     recorder.done(99)
     assert recorder.status.done == -1
