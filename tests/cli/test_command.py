@@ -22,6 +22,8 @@ from support.commands import command, environment
 
 pytestmark = pytest.mark.check
 EVERY = cli.every_command()
+CODES = [(ValueError("no"), 2), (TypeError("no"), 2), (ImportError("no"), 2)]
+CODES += [(DriftError("no", []), 1), (KeyError("no"), 70), (None, 70)]
 
 
 @pytest.fixture
@@ -184,17 +186,7 @@ def test_a_command_ends_with_one_sentence_and_a_code(error, code, said, monkeypa
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ValueError("no"), 2),
-        (TypeError("no"), 2),
-        (ImportError("no"), 2),
-        (DriftError("no", []), 1),
-        (KeyError("no"), 70),
-        (None, 70),
-    ],
-)
+@pytest.mark.parametrize(("error", "code"), CODES)
 def test_what_shardkit_refuses_is_wrong_usage_and_drift_a_failed_check(error, code, monkeypatch, capsys):
     """An error that is raised by a line of shardkit's own; one that Python raises there is unexpected."""
     names = {"__name__": "shardkit.cli.refusing"}

@@ -9,6 +9,8 @@ from rich.console import Console
 from shardkit.cli import doctor, output, train
 
 pytestmark = pytest.mark.check
+BARE = [("--json", "--json -"), ("--json --devices 2", "--json - --devices 2"), ("--json a.json x", "--json a.json x")]
+BARE += [("-n 2 -- prog --json", "-n 2 -- prog --json"), ("--json -- prog --json", "--json - -- prog --json")]
 
 
 def test_json_on_standard_output_stands_alone(inside, monkeypatch):
@@ -22,16 +24,7 @@ def test_json_on_standard_output_stands_alone(inside, monkeypatch):
     assert "all collectives are right" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("--json", "--json -"),
-        ("--json --devices 2", "--json - --devices 2"),
-        ("--json a.json x", "--json a.json x"),
-        ("-n 2 -- prog --json", "-n 2 -- prog --json"),
-        ("--json -- prog --json", "--json - -- prog --json"),
-    ],
-)
+@pytest.mark.parametrize(("words", "found"), BARE)
 def test_a_bare_json_is_standard_output(words, found):
     assert output.explicit(words.split()) == found.split()
 

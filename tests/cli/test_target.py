@@ -42,6 +42,9 @@ def broken(x):
     raise TypeError("this is\\nno program")
 """
 TYPE = "target: each of --args must be DTYPE[SIZES] or key; got {!r}. Write for example 'f32[8,128]'."
+ARGUMENTS = [("f32[8,128]", "float32", (8, 128)), ("bf16[4]", "bfloat16", (4,))]
+ARGUMENTS += [("i32[]", "int32", ()), ("u8", "uint8", ()), ("pred[2]", "bool", (2,))]
+ARGUMENTS += [("float8_e4m3fn[3, 1]", "float8_e4m3fn", (3, 1)), ("key", "key<fry>", ())]
 
 
 def test_findings_are_printed_and_counted(program, inside):
@@ -79,18 +82,7 @@ def test_a_mistake_ends_with_one_sentence(program, inside):
     assert done.stderr.startswith("error: audit: ignore must name rules, 'divergent-collective', ")
 
 
-@pytest.mark.parametrize(
-    ("text", "dtype", "shape"),
-    [
-        ("f32[8,128]", "float32", (8, 128)),
-        ("bf16[4]", "bfloat16", (4,)),
-        ("i32[]", "int32", ()),
-        ("u8", "uint8", ()),
-        ("pred[2]", "bool", (2,)),
-        ("float8_e4m3fn[3, 1]", "float8_e4m3fn", (3, 1)),
-        ("key", "key<fry>", ()),
-    ],
-)
+@pytest.mark.parametrize(("text", "dtype", "shape"), ARGUMENTS)
 def test_arguments_are_read(text, dtype, shape, program):
     fn, (struct,) = target.load(f"{program}:hangs", [text])
     assert (fn.__name__, str(struct.dtype), struct.shape) == ("hangs", dtype, shape)

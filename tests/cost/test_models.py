@@ -21,6 +21,8 @@ MEGATRON = [
     (1008.0, 160, 25600, 128, 3072, 3072, 163, 52),
 ]
 GPT = {"sequence": 2048, "vocabulary": 51200}
+PUBLISHED = [(6144, 48, 4, 8, 1.10, 41.5, 43.7), (12288, 96, 64, 64, 13.75, 51.4, 52.8)]
+PUBLISHED += [(20480, 105, 280, 280, 37.83, 56.0, 57.0), (25600, 128, 512, 512, 71.49, 56.3, 57.0)]
 
 
 # proves F84
@@ -39,15 +41,7 @@ def test_megatron_table_1(row):
 
 # Korthikanti et al., table 5: model and hardware FLOPs utilization in percent, of runs with sequence parallelism and
 # selective recomputation, and the time of an iteration.
-@pytest.mark.parametrize(
-    ("hidden", "layers", "batch", "gpus", "seconds", "model", "hardware"),
-    [
-        (6144, 48, 4, 8, 1.10, 41.5, 43.7),
-        (12288, 96, 64, 64, 13.75, 51.4, 52.8),
-        (20480, 105, 280, 280, 37.83, 56.0, 57.0),
-        (25600, 128, 512, 512, 71.49, 56.3, 57.0),
-    ],
-)
+@pytest.mark.parametrize(("hidden", "layers", "batch", "gpus", "seconds", "model", "hardware"), PUBLISHED)
 def test_published_utilization(hidden, layers, batch, gpus, seconds, model, hardware):
     flops = cost.transformer_flops(hidden=hidden, layers=layers, batch=batch, **GPT)
     h = hidden

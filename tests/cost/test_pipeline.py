@@ -11,6 +11,10 @@ from shardkit import cost, schedules
 
 pytestmark = pytest.mark.check
 CHUNKED = ("interleaved", "lockstep", "breadth_first")
+SPELLINGS = [(("1f1b", "1F1B", "one_f_one_b", "OneFOneB"), {})]
+SPELLINGS += [(("interleaved", "Interleaved-1F1B", "interleaved_1f1b", "1f1b"), {"chunks": 2})]
+SPELLINGS += [(("gpipe", "GPipe"), {})]
+SPELLINGS += [(("breadth_first", "Breadth-First", "breadth first"), {"chunks": 2})]
 
 
 # proves S82 (the closed form)
@@ -46,15 +50,7 @@ def test_chunked_forms_are_simulated_or_refused(name):
                 cost.bubble(p, m, name, chunks=v)
 
 
-@pytest.mark.parametrize(
-    ("names", "costs"),
-    [
-        (("1f1b", "1F1B", "one_f_one_b", "OneFOneB"), {}),
-        (("interleaved", "Interleaved-1F1B", "interleaved_1f1b", "1f1b"), {"chunks": 2}),
-        (("gpipe", "GPipe"), {}),
-        (("breadth_first", "Breadth-First", "breadth first"), {"chunks": 2}),
-    ],
-)
+@pytest.mark.parametrize(("names", "costs"), SPELLINGS)
 def test_spellings(names, costs):
     assert len({cost.bubble(8, 16, name, **costs) for name in names}) == 1
 

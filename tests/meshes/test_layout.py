@@ -17,6 +17,9 @@ from shardkit.meshes.layout import canonical
 from support.refusals import raises, refusals
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
+SPELLINGS = [(P(None), P()), (P(None, None), P()), (P("data", None), P("data"))]
+SPELLINGS += [(P(("data",)), P("data")), (P((), "model"), P(None, "model"))]
+SPELLINGS += [(P(("data", "model"), ()), P(("data", "model"))), (P(None, "model"), P(None, "model"))]
 
 
 @pytest.mark.parametrize("rules", [RULES, dict(RULES)], ids=["pairs", "mapping"])
@@ -264,18 +267,7 @@ def test_bytes_per_device(data8):
     assert sk.bytes_per_device({}) == 0
 
 
-@pytest.mark.parametrize(
-    ("spec", "spelling"),
-    [
-        (P(None), P()),
-        (P(None, None), P()),
-        (P("data", None), P("data")),
-        (P(("data",)), P("data")),
-        (P((), "model"), P(None, "model")),
-        (P(("data", "model"), ()), P(("data", "model"))),
-        (P(None, "model"), P(None, "model")),
-    ],
-)
+@pytest.mark.parametrize(("spec", "spelling"), SPELLINGS)
 def test_canonical_spelling(spec, spelling):
     assert tuple(canonical(spec)) == tuple(spelling)
     assert canonical(canonical(spec)) == canonical(spec)

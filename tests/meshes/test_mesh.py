@@ -23,6 +23,9 @@ def pool():
     from pathlib import Path
     return [p.read_text().strip() for p in Path("/proc/self/task").glob("*/comm")].count("tf_XLAEigen")
 """
+SHAPES = [({"data": 8}, (8,)), ({"data": -1}, (8,)), ({"data": 2, "model": -1}, (2, 4))]
+SHAPES += [({"data": -1, "model": 8}, (1, 8)), ({"data": 2, "model": 2, "pipeline": 2}, (2, 2, 2))]
+SHAPES += [({"a": 2, "b": 1, "c": -1, "d": 2}, (2, 1, 2, 2))]
 
 
 def ids(mesh):
@@ -134,17 +137,7 @@ def test_jax_cannot_simulate_what_it_has_started_without():  # proves S34
         sk.simulate_devices(4)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shape"),
-    [
-        ({"data": 8}, (8,)),
-        ({"data": -1}, (8,)),
-        ({"data": 2, "model": -1}, (2, 4)),
-        ({"data": -1, "model": 8}, (1, 8)),
-        ({"data": 2, "model": 2, "pipeline": 2}, (2, 2, 2)),
-        ({"a": 2, "b": 1, "c": -1, "d": 2}, (2, 1, 2, 2)),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "shape"), SHAPES)
 def test_sizes(sizes, shape):  # proves S14, S19, S36, F1, F2
     mesh = sk.make_mesh(**sizes)
     assert mesh.devices.shape == shape

@@ -17,6 +17,9 @@ from support.commands import deep
 from support.pipelines import pipelined_grad
 from support.refusals import type_error
 
+WAYS = [("dp", {}), ("fsdp", {"accumulate": 2}), ("padded", {"precision": "bf16"})]
+WAYS += [("zero1", {"precision": sk.Precision(compute=jnp.float16, loss_scale=8.0)})]
+
 
 def loss_fn(params, batch, keys):
     h = sk.dropout(jnp.tanh(batch["x"] @ params["w"]), keys, 0.1)
@@ -58,15 +61,7 @@ def plans(mesh):
 
 # proves S123: keys, dropout, precision and accumulation are those of the step, so the loss is the step's
 @pytest.mark.quick("fsdp-options1")
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        ("dp", {}),
-        ("fsdp", {"accumulate": 2}),
-        ("padded", {"precision": "bf16"}),
-        ("zero1", {"precision": sk.Precision(compute=jnp.float16, loss_scale=8.0)}),
-    ],
-)
+@pytest.mark.parametrize(("plan", "options"), WAYS)
 def test_a_finite_step_is_repeated_exactly(plan, options, mesh2x4):
     state, step, run = built(mesh2x4, plans(mesh2x4)[plan], **options)
     report = run(state, make_batch())

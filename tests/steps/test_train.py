@@ -16,6 +16,8 @@ from support.counting import Compiles
 from support.refusals import type_error, value_error
 
 KEY = jax.random.key(3)
+UNTRAINED = [(np.array([3, 7, -2]), "int64"), (np.ones(2, bool), "bool"), (np.ones(2, np.complex64), "complex64")]
+UNTRAINED += [(jax.random.key(0), "key<fry>"), ("relu", "str"), (len, "builtin_function_or_method")]
 
 
 def loss_fn(params, batch, keys):
@@ -358,17 +360,7 @@ def test_aux_must_not_take_the_builders_names(data8):
         step(init(np.float32(0), KEY), np.ones(8, np.float32))
 
 
-@pytest.mark.parametrize(
-    "leaf, name",
-    [
-        (np.array([3, 7, -2]), "int64"),
-        (np.ones(2, bool), "bool"),
-        (np.ones(2, np.complex64), "complex64"),
-        (jax.random.key(0), "key<fry>"),
-        ("relu", "str"),
-        (len, "builtin_function_or_method"),
-    ],
-)
+@pytest.mark.parametrize("leaf, name", UNTRAINED)
 def test_leaves_that_cannot_be_trained_are_refused(leaf, name, data8):
     init, _ = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adamw(1e-3), mesh=data8, plan=sk.dp("data"))
     params = {"w": np.ones((4, 1), np.float32), "table": leaf}

@@ -20,6 +20,8 @@ from support.tiers import covered
 
 B, T, D, H, K = 2, 120, 6, 120, 2  # tokens and heads divide by every axis
 DTYPES, IMPLS = ["float32", "bfloat16"], ["gather", "ring", "auto"]
+GROUPS = [(1, 6, 3, 3), (4, 8, 2, 1), (8, 8, 1, 1), (2, 6, 3, 3), (4, 12, 3, 3)]
+GROUPS += [(3, 12, 4, 4), (3, 12, 2, 2), (2, 8, 4, 2), (5, 5, 5, 1)]
 
 
 def normal(seed, *shapes, dtype="float32"):
@@ -91,20 +93,7 @@ def grouped(heads, kv_heads):
 
 # devices, query heads, key/value heads, and how many of these a device takes
 @pytest.mark.quick("1-6-3-3", "3-12-2-2", "4-8-2-1")
-@pytest.mark.parametrize(
-    "n, heads, kv_heads, taken",
-    [
-        (1, 6, 3, 3),
-        (4, 8, 2, 1),
-        (8, 8, 1, 1),
-        (2, 6, 3, 3),
-        (4, 12, 3, 3),
-        (3, 12, 4, 4),
-        (3, 12, 2, 2),
-        (2, 8, 4, 2),
-        (5, 5, 5, 1),
-    ],
-)
+@pytest.mark.parametrize("n, heads, kv_heads, taken", GROUPS)
 def test_each_device_takes_the_groups_of_its_query_heads(n, heads, kv_heads, taken):  # proves F24
     x, query, key = normal(n, (B, 3, D), (D, heads, K), (D, kv_heads, K))
     kernel, reference = grouped(heads, kv_heads)

@@ -17,6 +17,9 @@ from support import jobs
 from support.refusals import raises, value_error
 
 SLACK = 60.0  # seconds; 5 on a quiet machine
+PROXIES = [({}, {}), ({"http_proxy": ""}, {}), ({"https_proxy": "p:1"}, {"no_grpc_proxy": "h"})]
+PROXIES += [({"http_proxy": "p:1", "no_proxy": "a,b"}, {"no_grpc_proxy": "a,b,h"})]
+PROXIES += [({"grpc_proxy": "p:1", "no_proxy": "a", "no_grpc_proxy": "c"}, {"no_grpc_proxy": "c,h"})]
 
 
 # proves S98, S99, S102, S110, T3: the job's devices, and of them a process' own, in a job that was initialized
@@ -150,16 +153,7 @@ def test_where_the_numbers_come_from(environ, expected):
     assert environment.variables(environ)[:3] == expected
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, {}),
-        ({"http_proxy": ""}, {}),
-        ({"https_proxy": "p:1"}, {"no_grpc_proxy": "h"}),
-        ({"http_proxy": "p:1", "no_proxy": "a,b"}, {"no_grpc_proxy": "a,b,h"}),
-        ({"grpc_proxy": "p:1", "no_proxy": "a", "no_grpc_proxy": "c"}, {"no_grpc_proxy": "c,h"}),
-    ],
-)
+@pytest.mark.parametrize(("environ", "expected"), PROXIES)
 def test_a_proxy_is_not_asked_for_the_coordinator(environ, expected):
     assert environment.no_proxy("h", environ) == expected
 

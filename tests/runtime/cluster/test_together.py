@@ -13,6 +13,8 @@ from support import jobs
 
 LATE = 1.0  # seconds
 FIRST_PORT = 2**16 - 2**12  # jax takes one of the last 4,096 ports, by the number of Slurm's job
+ABSENT = [("3/4", "2", "process 2"), ("1/4", "3\n/job:jax_worker/replica:0/task:11\n1", "processes 1, 3, 11")]
+ABSENT += [("1/90", "7", "processes 7 and others")]
 
 
 def slurm_job():
@@ -65,14 +67,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(
-    ("reached", "names", "said"),
-    [
-        ("3/4", "2", "process 2"),
-        ("1/4", "3\n/job:jax_worker/replica:0/task:11\n1", "processes 1, 3, 11"),
-        ("1/90", "7", "processes 7 and others"),
-    ],
-)
+@pytest.mark.parametrize(("reached", "names", "said"), ABSENT)
 def test_who_did_not_come(reached, names, said, monkeypatch):
     words = f"# of tasks that reached the barrier: {reached}.\nSome timed out task names:\n{names}\n\n"
     monkeypatch.setattr(barrier.backends, "wait_at_barrier", lambda name, timeout: words)
