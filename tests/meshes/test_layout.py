@@ -182,7 +182,7 @@ def test_errors_of_specs(shape, spec, message, mesh2x4):
         assert refused(lambda: sk.global_shape(shape, spec, mesh2x4)) == f"global_shape: {message}"
 
 
-def test_shard_takes_one_spec_or_a_prefix(mesh2x4):
+def test_shard_takes_one_spec_or_a_prefix_and_a_constraint_inside_jit_is_kept(mesh2x4):
     tree = {"a": np.zeros((8, 4), np.float32), "b": {"c": np.zeros((4,), np.int32), "d": np.float32(1)}}
 
     def specs_of(specs):
@@ -191,9 +191,7 @@ def test_shard_takes_one_spec_or_a_prefix(mesh2x4):
     assert specs_of(P()) == {"a": P(), "b": {"c": P(), "d": P()}}
     assert specs_of({"a": P("model", None), "b": P()}) == {"a": P("model"), "b": {"c": P(), "d": P()}}
     assert specs_of({"a": P(), "b": {"c": P(("model",)), "d": P()}}) == {"a": P(), "b": {"c": P("model"), "d": P()}}
-
-
-def test_a_constraint_inside_jit_is_kept(mesh2x4):  # proves S23
+    # proves S23
     wanted = NamedSharding(mesh2x4, P("model", "data"))
     x = sk.shard(np.ones((8, 8), np.float32), mesh2x4, P("data"))
     y = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * x, wanted))(x)

@@ -47,7 +47,7 @@ def test_the_plain_rule_gives_the_known_numbers(make, partitionable):  # proves 
 
 
 @kinds
-def test_fold_axis_differs_along_its_axis_alone(make, mesh2x4):  # proves S53, F43
+def test_fold_axis_differs_along_its_axis_alone_and_over_a_tuple_by_the_joint_index(make, mesh2x4):  # proves S53, F43
     along = on_devices(make, lambda key: sk.fold_axis(key, "model"), mesh2x4, "model")
     assert along == FOLDED  # out_specs=P("model") is accepted: the key is typed as equal over data
 
@@ -55,10 +55,6 @@ def test_fold_axis_differs_along_its_axis_alone(make, mesh2x4):  # proves S53, F
         return sk.vary(sk.fold_axis(key, "model"), ("data", "model"))
 
     assert on_devices(make, everywhere, mesh2x4, "data", "model") == FOLDED + FOLDED
-
-
-@kinds
-def test_fold_axis_over_a_tuple_uses_the_joint_index(make, mesh2x4):
     one_device = [bits(jax.random.fold_in(make(0), i))[0] for i in range(8)]
     both = ("data", "model")
     assert on_devices(make, lambda key: sk.fold_axis(key, both), mesh2x4, *both) == one_device

@@ -166,7 +166,7 @@ def test_measured_links_replace_the_chips_and_their_messages_take_their_latency(
     assert found().exposed_seconds < found(links=links).exposed_seconds
 
 
-def test_slow_links_change_the_search_and_the_advice():
+def test_slow_links_change_the_search_and_the_advice_and_what_is_no_links_is_refused():
     """With a slow link between tensor-parallel devices, fsdp alone wins; as published, two tensor ways do."""
     job = {"chip": "v5e", "batch": 256, "sequence": 4096}
     model = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
@@ -176,9 +176,6 @@ def test_slow_links_change_the_search_and_the_advice():
     assert (
         best == planner.estimate(model, best.layout, links=slow, **job) != planner.estimate(model, best.layout, **job)
     )
-
-
-def test_links_that_are_none_are_refused():
     with type_error(
         "planner: links must be a cost.Links; got 'measured.jsonl'. Pass for example shardkit.bench.links(records)."
     ):

@@ -57,16 +57,13 @@ def test_the_ranking_is_the_brute_force_optimum(chip, chips, batch, sequence, la
     assert all(c.layout.chips == chips and c.bytes <= c.usable_bytes for c in found)
 
 
-def test_sizes_may_be_numpys():
+def test_layouts_respect_the_model_and_the_host_and_sizes_may_be_numpys():
     machine = {"chip": "v5p", "chips": 8, "batch": 8, "sequence": 512}
     found = planner.search(
         SMALL, **machine | {name: np.int32(machine[name]) for name in ("chips", "batch", "sequence")}
     )
     assert found == planner.search(SMALL, **machine)
     assert {type(size) for c in found for size in c.layout} == {int, str}
-
-
-def test_layouts_respect_the_model_and_the_host():
     for layout in layouts(LLAMA_8B, chip="h100", chips=64, batch=64, sequence=4096):
         assert layout.tensor in (1, 2, 4, 8) and layout.chips == 64
     widest = max(layout.tensor for layout in layouts(LLAMA_8B, chip="v5p", chips=64, batch=64, sequence=4096))

@@ -16,6 +16,10 @@ from shardkit.steps.state import trained
 from support.refusals import value_error
 
 KEY = jax.random.key(0)
+BY_LAYER = {"min_size": 1, "layerwise": ("layers",)}
+PLANS = {"dp": sk.dp("d"), "zero1": sk.zero1("d", min_size=1), "zero2": sk.zero2("d", min_size=1)}
+PLANS |= {"zero2 layerwise": sk.zero2("d", **BY_LAYER), "fsdp": sk.fsdp("d", min_size=1)}
+PLANS |= {"fsdp layerwise": sk.fsdp("d", **BY_LAYER)}
 
 
 def recording(seen):
@@ -221,18 +225,7 @@ def test_the_weight_is_a_count_whatever_the_output_dtype():
 # 256 + 1 + 1 + 1 is 259, which bfloat16 does not know: gradients are sums in the dtype of reductions, wherever they are
 # scattered.
 @pytest.mark.quick("dp", "fsdp layerwise")
-@pytest.mark.parametrize(
-    "plan",
-    [
-        lambda: sk.dp("d"),
-        lambda: sk.zero1("d", min_size=1),
-        lambda: sk.zero2("d", min_size=1),
-        lambda: sk.zero2("d", min_size=1, layerwise=("layers",)),
-        lambda: sk.fsdp("d", min_size=1),
-        lambda: sk.fsdp("d", min_size=1, layerwise=("layers",)),
-    ],
-    ids=["dp", "zero1", "zero2", "zero2 layerwise", "fsdp", "fsdp layerwise"],
-)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.optimized
 def test_gradients_are_summed_in_the_dtype_of_reductions(plan):
     def loss_fn(params, x, keys):
@@ -242,7 +235,7 @@ def test_gradients_are_summed_in_the_dtype_of_reductions(plan):
     mesh = sk.make_mesh(jax.devices()[:4], d=4)
     policy = sk.Precision(compute=jnp.bfloat16, reduce=jnp.float32)
     init, step = sk.make_train_step(
-        sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh, plan=plan(), precision=policy
+        sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh, plan=plan, precision=policy
     )
     x = np.array([256, 1, 1, 1], np.float32)
     state, _ = step(init({"layers": np.zeros((1, 8), np.float32)}, jax.random.key(0)), x)

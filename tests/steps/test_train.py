@@ -293,14 +293,11 @@ def test_evaluation_is_the_loss_without_dropout(data8):
     assert float(metrics["weight"]) == batch["weight"].sum()
 
 
-def test_scalars_in_the_batch_reach_every_device(data8):
+def test_scalars_in_the_batch_reach_every_device_and_the_value_the_optimizer(data8):
     grad_fn = sk.value_and_grad(lambda p, batch, keys: jnp.mean(batch["x"] * batch["scale"]) * p)
     init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=data8, plan=sk.dp("data"), accumulate=2)
     state, _ = step(init(np.float32(0), KEY), {"x": np.ones(16, np.float32), "scale": np.float32(3)})
     assert float(state.params) == -3.0
-
-
-def test_the_value_reaches_optimizers_that_want_it(data8):
     seen = optax.GradientTransformationExtraArgs(lambda p: jnp.float32(0), lambda g, s, p=None, *, value: (g, value))
     init, step = make(data8, optimizer=seen)
     state, metrics = step(init(make_params(), KEY), make_batch())
@@ -348,12 +345,9 @@ def test_bad_options_are_refused(options, message, data8):
         make(data8, **options)
 
 
-def test_profiles_name_the_program(data8):
+def test_profiles_name_the_program_and_aux_takes_no_name_of_the_builders(data8):
     init, step = make(data8)
     assert step.lower(init(make_params(), KEY), make_batch()).as_text().startswith("module @jit_step ")
-
-
-def test_aux_must_not_take_the_builders_names(data8):
     grad_fn = sk.value_and_grad(lambda p, batch, keys: (p * jnp.mean(batch), {"loss": jnp.float32(1)}))
     init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=data8, plan=sk.dp("data"))
     with value_error("make_train_step: aux must not use the names 'loss'. Rename them."):
