@@ -33,7 +33,7 @@ def test_kernels_say_layout_arguments_errors_and_cost(name):
         assert f"{argument}:" in text, f"{name} does not describe {argument}"
 
 
-def test_every_public_function_and_class_has_a_docstring():
+def test_every_public_function_has_a_docstring_and_the_changelog_each_section_once():
     missing = []
     for path in sorted((ROOT / "shardkit").rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -41,10 +41,7 @@ def test_every_public_function_and_class_has_a_docstring():
             if named and not ast.get_docstring(node) and "overload" not in map(ast.unparse, node.decorator_list):
                 missing.append(f"{path.name}: {node.name}")
     assert missing == []
-
-
-# A merge that keeps both sides of a section that was moved.
-def test_the_changelog_has_each_section_of_a_version_once():
+    # A merge that keeps both sides of a section that was moved.
     for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         sections = re.findall(r"^### .*", version, re.M)
         assert len(sections) == len(set(sections)), version[:20]

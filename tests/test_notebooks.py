@@ -75,13 +75,10 @@ def test_its_links_are_there_and_the_last_goes_on(path):
     assert goes_on and f"]({goes_on[0]})" in last["source"]
 
 
-def test_the_notebooks_are_numbered():
+def test_the_notebooks_are_numbered_and_what_counts_as_the_same_output():
     """A number that two have, or none: the order, and `make notebooks ONLY=...`, go by it."""
     assert [path.stem[:3] for path in EVERY] == [f"{number:02}_" for number in range(1, len(EVERY) + 1)]
-
-
-def test_what_counts_as_the_same_output():
-    """A comparison that lets a wrong number of bytes pass, or fails for the last digit of a loss."""
+    # A comparison that lets a wrong number of bytes pass, or fails for the last digit of a loss.
     assert notebooks.alike("loss 2.3541, 1,024 bytes", "loss 2.3539, 1,024 bytes")
     assert notebooks.alike("error 1.2e-08", "error 3.4e-08")
     assert notebooks.alike("1 x at cuts.py:57 (whole)", "1 x at cuts.py:177 (whole)")

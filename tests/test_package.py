@@ -205,14 +205,11 @@ def test_every_remedy_names_what_to_pass():
     assert not found, found
 
 
-def test_one_class_name_has_one_meaning():
+def test_one_class_name_has_one_meaning_and_no_error_is_known_by_its_words():
     trees = [ast.parse(path.read_text()) for path in modules()]
     names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     twins = {name for name in names if names.count(name) > 1 and not name.startswith("_")}
     assert twins == {"Options"}, "of which each command has its own"
-
-
-def test_no_error_is_known_by_its_words():
     reads = re.compile(r"str\(error\)\.startswith|\" (not )?in str\(error\)|error\.args")
     assert [path.name for path in modules() if reads.search(path.read_text())] == ["profile.py"], "jax has only words"
 

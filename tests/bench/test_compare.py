@@ -54,16 +54,13 @@ def test_a_tenth_is_found_and_noise_or_a_slower_hour_is_not():
     assert verdicts(run(), run(0.9, seed=1))[1] == "faster"
 
 
-def test_the_interval_holds_the_change_and_the_threshold_decides():
+def test_the_interval_holds_the_change_and_runs_in_one_file_are_pooled():
     compared = bench.compare(run(), run(1.1, seed=1))
     other = compared.changes[1]
     assert other.low < 0.1 < other.high and other.high - other.low < 0.12
     assert compared.regressed and other.measure == "cpu, base" and compared.changes[0].measure == "cpu, calibration"
     assert str(compared).splitlines()[-1] == "1 of 2 slower by more than 5%"
     assert not bench.compare(run(), run(1.1, seed=1), threshold=0.2).regressed
-
-
-def test_runs_in_one_file_are_pooled_and_new_cases_named():
     old, new = run() + run(seed=1), run(seed=2)
     assert verdicts(old, new) == ["equal", "equal"]
     assert verdicts(old[:1], new) == ["equal", "only in new"]

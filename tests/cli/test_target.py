@@ -61,7 +61,7 @@ def test_findings_are_printed_and_counted(program, inside):
     assert ignored.stdout.endswith("\nno findings\n")
 
 
-def test_a_clean_program_and_its_explanation(program, inside):
+def test_a_clean_program_its_explanation_and_a_mistake_in_one_sentence(program, inside):
     done = inside("audit", f"{program}:clean", "--args", "f32[8,4]", "key")
     assert done.stdout.endswith("\nno findings\n")
     done = inside("audit", f"{program}:gradient", "--explain", "--devices", 4)
@@ -70,9 +70,6 @@ def test_a_clean_program_and_its_explanation(program, inside):
         "all_reduce over 'data' of 4 bytes, at program.py:22 (gradient.<locals>.<lambda>.<locals>.<lambda>): w is "
         "invariant over 'data' and is used with x, which varies over it; the gradient of the cast is a sum."
     )
-
-
-def test_a_mistake_ends_with_one_sentence(program, inside):
     done = inside("audit", f"{program}:broken", "--args", "f32[8]", code=2)
     assert done.stderr == (
         "error: audit: the step must be traced with these arguments; it raises TypeError: this is. Check the "

@@ -157,7 +157,7 @@ def test_equal_values_are_equal_copies(four):
     assert of(lambda x: sk.all_gather(x[:1], "i", replicated=True)) == [6, 6, 6, 6]
 
 
-def test_booleans_and_integers_of_reductions(four):
+def test_booleans_and_integers_of_reductions_and_nan_off_the_source(four):
     flags = np.array([True, False, True, True])
     total = place(lambda x: sk.all_reduce(x, "i"), flags, four, P("i"), P())
     assert (total.dtype, total.tolist()) == (np.int32, [3])
@@ -165,9 +165,6 @@ def test_booleans_and_integers_of_reductions(four):
     assert (mean.dtype, mean.tolist()) == (np.float32, [1, 0, 1, 1])
     either = place(lambda x: sk.all_reduce(x, "i", op="max"), flags, four, P("i"), P())
     assert (either.dtype, either.tolist()) == (np.bool_, [True])
-
-
-def test_nan_off_the_source_stays_there(four):
     x = np.float32([np.nan, np.inf, 5, np.nan])
     f = jax.shard_map(lambda v: sk.broadcast(v, "i", source=2), mesh=four, in_specs=P("i"), out_specs=P())
     assert np.asarray(jax.jit(f)(x)).tolist() == [5]

@@ -80,16 +80,13 @@ def grad_of(kernel, weights):
     return lambda x, axis: jax.grad(lambda x: jnp.sum(kernel(x, axis) * jnp.asarray(weights)[sk.axis_index(axis)]))(x)
 
 
-def test_a_tie_is_shared_and_the_others_get_nothing():
+def test_a_tie_is_shared_and_gradient_of_a_running_max():
     x = np.array([[1.0, 7], [5, 7], [5, 7], [2, 7]], np.float32)
     got = on_devices(lambda x, axis: jax.grad(lambda x: jnp.sum(sk.all_reduce(x, axis, op="max")) * 3)(x), x)
     assert got.tolist() == [[0, 0.75], [1.5, 0.75], [1.5, 0.75], [0, 0.75]]
     # forward mode and second derivatives: max(x)^2 has curvature 2, shared along both derivatives
     curvature = jax.hessian(lambda x: sk.all_reduce(x, "a", op="max")[0] ** 2)
     assert on_devices(lambda x, axis: curvature(x)[0], x[:, :1]).ravel().tolist() == [0, 1, 1, 0]
-
-
-def test_gradient_of_a_running_max():
     x = np.array([3.0, 1, 4, 2, 9], np.float32)
     weights = np.array([1.0, 10, 100, 1000, 10000], np.float32)
     got = on_devices(grad_of(partial(sk.collectives.prefix_scan, op="max"), weights), x)

@@ -23,24 +23,16 @@ def idle(schedule, forward, inputs, weight, overlapped=None):
 
 # proves F38 (the published forms)
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
-def test_zb_h1(p):
+def test_zb_h1_zb_v_and_dualpipe_v(p):
     """Qi et al., table 2: (p-1)(F + I - W) where W is the least of the three."""
     for m in range(p, 2 * p + 2):
         schedule = schedules.zero_bubble_h1(p, m)
         for f, i, w in COSTS:
             assert idle(schedule, f, i, w)[0] == (p - 1) * (f + i - min(f, i, w))
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-def test_zb_v(p):
-    """Nothing within a device's own span, where the three parts are equal."""
+    # Nothing within a device's own span, where the three parts are equal.
     for m in range(2 * p - 1, 2 * p + 2):
         assert idle(schedules.zero_bubble_v(p, m), 2, 2, 2)[1] == 0
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-def test_dualpipe_v(p):
-    """DeepSeek-V3, table 2: (p-1)(F&B + B - 3W) / 2, where forward and input gradient are equal and W is no longer."""
+    # DeepSeek-V3, table 2: (p-1)(F&B + B - 3W) / 2, where forward and input gradient are equal and W is no longer.
     for m in (2 * p, 2 * p + 3):
         schedule = schedules.dualpipe_v(p, m)
         for f, i, w in COSTS:

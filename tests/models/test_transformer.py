@@ -68,17 +68,14 @@ def test_rotary_scores_depend_on_the_distance_alone():
     assert np.ptp(scores[5]) > 0.1
 
 
-def test_grouped_heads_equal_repeated_ones():
+def test_grouped_heads_equal_repeated_ones_and_rms_norm_keeps_its_statistics_in_low_precision():
     params = jax.tree.map(lambda w: w[0], weights(CONFIG)["layers"])
     x = jax.random.normal(jax.random.key(2), (2, 6, 32))
     repeated = params | {name: jnp.repeat(params[name], 2, axis=1) for name in ("key", "value")}
     full = transformer.Config(vocabulary=40, layers=2, dim=32, heads=4, hidden=48)
     attention = jax.jit(transformer.attention, static_argnums=2)
     np.testing.assert_allclose(attention(params, x, CONFIG), attention(repeated, x, full), rtol=1e-5, atol=1e-7)
-
-
-# proves F28 on one device
-def test_rms_norm_in_low_precision_keeps_its_statistics():
+    # proves F28 on one device
     x = 300 * jax.random.normal(KEY, (1, 4, 64)).astype(jnp.float16)  # squares overflow float16
     y = transformer.rms_norm(x, jnp.ones(64, jnp.float16))
     assert y.dtype == jnp.float16

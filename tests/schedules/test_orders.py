@@ -33,7 +33,7 @@ def test_published_orders(name):  # proves F35, F36, F37, F38
     assert Schedule.from_csv(text) == BUILT[name]
 
 
-def test_orders_by_hand():
+def test_orders_by_hand_and_of_lockstep_by_its_closed_form():
     assert schedules.one_f_one_b(2, 3).order(0) == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
     assert schedules.lockstep(2, 2).order(1) == ["1F0", "1B0", "1F1", "1B1"]
     assert schedules.dualpipe_v(4, 8).order(0)[16:20] == ["7F3", "0F7", "7B3", "7F4"]
@@ -44,9 +44,6 @@ def test_orders_by_hand():
     schedule = schedules.zero_bubble_v(3, 8)
     assert [schedule.device(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     assert schedule.order(0)[:9] == ["0F0", "0F1", "0F2", "0F3", "0F4", "5F0", "5I0", "5W0", "5F1"]
-
-
-def test_lockstep_is_its_closed_form():
     p, m, v = 3, 7, 2
     at = schedules.lockstep(p, m, v).ticks
     for (stage, op, i), tick in at.items():

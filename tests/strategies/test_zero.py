@@ -557,17 +557,13 @@ def trained(plan, precision, steps=4, rate=1e-2):
 
 @pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "fsdp"])
-def test_a_master_copy_in_the_same_dtype_changes_nothing(name):
+def test_low_precision_parameters_follow_their_master_copy_which_in_the_same_dtype_changes_nothing(name):
     plain = trained(PLANS[name](), None)
     with_copy = trained(PLANS[name](), sk.Precision(master=jnp.float32))
     for leaf in plain.params:
         assert jnp.array_equal(plain.params[leaf], with_copy.params[leaf])
         assert jnp.array_equal(with_copy.params[leaf], with_copy.opt_state.copy[leaf])
-
-
-@pytest.mark.quick("fsdp")
-@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "fsdp"])
-def test_low_precision_parameters_follow_their_master_copy(name):  # proves F23
+    # proves F23
     low = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
     state = trained(PLANS[name](), low, steps=8, rate=1e-5)
     start = quadratic_params()

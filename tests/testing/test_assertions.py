@@ -190,15 +190,12 @@ def test_what_is_allowed_is_rounding_and_neither_a_percent_nor_a_factor(data8):
         assert_matches_reference(lambda x: x * np.float32(1 + 1e-4), lambda x: x, args=args, **options)
 
 
-def test_words_for_factors():
+def test_words_for_factors_and_integers_must_be_equal_whatever_is_allowed():
     y = np.array([1.0, -2, 0])
     assert constant_factor(3 * y, y) == 3
     assert constant_factor(y, y) is None and constant_factor(y + 1, y) is None and constant_factor(y, 0 * y) is None
     assert [times(f) for f in (4, 0.25, -1, 0, 1.5, -0.5)] == [*("4x", "1/4 of", "-1x", "0x", "1.5x", "-1/2 of")]
     assert distance(np.array([np.nan, np.inf, 1]), np.array([np.nan, np.inf, np.nan])).tolist() == [0, 0, np.inf]
-
-
-def test_integers_must_be_equal_whatever_is_allowed():
     floats, integers = {"x": np.array([1000.0, 2.0])}, {"n": np.array([1000, 2])}
     assert first_gap({"x": floats["x"] + 1}, floats, lambda *_: 2.0) is None
     found = first_gap({"n": integers["n"] + 1}, integers, lambda *_: 2.0)

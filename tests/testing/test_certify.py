@@ -110,7 +110,7 @@ def whole(params, x):
     return jnp.mean((jnp.tanh(x @ params["w_up"]) @ params["w_down"]) ** 2)
 
 
-def test_two_axes_and_sharded_parameters():
+def test_two_axes_and_sharded_parameters_and_means_of_means_are_not_one_factor():
     options = {"axes": ("data", "model"), "param_specs": SPECS}
     assert len(certify_gradients(tensor_parallel, whole, PARAMS, BATCH, **options).meshes) == 10
     twice = "axis 'model' (size 8) is summed twice, or a division by its size is missing"
@@ -118,18 +118,15 @@ def test_two_axes_and_sharded_parameters():
         certify_gradients(
             lambda p, x: tensor_parallel(p, x, down=sk.axis_size("model")), whole, PARAMS, BATCH, **options
         )
-
-
-def test_means_of_means_are_not_one_factor():
     x = np.concatenate([BATCH, (np.arange(8) < 3)[:, None].astype(np.float32)], 1)  # the last column is a weight
 
     def weighted(params, x):
         return jnp.sum((x[:, :4] @ params["w_up"]) ** 2 * x[:, 4:]) / jnp.maximum(jnp.sum(x[:, 4:]), 1)
 
     params = {"w_up": PARAMS["w_up"]}
-    wrong = lambda p, x: mean(jax.grad(weighted)(sk.vary(p, "data"), x))  # noqa: E731
+    averaged = lambda p, x: mean(jax.grad(weighted)(sk.vary(p, "data"), x))  # noqa: E731
     with pytest.raises(AssertionError, match="as when means of unequal weight are averaged"):
-        certify_gradients(wrong, weighted, params, x, devices=4)
+        certify_gradients(averaged, weighted, params, x, devices=4)
 
 
 def test_errors_in_full():
@@ -168,16 +165,13 @@ def test_arguments_that_cannot_be_meant():
     )
 
 
-def test_scalars_of_the_batch_are_whole_and_none_is_equal_everywhere():
+def test_scalars_of_the_batch_are_whole_and_what_is_not_finite_is_called_so():
     scaled = lambda p, b: square(p, b["x"]) * b["scale"]  # noqa: E731
     grads = lambda p, b: mean(jax.grad(scaled)(sk.vary(p, "data"), b))  # noqa: E731
     batch = {"x": BATCH, "scale": np.float32(2)}
     for spec in (None, {"x": P("data"), "scale": None}):
         assert certify_gradients(grads, scaled, PARAMS, batch, axes="data", batch_spec=spec, devices=2).leaves == 2
-
-
-def test_what_is_not_finite_and_what_is_wrong_on_one_device_are_called_so():
-    """Neither has to do with means of unequal weight."""
+    # Neither has to do with means of unequal weight.
     right = RIGHT["cast, then pmean(grad(local))"]
     nan = lambda p, x: jax.tree.map(lambda g: g / 0, right(p, x))  # noqa: E731
     shifted = lambda p, x: jax.tree.map(lambda g: g + 1, right(p, x))  # noqa: E731

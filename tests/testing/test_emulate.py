@@ -134,7 +134,7 @@ def what_they_mean(blocks, device):
 
 
 # Each entry alone catches a wrong order of the devices in that collective.
-def test_the_collectives_of_lax_over_tuples_of_axes():
+def test_the_collectives_of_lax_over_tuples_of_axes_in_any_order():
     def kernel(x):
         return jax.tree.map(lambda y: sk.vary(jnp.asarray(y), AB)[None], list(every_collective(x)))
 
@@ -144,9 +144,6 @@ def test_the_collectives_of_lax_over_tuples_of_axes():
     for device in range(4):
         mine = jax.tree.map(lambda y, device=device: y[device], got)
         jax.tree.map(np.testing.assert_array_equal, mine, list(what_they_mean(blocks, device)))
-
-
-def test_a_mesh_of_the_same_axes_in_another_order_was_traced_before():
     other = sk.make_mesh(jax.devices()[:4], b=2, a=2)
     jax.eval_shape(jax.shard_map(lambda x: lax.psum(x, BA), mesh=other, in_specs=P(BA), out_specs=P()), np.zeros(4))
     ring = [(i, (i + 1) % 4) for i in range(4)]

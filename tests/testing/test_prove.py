@@ -312,14 +312,11 @@ def test_what_is_allowed_follows_from_the_gradients_error():
     assert wanted.grads_allowed["w"] < 1e-3 * np.max(np.abs(wanted.grads["w"]))
 
 
-def test_a_program_is_made_once_and_its_parts_belong_together():
+def test_a_program_is_made_once_and_a_recording_optimizer_changes_nothing():
     program = Program.of(DP4, OWN, optax.sgd(0.1), PARAMS, BATCHES, KEY)
     assert program.compiled is program.compiled and len(program.ran.steps) == 3
     assert [taken.compiled for taken in program.ran.steps] == [0, 0, 0]  # the compiled program is the one that runs
     assert int(program.ran.state.step) == 3
-
-
-def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
     params, grads = {"w": jnp.float32(3)}, {"w": jnp.float32(10)}
     clipped = recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     updates, state = clipped.update(grads, clipped.init(params), params)

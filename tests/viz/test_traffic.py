@@ -137,7 +137,7 @@ def test_bars_of_overlap_are_the_seconds_of_the_rows():
     assert "half: 5 ms, no collectives" in several.texts[1].get_text()
 
 
-def test_overlap_of_what_has_no_times_is_refused():
+def test_overlap_of_what_has_no_times_is_refused_and_times_have_a_unit():
     assert refused(lambda: viz.overlap({"a": 3}), TypeError) == (
         "viz.overlap: report must be a report of aot.compile, or a mapping of names to them; got 3. Pass "
         "sk.aot.compile(step, args, topology='v5e:2x4')."
@@ -146,7 +146,4 @@ def test_overlap_of_what_has_no_times_is_refused():
         "viz.overlap: the program must be compiled; got a report of one that does not fit v5e:2x4, of which there are "
         "no times. Pass a report with fits=True."
     )
-
-
-def test_times_have_a_unit_that_suits_them():
     assert [duration(t) for t in (0, 4.5e-8, 1.5e-3, 0.25, 90.0)] == ["0 s", "45 ns", "1.5 ms", "250 ms", "90 s"]

@@ -101,13 +101,11 @@ def test_a_collective_pays_with_another(why, paid):
     assert [(r.kind, r.axes, r.value, r.why) for r in rows] == [(kind, ("model",), "x", why)]
 
 
-def test_a_sum_pays_with_nothing():
+def test_a_sum_pays_with_nothing_and_without_checked_types_with_a_sum():
     summed = on(lambda x: sk.all_reduce(x, "model"), out_specs=P("data"))
     found = explain(jax.grad(lambda x: jnp.sum(summed(x) ** 2)), X)
     assert len(found) == 0 and str(found) == "the backward pass sends nothing"
 
-
-def test_a_sum_without_checked_types_pays_with_a_sum():
     def loss(params, x):
         return lax.psum(jnp.sum(x @ params["w"]), "data")
 

@@ -247,7 +247,7 @@ def test_what_the_trace_does_not_show_is_said(mesh2x4):
 
 
 @pytest.mark.parametrize("version", ("0.10", "0.12"))
-def test_a_gpus_kernels_are_matched_by_what_started_them(version):
+def test_a_gpus_kernels_are_matched_by_what_started_them_and_a_tpus_pairs_last_from_start_to_done(version):
     """The form of a GPU's trace: kernels on streams, whose statistics name the instruction that started them."""
     module, rows = recorded(f"fsdp_tp-h100_1x1x8-jax{version}.json.gz")
     row = next(r for r in rows if r.kind == "reduce_scatter")
@@ -270,11 +270,7 @@ def test_a_gpus_kernels_are_matched_by_what_started_them(version):
     spans = read_spans(data, module, rows, "gpu")
     seen = {name: devices for name, devices in spans.items() if devices}
     assert list(seen.values()) == [{f"/device:GPU:{i}": [(100, 140), (300, 360)] for i in (0, 1)}]
-
-
-@pytest.mark.parametrize("version", ("0.10", "0.12"))
-def test_a_tpus_pairs_last_from_start_to_done(version):
-    """The form of a TPU's trace: the start and the done of a permute are two short operations."""
+    # The form of a TPU's trace: the start and the done of a permute are two short operations.
     module, rows = recorded(f"ring_loop-v5e_2x4-jax{version}.json.gz")
     (row,) = rows
     started, done = row.name, row.name.replace("-start", "-done")

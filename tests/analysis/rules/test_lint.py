@@ -31,14 +31,10 @@ def ids(row):
 
 # proves F75, S121, S129, S130: by rule
 @pytest.mark.parametrize("row", PLANTED, ids=ids)
-def test_planted_mistakes_are_named(row):
+def test_planted_mistakes_are_named_and_their_corrected_twins_are_clean(row):
     found = lint(row.wrong, *row.args, **row.options)
     assert {f.rule for f in found} == {row.rule}, [str(f) for f in found]
     assert all(f.source.startswith("divergent.py:") for f in found)
-
-
-@pytest.mark.parametrize("row", PLANTED, ids=ids)
-def test_their_corrected_twins_are_clean(row):
     assert [str(f) for f in lint(row.right, *row.args, **row.options)] == []
 
 
@@ -389,17 +385,14 @@ def test_the_gradient_of_a_replicated_gather_is_told_apart():
     assert found.remedy == "Gather without replicated=True: its gradient is then a reduce_scatter, which sends half."
 
 
-def test_specs_of_an_axis_of_one_device_split_nothing():
+def test_specs_of_an_axis_of_one_device_split_nothing_and_a_slice_at_one_place_needs_the_whole_sum():
     mesh = divergent.abstract(data=1, model=4)
     kernel = lambda x: lax.cond(jnp.sum(x) > 0, lambda x: x + lax.pmax(sk.vary(x, "data"), "data"), lambda x: x, x)  # noqa: E731
     fn = jax.shard_map(
         lambda x: sk.vary(kernel(x), ("data", "model")), mesh=mesh, in_specs=P("data"), out_specs=P(BOTH)
     )
     assert lint(fn, X) == [] and MESH.shape["data"] == 2
-
-
-def test_a_slice_at_the_same_place_on_every_device_needs_the_whole_sum():
-    """What each keeps is not its own piece: no reduce_scatter would do."""
+    # What each keeps is not its own piece: no reduce_scatter would do.
     kernel = on(lambda x: lax.dynamic_slice_in_dim(sk.all_reduce(x, "model"), jnp.int32(2), 2))
     assert not [each for each in lint(kernel, X, small=0) if each.rule == "all-reduce-then-slice"]
     own = on(lambda x: lax.dynamic_slice_in_dim(sk.all_reduce(x, "model"), 2 * lax.axis_index("model"), 2))

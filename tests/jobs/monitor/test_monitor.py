@@ -275,12 +275,9 @@ def test_what_differs_is_named():
     assert found.endswith("option 3 (2 on process 1, 1 on process 0) and 2 more")
 
 
-def test_sets_and_addresses_do_not_differ():
+def test_sets_do_not_differ_and_a_program_that_does_is_told_by_line_and_collectives():
     assert _plain({"b", "a"}) == ["a", "b"]
     assert _plain(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
-
-
-def test_a_program_that_differs_is_told_by_line_and_collectives():
     one = {"components": {"program": "p"}, "lines": ["a", "b", "c"], "collectives": {"all_reduce": 2}, "step": 3}
     other = {"components": {"program": "q"}, "lines": ["a", "x"], "collectives": {"all_gather": 1}, "step": 3}
     assert compared({0: one, 1: other, 2: one}) == (

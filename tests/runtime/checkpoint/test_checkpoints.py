@@ -892,7 +892,7 @@ def test_a_full_disk(small_disk):
     assert left <= {"asyncio"}  # idle; one of a save would keep the process from ending for 20 minutes
 
 
-def test_who_reads_alone_does_not_save(tmp_path):
+def test_who_reads_alone_does_not_save_and_a_directory_that_cannot_be(tmp_path):
     target = saved(tmp_path, 1)
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         assert checkpoints.restore(target)[1].step == 1
@@ -900,9 +900,6 @@ def test_who_reads_alone_does_not_save(tmp_path):
             f"save: '{tmp_path}' was opened with read_only=True. Open it without, to save."
         )
     assert names(tmp_path) == ["1"]
-
-
-def test_a_directory_that_cannot_be(tmp_path):
     _, _, state = tiny()
     (tmp_path / "file").write_text("mine")
     for directory in (tmp_path / "file", tmp_path / "file" / "x"):

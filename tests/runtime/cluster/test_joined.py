@@ -107,19 +107,14 @@ def test_the_guard_of_a_job_that_jax_has_joined():
 
 @pytest.mark.clock
 @pytest.mark.deep
-def test_a_process_that_the_others_do_not_follow():
+def test_a_process_that_the_others_do_not_follow_or_that_has_another_token():
     """Only one process calls initialize: it says so within its time, and does not wait for ever."""
     words = ["--joined", "--timeout", 2, "--alone"]
     first, second = (jobs.run("loop.py", *words, rank, processes=2)[rank] for rank in (0, 1))
     assert first.code == second.code == 9
     assert "initialize: process 1 of 2 did not connect to 127.0.0.1:" in first.output
     assert "initialize: process 0 must call it too; it did not within 2 s." in second.output
-
-
-@pytest.mark.clock
-@pytest.mark.deep
-def test_another_token():
-    """A process with another token than process 0 does not get in, and both say so."""
+    # A process with another token than process 0 does not get in, and both say so.
     ended = jobs.run("loop.py", "--joined", "--timeout", 3, processes=2, each=lambda rank: {TOKEN: f"secret {rank}"})
     assert [each.code for each in ended] == [9, 9]
     assert f"connected with another {TOKEN}: set it to the same value in all processes." in ended[0].output
