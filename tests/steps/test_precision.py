@@ -234,9 +234,7 @@ def test_gradients_are_summed_in_the_dtype_of_reductions(plan):
 
     mesh = sk.make_mesh(jax.devices()[:4], d=4)
     policy = sk.Precision(compute=jnp.bfloat16, reduce=jnp.float32)
-    init, step = sk.make_train_step(
-        sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh, plan=plan, precision=policy
-    )
+    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh, plan=plan, precision=policy)
     x = np.array([256, 1, 1, 1], np.float32)
     state, _ = step(init({"layers": np.zeros((1, 8), np.float32)}, jax.random.key(0)), x)
     np.testing.assert_array_equal(state.params["layers"], np.full((1, 8), -259 / 4, np.float32))
