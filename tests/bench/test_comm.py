@@ -22,6 +22,11 @@ from support.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 QUICK = {"calls": 2, "rounds": 1}
+GROUPS = [("all_reduce", (), "{all}"), ("all_reduce", ((0, 1, 2, 3), (4, 5, 6, 7)), "{0-3} {4-7}")]
+GROUPS += [("all_reduce", tuple((i, i + 8) for i in range(8)), "{0,8} {1,9} {2,10} {3,11} .. (8)")]
+GROUPS += [("all_gather", (tuple(range(0, 64, 4)),), "{0,4,..,60}")]
+GROUPS += [("ppermute", ((0, 1), (1, 2), (2, 0)), "0>1>2>0"), ("ppermute", ((2, 1), (1, 0), (3, 3)), "2>1>0")]
+GROUPS += [("ppermute", tuple((i, (i + 1) % 16) for i in range(16)), "0>1>2>..>15>0")]
 
 
 def right(x, axis):
@@ -208,18 +213,7 @@ def test_every_kernel_is_right(op, dtype, mesh2x4):
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(
-    ("kind", "groups", "text"),
-    [
-        ("all_reduce", (), "{all}"),
-        ("all_reduce", ((0, 1, 2, 3), (4, 5, 6, 7)), "{0-3} {4-7}"),
-        ("all_reduce", tuple((i, i + 8) for i in range(8)), "{0,8} {1,9} {2,10} {3,11} .. (8)"),
-        ("all_gather", (tuple(range(0, 64, 4)),), "{0,4,..,60}"),
-        ("ppermute", ((0, 1), (1, 2), (2, 0)), "0>1>2>0"),
-        ("ppermute", ((2, 1), (1, 0), (3, 3)), "2>1>0"),
-        ("ppermute", tuple((i, (i + 1) % 16) for i in range(16)), "0>1>2>..>15>0"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "groups", "text"), GROUPS)
 def test_groups_as_text(kind, groups, text):
     assert as_compiled.grouped(kind, groups) == text
 

@@ -29,6 +29,8 @@ def make():
     return loss_fn, jnp.ones((128, 64)), jnp.ones((4, 128))
 """
 LARGE = {"model": "70b", "chip": "v5p", "chips": 512, "batch": "4M-tokens"}
+WRITTEN = [Layout(data=2, fsdp=2, tensor=2, accumulate=2, remat="full")]
+WRITTEN += [Layout(fsdp=2, stage=2, microbatches=4), Layout(fsdp=2, tensor=2, context=2)]
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +42,7 @@ def large(tmp_path_factory):
 
 
 # proves N35 in part: the module that is written trains as one device. Catches what it loses of plan, schedule and model
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(data=2, fsdp=2, tensor=2, accumulate=2, remat="full"),
-        Layout(fsdp=2, stage=2, microbatches=4),
-        Layout(fsdp=2, tensor=2, context=2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", WRITTEN, ids=str)
 def test_the_module_that_is_written_trains_as_one_device(layout):
     found = planner.estimate(SMALL, layout, chip="v5e", batch=16, sequence=8)
     module = {}

@@ -14,6 +14,8 @@ from shardkit import DistributedConfig
 from support.refusals import value_error
 
 pytestmark = pytest.mark.check
+BACKENDS = [("nccl", {}), ("gloo", {"jax_cpu_collectives_implementation": "gloo"})]
+BACKENDS += [("mpi", {"jax_cpu_collectives_implementation": "mpi"})]
 
 
 def test_fields_and_defaults_and_what_follows_from_the_world():  # proves S1
@@ -85,14 +87,7 @@ def test_errors(fields, message):
         DistributedConfig(**{"world_size": 8} | fields)
 
 
-@pytest.mark.parametrize(
-    ("backend", "settings"),
-    [
-        ("nccl", {}),
-        ("gloo", {"jax_cpu_collectives_implementation": "gloo"}),
-        ("mpi", {"jax_cpu_collectives_implementation": "mpi"}),
-    ],
-)
+@pytest.mark.parametrize(("backend", "settings"), BACKENDS)
 def test_backends_are_jax_settings(backend, settings):  # proves S5
     assert DistributedConfig(backend=backend).jax_settings() == settings
     for name, value in settings.items():
