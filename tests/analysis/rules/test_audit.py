@@ -16,11 +16,12 @@ import shardkit as sk
 from shardkit._jax import backends, jaxprs
 from shardkit.analysis import RULES, Audit, Finding
 from shardkit.analysis.jaxpr.step import first_use, leaves_of, trace_step
+from shardkit.analysis.judge import OtherFormatError
 from shardkit.analysis.rules.loops import _unchanged
 from support.compilers import gpu, tpu
 from support.planted import audited
 from support.planted.audited import PLANTED, Planted
-from support.refusals import refused, value_error
+from support.refusals import raises, refused
 
 VECTOR = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -145,7 +146,7 @@ def test_what_is_held_and_sent_is_reported_with_lines(whole):
 
 def test_an_audit_is_written_and_read(whole):
     assert Audit.from_json(whole.to_json()) == whole
-    with value_error("audit: the snapshot must have format 1; got 2. Write it again with this version."):
+    with raises(OtherFormatError, "audit: the snapshot must have format 1; got 2. Write it again with this version."):
         Audit.from_json(whole.to_json().replace('"format": 1', '"format": 2'))
 
 
