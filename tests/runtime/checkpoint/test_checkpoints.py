@@ -768,7 +768,6 @@ def test_what_says_nothing_of_the_files_and_too_little_memory_are_no_damage(tmp_
             f"restore: step 2 of '{tmp_path}' could not be read: Too many open files. The step may be intact: fix the "
             "cause, then restore again."
         )
-    target = saved(tmp_path, 1)
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
         monkeypatch.setattr(reading, "load", Mock(side_effect=error))
         with pytest.raises(type(error)) as caught:
