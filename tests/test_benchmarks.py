@@ -64,7 +64,7 @@ def smoke(name, *words):
 
 def recorded(path, name):
     """What it records."""
-    file = path / "out.jsonl"
+    file = path / f"{name}.jsonl"
     if name in ("building", "instruments", "step_overhead"):  # on one device, and one in a process of its own for all
         smoke(name, "--smoke", "--json", file)
     else:
