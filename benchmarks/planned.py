@@ -21,6 +21,7 @@ import optax
 
 import shardkit as sk
 from shardkit import bench, planner
+from shardkit.analysis.hlo.report import Report
 from shardkit.bench.records import FORMAT, VERSION
 from shardkit.planner import Candidate, Layout, Model, memory, work
 
@@ -29,11 +30,13 @@ MODELS = {
     "1.5b": Model(layers=28, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocabulary=32_768),
     "8b": Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
     "70b": Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28_672, vocabulary=128_256),
+    "8x0.6b": Model(16, 2048, 16, 32_768, kv_heads=8, ffn=5632, experts=8),
+    "64x0.1b": Model(16, 2048, 16, 32_768, kv_heads=8, ffn=1024, experts=64, top_k=4),
 }
 
 
 class Row(NamedTuple):
-    """One layout on a topology; `local` is the sequences of a microbatch on each data and fsdp way."""
+    """One layout on a topology; `local` is the sequences of a microbatch on each data, fsdp and expert way."""
 
     topology: str
     model: str
@@ -48,9 +51,8 @@ class Row(NamedTuple):
 
     def predicted(self, model: Model | None = None) -> Candidate:
         """Today's prediction, of a model that may be another."""
-        data, fsdp, _, accumulate = self.layout[:4]
         model = MODELS[self.model] if model is None else model
-        job: Any = {"batch": self.local * data * fsdp * accumulate, "sequence": self.sequence}
+        job: Any = {"batch": self.local * self.layout.parts, "sequence": self.sequence}
         return planner.estimate(model, self.layout, chip=self.topology.partition(":")[0], **job)
 
     def step(self, model: Model | None = None) -> tuple[sk.TrainStep, tuple[Any, Any]]:
@@ -66,8 +68,7 @@ class Row(NamedTuple):
             precision="bf16",
         )
         state = init.abstract(lambda key: sk.models.transformer.init(key, found.config()))
-        examples = self.local * self.layout.data * self.layout.fsdp * accumulate
-        tokens = jax.ShapeDtypeStruct((examples, self.sequence), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((self.local * self.layout.parts, self.sequence), jnp.int32)
         return step, (state, {"tokens": tokens, "targets": tokens})
 
 
@@ -99,12 +100,24 @@ def rows() -> Iterator[Row]:
     yield Row("h100:1x4x8", "8b", Layout(fsdp=32, remat="full"), 1, 4096)
     yield Row("v6e:4x4", "8b", Layout(fsdp=8, tensor=2, remat="full"))
     yield Row("v5e:16x16", "70b", Layout(fsdp=32, tensor=8, remat="full"))
+    yield Row("v5p:2x2x2", "64x0.1b", Layout(expert=8, remat="full"))
+    yield Row("v5p:2x2x2", "64x0.1b", Layout(expert=8, remat="full"), 8)
+    yield Row("v5p:2x2x2", "64x0.1b", Layout(fsdp=2, expert=4, remat="selective"))
+    yield Row("v5p:2x2x2", "64x0.1b", Layout(fsdp=2, expert=4, remat="selective"), 4)
+    yield Row("v5p:2x2x2", "64x0.1b", Layout(fsdp=2, expert=4))
+    yield Row("v5p:2x2x2", "64x0.1b", Layout(fsdp=2, expert=4), 3)
+    yield Row("v5p:2x2x2", "64x0.1b", Layout(fsdp=2, expert=4, accumulate=2, remat="full"))
+    yield Row("v5p:2x2x2", "8x0.6b", Layout(fsdp=4, expert=2, remat="full"))
 
 
 def compiled(row: Row) -> dict[str, Any]:
     """What the compiler says of the row, as a record."""
     step, args = row.step()
-    report = sk.aot.compile(step, args, topology=row.topology)
+    return record_of(row, sk.aot.compile(step, args, topology=row.topology))
+
+
+def record_of(row: Row, report: Report) -> dict[str, Any]:
+    """A report as a record of the row."""
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "benchmark": "planned", "row": row.topology}
     record |= {"case": row.name, "fits": report.fits, "versions": report.versions, "environment": bench.environment()}
     if report.memory is None:

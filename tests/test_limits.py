@@ -37,7 +37,7 @@ LIMITS = {
     "jobs": 2100,
     "meshes": 1605,  # the order of devices that loads links least: measured and predicted time, of all plans
     "models": 725,
-    "planner": 2005,  # models of any config.json or loss, a step's buffers and operations, every axis, and the code
+    "planner": 2090,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
     "reporting": 280,
     "resharding": 870,
     "runtime": 4060,
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 48_460
+    assert sum(found.values()) <= 48_545
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

@@ -67,7 +67,7 @@ class Options(WithJson):
     options: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An option of the compiler as name=value, such as sk.aot.tune finds, for --compile and --emit; may be repeated."""
     emit: Path | None = None
-    """Write the first layout as a module that a training script imports."""
+    """Write the first layout, or with --compile the fastest of the compiled ones, as a module for a training script."""
 
 
 def plan(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -99,14 +99,19 @@ def plan(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     shown = asked.found[: o.rows]
     print(planner.table(shown), asked.why, sep="\n\n")
     reports = _compiled(shown[: o.compile], str(where), asked.made, compiler) if o.compile else []
+    chosen = shown[0]
     if reports:
         print()
         print(_beside(shown, reports))
+        fitting = [pair for pair in zip(reports, shown, strict=False) if pair[0].fits]
+        if fitting:
+            report, chosen = min(fitting, key=lambda pair: pair[0].seconds)
+            print(f"\nfastest as compiled: {chosen.layout}, {report.seconds:.2f} s")
     if o.emit is not None:
         with writing(o.emit) as out:
-            out.write(planner.source_of(shown[0], **asked.sizes, options=compiler))
+            out.write(planner.source_of(chosen, **asked.sizes, options=compiler))
         if str(o.emit) != "-":
-            print(f"\n{o.emit} has the first layout")
+            print(f"\n{o.emit} has {chosen.layout}")
     rows = [_row(each) for each in shown]
     for row, report in zip(rows, reports, strict=False):
         row["compiled"] = json.loads(report.to_json())["derived"] | {"fits": report.fits}

@@ -9,7 +9,7 @@
 - Context ways are data ways of a batch that is so many times larger, in sequences that are as many times shorter.
   Attention still sees whole sequences: its products are added, and what the ring sends is exposed as far as it takes
   longer than they do.
-- Expert ways are data ways, over which experts are split and not reduced. The four exchanges of a layer are exposed.
+- Expert ways are data ways, over which experts are split and not reduced. The exchanges of a layer are exposed.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def with_axes(
         by_axis["context"] = around * times
         exposed += max(0.0, around - attention) * times
     if expert > 1:
-        sent = cost.expert_volume(tokens=tokens, hidden=model.hidden, ways=expert, top_k=model.top_k).total
-        by_axis["expert"] = wire("expert", tensor * context, sent, 4 * (expert - 1)) * times
+        again = layout.remat != "none" or layout.fsdp > 1 or stage > 1
+        sent = work.exchanged(small.model, small.layout, local, small.sequence, again=again)
+        by_axis["expert"] = wire("expert", tensor * context, sent, (6 if again else 4) * (expert - 1)) * times
         exposed += by_axis["expert"]
     if stage > 1:
         idle, ticks, inputs = _pipelined(stage, layout.microbatches, layout.chunks)

@@ -210,6 +210,7 @@ class Candidate(NamedTuple):
             tied=model.tied,
             experts=model.experts,
             top_k=model.top_k,
+            capacity=model.capacity if model.experts else None,
             remat={"none": None, "selective": "dots_without_batch", "full": "full"}[self.layout.remat],
         )
 

@@ -11,7 +11,7 @@
 - Stages, context and experts: the smaller problem of one device, and what they add, by `axes.py`.
 - With `links`, as measured, each kind of ways has the bandwidth of its link instead, and every message its latency: a
   layer is gathered twice and scattered once per microbatch over fsdp, gradients are reduced once per step over data,
-  and a layer exchanges over tensor as often as `EXCHANGES` says.
+  and a layer exchanges over tensor as often as `work.exchanges_of` says.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def judged(
     state, kept = memory.peak(small.model, small.layout, chip, local, small.sequence, ring=ring)
     compute = work.computing(small.model, small.layout, chip, local, small.sequence, efficiency, ring=ring)
     sent = work.sent(small.model, small.layout, local, small.sequence)
+    del sent["expert"]  # `with_axes` adds it
     if links is None:
         by_axis = _published(chip, layout, small.layout.data, sent)
     else:
@@ -104,7 +105,7 @@ def judged(
         0.0,
         tuple((axis, seconds) for axis, seconds in by_axis.items() if seconds),
     )
-    if small.layout != layout:
+    if layout.context * layout.expert * layout.stage > 1:
         found = with_axes(found, small, chip, efficiency, links)
     flops = float(batch * sequence * 3 * model.flops(sequence))
     return found._replace(mfu=cost.mfu(flops, found.seconds, peak=chip, chips=layout.chips))
@@ -128,7 +129,7 @@ def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, f
     messages = {
         "data": 2 * (data - 1),
         "fsdp": 3 * layers * (fsdp - 1),
-        "tensor": (4 * accumulate + layers * work.EXCHANGES[remat]) * (tensor - 1),
+        "tensor": (4 * accumulate + layers * work.exchanges_of(model, remat)) * (tensor - 1),
     }
     return {
         name: messages[name] * links.of(name).latency + size / links.of(name).bandwidth for name, size in sent.items()

@@ -3,7 +3,7 @@
 Of the step that a candidate builds: `models.transformer`, its layers a scan, compute in bfloat16, gradients summed in
 float32, Adam. All sizes are of one device; parts are over fsdp. Between steps it holds parameters and two moments in
 parts, float32, and the batch; in every moment of a step, beside that:
-- on TPUs the parts of all layers in bfloat16: the compiler casts them once, in front of the loops over layers;
+- on TPUs with fsdp the parts of all layers in bfloat16: the compiler casts them once, before the loops over layers;
 - of several microbatches, embedding and head gathered in bfloat16, and sums of gradients in float32: those of
   embedding and head are whole, since they are scattered once, after the last microbatch.
 
@@ -19,7 +19,8 @@ The moments, of which the largest is the peak:
   several microbatches, the one in bfloat16 alone: it is added to the sums.
 
 A layer saves its input under "full"; else also, in bfloat16, queries, keys, values, the weights of attention, their
-product with the values (both not under "selective", and the weights not of a ring), what attention adds, gate and up.
+product with the values (both not under "selective", and the weights not of a ring), what attention adds, gate and up;
+of experts, which compute rows of tokens, those and their outputs, and nothing under "selective".
 Without fsdp, jax saves under "none" what it would itself: also the inputs of the norms in float32, two results of each,
 another product, and four arrays of the activation.
 """
@@ -42,14 +43,15 @@ class Sizes(NamedTuple):
     matrices: float  # of one layer, without experts
     experts: float  # of one layer, which tensor ways do not split
     largest: float  # of these
-    gains: float  # of all norms
+    gains: float  # of all norms and routers, which tensor ways do not split
     tables: int  # embedding and head, or one
     table: float  # each of them
     tokens: float  # of a microbatch
     width: float  # tokens times the model's width
     heads: float  # queries
     keys: float  # or values
-    wide: float  # gate and up, or up
+    wide: float  # gate and up, or up; of the experts' rows
+    routed: float  # rows of experts, times the model's width
     scores: float  # of attention
     weights: float  # of these, what it saves: a ring computes its weights again
     logits: float
@@ -72,18 +74,20 @@ def _sizes(model: Model, tensor: int, expert: int, batch: int, sequence: int, ri
     used, experts = model.layer()
     wide: float
     largest: float
+    rows = 0
     if experts:
         each = model.width if model.expert_ffn is None else model.expert_ffn
         # experts are whole over tensor ways, whose devices have tokens of their own
-        wide = tokens * each * inner * (model.top_k + model.shared) / tensor
+        rows = model.rows(tokens // tensor, sequence // tensor, expert)
+        wide = (rows + tokens * model.shared / tensor) * each * inner
         largest = model.experts / expert * hidden * each
     else:
         wide, largest = tokens * model.width * inner / tensor, hidden * model.width / tensor
     return Sizes(
-        (used - 2 * hidden) / tensor,
+        (used - 2 * hidden - hidden * model.experts) / tensor,
         experts / expert,
         largest,
-        (2 * model.layers + 1) * hidden,
+        (2 * model.layers + 1) * hidden + model.layers * hidden * model.experts,
         1 if model.tied else 2,
         model.vocabulary * hidden / tensor,
         tokens,
@@ -91,6 +95,7 @@ def _sizes(model: Model, tensor: int, expert: int, batch: int, sequence: int, ri
         tokens * model.heads * model.head / tensor,
         tokens * (model.kv_heads or model.heads) * model.head / tensor,
         wide,
+        rows * hidden,
         scores,
         0 if ring else scores,
         tokens * model.vocabulary / tensor,
@@ -109,7 +114,9 @@ def saved(size: Sizes, layout: Layout, remat: str) -> float:
     stream = size.width / layout.tensor
     if remat == "full":
         return 2 * stream
-    matmuls = 2 * (2 * stream + size.heads + 2 * size.keys + size.wide)
+    # products of rows with the matrix of their expert are none that "selective" saves
+    wide = 0 if size.routed and remat == "selective" else size.wide + size.routed
+    matmuls = 2 * (2 * stream + size.heads + 2 * size.keys + wide)
     own = 12 * stream + 2 * size.heads + 4 * size.wide if layout.fsdp == 1 else 0
     return matmuls + (0 if remat == "selective" else 2 * (size.weights + size.heads) + own)
 
@@ -119,7 +126,7 @@ def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: in
     fsdp, accumulate = layout.fsdp, layout.accumulate
     size = sizes_of(model, layout, batch, sequence, ring)
     parts, table, tpu = model.layers * size.layer / fsdp, size.table, bool(chip.torus)
-    always = held(model, layout, batch, sequence) + (2 * parts if tpu else 0)
+    always = held(model, layout, batch, sequence) + (2 * parts if tpu and fsdp > 1 else 0)
     if accumulate > 1:
         always += 4 * parts + (2 + 4) * size.tables * table
     kept = model.layers * saved(size, layout, layout.remat) + (0 if tpu else 5 * size.scores)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from shardkit._arguments import checks
 from shardkit._arguments.typed import MAPPING, PATH, check_kind, kinds_of, short
+from shardkit.layers.routing import Capacity
 from shardkit.models import transformer
 from shardkit.runtime.channel.place import open_file
 
@@ -37,6 +38,8 @@ class Model(NamedTuple):
         head_size: size of a head, the mean of queries' and values' if they differ; None: hidden / heads.
         experts: experts of a layer, in place of its feed-forward layer; 0: none.
         top_k: experts per token.
+        capacity: places in the experts over those that balanced tokens need, as of `layers.Capacity`; None: `Dropless`,
+            whose buffers on several devices have room for the worst case.
         expert_ffn: width of an expert; None: ffn.
         shared: experts beside these, which every token uses.
         dense: the first layers that have a feed-forward layer all the same.
@@ -60,6 +63,7 @@ class Model(NamedTuple):
     dense: int = 0
     attention: int | None = None
     extra: int = 0
+    capacity: float | None = 1.25
 
     @classmethod
     def of(cls, source: transformer.Config | Mapping[str, Any] | str | os.PathLike[str]) -> Model:
@@ -84,7 +88,7 @@ class Model(NamedTuple):
         if isinstance(source, transformer.Config):
             c = source
             model = cls(c.layers, c.dim, c.heads, c.vocabulary, c.kv_heads, c.width, tied=c.tied)
-            return model._replace(experts=c.experts, top_k=c.top_k) if c.experts else model
+            return model._replace(experts=c.experts, top_k=c.top_k, capacity=c.capacity) if c.experts else model
         check_kind("Model.of", "source", source, (PATH, MAPPING, *kinds_of(transformer.Config)))
         return _of_entries(source if isinstance(source, Mapping) else _read(source))
 
@@ -147,6 +151,24 @@ class Model(NamedTuple):
         scores = 2 * sequence * model.heads * model.head
         return 2 * (weights + model.layers * scores + model.hidden * model.vocabulary)
 
+    def rows(self, tokens: int, sequence: int, ways: int = 1) -> int:
+        """The rows that the experts of one device compute in a layer, places that stay empty among them.
+
+        Args:
+            tokens: tokens on a device.
+            sequence: tokens there that share places, those of one sequence.
+            ways: devices over which the experts are split.
+
+        Example:
+            >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, vocabulary=32000, experts=8)
+            >>> model.rows(8192, 4096, ways=8), model._replace(capacity=None).rows(8192, 4096, ways=8)
+            (20480, 65536)
+        """
+        if self.capacity is not None:
+            places = Capacity(self.capacity).places(sequence, self.experts, self.top_k)
+            return self.experts * places * tokens // sequence
+        return tokens * (self.top_k if ways == 1 else ways * min(self.top_k, self.experts // ways))
+
     def _routed(self) -> int:
         """The weights of a layer's experts to which a token is routed."""
         return self.layer()[1] // self.experts * self.top_k if self.experts else 0
@@ -161,7 +183,9 @@ def _checked(model: Model) -> Model:
 def _checked_of_types(model: Model, types: tuple[type, ...]) -> Model:
     sizes: dict[str, Any] = {}
     for name, value in model._asdict().items():
-        if value is not None and name not in ("gated", "tied"):
+        if name == "capacity" and value is not None:
+            [sizes[name]] = checks.positive("planner", capacity=value)
+        elif value is not None and name not in ("gated", "tied"):
             check = checks.count if name in ("experts", "shared", "dense", "attention", "extra") else checks.whole
             [sizes[name]] = check("planner", **{name: value})
     model = model._replace(**sizes)

@@ -9,6 +9,10 @@ import pytest
 
 import shardkit as sk
 from shardkit import planner
+from shardkit.analysis import Census
+from shardkit.analysis.hlo.compute import Work
+from shardkit.analysis.hlo.memory import Memory
+from shardkit.analysis.hlo.report import Report
 from shardkit.cli.plan import Options, plan
 from shardkit.models import transformer
 from shardkit.planner import Layout, Model
@@ -112,6 +116,32 @@ def test_the_compilers_word_stands_beside(of, tmp_path, capsys):
     assert f"compiling 1 of 1 for v5e:2x4: {layout}" in (out := capsys.readouterr().out) and "predicted" in out
     first = json.loads((tmp_path / "plan.json").read_text())["rows"][0]
     assert first["compiled"]["fits"] and first["compiled"]["needed"] > 0 and first["axes"] in ({"fsdp": 8}, {"data": 8})
+
+
+# Catches a module of the first row though the compiler says that another is faster, or that the first does not fit.
+@pytest.mark.parametrize(("peaks", "chosen"), [((1, 1, 1), 1), ((1, 3, 1), 2), ((3, 3, 3), 0)])
+def test_what_is_emitted_is_the_fastest_as_compiled(peaks, chosen, tmp_path, monkeypatch, capsys):
+    def compiled(candidates, topology, made, options):
+        for seconds, peak in zip((3.0, 1.0, 2.0), peaks, strict=True):
+            memory = Memory(0, 0, 0, 0, 0, 0, compiler_peak=peak)
+            known = {
+                "mesh": {},
+                "message": "",
+                "memory": memory,
+                "limit": 2,
+                "census": Census(()),
+                "lowering_seconds": 0,
+            }
+            yield Report(topology=topology, fits=peak <= 2, compute=Work(seconds=seconds), **known)
+
+    monkeypatch.setattr("shardkit.cli.plan._compiled", lambda *given: list(compiled(*given)))
+    emit, rows = tmp_path / "plan.py", tmp_path / "plan.json"
+    job = {"model": "8b", "chip": "v5p", "chips": 16, "batch": "64", "axes": ("data", "fsdp", "tensor", "context")}
+    assert plan(Options(**job, compile=3, emit=emit, json=rows)) == 0
+    module = {}
+    exec(emit.read_text(), module)
+    assert module["MESH"] == json.loads(rows.read_text())["rows"][chosen]["axes"]
+    assert ("fastest as compiled: " in capsys.readouterr().out) == (peaks != (3, 3, 3))
 
 
 def test_nothing_fits(capsys):
