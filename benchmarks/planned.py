@@ -107,6 +107,8 @@ def rows() -> Iterator[Row]:
     yield Row("v5p:2x2x2", "64x0.1b", Layout(fsdp=2, expert=4))
     yield Row("v5p:2x2x2", "64x0.1b", Layout(fsdp=2, expert=4), 3)
     yield Row("v5p:2x2x2", "64x0.1b", Layout(fsdp=2, expert=4, accumulate=2, remat="full"))
+    yield Row("v5p:2x2x2", "1.5b", Layout(data=8, remat="full"))
+    yield Row("v5p:2x2x2", "1.5b", Layout(data=4, tensor=2), 2)
     yield Row("v5p:2x2x2", "8x0.6b", Layout(fsdp=4, expert=2, remat="full"))
 
 

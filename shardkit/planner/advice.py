@@ -79,10 +79,10 @@ def advise(
     Example:
         >>> model = sk.planner.Model(layers=8, hidden=1024, heads=16, vocabulary=32000)
         >>> print(sk.planner.advise(model, sk.planner.Layout(data=4), chip="v5e", batch=64, sequence=2048))
-        data=4 fsdp=1 tensor=1 accumulate=1 remat=none does not fit: 46.07 GB of 15.46 GB usable
+        data=4 fsdp=1 tensor=1 accumulate=1 remat=none does not fit: 45.80 GB of 15.46 GB usable
         ...
         remat ...
-        batch 16 fills 13.57 GB of 13.74 GB, the target of about 80% of the memory
+        batch 16 fills 13.30 GB of 13.74 GB, the target of about 80% of the memory
     """
     job: Any = {"chip": chip, "batch": batch, "sequence": sequence, "links": links}
     job |= {"memory_share": memory_share, "efficiency": efficiency}
