@@ -30,14 +30,14 @@ LIMITS = {
     "": 60,
     "_arguments": 610,  # keys that jax cannot sort; options of a compiler
     "_jax": 1170,  # the registry of primitives, with what emulates each and why its gradient is sent
-    "analysis": 6400,  # FLOPs and kept bytes of any traced loss; what a step raises; a compiler's options, tried
+    "analysis": 6430,  # FLOPs and kept bytes of any traced loss; what a step raises; a compiler's options, tried
     "bench": 2510,
     "cli": 2710,  # prove; what stood beside the package while that imported jax: the list of commands
     "cost": 1405,
     "jobs": 2100,
-    "meshes": 1605,  # the order of devices that loads links least: measured and predicted time, of all plans
+    "meshes": 1650,  # the order of devices that loads links least: measured and predicted time, of all plans
     "models": 725,
-    "planner": 2090,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
+    "planner": 2100,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
     "reporting": 280,
     "resharding": 870,
     "runtime": 4060,
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 48_545
+    assert sum(found.values()) <= 48_640
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

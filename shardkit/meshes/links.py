@@ -116,12 +116,23 @@ def _dim(chip: cost.Chip, name: str, size: int, wrap: bool) -> Dim:
     return Dim(name, size, _TORUS, bool(wrap), chip.link_bandwidth)
 
 
+Moves = int | tuple[tuple[int, int], ...]  # of a ppermute: by how many places, or from which to which
+
+
 class Load(NamedTuple):
-    """Collectives of one kind over the same axes: `sent`, the bytes that a device sends in all, as `cost.wire` has."""
+    """Collectives of one kind over the same axes.
+
+    Attributes:
+        kind: the collective.
+        axes: mesh axes.
+        sent: bytes that a device sends in all, as `cost.wire` has them.
+        moves: of a ppermute, by how many places every message goes round, or the pairs (source, target).
+    """
 
     kind: str
     axes: tuple[str, ...]
     sent: float
+    moves: Moves = 1
 
 
 def seconds_of(network: Network, axes: Mapping[str, int], places: Places, of: Load) -> float:
@@ -132,25 +143,28 @@ def seconds_of(network: Network, axes: Mapping[str, int], places: Places, of: Lo
     outer = [i for i in range(len(names)) if i not in inner]
     members = math.prod(axes[axis] for axis in of.axes)
     groups = grid.transpose(*outer, *inner, len(names)).reshape(-1, members, len(network.dims))
-    return of.sent * busiest(network, of.kind, groups)
+    return of.sent * busiest(network, of.kind, groups, of.moves)
 
 
-def busiest(network: Network, kind: str, groups: np.ndarray, *, alike: bool = False) -> float:
+def busiest(network: Network, kind: str, groups: np.ndarray, moves: Moves = 1, *, alike: bool = False) -> float:
     """Seconds of the busiest link where each member of each group sends one byte.
 
     Args:
         network: the network.
         kind: the collective.
         groups: coordinates, [groups, members, dims].
+        moves: as for `Load`.
         alike: whether all lines of the network in a dimension have the same groups, so that one of each is enough.
     """
     loads = [np.zeros((2, *network.shape)) for _ in network.dims]
     ways, everyone = groups.shape[1], np.ones(groups.shape[:2], bool)
     if kind == "ppermute":
-        _message(network, loads, groups, np.roll(groups, -1, axis=1), 1.0)
-    elif (counts := _box(groups)) is None:  # no box: a ring in both directions, in the order of the mesh
-        for by in (-1, 1):
-            _message(network, loads, groups, np.roll(groups, by, axis=1), 0.5)
+        pairs = [(i, (i + moves) % ways) for i in range(ways)] if isinstance(moves, int) else moves
+        sources, targets = (groups[:, list(ends)] for ends in zip(*pairs, strict=True))
+        _message(network, loads, sources, targets, 1.0)
+    elif (counts := _box(groups)) is None:  # no box: a ring in both directions, in the order of the mesh, or all pairs
+        for by in (-1, 1) if kind in _GATHERS else range(1, ways):
+            _message(network, loads, groups, np.roll(groups, by, axis=1), 0.5 if kind in _GATHERS else 1 / (ways - 1))
     elif kind in _GATHERS:
         for dim, sent in enumerate(_bucket(network, counts)):
             if sent:

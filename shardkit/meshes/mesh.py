@@ -61,12 +61,7 @@ def make_mesh(
         {'data': 2, 'model': 4}
     """
     if isinstance(placement, DeviceOrder):
-        if sizes and list(sizes.items()) != list(placement.axes.items()):
-            raise ValueError(
-                f"make_mesh: placement must be one for the same mesh; got one of {sized(placement.axes.items())} for "
-                f"{sized(sizes.items())}. Leave the sizes out, or make another with aot.place."
-            )
-        sizes = dict(placement.axes)
+        sizes = sizes or dict(placement.axes)
     _check_types(axis_types, len(sizes))
     if not sizes:
         raise ValueError("make_mesh: at least one axis is needed; got none. Pass for example make_mesh(data=-1).")
@@ -87,8 +82,14 @@ def make_mesh(
             f"which needs {need}, for {len(used)} devices. Change a size, pass -1 for one size, or {remedy}."
         )
     if placement == "auto":
+        _check_whole(used)
         placement = place(used, sizes, alike(sizes))
     if isinstance(placement, DeviceOrder):
+        if list(sizes.items()) != list(placement.axes.items()):
+            raise ValueError(
+                f"make_mesh: placement must be one for the same mesh; got one of {sized(placement.axes.items())} for "
+                f"{sized(sizes.items())}. Leave the sizes out, or make another with aot.place."
+            )
         return _mesh(placement.grid(used), names, axis_types)
     grid = mesh_utils.create_device_mesh(shape, used) if devices is None else np.array(used).reshape(shape)
     return _mesh(grid, names, axis_types)
@@ -183,6 +184,16 @@ def _check_types(axis_types: object, count: int) -> None:
         raise TypeError(
             f"make_mesh: axis_types must be one AxisType, or one for each of {count} axes; got {axis_types!r}. Pass "
             "for example jax.sharding.AxisType.Auto."
+        )
+
+
+def _check_whole(devices: Sequence[jax.Device]) -> None:
+    """Refuses a part of a torus: whether its ends are linked is not known."""
+    every = [device for device in devices[0].client.devices() if device.platform == "tpu"]
+    if set(every) - set(devices):
+        raise ValueError(
+            f"make_mesh: placement='auto' must have all devices of a torus; got {len(devices)} of {len(every)}. Leave "
+            "devices out, or placement."
         )
 
 

@@ -13,7 +13,7 @@ from jax.experimental import mesh_utils
 
 from shardkit._arguments.checks import sized
 from shardkit.meshes.layout import table
-from shardkit.meshes.links import Load, Network, Places, busiest, network_of, seconds_of
+from shardkit.meshes.links import Load, Moves, Network, Places, busiest, network_of, seconds_of
 
 
 class Placed(NamedTuple):
@@ -70,6 +70,11 @@ class DeviceOrder(NamedTuple):
             raise ValueError(
                 f"placement: the devices must be those of {self.network}; got {kind}. Make another with aot.place."
             )
+        if sorted(self.places) != sorted(found[1]) or math.prod(self.axes.values()) != len(devices):
+            raise ValueError(
+                f"placement: every device of {self.network} must have one place in the mesh; got "
+                f"{len(set(self.places))} of them in {sized(self.axes.items())}. Make another with aot.place."
+            )
         of_place = dict(zip(found[1], devices, strict=True))
         grid = np.empty(len(devices), dtype=object)
         grid[:] = [of_place[place] for place in self.places]
@@ -96,7 +101,8 @@ def alike(axes: Mapping[str, int]) -> list[Load]:
 def place(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequence[Load]) -> DeviceOrder | None:
     """The order whose busiest links are busy for the shortest time, of all that split the network's dimensions.
 
-    jax's own stays where no other is better.
+    jax's own stays where no other is better. Inside an axis devices stand as is best for a ring along it; so a
+    ppermute over two axes may have a better order.
 
     Args:
         devices: jax's devices, or what has their coordinates; all of a network.
@@ -129,11 +135,14 @@ def place(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequence[Load]
 
 
 def _by_jax(devices: Sequence[Any], axes: Mapping[str, int], places: Places) -> Places:
-    """The places in the order of jax's own rule, which knows one slice; those of several stay as they are."""
+    """The places in the order of jax's own rule, which knows one slice; else they stay as they are."""
     if len({getattr(device, "slice_index", None) for device in devices}) > 1:
         return places
     of_id = {device.id: place for device, place in zip(devices, places, strict=True)}
-    grid = mesh_utils.create_device_mesh(tuple(axes.values()), devices, allow_split_physical_axes=True)
+    try:
+        grid = mesh_utils.create_device_mesh(tuple(axes.values()), devices, allow_split_physical_axes=True)
+    except Exception:  # it fails, in several ways, to split a dimension with a factor of 5 or 7
+        return places
     return tuple(of_id[device.id] for device in grid.flat)
 
 
@@ -146,6 +155,7 @@ class _Slot(NamedTuple):
 
 
 _Slots = tuple[_Slot, ...]
+_FEW = 3  # digits of an axis whose orders are all tried
 
 
 class _Search:
@@ -197,16 +207,27 @@ class _Search:
     def _seconds(self, load: Load, slots: tuple[_Slots, ...]) -> float:
         if load.kind != "ppermute":  # the order inside a group does not matter
             slots = (tuple(sorted(slot for each in slots for slot in each)),)
-        return load.sent * _unit(self.network, load.kind, slots)
+        return load.sent * _unit(self.network, load.kind, slots, load.moves)
 
 
 def _slots(network: Network) -> list[_Slots]:
     """The prime factors of all dimensions, in every order that differs."""
     of_dims = []
     for at, dim in enumerate(network.dims):
-        orders = sorted(set(permutations(_primes(dim.size))))
+        orders = _orders(tuple(_primes(dim.size)))
         of_dims.append([_strides(at, order) for order in orders])
     return [sum(parts, ()) for parts in product(*of_dims)]
+
+
+def _orders(factors: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The orders of factors that differ."""
+    if not factors:
+        return [()]
+    found = []
+    for first in sorted(set(factors)):
+        at = factors.index(first)
+        found += [(first, *rest) for rest in _orders(factors[:at] + factors[at + 1 :])]
+    return found
 
 
 def _strides(dim: int, radices: Sequence[int]) -> _Slots:
@@ -226,11 +247,11 @@ def _sets(free: _Slots, size: int) -> Iterator[_Slots]:
 
 
 @lru_cache(maxsize=100_000)
-def _unit(network: Network, kind: str, slots: tuple[_Slots, ...]) -> float:
+def _unit(network: Network, kind: str, slots: tuple[_Slots, ...], moves: Moves) -> float:
     """Seconds of the busiest link for one byte sent by each device, over axes that have these factors."""
     every = sum(slots, ())
     if kind == "ppermute":
-        return busiest(network, kind, _groups(network, np.array(_places(network, slots)), every))
+        return busiest(network, kind, _groups(network, np.array(_places(network, slots)), every), moves)
     return busiest(network, kind, _groups(network, _snake(every) @ _steps(network, every), every), alike=True)
 
 
@@ -260,7 +281,8 @@ def _way(network: Network, slots: _Slots) -> np.ndarray:
             digits[-1] = slot._replace(radix=slot.radix * digits[-1].radix)  # neighbors: one longer digit
         else:
             digits.append(slot)
-    ways = [_snake(order) @ _steps(network, order) for order in permutations(digits)]
+    orders = permutations(digits) if len(digits) <= _FEW else [digits]
+    ways = [_snake(order) @ _steps(network, order) for order in orders]
     if len(ways) == 1:
         return ways[0]
     return min(ways, key=lambda way: busiest(network, "ppermute", _groups(network, way, slots)))

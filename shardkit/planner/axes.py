@@ -42,7 +42,9 @@ def one_device(model: Model, layout: Layout, batch: int, sequence: int) -> Small
         return Small(model, layout, batch, sequence)
     passes = layout.accumulate * layout.microbatches
     ways = Layout(layout.data * context, layout.fsdp, layout.tensor, passes, layout.remat, expert=layout.expert)
-    return Small(model._replace(layers=model.layers // layout.stage), ways, batch * context, sequence // context)
+    dense = model.dense if layout.stage == 1 else 0  # a stage's layers are taken to be alike
+    stage = model._replace(layers=model.layers // layout.stage, dense=dense)
+    return Small(stage, ways, batch * context, sequence // context)
 
 
 def why_not(model: Model, layout: Layout, sequence: int) -> str:
@@ -64,7 +66,7 @@ def why_not(model: Model, layout: Layout, sequence: int) -> str:
             f"a sequence must be divisible by tensor ways and by 2 * context; got {sequence} tokens over {parts} parts."
             " Choose another sequence or fewer ways."
         )
-    if expert > 1 and (not model.experts or model.experts % expert):
+    if expert > 1 and (not model.experts or model.experts % expert or model.dense == model.layers):
         return f"expert must divide the experts; got {expert} for {model.experts} experts. Choose fewer ways."
     return ""
 

@@ -87,6 +87,10 @@ class Model(NamedTuple):
         """
         if isinstance(source, transformer.Config):
             c = source
+            if c.group is not None and c.experts:
+                raise ValueError(
+                    f"Model.of: experts must have their places by sequence; got group={c.group}. Leave group out."
+                )
             model = cls(c.layers, c.dim, c.heads, c.vocabulary, c.kv_heads, c.width, tied=c.tied)
             return model._replace(experts=c.experts, top_k=c.top_k, capacity=c.capacity) if c.experts else model
         check_kind("Model.of", "source", source, (PATH, MAPPING, *kinds_of(transformer.Config)))
@@ -159,15 +163,24 @@ class Model(NamedTuple):
             sequence: tokens there that share places, those of one sequence.
             ways: devices over which the experts are split.
 
+        Raises:
+            ValueError: a size below 1, or ways that do not divide the experts.
+
         Example:
             >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, vocabulary=32000, experts=8)
             >>> model.rows(8192, 4096, ways=8), model._replace(capacity=None).rows(8192, 4096, ways=8)
             (20480, 65536)
         """
-        if self.capacity is not None:
-            places = Capacity(self.capacity).places(sequence, self.experts, self.top_k)
-            return self.experts * places * tokens // sequence
-        return tokens * (self.top_k if ways == 1 else ways * min(self.top_k, self.experts // ways))
+        model = _checked(self)
+        tokens, sequence, ways = checks.whole("planner", tokens=tokens, sequence=sequence, ways=ways)
+        if not model.experts or model.experts % ways:
+            raise ValueError(
+                f"planner: ways must divide the experts; got {ways} for {model.experts}. Choose fewer ways."
+            )
+        if model.capacity is not None:
+            places = Capacity(model.capacity).places(sequence, model.experts, model.top_k)
+            return model.experts * places * tokens // sequence
+        return tokens * (model.top_k if ways == 1 else ways * min(model.top_k, model.experts // ways))
 
     def _routed(self) -> int:
         """The weights of a layer's experts to which a token is routed."""
@@ -184,6 +197,7 @@ def _checked_of_types(model: Model, types: tuple[type, ...]) -> Model:
     sizes: dict[str, Any] = {}
     for name, value in model._asdict().items():
         if name == "capacity" and value is not None:
+            check_kind("planner", "capacity", value, (float,))
             [sizes[name]] = checks.positive("planner", capacity=value)
         elif value is not None and name not in ("gated", "tied"):
             check = checks.count if name in ("experts", "shared", "dense", "attention", "extra") else checks.whole

@@ -163,6 +163,11 @@ def test_rows_of_experts_take_their_places_or_the_worst_case():
     split = planner.estimate(model, Layout(expert=8), **job)
     assert split.exposed_seconds == dict(split.by_axis)["expert"] > 0
     assert planner.estimate(dropless, Layout(expert=8), **job).compute_seconds > 2 * split.compute_seconds
+    mixed = planner.search(model._replace(dense=2, layers=4), chips=8, **job)
+    assert any(each.layout.stage > 2 for each in mixed), "a stage has fewer layers than there are without experts"
+    for wrong in ({"tokens": 0}, {"sequence": 0}, {"ways": 3}):
+        with pytest.raises(ValueError, match="planner: "):
+            model.rows(**({"tokens": 64, "sequence": 64} | wrong))
     assert split.config().capacity == 1.25 and planner.estimate(dropless, Layout(), **job).config().capacity is None
 
 

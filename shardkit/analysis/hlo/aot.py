@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from shardkit._arguments.checks import compiler_options, raised, sized
+from shardkit._arguments.checks import compiler_options, named, raised, sized
 from shardkit._arguments.typed import check_kind, kinds_of
 from shardkit._jax import backends
 from shardkit.analysis.hlo.report import Built, Report, report_of
@@ -38,7 +38,7 @@ from shardkit.analysis.hlo.topology import (
 )
 from shardkit.analysis.hlo.tuning import CompilerOptions, Option, Trial, Tuned, tried
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes, traceable
-from shardkit.meshes.links import Load
+from shardkit.meshes.links import Load, Moves
 from shardkit.meshes.placement import DeviceOrder
 from shardkit.meshes.placement import place as placed
 
@@ -183,7 +183,8 @@ def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) ->
         DeviceOrder: print it; `make_mesh(placement=...)` and `compile(placement=...)` take it.
 
     Raises:
-        TypeError, ValueError: as for `compile`; a mesh of another size than the topology.
+        TypeError, ValueError: as for `compile`; a mesh of another size than the topology, or collectives over groups
+            along a part of an axis.
 
     Example:
         >>> pod = sk.abstract_mesh(data=2, fsdp=32)
@@ -196,17 +197,30 @@ def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) ->
 
     Cost: a second for 512 devices and three axes.
     """
-    where, traced = parse_topology(topology), _traced(step, args)
-    sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
-    if math.prod(sizes.values()) != where.devices:
+    where = parse_topology(topology)
+    _check_arguments("aot.place", args, mesh)
+    traced = _traced(step, args)
+    own = mesh_sizes(traced.jaxpr.jaxpr, args)
+    sizes = own if mesh is None else dict(mesh.shape)
+    if math.prod(sizes.values()) != where.devices or (own and own != sizes) or not sizes:
         raise ValueError(
-            f"aot.place: the mesh must have as many devices as the topology; got {sized(sizes.items())} for the "
-            f"{where.devices} of {str(where)!r}. Pass another topology or mesh."
+            f"aot.place: the mesh must be that of the program, with as many devices as the topology; got "
+            f"{sized(sizes.items())} for a program over {sized(own.items())} and the {where.devices} of "
+            f"{str(where)!r}. Pass another topology or mesh."
         )
-    sent: dict[tuple[str, tuple[str, ...]], float] = {}
+    sent: dict[tuple[str, tuple[str, ...], Moves], float] = {}
     for row in census_of(traced.jaxpr.jaxpr).rows:
-        sent[row.kind, row.axes] = sent.get((row.kind, row.axes), 0.0) + float(row.total)
-    found = placed(absent_devices(where), sizes, [Load(*key, size) for key, size in sent.items()])
+        if row.n != math.prod(sizes[axis] for axis in row.axes):
+            raise ValueError(
+                f"aot.place: collectives must be over whole axes; got groups of {row.n} along {named(row.axes)} at "
+                f"{row.source}. Give the groups an axis of their own."
+            )
+        axes = tuple(axis for axis in sizes if axis in row.axes)  # the order in which a ppermute counts devices
+        key = (row.kind, axes, 1 if row.moves is None else row.moves)
+        sent[key] = sent.get(key, 0.0) + float(row.total)
+    found = placed(
+        absent_devices(where), sizes, [Load(kind, axes, size, moves) for (kind, axes, moves), size in sent.items()]
+    )
     assert found is not None, "the links of every topology's chip are known"
     return found
 
@@ -232,16 +246,7 @@ def build(
             f"aot.compile: timeout must be above 0 and finite; got {timeout}. Pass seconds, as timeout=1800."
         )
     where = parse_topology(topology)
-    if not isinstance(args, tuple | list):
-        raise TypeError(
-            "aot.compile: args must be a tuple of the step's positional arguments; "
-            f"got {type(args).__name__}. Write (x,) for a single argument."
-        )
-    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
-        raise TypeError(
-            f"aot.compile: mesh must be a Mesh or an AbstractMesh; got {type(mesh).__name__}. "
-            "Pass sk.abstract_mesh(data=8), or omit it."
-        )
+    _check_arguments("aot.compile", args, mesh)
     options = compiler_options("aot.compile", {} if options is None else options)
     package = compiler_package(where)
     backends.leave_out_idle_tpu()
@@ -277,6 +282,19 @@ def build(
     request |= {"package": package, "places": None if placement is None else placement.places}
     answer, serialized = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
     return Built(traced, sizes, serialized, answer, lowering)
+
+
+def _check_arguments(where: str, args: Any, mesh: Any) -> None:
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"{where}: args must be a tuple of the step's positional arguments; got {type(args).__name__}. Write (x,) "
+            "for a single argument."
+        )
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(
+            f"{where}: mesh must be a Mesh or an AbstractMesh; got {type(mesh).__name__}. Pass "
+            "sk.abstract_mesh(data=8), or omit it."
+        )
 
 
 def _traced(step: Any, args: Sequence[Any]) -> Any:

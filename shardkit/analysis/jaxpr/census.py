@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from itertools import chain
@@ -26,6 +26,7 @@ from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import wire
 from shardkit.meshes.layout import table
+from shardkit.meshes.links import Moves
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class CensusRow:
         backward: whether it is in the backward pass.
         branch: "" or "branch 1 of 2" inside a `cond`; every branch is listed.
         update: whether its operand is a gradient, after the backward pass, as in the all_reduce of data parallelism.
+        moves: of a ppermute, by how many places every message goes round its axes, or the pairs (source, target).
         way: the lines that lead from the call to it, outermost first, without those of jax and of Python's library.
     """
 
@@ -60,6 +62,7 @@ class CensusRow:
     backward: bool
     branch: str
     update: bool = False
+    moves: Moves | None = field(default=None, compare=False, repr=False)
     way: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -94,7 +97,9 @@ class Census:
     def to_json(self) -> str:
         """The rows as a JSON list; bytes are numbers."""
         rows = [{**asdict(r), "sent": float(r.sent), "total": float(r.total)} for r in self.rows]
-        return json.dumps([{name: x for name, x in row.items() if name != "way"} for row in rows], indent=1)
+        return json.dumps(
+            [{name: x for name, x in row.items() if name not in ("way", "moves")} for row in rows], indent=1
+        )
 
     def ways(self) -> str:
         """How each collective is reached: kind and axes, then a line for each call on the way from the step to jax."""
@@ -235,7 +240,16 @@ def row_of(site: Site) -> CensusRow:
     size_in = size_out if kind == "all_reduce" else size_in  # what vmap stacked is summed on the device first
     sent = wire(kind, size_in if data is None else min(size_in, size_out), n, params.get("perm")).sent
     place = site.source, site.backward, site.branch
-    return CensusRow(kind, site.name, axes, n, site.times, size_in, size_out, sent, *place, way=way_of(site))
+    moves = _moves(params["perm"], n) if kind == "ppermute" else None
+    return CensusRow(
+        kind, site.name, axes, n, site.times, size_in, size_out, sent, *place, moves=moves, way=way_of(site)
+    )
+
+
+def _moves(pairs: Sequence[tuple[int, int]], n: int) -> Moves:
+    """By how many places round n every pair moves; the pairs themselves if that differs."""
+    moves = {(target - source) % n for source, target in pairs}
+    return moves.pop() if len(moves) == 1 else tuple((int(source), int(target)) for source, target in pairs)
 
 
 def size_of(variable: Any) -> int:
