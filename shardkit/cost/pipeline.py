@@ -62,3 +62,63 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
         )
     ideal = microbatches * chunks
     return (stages - 1) / (ideal if of == "ideal" else ideal + stages - 1)
+
+
+def least_makespan(
+    devices: int,
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    memory: float | None = None,
+    forward: float = 1,
+    backward: float = 2,
+    input_grad: float | None = None,
+    communication: float = 0,
+) -> float:
+    """What no schedule of a pipeline goes below, whatever it does in which order.
+
+    The largest of three: the work of a device, after the first microbatch has come through the devices before the last;
+    one microbatch through all stages and back; and, with a memory cap, the time that all microbatches are in flight on
+    a device over how many may be there at once.
+
+    Args:
+        devices: number p of pipeline devices.
+        microbatches: microbatches m per step.
+        chunks: model stages v per device, in a loop or along a V.
+        memory: the most microbatches in flight on a device, a chunk counts 1/v; None: any number.
+        forward: time of one microbatch's forward through all chunks of a device.
+        backward: time of its whole backward.
+        input_grad: time of the part of the backward that the stage before waits for; None: half of it.
+        communication: time from the end of an action until its result is on another device.
+
+    Returns:
+        The makespan, in the unit of the costs.
+
+    Raises:
+        ValueError: a size below 1, or a cost that is negative.
+
+    Example:
+        >>> sk.cost.least_makespan(8, 32, chunks=2)
+        99.5
+        >>> sk.cost.least_makespan(8, 32, chunks=2, memory=1)
+        288.0
+    """
+    where = "least_makespan"
+    p, m, v = checks.whole(where, devices=devices, microbatches=microbatches, chunks=chunks)
+    forward, backward = checks.positive(where, forward=forward, backward=backward)
+    back = backward / 2 if input_grad is None else input_grad
+    back, communication = checks.at_least_zero(where, input_grad=back, communication=communication)
+    hop = communication if p > 1 else 0.0
+    work = m * (forward + backward) + (p - 1) * (forward / v + hop)
+    # along a V no message is sent where it turns
+    through = p * (forward + back) + (backward - back) / v + 2 * v * (p - 1) * hop
+    if memory is None:
+        return max(work, through)
+    [memory] = checks.positive(where, memory=memory)
+    # A chunk is held while its microbatch goes through all later stages and back, at least; the first device's are held
+    # longest, in a loop those of stages 0, p, 2p, along a V those of 0, 2p - 1, 2p: the V holds less.
+    stages, held = p * v, 0.0
+    for chunk in range(v):
+        later = stages - (chunk * p if chunk % 2 == 0 else (chunk + 1) * p - 1)
+        held += (later * (forward + back) + backward - back) / v
+    return max(work, through, m * held / (memory * v))

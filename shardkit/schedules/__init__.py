@@ -11,6 +11,8 @@
 | `zero_bubble_v` | 0 within each device's span | p | 2 | v |
 | `dualpipe_v` | (p-1) (F&B + B - 3W) / 2 | p + 1/2 | 2 | v |
 
+`search` looks for the fastest under given costs and memory.
+
 The bubbles hold for the sizes and costs in each file; for others call `Schedule.simulate`. Read any other schedule from
 a CSV file with `Schedule.from_csv`.
 
@@ -25,6 +27,7 @@ from shardkit.schedules.gpipe import gpipe
 from shardkit.schedules.interleaved import interleaved
 from shardkit.schedules.lockstep import lockstep
 from shardkit.schedules.one_f_one_b import one_f_one_b
+from shardkit.schedules.search import search
 from shardkit.schedules.simulate import Timeline
 from shardkit.schedules.slots import Slots
 from shardkit.schedules.stages import Stages
@@ -48,6 +51,7 @@ __all__ = [
     "interleaved",
     "lockstep",
     "one_f_one_b",
+    "search",
     "zero_bubble_h1",
     "zero_bubble_v",
 ]

@@ -42,6 +42,38 @@ class Timeline(NamedTuple):
         )
 
 
+class Costs(NamedTuple):
+    """The cost of each action of one chunk, by op, and of a message to another device."""
+
+    of: dict[str, float]
+    communication: float
+
+
+def costs_of(
+    where: str,
+    chunks: int,
+    forward: float,
+    backward: float,
+    input_grad: float | None,
+    weight_grad: float | None,
+    communication: float,
+) -> Costs:
+    """The costs of a chunk, of those of a device's whole layers; refuses what is no cost."""
+    for name, cost in (("input_grad", input_grad), ("weight_grad", weight_grad)):
+        if cost is not None:
+            checks.at_least_zero(where, **{name: cost})
+    forward, backward = checks.positive(where, forward=forward, backward=backward)
+    if input_grad is None:
+        input_grad = backward / 2 if weight_grad is None else backward - weight_grad
+    if weight_grad is None:
+        weight_grad = backward - input_grad
+    input_grad, weight_grad, communication = checks.at_least_zero(
+        where, input_grad=input_grad, weight_grad=weight_grad, communication=communication
+    )
+    whole = {"F": forward, "B": backward, "I": input_grad, "W": weight_grad}
+    return Costs({op: cost / chunks for op, cost in whole.items()}, communication)
+
+
 def simulated(
     schedule: Grid,
     forward: float,
@@ -53,22 +85,13 @@ def simulated(
     synchronous: bool,
 ) -> Timeline:
     """The timeline of a schedule; see `Schedule.simulate`."""
-    for name, cost in (("input_grad", input_grad), ("weight_grad", weight_grad)):
-        if cost is not None:
-            checks.at_least_zero("simulate", **{name: cost})
     if not isinstance(synchronous, bool):
         raise TypeError(f"simulate: synchronous must be True or False; got {synchronous!r}. Pass one of them.")
-    forward, backward = checks.positive("simulate", forward=forward, backward=backward)
-    if input_grad is None:
-        input_grad = backward / 2 if weight_grad is None else backward - weight_grad
-    if weight_grad is None:
-        weight_grad = backward - input_grad
-    input_grad, weight_grad, communication = checks.at_least_zero(
-        "simulate", input_grad=input_grad, weight_grad=weight_grad, communication=communication
-    )
-    [both] = checks.positive("simulate", overlapped=forward + backward if overlapped is None else overlapped)
-    whole = {"F": forward, "B": backward, "I": input_grad, "W": weight_grad, "FB": both}
-    costs = {op: cost / schedule.chunks for op, cost in whole.items()}
+    each = costs_of("simulate", schedule.chunks, forward, backward, input_grad, weight_grad, communication)
+    costs, communication = each.of, each.communication
+    both = costs["F"] + costs["B"]
+    if overlapped is not None:
+        both = checks.positive("simulate", overlapped=overlapped)[0] / schedule.chunks
 
     spans: dict[Action, tuple[float, float]] = {}
     free: list[float] = [0] * schedule.devices
@@ -85,7 +108,7 @@ def simulated(
                 for need in (need for action in actions for need in schedule.needs(action) if need not in actions):
                     away = not synchronous and schedule.device(need.stage) != device
                     start = max(start, spans[need][1] + communication * away)
-                free[device] = start + (costs["FB"] if together else costs[actions[0].op])
+                free[device] = start + (both if together else costs[actions[0].op])
                 spans.update(dict.fromkeys(actions, (start, free[device])))
                 own[device] += actions
 

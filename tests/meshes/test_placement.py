@@ -220,7 +220,7 @@ def test_messages_take_the_shortest_ways(topology, axes):
 def test_machines_that_jaxs_rule_or_a_long_search_would_end():
     """jax 0.10 fails to split dimensions of 5 and 7; 2048 hosts have eleven equal factors, in one order."""
     found = place(devices_of("v5p:16x20x28"), {"data": 80, "fsdp": 28, "tp": 4}, [Load("all_gather", ("fsdp",), 1e9)])
-    assert found.seconds == found.bound < found.usual
+    assert found.seconds == found.bound <= found.usual
     assert place(devices_of("h100:1x512x8"), {"data": 512, "model": 8}, alike({"data": 512, "model": 8})) is not None
 
 

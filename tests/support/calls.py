@@ -238,6 +238,7 @@ def builders():
         (planner.source_of, {"candidate": found, "batch": 64, "sequence": 128}),
         (cost.activation_memory, rooms | {"heads": 2}),
         (cost.bubble, {"stages": 2, "microbatches": 4}),
+        (cost.least_makespan, {"devices": 2, "microbatches": 4}),
         (cost.bus_factor, {"op": "all_reduce", "n": 4}),
         (cost.chip, {"name": "v5e"}),
         *((each, {"chip": "v5e"}) for each in (cost.links, cost.group_bandwidth)),
