@@ -55,11 +55,11 @@ class TrainOptions:
     """Sequence parallelism: between the blocks, split tokens over axis model."""
     schedule: str | None = None
     """Pipeline schedule, with axis stage: gpipe, one_f_one_b, interleaved, breadth_first, lockstep (the default),
-    zero_bubble_h1, zero_bubble_v, dualpipe_v, or a .csv file of `Schedule.to_csv()`."""
+    zero_bubble_h1, zero_bubble_v, dualpipe_v, search (the fastest found), or a .csv file of `Schedule.to_csv()`."""
     microbatches: int | None = None
     """Pipeline microbatches; by default 4 per stage, or the most that divide the examples of a device."""
     chunks: int | None = None
-    """Model chunks (virtual stages) per device, for interleaved, breadth_first and lockstep."""
+    """Model chunks (virtual stages) per device, for interleaved, breadth_first, lockstep and search."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision: none, bfloat16, or float16 with dynamic loss scaling."""
     learning_rate: float = 3e-3
