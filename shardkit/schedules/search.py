@@ -50,7 +50,7 @@ def search(
     Raises:
         ValueError: a size below 1, a memory below 1, or costs as `simulate` refuses them.
 
-    Cost: 0.5 s for 8 devices, 32 microbatches and two chunks; in proportion to their product.
+    Cost: a second for 8 devices, 32 microbatches and two chunks; in proportion to their product.
 
     Example:
         >>> found = sk.schedules.search(8, 8, chunks=2)
