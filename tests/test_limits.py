@@ -23,7 +23,7 @@ LIMITS = {
     "pipelines *": 1570,
     "plans *": 1210,
     "remat *": 620,
-    "schedules *": 1595,  # a search under costs and memory
+    "schedules *": 1650,  # a search under costs and memory
     "steps *": 1560,
     "strategies *": 1070,
     "testing *": 5790,  # any multiple of a logarithm; small, which makes a step at full size one that is proved
@@ -33,9 +33,9 @@ LIMITS = {
     "analysis": 6430,  # FLOPs and kept bytes of any traced loss; what a step raises; a compiler's options, tried
     "bench": 2510,
     "cli": 2710,  # prove; what stood beside the package while that imported jax: the list of commands
-    "cost": 1465,
+    "cost": 1405,
     "jobs": 2100,
-    "meshes": 1650,  # the order of devices that loads links least: measured and predicted time, of all plans
+    "meshes": 1665,  # the order of devices that loads links least: measured and predicted time, of all plans
     "models": 725,
     "planner": 2100,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
     "reporting": 280,
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 48_975
+    assert sum(found.values()) <= 48_980
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

@@ -7,7 +7,7 @@ from shardkit.cost.activations import activation_memory
 from shardkit.cost.collectives import Traffic, bus_factor, collective_time, wire
 from shardkit.cost.crossovers import Link, Links, bucket_bytes, links, ring_from, scatter_from
 from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
-from shardkit.cost.pipeline import bubble, least_makespan
+from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
 from shardkit.cost.rooflines import Roofline, roofline
 from shardkit.cost.transformer import mfu, transformer_flops, transformer_parameters
@@ -33,7 +33,6 @@ __all__ = [
     "context_volume",
     "expert_volume",
     "group_bandwidth",
-    "least_makespan",
     "links",
     "mfu",
     "quantization_error",

@@ -19,6 +19,7 @@ Source: Barnett et al., Global combine on mesh architectures with wormhole routi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,11 @@ def network_of(devices: Sequence[Any]) -> tuple[Network, Places] | None:
     else:
         names = ["host", "gpu"]
         hosts = [(number, device.process_index) for number, device in zip(slices, devices, strict=True)]
-        found = [(sorted(set(hosts)).index(host), hosts[:at].count(host)) for at, host in enumerate(hosts)]
+        numbers = {host: at for at, host in enumerate(sorted(set(hosts)))}
+        found, seen = [], Counter[tuple[int, int]]()
+        for host in hosts:
+            found.append((numbers[host], seen[host]))
+            seen[host] += 1
     at = np.array(found)
     at -= at.min(axis=0)
     shape = at.max(axis=0) + 1
@@ -117,6 +122,14 @@ def _dim(chip: cost.Chip, name: str, size: int, wrap: bool) -> Dim:
 
 
 Moves = int | tuple[tuple[int, int], ...]  # of a ppermute: by how many places, or from which to which
+
+
+def arranged(devices: Sequence[Any], places: Places, shape: Sequence[int], own: Places) -> np.ndarray:
+    """The devices that stand at these places, in a shape; `own` are the coordinates of each."""
+    of_place = dict(zip(own, devices, strict=True))
+    grid = np.empty(len(places), dtype=object)
+    grid[:] = [of_place[place] for place in places]
+    return grid.reshape(tuple(shape))
 
 
 class Load(NamedTuple):

@@ -13,7 +13,7 @@ from jax.experimental import mesh_utils
 
 from shardkit._arguments.checks import sized
 from shardkit.meshes.layout import table
-from shardkit.meshes.links import Load, Moves, Network, Places, busiest, network_of, seconds_of
+from shardkit.meshes.links import Load, Moves, Network, Places, arranged, busiest, network_of, seconds_of
 
 
 class Placed(NamedTuple):
@@ -75,10 +75,7 @@ class DeviceOrder(NamedTuple):
                 f"placement: every device of {self.network} must have one place in the mesh; got "
                 f"{len(set(self.places))} of them in {sized(self.axes.items())}. Make another with aot.place."
             )
-        of_place = dict(zip(found[1], devices, strict=True))
-        grid = np.empty(len(devices), dtype=object)
-        grid[:] = [of_place[place] for place in self.places]
-        return grid.reshape(tuple(self.axes.values()))
+        return arranged(devices, self.places, tuple(self.axes.values()), found[1])
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("kind", "axes", "sent/device", "jax's order", "this order", "at least")]
@@ -115,7 +112,7 @@ def place(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequence[Load]
     Raises:
         ValueError: the devices fill no box.
 
-    Cost: a second for 512 devices and three axes; sets of prime factors of the network's dimensions are tried, but for
+    Cost: up to 2 s for 512 devices and three axes; sets of prime factors of the network's dimensions are tried, but for
     those that cannot be better.
     """
     found = network_of(devices)
@@ -202,7 +199,10 @@ class _Search:
     def _alone(self, load: Load) -> float:
         """The least seconds that the load can have."""
         size = math.prod(self.axes.get(axis, 1) for axis in load.axes)
-        return min(self._seconds(load, (those,)) for slots in self.slots for those in _sets(slots, size))
+        least = math.inf
+        for slots in self.slots:
+            least = min(least, *(self._seconds(load, (those,)) for those in _sets(slots, size)))
+        return least
 
     def _seconds(self, load: Load, slots: tuple[_Slots, ...]) -> float:
         if load.kind != "ppermute":  # the order inside a group does not matter

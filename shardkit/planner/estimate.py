@@ -88,7 +88,6 @@ def judged(
     state, kept = memory.peak(small.model, small.layout, chip, local, small.sequence, ring=ring)
     compute = work.computing(small.model, small.layout, chip, local, small.sequence, efficiency, ring=ring)
     sent = work.sent(small.model, small.layout, local, small.sequence)
-    del sent["expert"]  # `with_axes` adds it
     if links is None:
         by_axis = _published(chip, layout, small.layout.data, sent)
     else:
@@ -116,7 +115,7 @@ def _published(chip: cost.Chip, layout: Layout, data: int, sent: dict[str, float
     tensor, inner = layout.tensor, layout.expert * layout.context
     stride = {"data": tensor * (layout.fsdp if inner == 1 else 1), "fsdp": tensor * inner, "tensor": 1}
     ways = {"data": data, "fsdp": layout.fsdp, "tensor": tensor}
-    return {name: size / bandwidth(chip, stride[name], ways[name], layout.chips) for name, size in sent.items()}
+    return {name: sent[name] / bandwidth(chip, stride[name], ways[name], layout.chips) for name in ways}
 
 
 def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
@@ -132,7 +131,7 @@ def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, f
         "tensor": (4 * accumulate + layers * work.exchanges_of(model, remat)) * (tensor - 1),
     }
     return {
-        name: messages[name] * links.of(name).latency + size / links.of(name).bandwidth for name, size in sent.items()
+        name: count * links.of(name).latency + sent[name] / links.of(name).bandwidth for name, count in messages.items()
     }
 
 

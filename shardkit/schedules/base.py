@@ -15,7 +15,7 @@ from shardkit._arguments import checks
 from shardkit.schedules import rules
 from shardkit.schedules.action import Cell, Rows, StagePlacement, device_of, drawn, parsed, written
 from shardkit.schedules.grid import Grid
-from shardkit.schedules.simulate import Timeline, simulated
+from shardkit.schedules.simulate import Timeline, costs_of, least, simulated
 from shardkit.schedules.slots import Slots, coloured
 from shardkit.schedules.table import Table, lowered
 
@@ -119,6 +119,39 @@ class Schedule(Grid):
             ValueError: a cost that is negative; forward, backward or overlapped that is not positive.
         """
         return simulated(self, forward, backward, input_grad, weight_grad, communication, overlapped, synchronous)
+
+    def least_makespan(
+        self,
+        forward: float = 1,
+        backward: float = 2,
+        input_grad: float | None = None,
+        weight_grad: float | None = None,
+        communication: float = 0,
+        *,
+        memory: float | None = None,
+    ) -> float:
+        """What no schedule of as many devices, microbatches and chunks goes below, in a loop or along a V.
+
+        The largest of three: the work of a device, after the first microbatch has come through the devices before the
+        last; one microbatch through all stages and back; and, with a memory cap, the time for which microbatches are
+        in flight on a device, over how many may be there at once.
+
+        Args:
+            forward, backward, input_grad, weight_grad, communication: costs, as for `simulate`.
+            memory: the most microbatches in flight on a device, where a chunk counts 1/v; None: any number.
+
+        Raises:
+            ValueError: costs as `simulate` refuses them, or a memory that is not positive.
+
+        Example:
+            >>> schedule = sk.schedules.zero_bubble_v(8, 32)
+            >>> schedule.simulate().makespan, schedule.least_makespan(), schedule.least_makespan(memory=1)
+            (99.5, 99.5, 288.0)
+        """
+        costs = costs_of("least_makespan", self.chunks, forward, backward, input_grad, weight_grad, communication)
+        if memory is not None:
+            [memory] = checks.positive("least_makespan", memory=memory)
+        return least(self, costs, memory)
 
     def forward(self) -> Schedule:
         """The forwards alone, on each device in the same order and as early as possible: a step of evaluation."""

@@ -128,6 +128,25 @@ def simulated(
     )
 
 
+def least(schedule: Grid, costs: Costs, memory: float | None) -> float:
+    """See `Schedule.least_makespan`."""
+    p, m, v = schedule.devices, schedule.microbatches, schedule.chunks
+    there, back, rest = costs.of["F"], costs.of["I"], costs.of["B"] - costs.of["I"]
+    hop = costs.communication if p > 1 else 0.0
+    work = m * v * (there + costs.of["B"]) + (p - 1) * (there + hop)
+    # along a V no message is sent where it turns
+    through = p * v * (there + back) + rest + 2 * v * (p - 1) * hop
+    if memory is None:
+        return max(work, through)
+    # A chunk is held while its microbatch goes through all later stages and back, at least; the first device's are held
+    # longest, in a loop those of stages 0, p, 2p, along a V those of 0, 2p - 1, 2p: the V holds less.
+    held = 0.0
+    for chunk in range(v):
+        later = p * v - (chunk * p if chunk % 2 == 0 else (chunk + 1) * p - 1)
+        held += later * (there + back) + rest
+    return max(work, through, m * held / (memory * v))
+
+
 def _peak(actions: list[Action]) -> int:
     """The most forwards whose backward has not ended."""
     held = peak = 0

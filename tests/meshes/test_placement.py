@@ -227,9 +227,7 @@ def test_machines_that_jaxs_rule_or_a_long_search_would_end():
 def gathering(**sizes):
     """A step that gathers over "model", and its argument."""
     axes = sk.abstract_mesh(**sizes)
-    gather = jax.shard_map(
-        lambda x: sk.all_gather(x, "model"), mesh=axes, in_specs=P("model"), out_specs=P(), check_vma=False
-    )
+    gather = jax.shard_map(lambda x: sk.all_gather(x, "model"), mesh=axes, in_specs=P("model"), out_specs=P("model"))
     return jax.jit(gather), (jax.ShapeDtypeStruct((2**20, 8), jnp.bfloat16),)
 
 
@@ -245,7 +243,7 @@ def test_refusals():
     found = sk.aot.place(step, args, topology="v5e:4x4")
     halves = jax.shard_map(
         lambda x: jax.lax.all_gather(x, "model", axis_index_groups=[[0, 2], [1, 3]]),
-        mesh=sk.abstract_mesh(data=4, model=4), in_specs=P("model"), out_specs=P("model"), check_vma=False,
+        mesh=sk.abstract_mesh(data=4, model=4), in_specs=P("model"), out_specs=P("model"),
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"aot.place: collectives must be over whole axes; got groups of 2 along axis"):
         sk.aot.place(halves, args, topology="v5e:4x4")

@@ -188,14 +188,15 @@ def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) ->
 
     Example:
         >>> pod = sk.abstract_mesh(data=2, fsdp=32)
-        >>> gather = lambda x: sk.all_gather(x, "fsdp")
-        >>> step = jax.shard_map(gather, mesh=pod, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
+        >>> def gathered(x):
+        ...     return sk.all_gather(x, "fsdp")
+        >>> step = jax.shard_map(gathered, mesh=pod, in_specs=P("fsdp"), out_specs=P("fsdp"))
         >>> found = sk.aot.place(step, (jnp.ones((2**20, 8)),), topology="tpu7x:2x4x4")
         >>> print(found)
         mesh data=2, fsdp=32 on tpu7x x=2 x y=4 x z=4 x core=2, ms of the busiest link
         ...
 
-    Cost: a second for 512 devices and three axes.
+    Cost: up to 2 s for 512 devices and three axes.
     """
     where = parse_topology(topology)
     _check_arguments("aot.place", args, mesh)

@@ -26,7 +26,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
 
     from shardkit._jax import backends
     from shardkit.analysis.hlo.memory import memory_of
-    from shardkit.meshes.links import network_of
+    from shardkit.meshes.links import arranged, network_of
 
     request = json.loads((folder / "request.json").read_text())
     try:
@@ -40,8 +40,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
     if request["places"]:
         found = network_of(devices)
         assert found is not None, "placements are of networks"
-        of_place = dict(zip(found[1], devices, strict=True))
-        placed = np.array([of_place[tuple(place)] for place in request["places"]]).reshape(shape)
+        placed = arranged(devices, tuple(map(tuple, request["places"])), shape, found[1])
     elif wanted == len(devices):
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:

@@ -111,17 +111,14 @@ class AbsentDevice:
 
 def absent_devices(where: Topology) -> list[AbsentDevice]:
     """The devices of a topology, in jax's order: the first coordinate of a TPU changes fastest, after the core."""
-    kind = device_kind(where.chip)
+    kind, found = device_kind(where.chip), list[AbsentDevice]()
     if where.platform == "cuda":
-        hosts = np.ndindex(where.shape[:2])
-        return [
-            AbsentDevice(number * where.shape[2] + gpu, "gpu", kind, (part, host, gpu), 0, number, part)
-            for number, (part, host) in enumerate(hosts)
-            for gpu in range(where.shape[2])
-        ]
+        for number, place in enumerate(np.ndindex(where.shape)):
+            host = number // where.shape[2]
+            found.append(AbsentDevice(number, "gpu", kind, place, 0, host, place[0]))
+        return found
     cores = _CORES.get(where.chip, 1)
     shape = (*where.shape, *[1] * (3 - len(where.shape)))
-    found: list[AbsentDevice] = []
     for place in np.ndindex(*reversed(shape)):
         for core in range(cores):
             found.append(AbsentDevice(len(found), "tpu", kind, tuple(reversed(place)), core, 0, 0))
