@@ -72,6 +72,7 @@ from shardkit.collectives import ring as ring
 from shardkit.collectives import hierarchical as hierarchical
 from shardkit.collectives import compressed as compressed
 from shardkit.collectives import algorithms as algorithms
+from shardkit.collectives import tables as tables
 
 # random numbers
 from shardkit.meshes.rng import example_keys as example_keys

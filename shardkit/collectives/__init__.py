@@ -3,7 +3,7 @@
 Start with `basic.py`. Imports cost, and single files such as `checks.py`; no plan and no mesh.
 """
 
-from shardkit.collectives import algorithms, compressed, hierarchical, ring
+from shardkit.collectives import algorithms, compressed, hierarchical, ring, tables
 from shardkit.collectives.axes import axis_index, axis_size, vary
 from shardkit.collectives.basic import all_gather, all_reduce, all_to_all, reduce_scatter
 from shardkit.collectives.bucketed import all_reduce_tree
@@ -40,6 +40,7 @@ __all__ = [
     "reduce_scatter_uneven",
     "ring",
     "shift",
+    "tables",
     "unpad_from_axis",
     "vary",
 ]

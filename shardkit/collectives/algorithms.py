@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple, cast, get_args
 
 import jax.numpy as jnp
 
@@ -20,11 +20,13 @@ from shardkit.collectives import basic, bucketed
 from shardkit.collectives import compressed as quantized
 from shardkit.collectives import hierarchical as two_level
 from shardkit.collectives import ring as rings
+from shardkit.collectives.axes import axis_size
+from shardkit.collectives.tables.table import Op, Table
 from shardkit.cost.collectives import wire
 from shardkit.cost.quantization import FORMATS, quantized_bytes
 
 _KERNELS = ("all_gather", "reduce_scatter", "all_reduce")
-__all__ = ["PLAIN", "Algorithm", "bucket", "compressed", "hierarchical", "ring"]
+__all__ = ["PLAIN", "Algorithm", "bucket", "compressed", "hierarchical", "ring", "table"]
 
 Ways = Mapping[str, int]
 Sent = dict[tuple[str, ...], Fraction]
@@ -152,6 +154,47 @@ def hierarchical(inner: Axis) -> Algorithm:
         return _plain_cost(kernel, padded, itemsize, inside) | slow
 
     return Algorithm(name, gather, scatter, reduce, partial(_ends_in, name, fast), cost)
+
+
+@typed
+def table(build: Callable[[Op, int], Table], *, name: str = "own") -> Algorithm:
+    """By tables: which device sends what to which; see `sk.tables`.
+
+    Args:
+        build: `build(op, devices) -> Table` for each of "all_gather", "reduce_scatter" and "all_reduce" that the
+            strategy uses, as the functions of `sk.tables` are.
+        name: as descriptions of a plan print it.
+
+    Returns:
+        An Algorithm for any axis of which `build` makes tables.
+
+    Raises:
+        ValueError: where a step is traced, from `build`, or a table that is wrong or for something else.
+
+    Cost: the `traffic` of its tables, each array padded to a multiple of its chunks.
+
+    Example:
+        >>> plan = sk.fsdp("data", gather=sk.algorithms.table(sk.tables.bruck, name="bruck"))
+        >>> print(plan.strategies[0].gather)
+        table(bruck)
+    """
+    made = cache(build)
+
+    def kernel(kind: Op) -> Callable[..., Any]:
+        def run(x: Any, axes: tuple[str, ...], **options: Any) -> Any:
+            return getattr(basic, kind)(x, axes, table=made(kind, axis_size(axes)), **options)
+
+        return run
+
+    def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+        n = math.prod(ways.values())
+        of = made(cast(Op, kernel), n)
+        shards, each = (1, of.chunks) if kernel == "all_reduce" else (n, of.chunks // n)
+        own = [e if kernel == "all_gather" else e // shards for e in elements]
+        padded = sum(-(-e // each) * each for e in own) * (1 if kernel == "all_gather" else shards)
+        return {tuple(ways): of.traffic(padded * itemsize).sent}
+
+    return Algorithm(f"table({name})", *(kernel(kind) for kind in get_args(Op)), cost=cost)
 
 
 @typed

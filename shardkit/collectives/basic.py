@@ -19,12 +19,16 @@ from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, countable, vary
 from shardkit.collectives.deterministic import blocks_sum
+from shardkit.collectives.tables import execute
+from shardkit.collectives.tables.table import Table
 
 Op = Literal["sum", "mean", "max", "min", "any", "all"]
 
 
 @typed
-def all_reduce(x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = False) -> Any:
+def all_reduce(
+    x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = False, table: Table | None = None
+) -> Any:
     """Reduces each leaf over the devices of `axis`; every device gets the result.
 
     Layout: `X[...] {U_a} -> X[...]`
@@ -37,15 +41,17 @@ def all_reduce(x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = F
             blocks and is summed too: `[blocks, ...] -> [...]`. The result has the same bits on every number of devices
             if the global number of blocks is fixed, each device has the same number of consecutive blocks, and each
             block's term is computed separately (under `lax.map`, not in one matmul).
+        table: which device sends what to which, as one of `sk.tables`; None: as the compiler chooses.
 
     Returns:
         Arrays of the same shapes (without dim 0 if deterministic), invariant over `axis`.
 
     Raises:
-        ValueError: an unbound axis, another `op`, or no blocks for a deterministic sum.
+        ValueError: an unbound axis, another `op`, no blocks for a deterministic sum, or a table that is wrong, for
+            another collective or number of devices, or with an op that is no sum.
         TypeError: "any" or "all" of a leaf that is not boolean, "max" or "min" of a complex one.
 
-    Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it.
+    Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it; with a table its `traffic`.
     The derivative of "max" and "min" sends as much again, at 4 bytes per element. A deterministic sum sends
     (q+1) P (n-1)/n bytes: P one block in float32, padded to a multiple of n elements, and q the number of blocks per
     device divided by its largest power-of-two factor; so 2 P (n-1)/n for 1, 2, 4, ... blocks per device.
@@ -61,9 +67,19 @@ def all_reduce(x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = F
             f"all_reduce: deterministic=True needs op 'sum' or 'mean'; got {op!r}. Leave deterministic out: the order "
             "changes no bit of this op."
         )
+    if table is not None:
+        if op not in ("sum", "mean") or deterministic:
+            raise ValueError(
+                f"all_reduce: a table adds in its own order, so it needs op 'sum' or 'mean' without deterministic; got "
+                f"op={op!r}, deterministic={deterministic}. Leave table out."
+            )
+        execute.fitting("all_reduce", table, "all_reduce", names)
 
     def reduce(leaf: jax.Array) -> jax.Array:
         leaf = vary(leaf, names)
+        if table is not None:
+            total = execute.all_reduce(countable(leaf), names, table)
+            return total / table.devices if op == "mean" else total
         if op in ("any", "all"):
             if leaf.dtype != bool:
                 raise TypeError(f"all_reduce: op {op!r} needs booleans; got {leaf.dtype}. Compare first, as in x != 0.")
@@ -83,7 +99,9 @@ def all_reduce(x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = F
 
 
 @typed
-def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
+def all_gather(
+    x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False, table: Table | None = None
+) -> Any:
     """Concatenates the devices' shards of each leaf along `dim`; every device gets the whole.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
@@ -93,14 +111,15 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False)
         dim: the dim to concatenate along.
         replicated: return a result that is invariant over `axis`, as `out_specs=P()` requires. Its transpose slices an
             all-reduced cotangent; the default's transpose is a reduce_scatter, half the bytes.
+        table: as for all_reduce. The derivative runs its transpose; replicated, it sends nothing.
 
     Returns:
         Arrays whose size along `dim` is n times the shard's.
 
     Raises:
-        ValueError: an unbound axis, or a `dim` the array does not have.
+        ValueError: an unbound axis, a `dim` the array does not have, or a table as for all_reduce.
 
-    Cost: B (n-1) bytes in n-1 hops, B being one shard.
+    Cost: B (n-1) bytes in n-1 hops, B being one shard; with a table its `traffic`.
 
     Example:
         >>> whole = lambda x: sk.all_gather(x, "model", replicated=True)
@@ -108,9 +127,13 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False)
         [0 1 2 3]
     """
     names = bound("all_gather", axis)
+    if table is not None:
+        execute.fitting("all_gather", table, "all_gather", names)
 
     def gather(leaf: jax.Array) -> jax.Array:
         at = dim_of("all_gather", dim, jnp.ndim(leaf))
+        if table is not None:
+            return execute.all_gather(leaf, names, at, replicated, table)
         piece = vary(leaf, names)
         if not leaf.shape[at]:  # jax refuses to gather empty arrays
             return jnp.zeros(leaf.shape, leaf.dtype) if replicated else piece
@@ -127,7 +150,9 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False)
 
 
 @typed
-def reduce_scatter(x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
+def reduce_scatter(
+    x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", table: Table | None = None
+) -> Any:
     """Reduces each leaf over the devices of `axis`; each device gets its shard of the result along `dim`.
 
     Layout: `X[.., D, ..] {U_a} -> X[.., D_a, ..]`
@@ -136,14 +161,16 @@ def reduce_scatter(x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "m
         axis: axis name or tuple of names.
         dim: the dim to split; its size must be divisible by n.
         op: "sum" or "mean". Booleans count as integers.
+        table: as for all_reduce. The derivative runs its transpose.
 
     Returns:
         Arrays whose size along `dim` is 1/n of the input's.
 
     Raises:
-        ValueError: an unbound axis, a `dim` the array does not have or that does not divide, or another `op`.
+        ValueError: an unbound axis, a `dim` the array does not have or that does not divide, another `op`, or a table
+            as for all_reduce.
 
-    Cost: B (n-1)/n bytes in n-1 hops.
+    Cost: B (n-1)/n bytes in n-1 hops; with a table its `traffic`.
 
     Example:
         >>> rows = lambda x: sk.reduce_scatter(x, "model")
@@ -153,12 +180,16 @@ def reduce_scatter(x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "m
     names = bound("reduce_scatter", axis)
     count = axis_size(names)
     tracked = compat.tracked_axes()
+    if table is not None:
+        execute.fitting("reduce_scatter", table, "reduce_scatter", names)
 
     def scatter(leaf: jax.Array) -> jax.Array:
         at = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
         divides("reduce_scatter", at, leaf.shape[at], names, count)
         piece = vary(countable(leaf), names)
-        if leaf.shape[at]:  # jax refuses to scatter empty arrays
+        if table is not None:
+            piece = execute.reduce_scatter(piece, names, at, table)
+        elif leaf.shape[at]:  # jax refuses to scatter empty arrays
             piece, at = _without_unit_dims(piece, at)
             # Under vmap jax scatters over one axis at a time; the major axis first.
             for axes in [names] if tracked.issuperset(names) else names:

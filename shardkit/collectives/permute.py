@@ -15,7 +15,6 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, vary
-from shardkit.collectives.basic import all_gather
 
 
 @typed
@@ -50,16 +49,6 @@ def shift(x: Arrays, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
         pairs = [(i, i + by) for i in range(count) if 0 <= i + by < count]
     if pairs == [(i, i) for i in range(count)]:
         return vary(x, names)
-    if not compat.tracked_axes() & set(names):
-        # Under vmap jax refuses a ppermute in which some device sends nothing, or over several axes.
-        sender = lax.axis_index(names) - by
-        arrives = wrap | ((sender >= 0) & (sender < count))
-
-        def take(leaf: jax.Array) -> jax.Array:
-            whole = all_gather(leaf[None], names)
-            return jnp.where(arrives, whole[sender % count], jnp.zeros_like(leaf))
-
-        return jax.tree.map(take, x)
     return permuted(x, names, pairs)
 
 
@@ -93,8 +82,22 @@ def broadcast(x: Arrays, axis: Axis, *, source: int = 0) -> Any:
 
 def permuted(x: Any, names: tuple[str, ...], pairs: list[tuple[int, int]]) -> Any:
     """Sends each leaf by (source, target) pairs of joint indices over `names`, the first axis major."""
+    if not compat.tracked_axes() & set(names):
+        return jax.tree.map(lambda leaf: _permuted_in_vmap(leaf, names, pairs), x)
     ordered, pairs = _in_mesh_order(names, pairs)
     return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), ordered, pairs), x)
+
+
+def _permuted_in_vmap(x: jax.Array, names: tuple[str, ...], pairs: list[tuple[int, int]]) -> jax.Array:
+    """Under vmap jax refuses a ppermute in which some device sends nothing, or over several axes."""
+    whole = x[None]
+    for name in reversed(names):
+        whole = lax.all_gather(whole, name, axis=0, tiled=True)
+    senders = np.full(axis_size(names), -1, np.int32)
+    for source, target in pairs:
+        senders[target] = source
+    sender = jnp.asarray(senders)[lax.axis_index(names)]
+    return jnp.where(sender >= 0, whole[sender], jnp.zeros_like(x))
 
 
 def _in_mesh_order(

@@ -1,0 +1,17 @@
+"""Collectives as tables: who sends which chunk to whom, step by step; checked, printed, timed on links and executed.
+
+| table | steps of an all_gather | devices |
+|---|---|---|
+| `ring` | n - 1, in both directions n // 2 | any |
+| `halving`, `bine` | log2(n) | powers of two |
+| `bruck`, `pat` | ceil(log2(n)) | any |
+| `torus` | d (s - 1) for d dims of s | a torus |
+| `tree` (all_reduce only) | 2 log2(n), about | any |
+
+A derivative runs the transposed table. Start with `published.py`, then `table.py`; `execute.py` runs any of them.
+"""
+
+from shardkit.collectives.tables.published import bine, bruck, halving, pat, ring, torus, tree
+from shardkit.collectives.tables.table import Send, Table
+
+__all__ = ["Send", "Table", "bine", "bruck", "halving", "pat", "ring", "torus", "tree"]
