@@ -194,7 +194,8 @@ def table(build: Callable[[Op, int], Table], *, name: str = "own") -> Algorithm:
         padded = sum(-(-e // each) * each for e in own) * (1 if kernel == "all_gather" else shards)
         return {tuple(ways): of.traffic(padded * itemsize).sent}
 
-    return Algorithm(f"table({name})", *(kernel(kind) for kind in get_args(Op)), cost=cost)
+    gather, scatter, reduce = map(kernel, get_args(Op))
+    return Algorithm(f"table({name})", gather, scatter, reduce, cost=cost)
 
 
 @typed

@@ -99,9 +99,7 @@ def all_reduce(
 
 
 @typed
-def all_gather(
-    x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False, table: Table | None = None
-) -> Any:
+def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False, table: Table | None = None) -> Any:
     """Concatenates the devices' shards of each leaf along `dim`; every device gets the whole.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`

@@ -11,7 +11,26 @@
 A derivative runs the transposed table. Start with `published.py`, then `table.py`; `execute.py` runs any of them.
 """
 
+from shardkit.collectives.tables.links import Timeline, torus_links
+from shardkit.collectives.tables.plan_files import from_mscclpp, to_mscclpp
 from shardkit.collectives.tables.published import bine, bruck, halving, pat, ring, torus, tree
+from shardkit.collectives.tables.search import least_seconds, search
 from shardkit.collectives.tables.table import Send, Table
 
-__all__ = ["Send", "Table", "bine", "bruck", "halving", "pat", "ring", "torus", "tree"]
+__all__ = [
+    "Send",
+    "Table",
+    "Timeline",
+    "bine",
+    "bruck",
+    "from_mscclpp",
+    "halving",
+    "least_seconds",
+    "pat",
+    "ring",
+    "search",
+    "to_mscclpp",
+    "torus",
+    "torus_links",
+    "tree",
+]

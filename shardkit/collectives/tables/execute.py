@@ -72,7 +72,7 @@ def _all_gather(piece: jax.Array, names: _Names, table: Table) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _reduce_scatter(x: jax.Array, names: _Names, table: Table) -> jax.Array:
     """`[n, ...] -> [...]`"""
-    n, each = table.devices, table.chunks // table.devices
+    each = table.chunks // table.devices
     parts = jax.vmap(partial(_in_chunks, each=each))(x)
     buffer = _with_scratch(parts.reshape(table.chunks, *parts.shape[2:]), table)
     mine = lax.dynamic_slice_in_dim(executed(buffer, names, table), axis_index(names) * each, each)
@@ -139,7 +139,7 @@ def _from_chunks(parts: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 def scratch(table: Table) -> int:
     """Rows after the last chunk, for what does not arrive."""
-    return max((m.count for step in table.by_step for m in step if m.partial), default=0)
+    return max((m.each for step in table.by_step for m in step if m.partial), default=0)
 
 
 def _with_scratch(chunks: jax.Array, table: Table) -> jax.Array:

@@ -18,14 +18,14 @@ class Message(NamedTuple):
 
     Attributes:
         pairs: (source, target); no device is twice a source or twice a target.
-        count: chunks that each source sends.
+        each: chunks that each source sends.
         reduce: whether they are added.
         taken: which chunks a device sends, int32 [devices, count]; 0 for one that sends none.
         put: where a device puts what arrives, int32 [devices, count]; rows after the last chunk if nothing arrives.
     """
 
     pairs: tuple[Pair, ...]
-    count: int
+    each: int
     reduce: bool
     taken: np.ndarray
     put: np.ndarray
@@ -68,8 +68,8 @@ def messages(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Message,
 def matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair, ...]]:
     """The pairs in as few parts as possible in which each device is a source once, and a target once.
 
-    Source: König (1916): as many as the busiest device has; where two pairs want the same part, those on the way between
-    them change places.
+    Source: König (1916): as many as the busiest device has; where two pairs want the same part, those on the way
+    between them change places.
     """
     target_of: list[dict[int, int]] = [{} for _ in range(devices)]  # by source and part
     source_of: list[dict[int, int]] = [{} for _ in range(devices)]

@@ -1,4 +1,4 @@
-"""Published algorithms as tables. Each is an all_gather; its transpose is the reduce_scatter, both are the all_reduce."""
+"""Published algorithms as tables. Each is an all_gather; its transpose is the reduce_scatter, both an all_reduce."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> Table:
             yield Send(step, d, (d - by) % n, (d + by * step) % n, False)
 
     # A sum goes round in the direction of its gather: the derivative of a reduce_scatter goes back.
-    return _table(op, n, n, "bidirectional ring" if bidirectional else "ring", gather(1), gather(-1))
+    return derived(op, n, n, "bidirectional ring" if bidirectional else "ring", gather(1), gather(-1))
 
 
 def halving(op: Op, devices: int) -> Table:
@@ -64,7 +64,7 @@ def halving(op: Op, devices: int) -> Table:
         for d in range(n):
             first = d // hop * hop
             sends += [Send(step, d, d ^ hop, chunk, False) for chunk in range(first, first + hop)]
-    return _table(op, n, n, "halving", sends)
+    return derived(op, n, n, "halving", sends)
 
 
 def bruck(op: Op, devices: int) -> Table:
@@ -90,7 +90,7 @@ def bruck(op: Op, devices: int) -> Table:
         hop = 1 << step
         for d in range(n):
             sends += [Send(step, d, (d - hop) % n, (d + k) % n, False) for k in range(min(hop, n - hop))]
-    return _table(op, n, n, "bruck", sends)
+    return derived(op, n, n, "bruck", sends)
 
 
 def pat(op: Op, devices: int, *, aggregate: int | None = None) -> Table:
@@ -116,8 +116,8 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> Table:
     many = most if aggregate is None else checks.whole("pat", aggregate=aggregate)[0]
     if many & (many - 1) or many > most:
         raise ValueError(
-            f"pat: aggregate must be a power of two of at most {most}, half of {n} devices rounded up; got {many}. Pass "
-            f"{most}, or None."
+            f"pat: aggregate must be a power of two of at most {most}, half of {n} devices rounded up; got {many}. "
+            f"Pass {most}, or None."
         )
     rest = power // many  # groups of so many devices are gathered one message after the other
     hops = [(hop, range(0, power, 2 * hop)) for hop in _powers(power, above=rest)]
@@ -125,11 +125,10 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> Table:
         hop = place & -place
         hops.append((hop, range(place - hop, power, rest)))
     sends = []
-    for step, (hop, offsets) in enumerate(hops):
-        for d, offset in product(range(n), offsets):
-            if offset + hop < n:
-                sends.append(Send(step, d, (d - hop) % n, (d + offset) % n, False))
-    return _table(op, n, n, f"pat of {many}" if aggregate else "pat", sends)
+    used = [(hop, [at for at in offsets if at + hop < n]) for hop, offsets in hops]
+    for step, (hop, offsets) in enumerate(each for each in used if each[1]):
+        sends += [Send(step, d, (d - hop) % n, (d + at) % n, False) for d, at in product(range(n), offsets)]
+    return derived(op, n, n, f"pat of {many}" if aggregate else "pat", sends)
 
 
 def _powers(power: int, above: int) -> Iterator[int]:
@@ -174,7 +173,7 @@ def bine(op: Op, devices: int) -> Table:
         for d in range(n):
             partner = _partner(d, level, n)
             sends += [Send(step, d, partner, chunk, False) for chunk in _below(partner, level, steps, n)]
-    return _table(op, n, n, "bine", sends)
+    return derived(op, n, n, "bine", sends)
 
 
 def _partner(device: int, level: int, devices: int) -> int:
@@ -191,15 +190,16 @@ def _below(device: int, level: int, steps: int, devices: int) -> list[int]:
     return found
 
 
-def torus(op: Op, sizes: Sequence[int]) -> Table:
+def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> Table:
     """Rings along every dim of a torus at once: each dim is the first for one part of the array.
 
     Args:
         op: as for `ring`.
         sizes: devices along each dim; device numbers count the last dim fastest.
+        bidirectional: both ways round each dim at once, each for half of the array.
 
     Cost: for d dims of s devices d (s-1) steps, twice as many for an all_reduce; the bytes of `cost.wire`, over d links
-        of each device.
+        of each device, bidirectional over 2 d.
 
     Example:
         >>> table = sk.tables.torus("all_gather", (4, 4))
@@ -210,21 +210,21 @@ def torus(op: Op, sizes: Sequence[int]) -> Table:
     """
     sides = _sizes("torus", op, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
     dims = [dim for dim, size in enumerate(sides) if size > 1]
-    n, parts = math.prod(sides), max(1, len(dims))
+    n, parts = math.prod(sides), max(1, len(dims)) * (2 if bidirectional else 1)
     sends = []
     for part in range(parts):
         done: list[int] = []
-        begin = 0
+        begin, by = 0, -1 if bidirectional and part % 2 else 1
         for turn in range(len(dims)):
-            dim = dims[(part + turn) % parts]
+            dim = dims[(part // (2 if bidirectional else 1) + turn) % len(dims)]
             for step, place in product(range(sides[dim] - 1), product(*map(range, sides))):
-                target = _moved(place, dim, 1, sides)
-                for origin in _reached(_moved(place, dim, -step, sides), done, sides):
+                target = _moved(place, dim, by, sides)
+                for origin in _reached(_moved(place, dim, -by * step, sides), done, sides):
                     chunk = _number(origin, sides) * parts + part
                     sends.append(Send(begin + step, _number(place, sides), _number(target, sides), chunk, False))
             done.append(dim)
             begin += max(sides) - 1
-    return _table(op, n, n * parts, f"torus {' x '.join(map(str, sides))}", sends)
+    return derived(op, n, n * parts, f"torus {' x '.join(map(str, sides))}", sends)
 
 
 def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> Table:
@@ -284,7 +284,9 @@ def _up_and_down(parents: Sequence[Mapping[int, int]], devices: int) -> Iterator
             waits[chunk][parent] += 1
     up = [(chunk, child, parent) for chunk, tree in enumerate(parents) for child, parent in tree.items()]
     down = [(chunk, parent, child) for chunk, child, parent in up]
-    whole = [{d for d in range(devices) if d not in tree} for tree in parents]  # those that have the sum; first the root
+    whole = [
+        {d for d in range(devices) if d not in tree} for tree in parents
+    ]  # those that have the sum; first the root
     step = 0
     while up or down:
         sources, targets = set[int](), set[int]()
@@ -306,7 +308,7 @@ def _up_and_down(parents: Sequence[Mapping[int, int]], devices: int) -> Iterator
         step += 1
 
 
-def _table(
+def derived(
     op: Op, devices: int, chunks: int, name: str, gather: Iterable[Send], down: Iterable[Send] | None = None
 ) -> Table:
     """The table of an op, from the messages of an all_gather; `down` are those that a reduce_scatter transposes."""

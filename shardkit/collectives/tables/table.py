@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple, NoReturn, get_args
 
 from shardkit._arguments import checks
+from shardkit.collectives.tables.links import Links, Timeline, simulated
 from shardkit.collectives.tables.messages import Message, messages
 from shardkit.cost.collectives import Traffic
 
@@ -87,8 +88,30 @@ class Table:
         """
         [size] = checks.at_least_zero("Table.traffic", size=size)
         whole = Fraction(size) * (self.devices if self.op == "all_gather" else 1)
-        sent = sum(message.count for step in self.by_step for message in step)
+        sent = sum(message.each for step in self.by_step for message in step)
         return Traffic(whole * sent / self.chunks, self.steps)
+
+    def simulate(self, links: Links, size: float, *, latency: float = 1e-6) -> Timeline:
+        """How long it takes on given links, and how busy these are. Steps follow each other.
+
+        A message between devices that are not linked takes the shortest way; where there are several, equal parts.
+
+        Args:
+            links: bytes/s from one device to another, `{(source, target): bytes/s}`; see `torus_links`.
+            size: bytes of the operand on one device, for an all_gather of its piece.
+            latency: seconds for every link on the longest way of a step.
+
+        Raises:
+            ValueError: links that are not connected, or a bandwidth, size or latency that is none.
+
+        Example:
+            >>> links, size = sk.tables.torus_links((8,), bandwidth=1e9), 1e6
+            >>> for table in (sk.tables.ring("all_gather", 8), sk.tables.bruck("all_gather", 8)):
+            ...     print(table.name, table.simulate(links, size).seconds)
+            ring 0.007007
+            bruck 0.0...
+        """
+        return simulated(self, links, size, latency)
 
     def transpose(self) -> Table:
         """The table of the derivative: a reduce_scatter for an all_gather, and the other way round.
@@ -129,7 +152,7 @@ class Table:
 
         Raises:
             ValueError: a message that is none, a chunk that the source does not have, a copy to a place that is
-                written twice in a step, a contribution that counts twice or is missing; the first of these in the order of steps.
+                written twice in a step, a contribution that counts twice or is missing; the first in order of steps.
         """
         _ = self._checked
 
@@ -177,9 +200,8 @@ def _check(table: Table) -> None:
             own = has[s.target][s.chunk]
             if not value:
                 _refuse(table, s, "must send what its source has", "nothing of it is there", "Send it later, or once")
-            if not (s.reduce and written.get((s.target, s.chunk), True)):
-                if (s.target, s.chunk) in written:
-                    _refuse(table, s, "that copies must be alone at its place", "another", "Send one a step later")
+            if (s.target, s.chunk) in written and not (s.reduce and written[s.target, s.chunk]):
+                _refuse(table, s, "that copies must be alone at its place", "another", "Send one a step later")
             if (gathers and s.reduce) or (scatters and not s.reduce):
                 _refuse(table, s, f"of {table.op} must {'copy' if gathers else 'add'}", "the other", "Turn `reduce`")
             if scatters and _owner(table, s.chunk) == s.source:

@@ -1,0 +1,236 @@
+"""Search: the fastest table for given links; exactly where the problem is small, else by a rule with many tries."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardkit._arguments import checks
+from shardkit.collectives.tables.links import Link, Links, checked, distances
+from shardkit.collectives.tables.published import derived
+from shardkit.collectives.tables.table import Op, Send, Table
+
+_SMALL = 1200  # binary variables of a problem that is solved exactly
+_NODES = 500  # nodes of its branch and bound: a count, since a limit in seconds would depend on the machine
+_TRIES = 24
+
+
+def search(links: Links, op: Op, size: float, *, latency: float = 1e-6, parts: int = 1) -> Table:
+    """The fastest table that is found for some links, each of which carries messages between neighbors.
+
+    An all_gather is found step by step as a mixed-integer program: which link carries which chunk in which step, where
+    a step lasts as long as its busiest link. With more than some ten devices a rule takes its place: every link carries
+    the chunk that the fewest devices have. The reduce_scatter is that of the links turned round.
+
+    Args:
+        links: bytes/s from one device to another, `{(source, target): bytes/s}`; see `torus_links`.
+        op: "all_gather", "reduce_scatter" or "all_reduce".
+        size: bytes of the operand on one device, for an all_gather of its piece.
+        latency: seconds of a step beside its bytes.
+        parts: chunks of each device; more can share links more evenly.
+
+    Returns:
+        A Table whose messages are between linked devices only. `Table.simulate(links, size)` is its time,
+        `least_seconds` what none goes below.
+
+    Raises:
+        ValueError: links that are not connected, another op, or a size, latency or number of parts that is none.
+
+    Cost: seconds for eight devices.
+
+    Example:
+        >>> links = sk.tables.torus_links((6,), bandwidth=1e9)
+        >>> found = sk.tables.search(links, "all_gather", 1e6)
+        >>> found.steps, found.simulate(links, 1e6).seconds, sk.tables.least_seconds(links, "all_gather", 1e6)
+        (3, 0.003003, 0.002503)
+
+    Source: Cai et al., Synthesizing optimal collective algorithms (PPoPP 2021); Won et al., TACOS (arXiv:2304.05301).
+    """
+    checks.one_of("search", "op", op, ("all_gather", "reduce_scatter", "all_reduce"))
+    devices = 1 + max((max(link) for link in links), default=0)
+    checked("search", links, devices)
+    [size], [latency] = checks.at_least_zero("search", size=size), checks.at_least_zero("search", latency=latency)
+    [parts] = checks.whole("search", parts=parts)
+    piece = float(size) if op == "all_gather" else float(size) / devices
+    turned = {(target, source): speed for (source, target), speed in links.items()}
+    problems = [Problem(devices, parts, of, piece / parts, latency) for of in (dict(links), turned)]
+    gather = _fastest(problems[0], "all_gather" if op != "reduce_scatter" else None)
+    scatter = _fastest(problems[1], "reduce_scatter" if op != "all_gather" else None)
+    return derived(op, devices, devices * parts, "found", gather, scatter)
+
+
+def least_seconds(links: Links, op: Op, size: float, *, latency: float = 1e-6) -> float:
+    """What no table of this op goes below on these links: the way of the farthest pair, and what enters a device.
+
+    Args:
+        links, op, size, latency: as for `search`.
+
+    Raises:
+        ValueError: as `search`.
+    """
+    devices = 1 + max((max(link) for link in links), default=0)
+    checked("least_seconds", links, devices)
+    piece = size if op == "all_gather" else size / devices
+    seconds = 0.0
+    for turned in {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}[op]:
+        of = {link[::-1] if turned else link: speed for link, speed in links.items()}
+        seconds += Problem(devices, 1, of, piece, latency).least
+    return seconds
+
+
+class Problem(NamedTuple):
+    """An all_gather to be found."""
+
+    devices: int
+    parts: int  # chunks of each device
+    links: dict[Link, float]
+    chunk: float  # bytes of one
+    latency: float
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the whole array."""
+        return self.devices * self.parts
+
+    @property
+    def steps(self) -> int:
+        """The fewest steps: links between the farthest pair."""
+        return max(max(distances(self.links, d).values()) for d in range(self.devices))
+
+    @property
+    def bandwidth(self) -> float:
+        """Seconds in which every device can get all chunks, at least."""
+        entering = defaultdict[int, float](float)
+        for (_, target), speed in self.links.items():
+            entering[target] += speed
+        own = (self.devices - 1) * self.parts * self.chunk
+        return max((own / speed for speed in entering.values()), default=0.0)
+
+    @property
+    def least(self) -> float:
+        """Seconds, at least."""
+        return self.steps * self.latency + self.bandwidth
+
+    def seconds(self, sends: list[Send]) -> float:
+        """Seconds of messages between neighbors."""
+        count = Counter((send.step, (send.source, send.target)) for send in sends)
+        longest: dict[int, float] = {}
+        for (step, link), chunks in count.items():
+            longest[step] = max(longest.get(step, 0.0), chunks * self.chunk / self.links[link])
+        return len(longest) * self.latency + sum(longest.values())
+
+
+def _fastest(problem: Problem, wanted: str | None) -> list[Send]:
+    """The messages of the fastest all_gather that is found; none where it is not wanted."""
+    if wanted is None or problem.devices == 1:
+        return []
+    best = min(_by_rule(problem), key=problem.seconds)
+    for steps in range(problem.steps, 1 + (problem.devices - 1) * problem.parts):
+        soonest = steps * problem.latency + problem.bandwidth
+        if soonest >= problem.seconds(best) * (1 - 1e-9) or len(_variables(problem, steps)) > _SMALL:
+            break
+        found = _exact(problem, steps)
+        if found is not None and problem.seconds(found) < problem.seconds(best):
+            best = found
+    return best
+
+
+def _by_rule(problem: Problem) -> Iterator[list[Send]]:
+    """All_gathers in which every link carries what the fewest devices have, up to so many chunks in a step."""
+    slowest, random = min(problem.links.values()), Random(0)
+    most = 1
+    while most < 2 * problem.chunks:
+        room = {link: max(1, int(most * speed / slowest)) for link, speed in problem.links.items()}
+        for _ in range(_TRIES):
+            yield _filled(problem, room, random)
+        most *= 2
+
+
+def _filled(problem: Problem, room: dict[Link, int], random: Random) -> list[Send]:
+    has = [set(range(d * problem.parts, (d + 1) * problem.parts)) for d in range(problem.devices)]
+    sends: list[Send] = []
+    step = 0
+    while any(len(own) < problem.chunks for own in has):
+        holders = Counter(chunk for own in has for chunk in own)
+        coming: list[set[int]] = [set() for _ in has]
+        order = list(problem.links)
+        random.shuffle(order)
+        for _ in range(max(room.values())):
+            for source, target in order:
+                useful = has[source] - has[target] - coming[target]
+                sent = sum(send.step == step and send[1:3] == (source, target) for send in sends[-len(order) :])
+                if useful and sent < room[source, target]:
+                    rarest = min(holders[chunk] for chunk in useful)
+                    chunk = random.choice(sorted(chunk for chunk in useful if holders[chunk] == rarest))
+                    coming[target].add(chunk)
+                    sends.append(Send(step, source, target, chunk, False))
+        for own, new in zip(has, coming, strict=True):
+            own |= new
+        step += 1
+    return sends
+
+
+def _variables(problem: Problem, steps: int) -> list[Send]:
+    """Every message that may be of use: no chunk comes home, or leaves a device before it can be there."""
+    far = [distances(problem.links, d) for d in range(problem.devices)]
+    return [
+        Send(step, source, target, chunk, False)
+        for source, target in problem.links
+        for chunk in range(problem.chunks)
+        for step in range(far[chunk // problem.parts][source], steps)
+        if chunk // problem.parts != target
+    ]
+
+
+def _exact(problem: Problem, steps: int) -> list[Send] | None:
+    """The fastest all_gather in so many steps, by a mixed-integer program; None where its solver stops before.
+
+    One variable says whether a message is sent, one for each step how long it lasts: in chunks where all links are
+    alike, so that it is whole.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+    from scipy.sparse import coo_array  # type: ignore[import-untyped]
+
+    sends = _variables(problem, steps)
+    column = {send: number for number, send in enumerate(sends)}
+    alike = len(set(problem.links.values())) == 1
+    entries: list[tuple[int, int, float]] = []  # row, column, value
+    lower: list[float] = []
+    upper: list[float] = []
+
+    def row(values: list[tuple[int, float]], least: float, most: float) -> None:
+        entries.extend((len(lower), at, value) for at, value in values)
+        lower.append(least)
+        upper.append(most)
+
+    arriving: dict[tuple[int, int], list[Send]] = {}
+    on: dict[tuple[int, Link], list[Send]] = {}
+    for send in sends:
+        arriving.setdefault((send.target, send.chunk), []).append(send)
+        on.setdefault((send.step, (send.source, send.target)), []).append(send)
+    for there in arriving.values():  # each chunk arrives once at each device
+        row([(column[send], 1.0) for send in there], 1, 1)
+    for send in sends:  # and before it is sent on
+        if send.chunk // problem.parts != send.source:
+            before = [s for s in arriving[send.source, send.chunk] if s.step < send.step]
+            row([(column[send], 1.0), *((column[s], -1.0) for s in before)], -math.inf, 0)
+    for (step, link), carried in on.items():
+        each = 1.0 if alike else problem.chunk / problem.links[link]
+        row([(len(sends) + step, -1.0), *((column[send], each) for send in carried)], -math.inf, 0)
+    rows, columns, values = zip(*entries, strict=True)
+    matrix = coo_array((values, (rows, columns)), shape=(len(lower), len(sends) + steps)).tocsr()
+    solved: Any = milp(
+        np.concatenate([np.zeros(len(sends)), np.ones(steps)]),
+        integrality=np.concatenate([np.ones(len(sends)), np.full(steps, int(alike))]),
+        bounds=Bounds(0, np.concatenate([np.ones(len(sends)), np.full(steps, np.inf)])),
+        constraints=LinearConstraint(matrix, lower, upper),
+        options={"node_limit": _NODES, "mip_rel_gap": 0},
+    )
+    if solved.x is None:
+        return None
+    return [send for send, chosen in zip(sends, solved.x[: len(sends)], strict=True) if chosen > 0.5]
