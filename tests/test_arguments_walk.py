@@ -13,7 +13,20 @@ from shardkit.models import transformer
 from support import calls, walk
 
 pytestmark = pytest.mark.check
-ROOMS = (sk, analysis, planner, collectives, cost, reporting, runtime, schedules, testing, viz, transformer)
+ROOMS = (
+    sk,
+    analysis,
+    planner,
+    collectives,
+    collectives.tables,
+    cost,
+    reporting,
+    runtime,
+    schedules,
+    testing,
+    viz,
+    transformer,
+)
 FEWEST = 7000
 
 # What is taken and means something: which calls, and why. Matched as `room.function(parameter=value)`.

@@ -19,6 +19,7 @@ FACES = {
     "sk.hierarchical": "shardkit.collectives.hierarchical",
     "sk.compressed": "shardkit.collectives.compressed",
     "sk.algorithms": "shardkit.collectives.algorithms",
+    "sk.tables": "shardkit.collectives.tables",
     "sk.schedules": "shardkit.schedules",
     "sk.analysis": "shardkit.analysis",
     "sk.aot": "shardkit.analysis.hlo.aot",

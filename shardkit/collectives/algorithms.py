@@ -21,7 +21,7 @@ from shardkit.collectives import compressed as quantized
 from shardkit.collectives import hierarchical as two_level
 from shardkit.collectives import ring as rings
 from shardkit.collectives.axes import axis_size
-from shardkit.collectives.tables.table import Op, Table
+from shardkit.collectives.tables.table import Op, SendTable
 from shardkit.cost.collectives import wire
 from shardkit.cost.quantization import FORMATS, quantized_bytes
 
@@ -157,11 +157,11 @@ def hierarchical(inner: Axis) -> Algorithm:
 
 
 @typed
-def table(build: Callable[[Op, int], Table], *, name: str = "own") -> Algorithm:
+def table(build: Callable[[Op, int], SendTable], *, name: str = "own") -> Algorithm:
     """By tables: which device sends what to which; see `sk.tables`.
 
     Args:
-        build: `build(op, devices) -> Table` for each of "all_gather", "reduce_scatter" and "all_reduce" that the
+        build: `build(op, devices) -> SendTable` for each of "all_gather", "reduce_scatter" and "all_reduce" that the
             strategy uses, as the functions of `sk.tables` are.
         name: as descriptions of a plan print it.
 

@@ -20,14 +20,14 @@ from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, countable, vary
 from shardkit.collectives.deterministic import blocks_sum
 from shardkit.collectives.tables import execute
-from shardkit.collectives.tables.table import Table
+from shardkit.collectives.tables.table import SendTable
 
 Op = Literal["sum", "mean", "max", "min", "any", "all"]
 
 
 @typed
 def all_reduce(
-    x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = False, table: Table | None = None
+    x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = False, table: SendTable | None = None
 ) -> Any:
     """Reduces each leaf over the devices of `axis`; every device gets the result.
 
@@ -99,7 +99,7 @@ def all_reduce(
 
 
 @typed
-def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False, table: Table | None = None) -> Any:
+def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False, table: SendTable | None = None) -> Any:
     """Concatenates the devices' shards of each leaf along `dim`; every device gets the whole.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
@@ -149,7 +149,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False,
 
 @typed
 def reduce_scatter(
-    x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", table: Table | None = None
+    x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", table: SendTable | None = None
 ) -> Any:
     """Reduces each leaf over the devices of `axis`; each device gets its shard of the result along `dim`.
 

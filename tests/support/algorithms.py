@@ -67,6 +67,7 @@ _small = sk.algorithms.compressed
 WAYS = {
     "ring": Way(sk.algorithms.ring()),
     "ring in both directions": Way(sk.algorithms.ring(bidirectional=True)),
+    "tables": Way(sk.algorithms.table(sk.tables.bine, name="bine")),
     "hierarchical": Way(sk.algorithms.hierarchical("gpu")),
     "bucket": Way(sk.algorithms.bucket(bucket_bytes=256, scatter_from=64)),
     "one's own": Way(sk.algorithms.Algorithm("recursive halving", all_reduce=_halving(), cost=_halving_cost)),

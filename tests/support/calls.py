@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import analysis, collectives, cost, planner, reporting, runtime, schedules, testing, viz
 from shardkit.analysis.hlo import aot
-from shardkit.collectives import compressed, hierarchical, ring
+from shardkit.collectives import compressed, hierarchical, ring, tables
 from shardkit.models import parameters, transformer
 from shardkit.on_device.precision import precision_of
 
@@ -162,6 +162,7 @@ def builders():
     place = {"chip": "v5e", "batch": 64, "sequence": 128}
     found = planner.estimate(model, planner.Layout(data=8), **place)
     rooms = {"batch": 1, "sequence": 8, "hidden": 8}
+    links = tables.torus_links((2, 2))
     traced = {"fn": lambda x: x + 1, "args": (ones(4),)}
     placed = {"tree": batch, "mesh": mesh, "spec": P("data")}
     return [
@@ -196,6 +197,16 @@ def builders():
         (sk.device_put_pipeline, put),
         (sk.device_put_value_and_grad, put | {"loss": lambda y, b: jnp.sum(y)}),
         *((each, sizes_of(each)) for each in returning("Schedule", schedules)),
+        *(
+            (each, {"op": "all_gather", "devices": 4})
+            for each in (tables.ring, tables.halving, tables.bruck, tables.pat, tables.bine)
+        ),
+        (tables.torus, {"op": "all_gather", "sizes": (2, 2)}),
+        (tables.torus_links, {"sizes": (2, 2)}),
+        (tables.tree, {"devices": 4}),
+        *((each, {"links": links, "op": "all_gather", "size": 8.0}) for each in (tables.search, tables.least_seconds)),
+        (tables.to_mscclpp, {"table": tables.ring("all_gather", 4)}),
+        (tables.from_mscclpp, {"text": tables.to_mscclpp(tables.ring("all_gather", 2))}),
         (schedules.Schedule.from_csv, {"text": schedule.to_csv()}),
         (schedules.Schedule.simulate, {"self": schedule}),
         (schedules.Schedule.least_makespan, {"self": schedule}),

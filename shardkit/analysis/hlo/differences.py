@@ -219,11 +219,12 @@ def _moved(row: CensusRow, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
     """The axes of a written collective under which it is found among the compiled.
 
     A group does not show axes of one device, nor the pairs of a permute an axis along which they stay: fewer axes with
-    as many devices are the same axes, and so are a permute's of the same line, of the same bytes if there is one.
+    as many devices are the same axes.
     """
+    if row.kind == "ppermute":
+        return tuple(sorted(row.along))
     for each in sorted(rows, key=lambda each: each.bytes_in != row.bytes_in):
-        same = each.n == row.n or (row.kind == "ppermute" and each.source == row.source)
-        if each.kind == row.kind and same and each.n > 1 and set(each.axes) < set(row.axes):
+        if each.kind == row.kind and each.n == row.n > 1 and set(each.axes) < set(row.axes):
             return tuple(sorted(each.axes))
     return tuple(sorted(row.axes))
 

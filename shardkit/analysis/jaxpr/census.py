@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from itertools import chain
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import typed
@@ -47,6 +48,7 @@ class CensusRow:
         branch: "" or "branch 1 of 2" inside a `cond`; every branch is listed.
         update: whether its operand is a gradient, after the backward pass, as in the all_reduce of data parallelism.
         moves: of a ppermute, by how many places every message goes round its axes, or the pairs (source, target).
+        along: of a ppermute, the axes along which a source and its target differ.
         way: the lines that lead from the call to it, outermost first, without those of jax and of Python's library.
     """
 
@@ -63,6 +65,7 @@ class CensusRow:
     branch: str
     update: bool = False
     moves: Moves | None = field(default=None, compare=False, repr=False)
+    along: tuple[str, ...] = field(default=(), compare=False, repr=False)
     way: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -98,7 +101,7 @@ class Census:
         """The rows as a JSON list; bytes are numbers."""
         rows = [{**asdict(r), "sent": float(r.sent), "total": float(r.total)} for r in self.rows]
         return json.dumps(
-            [{name: x for name, x in row.items() if name not in ("way", "moves")} for row in rows], indent=1
+            [{name: x for name, x in row.items() if name not in ("way", "moves", "along")} for row in rows], indent=1
         )
 
     def ways(self) -> str:
@@ -240,16 +243,23 @@ def row_of(site: Site) -> CensusRow:
     size_in = size_out if kind == "all_reduce" else size_in  # what vmap stacked is summed on the device first
     sent = wire(kind, size_in if data is None else min(size_in, size_out), n, params.get("perm")).sent
     place = site.source, site.backward, site.branch
-    moves = _moves(params["perm"], n) if kind == "ppermute" else None
-    return CensusRow(
-        kind, site.name, axes, n, site.times, size_in, size_out, sent, *place, moves=moves, way=way_of(site)
-    )
+    row = CensusRow(kind, site.name, axes, n, site.times, size_in, size_out, sent, *place, way=way_of(site))
+    if kind != "ppermute":
+        return row
+    return replace(row, moves=_moves(params["perm"], n), along=_along(params["perm"], axes, site.sizes))
 
 
 def _moves(pairs: Sequence[tuple[int, int]], n: int) -> Moves:
     """By how many places round n every pair moves; the pairs themselves if that differs."""
     moves = {(target - source) % n for source, target in pairs}
     return moves.pop() if len(moves) == 1 else tuple((int(source), int(target)) for source, target in pairs)
+
+
+def _along(pairs: Sequence[tuple[int, int]], axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which some source and its target differ; a ppermute counts devices in the order of the mesh."""
+    ordered = [axis for axis in sizes if axis in axes]
+    ends = [np.unravel_index(end, [sizes[axis] for axis in ordered]) for end in zip(*pairs, strict=True)]
+    return tuple(axis for axis, one, other in zip(ordered, *ends, strict=True) if (one != other).any()) if ends else ()
 
 
 def size_of(variable: Any) -> int:

@@ -9,18 +9,20 @@
 | `tree` (all_reduce only) | 2 log2(n), about | any |
 
 A derivative runs the transposed table. Start with `published.py`, then `table.py`; `execute.py` runs any of them.
+Imports cost, and single files such as `checks.py` and `permute.py`.
 """
 
-from shardkit.collectives.tables.links import Timeline, torus_links
+from shardkit.collectives.tables.links import LinkTimes, torus_links
+from shardkit.collectives.tables.messages import Send
 from shardkit.collectives.tables.plan_files import from_mscclpp, to_mscclpp
 from shardkit.collectives.tables.published import bine, bruck, halving, pat, ring, torus, tree
 from shardkit.collectives.tables.search import least_seconds, search
-from shardkit.collectives.tables.table import Send, Table
+from shardkit.collectives.tables.table import SendTable
 
 __all__ = [
+    "LinkTimes",
     "Send",
-    "Table",
-    "Timeline",
+    "SendTable",
     "bine",
     "bruck",
     "from_mscclpp",

@@ -19,18 +19,13 @@ from shardkit.collectives.axes import axis_index, axis_size, vary
 from shardkit.collectives.permute import permuted
 from shardkit.collectives.replicated import assume_replicated
 from shardkit.collectives.tables.messages import Message, consecutive
-from shardkit.collectives.tables.table import Op, Table
+from shardkit.collectives.tables.table import Op, SendTable
 
 _Names = tuple[str, ...]
 
 
-def fitting(where: str, table: Table, op: Op, names: _Names) -> Table:
+def fitting(where: str, table: SendTable, op: Op, names: _Names) -> SendTable:
     """The table, checked, for a collective over these axes."""
-    if not isinstance(table, Table):
-        raise TypeError(
-            f"{where}: table must be a Table; got {table!r}. Pass for example sk.tables.ring({op!r}, "
-            f"{axis_size(names)})."
-        )
     if table.op != op or table.devices != axis_size(names):
         raise ValueError(
             f"{where}: table must be an {op} over the {axis_size(names)} devices of {named(names)}; got "
@@ -40,27 +35,27 @@ def fitting(where: str, table: Table, op: Op, names: _Names) -> Table:
     return table
 
 
-def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, table: Table) -> jax.Array:
+def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, table: SendTable) -> jax.Array:
     """One array gathered along `dim`."""
     kernel = _replicated_all_gather if replicated and tracked(piece, names) else _all_gather
     whole = kernel(vary(piece, names), names, table)
     return jnp.moveaxis(whole, 0, dim).reshape(*piece.shape[:dim], -1, *piece.shape[dim + 1 :])
 
 
-def reduce_scatter(x: jax.Array, names: _Names, dim: int, table: Table) -> jax.Array:
+def reduce_scatter(x: jax.Array, names: _Names, dim: int, table: SendTable) -> jax.Array:
     """The sums of one array, scattered along `dim`."""
     split = x.reshape(*x.shape[:dim], table.devices, x.shape[dim] // table.devices, *x.shape[dim + 1 :])
     return _reduce_scatter(jnp.moveaxis(vary(split, names), dim, 0), names, table)
 
 
-def all_reduce(x: jax.Array, names: _Names, table: Table) -> jax.Array:
+def all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """The sum of one array, typed as invariant."""
     x = vary(x, names)
     return (_replicated_all_reduce if tracked(x, names) else _all_reduce)(x, names, table)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_gather(piece: jax.Array, names: _Names, table: Table) -> jax.Array:
+def _all_gather(piece: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """`[...] -> [n, ...]`"""
     n, each = table.devices, table.chunks // table.devices
     mine = _in_chunks(piece, each)
@@ -70,7 +65,7 @@ def _all_gather(piece: jax.Array, names: _Names, table: Table) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _reduce_scatter(x: jax.Array, names: _Names, table: Table) -> jax.Array:
+def _reduce_scatter(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """`[n, ...] -> [...]`"""
     each = table.chunks // table.devices
     parts = jax.vmap(partial(_in_chunks, each=each))(x)
@@ -79,7 +74,7 @@ def _reduce_scatter(x: jax.Array, names: _Names, table: Table) -> jax.Array:
     return _from_chunks(mine[None], x.shape[1:])[0]
 
 
-def _all_reduce(x: jax.Array, names: _Names, table: Table) -> jax.Array:
+def _all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     buffer = _with_scratch(_in_chunks(x.reshape(-1), table.chunks), table)
     return _from_chunks(executed(buffer, names, table)[None, : table.chunks], x.shape)[0]
 
@@ -88,28 +83,28 @@ def _all_reduce(x: jax.Array, names: _Names, table: Table) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _replicated_all_gather(piece: jax.Array, names: _Names, table: Table) -> jax.Array:
+def _replicated_all_gather(piece: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     return assume_replicated(_all_gather(piece, names, table), names)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _replicated_all_reduce(x: jax.Array, names: _Names, table: Table) -> jax.Array:
+def _replicated_all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     return assume_replicated(_all_reduce(x, names, table), names)
 
 
-def _own_part(names: _Names, table: Table, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _own_part(names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (lax.dynamic_index_in_dim(vary(cotangent, names), axis_index(names), 0, keepdims=False),)
 
 
-def _own_copy(names: _Names, table: Table, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _own_copy(names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (vary(cotangent, names),)
 
 
-def _forward(kernel: Any, x: jax.Array, names: _Names, table: Table) -> tuple[jax.Array, None]:
+def _forward(kernel: Any, x: jax.Array, names: _Names, table: SendTable) -> tuple[jax.Array, None]:
     return kernel(x, names, table), None
 
 
-def _transposed(kernel: Any, names: _Names, table: Table, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _transposed(kernel: Any, names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (kernel(cotangent, names, table.transpose()),)
 
 
@@ -137,17 +132,17 @@ def _from_chunks(parts: jax.Array, shape: Sequence[int]) -> jax.Array:
     return parts.reshape(len(parts), -1)[:, :size].reshape(len(parts), *shape)
 
 
-def scratch(table: Table) -> int:
+def scratch(table: SendTable) -> int:
     """Rows after the last chunk, for what does not arrive."""
     return max((m.each for step in table.by_step for m in step if m.partial), default=0)
 
 
-def _with_scratch(chunks: jax.Array, table: Table) -> jax.Array:
+def _with_scratch(chunks: jax.Array, table: SendTable) -> jax.Array:
     rows = scratch(table)
     return jnp.concatenate([chunks, typed_zeros(chunks, shape=(rows, *chunks.shape[1:]))]) if rows else chunks
 
 
-def executed(buffer: jax.Array, names: _Names, table: Table) -> jax.Array:
+def executed(buffer: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """The chunks `[chunks + scratch, ...]` after all steps; steps alike in all but their chunks are one loop."""
     me = axis_index(names)
     for steps in _runs(table.by_step):

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardkit._arguments import checks
-
-if TYPE_CHECKING:
-    from shardkit.collectives.tables.table import Table
+from shardkit._arguments.typed import typed
+from shardkit.collectives.tables.messages import Message
 
 Link = tuple[int, int]
 Links = Mapping[Link, float]  # bytes/s from one device to another
 
 
-class Timeline(NamedTuple):
+class LinkTimes(NamedTuple):
     """A table on links.
 
     Attributes:
@@ -30,6 +29,7 @@ class Timeline(NamedTuple):
     busiest: tuple[float, ...]
 
 
+@typed
 def torus_links(sizes: Sequence[int], bandwidth: float = 1.0, *, wrap: bool = True) -> dict[Link, float]:
     """The links of a torus, or with wrap=False of a grid, in both directions.
 
@@ -55,15 +55,11 @@ def torus_links(sizes: Sequence[int], bandwidth: float = 1.0, *, wrap: bool = Tr
     return links
 
 
-def simulated(table: Table, links: Links, size: float, latency: float) -> Timeline:
-    """See `Table.simulate`."""
-    [size] = checks.at_least_zero("Table.simulate", size=size)
-    [latency] = checks.at_least_zero("Table.simulate", latency=latency)
-    checked("Table.simulate", links, table.devices)
-    each = float(size) * (table.devices if table.op == "all_gather" else 1) / table.chunks
+def timed(table: Sequence[Sequence[Message]], links: Links, each: float, latency: float) -> LinkTimes:
+    """The time of the messages of each step, with so many bytes a chunk; see `SendTable.simulate`."""
     ways: dict[Link, tuple[int, dict[Link, float]]] = {}
     steps, busiest = [], []
-    for messages in table.by_step:
+    for messages in table:
         loads: defaultdict[Link, float] = defaultdict(float)
         longest = 0
         for message in messages:
@@ -76,21 +72,22 @@ def simulated(table: Table, links: Links, size: float, latency: float) -> Timeli
                     loads[link] += share * message.each * each
         busiest.append(max(loads.values(), default=0.0))
         steps.append(latency * longest + max((load / links[link] for link, load in loads.items()), default=0.0))
-    return Timeline(sum(steps), tuple(steps), tuple(busiest))
+    return LinkTimes(sum(steps), tuple(steps), tuple(busiest))
 
 
-def checked(where: str, links: Links, devices: int) -> None:
-    """Refuses links that are none, or over which some device cannot reach another."""
+def checked(where: str, links: Links, devices: int | None = None) -> int:
+    """How many devices are linked; refuses links that are none, or over which some device cannot reach another."""
     for link, speed in links.items():
-        if not (
-            isinstance(link, tuple) and len(link) == 2 and all(isinstance(d, int) and 0 <= d < devices for d in link)
-        ):
+        pair = isinstance(link, tuple) and len(link) == 2 and all(isinstance(end, int) for end in link)
+        if not pair or min(link) < 0 or (devices is not None and max(link) >= devices):
+            among = "the devices" if devices is None else f"{devices} devices"
             raise ValueError(
-                f"{where}: links must be from one of {devices} devices to another; got {link!r}. Pass a mapping of "
+                f"{where}: links must be from one of {among} to another; got {link!r}. Pass a mapping of "
                 "(source, target) to bytes/s, as torus_links returns."
             )
         name = f"links[{link[0]}, {link[1]}]"
         checks.positive(where, **{name: speed})  # type: ignore[arg-type]
+    devices = 1 + max(map(max, links), default=0) if devices is None else devices
     for start in range(devices):
         there = distances(links, start)
         for end in range(devices):
@@ -99,6 +96,7 @@ def checked(where: str, links: Links, devices: int) -> None:
                     f"{where}: links must lead from every device to every other; got none from device {start} to "
                     f"device {end}. Add a link."
                 )
+    return devices
 
 
 def distances(links: Iterable[Link], start: int) -> dict[int, int]:

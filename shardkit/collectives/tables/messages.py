@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from shardkit.collectives.tables.table import Send
-
 Pair = tuple[int, int]  # source, target
+
+
+class Send(NamedTuple):
+    """One chunk on its way.
+
+    Attributes:
+        step: when, from 0.
+        source, target: from which device to which.
+        chunk: which chunk of the whole array.
+        reduce: whether it is added to what the target has; else it takes its place.
+    """
+
+    step: int
+    source: int
+    target: int
+    chunk: int
+    reduce: bool
+
+    def __str__(self) -> str:
+        return f"{self.source}>{self.target} {'+' * self.reduce}{self.chunk}"
 
 
 class Message(NamedTuple):

@@ -14,7 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, cast
 
-from shardkit.collectives.tables.table import Op, Send, Table
+from shardkit._arguments.typed import typed
+from shardkit.collectives.tables.messages import Send
+from shardkit.collectives.tables.table import Op, SendTable
 
 _COLLECTIVES = {"all_gather": "allgather", "reduce_scatter": "reducescatter", "all_reduce": "allreduce"}
 _OPS, _BLOCKS, _PEERS, _REFS = 64, 16, 16, 8  # of a thread block, a device, a device, an op: limits of the executor
@@ -23,11 +25,12 @@ _LARGEST = 2**26  # characters of a text
 Json = dict[str, Any]
 
 
-def to_mscclpp(table: Table) -> str:
+@typed
+def to_mscclpp(table: SendTable) -> str:
     """A table as a JSON plan of MSCCL++, in place, for GPUs that are all linked.
 
     Raises:
-        ValueError: as `Table.check`, or more peers or steps than its executor has room for.
+        ValueError: as `SendTable.check`, or more peers or steps than its executor has room for.
     """
     table.check()
     kind, each = ("o" if table.op == "all_gather" else "i"), table.chunks // table.devices
@@ -69,7 +72,7 @@ def to_mscclpp(table: Table) -> str:
     return json.dumps(plan | {"reuse_resources": False, "gpus": gpus}, indent=1)
 
 
-def _peers(table: Table, device: int) -> list[int]:
+def _peers(table: SendTable, device: int) -> list[int]:
     return sorted({s.source + s.target - device for s in table.sends if device in (s.source, s.target)})
 
 
@@ -86,7 +89,7 @@ def _signal(name: str, channels: Sequence[int]) -> Json:
     return {"name": name, "channel_ids": list(channels), "channel_type": "memory"}
 
 
-def _program(table: Table, device: int, kind: str, peers: Sequence[int]) -> Iterator[list[Json]]:
+def _program(table: SendTable, device: int, kind: str, peers: Sequence[int]) -> Iterator[list[Json]]:
     """The ops of a device, step by step."""
     arrived: defaultdict[int, int] = defaultdict(int)  # scratch places taken, by device
     channel = {peer: number for number, peer in enumerate(peers)}
@@ -130,7 +133,7 @@ def _joined(puts: Sequence[Json]) -> list[Json]:
     return joined
 
 
-def _blocks(table: Table, steps: Sequence[list[Json]]) -> list[list[Json]]:
+def _blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[list[Json]]:
     """Steps in thread blocks of at most 64 ops, each of which begins when the one before has ended."""
     blocks: list[list[Json]] = [[]]
     for ops in steps:
@@ -147,7 +150,8 @@ def _blocks(table: Table, steps: Sequence[list[Json]]) -> list[list[Json]]:
     return blocks
 
 
-def from_mscclpp(text: str) -> Table:
+@typed
+def from_mscclpp(text: str) -> SendTable:
     """The table of a JSON plan of MSCCL++ that puts, signals, waits, and copies or adds what has arrived.
 
     Args:
@@ -157,17 +161,16 @@ def from_mscclpp(text: str) -> Table:
         A checked table of the plan's messages; a step is as early as the plan's signals let it be.
 
     Raises:
-        ValueError: another operation, a wait that no signal ends, or as `Table.check`.
+        ValueError: another operation, a wait that no signal ends, or as `SendTable.check`.
 
     Example:
         >>> table = sk.tables.halving("all_reduce", 4)
         >>> sk.tables.from_mscclpp(sk.tables.to_mscclpp(table)) == table
         True
     """
-    if not isinstance(text, str) or len(text) > _LARGEST:
-        given = f"{len(text):,} characters" if isinstance(text, str) else f"a {type(text).__name__}"
+    if len(text) > _LARGEST:
         raise ValueError(
-            f"from_mscclpp: text must be a string of at most {_LARGEST:,} characters; got {given}. Pass one."
+            f"from_mscclpp: text must have at most {_LARGEST:,} characters; got {len(text):,}. Pass a smaller plan."
         )
     try:
         plan = json.loads(text)
@@ -206,7 +209,7 @@ class _Interpreter:
     def refuse(self, rule: str, got: str) -> NoReturn:
         raise ValueError(f"from_mscclpp: the plan must have {rule}; got {got}. Pass a plan in which all do.")
 
-    def table(self) -> Table:
+    def table(self) -> SendTable:
         """The table of the messages, checked."""
         blocks = [(gpu["id"], list(block["ops"]), block) for gpu in self.gpus for block in gpu["threadblocks"]]
         places = [0] * len(blocks)
@@ -220,7 +223,7 @@ class _Interpreter:
         for number, (device, ops, _) in enumerate(blocks):
             if places[number] < len(ops):
                 self.refuse("a signal for every wait", f"none for {ops[places[number]]['name']!r} on device {device}")
-        table = Table(cast(Op, self.op), len(self.gpus), self.chunks, tuple(sorted(self.sends)), self.name)
+        table = SendTable(cast(Op, self.op), len(self.gpus), self.chunks, tuple(sorted(self.sends)), self.name)
         table.check()
         return table
 

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 from shardkit._arguments import checks
-from shardkit.collectives.tables.table import Op, Send, Table
+from shardkit._arguments.typed import typed
+from shardkit.collectives.tables.messages import Send
+from shardkit.collectives.tables.table import Op, SendTable
 
 
-def ring(op: Op, devices: int, *, bidirectional: bool = False) -> Table:
+@typed
+def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
     """Each chunk goes from neighbor to neighbor round a ring.
 
     Args:
@@ -41,7 +44,8 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> Table:
     return derived(op, n, n, "bidirectional ring" if bidirectional else "ring", gather(1), gather(-1))
 
 
-def halving(op: Op, devices: int) -> Table:
+@typed
+def halving(op: Op, devices: int) -> SendTable:
     """Recursive doubling of what is gathered: with the neighbor, with the pair beside, and so on; a sum is halved so.
 
     Args:
@@ -67,7 +71,8 @@ def halving(op: Op, devices: int) -> Table:
     return derived(op, n, n, "halving", sends)
 
 
-def bruck(op: Op, devices: int) -> Table:
+@typed
+def bruck(op: Op, devices: int) -> SendTable:
     """Each device passes all that it has to one 1, 2, 4, ... places before it.
 
     Args:
@@ -93,7 +98,8 @@ def bruck(op: Op, devices: int) -> Table:
     return derived(op, n, n, "bruck", sends)
 
 
-def pat(op: Op, devices: int, *, aggregate: int | None = None) -> Table:
+@typed
+def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
     """Bruck's steps from the farthest to the nearest, with a limit on what one message holds.
 
     Args:
@@ -148,7 +154,8 @@ def _depth_first(size: int) -> Iterator[int]:
         yield from _depth_first(half)
 
 
-def bine(op: Op, devices: int) -> Table:
+@typed
+def bine(op: Op, devices: int) -> SendTable:
     """The butterfly of binomial negabinary trees, whose partners are a third nearer than those of `halving`.
 
     Step by step a gather exchanges with a device ..., 5, 3, 1, 1 places away, up or down by turns.
@@ -190,7 +197,8 @@ def _below(device: int, level: int, steps: int, devices: int) -> list[int]:
     return found
 
 
-def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> Table:
+@typed
+def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> SendTable:
     """Rings along every dim of a torus at once: each dim is the first for one part of the array.
 
     Args:
@@ -227,7 +235,8 @@ def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> Table
     return derived(op, n, n * parts, f"torus {' x '.join(map(str, sides))}", sends)
 
 
-def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> Table:
+@typed
+def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
     """An all_reduce up and down two binary trees of machines, in which a leaf of one is within the other.
 
     Inside a machine a chain leads to the device that is in the tree. Each tree has every second chunk, and chunks
@@ -253,7 +262,7 @@ def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> Table:
             f"tree: inner must divide the devices; got {inside} for {n} devices. Pass the devices of a machine."
         )
     parents = [_parents(n, inside, bool(chunk % 2)) for chunk in range(pieces)]
-    return Table("all_reduce", n, pieces, tuple(_up_and_down(parents, n)), f"tree of {inside}")
+    return SendTable("all_reduce", n, pieces, tuple(_up_and_down(parents, n)), f"tree of {inside}")
 
 
 def _parents(devices: int, inner: int, second: bool) -> dict[int, int]:
@@ -310,12 +319,12 @@ def _up_and_down(parents: Sequence[Mapping[int, int]], devices: int) -> Iterator
 
 def derived(
     op: Op, devices: int, chunks: int, name: str, gather: Iterable[Send], down: Iterable[Send] | None = None
-) -> Table:
+) -> SendTable:
     """The table of an op, from the messages of an all_gather; `down` are those that a reduce_scatter transposes."""
-    gathers = Table("all_gather", devices, chunks, tuple(sorted(gather)), name)
+    gathers = SendTable("all_gather", devices, chunks, tuple(sorted(gather)), name)
     if op == "all_gather":
         return gathers
-    back = gathers if down is None else Table("all_gather", devices, chunks, tuple(sorted(down)), name)
+    back = gathers if down is None else SendTable("all_gather", devices, chunks, tuple(sorted(down)), name)
     return back.transpose() if op == "reduce_scatter" else back.transpose().then(gathers)
 
 

@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardkit._arguments import checks
+from shardkit._arguments.typed import typed
 from shardkit.collectives.tables.links import Link, Links, checked, distances
+from shardkit.collectives.tables.messages import Send
 from shardkit.collectives.tables.published import derived
-from shardkit.collectives.tables.table import Op, Send, Table
+from shardkit.collectives.tables.table import Op, SendTable
 
 _SMALL = 1200  # binary variables of a problem that is solved exactly
 _NODES = 500  # nodes of its branch and bound: a count, since a limit in seconds would depend on the machine
-_TRIES = 24
+_TRIES = 48
 
 
-def search(links: Links, op: Op, size: float, *, latency: float = 1e-6, parts: int = 1) -> Table:
+@typed
+def search(links: Links, op: Op, size: float, *, latency: float = 1e-6, parts: int = 1) -> SendTable:
     """The fastest table that is found for some links, each of which carries messages between neighbors.
 
     An all_gather is found step by step as a mixed-integer program: which link carries which chunk in which step, where
@@ -35,7 +38,7 @@ def search(links: Links, op: Op, size: float, *, latency: float = 1e-6, parts: i
         parts: chunks of each device; more can share links more evenly.
 
     Returns:
-        A Table whose messages are between linked devices only. `Table.simulate(links, size)` is its time,
+        A SendTable whose messages are between linked devices only. `SendTable.simulate(links, size)` is its time,
         `least_seconds` what none goes below.
 
     Raises:
@@ -46,15 +49,14 @@ def search(links: Links, op: Op, size: float, *, latency: float = 1e-6, parts: i
     Example:
         >>> links = sk.tables.torus_links((6,), bandwidth=1e9)
         >>> found = sk.tables.search(links, "all_gather", 1e6)
-        >>> found.steps, found.simulate(links, 1e6).seconds, sk.tables.least_seconds(links, "all_gather", 1e6)
+        >>> found.steps, round(found.simulate(links, 1e6).seconds, 6), sk.tables.least_seconds(links, "all_gather", 1e6)
         (3, 0.003003, 0.002503)
 
     Source: Cai et al., Synthesizing optimal collective algorithms (PPoPP 2021); Won et al., TACOS (arXiv:2304.05301).
     """
     checks.one_of("search", "op", op, ("all_gather", "reduce_scatter", "all_reduce"))
-    devices = 1 + max((max(link) for link in links), default=0)
-    checked("search", links, devices)
-    [size], [latency] = checks.at_least_zero("search", size=size), checks.at_least_zero("search", latency=latency)
+    devices = checked("search", links)
+    size, latency = checks.at_least_zero("search", size=size, latency=latency)
     [parts] = checks.whole("search", parts=parts)
     piece = float(size) if op == "all_gather" else float(size) / devices
     turned = {(target, source): speed for (source, target), speed in links.items()}
@@ -64,6 +66,7 @@ def search(links: Links, op: Op, size: float, *, latency: float = 1e-6, parts: i
     return derived(op, devices, devices * parts, "found", gather, scatter)
 
 
+@typed
 def least_seconds(links: Links, op: Op, size: float, *, latency: float = 1e-6) -> float:
     """What no table of this op goes below on these links: the way of the farthest pair, and what enters a device.
 
@@ -73,8 +76,12 @@ def least_seconds(links: Links, op: Op, size: float, *, latency: float = 1e-6) -
     Raises:
         ValueError: as `search`.
     """
-    devices = 1 + max((max(link) for link in links), default=0)
-    checked("least_seconds", links, devices)
+    checks.one_of("least_seconds", "op", op, ("all_gather", "reduce_scatter", "all_reduce"))
+    devices = checked("least_seconds", links)
+    [size], [latency] = (
+        checks.at_least_zero("least_seconds", size=size),
+        checks.at_least_zero("least_seconds", latency=latency),
+    )
     piece = size if op == "all_gather" else size / devices
     seconds = 0.0
     for turned in {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}[op]:
@@ -152,25 +159,30 @@ def _by_rule(problem: Problem) -> Iterator[list[Send]]:
 
 
 def _filled(problem: Problem, room: dict[Link, int], random: Random) -> list[Send]:
+    """One all_gather by that rule; which link comes first, and which of two equally rare chunks, is drawn."""
     has = [set(range(d * problem.parts, (d + 1) * problem.parts)) for d in range(problem.devices)]
+    holders = [1] * problem.chunks
+    preferred = random.sample(range(problem.chunks), problem.chunks)
     sends: list[Send] = []
     step = 0
     while any(len(own) < problem.chunks for own in has):
-        holders = Counter(chunk for own in has for chunk in own)
-        coming: list[set[int]] = [set() for _ in has]
-        order = list(problem.links)
-        random.shuffle(order)
-        for _ in range(max(room.values())):
-            for source, target in order:
-                useful = has[source] - has[target] - coming[target]
-                sent = sum(send.step == step and send[1:3] == (source, target) for send in sends[-len(order) :])
-                if useful and sent < room[source, target]:
-                    rarest = min(holders[chunk] for chunk in useful)
-                    chunk = random.choice(sorted(chunk for chunk in useful if holders[chunk] == rarest))
-                    coming[target].add(chunk)
+        lacking = [set(range(problem.chunks)) - own for own in has]
+        sent = dict.fromkeys(random.sample(list(problem.links), len(problem.links)), 0)
+        going = True
+        while going:  # one chunk for each link, then another one
+            going = False
+            for (source, target), count in sent.items():
+                useful = has[source] & lacking[target] if count < room[source, target] else ()
+                if useful:
+                    chunk = min(useful, key=lambda chunk: (holders[chunk], preferred[chunk]))
+                    lacking[target].remove(chunk)
                     sends.append(Send(step, source, target, chunk, False))
-        for own, new in zip(has, coming, strict=True):
-            own |= new
+                    sent[source, target] += 1
+                    going = True
+        for send in sends:
+            if send.step == step:
+                has[send.target].add(send.chunk)
+                holders[send.chunk] += 1
         step += 1
     return sends
 

@@ -8,44 +8,25 @@ what the source had before it.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from itertools import groupby
-from typing import Literal, NamedTuple, NoReturn, get_args
+from itertools import groupby, product
+from typing import Literal, NoReturn, get_args
 
 from shardkit._arguments import checks
-from shardkit.collectives.tables.links import Links, Timeline, simulated
-from shardkit.collectives.tables.messages import Message, messages
+from shardkit.collectives.tables.links import Links, LinkTimes, checked, timed
+from shardkit.collectives.tables.messages import Message, Send, messages
 from shardkit.cost.collectives import Traffic
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 _SHOWN = 8  # devices that an error names
 
 
-class Send(NamedTuple):
-    """One chunk on its way.
-
-    Attributes:
-        step: when, from 0.
-        source, target: from which device to which.
-        chunk: which chunk of the whole array.
-        reduce: whether it is added to what the target has; else it takes its place.
-    """
-
-    step: int
-    source: int
-    target: int
-    chunk: int
-    reduce: bool
-
-    def __str__(self) -> str:
-        return f"{self.source}>{self.target} {'+' * self.reduce}{self.chunk}"
-
-
 @dataclass(frozen=True)
-class Table:
+class SendTable:
     """An all_gather, reduce_scatter or all_reduce as a list of messages.
 
     Attributes:
@@ -86,12 +67,12 @@ class Table:
             >>> sk.tables.bruck("all_gather", 8).traffic(1024), sk.tables.ring("all_gather", 8).traffic(1024).hops
             (Traffic(sent=Fraction(7168, 1), hops=3), 7)
         """
-        [size] = checks.at_least_zero("Table.traffic", size=size)
+        [size] = checks.at_least_zero("SendTable.traffic", size=size)
         whole = Fraction(size) * (self.devices if self.op == "all_gather" else 1)
         sent = sum(message.each for step in self.by_step for message in step)
         return Traffic(whole * sent / self.chunks, self.steps)
 
-    def simulate(self, links: Links, size: float, *, latency: float = 1e-6) -> Timeline:
+    def simulate(self, links: Links, size: float, *, latency: float = 1e-6) -> LinkTimes:
         """How long it takes on given links, and how busy these are. Steps follow each other.
 
         A message between devices that are not linked takes the shortest way; where there are several, equal parts.
@@ -111,9 +92,12 @@ class Table:
             ring 0.007007
             bruck 0.0...
         """
-        return simulated(self, links, size, latency)
+        size, latency = checks.at_least_zero("SendTable.simulate", size=size, latency=latency)
+        checked("SendTable.simulate", links, self.devices)
+        whole = float(size) * (self.devices if self.op == "all_gather" else 1)
+        return timed(self.by_step, links, whole / self.chunks, latency)
 
-    def transpose(self) -> Table:
+    def transpose(self) -> SendTable:
         """The table of the derivative: a reduce_scatter for an all_gather, and the other way round.
 
         Raises:
@@ -127,18 +111,18 @@ class Table:
         back = [s._replace(step=self.steps - 1 - s.step, source=s.target, target=s.source) for s in self.sends]
         gathers = self.op == "all_gather"
         sends = tuple(s._replace(reduce=gathers) for s in sorted(back))
-        return Table("reduce_scatter" if gathers else "all_gather", self.devices, self.chunks, sends, self.name)
+        return SendTable("reduce_scatter" if gathers else "all_gather", self.devices, self.chunks, sends, self.name)
 
-    def then(self, gather: Table) -> Table:
+    def then(self, gather: SendTable) -> SendTable:
         """The all_reduce of a reduce_scatter and the all_gather that follows it, of as many devices and chunks."""
         sizes = [(each.devices, each.chunks) for each in (self, gather)]
         if (self.op, gather.op) != ("reduce_scatter", "all_gather") or sizes[0] != sizes[1]:
             raise ValueError(
-                "Table.then: a reduce_scatter must go before an all_gather of as many devices and chunks; got "
+                "SendTable.then: a reduce_scatter must go before an all_gather of as many devices and chunks; got "
                 f"{self.described()} before {gather.described()}. Pass the transpose of one of them."
             )
         later = tuple(s._replace(step=s.step + self.steps) for s in gather.sends)
-        return Table("all_reduce", self.devices, self.chunks, self.sends + later, self.name)
+        return SendTable("all_reduce", self.devices, self.chunks, self.sends + later, self.name)
 
     def described(self) -> str:
         """What it does, in a line."""
@@ -174,54 +158,42 @@ def _sends(step: int, message: Message) -> Iterator[Send]:
             yield Send(step, source, target, int(chunk), message.reduce)
 
 
-def _owner(table: Table, chunk: int) -> int:
+def _owner(table: SendTable, chunk: int) -> int:
     return chunk * table.devices // table.chunks
 
 
-def _check(table: Table) -> None:
-    """See `Table.check`. A contribution is a bit, what a device has of a chunk a number of `devices` bits."""
+def _check(table: SendTable) -> None:
+    """See `SendTable.check`. What a device has of a chunk is a number, with a bit for each contribution."""
     _check_sizes(table)
-    n, gathers, scatters = table.devices, table.op == "all_gather", table.op == "reduce_scatter"
-    everyone = (1 << n) - 1
-    has = [[1 << d for _ in range(table.chunks)] for d in range(n)]
-    if gathers:
+    n, everyone = table.devices, (1 << table.devices) - 1
+    if table.op == "all_gather":
         has = [[everyone * (_owner(table, chunk) == d) for chunk in range(table.chunks)] for d in range(n)]
+    else:
+        has = [[1 << d] * table.chunks for d in range(n)]
     # The order in which a value was added, as a number: one that is added from the same two has the same.
     orders = [list(range(n)) for _ in range(table.chunks)]
-    known: dict[tuple[int, int], int] = {}
+    known: dict[tuple[int, ...], int] = {}
     for step, sent in enumerate(table.by_step):
         sends = [send for message in sent for send in _sends(step, message)]  # in the order in which they are put
-        written: dict[tuple[int, int], bool] = {}
-        found = [(has[s.source][s.chunk], orders[s.chunk][s.source]) for s in sends]
-        if scatters:  # what is sent on is no longer here
+        taken = [(has[s.source][s.chunk], orders[s.chunk][s.source]) for s in sends]
+        if table.op == "reduce_scatter":  # what is sent on is no longer here
             for s in sends:
                 has[s.source][s.chunk] = 0
-        for s, (value, order) in zip(sends, found, strict=True):
+        alone = Counter((s.target, s.chunk) for s in sends)
+        for s, (value, order) in zip(sends, taken, strict=True):
             own = has[s.target][s.chunk]
-            if not value:
-                _refuse(table, s, "must send what its source has", "nothing of it is there", "Send it later, or once")
-            if (s.target, s.chunk) in written and not (s.reduce and written[s.target, s.chunk]):
-                _refuse(table, s, "that copies must be alone at its place", "another", "Send one a step later")
-            if (gathers and s.reduce) or (scatters and not s.reduce):
-                _refuse(table, s, f"of {table.op} must {'copy' if gathers else 'add'}", "the other", "Turn `reduce`")
-            if scatters and _owner(table, s.chunk) == s.source:
-                _refuse(table, s, "must leave a chunk with its owner", "its owner as source", "Leave it out")
-            if s.reduce and value & own:
-                _refuse(table, s, "must add each contribution once", f"{_devices(value & own)} twice", "Leave it out")
-            if not s.reduce and own == everyone:
-                _refuse(table, s, "must bring what is missing", "a whole chunk there already", "Leave it out")
-            written[s.target, s.chunk] = s.reduce
+            _check_send(table, s, value, own, alone[s.target, s.chunk] == 1)
             has[s.target][s.chunk] = value | own if s.reduce else value
             if s.reduce:
-                pair = sorted((order, orders[s.chunk][s.target]))
-                order = known.setdefault((pair[0], pair[1]), n + len(known))
+                order = known.setdefault(tuple(sorted((order, orders[s.chunk][s.target]))), n + len(known))
             orders[s.chunk][s.target] = order
-    for chunk, device in ((c, d) for c in range(table.chunks) for d in range(n)):
-        if (not scatters or _owner(table, chunk) == device) and has[device][chunk] != everyone:
-            missing = _devices(1 << _owner(table, chunk) if gathers else everyone & ~has[device][chunk])
+    for chunk, device in product(range(table.chunks), range(n)):
+        wanted = table.op != "reduce_scatter" or _owner(table, chunk) == device
+        if wanted and has[device][chunk] != everyone:
+            missing = 1 << _owner(table, chunk) if table.op == "all_gather" else everyone & ~has[device][chunk]
             raise ValueError(
-                f"{table.name}: device {device} must have the contribution of every device to chunk {chunk} in the end;"
-                f" got none of {missing}. Add a message that brings it."
+                f"{table.name}: device {device} must have what every device has of chunk {chunk} in the end; got "
+                f"nothing of {_devices(missing)}. Add a message that brings it."
             )
         if table.op == "all_reduce" and orders[chunk][device] != orders[chunk][0]:
             raise ValueError(
@@ -230,7 +202,26 @@ def _check(table: Table) -> None:
             )
 
 
-def _check_sizes(table: Table) -> None:
+def _check_send(table: SendTable, send: Send, value: int, own: int, alone: bool) -> None:
+    """Refuses a message that brings `value` to a device that has `own`, `alone` or with others to its place."""
+    everyone = (1 << table.devices) - 1
+    if not value:
+        _refuse(table, send, "must send what its source has", "nothing", "Send it later, or once")
+    if not send.reduce and not alone:
+        _refuse(table, send, "that copies must be alone at its place", "another", "Send one a step later")
+    if table.op == "all_gather" and send.reduce:
+        _refuse(table, send, "of an all_gather must copy", "one that adds", "Pass reduce=False")
+    if table.op == "reduce_scatter" and not send.reduce:
+        _refuse(table, send, "of a reduce_scatter must add", "one that copies", "Pass reduce=True")
+    if table.op == "reduce_scatter" and _owner(table, send.chunk) == send.source:
+        _refuse(table, send, "must leave a chunk with its owner", "one from the owner", "Leave it out")
+    if send.reduce and value & own:
+        _refuse(table, send, "must add each contribution once", f"{_devices(value & own)} twice", "Leave it out")
+    if not send.reduce and own == everyone:
+        _refuse(table, send, "must bring what is missing", "nothing new", "Leave it out")
+
+
+def _check_sizes(table: SendTable) -> None:
     """Refuses sizes, and messages that are outside of them or out of order."""
     checks.one_of(table.name, "op", table.op, get_args(Op))
     n, chunks = checks.whole(table.name, devices=table.devices, chunks=table.chunks)
@@ -247,16 +238,16 @@ def _check_sizes(table: Table) -> None:
                 table,
                 s,
                 f"must go from one of {n} devices to another, with one of {chunks} chunks, after those before it",
-                f"step {s.step}",
-                "Correct its numbers, or sort",
+                "another",
+                "Pass numbers in range, in the order of steps",
             )
         last = s.step
 
 
-def _refuse(table: Table, send: Send, rule: str, got: str, remedy: str) -> NoReturn:
+def _refuse(table: SendTable, send: Send, rule: str, got: str, remedy: str) -> NoReturn:
     raise ValueError(
-        f"{table.name}: a message {rule}; got {got} for chunk {send.chunk} from device {send.source} to "
-        f"{send.target} in step {send.step}. {remedy}."
+        f"{table.name}: a message {rule}; got {got}, of chunk {send.chunk} from device {send.source} to {send.target} "
+        f"in step {send.step}. {remedy}."
     )
 
 
