@@ -6,6 +6,7 @@ leaves that can have one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from shardkit.on_device.gradient import Mean, kind, loss_and_aux, means_by_path,
 from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
 from shardkit.pipelines.divergent import collectives
 from shardkit.pipelines.split_backward import TwoHalves
+from shardkit.remat.layers import layers_in_a_list
 from shardkit.remat.recompute import Halves, Mask, Traced, halves, learnable
 from shardkit.remat.regather import learned
 
@@ -35,6 +37,25 @@ class StagedModel(NamedTuple):
     head: Callable[[Any, Any, Any], Any]
     layer_numbers: bool  # the stage is passed `(layers, numbers)`
     where: str  # the function that errors name
+
+    def check(self) -> None:
+        """Refuses a piece that takes other arguments."""
+        for name, takes in {
+            "embed": "shared, batch, keys",
+            "stage": "layers, x, keys",
+            "head": "shared, x, batch",
+        }.items():
+            try:
+                signature = inspect.signature(getattr(self, name))
+            except (TypeError, ValueError):
+                continue
+            try:
+                signature.bind(None, None, None)
+            except TypeError:
+                raise TypeError(
+                    f"{self.where}: {name} must take ({takes}); got {signature}. Take these three: a pipeline passes "
+                    "no carried state, and batch statistics need a step without one."
+                ) from None
 
 
 class Given(NamedTuple):
@@ -80,7 +101,16 @@ class Pieces:
         while known != (
             known := jax.tree.map(varying_axes, tree)
         ):  # until input and output of a stage have the same type
-            out = eval_shape(self._through, given, tree)
+            try:
+                out = eval_shape(self._through, given, tree)
+            except Exception as error:
+                if not layers_in_a_list(given.layers):
+                    raise
+                raise TypeError(
+                    f"{model.where}: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got "
+                    f"a list of {len(given.layers)}. Stack them once, before init, with "
+                    "jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)."
+                ) from error
             self._check(tree, out)
             tree = eval_shape(lambda x, y: jax.tree.map(vary_like, x, y), tree, out)
         self.x, self._structure = jax.tree.flatten(tree)
@@ -166,23 +196,35 @@ class Pieces:
 
     def _through(self, given: Given, x: Any) -> Any:
         """The layers of a stage; rows beyond the fewest are discarded by stages that lack them."""
-        numbers = given.number + jnp.arange(_rows(given.layers), dtype=jnp.int32)
+        rows, least = _rows(given.layers), self._least
+        numbers = given.number + jnp.arange(rows, dtype=jnp.int32)
 
-        def run(cut: Callable[[Any], Any], x: Any) -> Any:
-            layers, here = jax.tree.map(cut, (given.layers, numbers))
+        def run(some: Any, x: Any) -> Any:
+            layers, numbers = some
 
             def stage(layers: Any) -> Any:
-                return self._model.stage((layers, here) if self._model.layer_numbers else layers, x, given.keys)
+                return self._model.stage((layers, numbers) if self._model.layer_numbers else layers, x, given.keys)
 
             return call_sealed(stage, layers, at="layers")
 
-        x = run(lambda leaf: leaf[: self._least], x)
-        for row in range(self._least, _rows(given.layers)):
-            # A stage without this row runs its last layer: on zeros a layer may have no finite derivative.
-            last = jnp.minimum(row, given.count - 1)
-            y = run(partial(lax.dynamic_slice_in_dim, start_index=last, slice_size=1), x)
-            x = jax.tree.map(partial(jnp.where, row < given.count), y, x)
-        return x
+        x = run(jax.tree.map(lambda leaf: leaf[:least], (given.layers, numbers)), x)
+        if least == rows:
+            return x
+        has = jnp.arange(least, rows) < given.count
+
+        def own(leaf: jax.Array) -> jax.Array:
+            # A stage without a row runs its first layer there: on zeros a layer may have no finite derivative.
+            here = has.reshape(-1, *[1] * (leaf.ndim - 1))
+            return jnp.where(here, leaf[least:], leaf[:1])[:, None]  # stages of one layer
+
+        def one(x: Any, each: Any) -> tuple[Any, None]:
+            has, some = each
+            return jax.tree.map(partial(jnp.where, has), run(some, x), x), None
+
+        each = has, jax.tree.map(own, (given.layers, numbers))
+        after, _ = eval_shape(one, x, jax.tree.map(lambda leaf: leaf[0], each))
+        # One body, for any number of rows: one after the other they would be compiled one by one.
+        return lax.scan(one, jax.tree.map(vary_like, x, after), each)[0]
 
     def _means(self, shared: Any, given: Given, y: list[Any]) -> dict[str, Mean]:
         loss, aux = loss_and_aux(call_sealed(self._model.head, shared, self._tree(y), given.batch))

@@ -40,6 +40,7 @@ def gradient_of(
 ) -> PipelineGradFn:
     """The GradFn of a model in pieces."""
     check_trained(trained)
+    model.check()
     execution = Execution(model, schedule, stages, mode, recompute)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
@@ -58,6 +59,7 @@ def gradient_of(
 
 def loss_of(model: StagedModel, schedule: Schedule, stages: Stages, mode: Mode) -> PipelineLoss:
     """The loss of a model in pieces, by the forward actions of the schedule."""
+    model.check()
     forward = schedule.forward()
     execution = Execution(model, forward, stages, mode, train=False)
 

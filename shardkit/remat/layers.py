@@ -13,6 +13,7 @@ from shardkit._arguments.checks import named
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import eval_shape
 from shardkit.collectives.axes import vary_like
+from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import split_microbatches
 from shardkit.on_device.handles import is_handle, opened, parts, unsealed
 from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
@@ -118,7 +119,8 @@ def scan_layers(
     Raises:
         TypeError: a list of layers instead of a stack.
         ValueError: an unknown policy, one that cannot be offloaded, leaves with different numbers of layers, leaves
-            whose layer dim a plan splits, or activations not divisible by `microbatches`.
+            whose layer dim a plan splits, a layer that sets variables of its weights, as BatchNorm of nnx does, or
+            activations not divisible by `microbatches`.
 
     Cost: two all_gathers and one reduce_scatter of each layer's weights, for every `microbatches`: 3 (n-1)/n of the
         bytes of parameters that fsdp shards; with `prefetch` one all_gather of the last layer. Nothing for plain
@@ -143,17 +145,22 @@ def scan_layers(
             "them, and close over what the layers share in layer_fn."
         )
     (layers,) = counts
-    first = jax.tree.map(lambda leaf: leaf[0], stacked)
+    first, changed = jax.tree.map(lambda leaf: leaf[0], stacked), list[str]()
     try:
-        after = eval_shape(lambda w, x: layer_fn(opened(w), x), first, x)
+        after = eval_shape(lambda w, x: _noting(changed, layer_fn, opened(w), x), first, x)
     except Exception as error:
-        if not _layers_in_a_list(stacked):
+        if not layers_in_a_list(stacked):
             raise
         raise TypeError(
             f"scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
             f"{len(stacked)}. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), "
             "*layers), or call gathered(layer_fn)(weights, x) layer by layer."
         ) from error
+    if changed:
+        raise ValueError(
+            "scan_layers: a layer must not change its weights, such as statistics of BatchNorm, because the change is "
+            f"lost; it changed {changed[0]}. Pass use_running_average=True to BatchNorm, or use LayerNorm."
+        )
     x = jax.tree.map(vary_like, x, after)  # as the layers will type it
     _check_microbatches(x, microbatches)
     x = split_microbatches(x, microbatches) if microbatches > 1 else x
@@ -182,7 +189,18 @@ def _check_stack(stacked: Any) -> None:
             )
 
 
-def _layers_in_a_list(stacked: Any) -> bool:
+def _noting(changed: list[str], layer_fn: LayerFn, weights: Any, x: Any) -> Any:
+    """`layer_fn(weights, x)`, with the paths of what it changed in a module of flax nnx, whose variables can be set."""
+    before = jax.tree.leaves(weights)
+    y = layer_fn(weights, x)
+    held = weights if isinstance(weights, tuple) else (weights,)
+    if not any(isinstance(each, dict | list) for each in held):  # a function may use those as its own
+        now = jax.tree_util.tree_leaves_with_path(weights)
+        changed += [path_name(path) for (path, leaf), old in zip(now, before, strict=False) if leaf is not old]
+    return y
+
+
+def layers_in_a_list(stacked: Any) -> bool:
     """Whether this is a list of layers: pytrees of the same structure and shapes."""
     if not isinstance(stacked, list) or len(stacked) < 2:
         return False

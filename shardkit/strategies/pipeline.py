@@ -122,6 +122,7 @@ class Pipeline:
                 `dataclasses.replace(grad_fn, function=...)`, which keeps its stages.
 
         Raises:
+            TypeError: a piece that takes other arguments, such as carried state; at trace time a list of layers.
             ValueError: an unknown mode; at trace time a schedule for another number of devices, examples that the
                 microbatches do not divide, layers that the stages do not, a stage that returns another shape or dtype,
                 a collective over `axis`, or one that `mode="branch"` forbids.

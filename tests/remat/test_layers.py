@@ -1,7 +1,9 @@
 """scan_layers: the same bits however the weights travel, the traffic of each way, and what is refused."""
 
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +212,22 @@ def test_a_prefetched_gather_stands_before_the_layer_that_hides_it():
         gather = min(i for i, n in enumerate(names) if n in ("all_gather", "custom_vjp_call", "custom_vjp_call_jaxpr"))
         computes = ("dot_general", "checkpoint", "remat2")
         assert gather < min(i for i, n in enumerate(names) if n in computes)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Norm:
+    mean: Any
+
+
+@pytest.mark.parametrize("weights", [Norm(jnp.ones(3)), (Norm(jnp.ones(3)), jnp.arange(3))])
+def test_what_a_layer_sets_would_be_lost(weights):
+    def layer(weights, x):
+        (weights[0] if isinstance(weights, tuple) else weights).mean = x
+        return x
+
+    with pytest.raises(ValueError, match=r"^scan_layers: a layer must not change .* it changed .*mean\. Pass "):
+        sk.scan_layers(layer, weights, jnp.ones(()))
 
 
 def test_mistakes_are_refused():

@@ -181,6 +181,33 @@ def test_a_stage_whose_output_differs_from_its_input(wrong, returned):
         trace(schedules.gpipe(2, 2), pieces=pieces)
 
 
+@pytest.mark.check
+def test_a_piece_that_takes_other_arguments():
+    with refused(
+        "pipeline.loss: stage must take (layers, x, keys); got (layers, x, keys, stats). Take these three: a pipeline "
+        "passes no carried state, and batch statistics need a step without one.",
+        TypeError,
+    ):
+        pipelines.pipelined_loss(embed, lambda layers, x, keys, stats: x, head, schedules.gpipe(2, 2), "stage")
+
+
+def test_layers_in_a_list():
+    def one_by_one(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+        for weights in layers:
+            x = x @ weights["w"]
+        return x
+
+    pipe = sk.pipeline(schedules.gpipe(2, 2), "stage")
+    grad_fn = pipe.value_and_grad(lambda shared, batch, keys: batch, one_by_one, lambda shared, x, batch: x.sum())
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=pipe.plan)
+    message = (
+        "pipeline.value_and_grad: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a "
+        "list of 2. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers).\n"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        step.lower(init({"layers": [{"w": jnp.ones((4, 4))}] * 2}, KEY), jnp.ones((4, 4)))
+
+
 def train_step(schedule: Schedule, plan: Any = None, **how: Any) -> Any:
     grad_fn = pipelined_grad(*PIECES, schedule, "stage", layer_numbers=True, **how)
     return sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=plan or sk.pp("stage"))
