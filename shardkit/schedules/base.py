@@ -15,7 +15,7 @@ from shardkit._arguments import checks
 from shardkit.schedules import rules
 from shardkit.schedules.action import Cell, Rows, StagePlacement, device_of, drawn, parsed, written
 from shardkit.schedules.grid import Grid
-from shardkit.schedules.simulate import Timeline, costs_of, least, simulated
+from shardkit.schedules.simulate import Each, Timeline, costs_of, least, simulated
 from shardkit.schedules.slots import Slots, coloured
 from shardkit.schedules.table import Table, lowered
 
@@ -90,10 +90,10 @@ class Schedule(Grid):
 
     def simulate(
         self,
-        forward: float = 1,
-        backward: float = 2,
-        input_grad: float | None = None,
-        weight_grad: float | None = None,
+        forward: Each = 1,
+        backward: Each = 2,
+        input_grad: Each | None = None,
+        weight_grad: Each | None = None,
         communication: float = 0,
         *,
         overlapped: float | None = None,
@@ -102,7 +102,8 @@ class Schedule(Grid):
         """How long a step takes, how long devices idle and how many microbatches they have in flight.
 
         Args:
-            forward: time of one microbatch's forward through all chunks of a device, in any unit.
+            forward: time of one microbatch's forward through all chunks of a device, in any unit; or a sequence with
+                the time of each stage alone, p v numbers, where stages differ. So may the next three.
             backward: time of its whole backward.
             input_grad: time of the part I; None: half of `backward`, or `backward - weight_grad`.
             weight_grad: time of the part W; None: `backward - input_grad`.
@@ -116,25 +117,25 @@ class Schedule(Grid):
             A Timeline.
 
         Raises:
-            ValueError: a cost that is negative; forward, backward or overlapped that is not positive.
+            ValueError: a cost below 0; forward, backward or overlapped of 0; a sequence of another length.
         """
         return simulated(self, forward, backward, input_grad, weight_grad, communication, overlapped, synchronous)
 
     def least_makespan(
         self,
-        forward: float = 1,
-        backward: float = 2,
-        input_grad: float | None = None,
-        weight_grad: float | None = None,
+        forward: Each = 1,
+        backward: Each = 2,
+        input_grad: Each | None = None,
+        weight_grad: Each | None = None,
         communication: float = 0,
         *,
         memory: float | None = None,
     ) -> float:
         """What no schedule of as many devices, microbatches and chunks goes below, in a loop or along a V.
 
-        The largest of three: the work of a device, after the first microbatch has come through the devices before the
-        last; one microbatch through all stages and back; and, with a memory cap, the time for which microbatches are
-        in flight on a device, over how many may be there at once.
+        The largest of three: the work of a device, after the first microbatch has come through the stages before it;
+        one microbatch through all stages and back; and, with a memory cap, the time for which microbatches are in
+        flight on a device, over how many may be there at once.
 
         Args:
             forward, backward, input_grad, weight_grad, communication: costs, as for `simulate`.
@@ -148,10 +149,11 @@ class Schedule(Grid):
             >>> schedule.simulate().makespan, schedule.least_makespan(), schedule.least_makespan(memory=1)
             (99.5, 99.5, 288.0)
         """
-        costs = costs_of("least_makespan", self.chunks, forward, backward, input_grad, weight_grad, communication)
+        p, v = self.devices, self.chunks
+        costs = costs_of("least_makespan", p * v, v, forward, backward, input_grad, weight_grad, communication)
         if memory is not None:
             [memory] = checks.positive("least_makespan", memory=memory)
-        return least(self, costs, memory)
+        return least(p, self.microbatches, v, costs, memory)
 
     def forward(self) -> Schedule:
         """The forwards alone, on each device in the same order and as early as possible: a step of evaluation."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, get_args
+
+import numpy as np
 
 from shardkit._arguments import checks
-from shardkit.schedules.action import Action
+from shardkit.schedules.action import Action, StagePlacement, device_of
 from shardkit.schedules.grid import Grid
 
 
@@ -43,43 +47,62 @@ class Timeline(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The cost of each action of one chunk, by op, and of a message to another device."""
+    """The cost of each action, by op and stage, and of a message to another device."""
 
-    of: dict[str, float]
+    of: dict[str, tuple[float, ...]]
     communication: float
+
+
+Each = float | Sequence[float]  # a cost: of all chunks of a device, or of each stage
 
 
 def costs_of(
     where: str,
+    stages: int,
     chunks: int,
-    forward: float,
-    backward: float,
-    input_grad: float | None,
-    weight_grad: float | None,
+    forward: Each,
+    backward: Each,
+    input_grad: Each | None,
+    weight_grad: Each | None,
     communication: float,
 ) -> Costs:
-    """The costs of a chunk, of those of a device's whole layers; refuses what is no cost."""
-    for name, cost in (("input_grad", input_grad), ("weight_grad", weight_grad)):
-        if cost is not None:
-            checks.at_least_zero(where, **{name: cost})
-    forward, backward = checks.positive(where, forward=forward, backward=backward)
-    if input_grad is None:
-        input_grad = backward / 2 if weight_grad is None else backward - weight_grad
-    if weight_grad is None:
-        weight_grad = backward - input_grad
-    input_grad, weight_grad, communication = checks.at_least_zero(
-        where, input_grad=input_grad, weight_grad=weight_grad, communication=communication
-    )
-    whole = {"F": forward, "B": backward, "I": input_grad, "W": weight_grad}
-    return Costs({op: cost / chunks for op, cost in whole.items()}, communication)
+    """The costs of the stages, of those of a device's whole layers or as given; refuses what is no cost."""
+    given = {"input_grad": input_grad, "weight_grad": weight_grad, "forward": forward, "backward": backward}
+    each = {name: _staged(where, name, cost, stages, chunks) for name, cost in given.items() if cost is not None}
+    if input_grad is None and weight_grad is None:
+        each["input_grad"] = tuple(cost / 2 for cost in each["backward"])
+    for name, other in (("input_grad", "weight_grad"), ("weight_grad", "input_grad")):
+        if name not in each:
+            each[name] = tuple(cost - part for cost, part in zip(each["backward"], each[other], strict=True))
+            if min(each[name]) < 0:
+                raise ValueError(
+                    f"{where}: {other} must be at most backward; got {given[other]} of {backward}. Pass {name} too."
+                )
+    [communication] = checks.at_least_zero(where, communication=communication)
+    ops = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+    return Costs({op: each[name] for op, name in ops.items()}, communication)
+
+
+def _staged(where: str, name: str, cost: Each, stages: int, chunks: int) -> tuple[float, ...]:
+    """A cost of each stage."""
+    check: Callable[..., tuple[float, ...]] = checks.at_least_zero if name.endswith("grad") else checks.positive
+    cost = cost.tolist() if isinstance(cost, np.ndarray) else cost
+    if not isinstance(cost, Sequence):
+        [whole] = check(where, **{name: cost})
+        return (whole / chunks,) * stages
+    if len(cost) != stages:
+        raise ValueError(
+            f"{where}: {name} must be a number, or one for each of {stages} stages; got {len(cost)}. Pass {stages}."
+        )
+    return tuple(check(where, **{f"{name}[{stage}]": each})[0] for stage, each in enumerate(cost))
 
 
 def simulated(
     schedule: Grid,
-    forward: float,
-    backward: float,
-    input_grad: float | None,
-    weight_grad: float | None,
+    forward: Each,
+    backward: Each,
+    input_grad: Each | None,
+    weight_grad: Each | None,
     communication: float,
     overlapped: float | None,
     synchronous: bool,
@@ -87,11 +110,9 @@ def simulated(
     """The timeline of a schedule; see `Schedule.simulate`."""
     if not isinstance(synchronous, bool):
         raise TypeError(f"simulate: synchronous must be True or False; got {synchronous!r}. Pass one of them.")
-    each = costs_of("simulate", schedule.chunks, forward, backward, input_grad, weight_grad, communication)
-    costs, communication = each.of, each.communication
-    both = costs["F"] + costs["B"]
-    if overlapped is not None:
-        both = checks.positive("simulate", overlapped=overlapped)[0] / schedule.chunks
+    p, v = schedule.devices, schedule.chunks
+    costs, communication = costs_of("simulate", p * v, v, forward, backward, input_grad, weight_grad, communication)
+    both = 0.0 if overlapped is None else checks.positive("simulate", overlapped=overlapped)[0] / v
 
     spans: dict[Action, tuple[float, float]] = {}
     free: list[float] = [0] * schedule.devices
@@ -108,7 +129,7 @@ def simulated(
                 for need in (need for action in actions for need in schedule.needs(action) if need not in actions):
                     away = not synchronous and schedule.device(need.stage) != device
                     start = max(start, spans[need][1] + communication * away)
-                free[device] = start + (both if together else costs[actions[0].op])
+                free[device] = start + (both if together else costs[actions[0].op][actions[0].stage])
                 spans.update(dict.fromkeys(actions, (start, free[device])))
                 own[device] += actions
 
@@ -122,32 +143,36 @@ def simulated(
         bubble=(makespan - work) / work,
         bubble_of_total=(makespan - work) / makespan,
         bubble_of_span=max(last - time for last, time in zip(lasts, busy, strict=True)) / work,
-        peak_in_flight=tuple(_peak(actions) / schedule.chunks for actions in own),
+        peak_in_flight=tuple(peak(actions) / schedule.chunks for actions in own),
         spans=spans,
         busy=tuple(busy),
     )
 
 
-def least(schedule: Grid, costs: Costs, memory: float | None) -> float:
+def least(p: int, m: int, v: int, costs: Costs, memory: float | None) -> float:
     """See `Schedule.least_makespan`."""
-    p, m, v = schedule.devices, schedule.microbatches, schedule.chunks
-    there, back, rest = costs.of["F"], costs.of["I"], costs.of["B"] - costs.of["I"]
-    hop = costs.communication if p > 1 else 0.0
-    work = m * v * (there + costs.of["B"]) + (p - 1) * (there + hop)
-    # along a V no message is sent where it turns
-    through = p * v * (there + back) + rest + 2 * v * (p - 1) * hop
-    if memory is None:
-        return max(work, through)
-    # A chunk is held while its microbatch goes through all later stages and back, at least; the first device's are held
-    # longest, in a loop those of stages 0, p, 2p, along a V those of 0, 2p - 1, 2p: the V holds less.
-    held = 0.0
-    for chunk in range(v):
-        later = p * v - (chunk * p if chunk % 2 == 0 else (chunk + 1) * p - 1)
-        held += later * (there + back) + rest
-    return max(work, through, m * held / (memory * v))
+    # A backward is whole or in two halves, whichever is less; and so is what the stage before waits for.
+    there, halves = costs.of["F"], list(zip(costs.of["B"], costs.of["I"], costs.of["W"], strict=True))
+    back = [min(whole, first + rest) for whole, first, rest in halves]
+    passed = [min(whole, first) for whole, first, _ in halves]
+    found = []
+    for placement in get_args(StagePlacement) if p > 1 else ("loop",):
+        home = [device_of(stage, p, placement) for stage in range(p * v)]
+        hops = [costs.communication * (here != after) for here, after in pairwise(home)]
+        # From the begin of the forward of a stage to the end of its own backward.
+        held = [sum(there[s:]) + sum(passed[s + 1 :]) + back[s] + 2 * sum(hops[s:]) for s in range(p * v)]
+        bounds = [held[0]]
+        for first in range(p):  # the first stage of each device
+            own = [stage for stage in range(p * v) if home[stage] == home[first]]
+            work = m * sum(there[stage] + back[stage] for stage in own)
+            bounds.append(sum(there[:first]) + sum(hops[:first]) + work)
+            if memory is not None:
+                bounds.append(m * sum(held[stage] for stage in own) / (memory * v))
+        found.append(max(bounds))
+    return min(found)
 
 
-def _peak(actions: list[Action]) -> int:
+def peak(actions: list[Action]) -> int:
     """The most forwards whose backward has not ended."""
     held = peak = 0
     for action in actions:
