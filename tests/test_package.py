@@ -56,7 +56,8 @@ FLOORS = [
     ["__main__"],
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-MODULES = {"algorithms", "aot", "compressed", "hierarchical", "ring", "tables"}  # names of `sk` that are modules of a room
+# Names of `sk` that are modules of a room.
+MODULES = {"algorithms", "aot", "compressed", "hierarchical", "ring", "tables"}
 
 
 def modules():

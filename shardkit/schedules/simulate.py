@@ -68,7 +68,8 @@ def costs_of(
 ) -> Costs:
     """The costs of the stages, of those of a device's whole layers or as given; refuses what is no cost."""
     given = {"input_grad": input_grad, "weight_grad": weight_grad, "forward": forward, "backward": backward}
-    each = {name: _staged(where, name, cost, stages, chunks) for name, cost in given.items() if cost is not None}
+    wanted = {name: cost for name, cost in given.items() if cost is not None or not name.endswith("grad")}
+    each = {name: _staged(where, name, cost, stages, chunks) for name, cost in wanted.items()}
     if input_grad is None and weight_grad is None:
         each["input_grad"] = tuple(cost / 2 for cost in each["backward"])
     for name, other in (("input_grad", "weight_grad"), ("weight_grad", "input_grad")):
@@ -83,7 +84,7 @@ def costs_of(
     return Costs({op: each[name] for op, name in ops.items()}, communication)
 
 
-def _staged(where: str, name: str, cost: Each, stages: int, chunks: int) -> tuple[float, ...]:
+def _staged(where: str, name: str, cost: Each | None, stages: int, chunks: int) -> tuple[float, ...]:
     """A cost of each stage."""
     check: Callable[..., tuple[float, ...]] = checks.at_least_zero if name.endswith("grad") else checks.positive
     cost = cost.tolist() if isinstance(cost, np.ndarray) else cost

@@ -16,7 +16,7 @@ from shardkit.analysis.hlo.topology import absent_devices, parse_topology
 from shardkit.meshes.links import Load, busiest, network_of, seconds_of
 from shardkit.meshes.placement import _groups, _sets, _slots, _snake, _steps, alike, place
 from support.compilers import tpu
-from support.refusals import raises, value_error
+from support.refusals import value_error
 
 GATHERS = [Load("all_gather", ("a",), 3.0), Load("all_gather", ("b",), 2.0)]
 
@@ -254,45 +254,33 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"must have one place in the mesh; got 1 of them in data=4, model=4. Make"):
         found._replace(places=found.places[:1] * 16).grid(devices_of("v5e:4x4"))
     pod = devices_of("v5e:4x4")
-    raises(
-        lambda: sk.aot.place(step, args, topology="v5e:2x4"),
-        value_error(
-            "aot.place: the mesh must be that of the program, with as many devices as the topology; got data=4, "
-            "model=4 for a program over data=4, model=4 and the 8 of 'v5e:2x4'. Pass another topology or mesh."
-        ),
-    )
-    raises(
-        lambda: sk.make_mesh(data=2, model=4, placement=found),
-        value_error(
-            "make_mesh: placement must be one for the same mesh; got one of data=4, model=4 for data=2, model=4. Leave "
-            "the sizes out, or make another with aot.place."
-        ),
-    )
-    raises(
-        lambda: found.grid(devices_of("v5e:8x8")),
-        value_error(
-            "placement: the devices must be those of v5e x=4 x y=4; got v5e x=8 x y=8. Make another with aot.place."
-        ),
-    )
-    raises(
-        lambda: found.grid(jax.devices()[:1]),
-        value_error(
-            "placement: the devices must be those of v5e x=4 x y=4; got 1 of kind 'cpu'. Make another with aot.place."
-        ),
-    )
-    raises(
-        lambda: network_of([pod[0], pod[5]]),
-        value_error(
-            "make_mesh: placement needs devices that fill a box; got 2 in one of slice=1, x=2, y=2, core=1. Pass all "
-            "devices of a slice, or leave placement out."
-        ),
-    )
-    raises(
-        lambda: sk.make_mesh(data=8, placement="best"),
-        value_error(
-            "make_mesh: placement must be 'auto', a DeviceOrder or None; got 'best'. Pass for example placement='auto'."
-        ),
-    )
+    with value_error(
+        "aot.place: the mesh must be that of the program, with as many devices as the topology; got data=4, "
+        "model=4 for a program over data=4, model=4 and the 8 of 'v5e:2x4'. Pass another topology or mesh."
+    ):
+        sk.aot.place(step, args, topology="v5e:2x4")
+    with value_error(
+        "make_mesh: placement must be one for the same mesh; got one of data=4, model=4 for data=2, model=4. Leave "
+        "the sizes out, or make another with aot.place."
+    ):
+        sk.make_mesh(data=2, model=4, placement=found)
+    with value_error(
+        "placement: the devices must be those of v5e x=4 x y=4; got v5e x=8 x y=8. Make another with aot.place."
+    ):
+        found.grid(devices_of("v5e:8x8"))
+    with value_error(
+        "placement: the devices must be those of v5e x=4 x y=4; got 1 of kind 'cpu'. Make another with aot.place."
+    ):
+        found.grid(jax.devices()[:1])
+    with value_error(
+        "make_mesh: placement needs devices that fill a box; got 2 in one of slice=1, x=2, y=2, core=1. Pass all "
+        "devices of a slice, or leave placement out."
+    ):
+        network_of([pod[0], pod[5]])
+    with value_error(
+        "make_mesh: placement must be 'auto', a DeviceOrder or None; got 'best'. Pass for example placement='auto'."
+    ):
+        sk.make_mesh(data=8, placement="best")
 
 
 def test_devices_without_links_keep_their_order():

@@ -42,7 +42,7 @@ def torus_links(sizes: Sequence[int], bandwidth: float = 1.0, *, wrap: bool = Tr
         >>> sorted(sk.tables.torus_links((3,), wrap=False))
         [(0, 1), (1, 0), (1, 2), (2, 1)]
     """
-    sides = checks.whole("torus_links", **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
+    sides = sides_of("torus_links", sizes)
     [speed] = checks.positive("torus_links", bandwidth=bandwidth)
     numbers = {place: number for number, place in enumerate(product(*map(range, sides)))}
     links = {}
@@ -53,6 +53,13 @@ def torus_links(sizes: Sequence[int], bandwidth: float = 1.0, *, wrap: bool = Tr
                 if size > 1 and (wrap or 0 <= at < size):
                     links[number, numbers[(*place[:dim], at % size, *place[dim + 1 :])]] = speed
     return links
+
+
+def sides_of(where: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a torus; refuses none."""
+    if not sizes:
+        raise ValueError(f"{where}: sizes must have at least one dim; got {sizes!r}. Pass for example (4, 4).")
+    return checks.whole(where, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
 
 
 def timed(table: Sequence[Sequence[Message]], links: Links, each: float, latency: float) -> LinkTimes:

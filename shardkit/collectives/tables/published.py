@@ -8,6 +8,7 @@ from itertools import product
 
 from shardkit._arguments import checks
 from shardkit._arguments.typed import typed
+from shardkit.collectives.tables.links import sides_of
 from shardkit.collectives.tables.messages import Send
 from shardkit.collectives.tables.table import Op, SendTable
 
@@ -216,7 +217,8 @@ def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> SendT
 
     Source: Barnett et al., Global combine on mesh architectures with wormhole routing (1993).
     """
-    sides = _sizes("torus", op, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
+    _sizes("torus", op)
+    sides = sides_of("torus", sizes)
     dims = [dim for dim, size in enumerate(sides) if size > 1]
     n, parts = math.prod(sides), max(1, len(dims)) * (2 if bidirectional else 1)
     sends = []
