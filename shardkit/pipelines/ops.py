@@ -34,7 +34,7 @@ class Sums(NamedTuple):
 
 
 class LoopState(NamedTuple):
-    """The carry of the loop over ticks. A buffer is a list of arrays `[slots + 1, ...]`, whose last slot is scratch."""
+    """The carry of the loop over ticks. A buffer is a list of arrays `[slots, ...]`."""
 
     inputs: Leaves
     saved: Leaves

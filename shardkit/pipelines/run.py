@@ -21,7 +21,7 @@ from shardkit._jax.compat import bound, eval_shape, varying_axes
 from shardkit.collectives import axis_index, axis_size, shift, vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
-from shardkit.on_device.batch import split_microbatches, take_microbatch
+from shardkit.on_device.batch import row, split_microbatches, take_microbatch
 from shardkit.on_device.gradient import Mean, check_trained, chosen
 from shardkit.on_device.handles import is_handle, part_gradient, parts, unsealed, with_parts
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
@@ -180,19 +180,19 @@ class Executor(NamedTuple):
 
     def run(self, layers: list[jax.Array], device: Any) -> Sums:
         """All ticks of this device; `layers` are the parts of the stack, `[chunks, layers, ...]`."""
-        slots, p, train, split = self.table.slots, self.ops.pieces, self.ops.train, self.ops.split
+        sizes, p, train, split = self.table.buffers, self.ops.pieces, self.ops.train, self.ops.split
         buffers = (
-            (slots.inputs, p.x),
-            (slots.saved, [*p.forward.out[1], *p.x] if self.ops.saves else []),
-            (slots.cotangents, p.moving.split(p.x)[0]),
-            (slots.kept, split.residuals if split else []),
+            (sizes["inputs"], p.x),
+            (sizes["saved"], [*p.forward.out[1], *p.x] if self.ops.saves else []),
+            (sizes["cotangents"], p.moving.split(p.x)[0]),
+            (sizes["kept"], split.residuals if split else []),
         )
         means = p.head_backward.out[0] if train else p.head.out
         wide = partial(jax.tree.map, wide_zeros)
         learned = (layers, parts(self.ops.shared)) if train else ([], [])
         sums = Sums(wide(learned[0]), wide(learned[1]), wide(means))
         inputs, saved, cotangents, residuals = (
-            [typed_zeros(x, shape=(count + 1, *x.shape)) for x in leaves] for count, leaves in buffers
+            [typed_zeros(x, shape=(count, *x.shape)) for x in leaves] for count, leaves in buffers
         )
         state = LoopState(inputs, saved, cotangents, residuals, sums)
         # A constant of the program, in as few bytes as hold its numbers, of which a device reads its column once.
@@ -209,24 +209,20 @@ class Executor(NamedTuple):
         for segment in segments:
             at = segment.begin - segments[0].begin
             here = rows[at : at + segment.ticks]
-            nowhere = [getattr(self.table.slots, _buffer(field)) for field in segment.moves]
             columns = np.array([FIELDS.index(field) for field in segment.moves], int)
-            places = jnp.concatenate([jnp.array([nowhere], jnp.int32), here[:, columns]])
-            none = [[typed_zeros(x) for x in self._moved(field)] for field in segment.moves]
+            # In the first tick nothing has arrived: slot 0 is written with what is in it.
+            places = jnp.concatenate([jnp.zeros((1, len(columns)), jnp.int32), here[:, columns]])
+            none = [row(getattr(state, _buffer(field)), 0) for field in segment.moves]
             (state, moved), _ = lax.scan(partial(self._tick, segment), (state, none), (here, places[:-1]))
-            state = _arrived(state, segment, moved, places[-1])
+            state = self._arrived(state, segment, moved, places[-1])
         return state, None
 
-    def _moved(self, field: str) -> list[Any]:
-        """The arrays that a move sends."""
-        return self.ops.pieces.x if _buffer(field) == "inputs" else self.ops.pieces.moving.split(self.ops.pieces.x)[0]
-
-    def _tick(self, segment: Segment, carry: Any, row: Any) -> tuple[Any, None]:
+    def _tick(self, segment: Segment, carry: Any, here: Any) -> tuple[Any, None]:
         # What moved at the end of a tick is written to its slot at the start of the next: a buffer that is written
         # before it is read is updated in place, where the compiler would otherwise copy it.
-        (state, moved), (row, places) = carry, row
-        state = _arrived(state, segment, moved, places)
-        at = {field: row[k] for k, field in enumerate(FIELDS)}
+        (state, moved), (fields, places) = carry, here
+        state = self._arrived(state, segment, moved, places)
+        at = {field: fields[k] for k, field in enumerate(FIELDS)}
         results: dict[str, list[jax.Array]] = {}
         if "F" in segment.ops:
             # The backward pass starts after the forward pass: their temporary memory would add up.
@@ -239,6 +235,21 @@ class Executor(NamedTuple):
             state = self.ops.weight_gradient(state, at)
         return (state, [self._sent(results[_buffer(field)], field) for field in segment.moves]), None
 
+    def _arrived(
+        self, state: LoopState, segment: Segment, moved: list[list[jax.Array]], places: jax.Array
+    ) -> LoopState:
+        """The state with what has moved, in its slots."""
+        for k, (field, leaves) in enumerate(zip(segment.moves, moved, strict=True)):
+            name = _buffer(field)
+            buffers, place = getattr(state, name), places[k]
+            if name in self.table.crowded:
+                last = self.table.buffers[name] - 1
+                arrives, place = place <= last, jnp.minimum(place, last)
+                pairs = zip(leaves, row(buffers, place), strict=True)
+                leaves = [jnp.where(arrives, new, old) for new, old in pairs]
+            state = state._replace(**{name: write(buffers, place, leaves)})  # type: ignore[arg-type]
+        return state
+
     def _sent(self, leaves: list[jax.Array], field: str) -> list[jax.Array]:
         """What a neighbor, or the device itself, receives."""
         side = field.split("_")[-1]
@@ -246,9 +257,9 @@ class Executor(NamedTuple):
             return leaves
         # Every device sends in every tick of the segment, also one that has nothing to send: a ppermute is one call of
         # all devices, and inside an op, which under mode="branch" some of them skip, those that run it would wait for
-        # the others for ever. What is sent in vain arrives in a scratch slot. It stands at the end of the tick because
-        # nothing of this tick reads it: what F returns may be under way while B computes. It is no part of what the
-        # backward pass of a stage differentiates: cotangents go back by moves of the table, when the schedule says so.
+        # the others for ever. What is sent in vain goes to a free slot, or nowhere. It stands at the end of the tick
+        # because nothing of this tick reads it: what F returns may be under way while B computes. It is no part of what
+        # the backward pass of a stage differentiates: cotangents go back by moves of the table, when that says so.
         return list(shift(leaves, self.axis, by=1 if side == "left" else -1, wrap=self.wrap))
 
 
@@ -274,14 +285,6 @@ def _rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment], in
 def _buffer(field: str) -> str:
     """The buffer that a move fills."""
     return f"{field.split('_')[0]}s"
-
-
-def _arrived(state: LoopState, segment: Segment, moved: list[list[jax.Array]], places: jax.Array) -> LoopState:
-    """The state with what has moved, in its slots."""
-    for k, (field, leaves) in enumerate(zip(segment.moves, moved, strict=True)):
-        name = _buffer(field)
-        state = state._replace(**{name: write(getattr(state, name), places[k], leaves)})  # type: ignore[arg-type]
-    return state
 
 
 def _complete(tree: Any) -> Any:

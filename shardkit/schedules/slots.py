@@ -15,8 +15,7 @@ Work = tuple[int, int]
 class Slots(NamedTuple):
     """The number of slots in each buffer of a device, the most over devices, and the slot of each piece of work.
 
-    A buffer has one slot more than the number says: the scratch slot, which masked devices read and write. The first
-    stage has no input, since it recomputes the embedding, and the last no cotangent, since it has the loss.
+    The first stage has no input, since it recomputes the embedding, and the last no cotangent, since it has the loss.
 
     Attributes:
         inputs: slots for stage inputs, from their arrival until B or I; until F if F saves residuals.
@@ -40,7 +39,16 @@ class Slots(NamedTuple):
 
 
 def coloured(schedule: Grid, saved: bool) -> Slots:
-    """The slots of a schedule; see `Schedule.slots`.
+    """The slots of a schedule; see `Schedule.slots`."""
+    counts, places = zip(*(_coloured(schedule, live) for live in lives(schedule, saved)), strict=True)
+    return Slots(*counts, *places)
+
+
+Lives = dict[Work, tuple[int, int]]  # the first tick and the last in which a value is needed
+
+
+def lives(schedule: Grid, saved: bool) -> tuple[Lives, Lives, Lives, Lives]:
+    """When stage inputs, residuals, cotangents and weight-gradient residuals are needed.
 
     What arrives at the end of a tick is there from the next tick on, and may overwrite a slot read in that tick.
     """
@@ -55,8 +63,7 @@ def coloured(schedule: Grid, saved: bool) -> Slots:
                 residuals[stage, i] = (schedule.ticks[Action(stage, "F", i)], tick)
             for need in schedule.needs(Action(stage, op, i))[1:]:
                 cotangents[stage, i] = (schedule.ticks[need] + 1, tick)
-    counts, places = zip(*(_coloured(schedule, live) for live in (inputs, residuals, cotangents, kept)), strict=True)
-    return Slots(*counts, *places)
+    return inputs, residuals, cotangents, kept
 
 
 def _coloured(schedule: Grid, live: dict[Work, tuple[int, int]]) -> tuple[int, dict[Work, int]]:

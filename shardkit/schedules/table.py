@@ -9,7 +9,7 @@ import numpy as np
 
 from shardkit.schedules.action import OPS
 from shardkit.schedules.grid import Grid
-from shardkit.schedules.slots import Slots, coloured
+from shardkit.schedules.slots import Slots, coloured, lives
 
 MOVES = tuple(f"{what}_from_{where}" for what in ("input", "cotangent") for where in ("left", "right", "self"))
 """What a device may receive at the end of a tick, and from which neighbor."""
@@ -55,17 +55,22 @@ class Table(NamedTuple):
     | `cotangent_from_left`, `.._right`, `.._self` | slot for the cotangent received from them |
 
     Neighbors are those on the ring, and sends are at the end of a tick. A loop has inputs from the left and cotangents
-    from the right only. Values that nobody needs go to the last slot of their buffer, the scratch slot.
+    from the right only. A value that nobody needs goes to a slot that is free at that tick. Where none is, what moves
+    points after the last slot and is dropped, and F and I write to a slot that is there for that alone.
 
     Attributes:
         rows: int32 `[ticks, devices, fields]`.
         segments: runs of ticks with the same kinds of op, in order.
-        slots: the sizes of the buffers, each without its scratch slot.
+        slots: how many slots values need, and who uses which.
+        buffers: how many slots each buffer has, by the names of `Slots`.
+        crowded: the buffers in which at some tick a device has no slot free.
     """
 
     rows: np.ndarray
     segments: tuple[Segment, ...]
     slots: Slots
+    buffers: dict[str, int]
+    crowded: frozenset[str]
 
     def column(self, field: str) -> np.ndarray:
         """One field: int32 `[ticks, devices]`."""
@@ -76,9 +81,7 @@ def lowered(schedule: Grid, saved: bool) -> Table:
     """The table of a schedule; see `Schedule.table`."""
     slots = coloured(schedule, saved)
     ticks = max(map(len, schedule.rows))
-    # Off, and pointing at the scratch slots.
-    scratch = {"input": slots.inputs, "saved": slots.saved, "cotangent": slots.cotangents, "kept": slots.kept}
-    blank = [next((size for kind, size in scratch.items() if _slot(field) == kind), 0) for field in FIELDS]
+    blank = [_NOWHERE if _buffer(field) else 0 for field in FIELDS]
     rows = np.tile(np.array(blank, np.int32), (ticks, schedule.devices, 1))
     kinds: list[set[str]] = [set() for _ in range(ticks)]
     for (stage, op, i), tick in schedule.ticks.items():
@@ -90,10 +93,10 @@ def lowered(schedule: Grid, saved: bool) -> Table:
             f"{name}_stage": stage,
             f"{name}_chunk": stage // schedule.devices,
             f"{name}_microbatch": i,
-            f"{name}_input": slots.input_of.get(work, slots.inputs),
-            f"{name}_saved": slots.saved_of.get(work, slots.saved),
-            f"{name}_cotangent": slots.cotangent_of.get(work, slots.cotangents),
-            f"{name}_kept": slots.kept_of.get(work, slots.kept),
+            f"{name}_input": slots.input_of.get(work, _NOWHERE),
+            f"{name}_saved": slots.saved_of.get(work, _NOWHERE),
+            f"{name}_cotangent": slots.cotangent_of.get(work, _NOWHERE),
+            f"{name}_kept": slots.kept_of.get(work, _NOWHERE),
         }
         for field in values.keys() & set(FIELDS):
             rows[tick, device, FIELDS.index(field)] = values[field]
@@ -104,18 +107,58 @@ def lowered(schedule: Grid, saved: bool) -> Table:
     for ops, run in groupby("".join(op for op in OPS if op in kind) for kind in kinds):
         length = len(list(run))
         moves = tuple(
-            field
-            for field in MOVES
-            if (rows[begin : begin + length, :, FIELDS.index(field)] != blank[FIELDS.index(field)]).any()
+            field for field in MOVES if (rows[begin : begin + length, :, FIELDS.index(field)] != _NOWHERE).any()
         )
         segments.append(Segment(ops, begin, length, moves))
         begin += length
-    return Table(rows, tuple(segments), slots)
+    crowded = _written_in_vain(rows, segments, slots, _free(schedule, slots, saved))
+    rows[rows == _NOWHERE] = 0  # what is read there is discarded
+    moved = ("inputs", "cotangents")
+    buffers = {
+        name: max(1, getattr(slots, name) + (name in crowded and name not in moved)) for name in _BUFFERS.values()
+    }
+    return Table(rows, tuple(segments), slots, buffers, crowded)
 
 
-def _slot(field: str) -> str:
-    """The buffer into which a field points: "input", "saved", "cotangent" or "kept"; another word for none."""
-    return field.split("_")[0 if field in MOVES else 1]
+_NOWHERE = -1
+_BUFFERS = {"input": "inputs", "saved": "saved", "cotangent": "cotangents", "kept": "kept"}
+
+
+def _buffer(field: str) -> str | None:
+    """The buffer into which a field points."""
+    return _BUFFERS.get(field.split("_")[0 if field in MOVES else 1])
+
+
+def _free(schedule: Grid, slots: Slots, saved: bool) -> dict[str, np.ndarray]:
+    """For each buffer a slot that no value is in, [ticks + 1, devices]; their number where all are taken."""
+    ticks, free = max(map(len, schedule.rows)), {}
+    for name, live, places in zip(_BUFFERS.values(), lives(schedule, saved), slots[4:], strict=True):
+        taken = np.zeros((ticks + 1, schedule.devices, getattr(slots, name) + 1), bool)
+        for work, (begin, end) in live.items():
+            taken[begin : end + 1, schedule.device(work[0]), places[work]] = True
+        free[name] = taken.argmin(axis=2)
+    return free
+
+
+def _written_in_vain(
+    rows: np.ndarray, segments: list[Segment], slots: Slots, free: dict[str, np.ndarray]
+) -> frozenset[str]:
+    """Gives what is written for nobody a free slot, in place; returns the buffers that have none at some tick.
+
+    All devices write what they receive and save in every tick of a segment, whether it is theirs or not. What moves at
+    the end of a tick is written at the start of the next.
+    """
+    crowded = set()
+    kinds = {"forward_saved": "F", "backward_kept": "I"}
+    for segment in segments:
+        for field in (*segment.moves, *(field for field, op in kinds.items() if op in segment.ops)):
+            here = rows[segment.begin : segment.begin + segment.ticks, :, FIELDS.index(field)]
+            begin = segment.begin + (field in MOVES)
+            name = _BUFFERS[field.split("_")[0 if field in MOVES else 1]]
+            np.copyto(here, free[name][begin : begin + segment.ticks], where=here == _NOWHERE, casting="unsafe")
+            if getattr(slots, name) and (here == getattr(slots, name)).any():
+                crowded.add(name)
+    return frozenset(crowded)
 
 
 def _received(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> tuple[str, int, int] | None:

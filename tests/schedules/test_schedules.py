@@ -140,13 +140,15 @@ def run(schedule):
     p, done = schedule.devices, []
     last = p * schedule.chunks - 1
     columns = {field: table.column(field) for field in schedules.FIELDS}
-    sizes = (table.slots.inputs, table.slots.cotangents, table.slots.kept)
-    inputs, cotangents, kept = ([["scratch"] * (size + 1) for _ in range(p)] for size in sizes)
+    sizes = (table.buffers[name] for name in ("inputs", "cotangents", "kept"))
+    inputs, cotangents, kept = ([["vain"] * size for _ in range(p)] for size in sizes)
     for segment in table.segments:
         for t in range(segment.begin, segment.begin + segment.ticks):
-            outputs, input_grads = ["scratch"] * p, ["scratch"] * p
+            outputs, input_grads = ["vain"] * p, ["vain"] * p
             for d in range(p):
                 now = {field: int(column[t, d]) for field, column in columns.items()}
+                if "I" in segment.ops and now["backward_on"] != 2:
+                    kept[d][now["backward_kept"]] = "vain"
                 for name in ("forward", "backward", "weight"):
                     if not now[f"{name}_on"]:
                         continue
@@ -154,13 +156,12 @@ def run(schedule):
                     op = {"forward": "F", "weight": "W"}.get(name) or " BI"[now["backward_on"]]
                     assert op in segment.ops and now[f"{name}_chunk"] == stage // p
                     done.append((d, Action(stage, op, i)))
-                    if name != "weight":
-                        assert inputs[d][now[f"{name}_input"]] == ((stage - 1, i) if stage else "scratch")
+                    if name != "weight" and stage:
+                        assert inputs[d][now[f"{name}_input"]] == (stage - 1, i)
                     if op == "F":
                         outputs[d] = (stage, i)
                     if name == "backward":
-                        got = cotangents[d][now["backward_cotangent"]]
-                        assert got == ((stage + 1, i) if stage < last else "scratch")
+                        assert stage == last or cotangents[d][now["backward_cotangent"]] == (stage + 1, i)
                         input_grads[d] = (stage, i)
                         if op == "I":
                             kept[d][now["backward_kept"]] = (stage, i)
@@ -169,14 +170,12 @@ def run(schedule):
             for move in MOVES:
                 sent, buffer = (outputs, inputs) if move.startswith("input") else (input_grads, cotangents)
                 by = {"left": -1, "right": 1, "self": 0}[move.split("_")[-1]]
-                for d in range(p):
+                for d in range(p if move in segment.moves else 0):
                     slot = columns[move][t, d]
-                    if slot < len(buffer[d]) - 1:
-                        assert move in segment.moves
+                    if slot < len(buffer[d]):
                         buffer[d][slot] = sent[(d + by) % p]
-            for buffer in (inputs, cotangents, kept):
-                for slots in buffer:
-                    slots[-1] = "scratch"
+                    else:
+                        assert f"{move.split('_')[0]}s" in table.crowded
     return done
 
 
