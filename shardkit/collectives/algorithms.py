@@ -182,7 +182,13 @@ def table(build: Callable[[Op, int], SendTable], *, name: str = "own") -> Algori
 
     def kernel(kind: Op) -> Callable[..., Any]:
         def run(x: Any, axes: tuple[str, ...], **options: Any) -> Any:
-            return getattr(basic, kind)(x, axes, table=made(kind, axis_size(axes)), **options)
+            found = made(kind, axis_size(axes))
+            if not isinstance(found, SendTable):
+                raise TypeError(
+                    f"table: build must return a SendTable; got {found!r} for {kind!r} over {axis_size(axes)} devices. "
+                    "Return for example sk.tables.bruck(op, devices)."
+                )
+            return getattr(basic, kind)(x, axes, table=found, **options)
 
         return run
 

@@ -58,7 +58,8 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
     def gather(leaf: jax.Array) -> jax.Array:
         at = dim_of("ring.all_gather", dim, jnp.ndim(leaf))
         leaf = vary(leaf, names)
-        kernel = _replicated_all_gather if replicated and _tracked(leaf, names) else _all_gather
+        own = replicated and compat.tracked_axes().issuperset(names)  # also without check_vma, where no type says so
+        kernel = _replicated_all_gather if own else _all_gather
         return kernel(leaf, names, at, bidirectional)
 
     return jax.tree.map(gather, x)

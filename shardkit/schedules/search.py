@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate, product
 from operator import attrgetter, itemgetter
@@ -13,6 +14,8 @@ from shardkit._arguments import checks
 from shardkit.schedules.action import Action, StagePlacement
 from shardkit.schedules.base import Schedule, builder, scheduled, sizes
 from shardkit.schedules.exhaust import Exhaustion
+from shardkit.schedules.interleaved import interleaved
+from shardkit.schedules.one_f_one_b import one_f_one_b
 from shardkit.schedules.simulate import Each, costs_of, least, peak
 from shardkit.schedules.tighten import SLACK, Actions, Timed
 from shardkit.schedules.zero_bubble_h1 import zero_bubble_h1
@@ -32,12 +35,13 @@ def search(
     weight_grad: Each | None = None,
     communication: float = 0,
 ) -> Schedule:
-    """The schedule of the least makespan among those that are tried, with a backward in two halves.
+    """The schedule of the least makespan among those that are tried, with a backward in two halves or whole.
 
     Each device begins what is ready, by one of nine rules: input gradients first, or forwards in turn with them; of the
     oldest microbatch, or of the last chunk; weight gradients where nothing else is ready, or as soon as some wait. Two
     chunks are also tried in orders that repeat every six actions, as V-Min and V-Half do; and ZB-H1 and ZB-V. In the
-    fastest, actions move into idle time. Up to 16 pieces (p m v), no order of the two halves is faster.
+    fastest, actions move into idle time. Up to 16 pieces (p m v), no order of the two halves is faster. Of whole
+    backward passes, which may take less time than their halves, 1F1B and interleaved are tried.
 
     Args:
         devices: number p of pipeline devices.
@@ -94,6 +98,10 @@ def search(
             faster = Exhaustion(work, places, best[0])
             best = (faster.best, placement, work.timed(faster.order)) if faster.order else best
     _, placement, rows = best
+    whole = interleaved(p, m, v) if v > 1 else one_f_one_b(p, m)
+    line = whole.simulate(forward, backward, input_grad, weight_grad, communication)
+    if line.makespan < best[0] - SLACK and max(line.peak_in_flight) <= memory + SLACK:
+        return replace(whole, name="search")
     return scheduled("search", [[(action,) for _, action in row] for row in rows], m, placement)
 
 

@@ -173,7 +173,7 @@ REFUSED = {
     "mine: device 1 must have what every device has of chunk 0 in the end; got nothing of device 0. Add a message that "
     "brings it.": ("all_gather", 2, [(0, 1, 0, 1, False)]),
     "mine: a message must go from one of 2 devices to another, with one of 2 chunks, after those before it; got "
-    "another, of chunk 5 from device 0 to 1 in step 0. Pass numbers in range, in the order of steps.": (
+    "another, of chunk 5 from device 0 to 1 in step 0. Pass numbers in range, in the order of steps, none left out.": (
         "all_gather",
         2,
         [(0, 0, 1, 5, False)],
@@ -298,6 +298,17 @@ def test_for_all_inputs():
     )
 
 
+# Catches a gradient n times too large where no type says what varies, and a shape of no elements.
+def test_without_vma_and_empty():
+    mesh = sk.make_mesh(jax.devices()[:8], a=8)
+    for gather in (partial(sk.all_gather, table=tables.ring("all_gather", 8)), sk.ring.all_gather):
+        found = jax.grad(lambda x, gather=gather: jnp.sum(gather(x, "a", replicated=True) * 2.0))
+        layouts = {"in_specs": P("a"), "out_specs": P("a"), "check_vma": False}
+        assert (jax.jit(jax.shard_map(found, mesh=mesh, **layouts))(np.ones(8, np.float32)) == 2).all()
+        whole = jax.shard_map(lambda x, gather=gather: gather(x, "a", dim=1), mesh=mesh, in_specs=P(), out_specs=P("a"))
+        assert jax.eval_shape(whole, np.zeros((0, 2))).shape == (0, 16)
+
+
 RING = tables.ring("all_reduce", 4)
 WRONG_USES = {
     "all_reduce: table must be an all_reduce over the 8 devices of axis 'a'; got ring, an all_reduce over 4 devices of "
@@ -373,6 +384,22 @@ def test_found_tables_are_the_fastest(links, op, units):
     assert tables.least_seconds(links, op, size, latency=1e-9) <= seconds * (1 + 1e-9)
 
 
+# Catches a bound of an all_reduce as if it had to be a reduce_scatter and then an all_gather.
+def test_no_table_goes_below_the_bound():
+    cube = {(d, d ^ 1 << k): 1e9 for k in range(3) for d in range(8)}
+    doubling = [tables.Send(k, d, d ^ 1 << k, 0, True) for k in range(3) for d in range(8)]
+    chain = [tables.Send(c, s, 1, c, True) for c in range(60) for s in (0, 2)]
+    chain += [tables.Send(c + 1, 1, d, c, False) for c in range(60) for d in (0, 2)]
+    for links, devices, chunks, sends in (
+        (cube, 8, 1, doubling),
+        (tables.torus_links((3,), 1e9, wrap=False), 3, 60, sorted(chain)),
+        (tables.torus_links((2,), 1e9), 2, 1, doubling[:2]),
+    ):
+        table = tables.SendTable("all_reduce", devices, chunks, tuple(sends))
+        for size in (8, 1e8):
+            assert tables.least_seconds(links, "all_reduce", size) <= table.simulate(links, size).seconds
+
+
 # Catches a rule that keeps to one chunk a step where latency counts, and what is slower than what is published.
 @pytest.mark.parametrize("size", [1.0, 1e6])
 def test_found_by_rule(size):
@@ -432,6 +459,22 @@ def test_plans_that_are_wrong():
     assert refusals > 200
     for text in ("", "[" * 10**5, "{}", "[]", "null"):
         assert refused(lambda text=text: tables.from_mscclpp(text)).startswith("from_mscclpp: ")
+    for change in ({"inplace": False}, {"protocol": "LL"}, {"gpus": []}):
+        assert "plan must have" in refused(
+            lambda change=change: tables.from_mscclpp(json.dumps(json.loads(texts[0]) | change))
+        )
+    for old, new in (
+        ('"signal"', '"rlxsignal"'),
+        ('"size": 1', '"size": 2'),
+        ('"scratch_chunks": 4', '"scratch_chunks": 1'),
+    ):
+        refused(lambda old=old, new=new: tables.from_mscclpp(texts[2].replace(old, new)))
+    late = json.loads(tables.to_mscclpp(tables.tree(3, chunks=1)))  # the sum is put before it is complete
+    ops = late["gpus"][0]["threadblocks"][0]["ops"]
+    put = next(op for op in ops if op["name"] == "put")
+    ops.remove(put)
+    ops.insert(0, put)
+    refused(lambda: tables.from_mscclpp(json.dumps(late)))
     fused = json.loads(texts[2])
     fused["gpus"][0]["threadblocks"][0]["ops"].append({"name": "rres"})
     with raises(

@@ -37,9 +37,10 @@ def fitting(where: str, table: SendTable, op: Op, names: _Names) -> SendTable:
 
 def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, table: SendTable) -> jax.Array:
     """One array gathered along `dim`."""
-    kernel = _replicated_all_gather if replicated and tracked(piece, names) else _all_gather
-    whole = kernel(vary(piece, names), names, table)
-    return jnp.moveaxis(whole, 0, dim).reshape(*piece.shape[:dim], -1, *piece.shape[dim + 1 :])
+    own = replicated and compat.tracked_axes().issuperset(names)  # also without check_vma, where no type says so
+    whole = (_replicated_all_gather if own else _all_gather)(vary(piece, names), names, table)
+    size = table.devices * piece.shape[dim]
+    return jnp.moveaxis(whole, 0, dim).reshape(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
 
 
 def reduce_scatter(x: jax.Array, names: _Names, dim: int, table: SendTable) -> jax.Array:

@@ -85,8 +85,8 @@ def timed(table: Sequence[Sequence[Message]], links: Links, each: float, latency
 def checked(where: str, links: Links, devices: int | None = None) -> int:
     """How many devices are linked; refuses links that are none, or over which some device cannot reach another."""
     for link, speed in links.items():
-        pair = isinstance(link, tuple) and len(link) == 2 and all(isinstance(end, int) for end in link)
-        if not pair or min(link) < 0 or (devices is not None and max(link) >= devices):
+        pair = isinstance(link, tuple) and len(link) == 2 and all(type(end) is int for end in link)
+        if not pair or min(link) < 0 or link[0] == link[1] or (devices is not None and max(link) >= devices):
             among = "the devices" if devices is None else f"{devices} devices"
             raise ValueError(
                 f"{where}: links must be from one of {among} to another; got {link!r}. Pass a mapping of "

@@ -10,9 +10,9 @@ here were run by the interpreter below, not on GPUs.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from shardkit._arguments.typed import typed
 from shardkit.collectives.tables.messages import Send
@@ -161,7 +161,8 @@ def from_mscclpp(text: str) -> SendTable:
         A checked table of the plan's messages; a step is as early as the plan's signals let it be.
 
     Raises:
-        ValueError: another operation, a wait that no signal ends, or as `SendTable.check`.
+        ValueError: another operation, a wait that no signal ends, a place that is written twice, messages that no order
+            of steps has, or as `SendTable.check`. Races within a device, of thread blocks without `nop`, are not seen.
 
     Example:
         >>> table = sk.tables.halving("all_reduce", 4)
@@ -185,26 +186,46 @@ def from_mscclpp(text: str) -> SendTable:
         ) from None
 
 
+class _Put(NamedTuple):
+    """A chunk on its way: to which place of the scratch buffer, when, and after how many messages about it."""
+
+    source: int
+    chunk: int
+    place: int | None
+    clock: int
+    version: int
+
+
 class _Interpreter:
     """Runs the programs of all devices, and notes which chunk came from where when it is taken."""
 
     def __init__(self, plan: Json):
         self.name, self.gpus = str(plan["name"]), plan["gpus"]
         ops = [op for op, name in _COLLECTIVES.items() if name == plan["collective"]]
-        if not ops or not isinstance(self.gpus, list) or not self.gpus:
+        if not ops:
             self.refuse("an allgather, reducescatter or allreduce", f"{plan['collective']!r}")
+        if plan["inplace"] is not True or plan["protocol"] != "Simple":
+            self.refuse("inplace true and protocol Simple", f"{plan['inplace']!r} and {plan['protocol']!r}")
         self.op = ops[0]
-        chunks = {_count(gpu["input_chunks" if self.op == "reduce_scatter" else "output_chunks"]) for gpu in self.gpus}
-        if len(chunks) > 1 or [gpu["id"] for gpu in self.gpus] != list(range(len(self.gpus))):
+        whole = "input_chunks" if self.op == "reduce_scatter" else "output_chunks"
+        other = "output_chunks" if whole == "input_chunks" else "input_chunks"
+        parts = 1 if self.op == "all_reduce" else len(self.gpus)
+        chunks = {_count(gpu[whole]) for gpu in self.gpus} | {_count(gpu[other]) * parts for gpu in self.gpus}
+        if len(chunks) != 1 or [gpu["id"] for gpu in self.gpus] != list(range(len(self.gpus))):
             self.refuse("devices in their order, with equally many chunks", f"chunks {sorted(chunks)}")
+        kinds = {each["channel_type"] for gpu in self.gpus for each in gpu["channels"]}
+        if kinds - {"memory"}:
+            self.refuse("memory channels alone", f"{sorted(kinds)}")
         self.chunks = chunks.pop()
         self.clock = [0] * len(self.gpus)
         # From a device to another: chunks put since the last signal, and signals that nobody has waited for.
-        self.puts: defaultdict[tuple[int, int], list[tuple[int, int | None, int]]] = defaultdict(list)
-        self.signals: defaultdict[tuple[int, int], list[tuple[int, list[Any]]]] = defaultdict(list)
+        self.puts: defaultdict[tuple[int, int], list[_Put]] = defaultdict(list)
+        self.signals: defaultdict[tuple[int, int], list[tuple[int, list[_Put]]]] = defaultdict(list)
         self.barriers: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # of the scratch buffers: source and chunk
-        self.sends: list[Send] = []
+        self.used: set[tuple[int, int]] = set()  # places of the scratch buffers
+        self.slots: dict[tuple[int, int], _Put] = {}  # what has arrived in them
+        self.changes: Counter[tuple[int, int]] = Counter()  # messages that a device has taken, by chunk
+        self.sends: list[tuple[Send, int]] = []  # and what the source had taken when it was put
 
     def refuse(self, rule: str, got: str) -> NoReturn:
         raise ValueError(f"from_mscclpp: the plan must have {rule}; got {got}. Pass a plan in which all do.")
@@ -223,7 +244,15 @@ class _Interpreter:
         for number, (device, ops, _) in enumerate(blocks):
             if places[number] < len(ops):
                 self.refuse("a signal for every wait", f"none for {ops[places[number]]['name']!r} on device {device}")
-        table = SendTable(cast(Op, self.op), len(self.gpus), self.chunks, tuple(sorted(self.sends)), self.name)
+        taken: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for send, _ in self.sends:
+            taken[send.target, send.chunk].append(send.step)
+        for send, version in self.sends:
+            if sum(step < send.step for step in taken[send.source, send.chunk]) != version:
+                self.refuse("messages that are those of steps", f"an older chunk {send.chunk} of device {send.source}")
+        numbers = {step: number for number, step in enumerate(sorted({send.step for send, _ in self.sends}))}
+        sends = sorted(send._replace(step=numbers[send.step]) for send, _ in self.sends)
+        table = SendTable(cast(Op, self.op), len(self.gpus), self.chunks, tuple(sends), self.name)
         table.check()
         return table
 
@@ -231,10 +260,11 @@ class _Interpreter:
         """Whether an op could run, and has."""
         name, peers = op["name"], [peer for each in self.gpus[device]["channels"] for peer in each["connected_to"]]
         if name in ("signal", "rlxsignal", "wait", "rlxwait"):
-            ids = [block["channels"][0]["channel_ids"][at] for at in op["channel_ids"]]
+            ids = [_count(block["channels"][0]["channel_ids"][_count(at)]) for at in op["channel_ids"]]
             if name.endswith("signal"):
-                for at in ids:
-                    self.signal(device, peers[at])
+                for at in ids:  # a relaxed one orders nothing
+                    puts = self.puts.pop((device, peers[at]), []) if name == "signal" else []
+                    self.signals[device, peers[at]].append((self.clock[device], puts))
             elif any(len(self.signals[peers[at], device]) < ids.count(at) for at in ids):
                 return False
             else:
@@ -254,23 +284,24 @@ class _Interpreter:
         """Whether all thread blocks have come to a barrier; each of them asks again until they have."""
         key = (device, _count(op["barrier_id"]))
         self.barriers[key] |= 1 << number
-        return self.barriers[key].bit_count() >= _count(op["num_threadblocks"])
+        return self.barriers[key].bit_count() >= max(1, _count(op["num_threadblocks"]))
 
     def put(self, device: int, block: Json, mine: Json, there: Json) -> None:
         """One chunk on its way; it is there when its target has waited for a later signal."""
-        number = block["remote_buffer_refs"][0]["remote_buffer_ids"][there["buffer_id"]]
-        buffer = self.gpus[device]["remote_buffers"][number]
+        number = block["remote_buffer_refs"][0]["remote_buffer_ids"][_count(there["buffer_id"])]
+        buffer = self.gpus[device]["remote_buffers"][_count(number)]
         own, at = _count(mine["index"]), _count(there["index"])
         if mine["size"] != 1 or there["size"] != 1 or mine["type"] not in ("i", "o"):
             self.refuse("puts of single chunks of the array", f"{mine} to {there}")
         if buffer["type"] != "s" and own != at:
             self.refuse("every chunk at its place", f"chunk {own} put in place {at}")
-        self.puts[device, _count(buffer["rank"])].append(
-            (own, at if buffer["type"] == "s" else None, self.clock[device])
-        )
-
-    def signal(self, device: int, target: int) -> None:
-        self.signals[device, target].append((self.clock[device], self.puts.pop((device, target), [])))
+        target = _count(buffer["rank"])
+        if buffer["type"] == "s":
+            if (target, at) in self.used or at >= _count(self.gpus[target]["scratch_chunks"]):
+                self.refuse("a place of the scratch buffer for each put", f"place {at} of device {target} for two")
+            self.used.add((target, at))
+        place = at if buffer["type"] == "s" else None
+        self.puts[device, target].append(_Put(device, own, place, self.clock[device], self.changes[device, own]))
 
     def wait(self, device: int, sources: Sequence[int], begins: bool) -> None:
         """What was put before the signals is there; `begins` for those by which devices say that they have begun."""
@@ -278,11 +309,11 @@ class _Interpreter:
         for source in sources:
             clock, puts = self.signals[source, device].pop(0)
             last = max(last, clock)
-            for chunk, place, step in puts:
-                if place is None:
-                    self.sends.append(Send(step, source, device, chunk, False))
+            for put in puts:
+                if put.place is None:
+                    self.note(put, put.clock, device, False)
                 else:
-                    self.slots[device, place] = source, chunk
+                    self.slots[device, put.place] = put
         self.clock[device] = last if begins else last + 1
 
     def take(self, device: int, op: Json) -> None:
@@ -290,12 +321,18 @@ class _Interpreter:
         *others, scratch = op["src_buff"]
         [own] = op["dst_buff"]
         key = device, _count(scratch["index"])
-        if scratch["type"] != "s" or key not in self.slots or others != ([own] if op["name"] == "re" else []):
+        alone = own["size"] == scratch["size"] == 1 and others == ([own] if op["name"] == "re" else [])
+        if scratch["type"] != "s" or own["type"] not in ("i", "o") or key not in self.slots or not alone:
             self.refuse("a chunk of the scratch buffer that is copied or added in place", f"{op}")
-        source, chunk = self.slots[key]
-        if chunk != own["index"]:
-            self.refuse("every chunk at its place", f"chunk {chunk} taken in place {own['index']}")
-        self.sends.append(Send(self.clock[device] - 1, source, device, chunk, op["name"] == "re"))
+        put = self.slots.pop(key)
+        if put.chunk != own["index"]:
+            self.refuse("every chunk at its place", f"chunk {put.chunk} taken in place {own['index']}")
+        self.note(put, self.clock[device] - 1, device, op["name"] == "re")
+
+    def note(self, put: _Put, step: int, target: int, reduce: bool) -> None:
+        """A message of the table."""
+        self.sends.append((Send(step, put.source, target, put.chunk, reduce), put.version))
+        self.changes[target, put.chunk] += 1
 
 
 def _count(value: Any) -> int:

@@ -28,7 +28,8 @@ def search(links: Links, op: Op, size: float, *, latency: float = 1e-6, parts: i
 
     An all_gather is found step by step as a mixed-integer program: which link carries which chunk in which step, where
     a step lasts as long as its busiest link. With more than some ten devices a rule takes its place: every link carries
-    the chunk that the fewest devices have. The reduce_scatter is that of the links turned round.
+    the chunk that the fewest devices have. The reduce_scatter is that of the links turned round; an all_reduce is one
+    and then the other.
 
     Args:
         links: bytes/s from one device to another, `{(source, target): bytes/s}`; see `torus_links`.
@@ -68,7 +69,10 @@ def search(links: Links, op: Op, size: float, *, latency: float = 1e-6, parts: i
 
 @typed
 def least_seconds(links: Links, op: Op, size: float, *, latency: float = 1e-6) -> float:
-    """What no table of this op goes below on these links: the way of the farthest pair, and what enters a device.
+    """What no table of this op goes below on these links: the way of the farthest pair, and what must be sent.
+
+    A device gets at least all that it lacks. In an all_reduce it gets and gives at least as much as the array, and all
+    devices together send 2 (n-1) times that.
 
     Args:
         links, op, size, latency: as for `search`.
@@ -83,11 +87,12 @@ def least_seconds(links: Links, op: Op, size: float, *, latency: float = 1e-6) -
         checks.at_least_zero("least_seconds", latency=latency),
     )
     piece = size if op == "all_gather" else size / devices
-    seconds = 0.0
-    for turned in {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}[op]:
-        of = {link[::-1] if turned else link: speed for link, speed in links.items()}
-        seconds += Problem(devices, 1, of, piece, latency).least
-    return seconds
+    turned = {(target, source): speed for (source, target), speed in links.items()}
+    if op != "all_reduce":
+        return Problem(devices, 1, dict(links) if op == "all_gather" else turned, piece, latency).least
+    both = [Problem(devices, 1, of, size / max(1, devices - 1), latency) for of in (dict(links), turned)]
+    together = 2 * (devices - 1) * size / sum(links.values()) if links else 0.0
+    return both[0].steps * latency + max(together, *(problem.bandwidth for problem in both))
 
 
 class Problem(NamedTuple):

@@ -67,6 +67,7 @@ class SendTable:
             >>> sk.tables.bruck("all_gather", 8).traffic(1024), sk.tables.ring("all_gather", 8).traffic(1024).hops
             (Traffic(sent=Fraction(7168, 1), hops=3), 7)
         """
+        self.check()
         [size] = checks.at_least_zero("SendTable.traffic", size=size)
         whole = Fraction(size) * (self.devices if self.op == "all_gather" else 1)
         sent = sum(message.each for step in self.by_step for message in step)
@@ -92,6 +93,7 @@ class SendTable:
             ring 0.007007
             bruck 0.0...
         """
+        self.check()
         size, latency = checks.at_least_zero("SendTable.simulate", size=size, latency=latency)
         checked("SendTable.simulate", links, self.devices)
         whole = float(size) * (self.devices if self.op == "all_gather" else 1)
@@ -108,6 +110,10 @@ class SendTable:
                 f"{self.name}: an all_reduce has no transpose as a table, because its derivative sends nothing; got "
                 "op='all_reduce'. Transpose the reduce_scatter or the all_gather that it is made of."
             )
+        return self._transposed
+
+    @cached_property
+    def _transposed(self) -> SendTable:
         back = [s._replace(step=self.steps - 1 - s.step, source=s.target, target=s.source) for s in self.sends]
         gathers = self.op == "all_gather"
         sends = tuple(s._replace(reduce=gathers) for s in sorted(back))
@@ -230,18 +236,27 @@ def _check_sizes(table: SendTable) -> None:
             f"{table.name}: the chunks of an {table.op} must be a multiple of its devices; got {chunks} chunks for "
             f"{n} devices. Pass for example {n}."
         )
-    last = 0
+    if not isinstance(table.sends, tuple) or not all(isinstance(s, Send) and _numbers(s) for s in table.sends):
+        raise TypeError(
+            f"{table.name}: sends must be a tuple of Send, each of whole numbers and a bool; got another. Pass for "
+            "example (sk.tables.Send(step=0, source=0, target=1, chunk=0, reduce=False),)."
+        )
+    last = -1
     for s in table.sends:
         inside = 0 <= s.source < n and 0 <= s.target < n and 0 <= s.chunk < chunks
-        if s.source == s.target or not inside or s.step < last:
+        if s.source == s.target or not inside or not max(0, last) <= s.step <= last + 1:
             _refuse(
                 table,
                 s,
                 f"must go from one of {n} devices to another, with one of {chunks} chunks, after those before it",
                 "another",
-                "Pass numbers in range, in the order of steps",
+                "Pass numbers in range, in the order of steps, none left out",
             )
         last = s.step
+
+
+def _numbers(send: Send) -> bool:
+    return all(type(number) is int for number in send[:4]) and type(send.reduce) is bool
 
 
 def _refuse(table: SendTable, send: Send, rule: str, got: str, remedy: str) -> NoReturn:
