@@ -147,16 +147,7 @@ def executed(buffer: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """The chunks `[chunks + scratch, ...]` after all steps; steps alike in all but their chunks are one loop."""
     me = axis_index(names)
     for steps in _runs(table.by_step):
-        columns = [(np.stack(taken), np.stack(put)) for taken, put in _places(steps)]
-        # In as few bytes as hold the numbers: for many devices they are a part of the program's size.
-        small = np.min_scalar_type(max(int(array.max()) for pair in columns for array in pair))
-        mine = [
-            tuple(
-                lax.dynamic_index_in_dim(jnp.asarray(array.astype(small)), me, 1, keepdims=False).astype(jnp.int32)
-                for array in pair
-            )
-            for pair in columns
-        ]
+        mine = [(_column(taken, me), _column(put, me)) for taken, put in _places(steps)]
         once = partial(_step, steps[0], names)
         if len(steps) == 1:
             buffer, _ = once(buffer, jax.tree.map(lambda rows: rows[0], mine))
@@ -175,6 +166,14 @@ def _places(steps: Sequence[tuple[Message, ...]]) -> Iterator[tuple[list[np.ndar
     """For each message of a step, the chunks taken and put in all steps."""
     for number in range(len(steps[0])):
         yield [step[number].taken for step in steps], [step[number].put for step in steps]
+
+
+def _column(rows: Sequence[np.ndarray], device: jax.Array) -> jax.Array:
+    """What a device has of the rows of each step: `[steps, rows]`."""
+    whole = np.stack(rows)
+    # In as few bytes as hold the numbers: for many devices they are a part of the program's size.
+    small = jnp.asarray(whole.astype(np.min_scalar_type(int(whole.max()))))
+    return lax.dynamic_index_in_dim(small, device, 1, keepdims=False).astype(jnp.int32)
 
 
 def _step(sent: tuple[Message, ...], names: _Names, buffer: jax.Array, places: Any) -> tuple[jax.Array, None]:

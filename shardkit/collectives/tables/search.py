@@ -82,10 +82,7 @@ def least_seconds(links: Links, op: Op, size: float, *, latency: float = 1e-6) -
     """
     checks.one_of("least_seconds", "op", op, ("all_gather", "reduce_scatter", "all_reduce"))
     devices = checked("least_seconds", links)
-    [size], [latency] = (
-        checks.at_least_zero("least_seconds", size=size),
-        checks.at_least_zero("least_seconds", latency=latency),
-    )
+    size, latency = checks.at_least_zero("least_seconds", size=size, latency=latency)
     piece = size if op == "all_gather" else size / devices
     turned = {(target, source): speed for (source, target), speed in links.items()}
     if op != "all_reduce":
