@@ -52,8 +52,8 @@ def all_reduce(
             another collective or number of devices, or with an op that is no sum.
         TypeError: "any" or "all" of a leaf that is not boolean, "max" or "min" of a complex one.
 
-    Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it; with a table its `traffic`.
-    The derivative of "max" and "min" sends as much again, at 4 bytes per element. A deterministic sum sends
+    Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it.
+    With a table its `traffic`. The derivative of "max" and "min" sends as much again, at 4 bytes per element. A deterministic sum sends
     (q+1) P (n-1)/n bytes: P one block in float32, padded to a multiple of n elements, and q the number of blocks per
     device divided by its largest power-of-two factor; so 2 P (n-1)/n for 1, 2, 4, ... blocks per device.
 
@@ -118,7 +118,8 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False,
     Raises:
         ValueError: an unbound axis, a `dim` the array does not have, or a table as for all_reduce.
 
-    Cost: B (n-1) bytes in n-1 hops, B being one shard; with a table its `traffic`.
+    Cost: B (n-1) bytes in n-1 hops, B being one shard.
+    With a table its `traffic`.
 
     Example:
         >>> whole = lambda x: sk.all_gather(x, "model", replicated=True)
@@ -169,7 +170,8 @@ def reduce_scatter(
         ValueError: an unbound axis, a `dim` the array does not have or that does not divide, another `op`, or a table
             as for all_reduce.
 
-    Cost: B (n-1)/n bytes in n-1 hops; with a table its `traffic`.
+    Cost: B (n-1)/n bytes in n-1 hops.
+    With a table its `traffic`.
 
     Example:
         >>> rows = lambda x: sk.reduce_scatter(x, "model")
