@@ -53,9 +53,10 @@ def all_reduce(
         TypeError: "any" or "all" of a leaf that is not boolean, "max" or "min" of a complex one.
 
     Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it.
-    With a table its `traffic`. The derivative of "max" and "min" sends as much again, at 4 bytes per element. A deterministic sum sends
-    (q+1) P (n-1)/n bytes: P one block in float32, padded to a multiple of n elements, and q the number of blocks per
-    device divided by its largest power-of-two factor; so 2 P (n-1)/n for 1, 2, 4, ... blocks per device.
+    With a table its `traffic`. The derivative of "max" and "min" sends as much again, at 4 bytes per element. A
+    deterministic sum sends (q+1) P (n-1)/n bytes: P one block in float32, padded to a multiple of n elements, and q the
+    number of blocks per device divided by its largest power-of-two factor; so 2 P (n-1)/n for 1, 2, 4, ... blocks per
+    device.
 
     Example:
         >>> total = lambda x: sk.all_reduce(x, "model")
