@@ -86,6 +86,11 @@ def vary_like(x: jax.Array, like: Any) -> jax.Array:
     return vary(x, tuple(compat.varying_axes(like)))
 
 
+def varies(x: Any, axes: tuple[str, ...]) -> bool:
+    """Whether the type of `x` says that it varies over all of the axes; vmap tracks none."""
+    return compat.varying_axes(x).issuperset(axes)
+
+
 def countable(x: jax.Array) -> jax.Array:
     """`x` in a dtype that can be summed: booleans as int32, as psum takes them."""
     return x.astype(jnp.int32) if x.dtype == bool else x

@@ -75,7 +75,7 @@ def all_reduce(
                 f"all_reduce: a table adds in its own order, so it needs op 'sum' or 'mean' without deterministic; got "
                 f"op={op!r}, deterministic={deterministic}. Leave table out."
             )
-        execute.fitting("all_reduce", table, "all_reduce", names)
+        execute.check_table("all_reduce", table, "all_reduce", names)
 
     def reduce(leaf: jax.Array) -> jax.Array:
         leaf = vary(leaf, names)
@@ -129,7 +129,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False,
     """
     names = bound("all_gather", axis)
     if table is not None:
-        execute.fitting("all_gather", table, "all_gather", names)
+        execute.check_table("all_gather", table, "all_gather", names)
 
     def gather(leaf: jax.Array) -> jax.Array:
         at = dim_of("all_gather", dim, jnp.ndim(leaf))
@@ -183,7 +183,7 @@ def reduce_scatter(
     count = axis_size(names)
     tracked = compat.tracked_axes()
     if table is not None:
-        execute.fitting("reduce_scatter", table, "reduce_scatter", names)
+        execute.check_table("reduce_scatter", table, "reduce_scatter", names)
 
     def scatter(leaf: jax.Array) -> jax.Array:
         at = dim_of("reduce_scatter", dim, jnp.ndim(leaf))

@@ -18,7 +18,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives._sums import typed_zeros
-from shardkit.collectives.axes import axis_index, axis_size, countable, vary
+from shardkit.collectives.axes import axis_index, axis_size, countable, varies, vary
 from shardkit.collectives.permute import shift
 from shardkit.collectives.replicated import assume_replicated
 
@@ -145,7 +145,7 @@ def all_reduce(
     def reduce(leaf: jax.Array) -> jax.Array:
         leaf = vary(countable(leaf), names)
         flat = jnp.pad(leaf.reshape(-1), (0, -leaf.size % count))
-        kernel = _replicated_all_reduce if replicated and _tracked(leaf, names) else _all_reduce
+        kernel = _replicated_all_reduce if replicated and varies(leaf, names) else _all_reduce
         return kernel(flat, names, op, bidirectional)[: leaf.size].reshape(leaf.shape)
 
     return jax.tree.map(reduce, x)
@@ -232,11 +232,6 @@ def _own_slice(names: _Names, dim: int, bidirectional: bool, _: None, cotangent:
 
 def _own_copy(names: _Names, op: str, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (vary(cotangent / axis_size(names) if op == "mean" else cotangent, names),)
-
-
-def _tracked(x: jax.Array, names: _Names) -> bool:
-    """Whether the type of `x` says that it varies over the axes; vmap tracks none."""
-    return compat.varying_axes(x).issuperset(names)
 
 
 def _forward(kernel: Any, x: jax.Array, *static: Any) -> tuple[jax.Array, None]:

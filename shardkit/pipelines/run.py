@@ -30,7 +30,7 @@ from shardkit.pipelines.ops import BRANCHED, MASKED, LoopState, Ops, Sums, write
 from shardkit.pipelines.pieces import Given, Pieces, StagedModel
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.schedules import Schedule, Stages
-from shardkit.schedules.table import FIELDS, Segment, Table
+from shardkit.schedules.table import FIELDS, Segment, Table, buffer_of
 
 Mode = Literal["masked", "branch"]
 
@@ -212,7 +212,7 @@ class Executor(NamedTuple):
             columns = np.array([FIELDS.index(field) for field in segment.moves], int)
             # In the first tick nothing has arrived: slot 0 is written with what is in it.
             places = jnp.concatenate([jnp.zeros((1, len(columns)), jnp.int32), here[:, columns]])
-            none = [row(getattr(state, _buffer(field)), 0) for field in segment.moves]
+            none = [row(getattr(state, buffer_of(field)), 0) for field in segment.moves]
             (state, moved), _ = lax.scan(partial(self._tick, segment), (state, none), (here, places[:-1]))
             state = self._arrived(state, segment, moved, places[-1])
         return state, None
@@ -233,14 +233,14 @@ class Executor(NamedTuple):
             state, results["cotangents"] = self.ops.backward(state, at)
         if self.ops.split and "W" in segment.ops:
             state = self.ops.weight_gradient(state, at)
-        return (state, [self._sent(results[_buffer(field)], field) for field in segment.moves]), None
+        return (state, [self._sent(results[buffer_of(field)], field) for field in segment.moves]), None
 
     def _arrived(
         self, state: LoopState, segment: Segment, moved: list[list[jax.Array]], places: jax.Array
     ) -> LoopState:
         """The state with what has moved, in its slots."""
         for k, (field, leaves) in enumerate(zip(segment.moves, moved, strict=True)):
-            name = _buffer(field)
+            name = buffer_of(field)
             buffers, place = getattr(state, name), places[k]
             if name in self.table.crowded:
                 last = self.table.buffers[name] - 1
@@ -280,11 +280,6 @@ def _rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment], in
                 width, times = size, count
         yield segments[at : at + width], times
         at += times * width
-
-
-def _buffer(field: str) -> str:
-    """The buffer that a move fills."""
-    return f"{field.split('_')[0]}s"
 
 
 def _complete(tree: Any) -> Any:

@@ -16,7 +16,7 @@ from shardkit.schedules import rules
 from shardkit.schedules.action import Cell, Rows, StagePlacement, device_of, drawn, parsed, written
 from shardkit.schedules.grid import Grid
 from shardkit.schedules.simulate import Each, Timeline, costs_of, least, simulated
-from shardkit.schedules.slots import Slots, coloured
+from shardkit.schedules.slots import Slots, coloured, lives
 from shardkit.schedules.table import Table, lowered
 
 F = TypeVar("F", bound=Callable[..., "Schedule"])
@@ -166,7 +166,7 @@ class Schedule(Grid):
         Args:
             saved: F saves the residuals of B; False: B recomputes them from the stage input.
         """
-        return coloured(self, saved)
+        return coloured(self, lives(self, saved))
 
     def table(self, saved: bool = False) -> Table:
         """The int32 table that one program for all devices scans over; `saved` as for `slots`."""

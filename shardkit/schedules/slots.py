@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from shardkit.schedules.grid import Grid
 
 # A stage of the model and a microbatch.
 Work = tuple[int, int]
+Lives = dict[Work, tuple[int, int]]  # the first tick and the last in which a value is needed
 
 
 class Slots(NamedTuple):
@@ -38,13 +40,10 @@ class Slots(NamedTuple):
     kept_of: dict[Work, int]
 
 
-def coloured(schedule: Grid, saved: bool) -> Slots:
-    """The slots of a schedule; see `Schedule.slots`."""
-    counts, places = zip(*(_coloured(schedule, live) for live in lives(schedule, saved)), strict=True)
+def coloured(schedule: Grid, needed: Sequence[Lives]) -> Slots:
+    """The slots of a schedule, of what is needed when; see `Schedule.slots`."""
+    counts, places = zip(*(_coloured(schedule, live) for live in needed), strict=True)
     return Slots(*counts, *places)
-
-
-Lives = dict[Work, tuple[int, int]]  # the first tick and the last in which a value is needed
 
 
 def lives(schedule: Grid, saved: bool) -> tuple[Lives, Lives, Lives, Lives]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from shardkit.schedules.action import OPS
 from shardkit.schedules.grid import Grid
-from shardkit.schedules.slots import Slots, coloured, lives
+from shardkit.schedules.slots import Lives, Slots, coloured, lives
 
 MOVES = tuple(f"{what}_from_{where}" for what in ("input", "cotangent") for where in ("left", "right", "self"))
 """What a device may receive at the end of a tick, and from which neighbor."""
@@ -79,9 +80,10 @@ class Table(NamedTuple):
 
 def lowered(schedule: Grid, saved: bool) -> Table:
     """The table of a schedule; see `Schedule.table`."""
-    slots = coloured(schedule, saved)
+    needed = lives(schedule, saved)
+    slots = coloured(schedule, needed)
     ticks = max(map(len, schedule.rows))
-    blank = [_NOWHERE if _buffer(field) else 0 for field in FIELDS]
+    blank = [_NOWHERE if buffer_of(field) else 0 for field in FIELDS]
     rows = np.tile(np.array(blank, np.int32), (ticks, schedule.devices, 1))
     kinds: list[set[str]] = [set() for _ in range(ticks)]
     for (stage, op, i), tick in schedule.ticks.items():
@@ -111,7 +113,7 @@ def lowered(schedule: Grid, saved: bool) -> Table:
         )
         segments.append(Segment(ops, begin, length, moves))
         begin += length
-    crowded = _written_in_vain(rows, segments, slots, _free(schedule, slots, saved))
+    crowded = _written_in_vain(rows, segments, slots, _free(schedule, slots, needed))
     rows[rows == _NOWHERE] = 0  # what is read there is discarded
     moved = ("inputs", "cotangents")
     buffers = {
@@ -124,15 +126,15 @@ _NOWHERE = -1
 _BUFFERS = {"input": "inputs", "saved": "saved", "cotangent": "cotangents", "kept": "kept"}
 
 
-def _buffer(field: str) -> str | None:
-    """The buffer into which a field points."""
-    return _BUFFERS.get(field.split("_")[0 if field in MOVES else 1])
+def buffer_of(field: str) -> str:
+    """The buffer into which a field points, by the names of `Slots`; "" for none."""
+    return _BUFFERS.get(field.split("_")[0 if field in MOVES else 1], "")
 
 
-def _free(schedule: Grid, slots: Slots, saved: bool) -> dict[str, np.ndarray]:
+def _free(schedule: Grid, slots: Slots, needed: Sequence[Lives]) -> dict[str, np.ndarray]:
     """For each buffer a slot that no value is in, [ticks + 1, devices]; their number where all are taken."""
     ticks, free = max(map(len, schedule.rows)), {}
-    for name, live, places in zip(_BUFFERS.values(), lives(schedule, saved), slots[4:], strict=True):
+    for name, live, places in zip(_BUFFERS.values(), needed, slots[4:], strict=True):
         taken = np.zeros((ticks + 1, schedule.devices, getattr(slots, name) + 1), bool)
         for work, (begin, end) in live.items():
             taken[begin : end + 1, schedule.device(work[0]), places[work]] = True
@@ -154,7 +156,7 @@ def _written_in_vain(
         for field in (*segment.moves, *(field for field, op in kinds.items() if op in segment.ops)):
             here = rows[segment.begin : segment.begin + segment.ticks, :, FIELDS.index(field)]
             begin = segment.begin + (field in MOVES)
-            name = _BUFFERS[field.split("_")[0 if field in MOVES else 1]]
+            name = buffer_of(field)
             np.copyto(here, free[name][begin : begin + segment.ticks], where=here == _NOWHERE, casting="unsafe")
             if getattr(slots, name) and (here == getattr(slots, name)).any():
                 crowded.add(name)

@@ -15,7 +15,7 @@ from jax import lax
 from shardkit._arguments.checks import named
 from shardkit._jax import compat
 from shardkit.collectives._sums import typed_zeros
-from shardkit.collectives.axes import axis_index, axis_size, vary
+from shardkit.collectives.axes import axis_index, axis_size, varies, vary
 from shardkit.collectives.permute import permuted
 from shardkit.collectives.replicated import assume_replicated
 from shardkit.collectives.tables.messages import Message, consecutive
@@ -24,15 +24,14 @@ from shardkit.collectives.tables.table import Op, SendTable
 _Names = tuple[str, ...]
 
 
-def fitting(where: str, table: SendTable, op: Op, names: _Names) -> SendTable:
-    """The table, checked, for a collective over these axes."""
+def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
+    """Refuses a table that is wrong, or for another collective or number of devices."""
     if table.op != op or table.devices != axis_size(names):
         raise ValueError(
             f"{where}: table must be an {op} over the {axis_size(names)} devices of {named(names)}; got "
             f"{table.name}, an {table.described()}. Make one for them."
         )
     table.check()
-    return table
 
 
 def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, table: SendTable) -> jax.Array:
@@ -52,7 +51,7 @@ def reduce_scatter(x: jax.Array, names: _Names, dim: int, table: SendTable) -> j
 def all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """The sum of one array, typed as invariant."""
     x = vary(x, names)
-    return (_replicated_all_reduce if tracked(x, names) else _all_reduce)(x, names, table)
+    return (_replicated_all_reduce if varies(x, names) else _all_reduce)(x, names, table)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -113,11 +112,6 @@ _all_gather.defvjp(partial(_forward, _all_gather), partial(_transposed, _reduce_
 _reduce_scatter.defvjp(partial(_forward, _reduce_scatter), partial(_transposed, _all_gather))
 _replicated_all_gather.defvjp(partial(_forward, _replicated_all_gather), _own_part)
 _replicated_all_reduce.defvjp(partial(_forward, _replicated_all_reduce), _own_copy)
-
-
-def tracked(x: jax.Array, names: _Names) -> bool:
-    """Whether the type of `x` says that it varies over the axes; vmap tracks none."""
-    return compat.varying_axes(x).issuperset(names)
 
 
 def _in_chunks(x: jax.Array, each: int) -> jax.Array:

@@ -35,22 +35,25 @@ class Message(NamedTuple):
 
     Attributes:
         pairs: (source, target); no device is twice a source or twice a target.
-        each: chunks that each source sends.
         reduce: whether they are added.
-        taken: which chunks a device sends, int32 [devices, count]; 0 for one that sends none.
-        put: where a device puts what arrives, int32 [devices, count]; rows after the last chunk if nothing arrives.
+        taken: which chunks a device sends, int32 [devices, each]; 0 for one that sends none.
+        put: where a device puts what arrives, int32 [devices, each]; rows after the last chunk if nothing arrives.
     """
 
     pairs: tuple[Pair, ...]
-    each: int
     reduce: bool
     taken: np.ndarray
     put: np.ndarray
 
     @property
+    def each(self) -> int:
+        """Chunks that each source sends."""
+        return self.taken.shape[1]
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What messages of one loop have in common."""
-        return self.pairs, self.reduce, self.taken.shape, consecutive(self.taken), consecutive(self.put)
+        return self.pairs, self.reduce, self.each, consecutive(self.taken), consecutive(self.put)
 
     @property
     def partial(self) -> bool:
@@ -78,7 +81,7 @@ def messages(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Message,
             put = np.tile(chunks + np.arange(count, dtype=np.int32), (devices, 1))
             for source, target in matching:
                 taken[source] = put[target] = sorted(between[(source, target), reduce])
-            found.append(Message(matching, count, reduce, taken, put))
+            found.append(Message(matching, reduce, taken, put))
     return tuple(found)
 
 

@@ -32,7 +32,7 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
 
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
     """
-    [n] = _sizes("ring", op, devices=devices)
+    [n] = checks.whole("ring", devices=devices)
     up = (n - 1) // 2 + (n - 1) % 2 if bidirectional else n - 1
 
     def gather(by: int) -> Iterator[Send]:
@@ -62,7 +62,7 @@ def halving(op: Op, devices: int) -> SendTable:
 
     Source: Thakur, Rabenseifner, Gropp (2005), sections 4.1 and 4.4.
     """
-    n = _power_of_two("halving", op, devices)
+    n = _power_of_two("halving", devices)
     sends = []
     for step in range(n.bit_length() - 1):
         hop = 1 << step
@@ -90,7 +90,7 @@ def bruck(op: Op, devices: int) -> SendTable:
 
     Source: Bruck et al., Efficient algorithms for all-to-all communications (1997), section 4.
     """
-    [n] = _sizes("bruck", op, devices=devices)
+    [n] = checks.whole("bruck", devices=devices)
     sends = []
     for step in range((n - 1).bit_length()):
         hop = 1 << step
@@ -117,7 +117,7 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
 
     Source: Jeaugey, PAT: a new algorithm for all-gather and reduce-scatter operations at scale (arXiv:2506.20252).
     """
-    [n] = _sizes("pat", op, devices=devices)
+    [n] = checks.whole("pat", devices=devices)
     power = 1 << (n - 1).bit_length()
     most = max(1, power // 2)
     many = most if aggregate is None else checks.whole("pat", aggregate=aggregate)[0]
@@ -174,7 +174,7 @@ def bine(op: Op, devices: int) -> SendTable:
 
     Source: De Sensi et al., Bine trees (arXiv:2508.17311).
     """
-    n = _power_of_two("bine", op, devices)
+    n = _power_of_two("bine", devices)
     steps = n.bit_length() - 1
     sends = []
     for step, level in enumerate(reversed(range(steps))):
@@ -217,7 +217,6 @@ def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> SendT
 
     Source: Barnett et al., Global combine on mesh architectures with wormhole routing (1993).
     """
-    _sizes("torus", op)
     sides = sides_of("torus", sizes)
     dims = [dim for dim, size in enumerate(sides) if size > 1]
     n, parts = math.prod(sides), max(1, len(dims)) * (2 if bidirectional else 1)
@@ -249,7 +248,7 @@ def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
         inner: devices of a machine, neighbors in number; 1: each for itself.
         chunks: pieces of the array; more take more steps of fewer bytes.
 
-    Cost: about 4 log2(n / inner) + 2 inner + chunks steps of 1/chunks of the array: few for small arrays.
+    Cost: at most 4 ceil(log2(n / inner)) + 2 inner + 2 chunks steps, each of 1/chunks of the array.
 
     Example:
         >>> table = sk.tables.tree(64)
@@ -295,9 +294,7 @@ def _up_and_down(parents: Sequence[Mapping[int, int]], devices: int) -> Iterator
             waits[chunk][parent] += 1
     up = [(chunk, child, parent) for chunk, tree in enumerate(parents) for child, parent in tree.items()]
     down = [(chunk, parent, child) for chunk, child, parent in up]
-    whole = [
-        {d for d in range(devices) if d not in tree} for tree in parents
-    ]  # those that have the sum; first the root
+    whole = [set(range(devices)) - tree.keys() for tree in parents]  # that have the sum: at first the root
     step = 0
     while up or down:
         sources, targets = set[int](), set[int]()
@@ -330,13 +327,8 @@ def derived(
     return back.transpose() if op == "reduce_scatter" else back.transpose().then(gathers)
 
 
-def _sizes(where: str, op: Op, **sizes: int) -> tuple[int, ...]:
-    checks.one_of(where, "op", op, ("all_gather", "reduce_scatter", "all_reduce"))
-    return checks.whole(where, **sizes)
-
-
-def _power_of_two(where: str, op: Op, devices: int) -> int:
-    [n] = _sizes(where, op, devices=devices)
+def _power_of_two(where: str, devices: int) -> int:
+    [n] = checks.whole(where, devices=devices)
     if n & (n - 1):
         raise ValueError(
             f"{where}: devices must be a power of two; got {n}. Pass {1 << n.bit_length() - 1}, or use bruck."

@@ -55,15 +55,14 @@ def search(links: Links, op: Op, size: float, *, latency: float = 1e-6, parts: i
 
     Source: Cai et al., Synthesizing optimal collective algorithms (PPoPP 2021); Won et al., TACOS (arXiv:2304.05301).
     """
-    checks.one_of("search", "op", op, ("all_gather", "reduce_scatter", "all_reduce"))
     devices = checked("search", links)
     size, latency = checks.at_least_zero("search", size=size, latency=latency)
     [parts] = checks.whole("search", parts=parts)
     piece = float(size) if op == "all_gather" else float(size) / devices
     turned = {(target, source): speed for (source, target), speed in links.items()}
-    problems = [Problem(devices, parts, of, piece / parts, latency) for of in (dict(links), turned)]
-    gather = _fastest(problems[0], "all_gather" if op != "reduce_scatter" else None)
-    scatter = _fastest(problems[1], "reduce_scatter" if op != "all_gather" else None)
+    there, back = (Problem(devices, parts, of, piece / parts, latency) for of in (dict(links), turned))
+    gather = [] if op == "reduce_scatter" else _fastest(there)
+    scatter = [] if op == "all_gather" else _fastest(back)
     return derived(op, devices, devices * parts, "found", gather, scatter)
 
 
@@ -80,7 +79,6 @@ def least_seconds(links: Links, op: Op, size: float, *, latency: float = 1e-6) -
     Raises:
         ValueError: as `search`.
     """
-    checks.one_of("least_seconds", "op", op, ("all_gather", "reduce_scatter", "all_reduce"))
     devices = checked("least_seconds", links)
     size, latency = checks.at_least_zero("least_seconds", size=size, latency=latency)
     piece = size if op == "all_gather" else size / devices
@@ -134,9 +132,9 @@ class Problem(NamedTuple):
         return len(longest) * self.latency + sum(longest.values())
 
 
-def _fastest(problem: Problem, wanted: str | None) -> list[Send]:
-    """The messages of the fastest all_gather that is found; none where it is not wanted."""
-    if wanted is None or problem.devices == 1:
+def _fastest(problem: Problem) -> list[Send]:
+    """The messages of the fastest all_gather that is found."""
+    if problem.devices == 1:
         return []
     best = min(_by_rule(problem), key=problem.seconds)
     for steps in range(problem.steps, 1 + (problem.devices - 1) * problem.parts):
