@@ -2,7 +2,8 @@
 
 CPU: eight stages of residual feed-forward layers; the baseline scans m + p - 1 ticks forward, every device computing
 its stage at every tick, and lets autodiff run the scan backward. `--memory` compiles for TPU v5e:2x4 instead, without
-one: 8 stages, bfloat16, 32 MiB of stage input, and prints the temporary memory of each form.
+one: 8 stages, bfloat16, 32 MiB of stage input, and prints the temporary memory of each form. `--vocabulary` does so for
+an embedding and a head of 131,072 tokens, on one device or spread over all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -72,9 +74,17 @@ def steps(mesh: Any, microbatches: int, only: Sequence[str] = ()) -> dict[str, C
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures every form on simulated devices, or compiles them for a TPU."""
-    options = start(__doc__, argv, devices=STAGES, memory="compile for TPU v5e:2x4 and print memory")
+    options = start(
+        __doc__,
+        argv,
+        devices=STAGES,
+        memory="compile for TPU v5e:2x4 and print memory",
+        vocabulary="compile for TPU v5e:2x4 with a large vocabulary, and print time and memory",
+    )
     if options.memory:
         return memory(smoke=options.smoke)
+    if options.vocabulary:
+        return vocabulary(smoke=options.smoke)
     dim, rows = (8, 2) if options.smoke else (256, 64)
     mesh = sk.make_mesh(stage=STAGES)
     params = sk.shard(make_params(2 * STAGES, dim, 4 * dim), mesh, SPECS)
@@ -121,6 +131,46 @@ def memory(smoke: bool) -> None:
             compiled = sk.aot.compile(jax.jit(step), (placed, {"tokens": tokens}), topology="v5e:2x4")
             seconds = time.perf_counter() - begin
             lines.append((name, str(microbatches), f"{compiled.memory.temp / 2**20:,.0f}", f"{seconds:.1f}"))
+            print(*lines[-1], flush=True)
+    print(table(lines))
+
+
+def vocabulary(smoke: bool) -> None:
+    """A step of adam as the TPU's compiler sees it, with the ends of the model on one device each, and spread."""
+    layers, dim, entries, rows, microbatches = (8, 128, 1024, 8, 2) if smoke else (16, 2048, 131_072, 2, 16)
+    rules = {"table": 0, "head": 1}
+
+    def params() -> Any:
+        stack = {"up": (layers, dim, 4 * dim), "down": (layers, 4 * dim, dim)}
+        shapes = {"layers": stack, "table": (entries, dim), "head": (dim, entries)}
+        return jax.tree.map(
+            lambda shape: jnp.zeros(shape, jnp.bfloat16), shapes, is_leaf=lambda shape: isinstance(shape, tuple)
+        )
+
+    tokens = jax.ShapeDtypeStruct((rows * microbatches, 1024), jnp.int32)
+    lines = [("schedule", "ends", "held GiB", "needed GiB", "modelled ms", "exposed ms", "compile s")]
+    for name in ("lockstep", "one_f_one_b"):
+        for ends in ("one device each", "spread"):
+            axis = "stage" if ends == "spread" else None
+            pipe = sk.pipeline(
+                SCHEDULES[name](microbatches), "stage", spread=(lambda path, shape: rules[path]) if axis else None
+            )
+            grad_fn = pipe.value_and_grad(
+                lambda shared, batch, keys, axis=axis: sk.layers.vocab_embed(batch["tokens"], shared["table"], axis),
+                stage,
+                lambda shared, x, batch, axis=axis: sk.Mean.of(
+                    sk.layers.vocab_cross_entropy(x, shared["head"], batch["targets"], axis)
+                ),
+            )
+            mesh = sk.abstract_mesh(stage=STAGES)
+            init, step = sk.make_train_step(grad_fn, optax.adam(1e-3), mesh=mesh, plan=pipe.plan)
+            state = init.abstract(jax.eval_shape(params))
+            begin = time.perf_counter()
+            report = sk.aot.compile(step, (state, {"tokens": tokens, "targets": tokens}), topology="v5e:2x4")
+            seconds = time.perf_counter() - begin
+            sizes = [f"{size / 2**30:.2f}" for size in (report.memory.held, report.needed)]
+            times = [f"{1e3 * each:.0f}" for each in (report.seconds, report.exposed_seconds)]
+            lines.append((name, ends, *sizes, *times, f"{seconds:.0f}"))
             print(*lines[-1], flush=True)
     print(table(lines))
 

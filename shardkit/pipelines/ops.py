@@ -76,13 +76,15 @@ class Ops(NamedTuple):
     train: bool  # with a backward pass
     split: TwoHalves | None  # the stage's backward pass as I and W; None where it runs whole
     exclusion: Exclusion  # MASKED or BRANCHED
+    # `given` of embed and head by microbatch, where all devices run them together; None where one of them does
+    common: Callable[[Any], Given] | None
 
     def forward(self, state: LoopState, at: Fields) -> tuple[LoopState, Leaves]:
         """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""
         p, given, x = self.pieces, self._given(at, "forward"), row(state.inputs, at["forward_input"])
 
         def run() -> Any:
-            here = self._embedded(self._first(at, "forward"), given, x)
+            here = self._embedded(at, "forward", given, x)
             return p.forward(given, here) if self.saves else (p.stage(given, here), [])
 
         y, residuals = self.exclusion.run(at["forward_on"] > 0, run, lambda: jax.tree.map(typed_zeros, eval_shape(run)))
@@ -90,9 +92,8 @@ class Ops(NamedTuple):
             state = state._replace(saved=write(state.saved, at["forward_saved"], [*residuals, *y]))
         if not self.train:
             means, last = state.sums.means, (at["forward_stage"] == self.last) & (at["forward_on"] > 0)
-            means = self.exclusion.choose(
-                last, lambda: added(means, p.head(self.shared, given, y)), lambda: means, p.head
-            )
+            given, last = self._end(at, "head", given, last)
+            means = self._choose(last, lambda: added(means, p.head(self.shared, given, y)), lambda: means, p.head)
             state = state._replace(sums=state.sums._replace(means=means))
         return state, y
 
@@ -145,22 +146,23 @@ class Ops(NamedTuple):
             if self.saves:
                 residuals, y = saved[: -len(p.x)], saved[-len(p.x) :]
             else:
-                y, residuals = p.forward(given, self._embedded(first, given, again))
+                y, residuals = p.forward(given, self._embedded(at, "backward", given, again))
+            last = (at["backward_stage"] == self.last) & (on > 0)
+            given_head, heads = self._end(at, "head", given, last)
 
             def head() -> Any:
-                means, grads, dy = p.head_backward(self.shared, given, y, self.scale)
-                return added(sums.means, means), added(sums.shared, grads), dy
+                means, grads, dy = p.head_backward(self.shared, given_head, y, self.scale)
+                return added(sums.means, means), added(sums.shared, grads), self._own(last, dy, received)
 
-            last = (at["backward_stage"] == self.last) & (on > 0)
-            means, shared, dy = self.exclusion.choose(
-                last, head, lambda: (sums.means, sums.shared, received), p.head_backward
-            )
+            means, shared, dy = self._choose(heads, head, lambda: (sums.means, sums.shared, received), p.head_backward)
             layers, dx, found = through(sums.layers, given, residuals, dy)
+            given_embed, embeds = self._end(at, "embed_gradient", given, first)
 
             def embed() -> Leaves:
-                return added(shared, p.embed_backward(self.shared, given, dx))
+                leaving = self._own(first, dx, [jnp.zeros_like(x) for x in dx])
+                return added(shared, p.embed_backward(self.shared, given_embed, leaving))
 
-            shared = self.exclusion.choose(first, embed, lambda: shared, p.embed_backward)
+            shared = self._choose(embeds, embed, lambda: shared, p.embed_backward)
             return Sums(layers, shared, means), dx, found
 
         def skip(sums: Sums) -> Any:
@@ -187,10 +189,26 @@ class Ops(NamedTuple):
             out.append(lax.dynamic_update_index_in_dim(total, new, here, 0))
         return out
 
-    def _embedded(self, first: Any, given: Given, x: Leaves) -> Leaves:
+    def _embedded(self, at: Fields, op: str, given: Given, x: Leaves) -> Leaves:
         """The stage's input: on the first stage the embedding's."""
-        embed = self.pieces.embed
-        return self.exclusion.choose(first, lambda: embed(self.shared, given), lambda: x, embed)
+        embed, first = self.pieces.embed, self._first(at, op)
+        given, embeds = self._end(at, "embed" if op == "forward" else "embed_gradient", given, first)
+        return self._choose(embeds, lambda: self._own(first, embed(self.shared, given), x), lambda: x, embed)
+
+    def _end(self, at: Fields, what: str, given: Given, mine: Any) -> tuple[Given, Any]:
+        """The arguments of embedding or head, and whether they run: on this device, or if spread on all of them."""
+        if self.common is None:
+            return given, mine
+        return (self.common(at[what]), True) if what in at else (given, False)
+
+    def _own(self, mine: Any, here: Leaves, otherwise: Leaves) -> Leaves:
+        """Of what all devices compute together, what the device of that stage goes on with."""
+        return here if self.common is None else jax.tree.map(partial(jnp.where, mine), here, otherwise)
+
+    def _choose(self, on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
+        if isinstance(on, bool):
+            return fn() if on else otherwise()
+        return self.exclusion.choose(on, fn, otherwise, piece)
 
     def _given(self, at: Fields, op: str) -> Given:
         given = self.given(*(at[f"{op}_{what}"] for what in ("stage", "chunk", "microbatch")))

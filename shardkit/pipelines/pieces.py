@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import Axis
+from shardkit._arguments.checks import named
 from shardkit._jax.compat import eval_shape, varying_axes
-from shardkit.collectives import vary
+from shardkit.collectives import axis_index, broadcast, vary
 from shardkit.collectives.axes import vary_like
 from shardkit.on_device.gradient import Mean, kind, loss_and_aux, means_by_path, scaled_gradients
 from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
@@ -84,8 +84,9 @@ class Pieces:
         model: what the user passes.
         shared: the parameters beside the layers.
         given: an example of the arguments of a piece.
-        axes: the pipe axis, over which everything here varies.
         least: the fewest layers of a stage; the others run one by one, and are discarded where a stage lacks them.
+        common: an example of the arguments of embed and head where these are spread: one microbatch on all devices.
+        owner: the device of the last stage, where embedding and head are spread; None elsewhere.
 
     Attributes:
         x: shapes and types of the activations.
@@ -94,9 +95,20 @@ class Pieces:
         stage: `(given, x) -> y`.
     """
 
-    def __init__(self, model: StagedModel, shared: Any, given: Given, axes: Axis | tuple[()], least: int):
-        self._model, self._shared, self._given, self._axes, self._least = model, shared, given, axes, least
-        tree = eval_shape(lambda s, g: vary(call_sealed(model.embed, s, g.batch, g.keys), axes), shared, given)
+    def __init__(
+        self,
+        model: StagedModel,
+        shared: Any,
+        given: Given,
+        axes: tuple[str, ...],
+        least: int,
+        common: Given | None = None,
+        owner: int | None = None,
+    ):
+        common = given if common is None else common
+        self._model, self._shared, self._given, self._common = model, shared, given, common
+        self._axes, self._owner, self._least = axes, owner, least
+        tree = eval_shape(lambda s, g: vary(call_sealed(model.embed, s, g.batch, g.keys), axes), shared, common)
         known = None
         while known != (
             known := jax.tree.map(varying_axes, tree)
@@ -115,7 +127,7 @@ class Pieces:
             tree = eval_shape(lambda x, y: jax.tree.map(vary_like, x, y), tree, out)
         self.x, self._structure = jax.tree.flatten(tree)
         self.moving = Mask([learnable(x) for x in self.x])
-        self.embed = Piece(self._embedded, shared, given)
+        self.embed = Piece(self._embedded, shared, common)
         self.stage = Piece(lambda given, x: self._flat(self._through(given, self._tree(x))), given, self.x)
 
     @cached_property
@@ -168,12 +180,12 @@ class Pieces:
 
             return jax.vjp(embed, parts(shared))[1](dx)[0]
 
-        return Piece(backward, self._shared, self._given, self.moving.split(self.x)[0])
+        return Piece(backward, self._shared, self._common, self.moving.split(self.x)[0])
 
     @cached_property
     def head(self) -> Piece:
         """`(shared, given, y) -> means`: the loss, under "loss", and the auxiliary means."""
-        return Piece(lambda s, g, y: self._summed(self._means(s, g, y)), self._shared, self._given, self.x)
+        return Piece(lambda s, g, y: self._summed(self._means(s, g, y)), self._shared, self._common, self.x)
 
     @cached_property
     def head_backward(self) -> Piece:
@@ -189,7 +201,7 @@ class Pieces:
             _, means, (shared_grads, dy) = scaled_gradients(total, scale, parts(shared), moving)
             return self._summed(means), shared_grads, dy
 
-        return Piece(backward, self._shared, self._given, self.x, jax.ShapeDtypeStruct((), jnp.float32))
+        return Piece(backward, self._shared, self._common, self.x, jax.ShapeDtypeStruct((), jnp.float32))
 
     def _embedded(self, shared: Any, given: Given) -> list[Any]:
         return self._flat(call_sealed(self._model.embed, shared, given.batch, given.keys))
@@ -227,6 +239,12 @@ class Pieces:
         return lax.scan(one, jax.tree.map(vary_like, x, after), each)[0]
 
     def _means(self, shared: Any, given: Given, y: list[Any]) -> dict[str, Mean]:
+        if self._owner is not None:
+            # All devices see what the last stage returned, because each has a part of the head. It stands inside what
+            # is differentiated: its transpose sums what the parts of the head send back, and gives it to the last
+            # stage alone. Of the embedding it is the other way round: its gradient is zero on all devices but the
+            # first, and the cast of its result to a varying one sums it, which is a broadcast too.
+            y = broadcast(y, self._axes, source=self._owner)
         loss, aux = loss_and_aux(call_sealed(self._model.head, shared, self._tree(y), given.batch))
         for name, mean in means_by_path(aux):
             if name not in aux or jnp.ndim(mean.total):
@@ -234,10 +252,29 @@ class Pieces:
                     f"{self._model.where}: the auxiliary means of a pipeline must be scalars by name; got "
                     f"{kind(mean.total)} for {name}. Return scalars, or train without a pipeline."
                 )
-        return {name: _alike_in_mask(mean) for name, mean in {"loss": loss, **aux}.items()}
+        return {name: self._alike(name, mean) for name, mean in {"loss": loss, **aux}.items()}
+
+    def _alike(self, name: str, mean: Mean) -> Mean:
+        """A mean whose total and weight vary over the same axes."""
+        mine = () if self._owner is None else self._axes
+        total, weight = (varying_axes(x) & set(mine) for x in mean)
+        if total != weight:
+            raise ValueError(
+                f"{self._model.where}: total and weight of a spread head's means must both be the same on all devices "
+                f"of {named(tuple(self._axes))}, or both be each device's own; got a {'total' if total else 'weight'} "
+                f"alone that differs, of {name!r}. Sum it over {named(tuple(self._axes))}, as vocab_cross_entropy does."
+            )
+        return _alike_in_mask(mean, mine)
 
     def _summed(self, means: Mapping[str, Mean]) -> Any:
-        return {name: Mean(*(vary(x.astype(jnp.float32), self._axes) for x in mean)) for name, mean in means.items()}
+        """The means of this device: what is the same on all of them counts on the last stage's."""
+        mine = {name: Mean(*map(self._counted, mean)) for name, mean in means.items()}
+        return {name: Mean(*(vary(x.astype(jnp.float32), self._axes) for x in mean)) for name, mean in mine.items()}
+
+    def _counted(self, x: Any) -> Any:
+        if self._owner is None or varying_axes(x) & set(self._axes):
+            return x
+        return jnp.where(axis_index(self._axes) == self._owner, x, jnp.zeros_like(x))
 
     def _tree(self, x: list[Any]) -> Any:
         return jax.tree.unflatten(self._structure, x)
@@ -258,11 +295,11 @@ class Pieces:
             )
 
 
-def _alike_in_mask(mean: Mean) -> Mean:
+def _alike_in_mask(mean: Mean, but: tuple[str, ...]) -> Mean:
     """A mean whose weight is a plain number, typed as its total: the pipeline masks both, which makes it vary."""
     if varying_axes(mean.weight):
         return mean
-    return Mean(mean.total, vary_like(mean.weight, mean.total))
+    return Mean(mean.total, vary(mean.weight, tuple(varying_axes(mean.total) - set(but))))
 
 
 def _rows(layers: Any) -> int:

@@ -30,7 +30,8 @@ from shardkit.pipelines.ops import BRANCHED, MASKED, LoopState, Ops, Sums, write
 from shardkit.pipelines.pieces import Given, Pieces, StagedModel
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.schedules import Schedule, Stages
-from shardkit.schedules.table import FIELDS, Segment, Table, buffer_of
+from shardkit.schedules.action import device_of
+from shardkit.schedules.table import ENDS, FIELDS, Segment, Table, buffer_of
 
 Mode = Literal["masked", "branch"]
 
@@ -92,8 +93,11 @@ class Execution(NamedTuple):
         self._check(names, params, (batch, keys))
         live = live_axes(where, names, *jax.tree.leaves(params))
         device = axis_index(names) if live else jnp.int32(0)
-        params = vary(unsealed(dict(params)), live)  # gradients stay unreduced until the step sums them
-        layers, shared = params.pop("layers"), params
+        spread = self.stages.spread is not None and bool(live)
+        shared = unsealed(dict(params))
+        layers = vary(shared.pop("layers"), live)
+        if not spread:
+            shared = vary(shared, live)  # gradients stay unreduced until the step sums them
         rows = jax.tree.leaves(layers)[0].shape[0]
         each = self.stages.layers_per_stage or self.stages.layers_of(rows * p)
         microbatches = split_microbatches((batch, keys), self.schedule.microbatches)
@@ -105,10 +109,17 @@ class Execution(NamedTuple):
             layers = take_microbatch(stacks, chunk)
             return Given(layers, jnp.asarray(starts)[stage], jnp.asarray(counts)[stage], batch, keys)
 
+        def common(microbatch: Any) -> Given:
+            # Its number is the same on all devices, so that they meet in the collectives of embed and head.
+            return given(0, 0, microbatch)
+
         zero = vary(jnp.int32(0), live)
-        pieces = Pieces(self.model, shared, eval_shape(given, zero, zero, zero), live, min(each))
+        together: tuple[Any, ...] = ()
+        if spread:
+            together = eval_shape(common, jnp.int32(0)), device_of(p * v - 1, p, self.schedule.placement)
+        pieces = Pieces(self.model, shared, eval_shape(given, zero, zero, zero), live, min(each), *together)
         self._check_collectives(pieces, names, bool(live))
-        table = self.schedule.table(saved=not self.recompute)
+        table = self.schedule.table(not self.recompute, spread)
         ops = Ops(
             pieces,
             given,
@@ -119,6 +130,7 @@ class Execution(NamedTuple):
             train=self.train,
             split=self._split(pieces, table),
             exclusion=BRANCHED if self.mode == "branch" else MASKED,
+            common=common if spread else None,
         )
         executor = Executor(table, ops, live or None, wrap=v > 1 and self.schedule.placement == "loop")
         return executor.run(jax.tree.leaves(parts(stacks)), device)
@@ -153,7 +165,8 @@ class Execution(NamedTuple):
             where = f"{self.model.where}: mode='branch'"
             refuse_divergent(where, [t.jaxpr for t in traced], names, "Use mode='masked'.")
         elif several:
-            traced = [pieces.embed, pieces.stage, pieces.head_backward if self.train else pieces.head]
+            ends = [pieces.embed, pieces.head_backward if self.train else pieces.head]
+            traced = [pieces.stage, *([] if self.stages.spread is not None else ends)]
             refuse_mixed(self.model.where, [t.jaxpr for t in traced], names)
 
     def _split(self, pieces: Pieces, table: Table) -> TwoHalves | None:
@@ -198,31 +211,34 @@ class Executor(NamedTuple):
         # A constant of the program, in as few bytes as hold its numbers, of which a device reads its column once.
         rows = jnp.asarray(self.table.rows.astype(np.min_scalar_type(self.table.rows.max())))
         mine = lax.dynamic_index_in_dim(rows, device, 1, keepdims=False).astype(jnp.int32)
+        ends = jnp.asarray(self.table.ends) if self.ops.common else None
         for segments, times in _rounds(self.table.segments):
             begin, ticks = segments[0].begin, sum(segment.ticks for segment in segments)
-            rows = mine[begin : begin + times * ticks].reshape(times, ticks, -1)
+            some = _repeated(_part((mine, ends), begin, times * ticks), times)
             once = partial(self._round, segments)
-            state, _ = once(state, rows[0]) if times == 1 else lax.scan(once, state, rows)
+            state, _ = once(state, take_microbatch(some, 0)) if times == 1 else lax.scan(once, state, some)
         return state.sums
 
-    def _round(self, segments: Sequence[Segment], state: LoopState, rows: jax.Array) -> tuple[LoopState, None]:
+    def _round(self, segments: Sequence[Segment], state: LoopState, rows: Any) -> tuple[LoopState, None]:
         for segment in segments:
             at = segment.begin - segments[0].begin
-            here = rows[at : at + segment.ticks]
+            here, ends = _part(rows, at, segment.ticks)
             columns = np.array([FIELDS.index(field) for field in segment.moves], int)
             # In the first tick nothing has arrived: slot 0 is written with what is in it.
             places = jnp.concatenate([jnp.zeros((1, len(columns)), jnp.int32), here[:, columns]])
             none = [row(getattr(state, buffer_of(field)), 0) for field in segment.moves]
-            (state, moved), _ = lax.scan(partial(self._tick, segment), (state, none), (here, places[:-1]))
+            (state, moved), _ = lax.scan(partial(self._tick, segment), (state, none), (here, ends, places[:-1]))
             state = self._arrived(state, segment, moved, places[-1])
         return state, None
 
     def _tick(self, segment: Segment, carry: Any, here: Any) -> tuple[Any, None]:
         # What moved at the end of a tick is written to its slot at the start of the next: a buffer that is written
         # before it is read is updated in place, where the compiler would otherwise copy it.
-        (state, moved), (fields, places) = carry, here
+        (state, moved), (fields, ends, places) = carry, here
         state = self._arrived(state, segment, moved, places)
         at = {field: fields[k] for k, field in enumerate(FIELDS)}
+        if ends is not None:
+            at |= {end: ends[ENDS.index(end)] for end in segment.ends}
         results: dict[str, list[jax.Array]] = {}
         if "F" in segment.ops:
             # The backward pass starts after the forward pass: their temporary memory would add up.
@@ -263,12 +279,20 @@ class Executor(NamedTuple):
         return list(shift(leaves, self.axis, by=1 if side == "left" else -1, wrap=self.wrap))
 
 
+def _part(rows: Any, begin: int, ticks: int) -> Any:
+    return jax.tree.map(lambda x: x[begin : begin + ticks], rows)
+
+
+def _repeated(rows: Any, times: int) -> Any:
+    return jax.tree.map(lambda x: x.reshape(times, -1, x.shape[-1]), rows)
+
+
 def _rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment], int]]:
     """Runs of segments that repeat, and how often: the program holds a run once.
 
     On one or two devices a segment has only a few ticks, and the program would grow with the microbatches.
     """
-    kinds = [(segment.ops, segment.ticks, segment.moves) for segment in segments]
+    kinds = [(segment.ops, segment.ticks, segment.moves, segment.ends) for segment in segments]
     at = 0
     while at < len(kinds):
         width, times = 1, 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardkit._arguments.checks import axis_names, named
 from shardkit.on_device.pipelines import Staged
-from shardkit.plans.dim_rules import in_subtrees
+from shardkit.plans.dim_rules import dim_chooser, in_subtrees, split_by_rules
 from shardkit.plans.placement import Leaf, Split
 from shardkit.plans.plan import Plan, strategy
 from shardkit.schedules import Stages
@@ -22,11 +22,12 @@ STACK = "layers"
 def stack_plan(stages: Stages) -> Plan:
     """The plan of `pp` for these stages."""
     axes = axis_names("pp", stages.axis)
+    spread = None if stages.spread is None else dim_chooser("pipeline", axes, stages.spread)
 
     def place(leaf: Leaf) -> Split | str:
         here = stages._replace(devices=stages.devices or leaf.ways)
         if not in_subtrees(leaf.path, (STACK,)):
-            return f"not in the stack {STACK!r}"
+            return split_by_rules("pipeline", axes, spread, leaf) if spread else f"not in the stack {STACK!r}"
         if here.devices != leaf.ways:
             raise ValueError(
                 f"pp: the schedule is for {here.devices} devices; {named(axes)} has {leaf.ways}. Make the mesh with "
@@ -43,7 +44,7 @@ def stack_plan(stages: Stages) -> Plan:
             return "the axis has one device"
         return Split(0, rows=rows, note=here.note())
 
-    (made,) = strategy("pp", axes, place=place, rank=0).strategies
+    (made,) = strategy("pp", axes, place=place, rank=0, rules=stages.spread).strategies
     return Plan((made._replace(stages=stages),))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit._arguments.checks import dim_of, named, quoted
 from shardkit.meshes.layout import all_axes, path_name, spec_axes
+from shardkit.plans.placement import Leaf, Split
 
 ChooseDim = Callable[[str, tuple[int, ...]], int | None]
 DimRules = ChooseDim | Any  # the tree may be any pytree of PartitionSpecs
@@ -51,6 +53,28 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
         return dims[0] if dims else None
 
     return choose
+
+
+def split_by_rules(name: str, axes: tuple[str, ...], choose: ChooseDim, leaf: Leaf) -> Split | str:
+    """The split of a leaf of which the loss gets a part, or why it stays whole.
+
+    Raises:
+        ValueError: a dim that the devices do not divide.
+    """
+    if leaf.ways == 1:
+        return "the axis has one device"
+    at = choose(leaf.path, leaf.shape)
+    if at is None:
+        return "the rules name no dim"
+    size = leaf.shape[at]
+    if size % leaf.ways:
+        raise ValueError(
+            f"{name}: dim {at} of leaf {leaf.path} must be divisible by {named(axes)}; got size {size} over "
+            f"{leaf.ways} devices. Pad it to {math.ceil(size / leaf.ways) * leaf.ways} (a vocabulary; then pass "
+            f"vocab_cross_entropy(vocabulary={size})), leave the leaf whole (key/value heads), or "
+            "use a smaller axis."
+        )
+    return Split(at)
 
 
 def _from_front(where: str, dim: Any, ndim: int) -> int | None:

@@ -99,7 +99,9 @@ class Traced:
     def __init__(self, fn: Callable[..., Any], *examples: Any):
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*examples)
         self.out = on_this_mesh(out)
-        self.jaxpr, self.constants = closed.jaxpr, closed.consts
+        # What no result needs is not sent: a derivative computes its function again, as far as it needs that.
+        self.jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+        self.constants = closed.consts
 
     def __call__(self, *args: Any, constants: Sequence[Any] | None = None) -> Any:
         """Its results for these arguments; `constants` replace the arrays that it closes over."""

@@ -168,9 +168,12 @@ class Schedule(Grid):
         """
         return coloured(self, lives(self, saved))
 
-    def table(self, saved: bool = False) -> Table:
-        """The int32 table that one program for all devices scans over; `saved` as for `slots`."""
-        return lowered(self, saved)
+    def table(self, saved: bool = False, spread: bool = False) -> Table:
+        """The int32 table that one program for all devices scans over; `saved` as for `slots`.
+
+        With `spread` its segments differ too in what all devices run together, embedding and head.
+        """
+        return lowered(self, saved, spread)
 
     def __str__(self) -> str:
         return drawn(self.rows)

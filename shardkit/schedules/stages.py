@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit._arguments.checks import Axis
 from shardkit.schedules.action import StagePlacement, device_of
@@ -19,6 +19,7 @@ class Stages(NamedTuple):
         chunks: stages v of the model on each device.
         placement: "loop" puts stage s on device s % p; "v" returns in reverse order.
         layers_per_stage: layers of each of the p v stages; None for equally many.
+        spread: which leaves beside the stack are split over the axis, as `pipeline` takes it; None for none.
     """
 
     axis: Axis
@@ -26,12 +27,15 @@ class Stages(NamedTuple):
     chunks: int = 1
     placement: StagePlacement = "loop"
     layers_per_stage: tuple[int, ...] | None = None
+    spread: Any = None
 
     @classmethod
-    def of(cls, schedule: Schedule, axis: Axis, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
+    def of(
+        cls, schedule: Schedule, axis: Axis, layers_per_stage: tuple[int, ...] | None = None, spread: Any = None
+    ) -> Stages:
         """The stages of a schedule."""
         each = None if layers_per_stage is None else tuple(layers_per_stage)
-        return cls(axis, schedule.devices, schedule.chunks, schedule.placement, each)
+        return cls(axis, schedule.devices, schedule.chunks, schedule.placement, each, spread)
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
         """How many layers of a stack each stage has.
@@ -72,4 +76,5 @@ class Stages(NamedTuple):
         chunks = f", {self.chunks} chunks in stage order" if self.chunks > 1 else ""
         turning = ", placed as a V" if chunks and self.placement == "v" else ""
         each = f", stages of {', '.join(map(str, self.layers_per_stage))} layers" if self.layers_per_stage else ""
-        return chunks + turning + each
+        spread = ", embedding and head spread" if self.spread is not None else ""
+        return chunks + turning + each + spread

@@ -22,6 +22,8 @@ FIELDS = (
     *MOVES,
 )
 """The columns of a `Table`, each a number for every tick of every device."""
+ENDS = ("embed", "head", "embed_gradient")
+"""What all devices do together where embedding and head are spread over them: the columns of `Table.ends`."""
 
 
 class Segment(NamedTuple):
@@ -32,12 +34,14 @@ class Segment(NamedTuple):
         begin: the first tick.
         ticks: the number of ticks.
         moves: the fields of `MOVES` that some device receives in one of these ticks.
+        ends: what all devices run together in each of these ticks, of `ENDS`; () where nothing is spread over them.
     """
 
     ops: str
     begin: int
     ticks: int
     moves: tuple[str, ...]
+    ends: tuple[str, ...]
 
 
 class Table(NamedTuple):
@@ -65,6 +69,8 @@ class Table(NamedTuple):
         slots: how many slots values need, and who uses which.
         buffers: how many slots each buffer has, by the names of `Slots`.
         crowded: the buffers in which at some tick a device has no slot free.
+        ends: int32 `[ticks, 3]`, by `ENDS`: the microbatch that enters the first stage, leaves the last one (on its way
+            back, where there are backward passes), and whose backward pass leaves the first one; -1 for none.
     """
 
     rows: np.ndarray
@@ -72,13 +78,14 @@ class Table(NamedTuple):
     slots: Slots
     buffers: dict[str, int]
     crowded: frozenset[str]
+    ends: np.ndarray
 
     def column(self, field: str) -> np.ndarray:
         """One field: int32 `[ticks, devices]`."""
         return self.rows[:, :, FIELDS.index(field)]
 
 
-def lowered(schedule: Grid, saved: bool) -> Table:
+def lowered(schedule: Grid, saved: bool, spread: bool) -> Table:
     """The table of a schedule; see `Schedule.table`."""
     needed = lives(schedule, saved)
     slots = coloured(schedule, needed)
@@ -105,13 +112,15 @@ def lowered(schedule: Grid, saved: bool) -> Table:
         if received := _received(schedule, slots, stage, op, i):
             field, taker, slot = received
             rows[tick, taker, FIELDS.index(field)] = slot
-    segments, begin = [], 0
-    for ops, run in groupby("".join(op for op in OPS if op in kind) for kind in kinds):
+    segments, begin, ends = [], 0, _ends(schedule, ticks)
+    together = [tuple(end for end, i in zip(ENDS, tick, strict=True) if spread and i >= 0) for tick in ends]
+    ops_of = ["".join(op for op in OPS if op in kind) for kind in kinds]
+    for (ops, here), run in groupby(zip(ops_of, together, strict=True)):
         length = len(list(run))
         moves = tuple(
             field for field in MOVES if (rows[begin : begin + length, :, FIELDS.index(field)] != _NOWHERE).any()
         )
-        segments.append(Segment(ops, begin, length, moves))
+        segments.append(Segment(ops, begin, length, moves, here))
         begin += length
     crowded = _written_in_vain(rows, segments, slots, _free(schedule, slots, needed))
     rows[rows == _NOWHERE] = 0  # what is read there is discarded
@@ -119,7 +128,20 @@ def lowered(schedule: Grid, saved: bool) -> Table:
     buffers = {
         name: max(1, getattr(slots, name) + (name in crowded and name not in moved)) for name in _BUFFERS.values()
     }
-    return Table(rows, tuple(segments), slots, buffers, crowded)
+    return Table(rows, tuple(segments), slots, buffers, crowded, ends)
+
+
+def _ends(schedule: Grid, ticks: int) -> np.ndarray:
+    last, backwards = max(stage for stage, _, _ in schedule.ticks), any(op in "BI" for _, op, _ in schedule.ticks)
+    ends = np.full((ticks, len(ENDS)), -1, np.int32)
+    for (stage, op, i), tick in schedule.ticks.items():
+        if stage == 0 and op == "F":
+            ends[tick, ENDS.index("embed")] = i
+        if stage == 0 and op in "BI":
+            ends[tick, ENDS.index("embed_gradient")] = i
+        if stage == last and op in ("BI" if backwards else "F"):
+            ends[tick, ENDS.index("head")] = i
+    return ends
 
 
 _NOWHERE = -1

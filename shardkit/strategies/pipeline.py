@@ -14,6 +14,7 @@ from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.pipelines.pieces import StagedModel
 from shardkit.pipelines.run import Mode, gradient_of, loss_of
 from shardkit.pipelines.stages import stack_plan
+from shardkit.plans.dim_rules import DimRules
 from shardkit.plans.plan import Plan
 from shardkit.schedules import Schedule, Stages
 
@@ -63,16 +64,18 @@ class Pipeline:
         schedule: when each device does what.
         axis: the mesh axis of the pipeline.
         layers_per_stage: how many layers each stage has; None for equally many.
+        spread: which dims of the leaves beside the stack are split over the axis; None if none is.
     """
 
     schedule: Schedule
     axis: str
     layers_per_stage: tuple[int, ...] | None = None
+    spread: DimRules | None = None
 
     @property
     def stages(self) -> Stages:
         """Which device has which layers, in which order."""
-        return Stages.of(self.schedule, self.axis, self.layers_per_stage)
+        return Stages.of(self.schedule, self.axis, self.layers_per_stage, self.spread)
 
     @property
     def plan(self) -> Plan:
@@ -135,6 +138,7 @@ class Pipeline:
         Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2;
             Qi et al., Zero bubble (arXiv:2401.10241).
         """
+        self._check("pipeline.value_and_grad", mode)
         model = StagedModel(embed, stage, head, layer_numbers, "pipeline.value_and_grad")
         return gradient_of(model, self.schedule, self.stages, mode, recompute, trained)
 
@@ -155,27 +159,44 @@ class Pipeline:
 
         Cost: the activations once at every tick of `schedule.forward()`.
         """
+        self._check("pipeline.loss", mode)
         model = StagedModel(embed, stage, head, layer_numbers, "pipeline.loss")
         return loss_of(model, self.schedule, self.stages, mode)
 
+    def _check(self, where: str, mode: Mode) -> None:
+        if self.spread is not None and mode == "branch":
+            raise ValueError(
+                f"{where}: embedding and head that are spread over {self.axis!r} must run on all its devices; got "
+                "mode='branch', in which each device runs what is its own. Pass mode='masked', or no spread=."
+            )
+
 
 @typed
-def pipeline(schedule: Schedule, axis: str, *, layers_per_stage: tuple[int, ...] | None = None) -> Pipeline:
+def pipeline(
+    schedule: Schedule, axis: str, *, layers_per_stage: tuple[int, ...] | None = None, spread: DimRules | None = None
+) -> Pipeline:
     """A pipeline that runs a schedule over a mesh axis: its plan, its GradFn and its loss.
 
     Args:
         schedule: when each device does what; its microbatches must divide the examples of a device.
         axis: the mesh axis of the pipeline.
         layers_per_stage: how many layers each stage has, where that differs.
+        spread: which dims of the leaves beside the stack are split over `axis`, as `rules` of `sk.tp`: a vocabulary.
+            Embedding and head then run on all devices together, for the microbatch of the first and of the last stage,
+            each with its part of these leaves: they get the same batch, keys and activations, and use collectives over
+            `axis`, such as those of `sk.layers.vocab_embed` and `vocab_cross_entropy`. None: one device runs them.
 
     Returns:
         A Pipeline: `plan` is `pp(axis)` with the stages of the schedule, `value_and_grad(embed, stage, head)` the
             GradFn for `make_train_step`, `loss(embed, stage, head)` the loss for `make_eval_step`.
 
     Raises:
-        ValueError: an illegal schedule (with its grid), or no axis.
+        ValueError: an illegal schedule (with its grid), no axis, or specs that never name it. At trace time a leaf that
+            does not divide, or a spread head whose total or weight alone is a device's own.
 
-    Cost: that of `value_and_grad` and of `loss`.
+    Cost: that of `value_and_grad` and of `loss`. With `spread`, for each microbatch beside what embedding and head send
+        themselves: the output of the last stage to all devices, and the gradient of the first one's input, each
+        2 (n-1)/n of its bytes.
 
     Example:
         >>> pipe = sk.pipeline(sk.schedules.one_f_one_b(devices=4, microbatches=8), "model")
@@ -192,7 +213,7 @@ def pipeline(schedule: Schedule, axis: str, *, layers_per_stage: tuple[int, ...]
     if not axis:
         raise ValueError(f"pipeline: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
     schedule.check()
-    return Pipeline(schedule, axis, layers_per_stage)
+    return Pipeline(schedule, axis, layers_per_stage, spread)
 
 
 def pipeline_value_and_grad(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 
-from shardkit._arguments.checks import Axis, axis_names, named
+from shardkit._arguments.checks import Axis, axis_names
 from shardkit._arguments.typed import typed
-from shardkit.plans.dim_rules import DimRules, dim_chooser
-from shardkit.plans.placement import Leaf, Split
+from shardkit.plans.dim_rules import DimRules, dim_chooser, split_by_rules
 from shardkit.plans.plan import Plan, strategy
 
 
@@ -48,20 +47,4 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
     axes = axis_names("tp", axis)
     choose = dim_chooser("tp", axes, rules)
 
-    def place(leaf: Leaf) -> Split | str:
-        if leaf.ways == 1:
-            return "the axis has one device"
-        at = choose(leaf.path, leaf.shape)
-        if at is None:
-            return "the rules name no dim"
-        size = leaf.shape[at]
-        if size % leaf.ways:
-            raise ValueError(
-                f"tp: dim {at} of leaf {leaf.path} must be divisible by {named(axes)}; got size {size} over "
-                f"{leaf.ways} devices. Pad it to {math.ceil(size / leaf.ways) * leaf.ways} (a vocabulary; then pass "
-                f"vocab_cross_entropy(vocabulary={size})), leave the leaf whole (key/value heads), or "
-                "use a smaller axis."
-            )
-        return Split(at)
-
-    return strategy("tp", axis, rank=0, place=place, varies=sequence, rules=rules)
+    return strategy("tp", axis, rank=0, place=partial(split_by_rules, "tp", axes, choose), varies=sequence, rules=rules)

@@ -296,6 +296,7 @@ def builders():
         (runtime.barrier, {"name": "x"}),
         (viz.draw, {"schedule": schedule, "output": path / "a.svg"}),
         (viz.array, {"x": laid, "output": path / "b.svg", "after": laid}),
+        (viz.table, {"table": sk.tables.ring("all_gather", 2), "output": path / "t.svg"}),
         (viz.losses, {"losses": {"a": [1.0]}, "output": path / "e.svg"}),
         (transformer.loss_fn, {"config": config}),
         (transformer.pieces, {"config": config}),

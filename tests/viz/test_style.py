@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shardkit import schedules, viz
+from shardkit.collectives import tables
 from shardkit.viz import style
 from support.refusals import refused
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.check
 LOSSES = {"a": [2.0, 1.0], "b <&>": [2.0, 1.5]}
 GIVEN = {"viz.losses": {}, "viz.census": None, "viz.memory": None, "viz.results": []}
 GIVEN |= {"viz.array": jax.device_put(np.ones(1)), "viz.draw": schedules.gpipe(1, 1)}
+GIVEN |= {"viz.table": tables.ring("all_gather", 2)}
 
 
 def luminance(colour):
