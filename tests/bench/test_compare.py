@@ -88,25 +88,16 @@ def test_what_is_written_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "bench: {} must be a file of results; it cannot be read (FileNotFoundError). Check the path."),
-        ("", "bench: {} must hold at least one result; it has none. Run the benchmark with --json."),
-        (
-            "{",
-            "bench: each line of {} must be a result of shardkit bench; line 1 is not. Pass a file that --json wrote.",
-        ),
-        (
-            json.dumps(run()[0] | {"version": 0}),
-            "bench: results must be of version 1; line 1 of {} is of version 0. Run the benchmark again with this "
-            "shardkit.",
-        ),
-        (
-            json.dumps({"format": bench.FORMAT, "version": 1, "benchmark": "b", "row": "r"}),
-            "bench: a result must have benchmark, row, case, environment; line 1 of {} lacks case, environment. Pass a "
-            "file as --json wrote it.",
-        ),
-    ],
+    "message, text",
+    {
+        "bench: {} must be a file of results; it cannot be read (FileNotFoundError). Check the path.": None,
+        "bench: {} must hold at least one result; it has none. Run the benchmark with --json.": "",
+        "bench: each line of {} must be a result of shardkit bench; line 1 is not. Pass a file that --json wrote.": "{",
+        "bench: results must be of version 1; line 1 of {} is of version 0. Run the benchmark again with this "
+        "shardkit.": json.dumps(run()[0] | {"version": 0}),
+        "bench: a result must have benchmark, row, case, environment; line 1 of {} lacks case, environment. Pass a "
+        "file as --json wrote it.": json.dumps({"format": bench.FORMAT, "version": 1, "benchmark": "b", "row": "r"}),
+    }.items(),
 )
 def test_a_file_that_is_none_is_refused(tmp_path, text, message):
     file = tmp_path / "out.jsonl"

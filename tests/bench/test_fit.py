@@ -150,20 +150,16 @@ def test_a_crossover_is_where_the_fitted_times_meet():
     assert bench.crossovers(measured(1e-6, 1e9)[:1] + measured(1e-6, 1e9, impl="ring")) == []  # a single size
 
 
-REFUSED = [
-    (
-        lambda: bench.links([{"benchmark": "guard", "environment": HERE}]),
-        "bench.links: records must be of shardkit bench comm, with impl 'lax' over one axis; got none. Run for example "
-        "shardkit bench comm data=8 --impl lax --json FILE.",
+REFUSED = {
+    "bench.links: records must be of shardkit bench comm, with impl 'lax' over one axis; got none. Run for example "
+    "shardkit bench comm data=8 --impl lax --json FILE.": lambda: bench.links(
+        [{"benchmark": "guard", "environment": HERE}]
     ),
-    (
-        lambda: bench.links([r | {"wall_us_median": 9.0 - i} for i, r in enumerate(measured(1e-6, 1e9))]),
-        "bench.links: times must grow with the bytes; over axis 'data' they do not up to 117,440,512 bytes. Measure "
-        "larger sizes.",
-    ),
-]
+    "bench.links: times must grow with the bytes; over axis 'data' they do not up to 117,440,512 bytes. Measure "
+    "larger sizes.": lambda: bench.links([r | {"wall_us_median": 9.0 - i} for i, r in enumerate(measured(1e-6, 1e9))]),
+}
 
 
-@pytest.mark.parametrize(("call", "sentence"), REFUSED)
+@pytest.mark.parametrize("sentence, call", REFUSED.items())
 def test_records_that_tell_nothing_of_links_are_refused(call, sentence):
     assert refused(call) == sentence

@@ -185,24 +185,21 @@ def test_the_command_writes_and_counts(tmp_path, capsys):
     ]
 
 
+def over_two(x):
+    return jax.shard_map(jnp.sin, mesh=OTHER, in_specs=P(), out_specs=P())(mapped(jnp.cos)(x))
+
+
 @pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (
-            jnp.sin,
-            "trace: the step must have a shard_map, whose mesh has the devices; it has none. Pass a step of "
-            "make_train_step, or a function that calls jax.shard_map.",
+    "message, function",
+    {
+        "trace: the step must have a shard_map, whose mesh has the devices; it has none. Pass a step of "
+        "make_train_step, or a function that calls jax.shard_map.": jnp.sin,
+        "trace: a step must use one mesh; it uses data=2, model=4 and data=8. Trace the parts by themselves.": over_two,
+        "trace: a collective must use whole axes; all_gather over model has axis_index_groups. Make the groups an "
+        "axis of the mesh.": mapped(
+            lambda x: lax.all_gather(x, "model", axis_index_groups=[[0, 1], [2, 3]]), P(), P("model")
         ),
-        (
-            lambda x: jax.shard_map(jnp.sin, mesh=OTHER, in_specs=P(), out_specs=P())(mapped(jnp.cos)(x)),
-            "trace: a step must use one mesh; it uses data=2, model=4 and data=8. Trace the parts by themselves.",
-        ),
-        (
-            mapped(lambda x: lax.all_gather(x, "model", axis_index_groups=[[0, 1], [2, 3]]), P(), P("model")),
-            "trace: a collective must use whole axes; all_gather over model has axis_index_groups. Make the groups an "
-            "axis of the mesh.",
-        ),
-    ],
+    }.items(),
 )
 def test_what_cannot_be_traced_is_refused(function, message):
     assert refused(lambda: bench.execution_trace(function, X)) == message

@@ -13,6 +13,7 @@ from shardkit.cli.train_options import TrainOptions
 from support.commands import SMALL, deep, rows
 from support.pipelines import BUILDERS, CHUNKED
 from support.refusals import refused
+from support.tables import indented
 
 TINY = [*SMALL, "--layers", 4]
 
@@ -73,52 +74,36 @@ def test_every_schedule_has_a_name(spelling, name):
     assert name in inspect.getsource(TrainOptions)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["data=2", "--schedule", "gpipe"],
-            "train: --schedule needs an axis 'stage'; the axes are 'data'. Add stage=2, or leave the option out.",
-        ),
-        (
-            ["stage=2", "data=2", "--microbatches", 3],
-            "train: the microbatches must divide the examples of a device; got 3 microbatches for 16 examples. Change "
-            "--microbatches or --batch.",
-        ),
-        (
-            ["stage=2", "--microbatches", 0],
-            "lockstep: microbatches must be a whole number of at least 1; got 0. Pass microbatches=1 or more.",
-        ),
-        (
-            ["stage=2", "--chunks", 2, "--layers", 6],
-            "train: the layers must be divisible by stages x chunks; got 6 layers for 2 x 2. Change --layers, or use "
-            "fewer stages or chunks.",
-        ),
-        (
-            ["stage=4", "--schedule", "FILE"],
-            "train: the schedule must be for the devices of axis 'stage'; got a schedule for 2 over 4 devices. Write "
-            "stage=2, or pass another schedule.",
-        ),
-        (
-            ["stage=2", "--schedule", "no/such.csv"],
-            "train: no/such.csv must be a schedule as Schedule.to_csv writes it; it cannot be read "
-            "(FileNotFoundError). Check the path.",
-        ),
-        (
-            ["stage=2", "--schedule", "gpipe", "--chunks", 2],
-            "train: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose "
-            f"{either([*map(repr, CHUNKED)])}.",
-        ),
-        (
-            ["stage=2", "--schedule", "FILE", "--microbatches", 4],
-            "train: --microbatches must not come with a --schedule file, which holds the whole schedule. Leave it out.",
-        ),
-    ],
-)
+MISTAKES = f"""
+data=2 --schedule gpipe
+    train: --schedule needs an axis 'stage'; the axes are 'data'. Add stage=2, or leave the option out.
+stage=2 data=2 --microbatches 3
+    train: the microbatches must divide the examples of a device; got 3 microbatches for 16 examples. Change
+    --microbatches or --batch.
+stage=2 --microbatches 0
+    lockstep: microbatches must be a whole number of at least 1; got 0. Pass microbatches=1 or more.
+stage=2 --chunks 2 --layers 6
+    train: the layers must be divisible by stages x chunks; got 6 layers for 2 x 2. Change --layers, or use fewer
+    stages or chunks.
+stage=4 --schedule FILE
+    train: the schedule must be for the devices of axis 'stage'; got a schedule for 2 over 4 devices. Write stage=2,
+    or pass another schedule.
+stage=2 --schedule no/such.csv
+    train: no/such.csv must be a schedule as Schedule.to_csv writes it; it cannot be read (FileNotFoundError). Check
+    the path.
+stage=2 --schedule gpipe --chunks 2
+    train: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose
+    {either([*map(repr, CHUNKED)])}.
+stage=2 --schedule FILE --microbatches 4
+    train: --microbatches must not come with a --schedule file, which holds the whole schedule. Leave it out.
+"""
+
+
+@pytest.mark.parametrize("words, message", indented(MISTAKES))
 def test_mistakes_are_named_in_one_sentence(words, message, tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(schedules.gpipe(2, 4).to_csv())
-    options = tyro.cli(Options, args=[str(file) if word == "FILE" else str(word) for word in words])
+    options = tyro.cli(Options, args=words.replace("FILE", str(file)).split())
     assert refused(lambda: schedule_of(options, mesh_words(options.mesh))) == message
 
 

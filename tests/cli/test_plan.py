@@ -151,54 +151,36 @@ def test_nothing_fits(capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"model": "7b"},
-            "plan: --model must be '8b', '70b', '405b', a config.json or FILE.py:FUNCTION; got '7b'. Write for "
-            "example 70b.",
-        ),
-        (
-            {"batch": "4M"},
-            "plan: --batch must be a number of sequences, or of tokens with -tokens; got '4M'. Write for example 1024 "
-            "or 4M-tokens.",
-        ),
-        (
-            {"batch": "1k-tokens"},
-            "plan: --batch must have at least one sequence; got 1k-tokens for sequences of 4096 tokens. Write more "
-            "tokens or a smaller --sequence.",
-        ),
-        ({"rows": 0}, "plan: rows must be a whole number of at least 1; got 0. Pass rows=1 or more."),
-        ({"compile": -1}, "plan: compile must be a whole number of at least 0; got -1. Pass compile=0 or more."),
-        (
-            {"options": ("xla_fast",), "compile": 1},
-            "plan: --options must be names with values, each name once; got 'xla_fast'. Write for example --options "
-            "xla_enable_async_all_gather=true --options xla_latency_hiding_scheduler_rerun=2.",
-        ),
-        (
-            {"options": ("a=1", "a=2"), "compile": 1},
-            "plan: --options must be names with values, each name once; got 'a=2'. Write for example --options "
-            "xla_enable_async_all_gather=true --options xla_latency_hiding_scheduler_rerun=2.",
-        ),
-        (
-            {"options": ("a=1",)},
-            "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py.",
-        ),
-        (
-            {"emit": "-", "json": "-"},
-            "plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.",
-        ),
-        (
-            {"model": "train.py:make", "sequence": 128},
-            "plan: --sequence and --axes are of a transformer; got one for a model of your own, whose examples are "
-            "those of its batch, over one axis. Leave them out.",
-        ),
-        (
-            {"chips": 7},
-            "planner: a layout must divide the chips, the model and the batch, and none does; got 7 chips, 64 heads "
-            "and batch 1024. Choose a batch that has more divisors in common with the chips.",
-        ),
-    ],
+    "message, given",
+    {
+        "plan: --model must be '8b', '70b', '405b', a config.json or FILE.py:FUNCTION; got '7b'. Write for "
+        "example 70b.": {"model": "7b"},
+        "plan: --batch must be a number of sequences, or of tokens with -tokens; got '4M'. Write for example 1024 "
+        "or 4M-tokens.": {"batch": "4M"},
+        "plan: --batch must have at least one sequence; got 1k-tokens for sequences of 4096 tokens. Write more "
+        "tokens or a smaller --sequence.": {"batch": "1k-tokens"},
+        "plan: rows must be a whole number of at least 1; got 0. Pass rows=1 or more.": {"rows": 0},
+        "plan: compile must be a whole number of at least 0; got -1. Pass compile=0 or more.": {"compile": -1},
+        "plan: --options must be names with values, each name once; got 'xla_fast'. Write for example --options "
+        "xla_enable_async_all_gather=true --options xla_latency_hiding_scheduler_rerun=2.": {
+            "options": ("xla_fast",),
+            "compile": 1,
+        },
+        "plan: --options must be names with values, each name once; got 'a=2'. Write for example --options "
+        "xla_enable_async_all_gather=true --options xla_latency_hiding_scheduler_rerun=2.": {
+            "options": ("a=1", "a=2"),
+            "compile": 1,
+        },
+        "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py.": {
+            "options": ("a=1",)
+        },
+        "plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.": {
+            "emit": "-",
+            "json": "-",
+        },
+        "plan: --sequence and --axes are of a transformer; got one for a model of your own, whose examples are "
+        "those of its batch, over one axis. Leave them out.": {"model": "train.py:make", "sequence": 128},
+    }.items(),
 )
 def test_what_it_refuses(given, message):
     with value_error(message):

@@ -64,25 +64,16 @@ def test_a_kernel_and_a_step(program, inside):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (
-            "half",
-            "must return the arguments of sk.testing.assert_equal_for_all_inputs; missing a required argument: "
-            "'reference'. Its parameters are kernel, reference, mesh, in_specs, out_specs, args, grad, points, "
-            "check_vma.",
-        ),
-        (
-            "listed",
-            "must return the arguments of a proof as a dict; got list. Return for example dict(step=grad_fn, "
-            "reference=grad_fn, rows=rows, params=params, batches=batches).",
-        ),
-        (
-            "broken",
-            "must return the arguments of a proof; it raises OSError: no disk. Run it with python to see the "
-            "traceback.",
-        ),
-    ],
+    "said, name",
+    {
+        "must return the arguments of sk.testing.assert_equal_for_all_inputs; missing a required argument: "
+        "'reference'. Its parameters are kernel, reference, mesh, in_specs, out_specs, args, grad, points, "
+        "check_vma.": "half",
+        "must return the arguments of a proof as a dict; got list. Return for example dict(step=grad_fn, "
+        "reference=grad_fn, rows=rows, params=params, batches=batches).": "listed",
+        "must return the arguments of a proof; it raises OSError: no disk. Run it with python to see the "
+        "traceback.": "broken",
+    }.items(),
 )
 def test_what_is_no_proof(program, inside, name, said):
     assert inside("prove", f"kernels.py:{name}", code=2).stderr == f"error: prove: kernels.py:{name} {said}\n"

@@ -10,6 +10,7 @@ import pytest
 from shardkit.cli import target
 from support.commands import command, environment
 from support.refusals import refused
+from support.tables import indented
 
 PROGRAM = """
 import jax, jax.numpy as jnp
@@ -41,7 +42,6 @@ def nothing():
 def broken(x):
     raise TypeError("this is\\nno program")
 """
-TYPE = "target: each of --args must be DTYPE[SIZES] or key; got {!r}. Write for example 'f32[8,128]'."
 ARGUMENTS = [("f32[8,128]", "float32", (8, 128)), ("bf16[4]", "bfloat16", (4,))]
 ARGUMENTS += [("i32[]", "int32", ()), ("u8", "uint8", ()), ("pred[2]", "bool", (2,))]
 ARGUMENTS += [("float8_e4m3fn[3, 1]", "float8_e4m3fn", (3, 1)), ("key", "key<fry>", ())]
@@ -91,47 +91,37 @@ def test_a_function_may_bring_its_arguments(program):
     assert target.load("json:dumps", ["i32[]"])[0] is json.dumps
 
 
-@pytest.mark.parametrize(
-    ("text", "args", "message"),
-    [
-        (
-            "train",
-            [],
-            "target: the function must be given as MODULE:FUNCTION or FILE.py:FUNCTION; got 'train'. "
-            "Write for example train.py:step.",
-        ),
-        (
-            "no_such_module:step",
-            [],
-            "target: module 'no_such_module' must be importable from here; it is not found. Check the name, or pass a "
-            "path that ends in .py.",
-        ),
-        ("no/such.py:step", [], "target: the file must exist; no/such.py does not. Check the path."),
-        (
-            "{}:step",
-            [],
-            "target: {} has no 'step'; its functions are kernel, over, hangs, clean, gradient, nothing, broken. "
-            "Write for example {}:kernel.",
-        ),
-        ("{}:NUMBER", [], "target: {}:NUMBER must be callable; got int. Name a function or another callable."),
-        (
-            "{}:clean",
-            [],
-            "target: without --args the function must take no parameters and return (fn, *args); {}:clean takes x, "
-            "key. Pass --args with a type for each, such as 'f32[8,128]'.",
-        ),
-        (
-            "{}:nothing",
-            [],
-            "target: a function without parameters must return (fn, *args); {}:nothing returned NoneType. Return the "
-            "function to trace, followed by its arguments.",
-        ),
-        ("{}:hangs", ["f32[8"], TYPE.format("f32[8")),
-        ("{}:hangs", ["float33"], TYPE.format("float33")),
-    ],
-)
-def test_mistakes_in_the_target(text, args, message, program):
-    assert refused(lambda: target.load(text.replace("{}", str(program)), args)) == message.replace("{}", str(program))
+MISTAKES = """
+train
+    target: the function must be given as MODULE:FUNCTION or FILE.py:FUNCTION; got 'train'. Write for example
+    train.py:step.
+no_such_module:step
+    target: module 'no_such_module' must be importable from here; it is not found. Check the name, or pass a path
+    that ends in .py.
+no/such.py:step
+    target: the file must exist; no/such.py does not. Check the path.
+{}:step
+    target: {} has no 'step'; its functions are kernel, over, hangs, clean, gradient, nothing, broken. Write for
+    example {}:kernel.
+{}:NUMBER
+    target: {}:NUMBER must be callable; got int. Name a function or another callable.
+{}:clean
+    target: without --args the function must take no parameters and return (fn, *args); {}:clean takes x, key. Pass
+    --args with a type for each, such as 'f32[8,128]'.
+{}:nothing
+    target: a function without parameters must return (fn, *args); {}:nothing returned NoneType. Return the function
+    to trace, followed by its arguments.
+{}:hangs f32[8
+    target: each of --args must be DTYPE[SIZES] or key; got 'f32[8'. Write for example 'f32[8,128]'.
+{}:hangs float33
+    target: each of --args must be DTYPE[SIZES] or key; got 'float33'. Write for example 'f32[8,128]'.
+"""
+
+
+@pytest.mark.parametrize(("words", "message"), indented(MISTAKES))
+def test_mistakes_in_the_target(words, message, program):
+    text, *args = words.replace("{}", str(program)).split()
+    assert refused(lambda: target.load(text, args)) == message.replace("{}", str(program))
 
 
 def test_a_module_that_cannot_be_imported(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from shardkit.cli.output import SCHEMA
 from support.commands import SMALL, command, deep, environment, rows
+from support.tables import indented
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,52 +71,36 @@ def test_interrupting_ends_with_a_summary(corpus):
     assert "Traceback" not in rest
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["data8"], "error: train: the mesh must be given as AXIS=SIZE; got 'data8'. Write for example data=8."),
-        (
-            ["dta=8"],
-            "error: train: the axis must be one of 'data', 'fsdp', 'expert', 'context', 'zero1', 'zero2', 'ulysses', "
-            "'stage', 'model'; got 'dta'. Write for example data=8.",
-        ),
-        (
-            ["data=2", "data=4"],
-            "error: train: axis 'data' must be given once; got 'data=2 data=4'. Remove one of the two.",
-        ),
-        (
-            ["data=2", "--sequence"],
-            "error: train: --sequence needs an axis 'model'; the axes are 'data'. Add model=2, or leave the option "
-            "out.",
-        ),
-        (
-            ["model=8"],
-            "error: tp: dim 1 of leaf layers.attention_out must be divisible by axis 'model'; got size 4 over 8 "
-            "devices. Pad it to 8 (a vocabulary; then pass vocab_cross_entropy(vocabulary=4)), leave "
-            "the leaf whole (key/value heads), or use a smaller axis.",
-        ),
-        (
-            ["expert=4", "--experts", "6"],
-            "error: ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape ",
-        ),
-        (
-            ["data=4", "--batch", "10"],
-            "error: make_train_step: batch dim 0 must be divisible by axis 'data'; leaf targets has size 10 over 4 "
-            "devices. Choose another size, or pad with examples of weight 0.",
-        ),
-        (
-            ["data=1", "--data", "no/such/path"],
-            "error: --data: the path must be a file or a directory; no/such/path does not exist. Pass one that does.",
-        ),
-        (
-            ["data=1", "--length", "100000"],
-            "error: --data: the text must have at least one sequence of 100001 bytes; it has ",
-        ),
-    ],
-)
+MISTAKES = """
+data8
+    error: train: the mesh must be given as AXIS=SIZE; got 'data8'. Write for example data=8.
+dta=8
+    error: train: the axis must be one of 'data', 'fsdp', 'expert', 'context', 'zero1', 'zero2', 'ulysses', 'stage',
+    'model'; got 'dta'. Write for example data=8.
+data=2 data=4
+    error: train: axis 'data' must be given once; got 'data=2 data=4'. Remove one of the two.
+data=2 --sequence
+    error: train: --sequence needs an axis 'model'; the axes are 'data'. Add model=2, or leave the option out.
+model=8
+    error: tp: dim 1 of leaf layers.attention_out must be divisible by axis 'model'; got size 4 over 8 devices. Pad
+    it to 8 (a vocabulary; then pass vocab_cross_entropy(vocabulary=4)), leave the leaf whole (key/value heads), or
+    use a smaller axis.
+expert=4 --experts 6
+    error: ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape
+data=4 --batch 10
+    error: make_train_step: batch dim 0 must be divisible by axis 'data'; leaf targets has size 10 over 4 devices.
+    Choose another size, or pad with examples of weight 0.
+data=1 --data no/such/path
+    error: --data: the path must be a file or a directory; no/such/path does not exist. Pass one that does.
+data=1 --length 100000
+    error: --data: the text must have at least one sequence of 100001 bytes; it has
+"""
+
+
+@pytest.mark.parametrize("words, message", indented(MISTAKES))
 def test_mistakes_end_with_one_sentence(words, message, inside, corpus):
     extra = [] if "--data" in words else ["--data", corpus]
-    done = inside("train", *words, *extra, code=2)
+    done = inside("train", *words.split(), *extra, code=2)
     assert done.stderr.startswith(message)
     assert len(done.stderr.strip().splitlines()) == 1
 

@@ -26,6 +26,7 @@ from shardkit.runtime.channel.place import free_port
 from support import commands
 from support.commands import environment
 from support.refusals import value_error
+from support.tables import indented
 
 LONG = 300.0  # seconds, for what a busy machine may take
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]  # starts in a few milliseconds
@@ -213,54 +214,45 @@ def test_a_full_disk_ends_the_file_and_not_the_job(capfd, tmp_path):
     assert (tmp_path / "1.out").read_text() == "a" * 100_000 + "\nb\n"
 
 
-# proves S101, F68: the exit code and the last line
-@pytest.mark.parametrize(
-    ("text", "grace", "code", "summary"),
-    [
-        ("pass", LONG, 0, ""),
-        ("sys.exit(3 if rank == 2 else 0)", LONG, 3, "process 2 failed first, exit code 3 (others: 0: 0, 1: 0)"),
-        (
-            "meet(); rank == 1 or after(1); sys.exit(70 + rank)",
-            LONG,
-            71,
-            "process 1 failed first, exit code 71 (others: 0: 70, 2: 72)",
-        ),
-        (
-            "meet(); rank or os.kill(os.getpid(), signal.SIGSEGV); after(0); sys.exit(70)",
-            LONG,
-            139,
-            "process 0 failed first, killed by SIGSEGV (others: 1: 70, 2: 70)",
-        ),
-        (
-            "meet(); rank or sys.exit(5); time.sleep(600)",  # the others do not exit on their own
-            0.6,
-            5,
-            "process 0 failed first, exit code 5 (others: 1: killed by SIGTERM, 2: killed by SIGTERM)",
-        ),
-        (
-            "signal.signal(signal.SIGTERM, signal.SIG_IGN); meet(); rank or sys.exit(5); time.sleep(600)",
-            0.6,
-            5,
-            "process 0 failed first, exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)",
-        ),
-        (
-            "meet(); rank or sys.exit(5); os.kill(os.getpid(), signal.SIGSTOP)",
-            0.6,
-            5,
-            "process 0 failed first, exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)",
-        ),
-        ("meet(); os.kill(os.getpid(), signal.SIGRTMIN + 1)", LONG, 128 + signal.SIGRTMIN + 1, None),
-    ],
-)
-def test_the_first_to_fail_gives_the_exit_code(capfd, text, grace, code, summary):
+# An exit code, a program, and below them the last line.
+ENDS = """
+0: pass
+3: sys.exit(3 if rank == 2 else 0)
+    process 2 failed first, exit code 3 (others: 0: 0, 1: 0)
+71: meet(); rank == 1 or after(1); sys.exit(70 + rank)
+    process 1 failed first, exit code 71 (others: 0: 70, 2: 72)
+139: meet(); rank or os.kill(os.getpid(), signal.SIGSEGV); after(0); sys.exit(70)
+    process 0 failed first, killed by SIGSEGV (others: 1: 70, 2: 70)
+# 5: the others do not exit on their own
+5: meet(); rank or sys.exit(5); time.sleep(600)
+    process 0 failed first, exit code 5 (others: 1: killed by SIGTERM, 2: killed by SIGTERM)
+5: signal.signal(signal.SIGTERM, signal.SIG_IGN); meet(); rank or sys.exit(5); time.sleep(600)
+    process 0 failed first, exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)
+5: meet(); rank or sys.exit(5); os.kill(os.getpid(), signal.SIGSTOP)
+    process 0 failed first, exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)
+"""
+
+
+def ended(text, grace):
+    """The exit code of three processes."""
     begin = time.monotonic()
-    assert launch(program(text), processes=3, grace=grace) == code
+    code = launch(program(text), processes=3, grace=grace)
     assert time.monotonic() - begin < LONG  # nobody waits for those that would sleep
-    out, err = capfd.readouterr()
-    if summary is None:
-        assert re.fullmatch(r"shardkit launch: process \d failed first, killed by signal 35 \(.*\)\n", err)
-    else:
-        assert (out, err) == ("", f"shardkit launch: {summary}\n" if summary else "")
+    return code
+
+
+# proves S101, F68: the exit code and the last line
+@pytest.mark.parametrize(("end", "summary"), indented(ENDS))
+def test_the_first_to_fail_gives_the_exit_code(capfd, end, summary):
+    code, text = end.split(": ", 1)
+    assert ended(text, grace=0.6 if code == "5" else LONG) == int(code)
+    assert capfd.readouterr() == ("", f"shardkit launch: {summary}\n" if summary else "")
+
+
+def test_a_signal_without_a_name_gives_its_number(capfd):
+    assert ended("meet(); os.kill(os.getpid(), signal.SIGRTMIN + 1)", LONG) == 128 + signal.SIGRTMIN + 1
+    said = capfd.readouterr().err
+    assert re.fullmatch(r"shardkit launch: process \d failed first, killed by signal 35 \(.*\)\n", said)
 
 
 def test_the_others_have_time_to_report(capfd):  # proves S101
@@ -430,45 +422,35 @@ def test_ignored_signals_stay_ignored():
 
 # proves S101
 @pytest.mark.parametrize(
-    ("command", "options", "message"),
-    [
-        ([], {}, "launch: a command must be given; got none. Pass for example -- train.py --steps 100."),
-        (["true"], {"processes": 0}, "launch: processes must be at least 1; got 0. Pass processes=1 or more."),
-        (["true"], {"port": 0}, "launch: port must be from 1 to 65535; got 0. Leave it out, or pass one above 1023."),
-        (
+    "message, case",
+    {
+        "launch: a command must be given; got none. Pass for example -- train.py --steps 100.": ([], {}),
+        "launch: processes must be at least 1; got 0. Pass processes=1 or more.": (["true"], {"processes": 0}),
+        "launch: port must be from 1 to 65535; got 0. Leave it out, or pass one above 1023.": (["true"], {"port": 0}),
+        "launch: port must be from 1 to 65535; got 65536. Leave it out, or pass one above 1023.": (
             ["true"],
             {"port": 65536},
-            "launch: port must be from 1 to 65535; got 65536. Leave it out, or pass one above 1023.",
         ),
-        (
+        "launch: the command must be an executable program; got './no-such-program' (No such file or directory). "
+        "Give its path and permission to run, or put its interpreter first, such as python or sh.": (
             ["./no-such-program"],
             {},
-            "launch: the command must be an executable program; got './no-such-program' (No such file or directory). "
-            "Give its path and permission to run, or put its interpreter first, such as python or sh.",
         ),
-        (
+        f"launch: the command must be an executable program; got {str(Path(__file__).parent)!r} (Permission "
+        "denied). Give its path and permission to run, or put its interpreter first, such as python or sh.": (
             [str(Path(__file__).parent)],
             {},
-            f"launch: the command must be an executable program; got {str(Path(__file__).parent)!r} (Permission "
-            "denied). Give its path and permission to run, or put its interpreter first, such as python or sh.",
         ),
-        (
-            ["true", "a\0b"],
-            {},
-            "launch: the command must be an executable program; got 'true' (embedded null byte). Give its path and "
-            "permission to run, or put its interpreter first, such as python or sh.",
-        ),
-        (
+        "launch: the command must be an executable program; got 'true' (embedded null byte). Give its path and "
+        "permission to run, or put its interpreter first, such as python or sh.": (["true", "a\0b"], {}),
+        "launch: output must be a writable directory; got /dev/null/logs (Not a directory). Pass another directory.": (
             ["true"],
             {"output": "/dev/null/logs"},
-            (
-                "launch: output must be a writable directory; got /dev/null/logs (Not a directory). Pass another "
-                "directory."
-            ),
         ),
-    ],
+    }.items(),
 )
-def test_errors(command, options, message):
+def test_errors(case, message):
+    command, options = case
     with value_error(message):
         launch(command, **{"processes": 2, **options})
 

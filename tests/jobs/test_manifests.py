@@ -13,6 +13,7 @@ import yaml
 from shardkit.jobs.manifests import render
 from support import schemas
 from support.commands import environment
+from support.refusals import value_error
 
 CASES = {
     "plain": {},
@@ -164,58 +165,44 @@ SHAPE = (
     "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got {!r} for 4 x {}. "
     "Pass numbers whose product is the chips of topology."
 )
+NAMES = ("Run", "1st", "a_b", "a-", "", "a" * 41, "a\n", "é")
+SHAPES = (None, "4x5", "4by4", "0x4", "16", "4x4\n")
+ERRORS = {
+    "render: processes must be at least 1; got 0. Pass processes=1 or more.": ("jobset", {"processes": 0}),
+    "render: port must be from 1 to 65535; got 65536. Leave it out, or pass one above 1023.": (
+        "jobset",
+        {"port": 65536},
+    ),
+    IMAGE.format("jobset", None): ("jobset", {"image": None}),
+    IMAGE.format("jobset", "a b"): ("jobset", {"image": "a b"}),
+    ACCELERATOR.format("fpga", "jobset"): ("jobset", {"accelerator": "fpga", "devices": 1}),
+    ACCELERATOR.format("tpu-v5p-slice", "slurm"): ("slurm", {"accelerator": "tpu-v5p-slice", "devices": 1}),
+    "render: devices must be given with accelerator 'gpu'; got none. Pass the number per process.": (
+        "jobset",
+        {"accelerator": "gpu"},
+    ),
+    "render: topology requires a TPU slice in a JobSet; got '4x4' with accelerator 'gpu' for jobset. Remove "
+    "topology.": ("jobset", {"accelerator": "gpu", "devices": 4, "topology": "4x4"}),
+    "render: port requires jobset; got 1 for slurm. Remove port.": ("slurm", {"port": 1}),
+    "render: every word of the command must be UTF-8; got '\\udcff'. Rename the file or option.": (
+        "slurm",
+        {"command": ["train.py", "\udcff"]},
+    ),
+    "launch: a command must be given; got none. Pass for example -- train.py --steps 100.": ("slurm", {"command": []}),
+}
+ERRORS |= {NAME.format(name): ("slurm", {"name": name}) for name in NAMES}
+ERRORS |= {
+    SHAPE.format(shape, 4): ("jobset", {"accelerator": "tpu-v5p-slice", "devices": 4, "topology": shape})
+    for shape in SHAPES
+}
 
 
 # proves S108
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("jobset", {"processes": 0}, "render: processes must be at least 1; got 0. Pass processes=1 or more."),
-        (
-            "jobset",
-            {"port": 65536},
-            "render: port must be from 1 to 65535; got 65536. Leave it out, or pass one above 1023.",
-        ),
-        *[
-            ("slurm", {"name": name}, NAME.format(name))
-            for name in ("Run", "1st", "a_b", "a-", "", "a" * 41, "a\n", "é")
-        ],
-        ("jobset", {"image": None}, IMAGE.format("jobset", None)),
-        ("jobset", {"image": "a b"}, IMAGE.format("jobset", "a b")),
-        ("jobset", {"accelerator": "fpga", "devices": 1}, ACCELERATOR.format("fpga", "jobset")),
-        ("slurm", {"accelerator": "tpu-v5p-slice", "devices": 1}, ACCELERATOR.format("tpu-v5p-slice", "slurm")),
-        (
-            "jobset",
-            {"accelerator": "gpu"},
-            "render: devices must be given with accelerator 'gpu'; got none. Pass the number per process.",
-        ),
-        (
-            "jobset",
-            {"accelerator": "gpu", "devices": 4, "topology": "4x4"},
-            "render: topology requires a TPU slice in a JobSet; got '4x4' with accelerator 'gpu' for jobset. Remove "
-            "topology.",
-        ),
-        *[
-            ("jobset", {"accelerator": "tpu-v5p-slice", "devices": 4, "topology": shape}, SHAPE.format(shape, 4))
-            for shape in (None, "4x5", "4by4", "0x4", "16", "4x4\n")
-        ],
-        ("slurm", {"port": 1}, "render: port requires jobset; got 1 for slurm. Remove port."),
-        (
-            "slurm",
-            {"command": ["train.py", "\udcff"]},
-            "render: every word of the command must be UTF-8; got '\\udcff'. Rename the file or option.",
-        ),
-        (
-            "slurm",
-            {"command": []},
-            "launch: a command must be given; got none. Pass for example -- train.py --steps 100.",
-        ),
-    ],
-)
-def test_errors(kind, options, message):
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize("message, case", ERRORS.items())
+def test_errors(case, message):
+    kind, options = case
+    with value_error(message):
         render(kind, **{"command": WORDS, "processes": 4, "image": "me/train:1", **options})
-    assert str(error.value) == message
 
 
 def test_the_command_prints_what_render_returns():  # proves S108

@@ -111,6 +111,13 @@ def test_weights_are_split_over_the_axes_of_the_model(whole, what, here, sequenc
     )
 
 
+def test_weights_that_no_plan_splits_are_refused():
+    assert refused(sk.value_and_grad(wrapped(Axes("model"))), sk.fsdp("fsdp"), {"fsdp": 2, "model": 2}) == (
+        "transformer: the 2 query heads must be split over axes.model='model'; got 2 heads on each of 2 devices. Chain "
+        "tp('model', tensor_rules(config, 'model', 2)) into the plan."
+    )
+
+
 @pytest.mark.parametrize("leaf, dim, what", [("down", 1, "8 hidden features"), ("head", 1, "16 vocabulary entries")])
 def test_weights_that_the_model_does_not_know_to_be_split_are_refused(leaf, dim, what):
     plan = sk.tp("model", lambda path, shape: dim if path.split(".")[-1] == leaf else None)

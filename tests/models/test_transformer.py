@@ -143,20 +143,6 @@ def test_a_batch_without_tokens_is_refused():
             transformer.loss_fn(transformer.Config(layers=1, dim=16, heads=2))({}, batch, None)
 
 
-def test_weights_that_no_plan_splits_are_refused():
-    mesh = sk.make_mesh(jax.devices()[:4], fsdp=2, model=2)
-    config = transformer.Config(vocabulary=64, layers=2, dim=32, heads=4, hidden=64)
-    loss = sk.value_and_grad(transformer.loss_fn(config, transformer.Axes(model="model")))
-    init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=mesh, plan=sk.fsdp("fsdp"))
-    state = init.abstract(weights(config))
-    batch = {name: np.zeros((4, 8), np.int32) for name in ("tokens", "targets")}
-    with value_error(
-        "transformer: the 4 query heads must be split over axes.model='model'; got 4 heads on each of 2 devices. "
-        "Chain tp('model', tensor_rules(config, 'model', 2)) into the plan."
-    ):
-        step.lower(state, batch)
-
-
 def test_tokens_of_a_negative_target_count_for_nothing():
     config = transformer.Config(vocabulary=8, layers=1, dim=8, heads=2, hidden=8)
     params = weights(config)

@@ -303,17 +303,11 @@ def test_arrays_that_cannot_be_summed_are_refused():
     rows = lambda w, c, keys: (jnp.sum(c), {"rows": sk.Mean(w["w"] * c[0], 1)})  # noqa: E731
     weights = lambda w, c, keys: (jnp.sum(c), {"a": {"b": sk.Mean(c, c[:1])}})  # noqa: E731
     plan = sk.chain(sk.dp("data"), sk.tp("model", {"w": P("model")}))
-    for loss_fn, message in (
-        (
-            rows,
-            "Mean 'rows': an array may vary only over the axes of the batch; got float32[2], which varies over 'model' "
-            "too. Pass all_gather(..., replicated=True) of parts of the array, or all_reduce(...) of parts of a sum.",
-        ),
-        (
-            weights,
-            "Mean 'a.b': the weight must be a scalar or have the shape of the total; got "
-            "Mean(float32[2], float32[1]). Broadcast it with jnp.broadcast_to(weight, total.shape).",
-        ),
-    ):
+    for message, loss_fn in {
+        "Mean 'rows': an array may vary only over the axes of the batch; got float32[2], which varies over 'model' "
+        "too. Pass all_gather(..., replicated=True) of parts of the array, or all_reduce(...) of parts of a sum.": rows,
+        "Mean 'a.b': the weight must be a scalar or have the shape of the total; got "
+        "Mean(float32[2], float32[1]). Broadcast it with jnp.broadcast_to(weight, total.shape).": weights,
+    }.items():
         with value_error(message):
             jax.eval_shape(sk.make_eval_step(loss_fn, mesh=mesh, plan=plan), {"w": np.ones(4, "f")}, np.ones(4, "f"))

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from support.conformance import toy_tp
 from support.layouts import Specs, specs
-from support.refusals import type_error, value_error
+from support.refusals import raises, refusals, value_error
 
 SHAPES = {"weight": jax.ShapeDtypeStruct((16, 3), jnp.float32), "shift": jax.ShapeDtypeStruct((), jnp.float32)}
 
@@ -69,25 +69,26 @@ def test_an_axis_the_mesh_does_not_have(data8):
         sk.make_train_step(sk.value_and_grad(lambda p, b, k: p), optax.sgd(1.0), mesh=data8, plan=sk.dp("dta"))
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("wrong", [0, 1, ("w",)])
-def test_a_place_that_returns_a_dim_is_refused(wrong, data8):
-    """0 was taken for "left whole"."""
-    plan = sk.strategy("own", "data", rank=1, batch_dim=0, place=lambda leaf: wrong)
-    with type_error(
-        "own('data'): place must return a Split, the reason why a leaf stays whole, or None; got "
-        f"{wrong!r} for leaf weight. Return for example Split(dim=0)."
-    ):
-        plan.layouts({"weight": SHAPES["weight"]}, data8)
+HALVES = [("step", "never"), ("never", "step")]
+PLACES = refusals(
+    {
+        "a split must gather the weight and scatter its gradient, or neither; got "
+        f"gather={gather!r} with scatter={scatter!r} for leaf weight. Pass 'never' for both if the loss gets the part, "
+        "else for none.": sk.Split(0, gather, scatter)
+        for gather, scatter in HALVES
+    },
+    {
+        "place must return a Split, the reason why a leaf stays whole, or None; got "
+        f"{wrong!r} for leaf weight. Return for example Split(dim=0).": wrong
+        for wrong in (0, 1, ("w",))
+    },
+)
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("gather, scatter", [("step", "never"), ("never", "step")])
-def test_half_a_split_is_refused(data8, gather, scatter):
-    """A placement rule that gathers a weight and leaves its gradient whole, which failed deep inside the step."""
-    plan = sk.strategy("own", "data", rank=1, batch_dim=0, place=lambda leaf: sk.Split(0, gather, scatter))
-    with value_error(
-        f"own('data'): a split must gather the weight and scatter its gradient, or neither; got gather={gather!r} with "
-        f"scatter={scatter!r} for leaf weight. Pass 'never' for both if the loss gets the part, else for none."
-    ):
+@pytest.mark.parametrize("kind, message, place", PLACES)
+def test_a_place_that_returns_a_dim_or_half_a_split_is_refused(kind, message, place, data8):
+    """0 was taken for "left whole"; what gathers a weight and leaves its gradient whole failed deep inside the step."""
+    plan = sk.strategy("own", "data", rank=1, batch_dim=0, place=lambda leaf: place)
+    with raises(kind, f"own('data'): {message}"):
         plan.layouts({"weight": SHAPES["weight"]}, data8)

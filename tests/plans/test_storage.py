@@ -14,7 +14,7 @@ import shardkit as sk
 from shardkit.analysis.hlo.differences import compiled, written
 from shardkit.plans.storage import Padded
 from support.layouts import Specs, specs
-from support.optimizers import OPTIMIZERS, OWN
+from support.optimizers import OPTIMIZERS, OWN, without_a_mesh
 from support.refusals import value_error
 from support.trees import assert_close
 
@@ -66,25 +66,9 @@ def make(plan, optimizer=None, sizes=None, **options):
 
 
 @cache
-def one_device(name, steps=3):
-    """Parameters and optimizer state after some steps without a mesh."""
-    optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
-    params = make_params()
-    state = optimizer.init(params)
-
-    @jax.jit
-    def step(params, state, batch):
-        def mean(params):
-            loss = loss_fn(params, batch, None)
-            return loss.total / loss.weight
-
-        loss, grads = jax.value_and_grad(mean)(params)
-        updates, state = optimizer.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    for index in range(steps):
-        params, state = step(params, state, make_batch(index))
-    return params, state
+def one_device(name):
+    """Parameters and optimizer state after three steps without a mesh."""
+    return without_a_mesh(name, loss_fn, make_params(), map(make_batch, range(3)))
 
 
 def padding_of(tree):

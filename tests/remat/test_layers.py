@@ -320,21 +320,16 @@ def test_a_list_of_layers_is_gathered_one_by_one_and_not_scanned(by):
     batch = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)}
     losses = [sk.value_and_grad(in_a_list("gathered"))] * 2
     assert_same_training(*losses, optax.sgd(0.1), mesh=mesh, plan=plan, params=listed(), batches=[batch])
-    for other, kind, message in (
-        (
-            sk.dp("data"),
-            TypeError,
-            "scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
-            "2. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), or call "
-            "gathered(layer_fn)(weights, x) layer by layer.",
-        ),
-        (
+    for message, (other, kind) in {
+        "scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
+        "2. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), or call "
+        "gathered(layer_fn)(weights, x) layer by layer.": (sk.dp("data"), TypeError),
+        "scan_layers: dim 0 of a stack, the layers, must not be sharded; layers.0.b is sharded there over axis "
+        "'fsdp'. Stack the layers if they are a list, or choose another dim with the plan's rules=.": (
             plan,
             ValueError,
-            "scan_layers: dim 0 of a stack, the layers, must not be sharded; layers.0.b is sharded there over axis "
-            "'fsdp'. Stack the layers if they are a list, or choose another dim with the plan's rules=.",
         ),
-    ):
+    }.items():
         evaluate = sk.make_eval_step(in_a_list("scan"), mesh=mesh, plan=other)
         with raises(kind, message):
             jax.eval_shape(evaluate, jax.eval_shape(listed), batch)

@@ -81,27 +81,19 @@ def test_a_pipelines_page_has_its_schedule(mesh2x4):
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"file": "step.pdf"}, "report: file must end in .html; got 'step.pdf'. Pass for example 'step.html'."),
-        (
-            {"file": "taken/step.html"},
-            "report: file must be one that can be written; 'taken/step.html' cannot (FileExistsError). Pass another "
-            "path.",
-        ),
-        (
-            {"file": "folder.html"},
-            "report: file must be one that can be written; 'folder.html' cannot (IsADirectoryError). Pass another "
-            "path.",
-        ),
-        ({"target": "v5e"}, "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'."),
-        (
-            {},
-            "report: the step must be traced and compiled with these arguments; it raises TypeError: no program. Check "
-            "the arguments, and the mesh context that the step needs.",
-        ),
-        ({"small": -1}, "report: small must be at least 0; got -1. Pass small=0 or more."),
-    ],
+    "message, options",
+    {
+        "report: file must end in .html; got 'step.pdf'. Pass for example 'step.html'.": {"file": "step.pdf"},
+        "report: file must be one that can be written; 'taken/step.html' cannot (FileExistsError). Pass another "
+        "path.": {"file": "taken/step.html"},
+        "report: file must be one that can be written; 'folder.html' cannot (IsADirectoryError). Pass another path.": {
+            "file": "folder.html"
+        },
+        "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.": {"target": "v5e"},
+        "report: the step must be traced and compiled with these arguments; it raises TypeError: no program. Check "
+        "the arguments, and the mesh context that the step needs.": {},
+        "report: small must be at least 0; got -1. Pass small=0 or more.": {"small": -1},
+    }.items(),
 )
 def test_bad_use(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -207,14 +207,6 @@ def test_mesh_in_one_call(shape):  # proves S12
     assert [d.id for d in mesh.devices.flat] == list(range(8))
 
 
-def test_mesh_of_two_by_two(monkeypatch):  # proves S12
-    config = DistributedConfig(world_size=4, mesh_shape=(2, 2), mesh_axis_names=("data", "model"))
-    four = jax.devices()[:4]
-    monkeypatch.setattr(jax, "devices", lambda: four)
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert dict(config.mesh().shape) == {"data": 2, "model": 2}
-
-
 def test_mesh_from_the_parallel_sizes_and_of_another_world():
     config = DistributedConfig(world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert tuple(config.mesh().shape.items()) == (("data", 2), ("model", 2), ("stage", 2))

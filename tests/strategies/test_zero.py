@@ -23,7 +23,7 @@ from shardkit.plans.placement import Cut
 from shardkit.testing import assert_same_training
 from support.conformance import BATCH, TRANSFORMER, text_batch
 from support.layouts import Specs, specs
-from support.optimizers import OPTIMIZERS, OWN
+from support.optimizers import OPTIMIZERS, OWN, without_a_mesh
 from support.refusals import raises, refusals, type_error, value_error
 
 SHAPES = {
@@ -108,8 +108,6 @@ def test_the_dim_can_be_chosen_and_one_device_splits_none():
             "of a key that returns it.": lambda: sk.fsdp("d").layouts({}, sk.abstract_mesh(d=4)),
             "fsdp: the rules have no spec for leaf bias; theirs are for the leaves 'head'. Make the rules from the "
             "logical axes of these parameters.": lambda: layouts(sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4),
-            "chain: axis 'd' is used by fsdp('d') and by zero1('d'). A mesh axis serves one strategy; "
-            "give one of them another axis.": lambda: sk.chain(sk.fsdp("d"), sk.zero1("d")),
         },
         {
             "fsdp: layerwise must be a tuple of names; got 'layers'. Write layerwise=('layers',).": lambda: sk.fsdp(
@@ -481,23 +479,7 @@ LAID_OUT = {
 @cache
 def one_device(name):
     """The parameters after three steps without a mesh."""
-    optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
-
-    def mean(params, batch):
-        loss = quadratic(params, batch, None)
-        return loss.total / loss.weight
-
-    @jax.jit
-    def one_step(params, state, batch):
-        loss, grads = jax.value_and_grad(mean)(params, batch)
-        updates, state = optimizer.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    params = quadratic_params()
-    state = optimizer.init(params)
-    for index in range(3):
-        params, state = one_step(params, state, quadratic_batch(index))
-    return params
+    return without_a_mesh(name, quadratic, quadratic_params(), map(quadratic_batch, range(3)))[0]
 
 
 # The layouts take turns, because an optimizer that looks at single numbers is wrong under all of them or none; those

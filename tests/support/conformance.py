@@ -52,6 +52,12 @@ class PlanRow(NamedTuple):
     model_axis: str | transformer.Axes | None = None
 
 
+def three(zero: Callable[..., sk.Plan], **options: Any) -> sk.Plan:
+    """dp, and a kind of zero and fsdp over axes of their own."""
+    return sk.chain(sk.dp("data"), zero("zero", **options), sk.fsdp("fsdp", **options))
+
+
+CUBE = {"zero": 2, "fsdp": 2, "data": 2}
 PLANS = [
     PlanRow("dp1", {"data": 1}, lambda: sk.dp("data")),
     PlanRow("dp2", {"data": 2}, lambda: sk.dp("data")),
@@ -84,24 +90,12 @@ PLANS = [
         ),
     ),
     PlanRow("hsdp", {"replica": 2, "shard": 4}, lambda: sk.chain(sk.dp("replica"), sk.fsdp("shard", min_size=1))),
-    PlanRow(
-        "fsdp x zero1 x dp",
-        {"zero": 2, "fsdp": 2, "data": 2},
-        lambda: sk.chain(sk.dp("data"), sk.zero1("zero", min_size=1), sk.fsdp("fsdp", min_size=1)),
-    ),
-    PlanRow(
-        "fsdp x zero2 x dp",
-        {"zero": 2, "fsdp": 2, "data": 2},
-        lambda: sk.chain(sk.dp("data"), sk.zero2("zero", min_size=1), sk.fsdp("fsdp", min_size=1)),
-    ),
+    PlanRow("fsdp x zero1 x dp", CUBE, lambda: three(sk.zero1, min_size=1)),
+    PlanRow("fsdp x zero2 x dp", CUBE, lambda: three(sk.zero2, min_size=1)),
     PlanRow(
         "fsdp and zero2 layerwise x dp",
         {"zero": 2, "data": 2, "fsdp": 2},
-        lambda: sk.chain(
-            sk.dp("data"),
-            sk.zero2("zero", min_size=1, layerwise=("layers",)),
-            sk.fsdp("fsdp", min_size=1, layerwise=("layers",)),
-        ),
+        lambda: three(sk.zero2, min_size=1, layerwise=("layers",)),
     ),
     PlanRow(
         "two fsdp, one layerwise",

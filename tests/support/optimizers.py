@@ -51,3 +51,23 @@ OPTIMIZERS = {
 OWN = {"sgd": (0, 0), "adamw": (0, 0), "lion": (0, 0), "clip_by_global_norm": (1, 24), "novograd": (2, 40)}
 OWN |= {"lamb": (7, 80), "lars": (7, 80), "adaptive_grad_clip": (2, 200), "sm3": (4, 200)}
 OWN |= {"adafactor": (12, 300), "muon": (17, 2600)}
+
+
+def without_a_mesh(name, loss_fn, params, batches):
+    """Parameters and optimizer state after a step for each batch, on one device and by jax and optax alone."""
+    optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
+
+    def mean(params, batch):
+        loss = loss_fn(params, batch, None)
+        return loss.total / loss.weight
+
+    @jax.jit
+    def one_step(params, state, batch):
+        loss, grads = jax.value_and_grad(mean)(params, batch)
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for batch in batches:
+        params, state = one_step(params, state, batch)
+    return params, state

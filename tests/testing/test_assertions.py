@@ -161,20 +161,12 @@ def test_what_cannot_be_compared_is_said_in_full(data8):
         "assert_matches_reference: on mesh data=8, under jit, the result must have a dtype of the reference's kind; "
         "(the whole tree) is int32 and the reference float32. Cast the kernel's or the reference's."
     )
-    for reference, args, message in (
-        (
-            lambda x: np.asarray(x),
-            (x,),
-            "assert_matches_reference: the reference must be written in jax when gradients are compared; it converts "
-            "its arguments to numpy arrays. Use jax.numpy in it, or pass grad=False.",
-        ),
-        (
-            lambda x: x,
-            x,
-            "assert_matches_reference: args must be a tuple of the arguments; got float32[8]. Pass args=(x,) for one "
-            "argument.",
-        ),
-    ):
+    for message, (reference, args) in {
+        "assert_matches_reference: the reference must be written in jax when gradients are compared; it converts "
+        "its arguments to numpy arrays. Use jax.numpy in it, or pass grad=False.": (lambda x: np.asarray(x), (x,)),
+        "assert_matches_reference: args must be a tuple of the arguments; got float32[8]. Pass args=(x,) for one "
+        "argument.": (lambda x: x, x),
+    }.items():
         with type_error(message):
             assert_matches_reference(lambda x: sk.vary(x, "data"), reference, mesh=data8, args=args, **options)
 

@@ -41,7 +41,6 @@ SUMMED = "are 4x the reference: axis 'data' (size 4) is summed twice, or a divis
 WRONG = {
     "grad(local)": (lambda p, x: jax.grad(square)(p, x), SUMMED),
     "pmean(grad(local))": (lambda p, x: mean(jax.grad(square)(p, x)), SUMMED),
-    "psum": (lambda p, x: sk.all_reduce(own(p, x), "data"), SUMMED),
     "divided twice": (
         lambda p, x: jax.tree.map(lambda g: g / sk.axis_size("data"), mean(own(p, x))),
         "are 1/4 of the reference: axis 'data' (size 4) is divided by once too often, or a sum over it is missing",

@@ -94,19 +94,6 @@ def test_one_law_that_breaks_is_enough_wherever_it_stands():
         ]
 
 
-def test_a_wrong_gradient_behind_a_clip():
-    def doubled(params, batch, keys, *, scale=1):
-        loss, aux, grads = OWN(params, batch, keys, scale=scale)
-        return loss, aux, {**grads, "b": 2 * grads["b"]}
-
-    text = broken(laws.same_numbers, doubled, optimizer=optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0)))
-    assert text.startswith(
-        "- data=4: dp('data'), same_numbers: on mesh data=4 with plan dp('data'), step 0: the gradient of b must "
-        "equal one device's; the largest difference is "
-    )
-    assert "(everywhere 2x one device's); allowed is " in text
-
-
 # The weight divides out of loss and gradients; a metric far below the loss must not borrow the loss's rounding.
 def test_a_weight_or_a_metric_that_is_not_one_devices():
     def small(params, batch, keys):

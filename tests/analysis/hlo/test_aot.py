@@ -39,21 +39,15 @@ def test_topologies_are_read():
 
 
 @pytest.mark.parametrize(
-    "text, message",
-    [
-        (
-            "v9:2x2",
-            f"aot: unknown chip 'v9' in topology 'v9:2x2'; known are {quoted(sk.cost.chips)}. Pass for example "
-            "'v5p:8x8x8' or 'h100:1x1x8'.",
-        ),
-        ("v5e", "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'."),
-        ("v5p:0x4x4", "aot: topology 'v5p:0x4x4' must give a valid shape. After 'v5p' write the torus, as 'v5e:2x4'."),
-        (
-            "h100:8",
-            "aot: topology 'h100:8' must give a valid shape. After 'h100' write slices x hosts x GPUs per host, "
-            "as 'h100:1x1x8'.",
-        ),
-    ],
+    "message, text",
+    {
+        f"aot: unknown chip 'v9' in topology 'v9:2x2'; known are {quoted(sk.cost.chips)}. Pass for example "
+        "'v5p:8x8x8' or 'h100:1x1x8'.": "v9:2x2",
+        "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.": "v5e",
+        "aot: topology 'v5p:0x4x4' must give a valid shape. After 'v5p' write the torus, as 'v5e:2x4'.": "v5p:0x4x4",
+        "aot: topology 'h100:8' must give a valid shape. After 'h100' write slices x hosts x GPUs per host, "
+        "as 'h100:1x1x8'.": "h100:8",
+    }.items(),
 )
 def test_unreadable_topologies_are_refused(text, message):
     assert refused(lambda x: x, (1.0,), topology=text) == message

@@ -20,6 +20,7 @@ from shardkit.collectives import compressed
 from shardkit.models import transformer
 from support.planted import divergent
 from support.planted.divergent import BOTH, DIVERGENT, MESH, PLANTED, X, on
+from support.tables import indented
 
 pytestmark = pytest.mark.check
 PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chosen.<locals>.<lambda>)"
@@ -67,114 +68,79 @@ def line_of(function):
     return f"divergent.py:{function.__code__.co_firstlineno + 2} ({function.__qualname__})"
 
 
-@pytest.mark.parametrize(
-    ("name", "message", "remedy"),
-    [
-        (
-            "all_reduce under cond",
-            f"all_reduce over 'model' is in a cond whose predicate, at {PREDICATE}, differs along 'model', so that "
-            f"only some of its devices call it: a deadlock.",
-            "Call it on every device and select the result with jnp.where, or make the predicate equal first, with "
-            "all_reduce over 'model'.",
-        ),
-        (
-            "ppermute under another axis' predicate",
-            f"ppermute over 'model' is in a cond whose predicate, at {PREDICATE}, differs along 'data'; a ppermute "
-            f"needs every device of the mesh, so that it deadlocks or returns wrong values.",
-            "Call it on every device and select the result with jnp.where.",
-        ),
-        (
-            "a cond's result passes as equal",
-            "a predicate that differs along 'data' decides output 0 of the shard_map, which out_specs P() declare "
-            "replicated there: devices hold different values.",
-            "Cast the operands with vary over 'data', so that the type shows it, and reduce the result.",
-        ),
-        (
-            "a ring one device too long",
-            "ppermute over 'model' of 4 devices names target 4, a device that does not exist.",
-            "Name each device at most once as source and once as target, as shift does.",
-        ),
-        (
-            "a chain one device too short",
-            "ppermute over 'model' of 4 devices names no source for 0, 3, which receive zeros.",
-            "Name a source for every device, or replace the zeros with jnp.where; shift(wrap=False) is exempt.",
-        ),
-        (
-            "to itself",
-            "ppermute over 'model' of 4 devices sends every device's value to itself.",
-            "Leave it out, or name other targets.",
-        ),
-        (
-            "a sum of a sum",
-            "all_reduce over 'data', 'model' of a float32[8,64] that is equal along axis 'model' already, because it "
-            "was reduced or gathered over it before; a sum multiplies it by 4, and a mean changes nothing.",
-            "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
-            "where only the type must become equal, gather with replicated=True.",
-        ),
-        (
-            "weight decay counted by every device",
-            "all_reduce over 'data', 'model' of a float32[] that is equal along axes 'data', 'model' already, because "
-            "it comes from replicated arguments; a sum multiplies it by 8, and a mean changes nothing.",
-            "Leave it out, or split the argument over the axis.",
-        ),
-        (
-            "a penalty in each device's total",
-            "a term of the total of a Mean is the same on all devices along 'data', 'model', which sum it: it counts "
-            "once for each of them, unless it is divided by their number.",
-            "Weight it, mean.total + mean.weight * term, or return mean + sk.Mean(term, 1).",
-        ),
-        (
-            "gathered for the neighbor's piece",
-            f"all_gather over 'model' sends each device 6,144 bytes, and the slice at "
-            f"divergent.py:{divergent._neighbours_piece.__code__.co_firstlineno + 1} (_neighbours_piece), its only "
-            "use, takes 2,048.",
-            "Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for a different "
-            "one on each device.",
-        ),
-        (
-            "reduced for its own piece",
-            f"all_reduce over 'model' sends 3,072 bytes, and the slice at {line_of(divergent._own_rows)}, its only "
-            "use, keeps 1/4 of dim 0 on each device.",
-            "Use reduce_scatter with dim=0, which sends half.",
-        ),
-        (
-            "a large weight on every device",
-            "w, an input of 16,384 bytes (float32[64,64]), is replicated over data=2, model=4.",
-            "Name a mesh axis in its spec, as specs_from_rules does, or raise `large` if that is intended.",
-        ),
-        (
-            "a gain in crumbs",
-            "all_gather over 'fsdp' of 64 devices sends pieces of 16 bytes (float32[4]); 1,024 bytes are not worth a "
-            "message.",
-            "Replicate leaves of this size, or split them over fewer devices.",
-        ),
-        (
-            "unchecked types",
-            "shard_map over 'data', 'model' has check_vma off: a wrong out_specs and a missing reduction pass "
-            "unnoticed, and gradients inside it are not summed.",
-            "Leave check_vma=True, and cast with vary where a type must match.",
-        ),
-        (
-            "pmap",
-            "jax.pmap supports one axis, needs a leading dim for it and checks no types.",
-            "Write jax.shard_map over a mesh from make_mesh.",
-        ),
-        (
-            "process 0 alone",
-            "the program runs 1 collectives as process 0 and 0 as process 1; the first difference is all_reduce over "
-            "'data', 'model'(float32[]) against nothing: a deadlock.",
-            "Run the same program on every process, and pass what differs as data or decide it outside.",
-        ),
-        (
-            "another constant",
-            "processes 0 and 1 trace different programs; the first difference is a constant "
-            "float32[64,64] against a constant float32[64,64] of other values.",
-            "Run the same program on every process, and pass what differs as data or decide it outside.",
-        ),
-    ],
-)
-def test_messages(name, message, remedy):
-    assert messages(name) == [(message, remedy)]
+MESSAGES = f"""
+all_reduce under cond
+    all_reduce over 'model' is in a cond whose predicate, at {PREDICATE}, differs along 'model', so that only some
+    of its devices call it: a deadlock.
+    => Call it on every device and select the result with jnp.where, or make the predicate equal first, with
+    all_reduce over 'model'.
+ppermute under another axis' predicate
+    ppermute over 'model' is in a cond whose predicate, at {PREDICATE}, differs along 'data'; a ppermute needs every
+    device of the mesh, so that it deadlocks or returns wrong values.
+    => Call it on every device and select the result with jnp.where.
+a cond's result passes as equal
+    a predicate that differs along 'data' decides output 0 of the shard_map, which out_specs P() declare replicated
+    there: devices hold different values.
+    => Cast the operands with vary over 'data', so that the type shows it, and reduce the result.
+a ring one device too long
+    ppermute over 'model' of 4 devices names target 4, a device that does not exist.
+    => Name each device at most once as source and once as target, as shift does.
+a chain one device too short
+    ppermute over 'model' of 4 devices names no source for 0, 3, which receive zeros.
+    => Name a source for every device, or replace the zeros with jnp.where; shift(wrap=False) is exempt.
+to itself
+    ppermute over 'model' of 4 devices sends every device's value to itself.
+    => Leave it out, or name other targets.
+a sum of a sum
+    all_reduce over 'data', 'model' of a float32[8,64] that is equal along axis 'model' already, because it was
+    reduced or gathered over it before; a sum multiplies it by 4, and a mean changes nothing.
+    => Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; where
+    only the type must become equal, gather with replicated=True.
+weight decay counted by every device
+    all_reduce over 'data', 'model' of a float32[] that is equal along axes 'data', 'model' already, because it
+    comes from replicated arguments; a sum multiplies it by 8, and a mean changes nothing.
+    => Leave it out, or split the argument over the axis.
+a penalty in each device's total
+    a term of the total of a Mean is the same on all devices along 'data', 'model', which sum it: it counts once for
+    each of them, unless it is divided by their number.
+    => Weight it, mean.total + mean.weight * term, or return mean + sk.Mean(term, 1).
+gathered for the neighbor's piece
+    all_gather over 'model' sends each device 6,144 bytes, and the slice at
+    divergent.py:{divergent._neighbours_piece.__code__.co_firstlineno + 1} (_neighbours_piece), its only use, takes
+    2,048.
+    => Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for a different one on
+    each device.
+reduced for its own piece
+    all_reduce over 'model' sends 3,072 bytes, and the slice at {line_of(divergent._own_rows)}, its only use, keeps
+    1/4 of dim 0 on each device.
+    => Use reduce_scatter with dim=0, which sends half.
+a large weight on every device
+    w, an input of 16,384 bytes (float32[64,64]), is replicated over data=2, model=4.
+    => Name a mesh axis in its spec, as specs_from_rules does, or raise `large` if that is intended.
+a gain in crumbs
+    all_gather over 'fsdp' of 64 devices sends pieces of 16 bytes (float32[4]); 1,024 bytes are not worth a message.
+    => Replicate leaves of this size, or split them over fewer devices.
+unchecked types
+    shard_map over 'data', 'model' has check_vma off: a wrong out_specs and a missing reduction pass unnoticed, and
+    gradients inside it are not summed.
+    => Leave check_vma=True, and cast with vary where a type must match.
+pmap
+    jax.pmap supports one axis, needs a leading dim for it and checks no types.
+    => Write jax.shard_map over a mesh from make_mesh.
+process 0 alone
+    the program runs 1 collectives as process 0 and 0 as process 1; the first difference is all_reduce over 'data',
+    'model'(float32[]) against nothing: a deadlock.
+    => Run the same program on every process, and pass what differs as data or decide it outside.
+another constant
+    processes 0 and 1 trace different programs; the first difference is a constant float32[64,64] against a constant
+    float32[64,64] of other values.
+    => Run the same program on every process, and pass what differs as data or decide it outside.
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), indented(MESSAGES))
+def test_messages(name, said):
+    assert messages(name) == [tuple(said.split(" => "))]
 
 
 def test_a_finding_prints_as_one_line_and_its_rule_can_be_left_out():
@@ -182,7 +148,6 @@ def test_a_finding_prints_as_one_line_and_its_rule_can_be_left_out():
     (found,) = lint(row.wrong, X)
     assert isinstance(found, sk.Finding) and sk.lint is lint
     assert str(found) == f"{found.source}: identity-permutation: {found.message} {found.remedy}"
-    (row,) = [row for row in PLANTED if row.name == "to itself"]
     assert lint(row.wrong, X, ignore=("identity-permutation",)) == []
     with pytest.raises(ValueError) as error:
         lint(row.wrong, X, ignore=("identity",))

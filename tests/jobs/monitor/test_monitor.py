@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from shardkit.runtime.channel.recorder import SIZE, SLOTS, Recorder, RecordReade
 from shardkit.runtime.channel.wire import Lines, as_line, encoded
 from shardkit.runtime.checkpoint.orbax_io import Saving
 from support.refusals import refused
+from support.tables import indented
 
 pytestmark = pytest.mark.check
 
@@ -42,167 +44,125 @@ def said(*known, limits=LIMITS):
     return found and found.text
 
 
-TABLE = [  # processes, and what is said of them
-    ([at("user code", 5, flying=5), at("data", 6)], None),
-    ([at("start", 0, 500), at("compile", 0, 59)], None),
-    # whoever is in time where it is may still come: it compiles, saves or loads longer than the step may take
-    ([at("step", 6, 11), at("data", 6, 3)], None),
-    ([at("user code", 0, 40, flying=0), at("compile", 0, 50)], None),
-    ([at("user code", 6, 11, flying=6), at("save", 5, 9), at("user code", 6, 3, flying=6)], None),
-    ([at("user code", 6, 11, flying=6), at("user code", 6, 3, flying=6)], None),  # its last process came to it 3 s ago
-    ([at("compare", 0, 61), at("start", 0, 30)], None),
-    ([at("step", 6, 11), at("save", 5, 9)], None),
-    (
-        [at("step", 6, 11), at("save", 5, 11)],
-        "process 1 timed out saving after step 5: 11.1 s, deadline 10 s; process 0 waits in step 6",
-    ),
-    (  # but not without a limit
-        [at("step", 6, 71), at("data", 6, 3)],
-        "process 1 holds up the others: it has been waiting for the data of step 6 for 3.1 s; process 0 "
-        "waits in step 6",
-    ),
-    (  # and not for one that itself waits, is stopped or has exited
-        [at("step", 6, 11), at("compare", 6, 8)],
-        "process 1 holds up the others: it has been comparing the program of step 6 with the others for 8.1 s; process "
-        "0 waits in step 6",
-    ),
-    (
-        [at("step", 6, 11), at("save", 5, 3, stopped=True)],
-        "process 1 is stopped (SIGSTOP?) saving after step 5; process 0 waits in step 6",
-    ),
-    (
-        [at("user code", 6, 11, flying=6), at("user code", 5, 11), at("user code", 5, 11)],
-        "processes 1, 2 hold up the others: they have been in user code after step 5 for 11.1 s; process 0 "
-        "waits in step 6",
-    ),
-    (
-        [at("step", 6, 11), at("data", 6, 12)],
-        "process 1 timed out waiting for the data of step 6: 12.1 s, deadline 10 s; process 0 waits in step 6",
-    ),
-    (
-        [at("user code", 6, 11, flying=6), at("user code", 5, 11)],
-        "process 1 holds up the others: it has been in user code after step 5 for 11.1 s; process 0 waits in step 6",
-    ),
-    (
-        [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6)],
-        "processes 0, 1 timed out in step 6: 11.1 s, deadline 10 s",
-    ),
-    (
-        [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6, stopped=True)],
-        "process 1 is stopped (SIGSTOP?) in step 6; process 0 waits in step 6",
-    ),
-    (  # a moment before the deadlines of those that wait for it
-        [at("step", 7, 9), at("user code", 6, 11, flying=6, stopped=True), at("user code", 7, 9, flying=7)],
-        "process 1 is stopped (SIGSTOP?) in step 6; processes 0, 2 wait in step 7",
-    ),
-    (
-        [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6, heard=4)],
-        "process 1 has not answered for 4.0 s (machine or network down?), last seen in step 6; process "
-        "0 waits in step 6",
-    ),
-    (
-        [at("data", 6), at("data", 6, heard=31, flying=None)],
-        "process 1 has not answered for 31.0 s (machine or network down?), last seen waiting for the data of step 6",
-    ),
-    (
-        [at("save", 5, 11), at("save", 5, 11), at("data", 6, 2)],
-        "processes 0, 1 timed out saving after step 5: 11.1 s, deadline 10 s",
-    ),
-    # of a save: whose own part is written waits for the others', and process 0 finishes it when all are
-    ([at("commit", 5, 11), at("save", 5, 9)], None),
-    (
-        [at("commit", 5, 11), at("save", 5, 11), at("commit", 5, 11)],
-        "process 1 timed out saving after step 5: 11.1 s, deadline 10 s; processes 0, 2 wait in the save after step 5 "
-        "(own part written)",
-    ),
-    (
-        [at("save", 5, 11), at("commit", 5, 11), at("save", 5, 11)],
-        "processes 0, 2 timed out saving after step 5: 11.1 s, deadline 10 s; process 1 waits in the save after "
-        "step 5 (own part written)",
-    ),
-    (
-        [at("commit", 5, 11), at("commit", 5, 11), at("commit", 5, 11)],
-        "process 0 timed out finishing the save after step 5: 11.1 s, deadline 10 s; processes 1, 2 wait in the save "
-        "after step 5 (own part written)",
-    ),
-    ([at("commit", 5, 11), at("user code", 5, 9)], None),
-    (
-        [at("commit", 5, 11), at("user code", 5, 11)],
-        "process 1 holds up the others: it has been in user code after step 5 for 11.1 s; process 0 waits in the "
-        "save after step 5 (own part written)",
-    ),
-    ([at("step", 6, 6), at("end", 5, 6, left=True)], "process 1 exited after step 5; process 0 waits in step 6"),
-    ([at("end", 5, 60, left=True), at("end", 5, 60, left=True)], None),
-    (
-        [at("step", 6), at("data", 6, gone=True)],
-        "process 1 died without reporting an error (SIGKILL or out of memory?) waiting for the data of step 6",
-    ),
-    # jax aborts all where its service fails or a stranger joins there: after a process was killed, a consequence
-    (
-        [at("step", 6, gone=True, crash="Aborted"), at("step", 6, gone=True), at("step", 6)],
-        "process 1 died without reporting an error (SIGKILL or out of memory?) in step 6",
-    ),
-    (
-        [at("step", 6, cause="JaxRuntimeError: Gloo: peer"), at("data", 6, gone=True, crash="Segmentation fault")],
-        "process 1 died of a fatal signal (Segmentation fault) waiting for the data of step 6",
-    ),
-    ([at("step", 6, gone=True, crash="Bus error")], "process 0 died of a fatal signal (Bus error) in step 6"),
-    (
-        [at("step", 6, gone=True, crash="Aborted"), at("data", 6, gone=True, crash="Aborted")],
-        "all processes died of a fatal signal (Aborted) in step 6: jax ends them where process 0 fails, which serves "
-        "it, or a program from outside of the job joins at that port, which knows no token; read their output",
-    ),
-    (
-        [at("step", 6, gone=True), at("step", 6, gone=True), at("step", 6)],
-        "process 0 died without reporting an error (SIGKILL or out of memory?) in step 6",
-    ),
-    (
-        [at("step", 6, cause="JaxRuntimeError: Gloo: Connection closed by peer"), at("step", 6, gone=True)],
-        "process 1 died without reporting an error (SIGKILL or out of memory?) in step 6",
-    ),
-    (
-        [
-            at("step", 6, cause="JaxRuntimeError: Gloo: Connection closed by peer"),
-            at("data", 6, cause="ValueError: bad sample"),
-        ],
-        "process 1 failed waiting for the data of step 6: ValueError: bad sample",
-    ),
-    (  # an error comes up where the host is, however far behind the devices are
-        [at("user code", 4, flying=1, cause="ValueError: x"), at("step", 4)],
-        "process 0 failed in user code after step 4: ValueError: x",
-    ),
-    (
-        [at("compare", 0, 61), at("start", 0, 90)],
-        "process 1 holds up the others: it has been in startup, before its first step for 90.1 s; process 0 waits "
-        "comparing the program of step 0 with the others",
-    ),
-    # after the last step
-    ([at("after", 5, 9), at("end", 5, 60, left=True)], None),
-    ([at("user code", 5, 9), at("end", 5, 60, left=True)], None),
-    ([at("user code", 5, 60), at("user code", 5, 60)], None),  # which of them was the last is not known
-    (
-        [at("after", 5, 11), at("end", 5, 60, left=True)],
-        "process 0 timed out in user code after the last step, step 5: 11.1 s, deadline 10 s",
-    ),
-    (
-        [at("end", 5, 60, left=True), at("user code", 5, 11)],
-        "process 1 timed out in user code after step 5: 11.1 s, deadline 10 s; process 0 has exited",
-    ),
-    (  # it had fewer batches
-        [at("after", 5, 11.5), at("step", 6, 11)],
-        "process 0 timed out in user code after the last step, step 5: 11.6 s, deadline 10 s; process 1 waits in step "
-        "6",
-    ),
-    (
-        [at("evaluate", 4, 11), at("evaluate", 4, 12)],
-        "processes 0, 1 timed out evaluating after step 4: 11.1 s, deadline 10 s",
-    ),
-]
+# A job's processes, each in a phase and a step since so many seconds, and below them what is said of them.
+TABLE = """
+user code 5 flying=5 & data 6
+start 0 500 & compile 0 59
+# whoever is in time where it is may still come: it compiles, saves or loads longer than the step may take
+step 6 11 & data 6 3
+user code 0 40 flying=0 & compile 0 50
+user code 6 11 flying=6 & save 5 9 & user code 6 3 flying=6
+# its last process came to it 3 s ago
+user code 6 11 flying=6 & user code 6 3 flying=6
+compare 0 61 & start 0 30
+step 6 11 & save 5 9
+step 6 11 & save 5 11
+    process 1 timed out saving after step 5: 11.1 s, deadline 10 s; process 0 waits in step 6
+# but not without a limit
+step 6 71 & data 6 3
+    process 1 holds up the others: it has been waiting for the data of step 6 for 3.1 s; process 0 waits in step 6
+# and not for one that itself waits, is stopped or has exited
+step 6 11 & compare 6 8
+    process 1 holds up the others: it has been comparing the program of step 6 with the others for 8.1 s; process 0
+    waits in step 6
+step 6 11 & save 5 3 stopped
+    process 1 is stopped (SIGSTOP?) saving after step 5; process 0 waits in step 6
+user code 6 11 flying=6 & user code 5 11 & user code 5 11
+    processes 1, 2 hold up the others: they have been in user code after step 5 for 11.1 s; process 0 waits in step
+    6
+step 6 11 & data 6 12
+    process 1 timed out waiting for the data of step 6: 12.1 s, deadline 10 s; process 0 waits in step 6
+user code 6 11 flying=6 & user code 5 11
+    process 1 holds up the others: it has been in user code after step 5 for 11.1 s; process 0 waits in step 6
+user code 6 11 flying=6 & user code 6 11 flying=6
+    processes 0, 1 timed out in step 6: 11.1 s, deadline 10 s
+user code 6 11 flying=6 & user code 6 11 flying=6 stopped
+    process 1 is stopped (SIGSTOP?) in step 6; process 0 waits in step 6
+# a moment before the deadlines of those that wait for it
+step 7 9 & user code 6 11 flying=6 stopped & user code 7 9 flying=7
+    process 1 is stopped (SIGSTOP?) in step 6; processes 0, 2 wait in step 7
+user code 6 11 flying=6 & user code 6 11 flying=6 heard=4
+    process 1 has not answered for 4.0 s (machine or network down?), last seen in step 6; process 0 waits in step 6
+data 6 & data 6 heard=31
+    process 1 has not answered for 31.0 s (machine or network down?), last seen waiting for the data of step 6
+save 5 11 & save 5 11 & data 6 2
+    processes 0, 1 timed out saving after step 5: 11.1 s, deadline 10 s
+# of a save: whose own part is written waits for the others', and process 0 finishes it when all are
+commit 5 11 & save 5 9
+commit 5 11 & save 5 11 & commit 5 11
+    process 1 timed out saving after step 5: 11.1 s, deadline 10 s; processes 0, 2 wait in the save after step 5
+    (own part written)
+save 5 11 & commit 5 11 & save 5 11
+    processes 0, 2 timed out saving after step 5: 11.1 s, deadline 10 s; process 1 waits in the save after step 5
+    (own part written)
+commit 5 11 & commit 5 11 & commit 5 11
+    process 0 timed out finishing the save after step 5: 11.1 s, deadline 10 s; processes 1, 2 wait in the save
+    after step 5 (own part written)
+commit 5 11 & user code 5 9
+commit 5 11 & user code 5 11
+    process 1 holds up the others: it has been in user code after step 5 for 11.1 s; process 0 waits in the save
+    after step 5 (own part written)
+step 6 6 & end 5 6 left
+    process 1 exited after step 5; process 0 waits in step 6
+end 5 60 left & end 5 60 left
+step 6 & data 6 gone
+    process 1 died without reporting an error (SIGKILL or out of memory?) waiting for the data of step 6
+# jax aborts all where its service fails or a stranger joins there: after a process was killed, a consequence
+step 6 gone crash=Aborted & step 6 gone & step 6
+    process 1 died without reporting an error (SIGKILL or out of memory?) in step 6
+step 6 cause=JaxRuntimeError: Gloo: peer & data 6 gone crash=Segmentation fault
+    process 1 died of a fatal signal (Segmentation fault) waiting for the data of step 6
+step 6 gone crash=Bus error
+    process 0 died of a fatal signal (Bus error) in step 6
+step 6 gone crash=Aborted & data 6 gone crash=Aborted
+    all processes died of a fatal signal (Aborted) in step 6: jax ends them where process 0 fails, which serves it,
+    or a program from outside of the job joins at that port, which knows no token; read their output
+step 6 gone & step 6 gone & step 6
+    process 0 died without reporting an error (SIGKILL or out of memory?) in step 6
+step 6 cause=JaxRuntimeError: Gloo: Connection closed by peer & step 6 gone
+    process 1 died without reporting an error (SIGKILL or out of memory?) in step 6
+step 6 cause=JaxRuntimeError: Gloo: Connection closed by peer & data 6 cause=ValueError: bad sample
+    process 1 failed waiting for the data of step 6: ValueError: bad sample
+# an error comes up where the host is, however far behind the devices are
+user code 4 flying=1 cause=ValueError: x & step 4
+    process 0 failed in user code after step 4: ValueError: x
+compare 0 61 & start 0 90
+    process 1 holds up the others: it has been in startup, before its first step for 90.1 s; process 0 waits
+    comparing the program of step 0 with the others
+# after the last step
+after 5 9 & end 5 60 left
+user code 5 9 & end 5 60 left
+# which of them was the last is not known
+user code 5 60 & user code 5 60
+after 5 11 & end 5 60 left
+    process 0 timed out in user code after the last step, step 5: 11.1 s, deadline 10 s
+end 5 60 left & user code 5 11
+    process 1 timed out in user code after step 5: 11.1 s, deadline 10 s; process 0 has exited
+# it had fewer batches
+after 5 11.5 & step 6 11
+    process 0 timed out in user code after the last step, step 5: 11.6 s, deadline 10 s; process 1 waits in step 6
+evaluate 4 11 & evaluate 4 12
+    processes 0, 1 timed out evaluating after step 4: 11.1 s, deadline 10 s
+"""
+STATE = re.compile(
+    r"(?P<phase>[a-z ]+) (?P<step>\d+)(?: (?P<seconds>[\d.]+))?(?: flying=(?P<flying>\d+))?(?: heard=(?P<heard>\d+))?"
+    r"(?P<words>(?: stopped| gone| left)*)(?: cause=(?P<cause>.*?))?(?: crash=(?P<crash>.*))?"
+)
 
 
-@pytest.mark.parametrize(("known", "text"), TABLE, ids=range(len(TABLE)))
+def process(text):
+    """What `at` makes of a text such as `user code 6 11 flying=6 stopped`."""
+    found = {name: each for name, each in STATE.fullmatch(text).groupdict().items() if each}
+    more = dict.fromkeys(found.pop("words", "").split(), True)
+    for name, kind in (("step", int), ("seconds", float), ("flying", int), ("heard", float)):
+        if name in found:
+            found[name] = kind(found[name])
+    return at(**found, **more)
+
+
+@pytest.mark.parametrize(("known", "text"), indented(TABLE))
 def test_who_is_named(known, text):
-    assert said(*known) == text
+    assert said(*map(process, known.split(" & "))) == (text or None)
 
 
 def test_hosts_are_named_where_there_are_several():

@@ -74,6 +74,11 @@ def save(directory: Any, state: Any, **more: Any) -> None:
         checkpoints.save(state, **more)
 
 
+def restored(directory: Any, target: Any, **options: Any) -> Any:
+    with Checkpoints(directory) as checkpoints:
+        return checkpoints.restore(target, **options)
+
+
 @cache
 def one_device(precision: str | None) -> tuple[str, dict[str, np.ndarray], list[float]]:
     """Where two steps on one device are saved, the state's bits, and the losses of the two steps after."""
@@ -124,8 +129,7 @@ def test_training_goes_on_under_every_plan(name, precision, tmp_path):
     init, step = make(name, **policy(precision))
     step(init(params(), KEY), batch(0))
     target = init.abstract(params())
-    with Checkpoints(directory) as checkpoints:
-        state, run = checkpoints.restore(target)
+    state, run = restored(directory, target)
     assert (run.step, run.position) == (2, 2)
     assert_laid_out(state, target)
     assert_same(state, saved)
@@ -135,8 +139,7 @@ def test_training_goes_on_under_every_plan(name, precision, tmp_path):
     np.testing.assert_allclose(metrics["loss"], losses[0], rtol=1e-5 if precision is None else 2e-2)
 
     save(tmp_path, state, position=3)
-    with Checkpoints(tmp_path) as checkpoints:
-        again, run = checkpoints.restore(target)
+    again, run = restored(tmp_path, target)
     with Compiles() as compiles:
         ends = [step(each, batch(3)) for each in (state, again)]
     assert compiles.count == 0
@@ -152,8 +155,7 @@ def test_training_goes_on_under_every_plan(name, precision, tmp_path):
 )
 def test_every_plan_is_restored_under_every_other(name, others, precision, tmp_path):
     directory, wanted, _ = one_device(precision)
-    with Checkpoints(directory) as checkpoints:
-        state, _ = checkpoints.restore(make(name, **policy(precision)).init.abstract(params()))
+    state, _ = restored(directory, make(name, **policy(precision)).init.abstract(params()))
     save(tmp_path, state)
     with Checkpoints(tmp_path) as checkpoints:
         for other in others:
@@ -232,8 +234,7 @@ def test_keys_keep_their_implementation(tmp_path):  # proves F63
     # No step takes such a key, but one's own loop may.
     state = state._replace(key=jax.device_put(jax.random.key(9, impl="rbg"), state.key.sharding))
     save(tmp_path, state)
-    with Checkpoints(tmp_path) as checkpoints:
-        found, _ = checkpoints.restore(init.abstract({"w": jnp.zeros((2, 3)), "b": jnp.ones(3)}))
+    found, _ = restored(tmp_path, init.abstract({"w": jnp.zeros((2, 3)), "b": jnp.ones(3)}))
     assert str(jax.random.key_impl(found.key)) == "rbg"
     assert_same(found, state)
 
@@ -257,8 +258,7 @@ def test_every_dtype_empty_arrays_and_strange_names(tmp_path):
     state = jax.tree.map(lambda x: jax.device_put(x, whole), state._replace(key=None))
     directory = tmp_path / "inner" / "checkpoints"
     save(directory, state)
-    with Checkpoints(directory) as checkpoints:
-        found, _ = checkpoints.restore(state)  # a state describes itself
+    found, _ = restored(directory, state)  # a state describes itself
     assert_same(found, state)
     for name in DTYPES:
         assert np.asarray(found.params[name]).tobytes() == tree[name].tobytes(), name
@@ -405,11 +405,6 @@ def saved(directory: Path, *steps: int) -> Any:
     return init.abstract({"w": jnp.zeros((2, 3)), "b": jnp.ones(3)})
 
 
-def restored(directory: Any, target: Any, **options: Any) -> Any:
-    with Checkpoints(directory) as checkpoints:
-        return checkpoints.restore(target, **options)
-
-
 def test_a_step_that_is_not_there(tmp_path):
     target = saved(tmp_path / "some", 2, 10)
     empty = tmp_path / "none"
@@ -434,18 +429,15 @@ def test_a_save_that_is_refused(tmp_path):
             f"save: a step must be newer than all saved steps; got step {step}, and '{tmp_path}' has step 10. Restore "
             "that step first, delete it, or save to another directory."
         )
-    assert refused(lambda: save(tmp_path, at(state, 11), position={"at": np.arange(2)})) == (
-        "save: position must be a JSON value, of dicts, lists, strings, numbers, booleans and None; Object of type "
-        "ndarray is not JSON serializable. Convert it, an array for example with .tolist()."
-    )
-    assert refused(lambda: save(tmp_path, at(state, 11), config=tmp_path)) == (
-        "save: config must be a JSON value, of dicts, lists, strings, numbers, booleans and None; Object of type "
-        "PosixPath is not JSON serializable. Convert it, an array for example with .tolist()."
-    )
-    assert refused(lambda: save(tmp_path, at(state, 11), config={1: "a", "1": "b"})) == (
-        "save: config must be a JSON value, of dicts, lists, strings, numbers, booleans and None; two keys of a dict "
-        "become '1' in JSON. Convert it, an array for example with .tolist()."
-    )
+    for name, value, reason in (
+        ("position", {"at": np.arange(2)}, "Object of type ndarray is not JSON serializable"),
+        ("config", tmp_path, "Object of type PosixPath is not JSON serializable"),
+        ("config", {1: "a", "1": "b"}, "two keys of a dict become '1' in JSON"),
+    ):
+        assert refused(lambda: save(tmp_path, at(state, 11), **{name: value})) == (
+            f"save: {name} must be a JSON value, of dicts, lists, strings, numbers, booleans and None; {reason}. "
+            "Convert it, an array for example with .tolist()."
+        )
     for metrics, reason in (
         ({"loss": "high"}, "could not convert string to float: 'high'"),
         ([0.5], "'list' object has no attribute 'items'"),

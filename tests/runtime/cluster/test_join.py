@@ -172,28 +172,25 @@ def test_alone_there_is_nothing_to_start(monkeypatch):
     assert sk.runtime.is_main()
 
 
-ERRORS = [
-    (
-        {"coordinator_address": "node0:29500", "process_id": 0},
-        "initialize: num_processes must be known in a job of many processes; got neither an argument nor an "
-        "environment variable. Pass it, or start the job with shardkit launch.",
-    ),
-    (
-        {"coordinator_address": "node0:29500", "num_processes": 2, "process_id": 2},
-        "initialize: process_id must be at least 0 and below num_processes; got 2 of 2. Pass 0 to 1.",
-    ),
-    *(
-        (
-            {"coordinator_address": address, "num_processes": 2, "process_id": 0},
-            f"initialize: coordinator_address must be host:port with a port from 1 to 65535; got {address!r}. Pass for "
-            "example node0:29500, or [fd00::1]:29500.",
-        )
-        for address in ("node0", "fd00::1")  # no port 1 of "fd00:"
-    ),
-]
+ERRORS = {
+    "initialize: num_processes must be known in a job of many processes; got neither an argument nor an environment "
+    "variable. Pass it, or start the job with shardkit launch.": {
+        "coordinator_address": "node0:29500",
+        "process_id": 0,
+    },
+    "initialize: process_id must be at least 0 and below num_processes; got 2 of 2. Pass 0 to 1.": {
+        "coordinator_address": "node0:29500",
+        "num_processes": 2,
+        "process_id": 2,
+    },
+} | {
+    f"initialize: coordinator_address must be host:port with a port from 1 to 65535; got {address!r}. Pass for example "
+    "node0:29500, or [fd00::1]:29500.": {"coordinator_address": address, "num_processes": 2, "process_id": 0}
+    for address in ("node0", "fd00::1")  # no port 1 of "fd00:"
+}
 
 
-@pytest.mark.parametrize(("arguments", "message"), ERRORS)
+@pytest.mark.parametrize("message, arguments", ERRORS.items())
 def test_errors(arguments, message):
     with value_error(message):
         sk.runtime.initialize(**arguments)

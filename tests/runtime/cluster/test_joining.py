@@ -97,48 +97,38 @@ def test_without_arguments(environ, place, local_rank, elsewhere):
     assert environment.local_rank(environ) == local_rank
 
 
+def without(name, environ):
+    return {other: value for other, value in environ.items() if other != name}
+
+
 OR_PASS = "or pass coordinator_address, num_processes and process_id"
 UNREADABLE = "initialize: the scheduler's environment must say which processes the job has; jax cannot read it"
-WRONG = [
-    (
-        SLURM | {"SLURM_PROCID": "five"},
-        "initialize: the environment variable SLURM_PROCID must be a whole number; got 'five'. Set or unset it.",
+WRONG = {
+    "initialize: the environment variable SLURM_PROCID must be a whole number; got 'five'. Set or unset it.": (
+        SLURM | {"SLURM_PROCID": "five"}
     ),
-    (SLURM | {"SLURM_PROCID": "8"}, "initialize: process_id must be at least 0 and below num_processes; got 8 of 8. "),
-    (
-        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"},
-        "initialize: Slurm must set all variables that jax reads; SLURM_NTASKS is 8, and 'SLURM_STEP_NODELIST' is "
-        f"missing. Start it with srun, {OR_PASS}.",
+    "initialize: process_id must be at least 0 and below num_processes; got 8 of 8. ": SLURM | {"SLURM_PROCID": "8"},
+    "initialize: Slurm must set all variables that jax reads; SLURM_NTASKS is 8, and 'SLURM_STEP_NODELIST' is "
+    f"missing. Start it with srun, {OR_PASS}.": without("SLURM_STEP_NODELIST", SLURM),
+    f"{UNREADABLE} (Could not parse coordinator IP address from Open MPI environment.). Unset its variables, "
+    f"{OR_PASS}.": OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "8192.0;udp"},
+    "initialize: Open MPI must set all variables that jax reads; OMPI_COMM_WORLD_SIZE is 4, and "
+    "'OMPI_MCA_orte_hnp_uri' is missing. Open MPI 5 no longer sets it; start it with Open MPI 4, "
+    f"{OR_PASS}.": without("OMPI_MCA_orte_hnp_uri", OPEN_MPI),
+    "initialize: in a pod of an indexed Job, jax needs the package kubernetes to find the others; it is not "
+    f"installed. Run pip install 'jax[k8s]', {OR_PASS}; num_processes=1 for a pod that works alone.": KUBERNETES,
+    "initialize: the environment variable TPU_WORKER_ID must be a whole number; got 'zero'. Set or unset it.": (
+        TPU | {"TPU_WORKER_ID": "zero"}
     ),
-    (
-        OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "8192.0;udp"},
-        f"{UNREADABLE} (Could not parse coordinator IP address from Open MPI environment.). Unset its variables, "
-        f"{OR_PASS}.",
+    f"initialize: TPU_WORKER_ID must be set beside TPU_WORKER_HOSTNAMES; it is not. Set it, {OR_PASS}.": without(
+        "TPU_WORKER_ID", TPU
     ),
-    (
-        {name: value for name, value in OPEN_MPI.items() if name != "OMPI_MCA_orte_hnp_uri"},
-        "initialize: Open MPI must set all variables that jax reads; OMPI_COMM_WORLD_SIZE is 4, and "
-        f"'OMPI_MCA_orte_hnp_uri' is missing. Open MPI 5 no longer sets it; start it with Open MPI 4, {OR_PASS}.",
-    ),
-    (
-        KUBERNETES,
-        "initialize: in a pod of an indexed Job, jax needs the package kubernetes to find the others; it is not "
-        f"installed. Run pip install 'jax[k8s]', {OR_PASS}; num_processes=1 for a pod that works alone.",
-    ),
-    (
-        TPU | {"TPU_WORKER_ID": "zero"},
-        "initialize: the environment variable TPU_WORKER_ID must be a whole number; got 'zero'. Set or unset it.",
-    ),
-    (
-        {name: value for name, value in TPU.items() if name != "TPU_WORKER_ID"},
-        f"initialize: TPU_WORKER_ID must be set beside TPU_WORKER_HOSTNAMES; it is not. Set it, {OR_PASS}.",
-    ),
-]
+}
 
 
 # proves S98, F67: a job of many is never taken for a process alone, and what is wrong is named
 @pytest.mark.filterwarnings("ignore:.*Kubernetes environment detected:UserWarning")
-@pytest.mark.parametrize(("environ", "message"), WRONG)
+@pytest.mark.parametrize("message, environ", WRONG.items())
 def test_variables_that_are_wrong_or_too_few(environ, message, elsewhere):
     elsewhere(environ, pod=False)
     with pytest.raises(ValueError) as error:
