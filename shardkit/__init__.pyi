@@ -38,6 +38,7 @@ from shardkit.strategies.zero import fsdp as fsdp
 from shardkit.strategies.tensor import tp as tp
 from shardkit.strategies.context import cp as cp
 from shardkit.strategies.expert import ep as ep
+from shardkit.strategies.muon import muon as muon
 from shardkit.strategies.pipeline import pp as pp
 from shardkit.plans.plan import chain as chain
 from shardkit.plans.plan import strategy as strategy

@@ -1,0 +1,171 @@
+"""Muon by owners: optax's numbers on every plan, what it sends, and how much each device computes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+import shardkit as sk
+from shardkit import schedules, testing
+from shardkit._jax.jaxprs import walk
+from shardkit.testing._compare import UnequalError
+from shardkit.testing.exact.law import equal_for_all_inputs
+from shardkit.testing.one_device import Reference, Training
+from shardkit.testing.program import Program
+from support.training import lenient
+
+KEY, LAYERS, D, H, K, F = jax.random.key(0), 6, 8, 4, 2, 12
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape: int) -> Any:
+    return (0.3 * RNG.normal(size=shape)).astype(np.float32)
+
+
+STACK = {
+    "into": draw(LAYERS, D, H, K),
+    "out": draw(LAYERS, H, K, D),
+    "up": draw(LAYERS, D, F),
+    "down": draw(LAYERS, F, D),
+}
+PARAMS = {"embed": draw(16, D), "layers": STACK | {"gain": 1 + draw(LAYERS, D)}}
+BATCH = {"x": RNG.integers(0, 16, 16), "y": draw(16, D), "weight": 0.5 + RNG.integers(0, 3, 16).astype("f")}
+EACH = {
+    "matrices": {"into": (1, (2, 3)), "out": ((1, 2), 3), "up": (1, 2), "down": (1, 2)},
+    "by heads": {"into": (1, 3), "out": (2, 3), "up": (1, 2), "down": (1, 2)},
+}
+
+
+def numbers(which: str) -> Any:
+    def of(params: Any) -> Any:
+        found = {name: MuonDimensionNumbers(*dims) for name, dims in EACH[which].items()}
+        return {"embed": None, "layers": {name: found.get(name) for name in params["layers"]}}
+
+    return of
+
+
+def embed(shared: Any, batch: Any, keys: Any) -> jax.Array:
+    return shared["embed"][batch["x"]]
+
+
+def head(shared: Any, x: jax.Array, batch: Any) -> Any:
+    return sk.Mean.of(jnp.sum((x - batch["y"]) ** 2, -1), batch["weight"])
+
+
+def stage_of(axis: str | None) -> Any:
+    def layer(w: Any, x: jax.Array) -> jax.Array:
+        h = jnp.tanh(jnp.einsum("bd,dhk->bhk", x * w["gain"][None], w["into"]))
+        x = x + jnp.einsum("bhk,hkd->bd", h, w["out"])
+        return x + sk.layers.row_linear(jnp.tanh(sk.layers.column_linear(x, w["up"], axis)), w["down"], axis)
+
+    return lambda layers, x, keys: sk.scan_layers(layer, layers, x)
+
+
+def grad_of(axis: str | None = None) -> Any:
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        return head(params, stage_of(axis)(params["layers"], embed(params, batch, keys), keys), batch)
+
+    return sk.value_and_grad(loss)
+
+
+LAYERWISE: Any = {"min_size": 1, "layerwise": ("layers",)}
+RULES = {
+    "embed": P(),
+    "layers": dict.fromkeys(PARAMS["layers"], P()) | {"up": P(None, None, "m"), "down": P(None, "m")},
+}
+PIPE = sk.pipeline(schedules.interleaved(2, 2, chunks=2), "stage", layers_per_stage=(1, 2, 1, 2))
+PLANS = {
+    "dp": ({"data": 8}, sk.dp("data")),
+    "zero1": ({"data": 8}, sk.zero1("data", min_size=1)),
+    "padded": ({"data": 8}, sk.fsdp("data", **LAYERWISE, uneven="pad")),
+    "three axes": (
+        {"a": 2, "b": 2, "c": 2},
+        sk.chain(sk.dp("a"), sk.zero2("b", **LAYERWISE), sk.fsdp("c", **LAYERWISE)),
+    ),
+    "tensor": ({"data": 4, "m": 2}, sk.chain(sk.fsdp("data", **LAYERWISE), sk.tp("m", RULES))),
+    "pipeline": ({"data": 4, "stage": 2}, sk.chain(sk.zero1("data", min_size=1), PIPE.plan)),
+    "one device": ({"data": 1}, sk.fsdp("data", min_size=1)),
+}
+
+
+# Catches a matrix that is put together in another order, a part that returns to another device, padding that counts, a
+# factor by the part's shape, and a group of leaves that are split differently.
+# proves N49
+@pytest.mark.parametrize("which", EACH)
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_has_optaxs_numbers(name, which):
+    sizes, plan = PLANS[name]
+    options = {"muon_weight_dimension_numbers": numbers(which)}
+    options |= {"weight_decay": 0.1, "nesterov": False, "consistent_rms": 0.2} if which == "by heads" else {}
+    types = {"axis_types": AxisType.Explicit} if name == "padded" else {}
+    mesh = sk.make_mesh(jax.devices()[: int(np.prod([*sizes.values()]))], **types, **sizes)
+    grad_fn = grad_of("m" if name == "tensor" else None)
+    if name == "pipeline":
+        grad_fn = PIPE.value_and_grad(embed, stage_of(None), head)
+    optimizer, batches = lenient(sk.muon(0.02, mesh=mesh, plan=plan, **options)), (BATCH, BATCH)
+    program = Program.of(testing.Row(sizes, plan, **types), grad_fn, optimizer, PARAMS, [*batches], KEY)
+    alone = Training(grad_of(), lenient(optax.contrib.muon(0.02, **options)), PARAMS, batches, KEY)
+    assert equal_for_all_inputs(program, Reference((), alone)) is None
+
+
+def test_another_muon_is_another():
+    """Of one iteration less; the law of the test before must not say that it is the same."""
+    sizes, plan = PLANS["zero1"]
+    mesh, options = sk.make_mesh(**sizes), {"muon_weight_dimension_numbers": numbers("matrices")}
+    optimizer = lenient(sk.muon(0.02, mesh=mesh, plan=plan, ns_steps=4, **options))
+    program = Program.of(testing.Row(sizes, plan), grad_of(), optimizer, PARAMS, [BATCH], KEY)
+    alone = Training(grad_of(), lenient(optax.contrib.muon(0.02, **options)), PARAMS, (BATCH,), KEY)
+    with pytest.raises(UnequalError, match=r"the updated parameter layers.* is not the reference's for all inputs"):
+        equal_for_all_inputs(program, Reference((), alone))
+
+
+def flops(optimizer: Any, mesh: Any, plan: sk.Plan) -> int:
+    """FLOPs of the matrix products of a step, on one device, and its census."""
+    init, step = sk.make_train_step(grad_of(), optimizer, mesh=mesh, plan=plan)
+    total = 0
+    for site in walk(step.trace(init(PARAMS, KEY), BATCH).jaxpr.jaxpr):
+        if site.name == "dot_general":
+            [[contracted, _], _] = site.equation.params["dimension_numbers"]
+            shape = site.equation.invars[0].aval.shape
+            total += (site.times or 1) * site.equation.outvars[0].aval.size * np.prod([shape[d] for d in contracted])
+    return int(total)
+
+
+# proves N49: of six layers on eight devices a device has at most one of each kind, and sends and gets its parts alone
+@pytest.mark.parametrize(("name", "kind", "each"), [("dp", "all_gather", 8), ("zero1", "all_to_all", 2)])
+def test_what_a_device_computes_and_sends(name, kind, each):
+    sizes, plan = PLANS[name]
+    mesh, options = sk.make_mesh(**sizes), {"muon_weight_dimension_numbers": numbers("matrices")}
+    optimizer, one = lenient(sk.muon(0.02, mesh=mesh, plan=plan, **options)), sk.make_mesh(jax.devices()[:1], data=1)
+    alone = [flops(opt, one, sk.dp("data")) for opt in (lenient(optax.contrib.muon(0.02, **options)), optax.sgd(0.1))]
+    split = [flops(opt, mesh, plan) for opt in (optimizer, optax.sgd(0.1))]
+    assert LAYERS * (split[0] - split[1]) == alone[0] - alone[1] > 0
+    init, step = sk.make_train_step(grad_of(), optimizer, mesh=mesh, plan=plan)
+    rows = sk.census(step, init(PARAMS, KEY), BATCH).select(kind=kind)
+    rows = [row for row in rows if "muon.py" in row.source]
+    elements = 8 * 2 * (D * H * K + D * F)  # of eight layers, two of which are zeros
+    assert sum(row.sent for row in rows) == each * 4 * elements // 8 * 7 // 8
+
+
+def test_what_is_refused():
+    mesh, plan = sk.make_mesh(data=8), sk.dp("data")
+    optimizer = sk.muon(0.02, mesh=mesh, plan=plan)
+    with pytest.raises(TypeError) as e:
+        optimizer.update(PARAMS, optimizer.init(PARAMS))
+    assert str(e.value) == (
+        "muon: update must be passed the parameters, whose layout it needs; got None. Pass them third."
+    )
+    dims = {"w": MuonDimensionNumbers(0, 0)}
+    wrong = lenient(sk.muon(0.02, mesh=mesh, plan=plan, muon_weight_dimension_numbers=dims))
+    with pytest.raises(ValueError) as e:
+        jax.eval_shape(lambda w: wrong.update({"w": w}, wrong.init({"w": w}), {"w": w}), jnp.ones(4))
+    assert str(e.value) == (
+        "muon: rows and columns of a matrix must be different dims; leaf w has 1, for reduction_axis=0 and "
+        "output_axis=0. Name others, or None for adam."
+    )
