@@ -20,6 +20,7 @@ from shardkit.resharding.reshard import reshard_steps as reshard_steps
 # train steps
 from shardkit.steps.builder import make_train_step as make_train_step
 from shardkit.steps.evaluate import make_eval_step as make_eval_step
+from shardkit.steps.diloco import diloco as diloco
 from shardkit.on_device.gradient import value_and_grad as value_and_grad
 from shardkit.on_device.gradient import GradFn as GradFn
 from shardkit.on_device.gradient import Mean as Mean

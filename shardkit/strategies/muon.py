@@ -66,8 +66,7 @@ def muon(
 
     Raises:
         TypeError: an argument of another type, or an optimizer that updates without parameters.
-        ValueError: fewer than one iteration; at trace time a leaf of one dim as a matrix, or a mesh without the plan's
-            axes.
+        ValueError: fewer than one iteration; at trace time a leaf of one dim as a matrix, or an axis not in the mesh.
 
     Cost: beside what the plan sends. Of B bytes of matrices on each device, padded to a multiple of n: where they are
         split over n devices (fsdp, zero1, tp), two all_to_alls, 2 B (n-1)/n; where they are whole on n (dp), an
@@ -106,7 +105,7 @@ def muon(
     def made(specs: dict[str, PartitionSpec], dims: dict[str, Any]) -> optax.GradientTransformation:
         by_shape = optax.stateless(lambda updates, _: _map_named(_by_shape(dims, consistent_rms), updates))
         matrices = optax.chain(
-            _by_owners(_Owners(auto_mesh(mesh), specs, dims), beta, nesterov, options),
+            _by_owners(_Owners(auto_mesh(mesh), plan.axes, specs, dims), beta, nesterov, options),
             by_shape,
             optax.add_decayed_weights(weight_decay),
             optax.scale_by_learning_rate(learning_rate),
@@ -211,6 +210,7 @@ class _Owners(NamedTuple):
     """Who orthogonalizes which matrix."""
 
     mesh: Mesh
+    axes: tuple[str, ...]  # those of the plan: along others stand workers of another step
     specs: dict[str, PartitionSpec]  # how the leaves are split, by path
     dims: dict[str, Any]  # optax's numbers of their dims
 
@@ -235,14 +235,12 @@ class _Owners(NamedTuple):
         specs = [canonical(PartitionSpec(*member.spec)) for member in members]
         padded = [_padded(x, spec, self.mesh) for (_, x), spec in zip(leaves, specs, strict=True)]
         mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(specs,), out_specs=specs)
-        out = [
-            x[tuple(slice(size) for size in member.shape)] for x, member in zip(mapped(padded), members, strict=True)
-        ]
+        found = zip(mapped(padded), members, strict=True)
+        out = [x[tuple(slice(size) for size in member.shape)] for x, member in found]
         return jax.tree.unflatten(structure, out)
 
     def _member(self, path: str, shape: tuple[int, ...]) -> _Member:
-        spec = spec_axes(self.specs[path])
-        spec = tuple(tuple(axis for axis in axes if self.mesh.shape[axis] > 1) for axes in spec)
+        spec = [tuple(axis for axis in axes if self.mesh.shape[axis] > 1) for axes in spec_axes(self.specs[path])]
         return _Member(path, shape, _dims(path, len(shape), self.dims[path]), (*spec, *[()] * (len(shape) - len(spec))))
 
     def _group(
@@ -253,7 +251,7 @@ class _Owners(NamedTuple):
         matrix = member.dims.rows + member.dims.columns
         cuts = [(1 + at, member.spec[dim]) for at, dim in enumerate(matrix) if member.spec[dim]]
         used = {axis for axes in member.spec for axis in axes}
-        same = tuple(axis for axis, size in self.mesh.shape.items() if axis not in used and size > 1)
+        same = tuple(axis for axis in self.axes if axis not in used and self.mesh.shape[axis] > 1)
         stacks = [_stacked(part, each.dims) for part, each in zip(parts, members, strict=True)]
         x = jnp.concatenate(stacks)
         count, ways = (
