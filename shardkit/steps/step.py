@@ -95,11 +95,6 @@ class Step:
             )
         return new, metrics
 
-    def inside(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The same in another program, without what a call says and raises on the host."""
-        new, metrics = _called(self._run, self._arguments(state, batch))
-        return new._replace(key=state.key), metrics
-
     def trace(self, state: TrainState, batch: Any = None) -> jax.stages.Traced:
         """The program of one call, as a jaxpr."""
         return _called(self._run.trace, self._arguments(state, batch))

@@ -1,0 +1,113 @@
+"""DiLoCo beside data parallelism: loss after equal tokens, and the bytes over the slow axis.
+
+Eight workers (simulated devices) train a small transformer on bytes of Python's own source, adamw inside, Nesterov
+outside, and exchange every H steps; `dp` takes the same batches in one step each. The loss is that of the parameters
+after the last exchange, on bytes that no run has seen. Bytes are what one device sends over the axis of the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sysconfig
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardkit as sk
+from benchmarks.start import start
+from shardkit.meshes.layout import table
+from shardkit.models import parameters, transformer
+
+WORKERS, EACH, TOKENS = 8, 4, 64
+MODULES = (
+    "argparse",
+    "ast",
+    "datetime",
+    "doctest",
+    "inspect",
+    "subprocess",
+    "tarfile",
+    "threading",
+    "typing",
+    "zipfile",
+)
+
+
+def text() -> np.ndarray:
+    """The bytes of some modules of the standard library."""
+    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    return np.frombuffer(b"".join((folder / f"{name}.py").read_bytes() for name in MODULES), np.uint8)
+
+
+def batches(data: np.ndarray, steps: int, seed: int) -> list[dict[str, np.ndarray]]:
+    """Random windows."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(steps):
+        at = rng.integers(0, len(data) - TOKENS - 1, WORKERS * EACH)
+        rows = np.stack([data[begin : begin + TOKENS + 1] for begin in at]).astype(np.int32)
+        out.append({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
+    return out
+
+
+def each_worker(batch: dict[str, np.ndarray], k: int) -> dict[str, np.ndarray]:
+    """The examples of worker `k`."""
+    return {name: x[k * EACH : (k + 1) * EACH] for name, x in batch.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains each form on the same batches and prints a line for it."""
+    options = start(__doc__, argv, devices=WORKERS)
+    steps = 4 if options.smoke else 300
+    config = transformer.Config(layers=2, dim=64, heads=4, vocabulary=256)
+    data = text()
+    train, unseen = batches(data[: len(data) * 9 // 10], steps, 1), batches(data[len(data) * 9 // 10 :], 8, 2)
+    loss_fn = transformer.loss_fn(config)
+    grad_fn = sk.value_and_grad(loss_fn)
+    params, key = parameters.init(jax.random.key(0), config), jax.random.key(1)
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    mean = jax.jit(lambda params, batch: jnp.divide(*loss_fn(params, batch, None)[0]))
+
+    def worker(mesh: Any) -> sk.TrainStep:
+        return sk.make_train_step(grad_fn, optax.adamw(3e-3), mesh=mesh, plan=sk.dp("data"))
+
+    def on_unseen(params: Any) -> float:
+        return float(np.mean([mean(jax.device_get(params), batch) for batch in unseen]))
+
+    records, lines = [], [("form", "loss", "exchanges", "MB sent over the slow axis", "theory")]
+    for every in (0, 1, 10, 50) if not options.smoke else (0, 2):
+        if not every:
+            mesh, plan = sk.make_mesh(pod=WORKERS), sk.dp("pod")
+            init, step = sk.make_train_step(grad_fn, optax.adamw(3e-3), mesh=mesh, plan=plan)
+            state = init(params, key)
+            sent = steps * sk.census(step, state, train[0]).sent(axis="pod")
+            for batch in train:
+                state, _ = step(state, batch)
+            name, final, rounds = "dp", state.params, steps
+        else:
+            outer = optax.sgd(1.0) if every == 1 else optax.sgd(0.7, momentum=0.9, nesterov=True)
+            run = sk.diloco(worker, outer, mesh=sk.make_mesh(pod=WORKERS, data=1), axis="pod")
+            ours = run.init(params, key)
+            rounds = steps // every
+            sent = rounds * sk.census(run.trace(ours)).sent(axis="pod")
+            for number, batch in enumerate(train):
+                ours, _ = run.step(ours, [each_worker(batch, k) for k in range(WORKERS)])
+                if (number + 1) % every == 0:
+                    ours = run.exchange(ours)
+            name, final = f"DiLoCo, H={every}", ours.params
+        theory = rounds * 2 * size * (WORKERS - 1) / WORKERS
+        lines.append((name, f"{on_unseen(final):.3f}", str(rounds), f"{float(sent) / 1e6:.2f}", f"{theory / 1e6:.2f}"))
+        records.append({"form": name, "loss": on_unseen(final), "exchanges": rounds, "sent": float(sent)})
+        print(*lines[-1], flush=True)
+    print(table(lines))
+    if options.json:
+        options.json.write_text("\n".join(map(json.dumps, records)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
