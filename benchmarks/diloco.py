@@ -63,7 +63,7 @@ def each_worker(batch: dict[str, np.ndarray], k: int) -> dict[str, np.ndarray]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains each form on the same batches and prints a line for it."""
     options = start(__doc__, argv, devices=WORKERS)
-    steps = 4 if options.smoke else 300
+    steps = 4 if options.smoke else 1000
     config = transformer.Config(layers=2, dim=64, heads=4, vocabulary=256)
     data = text()
     train, unseen = batches(data[: len(data) * 9 // 10], steps, 1), batches(data[len(data) * 9 // 10 :], 8, 2)

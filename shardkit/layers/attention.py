@@ -29,6 +29,8 @@ def dot_attention(
     *,
     causal: bool = True,
     segments_bt: jax.Array | None = None,
+    positions_bt: jax.Array | None = None,
+    window: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
     """Softmax attention over a whole sequence on one device: the reference for every other form.
@@ -41,13 +43,15 @@ def dot_attention(
         v_bTGK: values.
         causal: a token attends to itself and to earlier ones only.
         segments_bt: int32 numbers of the documents packed into a sequence; a token attends to its own only.
+        positions_bt: int32 places of the tokens in the sequence, where they are not in order: "earlier" is by them.
+        window: with positions, how many tokens a token attends to, itself and those before it; None: all.
         scale: factor of the scores; None: 1/sqrt(K).
 
     Returns:
         Array of the shape and dtype of the queries.
 
     Raises:
-        ValueError: inconsistent shapes, or G does not divide H.
+        ValueError: inconsistent shapes, G does not divide H, or a window or positions without what they need.
 
     Cost: nothing is sent; temporary memory of b H T T scores, and as many weights in the dtype of v as residuals.
 
@@ -60,22 +64,35 @@ def dot_attention(
     """
     finite("dot_attention", scale=scale)
     check("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
-    q, k, v, segments = alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, segments_bt))
-    return join_heads(_attend(q, k, v, segments, causal, scale_of(q, scale)))
+    labels = labelled("dot_attention", q_bTHK, segments_bt, positions_bt, window, causal)
+    q, k, v, labels = alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, labels))
+    return join_heads(_attend(q, k, v, labels, causal and positions_bt is None, window, scale_of(q, scale)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, causal: bool, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    labels: jax.Array | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
 ) -> jax.Array:
-    return _attend_forward(q, k, v, segments, causal, scale)[0]
+    return _attend_forward(q, k, v, labels, causal, window, scale)[0]
 
 
 def _attend_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, causal: bool, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    labels: jax.Array | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Autodiff would save the float32 softmax and multiply float32 gradients; here weights are saved in v's dtype."""
-    scores = scores_of(q, k, allowed(q, k, 0 if causal else None, segments, segments), scale)
+    scores = scores_of(q, k, allowed(q, k, 0 if causal else None, labels, labels, window), scale)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     log_total = largest + jnp.log(jnp.sum(jnp.exp(scores - largest), axis=-1, keepdims=True))
     weights = saved_as_dot(jnp.exp(scores - log_total).astype(v.dtype))  # a division would need float32 weights first
@@ -83,7 +100,9 @@ def _attend_forward(
     return y, (q, k, v, weights, y)
 
 
-def _attend_backward(causal: bool, scale: float, residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, ...]:
+def _attend_backward(
+    causal: bool, window: int | None, scale: float, residuals: tuple[jax.Array, ...], dy: jax.Array
+) -> tuple[Any, ...]:
     q, k, v, weights, y = residuals
     dq, dk, dv = gradients(q, k, v, weights, dy, inner(y, dy), scale=scale)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
@@ -108,19 +127,46 @@ def check(where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, s
         )
 
 
+def labelled(
+    where: str,
+    q_btHK: jax.Array,
+    segments_bt: jax.Array | None,
+    positions_bt: jax.Array | None,
+    window: int | None,
+    causal: bool,
+) -> jax.Array | None:
+    """What the mask of each token is made of, int32 [b, t, C]: its document, and where given its place after it."""
+    if window is not None and (positions_bt is None or window < 1):
+        raise ValueError(
+            f"{where}: a window must be at least 1 and go with positions; got window={window} and "
+            f"{'no positions' if positions_bt is None else 'positions'}. Pass positions_bt, of tokens in order "
+            "jnp.broadcast_to(jnp.arange(t), (b, t))."
+        )
+    if positions_bt is None:
+        return None if segments_bt is None else segments_bt[..., None]
+    if not causal or jnp.shape(positions_bt) != q_btHK.shape[:2]:
+        raise ValueError(
+            f"{where}: positions must hold a place for each token of a causal attention; got shape "
+            f"{jnp.shape(positions_bt)} for {q_btHK.shape[0]} x {q_btHK.shape[1]} tokens, and causal={causal}. Pass "
+            "them as [b, t], or leave them out."
+        )
+    documents = jnp.zeros_like(positions_bt) if segments_bt is None else segments_bt
+    return jnp.stack(alike(documents, positions_bt), axis=-1)
+
+
 def scale_of(q: jax.Array, scale: float | None) -> float:
     """The factor of the scores."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 def split_heads(
-    q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None
+    q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, labels_btC: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Queries [b, G, R, t, K], keys and values [b, G, t, K], segments [b, t, 1]: tokens are always dim -2."""
+    """Queries [b, G, R, t, K], keys and values [b, G, t, K], labels [b, t, C]: tokens are always dim -2."""
     b, t, _, K = q_btHK.shape
     q = q_btHK.reshape(b, t, k_btGK.shape[2], -1, K).transpose(0, 2, 3, 1, 4)
     k, v = k_btGK.transpose(0, 2, 1, 3), v_btGK.transpose(0, 2, 1, 3)
-    return q, k, v, None if segments_bt is None else segments_bt[:, :, None]
+    return q, k, v, labels_btC
 
 
 def join_heads(y_bGRtK: jax.Array) -> jax.Array:
@@ -130,18 +176,27 @@ def join_heads(y_bGRtK: jax.Array) -> jax.Array:
 
 
 def allowed(
-    q: jax.Array, k: jax.Array, ahead: Any, q_segments_bt1: jax.Array | None, k_segments_bs1: jax.Array | None
+    q: jax.Array,
+    k: jax.Array,
+    ahead: Any,
+    q_labels_btC: jax.Array | None,
+    k_labels_bsC: jax.Array | None,
+    window: int | None,
 ) -> jax.Array | None:
     """Which query may attend to which key, [b or 1, 1, 1, t, s]; None for all.
 
-    `ahead` is the position of the first query minus that of the first key where attention is causal, else None.
+    `ahead` is the position of the first query minus that of the first key where attention is causal by order.
     """
     mask = None
     if ahead is not None:
         mask = (jnp.arange(q.shape[-2])[:, None] + ahead >= jnp.arange(k.shape[-2])[None, :])[None]
-    if q_segments_bt1 is not None and k_segments_bs1 is not None:
-        same_bts = q_segments_bt1 == k_segments_bs1.swapaxes(1, 2)
+    if q_labels_btC is not None and k_labels_bsC is not None:
+        rows, columns = q_labels_btC[:, :, None], k_labels_bsC[:, None]
+        same_bts = rows[..., 0] == columns[..., 0]
         mask = same_bts if mask is None else mask & same_bts
+        if rows.shape[-1] == 2:
+            behind_bts = rows[..., 1] - columns[..., 1]
+            mask = mask & (behind_bts >= 0) & (behind_bts < window if window else True)
     return None if mask is None else mask[:, None, None]
 
 

@@ -28,6 +28,8 @@ class Form(NamedTuple):
     order: Order  # of the tokens along the ring
     block: int | None  # the size of a tile, None for whole blocks
     scale: float  # factor of the scores
+    placed: bool = False  # whether labels have the places of tokens, which are in any order
+    window: int | None = None  # how many tokens one attends to, where labels have places
 
 
 class Softmax(NamedTuple):
@@ -80,8 +82,8 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, form: Form
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     def visit(seen: Softmax, keys: _Keys, at: Visit) -> Softmax:
-        k, v, mask, (rows, part) = _tile(keys, at, segments, (q, seen))
-        return _put(seen, part.updated(rows, k, v, mask, form.scale), at.rows)
+        k, v, mask, (rows, part) = _tile(keys, at, segments, (q, seen), form.window)
+        return _unless_masked(form, mask, lambda: _put(seen, part.updated(rows, k, v, mask, form.scale), at.rows), seen)
 
     y, log_total = _round(visit, Softmax.empty(q), (k, v, segments), form).result()
     y, log_total = saved_as_dot(y.astype(q.dtype)), saved_as_dot(log_total)
@@ -93,10 +95,14 @@ def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[ja
     y_dy = inner(y, dy)
 
     def visit(grads: Any, keys: _Keys, at: Visit) -> Any:
-        k, v, mask, (rows, log, *cotangents) = _tile(keys, at, segments, (q, log_total, dy, y_dy))
-        weights = jnp.exp(scores_of(rows, k, mask, form.scale) - log)
-        dq, dk, dv = gradients(rows, k, v, weights, *cotangents, scale=form.scale, partial_sums=True)
-        return _add(grads[0], dq, at.rows), _add(grads[1], (dk, dv), at.columns)
+        k, v, mask, (rows, log, *cotangents) = _tile(keys, at, segments, (q, log_total, dy, y_dy), form.window)
+
+        def added() -> Any:
+            weights = jnp.exp(scores_of(rows, k, mask, form.scale) - log)
+            dq, dk, dv = gradients(rows, k, v, weights, *cotangents, scale=form.scale, partial_sums=True)
+            return _add(grads[0], dq, at.rows), _add(grads[1], (dk, dv), at.columns)
+
+        return _unless_masked(form, mask, added, grads)
 
     def pass_on(grads: Any) -> Any:  # gradients of keys and values move along with them
         return grads[0], shift(grads[1], form.names) if form.names else grads[1]
@@ -109,6 +115,11 @@ def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[ja
 attend.defvjp(_forward, _backward)
 
 
+def _unless_masked(form: Form, mask: jax.Array | None, visited: Callable[[], Any], before: Any) -> Any:
+    """A tile in which no query sees a key is skipped, where only the data tells."""
+    return lax.cond(jnp.any(mask), visited, lambda: before) if form.placed and mask is not None else visited()
+
+
 def _round(
     visit: Callable[[Any, _Keys, Visit], Any],
     carry: Any,
@@ -117,7 +128,7 @@ def _round(
     pass_on: Callable[[Any], Any] = lambda carry: carry,
 ) -> Any:
     """Visits this device's own keys, then those of every other device, while the next ones arrive."""
-    names, causal, order, block, _ = form
+    names, causal, order, block = form[:4]
     t = keys[0].shape[-2]
     half = t // 2
     visit = partial(_in_tiles, visit, block)
@@ -175,12 +186,12 @@ def _in_tiles(visit: Callable[[Any, _Keys, Visit], Any], block: int | None, carr
 
 
 def _tile(
-    keys: _Keys, at: Visit, segments: jax.Array | None, of_queries: Any
+    keys: _Keys, at: Visit, segments: jax.Array | None, of_queries: Any, window: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Any]:
     """The keys and values of a visit, its mask, and the rows of queries and of what belongs to them."""
     k, v, k_segments = _cut(keys, at.columns, at.size)
     rows, q_segments = _cut((of_queries, segments), at.rows, at.size)
-    return k, v, allowed(rows[0], k, at.ahead, q_segments, k_segments), rows
+    return k, v, allowed(rows[0], k, at.ahead, q_segments, k_segments, window), rows
 
 
 def _cut(tree: Any, start: Any, size: int) -> Any:

@@ -17,6 +17,7 @@ positions of its tokens; a loss summed over tokens is the same in both orders.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives import all_gather, all_to_all, axis_size, vary
-from shardkit.layers.attention import check, join_heads, scale_of, split_heads
+from shardkit.layers.attention import check, join_heads, labelled, scale_of, split_heads
 from shardkit.layers.blockwise import Form, attend
 from shardkit.layers.zigzag import Order, half_of, ring_first
 from shardkit.on_device.batch import in_plan_order
@@ -42,6 +43,8 @@ def ring_attention(
     causal: bool = True,
     order: Order = "contiguous",
     segments_bt: jax.Array | None = None,
+    positions_bt: jax.Array | None = None,
+    window: int | None = None,
     block: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
@@ -64,6 +67,8 @@ def ring_attention(
         causal: a token attends to itself and to earlier ones only.
         order: which tokens device i holds: "contiguous" the i-th of n chunks, "zigzag" chunks i and 2n-1-i of 2n.
         segments_bt: int32 numbers of the documents packed into each sequence; a token attends to its own only.
+        positions_bt, window: as for `dot_attention`. With positions the tokens may be in any order, such as that of
+            `deal`, and tiles in which nothing is seen are skipped.
         block: size of the tiles of queries and keys that are processed in sequence; None: whole chunks.
         scale: factor of the scores; None: 1/sqrt(K).
 
@@ -72,10 +77,11 @@ def ring_attention(
 
     Raises:
         ValueError: an unbound axis, axes in another order than the plan's, an unknown order, an odd number of tokens
-            per device in zigzag order, a block that does not divide a chunk, or inconsistent shapes.
+            per device in zigzag order, a block that does not divide a chunk, inconsistent shapes, or positions in
+            zigzag order.
 
-    Cost: forward n-1 times this device's keys, values and segments, in n-1 hops; backward the same, and n times the
-        gradients of its keys and values in float32. An axis of one device sends nothing.
+    Cost: forward n-1 times this device's keys, values, segments and positions, in n-1 hops; backward the same, and n
+        times the gradients of its keys and values in float32. An axis of one device sends nothing.
 
     Example:
         >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, "model")
@@ -89,8 +95,9 @@ def ring_attention(
     finite("ring_attention", scale=scale)
     names = in_plan_order("ring_attention", bound("ring_attention", axis))
     check("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt)
-    form = Form(names, causal, order, block, scale_of(q_btHK, scale))
-    return _attention("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt, form)
+    labels = labelled("ring_attention", q_btHK, segments_bt, positions_bt, window, causal)
+    form = _form("ring_attention", names, causal, order, block, scale_of(q_btHK, scale), positions_bt, window)
+    return _attention("ring_attention", q_btHK, k_btGK, v_btGK, labels, form)
 
 
 @typed
@@ -104,6 +111,8 @@ def ulysses_attention(
     causal: bool = True,
     order: Order = "contiguous",
     segments_bt: jax.Array | None = None,
+    positions_bt: jax.Array | None = None,
+    window: int | None = None,
     block: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
@@ -121,7 +130,7 @@ def ulysses_attention(
         axis: axis name or tuple of names.
         ring: a second axis (or tuple) for the ring, which must come before `axis` in the mesh.
         order: the order of the tokens along the ring; `zigzag(batch, ring, ulysses=axis)` reorders a batch.
-        causal, segments_bt, block, scale: as for `ring_attention`.
+        causal, segments_bt, positions_bt, window, block, scale: as for `ring_attention`.
 
     Returns:
         Array of the shape and dtype of the queries.
@@ -132,8 +141,8 @@ def ulysses_attention(
             inconsistent shapes.
 
     Cost: (n-1)/n of this device's queries, keys, values and result, forward and again backward, each in an all_to_all;
-        n-1 times the segments. A ring adds its own, of n times the tokens and 1/n of the heads. An axis of one device
-        sends nothing.
+        n-1 times the segments and positions. A ring adds its own, of n times the tokens and 1/n of the heads. An axis
+        of one device sends nothing.
 
     Example:
         >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, ("data", "model"))
@@ -160,22 +169,44 @@ def ulysses_attention(
             "over all tokens, and the work is balanced."
         )
     rings = () if ring is None else ring_first(where, ring, axis)[: -len(names)]
-    form = Form(rings, causal, order, block, scale_of(q_btHK, scale))
+    labels = labelled(where, q_btHK, segments_bt, positions_bt, window, causal)
+    form = _form(where, rings, causal, order, block, scale_of(q_btHK, scale), positions_bt, window)
     if n == 1:
-        return _attention(where, q_btHK, k_btGK, v_btGK, segments_bt, form)
+        return _attention(where, q_btHK, k_btGK, v_btGK, labels, form)
     repeats = math.lcm(groups, n) // groups
     k_btGK, v_btGK = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_btGK, v_btGK))
     # Tokens of all heads become all tokens of some heads, attention runs on whole sequences, and its result goes back.
     # The three stand in one exchange, because each costs a latency; it is its own transpose, so that the backward pass
     # sends as much.
     q_bThK, k_bTgK, v_bTgK = all_to_all((q_btHK, k_btGK, v_btGK), names, split_dim=2, concat_dim=1)
-    segments_bT = None if segments_bt is None else all_gather(segments_bt, names, dim=1)
-    y_bThK = _attention(where, q_bThK, k_bTgK, v_bTgK, segments_bT, form)
+    labels = None if labels is None else all_gather(labels, names, dim=1)
+    y_bThK = _attention(where, q_bThK, k_bTgK, v_bTgK, labels, form)
     return all_to_all(y_bThK, names, split_dim=1, concat_dim=2)
 
 
+def _form(
+    where: str,
+    names: tuple[str, ...],
+    causal: bool,
+    order: Order,
+    block: int | None,
+    scale: float,
+    positions: Any,
+    window: int | None,
+) -> Form:
+    if positions is None:
+        return Form(names, causal, order, block, scale)
+    if order != "contiguous":
+        raise ValueError(
+            f"{where}: positions say where each token stands, so the order must be left out; got {order!r} too. Pass "
+            "one of them."
+        )
+    # Which tiles are seen is for the data to tell: no order of the tokens is assumed.
+    return Form(names, False, order, block, scale, True, window)
+
+
 def _attention(
-    where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None, form: Form
+    where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, labels: jax.Array | None, form: Form
 ) -> jax.Array:
     tokens = q_btHK.shape[1]
     chunk = half_of(where, tokens) if form.order == "zigzag" else tokens
@@ -186,6 +217,6 @@ def _attention(
         )
     if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
         form = form._replace(names=())
-    arrays = (q_btHK, k_btGK, v_btGK, segments_bt)
+    arrays = (q_btHK, k_btGK, v_btGK, labels)
     axes = {*form.names, *(axis for x in jax.tree.leaves(arrays) for axis in compat.varying_axes(x))}
     return join_heads(attend(*split_heads(*vary(arrays, tuple(axes))), form))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from shardkit._arguments.checks import Axis, named, shapes
 from shardkit._arguments.typed import Arrays, typed
@@ -17,12 +15,8 @@ from shardkit._jax.jaxprs import PER_MICROBATCH
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardkit.collectives._sums import dot_dtype
 from shardkit.collectives.ragged import ragged_all_to_all, segments
+from shardkit.layers.experts import ExpertFn, around_the_ring, gathered, grouped_dot, spread
 from shardkit.layers.routing import Capacity, Dropless, Routing, RoutingStats, ranks, route, routing_stats
-
-Dot = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-ExpertFn = Callable[[Any, jax.Array, Dot], jax.Array]
 
 
 @typed
@@ -39,6 +33,7 @@ def moe(
     normalize_gates: bool | None = None,
     weights: jax.Array | None = None,
     stage: Axis | None = None,
+    bias_E: jax.Array | None = None,
 ) -> tuple[jax.Array, RoutingStats]:
     """A mixture of experts: each token goes to its `top_k` experts, whose outputs are summed with weights.
 
@@ -49,6 +44,11 @@ def moe(
     With `Dropless()`, tokens are sorted by expert: a device sends its N top_k rows without padding, where the hardware
     has a ragged all_to_all (all but CPUs). A buffer holds the worst case, n N min(top_k, E/n) rows; experts compute
     only rows that arrived, where `lax.ragged_dot` is native. Both give the same numbers while nothing is dropped.
+
+    `Dropless(impl="gather")` or `"ring"` sends whole tokens instead of choices, and sums of a token's experts instead
+    of their outputs, rounded to the dtype of x on each device with some of them. It sends less than "dense" where
+    min(top_k, E/n) > 1, than "ragged" where top_k > n. Buffers hold the worst case too: "gather" all n N tokens and
+    n N min(top_k, E/n) rows, "ring" N tokens and N min(top_k, E/n) rows, but those of each hop for a backward pass.
 
     Layout: `x[N_a, D], router[D, E], experts[E_a, ..] -> y[N_a, D]`; in between `[E, C_a, D] -> [E_a, C, D]` and back
     Args:
@@ -64,17 +64,20 @@ def moe(
         normalize_gates: see `route`.
         weights: the weight of each token in the losses, shape x.shape[:-1]; tokens of weight 0 go nowhere.
         stage: in a stage of a pipeline, its axis: see `routing_stats`.
+        bias_E: see `route`, and `balance_bias`, which makes it: balance without a loss.
 
     Returns:
         y of the shape and dtype of x, and RoutingStats with the losses.
 
     Raises:
         ValueError: an unbound axis, top_k outside 1 to E, a group that does not divide the tokens, experts not
-            divisible by the axis, or a leaf with another number of experts.
+            divisible by the axis, a leaf with another number of experts, or a bias of another shape.
+        TypeError: a bias that is not floating-point.
 
     Cost: two all_to_alls forward and two backward of E C D G values for G groups: `cost.expert_volume`. Dropless: at
-        most N top_k D values each, and an all_gather of E int32; dense: (n-1) N min(top_k, E/n) D values each. And the
-        all_reduce of `routing_stats`.
+        most N top_k D values each, and an all_gather of E int32; dense: (n-1) N min(top_k, E/n) D values each. "gather"
+        and "ring": (n-1) N (2 D s + 8 top_k) bytes forward and (n-1) N (2 D s + 4 top_k) backward, at s bytes a value,
+        by an all_gather and a reduce_scatter each way, or in n hops. And the all_reduce of `routing_stats`.
 
     Example:
         >>> x, router, experts = jnp.ones((1, 4, 8)), jnp.zeros((8, 2)), jnp.ones((2, 8, 8))
@@ -95,16 +98,20 @@ def moe(
         )
     E = router_DE.shape[1]
     _check_experts(experts, E, names, n)
-    x_ND = x.reshape(-1, x.shape[-1])
+    x_ND = jnp.asarray(x).reshape(-1, x.shape[-1])
     N = x_ND.shape[0]
     weights_N = None if weights is None else weights.reshape(-1)
     logits_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest")
-    choose = partial(route, logits_NE, top_k=top_k, normalize_gates=normalize_gates, weights_N=weights_N)
+    choose = partial(route, logits_NE, top_k=top_k, normalize_gates=normalize_gates, weights_N=weights_N, bias_E=bias_E)
     if isinstance(routing, Dropless):
         chosen = choose()
+        if routing.impl in ("gather", "ring") and n > 1:
+            exchange = gathered if routing.impl == "gather" else around_the_ring
+            y_ND = exchange(x_ND, chosen, experts, expert_fn, names, E // n)
+            return y_ND.reshape(x.shape), routing_stats(logits_NE, chosen, weights_N, stage)
         slot_Nk = jnp.where(chosen.kept, ranks(chosen.expert.reshape(-1)).reshape(N, top_k), N * top_k)
-        rows_SD = _spread(x_ND, slot_Nk, N * top_k)
-        rows_SD = _dropless(rows_SD, chosen, experts, expert_fn, names, E, routing.dense)
+        rows_SD = spread(x_ND, slot_Nk, N * top_k)
+        rows_SD = _dropless(rows_SD, chosen, experts, expert_fn, names, E, routing.blocks)
     else:
         group = (routing.group or x.shape[-2]) if x.ndim > 1 else 1
         C = routing.places(group, E, top_k)
@@ -113,7 +120,7 @@ def moe(
         group_N = jnp.arange(N, dtype=jnp.int32)[:, None] // group
         slot_Nk = (chosen.expert * G + group_N) * C + chosen.position
         slot_Nk = jnp.where(chosen.kept, slot_Nk, E * G * C)
-        rows_SD = _spread(x_ND, slot_Nk, E * G * C)
+        rows_SD = spread(x_ND, slot_Nk, E * G * C)
         rows_SD = _with_capacity(rows_SD, experts, expert_fn, names, E)
     outputs_NkD = rows_SD.at[slot_Nk].get(mode="fill", fill_value=0).astype(jnp.float32)
     y_ND = jnp.sum(outputs_NkD * chosen.gate[:, :, None], axis=1)
@@ -133,14 +140,6 @@ def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> 
                 f"moe: dim 0 of every leaf must count this device's experts, {count // n} of {count}; got shape "
                 f"{jnp.shape(leaf)} for {name}. Shard the experts over the axis, with ep or P(axis)."
             )
-
-
-def _spread(x_ND: jax.Array, slot_Nk: jax.Array, slots: int) -> jax.Array:
-    """Each token in its slots, zeros in the others, as a gather by the token of each slot."""
-    N, top_k = slot_Nk.shape
-    token_Nk = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[:, None], (N, top_k))
-    token_S = jnp.full(slots, N, jnp.int32).at[slot_Nk.reshape(-1)].set(token_Nk.reshape(-1), mode="drop")
-    return x_ND.at[token_S].get(mode="fill", fill_value=0)
 
 
 def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names: tuple[str, ...], E: int) -> jax.Array:
@@ -176,7 +175,7 @@ def _dropless(
     counts_E = jnp.sum(routing.expert.reshape(-1)[:, None] == jnp.arange(E)[None, :], axis=0, dtype=jnp.int32)
     n = axis_size(names) if names else 1
     if n == 1:
-        return expert_fn(experts, rows_SD, _grouped_dot(counts_E))
+        return expert_fn(experts, rows_SD, grouped_dot(counts_E))
     # The counts go first, to all: a device writes its rows into the receiver's buffer behind those of the devices
     # before it, and so must know what they send. The rows go out without their gates, and come back by the counts
     # transposed, into the places that they left; gates, and the sum over a token's experts, are applied where the token
@@ -190,19 +189,6 @@ def _dropless(
     segment_S = segments(here_ne.reshape(-1), n * limit)
     expert_S = jnp.where(segment_S < E, segment_S % (E // n), E // n)  # unused rows come last
     slot_S = ranks(expert_S)
-    sorted_SD = _spread(arrived_SD, slot_S[:, None], n * limit)
-    outputs_SD = expert_fn(experts, sorted_SD, _grouped_dot(jnp.sum(here_ne, axis=0)))
+    sorted_SD = spread(arrived_SD, slot_S[:, None], n * limit)
+    outputs_SD = expert_fn(experts, sorted_SD, grouped_dot(jnp.sum(here_ne, axis=0)))
     return ragged_all_to_all(outputs_SD[slot_S], counts_nn.T, names, rows=N * top_k, limit=limit, dense=dense)
-
-
-def _grouped_dot(counts_e: jax.Array) -> Dot:
-    """Products of rows that are sorted by expert; rows after the last group give zeros."""
-
-    def dot(x_SD: jax.Array, w_eDF: jax.Array) -> jax.Array:
-        used_S1 = jnp.arange(x_SD.shape[0])[:, None] < jnp.sum(counts_e)
-        # lax.ragged_dot leaves rows outside the groups, and their gradients, undefined
-        x_SD = jnp.where(used_S1, x_SD, jnp.zeros_like(x_SD))
-        y_SF = lax.ragged_dot(x_SD, w_eDF, counts_e, preferred_element_type=dot_dtype(x_SD, w_eDF))
-        return jnp.where(used_S1, y_SF, jnp.zeros_like(y_SF)).astype(x_SD.dtype)
-
-    return dot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,18 +52,32 @@ class Dropless:
     """Routing that drops no choice.
 
     Attributes:
-        dense: whether tokens are sent by a dense all_to_all of worst-case blocks; None: only on CPUs, which have no
-            ragged one.
+        dense: what impl="dense" (True) and "ragged" (False) are also called.
+        impl: how tokens meet their experts; `moe` has the Cost of each. "ragged": each choice is sent to its expert's
+            device by a ragged all_to_all. "dense": by an all_to_all of worst-case blocks. "gather": each device gets
+            all tokens, and its part of the experts' sums is reduce_scattered. "ring": the same in hops, with the
+            sums so far beside the tokens. None: "ragged", but "dense" on CPUs, which have no ragged all_to_all.
     """
 
     dense: bool | None = None
+    impl: Literal["ragged", "dense", "gather", "ring"] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.dense is not None and self.impl is not None:
+            raise ValueError(
+                f"Dropless: only one of impl and dense may be given; got impl={self.impl!r}, dense={self.dense}. "
+                "Leave out dense."
+            )
+
+    @property
+    def blocks(self) -> bool | None:
+        """Whether the all_to_all is one of worst-case blocks; None: where there is no ragged one."""
+        return self.dense if self.impl is None else self.impl == "dense"
 
 
 class Routing(NamedTuple):
-    """The experts of each of N tokens. All fields are [N, top_k], the most probable expert first.
+    """The experts of each of N tokens. All fields are [N, top_k], the expert of the highest (biased) score first.
 
     Attributes:
         expert: int32, the expert; E for a token of weight 0, which is not routed.
@@ -86,12 +100,16 @@ class RoutingStats(NamedTuple):
         z_loss: float32 scalar, the mean of the squared logsumexp of the logits.
         load: float32 [E], each expert's share of all choices, before any is dropped; the sum is 1.
         dropped: this device's dropped choices, and all its choices: a Mean, for the metrics of a step.
+        choices: int32 [E], this device's choices of each expert, before any is dropped and whatever their tokens weigh,
+            and all of them: a Mean, for the metrics of a step. The metric is each expert's share of the choices of the
+            whole batch; counts are exact, and the bits the same on every mesh, up to 2^24 choices.
     """
 
     balance_loss: jax.Array
     z_loss: jax.Array
     load: jax.Array
     dropped: Mean
+    choices: Mean
 
 
 @typed
@@ -103,6 +121,7 @@ def route(
     group: int | None = None,
     normalize_gates: bool | None = None,
     weights_N: jax.Array | None = None,
+    bias_E: jax.Array | None = None,
 ) -> Routing:
     """Assigns each token to its `top_k` most probable experts, within their capacity.
 
@@ -119,12 +138,16 @@ def route(
         normalize_gates: divide a token's gates by their sum. By default where top_k > 1; a single gate would always be
             1, and have no gradient.
         weights_N: tokens of weight 0 are not routed and take no place.
+        bias_E: added to the probabilities where experts are chosen, not in the gates; the same on all devices, without
+            a gradient. See `balance_bias`. None: nothing is added.
 
     Returns:
         The Routing of this device's tokens.
 
     Raises:
-        ValueError: top_k outside 1 to E, a capacity below 1, or a group that does not divide N.
+        ValueError: top_k outside 1 to E, a capacity below 1, a group that does not divide N, or a bias of another
+            shape.
+        TypeError: a bias that is not floating-point.
 
     Cost: nothing is sent.
 
@@ -134,9 +157,10 @@ def route(
         ([1, 1, 0], [True, False, True])
 
     Source: Shazeer et al., Outrageously Large Neural Networks (2017), for top-k gates; Lepikhin et al., GShard
-    (arXiv:2006.16668), algorithm 1, for groups and capacity.
+    (arXiv:2006.16668), algorithm 1, for groups and capacity; Wang et al. (arXiv:2408.15664), section 3, for the bias.
     """
-    shapes("route", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
+    shapes("route", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"), bias_E=(bias_E, "E"))
+    _check_floating("route", bias_E)
     N, E = logits_NE.shape
     group = N if group is None else group
     if not 1 <= top_k <= E:
@@ -149,7 +173,13 @@ def route(
         raise ValueError(
             f"route: group must divide the tokens of a device; got groups of {group} for {N} tokens. Choose a divisor."
         )
-    gate_Nk, expert_Nk = lax.top_k(jax.nn.softmax(logits_NE.astype(jnp.float32)), top_k)
+    score_NE = jax.nn.softmax(logits_NE.astype(jnp.float32))
+    if bias_E is None:
+        gate_Nk, expert_Nk = lax.top_k(score_NE, top_k)
+    else:
+        biased_NE = lax.stop_gradient(score_NE + bias_E.astype(jnp.float32)[None, :])
+        _, expert_Nk = lax.top_k(biased_NE, top_k)
+        gate_Nk = jnp.take_along_axis(score_NE, expert_Nk, axis=1)
     if top_k > 1 if normalize_gates is None else normalize_gates:
         gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True)
     if weights_N is not None:
@@ -221,7 +251,63 @@ def routing_stats(
     load_E, mean_E, z = sums[:E] / top_k, sums[E : 2 * E], sums[2 * E]
     choices = jnp.sum(chosen_NE).astype(jnp.float32)
     dropped = choices - jnp.sum(routing.kept).astype(jnp.float32)
-    return RoutingStats(E * jnp.sum(load_E * mean_E), z, load_E, Mean(dropped, choices))
+    each = Mean(jnp.sum(chosen_NE, axis=0), choices)
+    return RoutingStats(E * jnp.sum(load_E * mean_E), z, load_E, Mean(dropped, choices), each)
+
+
+@typed
+def balance_bias(bias_E: jax.Array, choices_E: jax.Array, *, rate: float = 0.001) -> jax.Array:
+    """The bias for the next step: lower by `rate` for experts with more tokens than the mean, higher for the others.
+
+    It balances experts without a loss, whose gradient would disturb the model's own. The bias is carried state: the
+    loss passes it as `bias_E=carried` to `moe`, and returns `stats.choices` beside its mean as "choices"; then
+    `make_train_step(..., carry=lambda bias, metrics, _: balance_bias(bias, metrics["choices"]))` updates it once a
+    step, from the choices of the whole batch, with the same result on every mesh and for every accumulation. The loss
+    of a pipeline cannot read carried state.
+
+    Layout: `bias[E], choices[E] -> bias[E]`
+    Args:
+        bias_E: the bias of the step before, shape [E], or [.., E] for several layers; zeros at first.
+        choices_E: of the same shape: how many choices of the whole batch each expert got, or its share of them.
+        rate: the step, in units of the probabilities to which the bias is added. DeepSeek-V3 adds 0.001 to sigmoids;
+            the softmax of many experts is smaller.
+
+    Returns:
+        The new bias, in the shape and dtype of the old. An expert that got the mean, to 6 digits, keeps its bias.
+
+    Raises:
+        ValueError: choices of another shape, or a rate that is negative or infinite.
+        TypeError: a bias that is not floating-point.
+
+    Cost: nothing is sent: a step has summed the choices with its other metrics, at 8 (E + 1) bytes at most.
+
+    Example:
+        >>> print(sk.layers.balance_bias(jnp.zeros(4), jnp.array([9, 4, 3, 0]), rate=0.5))
+        [-0.5  0.   0.5  0.5]
+
+    Source: Wang et al., Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1; DeepSeek-V3
+        (arXiv:2412.19437), section 2.1.2.
+    """
+    if not jnp.ndim(bias_E) or jnp.shape(bias_E) != jnp.shape(choices_E):
+        raise ValueError(
+            f"balance_bias: bias_E and choices_E must have one shape, [.., E]; got {jnp.shape(bias_E)} and "
+            f"{jnp.shape(choices_E)}. Pass the choices of each expert that has a bias."
+        )
+    _check_floating("balance_bias", bias_E)
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"balance_bias: rate must be finite and at least 0; got {rate}. Pass for example rate=0.001.")
+    choices_E = choices_E.astype(jnp.float32)
+    mean = jnp.mean(choices_E, axis=-1, keepdims=True)
+    # Shares are rounded: without a margin, rounding would move the bias of experts that are balanced.
+    above_E = jnp.where(jnp.abs(choices_E - mean) <= 1e-6 * mean, 0.0, jnp.sign(choices_E - mean))
+    return bias_E - (rate * above_E).astype(bias_E.dtype)
+
+
+def _check_floating(where: str, bias_E: jax.Array | None) -> None:
+    if bias_E is not None and not jnp.issubdtype(bias_E.dtype, jnp.floating):
+        raise TypeError(
+            f"{where}: bias_E must be floating-point; got {bias_E.dtype}. Pass for example jnp.zeros({bias_E.shape})."
+        )
 
 
 def ranks(keys: jax.Array) -> jax.Array:

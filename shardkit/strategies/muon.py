@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import at_least
+from shardkit._arguments.checks import at_least_zero, dim_of, one_of, whole
 from shardkit._arguments.typed import Optimizer, typed
 from shardkit.collectives import all_gather, all_to_all, axis_index
 from shardkit.meshes.layout import canonical, path_name, spec_axes
 from shardkit.plans.axis_types import auto_mesh
+from shardkit.plans.dim_rules import is_function
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import padded_shape
 
-Coefficients = tuple[Any, ...]  # (a, b, c) of every iteration, or of each
+Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
 
 @typed
@@ -35,13 +38,13 @@ def muon(
     *,
     mesh: Mesh,
     plan: Plan,
-    ns_coeffs: Coefficients = (3.4445, -4.7750, 2.0315),
+    ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
     ns_steps: int = 5,
     beta: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     nesterov: bool = True,
-    preconditioning: str = "frobenius",
+    preconditioning: Preconditioning = "frobenius",
     consistent_rms: float | None = None,
     muon_weight_dimension_numbers: Any = None,
     adam: Optimizer | None = None,
@@ -85,8 +88,21 @@ def muon(
     Source: Jordan, Muon (https://kellerjordan.github.io/posts/muon/); Liu et al., Muon is scalable for LLM training
         (arXiv:2502.16982), section 3.
     """
-    at_least("muon", 1, ns_steps=ns_steps)
+    whole("muon", ns_steps=ns_steps)
+    numbers = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "consistent_rms": consistent_rms or 0.0}
+    at_least_zero("muon", **numbers, **({} if callable(learning_rate) else {"learning_rate": learning_rate}))
+    one_of("muon", "preconditioning", preconditioning, get_args(Preconditioning))
+    if beta >= 1:
+        raise ValueError(f"muon: beta must be below 1, the share of the momentum that is kept; got {beta}. Pass 0.95.")
+    if np.asarray(ns_coeffs).dtype.kind != "f" or np.shape(ns_coeffs)[-1:] != (3,):
+        raise ValueError(f"muon: ns_coeffs must be three floats, or three a step; got {ns_coeffs!r}. Pass these.")
     options = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
+    for dims in jax.tree.leaves(muon_weight_dimension_numbers, is_leaf=_is_dims):
+        if not _is_dims(dims) and not is_function(muon_weight_dimension_numbers):
+            raise TypeError(
+                "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or "
+                f"a function that returns one; got {dims!r}. Pass None for all leaves of two dims."
+            )
     others = adam or optax.adamw(learning_rate, eps=eps, weight_decay=0.0, nesterov=nesterov)
 
     def dims_of(params: Any) -> Any:
@@ -95,35 +111,29 @@ def muon(
         if given is None:
             two = optax.contrib.MuonDimensionNumbers()
             return jax.tree.map(lambda x: two if jnp.ndim(x) == 2 else None, params)
-        given = given(params) if callable(given) else given
+        given = given(params) if is_function(given) else given
         return jax.tree.map(lambda dims, tree: jax.tree.map(lambda _: dims, tree), given, params, is_leaf=_is_dims)
 
     def labels(params: Any) -> Any:
-        names = [None if dims is None else "muon" for dims in jax.tree.leaves(dims_of(params), is_leaf=_is_dims)]
-        return jax.tree.unflatten(jax.tree.structure(params), [name or "adam" for name in names])
+        return jax.tree.map(lambda dims: "muon" if dims else "adam", dims_of(params), is_leaf=_is_dims)
 
     def made(specs: dict[str, PartitionSpec], dims: dict[str, Any]) -> optax.GradientTransformation:
-        by_shape = optax.stateless(lambda updates, _: _map_named(_by_shape(dims, consistent_rms), updates))
+        by_shape = partial(jax.tree_util.tree_map_with_path, _by_shape(dims, consistent_rms))
         matrices = optax.chain(
             _by_owners(_Owners(auto_mesh(mesh), plan.axes, specs, dims), beta, nesterov, options),
-            by_shape,
+            optax.stateless(lambda updates, _: by_shape(updates)),
             optax.add_decayed_weights(weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
         return optax.partition({"muon": matrices, "adam": others}, labels)
 
-    def init(params: Any) -> Any:
-        return made({}, {}).init(params)
-
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
-            raise TypeError(
-                "muon: update must be passed the parameters, whose layout it needs; got None. Pass them third."
-            )
+            raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
         specs = _named(plan.placement(params, mesh).update, lambda x: isinstance(x, PartitionSpec))
         return made(specs, _named(dims_of(params), _is_dims)).update(updates, state, params)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(made({}, {}).init, update)
 
 
 def _is_dims(x: Any) -> bool:
@@ -134,10 +144,6 @@ def _named(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
 
 
-def _map_named(fn: Callable[[str, jax.Array], jax.Array], tree: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, x: fn(path_name(path), x), tree)
-
-
 class _Dims(NamedTuple):
     """The dims of a leaf, from the front."""
 
@@ -145,34 +151,28 @@ class _Dims(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        return self.batch + self.rows + self.columns
-
 
 def _dims(path: str, ndim: int, dims: Any) -> _Dims:
     """The dims that optax's numbers name."""
-    rows, columns = (
-        (
-            tuple(dim % ndim for dim in ((each,) if isinstance(each, int) else each))
-            for each in (dims.reduction_axis, dims.output_axis)
-        )
-        if ndim
-        else ((), ())
-    )
+
+    def several(given: Any) -> tuple[int, ...]:
+        each = (given,) if isinstance(given, int) else given
+        return tuple(dim_of(f"muon: leaf {path}", dim, ndim) for dim in each)
+
+    rows, columns = several(dims.reduction_axis), several(dims.output_axis)
     if not rows or not columns or set(rows) & set(columns):
         raise ValueError(
-            f"muon: rows and columns of a matrix must be different dims; leaf {path} has {ndim}, for "
-            f"reduction_axis={dims.reduction_axis} and output_axis={dims.output_axis}. Name others, or None for adam."
+            f"muon: rows and columns of leaf {path} must be different dims; got {rows} and {columns}. Name others, or "
+            "None for adam."
         )
     return _Dims(tuple(sorted(set(range(ndim)) - {*rows, *columns})), rows, columns)
 
 
-def _by_shape(dims: dict[str, Any], consistent_rms: float | None) -> Callable[[str, jax.Array], jax.Array]:
+def _by_shape(dims: dict[str, Any], consistent_rms: float | None) -> Callable[[Any, jax.Array], jax.Array]:
     """The factor of an update by the shape of its matrix, as optax has it."""
 
-    def scaled(path: str, x: jax.Array) -> jax.Array:
-        found = _dims(path, x.ndim, dims[path])
+    def scaled(path: Any, x: jax.Array) -> jax.Array:
+        found = _dims(path_name(path), x.ndim, dims[path_name(path)])
         fan_in, fan_out = (math.prod(x.shape[dim] for dim in each) for each in (found.rows, found.columns))
         if consistent_rms is None:
             return jnp.sqrt(jnp.maximum(1, fan_out / fan_in)) * x
@@ -289,12 +289,12 @@ def _padded(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
 
 
 def _stacked(x: jax.Array, dims: _Dims) -> jax.Array:
-    x = x.transpose(dims.order)
+    x = x.transpose(dims.batch + dims.rows + dims.columns)
     batch = len(dims.batch)
     return x.reshape(math.prod(x.shape[:batch]), *x.shape[batch:])
 
 
 def _unstacked(x: jax.Array, like: jax.Array, member: _Member) -> jax.Array:
-    order = member.dims.order
+    order = member.dims.batch + member.dims.rows + member.dims.columns
     x = x.reshape([like.shape[dim] for dim in order])
     return x.transpose([order.index(dim) for dim in range(len(order))])

@@ -213,7 +213,9 @@ def pipeline(
     if not axis:
         raise ValueError(f"pipeline: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
     schedule.check()
-    return Pipeline(schedule, axis, layers_per_stage, spread)
+    pipe = Pipeline(schedule, axis, layers_per_stage, spread)
+    _ = pipe.plan  # refuses rules that are none
+    return pipe
 
 
 def pipeline_value_and_grad(

@@ -17,12 +17,14 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import collectives, cost
 from shardkit.collectives import ragged
-from shardkit.layers.routing import RoutingStats, ranks
+from shardkit.layers.routing import RoutingStats, balance_bias, ranks
 from support.refusals import raises, refusals, value_error
 from support.tiers import DEEP
 
 B, T, D, F = 8, 6, 5, 7
 OVER = P("expert")
+PATHS = {"capacity": sk.layers.Capacity(8), "dense": sk.layers.Dropless(True)}  # none of them drops
+PATHS |= {impl: sk.layers.Dropless(impl=impl) for impl in ("gather", "ring")}
 
 
 def swiglu(w, x_SD, dot):
@@ -38,11 +40,13 @@ def values(experts, examples=B, dtype=jnp.float32, seed=0):
     return jax.tree.map(lambda a: a.astype(dtype), (x, router, weights))
 
 
-def dense_moe(x, router, w, top_k, *, normalize_gates=None, kept=None, weights=None):
+def dense_moe(x, router, w, top_k, *, normalize_gates=None, kept=None, weights=None, bias=0.0):
     """Every token through every expert, in the order of the batch; `kept` [N, top_k] says which answers count."""
     rows, router = x.reshape(-1, D).astype(jnp.float32), router.astype(jnp.float32)
     w = jax.tree.map(lambda a: a.astype(jnp.float32), w)
-    gate, expert = lax.top_k(jax.nn.softmax(jnp.dot(rows, router, precision="highest")), top_k)
+    scores = jax.nn.softmax(jnp.dot(rows, router, precision="highest"))
+    expert = lax.top_k(scores + jnp.broadcast_to(bias, scores.shape), top_k)[1]
+    gate = jnp.take_along_axis(scores, expert, 1)
     if top_k > 1 if normalize_gates is None else normalize_gates:
         gate = gate / jnp.sum(gate, axis=1, keepdims=True)
     hidden = jax.nn.silu(jnp.einsum("nd,edf->nef", rows, w["gate"])) * jnp.einsum("nd,edf->nef", rows, w["up"])
@@ -68,16 +72,18 @@ def kept_by_hand(expert, group, capacity):
 def on_mesh(mesh, axis="expert", batch=None, expert_fn=swiglu, spec=OVER, **options):
     """`moe` over a mesh, tokens split over `batch` (by default the axis itself)."""
     batch = batch or axis
-    means = RoutingStats(P(), P(), P(), sk.Mean(P(batch), P(batch)))
+    means = RoutingStats(P(), P(), P(), *[sk.Mean(P(batch), P(batch))] * 2)
 
-    def kernel(x, router, w, weights=None):
-        y, stats = sk.layers.moe(x, router, w, expert_fn, axis, weights=weights, **options)
-        return y, stats._replace(dropped=sk.Mean(*(m[None] for m in stats.dropped)))
+    def kernel(x, router, w, weights=None, bias=None):
+        y, stats = sk.layers.moe(x, router, w, expert_fn, axis, weights=weights, bias_E=bias, **options)
+        return y, RoutingStats(*stats[:3], *jax.tree.map(lambda m: m[None], stats[3:]))
 
-    def run(x, router, w, weights=None):
+    def run(x, router, w, weights=None, bias=None):
         specs, args = (P(batch), P(), spec), (x, router, w)
         if weights is not None:
             specs, args = (*specs, P(batch)), (*args, weights)
+        if bias is not None:
+            specs, args = (*specs, P()), (*args, bias)
         return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=(P(batch), means))(*args)
 
     return run
@@ -95,14 +101,13 @@ def assert_near(got, wanted, relative):
 
 
 # proves F33, F34
-@pytest.mark.quick("3-6-2-dropless")  # testing/exact/test_kernels.py proves both paths, and what is dropped
-@pytest.mark.parametrize("path", ["capacity", "dropless"])
+@pytest.mark.quick("3-6-2-dense", "3-6-2-gather", "3-6-2-ring")  # testing/exact/test_kernels.py proves what is dropped
+@pytest.mark.parametrize("routing", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize(("n", "experts", "top_k"), [(1, 4, 2), (2, 6, 1), (3, 6, 2), (4, 4, 4), (8, 16, 3)])
-def test_forward_and_gradients_are_those_of_one_device(path, n, experts, top_k):
-    options = {"routing": sk.layers.Dropless() if path == "dropless" else sk.layers.Capacity(experts)}
+def test_forward_and_gradients_are_those_of_one_device(routing, n, experts, top_k):
     x, router, w = values(experts, examples=12 if n == 3 else B)
     moved = jax.random.normal(jax.random.key(9), x.shape)
-    run = on_mesh(expert_mesh(n), top_k=top_k, **options)
+    run = on_mesh(expert_mesh(n), top_k=top_k, routing=routing)
 
     def total(moe, *args):
         return jnp.sum(moe(*args) * moved)
@@ -239,8 +244,8 @@ def test_gates_are_normalised_where_there_are_several_and_ranks_are_stable():
 
 
 # proves F33, F34
-@pytest.mark.quick("dropless")
-@pytest.mark.parametrize("routing", [sk.layers.Capacity(8), sk.layers.Dropless()], ids=["capacity", "dropless"])
+@pytest.mark.quick("dense", "gather", "ring")
+@pytest.mark.parametrize("routing", PATHS.values(), ids=PATHS)
 def test_bfloat16_tokens_are_summed_in_float32(routing):
     x, router, w = values(8, dtype=jnp.bfloat16)
     run = on_mesh(expert_mesh(4), routing=routing)
@@ -260,8 +265,8 @@ def test_bfloat16_tokens_are_summed_in_float32(routing):
     assert_near(grads, wanted_grads, 3e-2)
 
 
-@pytest.mark.quick("capacity")
-@pytest.mark.parametrize("routing", [sk.layers.Capacity(4), sk.layers.Dropless()], ids=["capacity", "dropless"])
+@pytest.mark.quick("capacity", "ring")
+@pytest.mark.parametrize("routing", PATHS.values(), ids=PATHS)
 def test_experts_beside_data_and_tensor_parallelism(routing):
     """Tokens over data and expert, each expert's hidden dim over model; summed inside the experts or after."""
     mesh = sk.make_mesh(data=2, expert=2, model=2)
@@ -299,10 +304,11 @@ def test_bytes_are_the_closed_forms(n):
     x, router, w = values(E, examples)
     tokens = examples // n * T
 
-    def sent(backward, **options):
+    def sent(backward, *kinds, args=(x, router, w), **options):
         run = on_mesh(expert_mesh(n), top_k=top_k, **options)
         call = jax.grad(lambda *a: jnp.sum(run(*a)[0]), argnums=(0, 1, 2)) if backward else run
-        return sk.census(call, x, router, w).sent(kind="all_to_all")
+        census = sk.census(call, *args)
+        return sum(census.sent(kind=kind) for kind in kinds or ("all_to_all",))
 
     for factor in (1.0, 1.25, 30.0):
         room = sk.layers.Capacity(factor).places(T, E, top_k) * E / (top_k * T)  # the factor after rounding up
@@ -314,6 +320,11 @@ def test_bytes_are_the_closed_forms(n):
     )
     assert float(sent(False, routing=sk.layers.Dropless())) == pytest.approx(form.forward)
     assert float(sent(True, routing=sk.layers.Dropless())) == pytest.approx(form.total)
+    half = values(E, examples, dtype=jnp.bfloat16)
+    for impl, over in {"gather": ("all_gather", "reduce_scatter"), "ring": ("ppermute",)}.items():
+        for backward, gates in ((False, 8), (True, 12)):
+            found = sent(backward, *over, args=half, routing=sk.layers.Dropless(impl=impl))
+            assert found == (n - 1) * tokens * (2 * D * 2 * (1 + backward) + gates * top_k)
     counts = sk.census(on_mesh(expert_mesh(n), routing=sk.layers.Dropless()), x, router, w)
     assert counts.sent(kind="all_gather") == (n - 1) * E * 4
     assert counts.sent(kind="all_reduce") == cost.wire("all_reduce", 8 * (E + 1), n).sent
@@ -349,16 +360,22 @@ def by_gathers(operand, output, starts, sizes, targets, received, *, axis_name):
     return output
 
 
+# Catches rows for which a device has no place, and tokens of weight 0 that go somewhere: all go to one expert, to none,
+# or from some devices to one.
 # proves F34
-def test_the_ragged_exchange_is_the_dense_one(monkeypatch):
+@pytest.mark.parametrize("routing", [*PATHS.values(), sk.layers.Dropless(False)], ids=[*PATHS, "ragged"])
+def test_every_exchange_of_uneven_choices_gives_one_devices_numbers(routing, monkeypatch):
     monkeypatch.setattr(ragged.lax, "ragged_all_to_all", by_gathers)
-    x, router, w = values(8)
-    weights = (np.arange(B * T).reshape(B, T) % 3).astype(np.float32)
-    outs = []
-    for dense in (True, False):
-        run = on_mesh(expert_mesh(4), routing=sk.layers.Dropless(dense))
-        outs.append(jax.value_and_grad(lambda *a, r=run: jnp.sum(jnp.sin(r(*a, weights)[0])), argnums=(0, 1, 2)))
-    assert_near(*jax.jit(lambda *a: [f(*a) for f in outs])(x, router, w), 1e-6)
+    given = np.ones((3, B, T), "f") * np.float32([1, 0, 1])[:, None, None], 9 * np.eye(3, 8, dtype="f")
+    given[0][2] = np.arange(B)[:, None] % 6 // 2
+
+    def everything(layer, *args):
+        total = jax.checkpoint(lambda args, given: jnp.sum(jnp.sin(layer(*args, *given)[0])))
+        return lax.map(partial(jax.value_and_grad(total), args), given)
+
+    plain = lambda *args: (dense_moe(*args[:3], 1, weights=args[3], bias=args[4]),)  # noqa: E731
+    run = on_mesh(expert_mesh(4), top_k=1, routing=routing)
+    assert_near(*(jax.jit(partial(everything, each))(*values(8)) for each in (run, plain)), 1e-5)
 
 
 @cache
@@ -450,7 +467,7 @@ def test_devices_with_a_ragged_exchange_use_it():
     assert text.count("@ragged_all_to_all(") == 4
     form = cost.expert_volume(tokens=32, hidden=128, ways=4, top_k=2)  # n int32 beside each in the backward pass
     assert float(sk.census(step, *args).sent(kind="all_to_all")) == form.total + 4 * 3 / 4 * 4 * 4
-    step, args = absent(4, routing=sk.layers.Dropless(dense=True))
+    step, args = absent(4, routing=sk.layers.Dropless(impl="dense"))
     assert "ragged_all_to_all" not in step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     x, router, w = values(4)
     assert "ragged_all_to_all" not in str(
@@ -506,6 +523,19 @@ def test_the_plan_splits_the_experts_and_nothing_else():
     {
         "moe: routing must be a Capacity or a Dropless; got 1.25. Pass for example sk.layers.Capacity(1.25), or "
         "sk.layers.Dropless().": lambda *given: sk.layers.moe(*given, routing=1.25),
+        "Dropless: only one of impl and dense may be given; got impl='ring', dense=False. Leave out "
+        "dense.": lambda *_: sk.layers.Dropless(False, impl="ring"),
+        "route: bias_E must have the shape [E], E=5; got (4,). Pass an array of that shape.": lambda x, *_: (
+            sk.layers.route(x[0], top_k=1, bias_E=np.ones(4, "f"))
+        ),
+        "route: bias_E must be floating-point; got int32. Pass for example jnp.zeros((5,)).": lambda x, *_: (
+            sk.layers.route(x[0], top_k=1, bias_E=np.ones(5, "i"))
+        ),
+        "balance_bias: bias_E and choices_E must have one shape, [.., E]; got (4,) and (5,). Pass the choices of each "
+        "expert that has a bias.": lambda *_: balance_bias(np.ones(4, "f"), np.ones(5, "f")),
+        "balance_bias: rate must be finite and at least 0; got -0.1. Pass for example rate=0.001.": lambda x, *_: (
+            balance_bias(x, x, rate=-0.1)
+        ),
         "Capacity: factor must be a number; got '1.25'. Pass for example factor=1.0.": lambda *_: sk.layers.Capacity(
             "1.25"
         ),

@@ -158,14 +158,11 @@ def test_what_is_refused():
     optimizer = sk.muon(0.02, mesh=mesh, plan=plan)
     with pytest.raises(TypeError) as e:
         optimizer.update(PARAMS, optimizer.init(PARAMS))
-    assert str(e.value) == (
-        "muon: update must be passed the parameters, whose layout it needs; got None. Pass them third."
-    )
+    assert str(e.value) == ("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
     dims = {"w": MuonDimensionNumbers(0, 0)}
     wrong = lenient(sk.muon(0.02, mesh=mesh, plan=plan, muon_weight_dimension_numbers=dims))
     with pytest.raises(ValueError) as e:
         jax.eval_shape(lambda w: wrong.update({"w": w}, wrong.init({"w": w}), {"w": w}), jnp.ones(4))
     assert str(e.value) == (
-        "muon: rows and columns of a matrix must be different dims; leaf w has 1, for reduction_axis=0 and "
-        "output_axis=0. Name others, or None for adam."
+        "muon: rows and columns of leaf w must be different dims; got (0,) and (0,). Name others, or None for adam."
     )

@@ -143,6 +143,7 @@ def builders():
     mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("data", "model"))
     grad_fn, optimizer, plan = sk.value_and_grad(loss), optax.sgd(0.1), sk.dp("data")
     step = {"grad_fn": grad_fn, "optimizer": optimizer, "mesh": mesh, "plan": plan}
+    worker = lambda mesh: sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan)  # noqa: E731
     schedule = schedules.one_f_one_b(2, 4)
     functions = {"embed": lambda s, b, k: b, "stage": lambda w, x, k: x, "head": lambda s, x, b: jnp.sum(x)}
     over = {"schedule": schedule, "axis": "stage"}
@@ -191,6 +192,8 @@ def builders():
         (sk.value_and_grad, {"loss_fn": loss}),
         (sk.make_train_step, step),
         (sk.make_eval_step, {"loss_fn": loss, "mesh": mesh, "plan": plan}),
+        (sk.muon, {"learning_rate": 0.1, "mesh": mesh, "plan": plan}),
+        (sk.diloco, {"make_step": worker, "outer": optimizer, "mesh": mesh, "axis": "model"}),
         (sk.pipeline, over),
         (pipe.value_and_grad, functions),
         (pipe.loss, functions),
@@ -294,6 +297,8 @@ def builders():
         (runtime.launch, {"command": ["true"], "processes": 1}),
         (runtime.preempted, {"step": 1}),
         (runtime.barrier, {"name": "x"}),
+        (sk.layers.balance_bias, {"bias_E": ones(4), "choices_E": ones(4)}),
+        (sk.layers.deal, {"segments_BT": np.zeros((1, 256), np.int32), "devices": 2}),
         (viz.draw, {"schedule": schedule, "output": path / "a.svg"}),
         (viz.array, {"x": laid, "output": path / "b.svg", "after": laid}),
         (viz.table, {"table": sk.tables.ring("all_gather", 2), "output": path / "t.svg"}),
