@@ -18,14 +18,14 @@ PACKAGE = ROOT / "shardkit"
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
     "collectives *": 4770,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs
-    "layers *": 1950,
+    "layers *": 2300,  # documents dealt evenly; experts exchanged by gather and ring, balanced without a loss
     "on_device *": 2620,  # weights that count once on each device; what a first step warns of, penalties that do too
-    "pipelines *": 1610,  # unequal stages as one body; what a piece cannot be, in a sentence
-    "plans *": 1210,
-    "remat *": 636,
-    "schedules *": 1930,  # a search under costs by stage and memory; the optimum of small ones
-    "steps *": 1560,
-    "strategies *": 1070,
+    "pipelines *": 1690,  # unequal stages as one body; embedding and head spread over all devices
+    "plans *": 1230,
+    "remat *": 640,
+    "schedules *": 1960,  # what all devices run together; a search under costs by stage; the optimum of small ones
+    "steps *": 1860,  # DiLoCo
+    "strategies *": 1380,  # Muon by owners
     "testing *": 5790,  # any multiple of a logarithm; small, which makes a step at full size one that is proved
     "": 60,
     "_arguments": 610,  # keys that jax cannot sort; options of a compiler
@@ -41,7 +41,7 @@ LIMITS = {
     "reporting": 280,
     "resharding": 870,
     "runtime": 4060,
-    "viz": 1380,
+    "viz": 1455,  # tables of collectives
 }
 
 
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 51_145
+    assert sum(found.values()) <= 52_330
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

@@ -1,9 +1,8 @@
 """Muon by owners: every matrix is whole on one device, which orthogonalizes it for all.
 
-`optax.contrib.muon` computes Newton-Schulz iterations of whole matrices. Where these are split, or on many devices
-alike, the partitioner gathers each of them on every device, and all compute the same. Here matrices of one shape are
-dealt to the devices, which is one all_to_all; each device orthogonalizes its own, and another all_to_all brings the
-updates back to the layout of the parameters.
+Where matrices are split, or on many devices alike, the partitioner gathers each of them on every device, and all
+compute the same. Here the matrices of one shape are dealt to the devices by an all_to_all; each orthogonalizes its own,
+and another all_to_all brings the updates back to the layout of the parameters.
 """
 
 from __future__ import annotations
@@ -131,7 +130,8 @@ def muon(
         if params is None:
             raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
         specs = _named(plan.placement(params, mesh).update, lambda x: isinstance(x, PartitionSpec))
-        return made(specs, _named(dims_of(params), _is_dims)).update(updates, state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
+            return made(specs, _named(dims_of(params), _is_dims)).update(updates, state, params)
 
     return optax.GradientTransformation(made({}, {}).init, update)
 

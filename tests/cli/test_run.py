@@ -20,6 +20,7 @@ from shardkit.cli.train_options import TrainOptions, changes, settings_of
 from shardkit.runtime.channel import client
 from support.compiling import QUICK
 from support.counting import Compiles
+from support.refusals import refused
 
 
 def loss_fn(params, batch, keys):
@@ -185,6 +186,4 @@ def test_what_may_change_when_a_run_is_resumed():
         ({"steps": 9}, "steps was 150 and is 9. Pass the same value, --change steps if that is meant, or another"),
         ({"dim": 8}, "dim was 128 and is 8. Pass the same value, or another"),
     ):
-        with pytest.raises(ValueError) as error:
-            found("learning-rate", **options)
-        assert str(error.value) == f"{same}{message} directory."
+        assert refused(lambda: found("learning-rate", **options)) == f"{same}{message} directory."

@@ -154,15 +154,10 @@ def check(case, name="momentum", *plans, **options):
 # ---- rows
 
 
-def test_rows_are_the_layers_of_each_device_chunk_by_chunk():  # proves F37
-    assert Stages("stage", 2, 2).rows(8) == (0, 1, 4, 5, 2, 3, 6, 7)
-    assert Stages("stage", 2, 2, "v").rows(8) == (0, 1, 6, 7, 2, 3, 4, 5)
-    assert Stages("stage", 2, 3, "v").rows(6) == (0, 3, 4, 1, 2, 5)
+def test_rows_in_the_order_of_the_layers_are_none():
     assert Stages("stage", 2, 2, "loop", UNEVEN).rows(7) == (0, -1, -1, 4, -1, -1, 1, 2, 3, 5, 6, -1)
-    assert Stages("stage", 2, layers_per_stage=(1, 3)).rows(4) == (0, -1, -1, 1, 2, 3)
     natural = [Stages("a", 4), Stages("a", 4, 1, "v"), Stages("a", 1, 4), Stages("a", 1, 4, "v"), Stages("a", 2, 1)]
     assert [stages.rows(8) for stages in (*natural, Stages("a", 2, layers_per_stage=(4, 4)))] == [()] * 6
-    assert Stages("a", 2, 2).layers_of(8) == (2, 2, 2, 2)
 
 
 @pytest.mark.parametrize("case", STAGES)

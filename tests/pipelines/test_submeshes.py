@@ -86,6 +86,24 @@ def test_a_mesh_is_cut_along_an_axis():  # proves F5
 # ---- values
 
 
+# proves S83, F5: where each half's arrays lie on the way, and the composition's numbers
+def test_what_the_first_half_makes_is_put_on_the_second():
+    left, right = sk.submeshes(sk.make_mesh(stage=2, data=4), "stage")
+    rng = np.random.default_rng(0)
+    w, v, x = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((12, 16), (16, 10), (8, 12)))
+    params, seen = [sk.shard(w, left, P()), sk.shard(v, right, P())], []
+    assert not params[0].devices() & params[1].devices()
+
+    def second(w, x):
+        seen.append(x.shape)  # of the whole microbatch's rows that one device has
+        return x @ w
+
+    stages = [lambda w, x: jnp.tanh(x @ w), second]
+    (y,) = sk.device_put_pipeline(stages, [left, right], specs=P("data"))(params, x, microbatches=1)
+    assert y.devices() == set(right.devices.flat) and set(seen) == {(2, 16)}
+    np.testing.assert_allclose(y, np.tanh(x @ w) @ v, rtol=1e-5, atol=1e-6)
+
+
 def test_four_devices_and_twelve_microbatches():  # proves S84, S76, S77: widths 784-512-512-256-10, outputs in order
     meshes = sk.submeshes(sk.make_mesh(jax.devices()[:4], stage=4), "stage")
     params, (x, _) = layers(WIDTHS), inputs(48, 784)
