@@ -23,7 +23,9 @@ def exponent(sizes: Sequence[float], costs: Sequence[float | None]) -> float | N
 
 def cell(value: float | None, digits: int = 2, unit: float = 1) -> str:
     """A number of a table; "-" where there is none."""
-    return "-" if value is None else f"{value / unit:,.{digits}f}"
+    if value is None:
+        return "-"
+    return f"{round(value / unit, digits) + 0.0:,.{digits}f}"  # not -0.00, whose sign is the linear algebra's
 
 
 def right(rows: Sequence[tuple[str, ...]]) -> str:

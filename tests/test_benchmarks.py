@@ -101,12 +101,6 @@ def test_deterministic_smoke(tmp_path, capsys):
     assert "ordinary: 5.6 KiB sent" in printed and "deterministic: 5.7 KiB sent" in printed
 
 
-@pytest.mark.deep
-def test_diloco_smoke(tmp_path):
-    dp, run = recorded(tmp_path, "diloco")
-    assert run["sent"] == dp["sent"] / 2 and abs(run["loss"] - dp["loss"]) < 1
-
-
 def test_experts_smoke(capsys):
     import_module("benchmarks.experts").main(["--smoke", "--explain"])
     printed = capsys.readouterr().out

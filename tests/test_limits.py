@@ -18,10 +18,10 @@ PACKAGE = ROOT / "shardkit"
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
     "collectives *": 4770,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs
-    "layers *": 2300,  # documents dealt evenly; experts exchanged by gather and ring, balanced without a loss
+    "layers *": 2310,  # documents dealt evenly; experts exchanged by gather and ring, balanced without a loss
     "on_device *": 2620,  # weights that count once on each device; what a first step warns of, penalties that do too
-    "pipelines *": 1690,  # unequal stages as one body; embedding and head spread over all devices
-    "plans *": 1230,
+    "pipelines *": 1700,  # unequal stages as one body; embedding and head spread over all devices
+    "plans *": 1250,
     "remat *": 640,
     "schedules *": 1960,  # what all devices run together; a search under costs by stage; the optimum of small ones
     "steps *": 1860,  # DiLoCo
@@ -40,7 +40,7 @@ LIMITS = {
     "planner": 2100,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
     "reporting": 280,
     "resharding": 870,
-    "runtime": 4060,
+    "runtime": 4065,
     "viz": 1455,  # tables of collectives
 }
 
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 52_330
+    assert sum(found.values()) <= 52_360
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

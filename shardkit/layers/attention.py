@@ -17,6 +17,7 @@ from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
 from shardkit.collectives._sums import dot_dtype, saved_as_dot
 from shardkit.layers.matmul import alike
+from shardkit.on_device.gradient import kind
 
 MASKED = -1e30  # finite: a row of -inf would make NaN gradients
 
@@ -144,14 +145,16 @@ def labelled(
         )
     if positions_bt is None:
         return None if segments_bt is None else segments_bt[..., None]
-    if not causal or jnp.shape(positions_bt) != q_btHK.shape[:2]:
+    integers = jnp.issubdtype(jnp.result_type(positions_bt), jnp.integer)
+    if not causal or not integers or jnp.shape(positions_bt) != q_btHK.shape[:2]:
         raise ValueError(
-            f"{where}: positions must hold a place for each token of a causal attention; got shape "
-            f"{jnp.shape(positions_bt)} for {q_btHK.shape[0]} x {q_btHK.shape[1]} tokens, and causal={causal}. Pass "
-            "them as [b, t], or leave them out."
+            f"{where}: positions must hold a place for each token of a causal attention; got {kind(positions_bt)} for "
+            f"{q_btHK.shape[0]} x {q_btHK.shape[1]} tokens, and causal={causal}. Pass them as int32 [b, t], or leave "
+            "them out."
         )
-    documents = jnp.zeros_like(positions_bt) if segments_bt is None else segments_bt
-    return jnp.stack(alike(documents, positions_bt), axis=-1)
+    places = positions_bt.astype(jnp.int32)  # whose differences have signs
+    documents = jnp.zeros_like(places) if segments_bt is None else segments_bt.astype(jnp.int32)
+    return jnp.stack(alike(documents, places), axis=-1)
 
 
 def scale_of(q: jax.Array, scale: float | None) -> float:

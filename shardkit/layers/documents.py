@@ -43,12 +43,13 @@ def deal(segments_BT: np.ndarray, devices: int, *, block: int = 128, window: int
     Source: Graham, bounds on multiprocessing timing anomalies (1969), for the rule.
     """
     whole("deal", devices=devices, block=block, **({} if window is None else {"window": window}))
-    if segments_BT.ndim != 2 or segments_BT.shape[1] % (devices * block):
+    shape, integers = np.shape(segments_BT), np.asarray(segments_BT).dtype.kind in "iu"
+    if not integers or len(shape) != 2 or not shape[0] or shape[1] % (devices * block):
         raise ValueError(
-            f"deal: segments must be [B, T] with T divisible by devices times block, {devices} x {block}; got shape "
-            f"{segments_BT.shape}. Pad the sequences, or choose another block."
+            f"deal: segments must be integers [B, T] with T divisible by devices times block, {devices} x {block}; got "
+            f"shape {shape}{'' if integers else ' of other values'}. Pad the sequences, or choose another block."
         )
-    return np.stack([_dealt(segments, devices, block, window) for segments in segments_BT])
+    return np.stack([_dealt(segments, devices, block, window) for segments in np.asarray(segments_BT)])
 
 
 def pairs(segments: np.ndarray, window: int | None = None) -> np.ndarray:

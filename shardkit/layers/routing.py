@@ -181,7 +181,10 @@ def route(
         _, expert_Nk = lax.top_k(biased_NE, top_k)
         gate_Nk = jnp.take_along_axis(score_NE, expert_Nk, axis=1)
     if top_k > 1 if normalize_gates is None else normalize_gates:
-        gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True)
+        if bias_E is None:
+            gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True)
+        else:  # from the logits: a bias may leave only experts without any probability
+            gate_Nk = jax.nn.softmax(jnp.take_along_axis(logits_NE.astype(jnp.float32), expert_Nk, axis=1))
     if weights_N is not None:
         expert_Nk = jnp.where(weights_N[:, None] > 0, expert_Nk, E)
     # G groups, each with all first choices before all second ones

@@ -108,7 +108,13 @@ class Pieces:
         common = given if common is None else common
         self._model, self._shared, self._given, self._common = model, shared, given, common
         self._axes, self._owner, self._least = axes, owner, least
-        tree = eval_shape(lambda s, g: vary(call_sealed(model.embed, s, g.batch, g.keys), axes), shared, common)
+        whole = eval_shape(lambda s, g: call_sealed(model.embed, s, g.batch, g.keys), shared, common)
+        tree = eval_shape(lambda x: vary(x, axes), whole)
+        if owner is not None and any(varying_axes(x) & set(axes) for x in jax.tree.leaves(whole)):
+            raise ValueError(
+                f"{model.where}: a spread embedding must return the same on all devices of {named(axes)}; got each "
+                "device's own. Look tokens up with vocab_embed, or sum what the parts give."
+            )
         known = None
         while known != (
             known := jax.tree.map(varying_axes, tree)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -78,6 +78,22 @@ class Padded:
 def is_padded(x: Any) -> bool:
     """Whether a node of a tree is a padded leaf."""
     return isinstance(x, Padded)
+
+
+def named_arrays(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path, of padded ones their arrays; specs are leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_padded(x) or isinstance(x, PartitionSpec))
+    return {path_name(path): leaf.array if is_padded(leaf) else leaf for path, leaf in leaves}
+
+
+def with_arrays(tree: Any, named: dict[str, Any]) -> Any:
+    """The tree with other arrays, by path."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        new = named[path_name(path)]
+        return replace(leaf, array=new) if is_padded(leaf) else new
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_padded)
 
 
 def stored_array(x: Any) -> Any:

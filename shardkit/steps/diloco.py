@@ -7,7 +7,7 @@ index: a program of its own, so that between exchanges no worker waits for anoth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import sized
 from shardkit._arguments.typed import Optimizer, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.meshes.layout import path_name, spec_axes
+from shardkit.meshes.layout import spec_axes
 from shardkit.pipelines.submeshes import submeshes
-from shardkit.plans.storage import Held, is_padded
+from shardkit.plans.axis_types import auto_mesh
+from shardkit.plans.storage import Held, is_padded, named_arrays, with_arrays
 from shardkit.steps.builder import TrainStep
 from shardkit.steps.state import TrainState, optimizer_held, shardings
 
@@ -37,6 +38,11 @@ class DilocoState(NamedTuple):
     params: Any  # after the last exchange, on all devices, the same for all workers
     outer: tuple[Any, ...]  # the outer optimizer's state for each fragment
 
+    @property
+    def step(self) -> jax.Array:
+        """How many steps the workers of this process took, as a TrainState has it: a checkpoint is named by it."""
+        return next(each.step for each in self.workers if each)
+
 
 @dataclass(frozen=True, eq=False)
 class Diloco:
@@ -49,15 +55,16 @@ class Diloco:
     fragments: FragmentOf | None  # the fragment of each leaf, or of each row of it; None: all are fragment 0
     reduce: Algorithm  # the algorithm of the exchange
 
-    def init(self, params: Any, key: jax.Array) -> DilocoState:
+    def init(self, params: Any, key: jax.Array, carried: Any = None) -> DilocoState:
         """The first state: workers begin with the same parameters, and draw with keys of their own."""
-        made = [each and each.init(params, jax.random.fold_in(key, k)) for k, each in enumerate(self.train_steps)]
+        keys = [jax.random.fold_in(key, k) for k in range(len(self.train_steps))]
+        made = [each and each.init(params, own, carried) for each, own in zip(self.train_steps, keys, strict=True)]
         first = next(each.params for each in made if each)
-        copies = [each and _named(jax.tree.map(jnp.copy, each.params)) for each in made]
+        copies = [each and named_arrays(jax.tree.map(jnp.copy, each.params)) for each in made]
         whole = {path: self._joined([c and c[path] for c in copies], spec) for path, spec in self._specs(first).items()}
         parts = [_part(whole, members) for members in self._fragments(first)]
         outer = jax.jit(lambda part: self._outer_pinned(self.outer.init(part), part, first))
-        return DilocoState(tuple(made), _with(first, whole), tuple(map(outer, parts)))
+        return DilocoState(tuple(made), with_arrays(first, whole), tuple(map(outer, parts)))
 
     def step(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
         """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
@@ -72,15 +79,15 @@ class Diloco:
 
     def start(self, state: DilocoState, fragment: int = 0) -> Any:
         """Sends one fragment, for `finish`: the mean of what workers moved since the last exchange, float32."""
-        if not 0 <= fragment < len(state.outer):
-            raise ValueError(f"diloco: the fragment must be one of {len(state.outer)}, from 0 on; got {fragment}.")
-        return self._start(self._rows(state), state.params, fragment)
+        return self._start(self._rows(state, fragment), state.params, fragment)
 
     def finish(self, state: DilocoState, moved: Any, fragment: int = 0, *, keep: float = 0.0) -> DilocoState:
         """The outer update with what `start` returned; workers go on from it, with `keep` of their own parameters."""
-        given = self._rows(state), state.params, state.outer[fragment], moved, keep
+        if not 0 <= keep < 1:
+            raise ValueError(f"diloco: keep must be at least 0 and below 1; got {keep}. Pass for example 0.5.")
+        given = self._rows(state, fragment), state.params, state.outer[fragment], moved, keep
         rows, whole, outer = self._finish(*given, fragment)
-        workers = [self._own(k, each, rows) for k, each in enumerate(state.workers)]
+        workers = [self._own(each, rows) for each in state.workers]
         others = (outer if k == fragment else each for k, each in enumerate(state.outer))
         return DilocoState(tuple(workers), whole, tuple(others))
 
@@ -90,7 +97,7 @@ class Diloco:
 
     def trace(self, state: DilocoState, fragment: int = 0) -> jax.stages.Traced:
         """The program of `start`, which alone sends over the slow axis, for a census."""
-        return self._start.trace(self._rows(state), state.params, fragment)
+        return self._start.trace(self._rows(state, fragment), state.params, fragment)
 
     @cached_property
     def _start(self) -> Any:
@@ -110,7 +117,7 @@ class Diloco:
 
             out = {path: specs[path] for path in members}
             mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(self._row_specs(params), specs), out_specs=out)
-            return mapped(rows, _named(params))
+            return mapped(rows, named_arrays(params))
 
         return jax.jit(start, static_argnums=2)
 
@@ -118,9 +125,9 @@ class Diloco:
     def _finish(self) -> Any:
         def finish(rows: Any, params: Any, outer: Any, moved: Any, keep: Any, fragment: int) -> Any:
             members, specs = self._fragments(params)[fragment], self._specs(params)
-            old = _part(_named(params), members)
+            old = _part(named_arrays(params), members)
             updates, outer = self.outer.update(moved, outer, old)
-            whole = _named(params) | _with_part(_named(params), members, optax.apply_updates(old, updates))
+            whole = named_arrays(params) | _with_part(named_arrays(params), members, optax.apply_updates(old, updates))
 
             def on_device(own: dict[str, jax.Array], whole: dict[str, jax.Array]) -> dict[str, jax.Array]:
                 new, mine = _part(whole, members), _part(own, members)
@@ -132,14 +139,14 @@ class Diloco:
             mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(row_specs, specs), out_specs=row_specs)
             layout = {path: NamedSharding(self.mesh, spec) for path, spec in specs.items()}
             pinned = lax.with_sharding_constraint(whole, layout)  # another would compile the next exchange again
-            return mapped(rows, whole), _with(params, pinned), self._outer_pinned(outer, old, params)
+            return mapped(rows, whole), with_arrays(params, pinned), self._outer_pinned(outer, old, params)
 
         return jax.jit(finish, static_argnums=5, donate_argnums=(1, 2))
 
     def _specs(self, params: Any) -> dict[str, PartitionSpec]:
         plan = next(each.step.plan for each in self.train_steps if each)
         assert plan is not None  # `diloco` has refused a step that was loaded
-        return _named(plan.placement(params, self.mesh).rest)
+        return named_arrays(plan.placement(params, self.mesh).rest)
 
     def _row_specs(self, params: Any) -> dict[str, PartitionSpec]:
         """The parameters of all workers as one array each, with the rows of one worker after those of another."""
@@ -149,8 +156,12 @@ class Diloco:
             found[path] = PartitionSpec((self.axis, *first), *spec[1:])
         return found
 
-    def _rows(self, state: DilocoState) -> dict[str, jax.Array]:
-        named = [each and _named(each.params) for each in state.workers]
+    def _rows(self, state: DilocoState, fragment: int) -> dict[str, jax.Array]:
+        if type(fragment) is not int or not 0 <= fragment < len(state.outer):
+            raise ValueError(f"diloco: the fragment must be one of {len(state.outer)}, from 0 on; got {fragment!r}.")
+        if any(x.is_deleted() for x in jax.tree.leaves((state.workers, state.params, state.outer))):
+            raise ValueError("diloco: the state must be the newest; got one that step, finish or exchange was passed.")
+        named = [each and named_arrays(each.params) for each in state.workers]
         specs = self._row_specs(state.params)
         return {path: self._joined([each and each[path] for each in named], spec, True) for path, spec in specs.items()}
 
@@ -163,17 +174,16 @@ class Diloco:
             shape = (len(own) * shape[0], *shape[1:]) if shape else (len(own),)
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, spec), shards)
 
-    def _own(self, k: int, state: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
-        """The state of worker `k` with its parameters out of those of all."""
+    def _own(self, state: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
+        """The state of a worker with its parameters out of those of all."""
         if state is None:
             return None
-        mesh, named, specs = submeshes(self.mesh, self.axis)[k], _named(state.params), self._specs(state.params)
-        devices, own = set(mesh.devices.flat), dict[str, Any]()
-        for path, x in rows.items():
-            shape, here = named[path].shape, [each.data for each in x.addressable_shards if each.device in devices]
-            here = here if shape else [each[0] for each in here]
-            own[path] = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, specs[path]), here)
-        return state._replace(params=_with(state.params, own))
+        own = {}
+        for path, x in named_arrays(state.params).items():
+            here = [each.data for each in rows[path].addressable_shards if each.device in x.sharding.device_set]
+            here = here if x.shape else [each[0] for each in here]
+            own[path] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, here)
+        return state._replace(params=with_arrays(state.params, own))
 
     def _outer_pinned(self, outer: Any, part: dict[str, jax.Array], params: Any) -> Any:
         """The outer state of a fragment: what mirrors a parameter, in its layout."""
@@ -184,8 +194,10 @@ class Diloco:
     def _fragments(self, params: Any) -> list[dict[str, Any]]:
         """The leaves of each fragment by path, each with its rows; `...` for a whole leaf."""
         specs, numbers = self._specs(params), dict[str, np.ndarray]()
-        for path, x in _named(params).items():
+        for path, x in named_arrays(params).items():
             numbers[path] = np.asarray(self.fragments(path, x.shape) if self.fragments else 0)
+            if numbers[path].dtype.kind not in "iu":
+                raise TypeError(f"diloco: fragments must return ints; got {numbers[path]!r} for leaf {path}.")
             split = is_padded(x) or (len(specs[path]) and specs[path][0] is not None)
             if numbers[path].ndim and (split or numbers[path].shape != x.shape[:1]):
                 raise ValueError(
@@ -201,22 +213,6 @@ class Diloco:
             for fragment in np.unique(of):
                 found[fragment][path] = np.flatnonzero(of == fragment) if of.ndim else ...
         return found
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    """The leaves by path, of padded ones their arrays."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_padded(x) or isinstance(x, PartitionSpec))
-    return {path_name(path): leaf.array if is_padded(leaf) else leaf for path, leaf in leaves}
-
-
-def _with(tree: Any, named: dict[str, Any]) -> Any:
-    """The tree with other arrays."""
-
-    def one(path: Any, leaf: Any) -> Any:
-        new = named[path_name(path)]
-        return replace(leaf, array=new) if is_padded(leaf) else new
-
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_padded)
 
 
 def _part(named: dict[str, jax.Array], members: dict[str, Any]) -> dict[str, jax.Array]:
@@ -290,11 +286,13 @@ def diloco(
     here = jax.process_index()
     parts = submeshes(mesh, axis)
     steps = [make_step(part) if any(d.process_index == here for d in part.devices.flat) else None for part in parts]
-    for each in steps:
+    for each, part in zip(steps, parts, strict=True):
+        if each and not (isinstance(each, TrainStep) and each.step.mesh.devices.tolist() == part.devices.tolist()):
+            raise TypeError("diloco: make_step must return a TrainStep on the mesh that it is passed; got another.")
         if each and (each.step.plan is None or axis in each.step.plan.axes):
             raise ValueError(
                 f"diloco: make_step must build the step of one worker, whose plan does not use {axis!r}; got the plan "
                 f"{each.step.plan}. Pass lambda mesh: sk.make_train_step(..., mesh=mesh, plan=...) without that axis."
             )
     reduce.check("diloco", "reduce", "all_reduce", (axis,))
-    return Diloco(tuple(steps), outer, mesh, axis, fragments, reduce)
+    return Diloco(tuple(steps), outer, auto_mesh(mesh), axis, fragments, reduce)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import at_least_zero, dim_of, one_of, whole
+from shardkit._arguments.checks import at_least_zero, dim_of, whole
 from shardkit._arguments.typed import Optimizer, typed
 from shardkit.collectives import all_gather, all_to_all, axis_index
 from shardkit.meshes.layout import canonical, path_name, spec_axes
@@ -33,7 +33,7 @@ Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
 @typed
 def muon(
-    learning_rate: float | Callable[[Any], Any],
+    learning_rate: float | jax.Array | Callable[[Any], Any],
     *,
     mesh: Mesh,
     plan: Plan,
@@ -67,13 +67,12 @@ def muon(
         An optimizer for `make_train_step` with this mesh and plan.
 
     Raises:
-        TypeError: an argument of another type, or an optimizer that updates without parameters.
-        ValueError: fewer than one iteration; at trace time a leaf of one dim as a matrix, or an axis not in the mesh.
+        TypeError, ValueError: an argument out of range; at trace time no parameters, or dims that a leaf has not.
 
     Cost: beside what the plan sends. Of B bytes of matrices on each device, padded to a multiple of n: where they are
         split over n devices (fsdp, zero1, tp), two all_to_alls, 2 B (n-1)/n; where they are whole on n (dp), an
-        all_gather of the updates, B (n-1)/n; where their layers or heads are split (pp, or zero1 with `rules` that name
-        dim 0), nothing. FLOPs of the iterations are 1/n of one device's.
+        all_gather of the updates, B (n-1)/n; where layers or heads are split (pp), nothing. Iterations take 1/n of the
+        FLOPs of one device.
 
     Example:
         >>> plan = sk.chain(sk.dp("data"), sk.fsdp("model", min_size=1))
@@ -84,13 +83,13 @@ def muon(
         >>> print(sk.census(step, state, jnp.ones((16, 8))).count(kind="all_to_all"))
         2
 
-    Source: Jordan, Muon (https://kellerjordan.github.io/posts/muon/); Liu et al., Muon is scalable for LLM training
-        (arXiv:2502.16982), section 3.
+    Source: Jordan, Muon (https://kellerjordan.github.io/posts/muon/); Liu et al. (arXiv:2502.16982), section 3.
     """
     whole("muon", ns_steps=ns_steps)
     numbers = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "consistent_rms": consistent_rms or 0.0}
-    at_least_zero("muon", **numbers, **({} if callable(learning_rate) else {"learning_rate": learning_rate}))
-    one_of("muon", "preconditioning", preconditioning, get_args(Preconditioning))
+    if isinstance(learning_rate, float | int):
+        numbers["learning_rate"] = learning_rate
+    at_least_zero("muon", **numbers)
     if beta >= 1:
         raise ValueError(f"muon: beta must be below 1, the share of the momentum that is kept; got {beta}. Pass 0.95.")
     if np.asarray(ns_coeffs).dtype.kind != "f" or np.shape(ns_coeffs)[-1:] != (3,):
@@ -108,8 +107,7 @@ def muon(
         """The dims of each leaf: None for those of the other optimizer."""
         given = muon_weight_dimension_numbers
         if given is None:
-            two = optax.contrib.MuonDimensionNumbers()
-            return jax.tree.map(lambda x: two if jnp.ndim(x) == 2 else None, params)
+            return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if jnp.ndim(x) == 2 else None, params)
         given = given(params) if is_function(given) else given
         return jax.tree.map(lambda dims, tree: jax.tree.map(lambda _: dims, tree), given, params, is_leaf=_is_dims)
 
@@ -268,11 +266,13 @@ class _Owners(NamedTuple):
         # matrix to every device, n times the bytes, and all of them would compute the same.
         for dim, axes in cuts:
             x = all_to_all(x, axes, split_dim=0, concat_dim=dim)
-        rows = 1 + len(member.dims.rows)
+        full, rows = x.shape, 1 + len(member.dims.rows)
+        x = x[(..., *(slice(member.shape[dim]) for dim in matrix))]  # a padded one may be taller than wide, and is not
         numbers = optax.contrib.MuonDimensionNumbers(tuple(range(1, rows)), tuple(range(rows, x.ndim)))
         # Without momentum optax's transformation is the iterations alone.
         iterations = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers, **options)
         x, _ = iterations.update(x, iterations.init(x))
+        x = jnp.pad(x, [(0, size - has) for size, has in zip(full, x.shape, strict=True)])
         for dim, axes in reversed(cuts):
             x = all_to_all(x, axes, split_dim=dim, concat_dim=0)
         if same:

@@ -123,7 +123,7 @@ def test_sharded_state_trains_to_one_devices_numbers_and_is_small(words, inside,
 
 INSIDE = [
     deep(["model=2", "context=2", "ulysses=2", "--sequence", "--heads", "4", "--dropout", "0.1"]),
-    deep(["model=2", "data=4"]),  # the plan: laws/test_meshes.py
+    deep(["model=2", "data=4"]),  # the plan: laws/test_laws.py
     deep(["fsdp=2", "model=2", "context=2", "--sequence"]),
     deep(["context=2", "ulysses=2", "fsdp=2", "--dropout", "0.1"]),
     deep(["expert=2", "data=4"]),

@@ -1,11 +1,12 @@
-"""Every law on the rows of the covering list: one program a row, traced, compiled and run once."""
+"""Every law on the rows of the covering list, and on every mesh: one program a row, traced, compiled and run once."""
 
 import pytest
 
 from shardkit.runtime import restores_elsewhere
 from shardkit.testing import LAWS
+from support.conformance import MESH_MODELS, mesh_rows, one_form
 from support.rows import assert_every_law, cases
-from support.training import ONCE
+from support.training import ONCE, check
 
 pytestmark = pytest.mark.optimized
 
@@ -26,3 +27,17 @@ def test_every_law_holds(case):
     turn = CASES.index(case) // 3 % 4
     laws = LAWS if turn == 0 else ONCE
     assert_every_law(case, (*laws, restores_elsewhere) if turn == 2 else laws)
+
+
+MESHES = [
+    pytest.param(row, model, id=f"{model.name}-{row.name}".replace(" ", "_").replace("=", ""))
+    for model in MESH_MODELS
+    for row in one_form(mesh_rows(model.name))
+]
+
+
+# Alone in finding what is wrong with four devices or more along an axis.
+@pytest.mark.deep
+@pytest.mark.parametrize(("row", "model"), MESHES)
+def test_every_mesh_of_eight(row, model):
+    check(row, model)

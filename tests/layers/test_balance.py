@@ -27,13 +27,16 @@ def loss_fn(params, batch, keys, bias, axis=None):
 def test_the_bias_chooses_and_the_scores_weigh():
     total = lambda params, bias: loss_fn(params, BATCH, None, bias)[0].total  # noqa: E731
     runs = [jax.jit(lambda bias=bias: jax.value_and_grad(total)(PARAMS, bias))() for bias in (None, jnp.zeros(8))]
-    jax.tree.map(np.testing.assert_array_equal, *runs)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), *runs)
     assert not np.any(jax.jit(jax.grad(total, 1))(PARAMS, jnp.full(8, 0.1)))
     logits, bias = RNG.normal(size=(20, 8)).astype("f"), RNG.normal(size=8).astype("f")
     got = sk.layers.route(logits, top_k=2, bias_E=bias, normalize_gates=False)
     scores = np.asarray(jax.nn.softmax(logits))
     np.testing.assert_array_equal(got.expert, np.argsort(-scores - bias, axis=1)[:, :2])
     np.testing.assert_array_equal(got.gate, np.take_along_axis(scores, np.asarray(got.expert), 1))
+    # A bias that leaves only experts without any probability: the gates are those of their logits.
+    far = sk.layers.route(jnp.asarray([[300.0, 0, 1, 0]]), top_k=2, bias_E=jnp.asarray([-1.5, 0, 0, 0]))
+    np.testing.assert_allclose(far.gate.max(), jax.nn.softmax(jnp.asarray([1.0, 0])).max(), rtol=1e-6)
 
 
 def trained(steps, accumulate=1, **sizes):

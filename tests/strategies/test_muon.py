@@ -115,6 +115,19 @@ def test_every_plan_has_optaxs_numbers(name, which):
     assert equal_for_all_inputs(program, Reference((), alone)) is None
 
 
+def test_a_padded_square_is_orthogonalized_as_it_is():
+    """Padded it would be taller than wide, and rescaled by columns."""
+    plan, params = sk.fsdp("data", min_size=1, uneven="pad"), {"w": draw(9, 9)}
+    grad_fn = sk.value_and_grad(lambda params, batch, keys: sk.Mean.of(jnp.tanh(batch["y"] @ params["w"][:8]).sum(1)))
+    mesh, options = sk.make_mesh(jax.devices()[:4], data=4), {"preconditioning": "aol"}
+    optimizer = lenient(sk.muon(0.02, mesh=mesh, plan=plan, **options))
+    init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan)
+    one = sk.make_mesh(jax.devices()[:1], data=1)
+    alone = sk.make_train_step(grad_fn, lenient(optax.contrib.muon(0.02, **options)), mesh=one, plan=sk.dp("data"))
+    found, wanted = step(init(params, KEY), BATCH)[0], alone.step(alone.init(params, KEY), BATCH)[0]
+    np.testing.assert_allclose(sk.unpadded(found.params)["w"], wanted.params["w"], atol=1e-5)
+
+
 def test_another_muon_is_another():
     """Of one iteration less; the law of the test before must not say that it is the same."""
     sizes, plan = PLANS["zero1"]

@@ -70,15 +70,6 @@ def test_a_layer_is_nan_on_zeros():  # what a masked device computes would show 
     assert np.isnan(hidden).all()
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form['mode']}-{form['recompute']}")
-@pytest.mark.parametrize("name", NAMES)
-def test_every_form_of_every_schedule(name, form):  # proves S80, F35, F36, F37, F38, F42
-    """It alone finds a form that is wrong for one schedule; a schedule meets four of the sizes, a form all."""
-    sizes = (1, 1, 3), (2, 5, 3), (4, 2, 2), (3, 4, 2), (8, 11, 1)
-    check(make(name, *sizes[(FORMS.index(form) + NAMES.index(name)) % len(sizes)]), **form)
-
-
 def tutorial(stages: int, microbatches: list[int]) -> list[int]:
     """The loop of a tutorial: stage s - 1 overwrites what stage s has not read yet."""
     held, outputs = [0] * stages, list(microbatches)

@@ -1,4 +1,4 @@
-"""Pictures of schedules: what is drawn is what was simulated."""
+"""Pictures of schedules and of collectives as tables: what is drawn is what was simulated."""
 
 import itertools
 from collections import Counter
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardkit import schedules, viz
+from shardkit.collectives import tables
 from shardkit.viz import schedule as schedule_pictures
 from shardkit.viz import style
 from support.refusals import refused
@@ -184,3 +185,16 @@ def test_costs_are_checked_as_in_simulate(tmp_path):
 def test_a_notebook_shows_the_figure():
     schedule = schedules.gpipe(2, 2)
     assert viz.figure(schedule, schedule.simulate())._repr_png_().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("table", [tables.bine("all_reduce", 8), tables.torus("all_gather", (2, 2)), tables.tree(1)])
+def test_an_arrow_for_each_message(table):
+    [axes] = viz.table(table).axes
+    arrows = {each.get_gid(): each for each in axes.texts if each.get_gid()}
+    assert list(arrows) == [f"{send.step}: {send}" for send in table.sends]
+    for send in table.sends:
+        arrow = arrows[f"{send.step}: {send}"]
+        (begin, source), (end, target) = arrow.xyann, arrow.xy
+        assert send.step < begin < end < send.step + 1
+        assert (round(source - 0.24), round(target - 0.24)) == (send.source, send.target)
+        assert arrow.arrow_patch.get_linestyle() == ("--" if send.reduce else "-")

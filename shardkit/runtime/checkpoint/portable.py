@@ -66,10 +66,20 @@ def to_portable(leaves: Leaves) -> dict[str, jax.Array]:
     A leaf keeps its sharding, except for padded dims, which are whole on every device.
     """
     changed = _not_portable(leaves)
-    # Not a constraint inside, which jax refuses over Explicit axes.
-    layouts = [_portable_sharding(x) for x in changed.values()]
-    arrays = jax.jit(_portable, out_shardings=layouts)([*changed.values()])
-    return leaves | dict(zip(changed, arrays, strict=True))
+    made: dict[str, jax.Array] = {}
+    for some in _by_devices(changed):
+        # Not a constraint inside, which jax refuses over Explicit axes.
+        layouts = [_portable_sharding(x) for x in some.values()]
+        made |= zip(some, jax.jit(_portable, out_shardings=layouts)([*some.values()]), strict=True)
+    return leaves | made
+
+
+def _by_devices(leaves: Leaves) -> list[Leaves]:
+    """The leaves in groups on the same devices: those of several workers are on their own."""
+    groups: dict[frozenset[Any], Leaves] = {}
+    for path, x in leaves.items():
+        groups.setdefault(frozenset(stored_array(x).sharding.device_set), {})[path] = x
+    return [*groups.values()]
 
 
 def _not_portable(leaves: Leaves) -> Leaves:
@@ -129,7 +139,7 @@ def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping
         return padded(array, Held(sharding.spec, x.rows), sharding.mesh)
 
     made: Leaves = {}
-    for paths in _together(changed):
+    for paths in (paths for some in _by_devices(changed) for paths in _together(some)):
         shardings = {path: stored_array(changed[path]).sharding for path in paths}
 
         def moved(some: dict[str, jax.Array], paths: list[str] = paths) -> Leaves:

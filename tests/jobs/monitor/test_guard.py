@@ -141,8 +141,8 @@ def test_a_flight_record_tells_the_last_steps(tmp_path):
         assert record["fault"].startswith("process 1 died without reporting an error")
         phases = [(event["phase"], event["step"]) for event in record["events"]]
         assert {("compile", 0), ("compare", 0), ("data", 1), ("step", 1), ("user code", 4)} <= set(phases)
-        # A thread of its own waits for the end of a step, and the killed process may not have got round to it.
-        assert rank == 1 or ("step done", 1) in phases
+        # A thread of its own waits for the ends of steps; on a busy machine it may not have got round to the last.
+        assert rank == 1 or ("step done", 0) in phases
         times = [event["time"] for event in record["events"]]
         assert times == sorted(times)
     assert records[1]["status"]["phase"] == "user code"  # of the process that was killed
