@@ -84,6 +84,7 @@ class Pieces:
         model: what the user passes.
         shared: the parameters beside the layers.
         given: an example of the arguments of a piece.
+        axes: the pipe axis, over which everything here varies but embedding and head where they are spread.
         least: the fewest layers of a stage; the others run one by one, and are discarded where a stage lacks them.
         common: an example of the arguments of embed and head where these are spread: one microbatch on all devices.
         owner: the device of the last stage, where embedding and head are spread; None elsewhere.
