@@ -184,7 +184,7 @@ def allowed(
     ahead: Any,
     q_labels_btC: jax.Array | None,
     k_labels_bsC: jax.Array | None,
-    window: int | None,
+    window: int | None = None,
 ) -> jax.Array | None:
     """Which query may attend to which key, [b or 1, 1, 1, t, s]; None for all.
 
