@@ -1,6 +1,6 @@
 """DiLoCo beside data parallelism: loss after equal tokens, and the bytes over the slow axis.
 
-Eight workers (simulated devices) train a small transformer on bytes of Python's own source, adamw inside, and exchange
+Eight workers (simulated devices) train a small transformer on the bytes of Python's library, adamw inside, and exchange
 every H steps: plain averages (sgd of rate 1 outside), or DiLoCo's Nesterov of rate 0.7 and momentum 0.9, not tuned.
 `dp` takes the same batches in one step each. The loss is that of the parameters after the last exchange, on bytes that
 no run has seen. Bytes are what one device sends over the axis of the workers.
@@ -9,8 +9,6 @@ no run has seen. Bytes are what one device sends over the axis of the workers.
 from __future__ import annotations
 
 import json
-import pathlib
-import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,39 +19,11 @@ import optax
 
 import shardkit as sk
 from benchmarks.start import start
+from shardkit.cli.text import batch_at, standard_library, validation_batches
 from shardkit.meshes.layout import table
 from shardkit.models import parameters, transformer
 
 WORKERS, EACH, TOKENS = 8, 4, 64
-MODULES = (
-    "argparse",
-    "ast",
-    "datetime",
-    "doctest",
-    "inspect",
-    "subprocess",
-    "tarfile",
-    "threading",
-    "typing",
-    "zipfile",
-)
-
-
-def text() -> np.ndarray:
-    """The bytes of some modules of the standard library."""
-    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    return np.frombuffer(b"".join((folder / f"{name}.py").read_bytes() for name in MODULES), np.uint8)
-
-
-def batches(data: np.ndarray, steps: int, seed: int) -> list[dict[str, np.ndarray]]:
-    """Random windows."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for _ in range(steps):
-        at = rng.integers(0, len(data) - TOKENS - 1, WORKERS * EACH)
-        rows = np.stack([data[begin : begin + TOKENS + 1] for begin in at]).astype(np.int32)
-        out.append({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
-    return out
 
 
 def each_worker(batch: dict[str, np.ndarray], k: int) -> dict[str, np.ndarray]:
@@ -66,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = start(__doc__, argv, devices=WORKERS)
     steps = 4 if options.smoke else 1000
     config = transformer.Config(layers=2, dim=64, heads=4, vocabulary=256)
-    data = text()
-    train, unseen = batches(data[: len(data) * 9 // 10], steps, 1), batches(data[len(data) * 9 // 10 :], 8, 2)
+    text = standard_library()
+    sizes = {"batch": WORKERS * EACH, "length": TOKENS}
+    train = [batch_at(text.train, seed=1, step=number, **sizes) for number in range(steps)]
+    unseen = validation_batches(text.validation, count=8, **sizes)
     loss_fn = transformer.loss_fn(config)
     grad_fn = sk.value_and_grad(loss_fn)
     params, key = parameters.init(jax.random.key(0), config), jax.random.key(1)

@@ -140,13 +140,11 @@ def vocabulary(smoke: bool) -> None:
     layers, dim, entries, rows, microbatches = (8, 128, 1024, 8, 2) if smoke else (16, 2048, 131_072, 2, 16)
     rules = {"table": 0, "head": 1}
 
-    def params() -> Any:
-        stack = {"up": (layers, dim, 4 * dim), "down": (layers, 4 * dim, dim)}
-        shapes = {"layers": stack, "table": (entries, dim), "head": (dim, entries)}
-        return jax.tree.map(
-            lambda shape: jnp.zeros(shape, jnp.bfloat16), shapes, is_leaf=lambda shape: isinstance(shape, tuple)
-        )
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
+    stack = {"up": shape(layers, dim, 4 * dim), "down": shape(layers, 4 * dim, dim)}
+    params = {"layers": stack, "table": shape(entries, dim), "head": shape(dim, entries)}
     tokens = jax.ShapeDtypeStruct((rows * microbatches, 1024), jnp.int32)
     lines = [("schedule", "ends", "held GiB", "needed GiB", "modelled ms", "exposed ms", "compile s")]
     for name in ("lockstep", "one_f_one_b"):
@@ -164,7 +162,7 @@ def vocabulary(smoke: bool) -> None:
             )
             mesh = sk.abstract_mesh(stage=STAGES)
             init, step = sk.make_train_step(grad_fn, optax.adam(1e-3), mesh=mesh, plan=pipe.plan)
-            state = init.abstract(jax.eval_shape(params))
+            state = init.abstract(params)
             begin = time.perf_counter()
             report = sk.aot.compile(step, (state, {"tokens": tokens, "targets": tokens}), topology="v5e:2x4")
             seconds = time.perf_counter() - begin

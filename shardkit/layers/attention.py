@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,33 +67,29 @@ def dot_attention(
     check("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
     labels = labelled("dot_attention", q_bTHK, segments_bt, positions_bt, window, causal)
     q, k, v, labels = alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, labels))
-    return join_heads(_attend(q, k, v, labels, causal and positions_bt is None, window, scale_of(q, scale)))
+    form = Scoring(causal and positions_bt is None, window, scale_of(q, scale))
+    return join_heads(_attend(q, k, v, labels, form))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    labels: jax.Array | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> jax.Array:
-    return _attend_forward(q, k, v, labels, causal, window, scale)[0]
+class Scoring(NamedTuple):
+    """The static options of an attention on one device."""
+
+    causal: bool  # whether a token attends only to itself and to earlier ones, by the order of the tokens
+    window: int | None  # how many tokens one attends to, where labels have places
+    scale: float  # factor of the scores
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, form: Scoring) -> jax.Array:
+    return _attend_forward(q, k, v, labels, form)[0]
 
 
 def _attend_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    labels: jax.Array | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
+    q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, form: Scoring
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Autodiff would save the float32 softmax and multiply float32 gradients; here weights are saved in v's dtype."""
-    scores = scores_of(q, k, allowed(q, k, 0 if causal else None, labels, labels, window), scale)
+    mask = allowed(q, k, 0 if form.causal else None, labels, labels, form.window)
+    scores = scores_of(q, k, mask, form.scale)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     log_total = largest + jnp.log(jnp.sum(jnp.exp(scores - largest), axis=-1, keepdims=True))
     weights = saved_as_dot(jnp.exp(scores - log_total).astype(v.dtype))  # a division would need float32 weights first
@@ -101,11 +97,9 @@ def _attend_forward(
     return y, (q, k, v, weights, y)
 
 
-def _attend_backward(
-    causal: bool, window: int | None, scale: float, residuals: tuple[jax.Array, ...], dy: jax.Array
-) -> tuple[Any, ...]:
+def _attend_backward(form: Scoring, residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, ...]:
     q, k, v, weights, y = residuals
-    dq, dk, dv = gradients(q, k, v, weights, dy, inner(y, dy), scale=scale)
+    dq, dk, dv = gradients(q, k, v, weights, dy, inner(y, dy), scale=form.scale)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -157,6 +151,11 @@ def labelled(
     return jnp.stack(alike(documents, places), axis=-1)
 
 
+def placed(labels_btC: jax.Array | None) -> bool:
+    """Whether labels have the places of tokens, which then may be in any order."""
+    return labels_btC is not None and labels_btC.shape[-1] == 2
+
+
 def scale_of(q: jax.Array, scale: float | None) -> float:
     """The factor of the scores."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -197,9 +196,11 @@ def allowed(
         rows, columns = q_labels_btC[:, :, None], k_labels_bsC[:, None]
         same_bts = rows[..., 0] == columns[..., 0]
         mask = same_bts if mask is None else mask & same_bts
-        if rows.shape[-1] == 2:
+        if placed(q_labels_btC):
             behind_bts = rows[..., 1] - columns[..., 1]
-            mask = mask & (behind_bts >= 0) & (behind_bts < window if window else True)
+            mask = mask & (behind_bts >= 0)
+            if window is not None:
+                mask = mask & (behind_bts < window)
     return None if mask is None else mask[:, None, None]
 
 

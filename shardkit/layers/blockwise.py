@@ -16,7 +16,7 @@ from jax import lax
 
 from shardkit.collectives import axis_index, axis_size, shift
 from shardkit.collectives._sums import saved_as_dot, wide_zeros
-from shardkit.layers.attention import MASKED, allowed, gradients, inner, scores_of
+from shardkit.layers.attention import MASKED, allowed, gradients, inner, placed, scores_of
 from shardkit.layers.zigzag import Order
 
 
@@ -28,7 +28,6 @@ class Form(NamedTuple):
     order: Order  # of the tokens along the ring
     block: int | None  # the size of a tile, None for whole blocks
     scale: float  # factor of the scores
-    placed: bool = False  # whether labels have the places of tokens, which are in any order
     window: int | None = None  # how many tokens one attends to, where labels have places
 
 
@@ -67,47 +66,49 @@ class Visit(NamedTuple):
     ahead: Any = None
 
 
-_Keys = tuple[jax.Array, jax.Array, jax.Array | None]  # a block of keys, values and segments
+_Keys = tuple[jax.Array, jax.Array, jax.Array | None]  # a block of keys, values and labels
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def attend(
-    q_bGRtK: jax.Array, k_bGtK: jax.Array, v_bGtK: jax.Array, segments_bt1: jax.Array | None, form: Form
+    q_bGRtK: jax.Array, k_bGtK: jax.Array, v_bGtK: jax.Array, labels_btC: jax.Array | None, form: Form
 ) -> jax.Array:
     """The attention of this device's queries to all keys, [b, G, R, t, K]; all arrays vary over the same axes."""
-    return _forward(q_bGRtK, k_bGtK, v_bGtK, segments_bt1, form)[0]
+    return _forward(q_bGRtK, k_bGtK, v_bGtK, labels_btC, form)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, form: Form
+    q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, form: Form
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     def visit(seen: Softmax, keys: _Keys, at: Visit) -> Softmax:
-        k, v, mask, (rows, part) = _tile(keys, at, segments, (q, seen), form.window)
-        return _unless_masked(form, mask, lambda: _put(seen, part.updated(rows, k, v, mask, form.scale), at.rows), seen)
+        k, v, mask, (rows, part) = _tile(keys, at, labels, (q, seen), form.window)
+        return _unless_masked(
+            labels, mask, lambda: _put(seen, part.updated(rows, k, v, mask, form.scale), at.rows), seen
+        )
 
-    y, log_total = _round(visit, Softmax.empty(q), (k, v, segments), form).result()
+    y, log_total = _round(visit, Softmax.empty(q), (k, v, labels), form).result()
     y, log_total = saved_as_dot(y.astype(q.dtype)), saved_as_dot(log_total)
-    return y, (q, k, v, segments, y, log_total)
+    return y, (q, k, v, labels, y, log_total)
 
 
 def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, segments, y, log_total = residuals
+    q, k, v, labels, y, log_total = residuals
     y_dy = inner(y, dy)
 
     def visit(grads: Any, keys: _Keys, at: Visit) -> Any:
-        k, v, mask, (rows, log, *cotangents) = _tile(keys, at, segments, (q, log_total, dy, y_dy), form.window)
+        k, v, mask, (rows, log, *cotangents) = _tile(keys, at, labels, (q, log_total, dy, y_dy), form.window)
 
         def added() -> Any:
             weights = jnp.exp(scores_of(rows, k, mask, form.scale) - log)
             dq, dk, dv = gradients(rows, k, v, weights, *cotangents, scale=form.scale, partial_sums=True)
             return _add(grads[0], dq, at.rows), _add(grads[1], (dk, dv), at.columns)
 
-        return _unless_masked(form, mask, added, grads)
+        return _unless_masked(labels, mask, added, grads)
 
     def pass_on(grads: Any) -> Any:  # gradients of keys and values move along with them
         return grads[0], shift(grads[1], form.names) if form.names else grads[1]
 
-    grads = _round(visit, (wide_zeros(q), (wide_zeros(k), wide_zeros(v))), (k, v, segments), form, pass_on)
+    grads = _round(visit, (wide_zeros(q), (wide_zeros(k), wide_zeros(v))), (k, v, labels), form, pass_on)
     dq, (dk, dv) = pass_on(grads)  # to the device that holds these keys
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
@@ -115,9 +116,9 @@ def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[ja
 attend.defvjp(_forward, _backward)
 
 
-def _unless_masked(form: Form, mask: jax.Array | None, visited: Callable[[], Any], before: Any) -> Any:
+def _unless_masked(labels: jax.Array | None, mask: Any, visited: Callable[[], Any], before: Any) -> Any:
     """A tile in which no query sees a key is skipped, where only the data tells."""
-    return lax.cond(jnp.any(mask), visited, lambda: before) if form.placed and mask is not None else visited()
+    return lax.cond(jnp.any(mask), visited, lambda: before) if placed(labels) else visited()
 
 
 def _round(
@@ -128,7 +129,7 @@ def _round(
     pass_on: Callable[[Any], Any] = lambda carry: carry,
 ) -> Any:
     """Visits this device's own keys, then those of every other device, while the next ones arrive."""
-    names, causal, order, block = form[:4]
+    names, causal, order, block, *_ = form
     t = keys[0].shape[-2]
     half = t // 2
     visit = partial(_in_tiles, visit, block)
@@ -186,12 +187,12 @@ def _in_tiles(visit: Callable[[Any, _Keys, Visit], Any], block: int | None, carr
 
 
 def _tile(
-    keys: _Keys, at: Visit, segments: jax.Array | None, of_queries: Any, window: int | None
+    keys: _Keys, at: Visit, labels: jax.Array | None, of_queries: Any, window: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Any]:
     """The keys and values of a visit, its mask, and the rows of queries and of what belongs to them."""
-    k, v, k_segments = _cut(keys, at.columns, at.size)
-    rows, q_segments = _cut((of_queries, segments), at.rows, at.size)
-    return k, v, allowed(rows[0], k, at.ahead, q_segments, k_segments, window), rows
+    k, v, k_labels = _cut(keys, at.columns, at.size)
+    rows, q_labels = _cut((of_queries, labels), at.rows, at.size)
+    return k, v, allowed(rows[0], k, at.ahead, q_labels, k_labels, window), rows
 
 
 def _cut(tree: Any, start: Any, size: int) -> Any:

@@ -17,7 +17,6 @@ positions of its tokens; a loss summed over tokens is the same in both orders.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives import all_gather, all_to_all, axis_size, vary
-from shardkit.layers.attention import check, join_heads, labelled, scale_of, split_heads
+from shardkit.layers.attention import check, join_heads, labelled, placed, scale_of, split_heads
 from shardkit.layers.blockwise import Form, attend
 from shardkit.layers.zigzag import Order, half_of, ring_first
 from shardkit.on_device.batch import in_plan_order
@@ -96,7 +95,7 @@ def ring_attention(
     names = in_plan_order("ring_attention", bound("ring_attention", axis))
     check("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt)
     labels = labelled("ring_attention", q_btHK, segments_bt, positions_bt, window, causal)
-    form = _form("ring_attention", names, causal, order, block, scale_of(q_btHK, scale), positions_bt, window)
+    form = Form(names, causal, order, block, scale_of(q_btHK, scale), window)
     return _attention("ring_attention", q_btHK, k_btGK, v_btGK, labels, form)
 
 
@@ -170,7 +169,7 @@ def ulysses_attention(
         )
     rings = () if ring is None else ring_first(where, ring, axis)[: -len(names)]
     labels = labelled(where, q_btHK, segments_bt, positions_bt, window, causal)
-    form = _form(where, rings, causal, order, block, scale_of(q_btHK, scale), positions_bt, window)
+    form = Form(rings, causal, order, block, scale_of(q_btHK, scale), window)
     if n == 1:
         return _attention(where, q_btHK, k_btGK, v_btGK, labels, form)
     repeats = math.lcm(groups, n) // groups
@@ -184,30 +183,16 @@ def ulysses_attention(
     return all_to_all(y_bThK, names, split_dim=1, concat_dim=2)
 
 
-def _form(
-    where: str,
-    names: tuple[str, ...],
-    causal: bool,
-    order: Order,
-    block: int | None,
-    scale: float,
-    positions: Any,
-    window: int | None,
-) -> Form:
-    if positions is None:
-        return Form(names, causal, order, block, scale)
-    if order != "contiguous":
-        raise ValueError(
-            f"{where}: positions say where each token stands, so the order must be left out; got {order!r} too. Pass "
-            "one of them."
-        )
-    # Which tiles are seen is for the data to tell: no order of the tokens is assumed.
-    return Form(names, False, order, block, scale, True, window)
-
-
 def _attention(
     where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, labels: jax.Array | None, form: Form
 ) -> jax.Array:
+    if placed(labels):  # which tiles are seen is for the data to tell: no order of the tokens is assumed
+        if form.order != "contiguous":
+            raise ValueError(
+                f"{where}: positions say where each token stands, so the order must be left out; got {form.order!r} "
+                "too. Pass one of them."
+            )
+        form = form._replace(causal=False)
     tokens = q_btHK.shape[1]
     chunk = half_of(where, tokens) if form.order == "zigzag" else tokens
     if form.block is not None and (form.block < 1 or chunk % form.block):

@@ -173,18 +173,16 @@ def route(
         raise ValueError(
             f"route: group must divide the tokens of a device; got groups of {group} for {N} tokens. Choose a divisor."
         )
-    score_NE = jax.nn.softmax(logits_NE.astype(jnp.float32))
+    logits_NE = logits_NE.astype(jnp.float32)
+    score_NE, normalize = jax.nn.softmax(logits_NE), top_k > 1 if normalize_gates is None else normalize_gates
     if bias_E is None:
         gate_Nk, expert_Nk = lax.top_k(score_NE, top_k)
+        gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True) if normalize else gate_Nk
     else:
-        biased_NE = lax.stop_gradient(score_NE + bias_E.astype(jnp.float32)[None, :])
-        _, expert_Nk = lax.top_k(biased_NE, top_k)
-        gate_Nk = jnp.take_along_axis(score_NE, expert_Nk, axis=1)
-    if top_k > 1 if normalize_gates is None else normalize_gates:
-        if bias_E is None:
-            gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True)
-        else:  # from the logits: a bias may leave only experts without any probability
-            gate_Nk = jax.nn.softmax(jnp.take_along_axis(logits_NE.astype(jnp.float32), expert_Nk, axis=1))
+        _, expert_Nk = lax.top_k(lax.stop_gradient(score_NE + bias_E.astype(jnp.float32)[None, :]), top_k)
+        # Normalized from the logits: a bias may leave only experts without any probability.
+        gate_Nk = jnp.take_along_axis(logits_NE if normalize else score_NE, expert_Nk, axis=1)
+        gate_Nk = jax.nn.softmax(gate_Nk) if normalize else gate_Nk
     if weights_N is not None:
         expert_Nk = jnp.where(weights_N[:, None] > 0, expert_Nk, E)
     # G groups, each with all first choices before all second ones

@@ -268,8 +268,8 @@ class Pieces:
         if total != weight:
             raise ValueError(
                 f"{self._model.where}: total and weight of a spread head's means must both be the same on all devices "
-                f"of {named(tuple(self._axes))}, or both be each device's own; got a {'total' if total else 'weight'} "
-                f"alone that differs, of {name!r}. Sum it over {named(tuple(self._axes))}, as vocab_cross_entropy does."
+                f"of {named(self._axes)}, or both be each device's own; got a {'total' if total else 'weight'} "
+                f"alone that differs, of {name!r}. Sum it over {named(self._axes)}, as vocab_cross_entropy does."
             )
         return _alike_in_mask(mean, mine)
 

@@ -119,7 +119,7 @@ class Execution(NamedTuple):
             together = eval_shape(common, jnp.int32(0)), device_of(p * v - 1, p, self.schedule.placement)
         pieces = Pieces(self.model, shared, eval_shape(given, zero, zero, zero), live, min(each), *together)
         self._check_collectives(pieces, names, bool(live))
-        table = self.schedule.table(not self.recompute, spread)
+        table = self.schedule.table(saved=not self.recompute, spread=spread)
         ops = Ops(
             pieces,
             given,
@@ -214,9 +214,8 @@ class Executor(NamedTuple):
         ends = jnp.asarray(self.table.ends) if self.ops.common else None
         for segments, times in _rounds(self.table.segments):
             begin, ticks = segments[0].begin, sum(segment.ticks for segment in segments)
-            some = _repeated(_part((mine, ends), begin, times * ticks), times)
-            once = partial(self._round, segments)
-            state, _ = once(state, take_microbatch(some, 0)) if times == 1 else lax.scan(once, state, some)
+            some, once = _part((mine, ends), begin, times * ticks), partial(self._round, segments)
+            state, _ = once(state, some) if times == 1 else lax.scan(once, state, _repeated(some, times))
         return state.sums
 
     def _round(self, segments: Sequence[Segment], state: LoopState, rows: Any) -> tuple[LoopState, None]:

@@ -24,7 +24,7 @@ from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import spec_axes
 from shardkit.pipelines.submeshes import submeshes
 from shardkit.plans.axis_types import auto_mesh
-from shardkit.plans.storage import Held, is_padded, named_arrays, with_arrays
+from shardkit.plans.storage import Held, named_arrays, with_arrays
 from shardkit.steps.builder import TrainStep
 from shardkit.steps.state import TrainState, optimizer_held, shardings
 
@@ -198,7 +198,7 @@ class Diloco:
             numbers[path] = np.asarray(self.fragments(path, x.shape) if self.fragments else 0)
             if numbers[path].dtype.kind not in "iu":
                 raise TypeError(f"diloco: fragments must return ints; got {numbers[path]!r} for leaf {path}.")
-            split = is_padded(x) or (len(specs[path]) and specs[path][0] is not None)
+            split = len(specs[path]) and specs[path][0] is not None  # a padded dim is
             if numbers[path].ndim and (split or numbers[path].shape != x.shape[:1]):
                 raise ValueError(
                     "diloco: fragments of rows must be a number for each row of a dim 0 that is neither split nor "
@@ -253,8 +253,8 @@ def diloco(
         reduce: the algorithm of the exchange, such as `sk.algorithms.compressed(jnp.int4)`.
 
     Returns:
-        A Diloco with `init(params, key)`, `step(state, batches)`, `exchange(state, fragment)` and its halves `start`
-            and `finish`. Steps and `finish` donate the state.
+        A Diloco with `init(params, key, carried=None)`, `step(state, batches)`, `exchange(state, fragment)` and its
+            halves `start` and `finish`. Steps and `finish` donate the state.
 
     Raises:
         TypeError: an argument of another type.

@@ -26,7 +26,7 @@ from shardkit.meshes.layout import canonical, path_name, spec_axes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.dim_rules import is_function
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import padded_shape
+from shardkit.plans.storage import named_arrays, padded_shape
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -95,12 +95,12 @@ def muon(
     if np.asarray(ns_coeffs).dtype.kind != "f" or np.shape(ns_coeffs)[-1:] != (3,):
         raise ValueError(f"muon: ns_coeffs must be three floats, or three a step; got {ns_coeffs!r}. Pass these.")
     options = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
-    for dims in jax.tree.leaves(muon_weight_dimension_numbers, is_leaf=_is_dims):
-        if not _is_dims(dims) and not is_function(muon_weight_dimension_numbers):
-            raise TypeError(
-                "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or "
-                f"a function that returns one; got {dims!r}. Pass None for all leaves of two dims."
-            )
+    given = [] if is_function(muon_weight_dimension_numbers) else muon_weight_dimension_numbers
+    if not all(map(_is_dims, jax.tree.leaves(given, is_leaf=_is_dims))):
+        raise TypeError(
+            "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or a "
+            f"function that returns one; got {given!r}. Pass None for all leaves of two dims."
+        )
     others = adam or optax.adamw(learning_rate, eps=eps, weight_decay=0.0, nesterov=nesterov)
 
     def dims_of(params: Any) -> Any:
@@ -127,19 +127,16 @@ def muon(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
-        specs = _named(plan.placement(params, mesh).update, lambda x: isinstance(x, PartitionSpec))
+        specs = named_arrays(plan.placement(params, mesh).update)
+        leaves = jax.tree_util.tree_leaves_with_path(dims_of(params), is_leaf=_is_dims)
         with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
-            return made(specs, _named(dims_of(params), _is_dims)).update(updates, state, params)
+            return made(specs, {path_name(path): dims for path, dims in leaves}).update(updates, state, params)
 
     return optax.GradientTransformation(made({}, {}).init, update)
 
 
 def _is_dims(x: Any) -> bool:
     return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
-
-
-def _named(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
 
 
 class _Dims(NamedTuple):
@@ -181,7 +178,6 @@ def _by_shape(dims: dict[str, Any], consistent_rms: float | None) -> Callable[[A
 
 def _by_owners(owners: _Owners, beta: float, nesterov: bool, options: dict[str, Any]) -> optax.GradientTransformation:
     """optax's `scale_by_muon`: its momentum on each device's parts, its iterations by the owner of each matrix."""
-    whole = optax.contrib.scale_by_muon(beta=beta, nesterov=nesterov, **options)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         count = optax.safe_increment(state.count)
@@ -192,7 +188,8 @@ def _by_owners(owners: _Owners, beta: float, nesterov: bool, options: dict[str, 
             corrected = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, corrected, now)
         return owners.orthogonalized(corrected, options), state._replace(count=count, mu=mu)
 
-    return optax.GradientTransformation(whole.init, update)
+    optaxs = optax.contrib.scale_by_muon(beta=beta, nesterov=nesterov, **options)
+    return optax.GradientTransformation(optaxs.init, update)
 
 
 class _Member(NamedTuple):
@@ -252,10 +249,8 @@ class _Owners(NamedTuple):
         same = tuple(axis for axis in self.axes if axis not in used and self.mesh.shape[axis] > 1)
         stacks = [_stacked(part, each.dims) for part, each in zip(parts, members, strict=True)]
         x = jnp.concatenate(stacks)
-        count, ways = (
-            x.shape[0],
-            math.prod(self.mesh.shape[axis] for axes in (same, *dict(cuts).values()) for axis in axes),
-        )
+        ways = math.prod(self.mesh.shape[axis] for axes in (same, *dict(cuts).values()) for axis in axes)
+        count = x.shape[0]
         x = jnp.pad(x, [(0, -count % ways), *[(0, 0)] * (x.ndim - 1)])
         if same:
             # Devices that have the same parts take different matrices. Nothing is sent: each has all of them.

@@ -1,4 +1,4 @@
-"""Algorithms of a strategy: what is refused, by its full wording; tests/laws/test_algorithms.py holds the rest."""
+"""Algorithms of a strategy: what is refused, by its full wording; tests/laws/test_laws.py holds the rest."""
 
 import jax
 import jax.numpy as jnp

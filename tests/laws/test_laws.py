@@ -1,9 +1,10 @@
-"""Every law on the rows of the covering list, and on every mesh: one program a row, traced, compiled and run once."""
+"""Every law on the rows of the covering list, on every mesh, and on every plan with every algorithm that it can use."""
 
 import pytest
 
 from shardkit.runtime import restores_elsewhere
 from shardkit.testing import LAWS
+from support.algorithms import ACCUMULATE, GRID, WAYS, first_step, pairs, plan_row
 from support.conformance import MESH_MODELS, mesh_rows, one_form
 from support.rows import assert_every_law, cases
 from support.training import ONCE, check
@@ -41,3 +42,24 @@ MESHES = [
 @pytest.mark.parametrize(("row", "model"), MESHES)
 def test_every_mesh_of_eight(row, model):
     check(row, model)
+
+
+# Algorithms of several hops, of levels, and with rounding; the other pairs are deep.
+FEW_PAIRS = {("dp x tp", "ring"), ("hsdp", "hierarchical"), ("fsdp pad", "bfloat16 in two levels")}
+
+
+def rows():
+    for pair in pairs():
+        yield pytest.param(
+            *pair, id=" by ".join(pair).replace(" ", "_"), marks=() if pair in FEW_PAIRS else pytest.mark.deep
+        )
+
+
+# Catches a plan that gathers or sums by another algorithm than the one it was given, or over other axes, or twice: one
+# device's numbers, or numbers within the bound of the rounding, and the bytes of the algorithm's closed form.
+# proves N1: except for deterministic sums, which are an argument of the step
+@pytest.mark.parametrize(("plan", "way"), list(rows()))
+def test_every_plan_by_every_algorithm(plan, way):
+    reference = first_step(plan, way) if WAYS[way].sums else None
+    laws = LAWS if (plan, way) in FEW_PAIRS else ONCE
+    check(plan_row(plan, way), GRID, "sgd", laws=laws, reference=reference, accumulate=ACCUMULATE)

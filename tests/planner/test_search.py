@@ -1,4 +1,4 @@
-"""The planner: its ranking against brute force, and advice that fits by the same formulas."""
+"""The planner: its ranking against brute force, the mesh that it chooses, and advice that fits by the same formulas."""
 
 import itertools
 import re
@@ -214,3 +214,44 @@ def test_of_equally_fast_layouts_of_a_kind_the_one_that_sends_less_is_shown():
     near = first._replace(compute_seconds=1.009, by_axis=(("fsdp", 0.1), ("data", 0.1)))
     slower = first._replace(compute_seconds=1.011, by_axis=(("fsdp", 0.1),))
     assert planner.kinds([slower, first, near]) == [near]
+
+
+COLUMNS = ["state GB", "activations GB", "compute ms", "hidden ms", "exposed ms", "step ms"]
+
+
+def best(found, tensor):
+    """The fastest candidate with that many tensor ways, if any."""
+    return next((each for each in found if each.layout.tensor == tensor), None)
+
+
+def search(model, **machine):
+    axes = ("data", "fsdp", "tensor")
+    found = planner.search(model, axes=axes, **{"chip": "h100", "chips": 8} | machine)
+    text = planner.table(found[:1])
+    assert all(column in text.splitlines()[0] for column in COLUMNS)
+    return found
+
+
+# proves S29: batch against model ways, by the size of model, activations, batch and communication
+def test_a_batch_is_split_before_the_model_unless_it_is_smaller_than_the_devices():
+    found = search(SMALL, batch=64, sequence=2048)
+    assert found[0].layout.tensor == 1
+    split = [best(found, ways) for ways in (1, 2, 4, 8)]
+    assert all(a.exposed_seconds < b.exposed_seconds for a, b in itertools.pairwise(split))  # what tensor ways send
+    assert all(a.seconds < b.seconds for a, b in itertools.pairwise(split))
+    # proves S29
+    found = search(SMALL, batch=2, sequence=2048)
+    assert {each.layout.tensor for each in found} == {4, 8} and found[0].layout.tensor == 4
+
+
+# proves S29
+def test_a_model_is_split_whose_state_or_activations_fit_nowhere_whole():
+    whole = planner.estimate(LLAMA_8B, Layout(data=8), chip="h100", batch=64, sequence=2048)
+    assert whole.state_bytes > whole.usable_bytes and not whole.fits
+    assert all(each.layout.fsdp * each.layout.tensor > 1 for each in search(LLAMA_8B, batch=64, sequence=2048))
+    # proves S29: with one long sequence a device, the scores of attention do not fit without tensor ways
+    layout = Layout(fsdp=8, remat="full")
+    alone = planner.estimate(LLAMA_8B, layout, chip="h100", batch=8, sequence=16384)
+    assert alone.state_bytes < alone.usable_bytes < alone.bytes and alone.activation_bytes > alone.state_bytes
+    found = search(LLAMA_8B, batch=8, sequence=16384)
+    assert best(found, 1) is None and found[0].layout.tensor > 1

@@ -1,10 +1,14 @@
-"""The page of a step holds all that was read of it, and says what is wrong in a sentence."""
+"""The page of a step holds all that was read of it, says what is wrong in a sentence, and no text becomes markup."""
 
+import re
+
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import example, given
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -145,3 +149,28 @@ def test_the_page_of_a_transformer_on_a_tpu(tmp_path):
     assert (tmp_path / "step.html").stat().st_size < 300_000
     page = assert_self_contained(found.html)
     assert found.compiled.fits and str(found.compiled) in page.text and str(found.audit) in page.text
+
+
+NAMES = st.text(st.characters(), min_size=1, max_size=40)
+
+
+def shown(text):
+    """What a reader gets of a text: what a page cannot hold is replaced."""
+    kept = "".join("\ufffd" if not re.match(r"[\t\n -~\u00a0-\ud7ff\ue000-\U0010ffff]", c) else c for c in text)
+    return re.sub("[\ufdd0-\ufdef]", "\ufffd", "".join("\ufffd" if ord(c) & 0xFFFE == 0xFFFE else c for c in kept))
+
+
+# Alone catches a name that becomes markup, also inside an attribute.
+@pytest.mark.check
+@given(NAMES)
+@example("<script>alert(1)</script>")
+@example('"><img src=x onerror=alert(1)>')
+@example("' onload='alert(1)")
+@example("&lt;b&gt; \x00 \ud800 \uffff \x85")
+@example("]]></style><!--")
+def test_no_name_becomes_markup(name):
+    text = page_module.document(name, {name: name})
+    page = assert_self_contained(text)
+    text.encode("utf-8")
+    [box] = [given for tag, given in page.elements if tag == "pre"]
+    assert box["aria-label"] == shown(name) and page.text.count(shown(name)) >= 4

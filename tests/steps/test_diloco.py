@@ -60,6 +60,33 @@ def close(found: Any, wanted: Any) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5), sk.unpadded(found), wanted)
 
 
+# Catches carried state that is not begun, or is one for all workers, and a state that a checkpoint cannot hold.
+def test_carried_state_and_checkpoints(tmp_path):
+    def counted(params: Any, batch: Any, keys: Any, seen: Any) -> Any:
+        return loss_fn(params, batch, keys), {"seen": sk.Mean(jnp.sum(batch["weight"]), 1.0)}
+
+    def make(mesh: Any) -> Any:
+        return sk.make_train_step(
+            sk.value_and_grad(counted),
+            lenient(optax.adam(1e-2)),
+            mesh=mesh,
+            plan=PLANS["padded"],
+            carry=lambda seen, metrics, params: seen + metrics["seen"],
+        )
+
+    run = sk.diloco(make, OUTER, mesh=sk.make_mesh(pod=WORKERS, data=4), axis="pod")
+    batches = halves(make_batch(0))
+    state, metrics = run.step(run.init(PARAMS, KEY, jnp.float32(0)), batches)
+    assert [float(own.carried) for own in state.workers] == [float(each["seen"]) for each in metrics]
+    assert len({float(own.carried) for own in state.workers}) == 2
+    with sk.runtime.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        back, _ = checkpoints.restore(run.init(PARAMS, KEY, jnp.float32(0)))
+    wanted, found = (jax.tree.map(np.asarray, run.exchange(each).params) for each in (state, back))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 # Catches a worker that sees another's examples, weights or state, and an outer step from another mean, or twice.
 @pytest.mark.parametrize("plan", PLANS)
 def test_workers_train_alone_and_meet_in_the_outer_optimizer(plan):

@@ -125,6 +125,7 @@ def test_a_padded_square_is_orthogonalized_as_it_is():
     one = sk.make_mesh(jax.devices()[:1], data=1)
     alone = sk.make_train_step(grad_fn, lenient(optax.contrib.muon(0.02, **options)), mesh=one, plan=sk.dp("data"))
     found, wanted = step(init(params, KEY), BATCH)[0], alone.step(alone.init(params, KEY), BATCH)[0]
+    assert jax.tree.structure(sk.unpadded(found.opt_state)) == jax.tree.structure(wanted.opt_state)
     np.testing.assert_allclose(sk.unpadded(found.params)["w"], wanted.params["w"], atol=1e-5)
 
 

@@ -41,6 +41,8 @@ def test_two_processes(tmp_path):
     for rank, each in enumerate((first, last)):
         assert each["cluster"] == [rank, 2, rank, rank == 0, f"localhost:{FIRST_PORT + job}"]
         assert each["devices"] == [4, 2]
+        # Catches a process that runs the step of another's worker, and an exchange of its own worker alone.
+        assert each["diloco"] == [[2.0, 2.0], [rank == 0, rank == 1]]
 
     # proves S98, F71: nobody goes on before the last has come, and the wait has an end
     assert last["came"] - first["came"] > LATE / 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -51,5 +52,18 @@ saw["held"] = [np.asarray(piece).tolist() for piece in reading.local_shards(outs
 result = total(outside)  # every process calls it
 saw["result"] = [list(result.shape), [np.asarray(piece).tolist() for piece in reading.local_shards(result).values()]]
 saw["then"] = float(jax.jit(jnp.sum, out_shardings=jax.NamedSharding(mesh, P()))(x))  # all of them go on together
+
+# A worker of DiLoCo for each process: a step takes w to its target, and an exchange to the mean of both.
+grad_fn = sk.value_and_grad(lambda w, batch, keys: jnp.mean((batch - w) ** 2))
+own = [np.full(2, 4.0 * k, "f") if k == rank else None for k in range(2)]
+run = sk.diloco(
+    lambda mesh: sk.make_train_step(grad_fn, optax.sgd(0.5), mesh=mesh, plan=sk.dp("data")),
+    optax.sgd(1.0),
+    mesh=sk.make_mesh(devices, pod=2, data=-1),
+    axis="pod",
+)
+state, metrics = run.step(run.init(jnp.zeros(()), jax.random.key(0)), own)
+found = reading.local_shards(run.exchange(state).params)
+saw["diloco"] = [sorted(map(float, found.values())), [bool(each) for each in metrics]]
 
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(saw))
