@@ -179,6 +179,29 @@ def logical_axes(config: Config) -> Any:
 
 
 @typed
+def muon_dims(config: Config) -> Any:
+    """Rows and columns of every matrix, for `sk.muon` and `optax.contrib.muon`; None where `adam` updates a leaf.
+
+    All heads of a layer are one matrix. Embedding, head, router and norms are left to `adam`.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> transformer.muon_dims(transformer.Config())["layers"]["query"]
+        MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3))
+    """
+    from optax.contrib import MuonDimensionNumbers
+
+    def of(names: tuple[str, ...]) -> Any:
+        dims = [dim for dim, name in enumerate(names) if name not in ("layers", "experts")]
+        if names[0] != "layers" or len(dims) < 2:
+            return None
+        rows = 1 if names[dims[0]].endswith("embed") else len(dims) - 1  # the rest is what it is multiplied into
+        return MuonDimensionNumbers(tuple(dims[:rows]), tuple(dims[rows:]))
+
+    return jax.tree.map(of, logical_axes(config), is_leaf=lambda names: isinstance(names, tuple))
+
+
+@typed
 def tensor_rules(config: Config, axis: Axis, ways: int) -> Any:
     """The specs for `tp(axis, tensor_rules(config, axis, ways))`, which split vocabulary, heads and hidden width.
 

@@ -32,7 +32,7 @@ from shardkit.layers.routing import Capacity, Dropless
 from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits, vocab_embed
 from shardkit.layers.zigzag import Order, positions, zigzag
 from shardkit.meshes.rng import dropout, fold_keys
-from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
+from shardkit.models.parameters import Config, init, logical_axes, muon_dims, tensor_rules
 from shardkit.on_device.batch import token_axes
 from shardkit.on_device.gradient import Mean
 from shardkit.on_device.pipelines import Staged
@@ -50,6 +50,7 @@ __all__ = [
     "logical_axes",
     "loss_fn",
     "mlp",
+    "muon_dims",
     "pieces",
     "rms_norm",
     "rotate",

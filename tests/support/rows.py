@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import shardkit as sk
 from shardkit import schedules
@@ -16,7 +17,7 @@ from shardkit.testing import Row, covering, one_device, prove
 from shardkit.testing.prove import relative_of
 from support.conformance import weights
 from support.pipelines import pipelined_grad
-from support.training import OPTIMIZERS
+from support.training import OPTIMIZERS, lenient
 
 KEY = jax.random.key(7)
 BATCH, TOKENS, LAYERS, MICROBATCHES, STEPS = 48, 16, 4, 4, 3
@@ -33,7 +34,7 @@ FACTORS: dict[str, list[Any]] = {
     "model": [None, "gather", "ring"],
     "context": [None, "zigzag", "ulysses"],
     "experts": [None, "whole", "split"],
-    "optimizer": ["adamw", "sgd", "adafactor"],
+    "optimizer": ["adamw", "sgd", "adafactor", "muon"],
     "accumulate": [1, 2],
     "precision": [None, "fp16", "master"],
     "uneven": [False, True],
@@ -132,14 +133,15 @@ def case_of(choice: dict[str, Any], turn: int = 0) -> Case:
         impl=choice["model"] or "gather",
         stage=has("stage"),
     )
+    plan = sk.chain(*_plans(choice, sizes, config))
     row = Row(
         mesh,
-        sk.chain(*_plans(choice, sizes, config)),
+        plan,
         _grad_fn(choice, config, axes),
         choice["accumulate"],
         {"master": MASTER, "fp16": FP16}.get(choice["precision"], choice["precision"]),
         choice["nonfinite"],
-        OPTIMIZERS[choice["optimizer"]],
+        optimizer_of(choice["optimizer"], config, mesh, plan),
     )
     case = Case(choice, row, config)
     return case._replace(row=row._replace(label=case.name))
@@ -161,6 +163,16 @@ def _plans(choice: dict[str, Any], sizes: dict[str, int], config: transformer.Co
         "stage": lambda: sk.pp("stage"),
     }
     return [makes[name]() for name in sizes] or [sk.dp("shard")]
+
+
+def optimizer_of(name: str, config: transformer.Config, mesh: Any = None, plan: Any = None) -> Any:
+    """An optimizer on a mesh, or on one device."""
+    if name != "muon":
+        return OPTIMIZERS[name]
+    how = {"muon_weight_dimension_numbers": transformer.muon_dims(config)}
+    if mesh is None:
+        return lenient(optax.contrib.muon(0.01, **how))
+    return lenient(sk.muon(0.01, mesh=sk.abstract_mesh(**mesh), plan=plan, **how))
 
 
 def _grad_fn(choice: dict[str, Any], config: transformer.Config, axes: transformer.Axes) -> Any:
@@ -213,8 +225,8 @@ def expected(case: Case) -> Any:
 
 @cache
 def _expected(config: transformer.Config, ways: int, optimizer: str, relative: float) -> Any:
-    batches = [batch(step) for step in range(STEPS)]
-    return one_device(_alone(config, ways), OPTIMIZERS[optimizer], weights(config), batches, key=KEY, relative=relative)
+    batches, alone = [batch(step) for step in range(STEPS)], optimizer_of(optimizer, config)
+    return one_device(_alone(config, ways), alone, weights(config), batches, key=KEY, relative=relative)
 
 
 def assert_every_law(case: Case, laws: Any) -> None:

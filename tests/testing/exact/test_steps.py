@@ -61,7 +61,7 @@ def test_a_step_on_every_mesh(name, plan):
 
 CASES = rows.cases()
 # A row for each way to shard, and all options.
-FEW = [0, 1, 2, 5, 6, 10, 20]
+FEW = [0, 1, 2, 4, 5, 6, 11]
 OPTIONS = [{"steps": 2}, {"precision": "bf16"}, {"precision": "fp16"}, {"deterministic": 4}, {"axis_types": EXPLICIT}]
 
 
@@ -82,7 +82,7 @@ def test_every_row_of_the_covering_list(number, monkeypatch):
     alone, params = rows.alone(case), conformance.weights(case.config)
     batch = rows.batch(0)
     rows.batch.cache_clear()
-    holds(case.row, case.row.grad_fn, alone, params, [batch], case.row.optimizer)
+    holds(case.row, case.row.grad_fn, alone, params, [batch], rows.optimizer_of(case.choice["optimizer"], case.config))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
