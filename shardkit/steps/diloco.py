@@ -26,7 +26,7 @@ from shardkit.pipelines.submeshes import submeshes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import Held, named_arrays, with_arrays
 from shardkit.steps.builder import TrainStep
-from shardkit.steps.state import TrainState, optimizer_held, shardings
+from shardkit.steps.state import Master, TrainState, optimizer_held, shardings
 
 FragmentOf = Callable[[str, tuple[int, ...]], int | Sequence[int]]
 
@@ -59,6 +59,11 @@ class Diloco:
         """The first state: workers begin with the same parameters, and draw with keys of their own."""
         keys = [jax.random.fold_in(key, k) for k in range(len(self.train_steps))]
         made = [each and each.init(params, own, carried) for each, own in zip(self.train_steps, keys, strict=True)]
+        if any(isinstance(each.opt_state, Master) for each in made if each):
+            raise ValueError(
+                "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision "
+                "with a master copy, from which the next step would go on. Pass make_train_step precision='bf16'."
+            )
         first = next(each.params for each in made if each)
         copies = [each and named_arrays(jax.tree.map(jnp.copy, each.params)) for each in made]
         whole = {path: self._joined([c and c[path] for c in copies], spec) for path, spec in self._specs(first).items()}
@@ -85,8 +90,8 @@ class Diloco:
         """The outer update with what `start` returned; workers go on from it, with `keep` of their own parameters."""
         if not 0 <= keep < 1:
             raise ValueError(f"diloco: keep must be at least 0 and below 1; got {keep}. Pass for example 0.5.")
-        given = self._rows(state, fragment), state.params, state.outer[fragment], moved, keep
-        rows, whole, outer = self._finish(*given, fragment)
+        rows, outer = self._rows(state, fragment), state.outer[fragment]
+        rows, whole, outer = self._finish(rows, state.params, outer, moved, keep, fragment)
         workers = [self._own(each, rows) for each in state.workers]
         others = (outer if k == fragment else each for k, each in enumerate(state.outer))
         return DilocoState(tuple(workers), whole, tuple(others))
@@ -161,8 +166,7 @@ class Diloco:
             raise ValueError(f"diloco: the fragment must be one of {len(state.outer)}, from 0 on; got {fragment!r}.")
         if any(x.is_deleted() for x in jax.tree.leaves((state.workers, state.params, state.outer))):
             raise ValueError("diloco: the state must be the newest; got one that step, finish or exchange was passed.")
-        named = [each and named_arrays(each.params) for each in state.workers]
-        specs = self._row_specs(state.params)
+        named, specs = [each and named_arrays(each.params) for each in state.workers], self._row_specs(state.params)
         return {path: self._joined([each and each[path] for each in named], spec, True) for path, spec in specs.items()}
 
     def _joined(self, own: Sequence[Any], spec: PartitionSpec, rows: bool = False) -> jax.Array:
@@ -244,12 +248,11 @@ def diloco(
     `outer=optax.sgd(1.0)` it is data parallelism, if the step is SGD and all workers' examples weigh the same.
 
     Args:
-        make_step: `make_step(mesh) -> TrainStep`, of a worker, with its part of `mesh`; `axis` has size 1 there.
-        outer: the outer optimizer; of DiLoCo `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Its state must be per
-            element.
+        make_step: `make_step(mesh) -> TrainStep`, of a worker, with its part of `mesh`; `axis` has size 1 there. An
+            exchange replaces the parameters alone: optax's schedule_free or lookahead would go on from their own.
+        outer: the outer optimizer, with a state per element; of DiLoCo `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
         mesh, axis: the mesh of all workers, and its axis along which they are.
-        fragments: `(path, shape) -> number`, or a number for each row (layer) of dim 0: what one exchange sends, for
-            streaming. None: everything is fragment 0.
+        fragments: `(path, shape) -> number`, or one for each row (layer) of dim 0: what an exchange sends; None: all.
         reduce: the algorithm of the exchange, such as `sk.algorithms.compressed(jnp.int4)`.
 
     Returns:
@@ -257,10 +260,9 @@ def diloco(
             halves `start` and `finish`. Steps and `finish` donate the state.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: an axis that the mesh does not have or the plan uses; a step that was loaded from a file; an
-            algorithm without all_reduce. At a call a fragment that is none, rows of a leaf whose dim 0 is split, or
-            another number of batches.
+        TypeError, ValueError: an axis that the mesh does not have or the plan uses; a step that was loaded from a file;
+            an algorithm without all_reduce. At a call a precision with a master copy, a fragment that is none, rows of
+            a leaf whose dim 0 is split, or another number of batches.
 
     Cost: a step sends nothing over `axis`. An exchange sends one all_reduce of the fragment in float32, of the parts
         that a device has, by `reduce`. A device holds its part of the parameters twice, and outer state of as much.

@@ -1,5 +1,7 @@
 """DiLoCo: each worker trains as one alone, and an exchange is the outer optimizer's step from what they moved."""
 
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -10,6 +12,12 @@ import pytest
 
 import shardkit as sk
 from shardkit.collectives.algorithms import Algorithm
+from shardkit.plans.storage import named_arrays, with_arrays
+from shardkit.testing.exact.equality import equal, symbol
+from shardkit.testing.exact.interpreter import Interpreter
+from shardkit.testing.one_device import gradient_of, update_of
+from support import rows
+from support.conformance import weights
 from support.refusals import refused
 from support.training import lenient
 
@@ -48,8 +56,9 @@ def halves(batch: Any) -> list[Any]:
     return [jax.tree.map(lambda x, k=k: x[8 * k : 8 * k + 8], batch) for k in range(WORKERS)]
 
 
-def step_on(plan: sk.Plan, optimizer: Any) -> Any:
-    return lambda mesh: sk.make_train_step(sk.value_and_grad(loss_fn), lenient(optimizer), mesh=mesh, plan=plan)
+def step_on(plan: sk.Plan, optimizer: Any, **options: Any) -> Any:
+    how = {"plan": plan, **options}
+    return lambda mesh: sk.make_train_step(sk.value_and_grad(loss_fn), lenient(optimizer), mesh=mesh, **how)
 
 
 def run_of(plan: sk.Plan, optimizer: Any, outer: Any = OUTER, **options: Any) -> Any:
@@ -113,19 +122,107 @@ def test_workers_train_alone_and_meet_in_the_outer_optimizer(plan):
     close(state.workers[1].params, meet)
 
 
+def joined(arrays: Any) -> jax.Array:
+    return jnp.concatenate([x if x.ndim else x[None] for x in arrays])
+
+
+def rounds(run: Any, every: int) -> Any:
+    """A run as one function of parameters and batches, for tracing: an exchange after so many steps of all workers."""
+
+    def trained(params: Any, batches: Any) -> Any:
+        workers = [each.init(params, jax.random.fold_in(KEY, k)) for k, each in enumerate(run.train_steps)]
+        whole = workers[0].params
+        outer = run.outer.init(named_arrays(whole))
+        for index, both in enumerate(batches):
+            workers = [each.step(*own)[0] for each, *own in zip(run.train_steps, workers, both, strict=True)]
+            if (index + 1) % every == 0:
+                each = [named_arrays(own.params) for own in workers]
+                rows = {path: joined([own[path] for own in each]) for path in each[0]}
+                rows, whole, outer = run._finish(rows, whole, outer, run._start(rows, whole, 0), 0.0, 0)
+                for k in range(WORKERS):
+                    mine = {path: x[k * len(x) // WORKERS :][: len(x) // WORKERS] for path, x in rows.items()}
+                    mine = {path: x.reshape(each[k][path].shape) for path, x in mine.items()}
+                    workers[k] = workers[k]._replace(params=with_arrays(workers[k].params, mine))
+        return sk.unpadded(whole)
+
+    return trained
+
+
+def alone(grad_fn: Any, optimizer: Any, outer: Any, every: int) -> Any:
+    """The same with workers of one device each, and optax alone."""
+
+    def trained(params: Any, batches: Any) -> Any:
+        workers, state, meet = [(params, optimizer.init(params))] * WORKERS, outer.init(params), params
+        for index, both in enumerate(batches):
+            for k, (own, opt_state) in enumerate(workers):
+                keys = sk.example_keys(sk.step_key(jax.random.fold_in(KEY, k), index), len(jax.tree.leaves(both)[0]))
+                loss, _, grads = gradient_of(grad_fn)(own, both[k], keys)
+                workers[k] = update_of(optimizer)(grads, opt_state, own, loss)
+            if (index + 1) % every == 0:
+                moved = [jax.tree.map(jnp.subtract, meet, own) for own, _ in workers]
+                moved = jax.tree.map(lambda *each: sum(each) / WORKERS, *moved)
+                updates, state = outer.update(moved, state, meet)
+                meet = optax.apply_updates(meet, updates)
+                workers = [(meet, opt_state) for _, opt_state in workers]
+        return meet
+
+    return trained
+
+
+def assert_equal(sides: Any, *args: Any) -> None:
+    """Two functions are one for all floats of their arguments."""
+    traced, given = [jax.make_jaxpr(side)(*args) for side in sides], jax.tree.leaves(args)
+
+    def run(side: int, field: Any, seen: Any) -> Any:
+        symbols = [symbol(field, str(i), x) for i, x in enumerate(given)]
+        return Interpreter(field, seen=seen).run(traced[side], symbols)
+
+    names = [str(number) for number in range(len(traced[0].out_avals))]
+    equal("diloco", "", names, (partial(run, 0), partial(run, 1)), 2, orders=(0, 3))
+
+
 def test_one_step_a_round_is_data_parallelism():
-    """With SGD on both sides, and examples that weigh the same; a worker's dropout is its own."""
+    """For all inputs, with SGD on both sides and examples that weigh the same; a worker's dropout is its own."""
     run = run_of(PLANS["layer-wise"], optax.sgd(0.01), optax.sgd(1.0))
-    state, params = run.init(PARAMS, KEY), PARAMS
-    for index in range(3):
-        batch = make_batch(index, equal=True)
-        state = run.exchange(run.step(state, halves(batch))[0])
-        keys = [sk.example_keys(sk.step_key(jax.random.fold_in(KEY, k), index), 8) for k in range(WORKERS)]
-        grads = jax.grad(lambda p, batch=batch, keys=keys: jnp.divide(*loss_fn(p, batch, jnp.concatenate(keys))))(
-            params
-        )
-        params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
-        close(state.params, params)
+    batches = [halves(make_batch(index, equal=True)) for index in range(3)]
+    for each in jax.tree.leaves(batches, is_leaf=lambda x: isinstance(x, dict)):
+        each["weight"] = each["weight"].astype(np.int32)  # known, not any
+
+    def parallel(params: Any, batches: Any) -> Any:
+        for index, both in enumerate(batches):
+            keys = [sk.example_keys(sk.step_key(jax.random.fold_in(KEY, k), index), 8) for k in range(WORKERS)]
+            whole = jax.tree.map(lambda *each: jnp.concatenate(each), *both), jnp.concatenate(keys)
+            grads = jax.grad(lambda p, whole=whole: jnp.divide(*loss_fn(p, *whole)))(params)
+            params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return params
+
+    assert_equal((rounds(run, 1), parallel), PARAMS, batches)
+
+
+CASES = rows.cases()
+# Of four devices at most, since there are two workers; without a copy of the parameters in another dtype.
+SMALL = [i for i, each in enumerate(CASES) if prod(each.row.mesh.values()) <= 4 and each.row.precision != rows.MASTER]
+
+
+# Catches a worker that is right under the plans above alone: Muon, pipelines, microbatches, float16.
+@pytest.mark.quick("12", "31")
+@pytest.mark.parametrize("number", SMALL)
+def test_workers_of_every_kind(number, monkeypatch):
+    rows.shrink(monkeypatch)
+    case = rows.cases()[number]
+    assert case.choice == CASES[number].choice
+    given, optimizer = case.row, partial(rows.optimizer_of, case.choice["optimizer"], case.config)
+
+    def make(mesh: Any) -> Any:
+        how = {name: getattr(given, name) for name in ("plan", "accumulate", "precision", "nonfinite")}
+        return sk.make_train_step(given.grad_fn, optimizer(mesh.shape, given.plan), mesh=mesh, **how)
+
+    mesh = sk.make_mesh(jax.devices()[: WORKERS * prod(given.mesh.values())], pod=WORKERS, **given.mesh)
+    run = sk.diloco(make, OUTER, mesh=mesh, axis="pod")
+    steps = 1 if case.choice["experts"] else 2  # two nest their exps too deeply
+    batches = [[rows.batch(2 * index + k) for k in range(WORKERS)] for index in range(steps)]
+    sides = rounds(run, 1), alone(rows.alone(case), optimizer(), OUTER, 1)
+    assert_equal(sides, weights(case.config), batches)
 
 
 # Catches a fragment that sends more than its rows, or changes others, and a state whose layout changes, which would
@@ -182,6 +279,11 @@ def test_what_is_refused():
     state = run.init(PARAMS, KEY)
     with pytest.raises(ValueError, match=r"^diloco: there must be one batch for each of 2 workers; got 1. Pass a list"):
         run.step(state, halves(make_batch(0))[:1])
+    twice = sk.diloco(step_on(sk.dp("data"), optax.sgd(0.1), precision=rows.MASTER), OUTER, mesh=mesh, axis="pod")
+    assert refused(lambda: twice.init(PARAMS, KEY)) == (
+        "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision with a "
+        "master copy, from which the next step would go on. Pass make_train_step precision='bf16'."
+    )
     newer = run.exchange(state)
     for call, begin in (
         (lambda: run.start(newer, 1), "the fragment must be one of 1, from 0 on; got 1"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ FP16 = sk.Precision(compute=jnp.float16, loss_scale=256.0)
 MASTER = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
 CONFIG = transformer.Config(vocabulary=32, layers=LAYERS, dim=16, heads=8, kv_heads=2, hidden=32, dropout=0.1)
 
-# In this order of the values the list has 32 rows; in most others two or three more.
+# In this order of the values the list has 36 rows; in most others two or three more.
 FACTORS: dict[str, list[Any]] = {
     "shard": [None, "zero2", "fsdp by layer", "zero1", "dp", "fsdp", "zero2 by layer"],
     "stage": [None, "1f1b in branches", "lockstep"],
@@ -204,6 +205,14 @@ def batch(step: int) -> Any:
     lengths = rng.integers(1, TOKENS + 1, BATCH) * (np.arange(BATCH) % 16 > 3)
     weights = (np.arange(TOKENS)[None, :] < lengths[:, None]).astype(np.float32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def shrink(monkeypatch: Any) -> None:
+    """Makes the cases of a test of two layers and few tokens, which prove as much as many for all inputs."""
+    small = {"CONFIG": dataclasses.replace(CONFIG, layers=2), "LAYERS": 2, "TOKENS": 4}
+    for name, value in small.items():
+        monkeypatch.setattr(sys.modules[__name__], name, value)
+    monkeypatch.setattr(sys.modules[__name__], "batch", cache(batch.__wrapped__))
 
 
 def _settings(case: Case) -> tuple[transformer.Config, int]:

@@ -1,6 +1,5 @@
 """Training steps equal one device's for all parameters, weights and floats of a batch: plans, meshes, pipelines."""
 
-import dataclasses
 import functools
 
 import jax
@@ -23,8 +22,6 @@ from support.training import lenient
 
 KEY, EXPLICIT = jax.random.key(5), AxisType.Explicit
 ADAMW = lenient(optax.adamw(1e-2))
-# The list covers pairs of options; two layers and few examples prove as much of them as many.
-SMALL = dataclasses.replace(rows.CONFIG, layers=2)
 QUICK = ["zero2", "fsdp_pad_x_zero2_pad_x_dp", "toy_tp_x_fsdp_x_zero1", "fsdp_with_a_secondary_shard"]
 WAYS = [(name, row) for name in MESH_CONFIGS for row in mesh_rows(name)]
 
@@ -75,13 +72,10 @@ def test_the_default_tier_has_every_option():
 @pytest.mark.quick(*map(str, FEW))
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_row_of_the_covering_list(number, monkeypatch):
-    for name, value in {"CONFIG": SMALL, "LAYERS": 2, "TOKENS": 8, "BATCH": 16}.items():
-        monkeypatch.setattr(rows, name, value)
-    rows.batch.cache_clear()
+    rows.shrink(monkeypatch)
     case = rows.cases()[number]
-    alone, params = rows.alone(case), conformance.weights(case.config)
-    batch = rows.batch(0)
-    rows.batch.cache_clear()
+    assert case.choice == CASES[number].choice
+    alone, params, batch = rows.alone(case), conformance.weights(case.config), rows.batch(0)
     holds(case.row, case.row.grad_fn, alone, params, [batch], rows.optimizer_of(case.choice["optimizer"], case.config))
 
 
