@@ -69,7 +69,7 @@ def by_constraints(cases: Cases, way: PlanCase) -> bench.Case:
 def tutorial(cases: Cases, name: str, plan_of: Callable[..., sk.Plan]) -> bench.Case:
     """A step in microbatches, as tutorials write it."""
     carry, batch = held(cases.in_microbatches(name, plan_of))
-    how = cases.optimizer, carry, batch, cases.mesh, cases.every, MICROBATCHES
+    how = cases.optimizer(), carry, batch, cases.mesh, cases.every, MICROBATCHES
     return in_microbatches(f"tutorial: {name}", cases.work.loss_fn, *how)
 
 
@@ -77,7 +77,7 @@ def scan(cases: Cases) -> bench.Case:
     """The pipeline, as tutorials write it."""
     assert cases.work.config is not None, "only the reference transformer has pieces"
     carry, batch = held(cases.pipeline("GPipe"))
-    how = cases.optimizer, carry, batch, cases.mesh, "model", cases.microbatches
+    how = cases.optimizer(), carry, batch, cases.mesh, "model", cases.microbatches
     return scan_gpipe("tutorial: GPipe scan", cases.work.config, *how)
 
 

@@ -1,7 +1,7 @@
 """One model under every plan that fits a mesh, beside one device and jit's partitioner.
 
-All steps start from the same parameters, take the same global batch and update with AdamW; their losses, parameters and
-moments must agree with one device's. Each is compiled once, and all are timed in the same rounds: a table is one run.
+All steps start from the same parameters, take the same global batch and update with AdamW, or Muon; their losses,
+parameters and moments must agree with one device's. Each is compiled once, and all are timed in the same rounds: a table is one run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from shardkit.models.transformer import ONE_DEVICE, Axes
 from shardkit.plans.placement import map_layouts
 
 Loss = Callable[[Any, Any, Any], Any]
+OptimizerName = Literal["adamw", "muon"]
 LEARNING_RATE = 1e-5  # small: AdamW makes whole steps of rounding where a gradient is nearly zero
 LAYERS = ("layers",)
 MICROBATCHES = 2
@@ -137,9 +138,9 @@ def has_stages(sizes: Mapping[str, int], work: Workload) -> bool:
     return work.config is not None and model > 1 and work.config.layers % model == 0
 
 
-def cases_of(work: Workload, mesh: Mesh) -> dict[str, Callable[[], Case]]:
+def cases_of(work: Workload, mesh: Mesh, optimizer: OptimizerName = "adamw") -> dict[str, Callable[[], Case]]:
     """Every case that fits, by name, one device first. A case is built when it is called; its step is not compiled."""
-    each = Cases(work, mesh)
+    each = Cases(work, mesh, optimizer)
     found: dict[str, Callable[[], Case]] = {"one device": each.one_device}
     for way in ways(mesh.shape, work):
         if way.jit:
@@ -156,18 +157,27 @@ def cases_of(work: Workload, mesh: Mesh) -> dict[str, Callable[[], Case]]:
 class Cases:
     """Builds cases over one mesh."""
 
-    def __init__(self, work: Workload, mesh: Mesh):
-        self.work, self.mesh, self.optimizer = work, mesh, optax.adamw(LEARNING_RATE)
+    def __init__(self, work: Workload, mesh: Mesh, optimizer: OptimizerName = "adamw"):
+        self.work, self.mesh, self.name = work, mesh, optimizer
         self.every = tuple(mesh.axis_names)
         self._built: dict[str, Case] = {}
+
+    def optimizer(self, plan: sk.Plan | None = None) -> optax.GradientTransformation:
+        """The optimizer of a plan's own step, or of one device and of jit's."""
+        if self.name == "adamw":
+            return optax.adamw(LEARNING_RATE)
+        dims = None if self.work.config is None else transformer.muon_dims(self.work.config)
+        if plan is None:
+            return optax.contrib.muon(LEARNING_RATE, muon_weight_dimension_numbers=dims)
+        return sk.muon(LEARNING_RATE, mesh=self.mesh, plan=plan, muon_weight_dimension_numbers=dims)
 
     def one_device(self) -> Case:
         """The whole step on the first device."""
         here = NamedSharding(Mesh(self.mesh.devices.ravel()[:1], ("one",)), P())
-        carry = jax.device_put((self.work.params, self.optimizer.init(self.work.params)), here)
+        carry = jax.device_put((self.work.params, self.optimizer().init(self.work.params)), here)
         update = jax.tree.map(lambda _: here, self.work.params)
         batch = jax.device_put(self.work.batch, here)
-        return partitioned("one device", self.work.loss_fn, self.optimizer, carry, batch, update)
+        return partitioned("one device", self.work.loss_fn, self.optimizer(), carry, batch, update)
 
     def of(self, way: PlanCase) -> Case:
         """A plan's own step."""
@@ -184,7 +194,7 @@ class Cases:
         if way.manual:
             update = jax.tree.map(lambda x: x.sharding, carry[0])
         name = f"{kind}: {way.held}"
-        return partitioned(name, loss_fn or self.work.loss_fn, self.optimizer, carry, batch, update)
+        return partitioned(name, loss_fn or self.work.loss_fn, self.optimizer(), carry, batch, update)
 
     def in_microbatches(self, name: str, plan_of: Callable[..., sk.Plan]) -> Case:
         """A plan's step in microbatches."""
@@ -215,7 +225,7 @@ class Cases:
             if manual is not None:
                 how["manual"] = manual
                 params = sk.shard(params, mesh, self.work.rules)
-            init, step = sk.make_train_step(grad_fn, self.optimizer, **how)
+            init, step = sk.make_train_step(grad_fn, self.optimizer(plan), **how)
             batch = jax.device_put(self.work.batch, NamedSharding(mesh, plan.batch_spec(mesh)))
             self._built[name] = Case(name, step, init(params, jax.random.key(2)), (batch,))
         return self._built[name]
@@ -265,6 +275,7 @@ def strategies(
     work: Workload,
     *,
     mesh: Mesh,
+    optimizer: OptimizerName = "adamw",
     only: Sequence[str] = (),
     beside: Mapping[str, Callable[[], Case]] = MappingProxyType({}),
     calls: int = 1,
@@ -280,6 +291,7 @@ def strategies(
     Args:
         work: what every case computes.
         mesh: of axes "data" and "model", or one of them.
+        optimizer: "muon" is `sk.muon` under a plan, and `optax.contrib.muon` on one device and under the partitioner.
         only: names of cases to measure beside one device; none means all.
         beside: further steps by name, each built when it is called: of the same parameters, state and batch as those of
             a plan, with `(params, opt_state)` as their carry and a value with an entry "loss".
@@ -304,7 +316,7 @@ def strategies(
     """
     at_least("strategies", 1, calls=calls, rounds=rounds)
     _check(work, mesh)
-    cases = {**cases_of(work, mesh), **beside}
+    cases = {**cases_of(work, mesh, optimizer), **beside}
     names = list(cases)
     for name in only:
         if name not in names:
@@ -385,7 +397,8 @@ def _program(case: Case, options: Mapping[str, Any]) -> tuple[Case, Compiled]:
 def _results(carry: Any, value: Any) -> Any:
     """What must agree: parameters, loss, and the first moments, which show gradients as updated parameters do not."""
     params, opt_state = (carry.params, carry.opt_state) if isinstance(carry, sk.TrainState) else carry
-    return params, opt_state[0].mu, value["loss"]
+    moments = [mu for _, mu in optax.tree_utils.tree_get_all_with_path(opt_state, "mu")]
+    return params, moments, value["loss"]
 
 
 def _tolerance(one: Case) -> float:

@@ -79,11 +79,11 @@ def test_the_tolerance_is_of_the_order_of_one_devices_sums():
 
 
 # proves S61: explicit collectives give what jit with NamedShardings gives, and send less
-@pytest.mark.deep
-def test_explicit_fsdp_sends_less_than_the_automatic_partitioner(data8):
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.deep), "muon"])
+def test_explicit_fsdp_sends_less_than_the_automatic_partitioner(data8, optimizer):
     config = transformer.Config(vocabulary=64, layers=2, dim=64, heads=2)
     with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
-        work, only = bench.reference(config, 16, 32), ["jit: fsdp", "fsdp"]
-        _, theirs, ours = bench.strategies(work, mesh=data8, only=only, calls=1, rounds=1)
+        work, how = bench.reference(config, 16, 32), {"only": ["jit: fsdp", "fsdp"], "calls": 1, "rounds": 1}
+        _, theirs, ours = bench.strategies(work, mesh=data8, optimizer=optimizer, **how)
     assert not theirs["wrong"] and not ours["wrong"]
     assert ours["wire_bytes"] == ours["written_bytes"] < theirs["wire_bytes"]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from shardkit import bench
-from shardkit.bench.strategies import Workload, cases_of, left_out, text
+from shardkit.bench.strategies import OptimizerName, Workload, cases_of, left_out, text
 from shardkit.cli.bench.options import Output, header, kept
 from shardkit.cli.plans import mesh_of, mesh_words
 from shardkit.cli.target import load
@@ -24,6 +24,7 @@ _QUICK_CASES: tuple[str, ...] = (
 EXAMPLES = {
     "shardkit bench strategies data=2 model=4": "the reference transformer",
     "shardkit bench strategies data=4 model=2 --model train.py:make": "a model of your own",
+    "shardkit bench strategies data=8 --optimizer muon": "Muon in place of AdamW",
     "shardkit bench strategies --quick": "the shortest run",
 }
 
@@ -40,6 +41,8 @@ class Options(Output):
     model: str | None = None
     """MODULE:FUNCTION that returns (loss_fn, params, batch), or with specs of the parameters over "model" as a fourth;
     by default the reference transformer."""
+    optimizer: OptimizerName = "adamw"
+    """Of every case; Muon by owners under a plan, as optax has it on one device and under the partitioner."""
     only: tuple[str, ...] = ()
     """Cases to measure beside one device, by name."""
     layers: int = 4
@@ -83,7 +86,7 @@ def strategies(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         how["compiler_options"] = {"xla_backend_optimization_level": 0}  # compiles in a third of the time
         only = only or tuple(name for name in _QUICK_CASES if name in cases_of(work, mesh))
     how["progress"] = lambda name: print(f"compiling {name}", file=sys.stderr, flush=True)
-    records = bench.strategies(work, mesh=mesh, only=only, **how)
+    records = bench.strategies(work, mesh=mesh, optimizer=options.optimizer, only=only, **how)
     print("\n" + text(records), flush=True)
     return kept(records, options)
 
