@@ -96,15 +96,20 @@ def two_hosts(mbit: int) -> Iterator[None]:
 
 def over_link(mbit: int, devices: int, sizes: Sequence[int], rounds: int) -> list[bench.Record]:
     """The records of all ways and sizes, measured by one process in each namespace."""
+    asked = {"mbit": mbit, "sizes": list(sizes), "rounds": rounds}
+    return [record for rows in zip(*on_both("links", mbit, devices, asked), strict=True) for record in merged(*rows)]
+
+
+def on_both(module: str, mbit: int, devices: int, asked: Mapping[str, Any]) -> list[Any]:
+    """What `python -m benchmarks.MODULE --child` writes in each of two namespaces, as `child` does."""
     with two_hosts(mbit), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         hosts = [f"{address} host{i}" for i, address in enumerate(ADDRESSES)]
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts]) + "\n")
-        asked = json.dumps({"mbit": mbit, "sizes": list(sizes), "rounds": rounds})
         children = []
         for i, space in enumerate(SPACES):
             own = ["unshare", "--uts", "--mount", "sh", "-c", OWN_HOST, name, f"host{i}"]
-            python = [sys.executable, "-m", "benchmarks.links", "--child", name, asked]
+            python = [sys.executable, "-m", f"benchmarks.{module}", "--child", name, json.dumps(asked)]
             told = {"JAX_COORDINATOR_ADDRESS": COORDINATOR, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(i)}
             told["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
             environ = os.environ | told | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -118,9 +123,8 @@ def over_link(mbit: int, devices: int, sizes: Sequence[int], rounds: int) -> lis
                 child.terminate()  # one without the other would wait for ever
                 child.wait()
         if any(child.returncode for child in children):
-            raise SystemExit(f"links: the processes ended with {[child.returncode for child in children]}.")
-        found = [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
-    return [record for rows in zip(*found, strict=True) for record in merged(*rows)]
+            raise SystemExit(f"{module}: the processes ended with {[child.returncode for child in children]}.")
+        return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
 
 
 def crossing(kind: str, axes: Sequence[str], sent: Fraction | float, local: int) -> Fraction:
@@ -282,16 +286,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(record["wrong"] for record in records))
 
 
-def child(folder: Path, asked: Mapping[str, Any]) -> None:
-    """What each process does: joins the job, measures what is asked, and writes its records."""
+def child(measure: Callable[[Mapping[str, Any], Callable[[], int]], Any], argv: Sequence[str]) -> None:
+    """What each process does: joins the job, measures what is asked, and writes what it found.
+
+    `measure` gets what was asked, and a function that returns how many bytes this host has sent over the link.
+    """
+    folder, asked = Path(argv[0]), json.loads(argv[1])
     place = sk.runtime.initialize(timeout=60)
     counter = Path(f"/sys/class/net/{ENDS[place.rank]}/statistics/tx_bytes")
-    records = measured(asked, lambda: int(counter.read_text()))
-    (folder / f"{place.rank}.json").write_text(json.dumps(records))
+    found = measure(asked, lambda: int(counter.read_text()))
+    (folder / f"{place.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(Path(sys.argv[2]), json.loads(sys.argv[3]))
+        child(measured, sys.argv[2:])
     else:
         raise SystemExit(main())
