@@ -10,6 +10,7 @@ from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.differences import Compiled, compiled
 from shardkit.analysis.jaxpr.census import Census, CensusRow, census
 from shardkit.analysis.jaxpr.explain import Explanation, Reason, explain
+from shardkit.analysis.jaxpr.foreign import sends
 from shardkit.analysis.judge import Audit, audit, lint
 from shardkit.analysis.profiling.profile import profile, trace
 from shardkit.analysis.profiling.timings import Profile, Timing
@@ -37,5 +38,6 @@ __all__ = [
     "explain",
     "lint",
     "profile",
+    "sends",
     "trace",
 ]

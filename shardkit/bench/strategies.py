@@ -1,7 +1,8 @@
 """One model under every plan that fits a mesh, beside one device and jit's partitioner.
 
 All steps start from the same parameters, take the same global batch and update with AdamW, or Muon; their losses,
-parameters and moments must agree with one device's. Each is compiled once, and all are timed in the same rounds: a table is one run.
+parameters and moments must agree with one device's. Each is compiled once, and all are timed in the same rounds: a
+table is one run.
 """
 
 from __future__ import annotations

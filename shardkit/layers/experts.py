@@ -1,6 +1,8 @@
-"""Experts that meet whole tokens instead of their choices: all tokens gathered, or sent round the ring.
+"""How tokens meet experts of which none is full: sent by choice, gathered, or round the ring.
 
-A token and its result are then sent once, whatever top_k is, where an all_to_all sends a row for each choice.
+An exchange is a function of this device's tokens, their routing, the experts here, the axes, and their number here. An
+all_to_all sends a row for each choice; where whole tokens are sent instead, a token and its result are sent once,
+whatever top_k is.
 """
 
 from __future__ import annotations
@@ -14,10 +16,42 @@ from jax import lax
 
 from shardkit.collectives import all_gather, axis_index, axis_size, reduce_scatter, shift
 from shardkit.collectives._sums import dot_dtype, typed_zeros
+from shardkit.collectives.ragged import ragged_all_to_all, segments
 from shardkit.layers.routing import Routing, ranks
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
 ExpertFn = Callable[[Any, jax.Array, Dot], jax.Array]
+# `run(rows_SD, counts_e) -> outputs_SD`, the outputs of this device's experts for rows sorted by expert.
+Run = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def by_choice(
+    x_ND: jax.Array, routing: Routing, run: Run, names: tuple[str, ...], count: int, dense: bool | None = None
+) -> jax.Array:
+    """The sum of each token's experts, with a row for each choice; experts get n N min(top_k, E/n) rows."""
+    N, top_k = routing.expert.shape
+    slot_Nk = jnp.where(routing.kept, ranks(routing.expert.reshape(-1)).reshape(N, top_k), N * top_k)
+    rows_SD = spread(x_ND, slot_Nk, N * top_k)
+    n = axis_size(names) if names else 1
+    counts_E = _counted(routing.expert, n * count)
+    if n == 1:
+        return weighed(run(rows_SD, counts_E), slot_Nk, routing.gate).astype(x_ND.dtype)
+    # The counts go first, to all: a device writes its rows into the receiver's buffer behind those of the devices
+    # before it, and so must know what they send. The rows go out without their gates, and come back by the counts
+    # transposed, into the places that they left; gates, and the sum over a token's experts, are applied where the token
+    # is. Summed where the experts are, a token whose experts are on two devices would have two partial sums, which an
+    # exchange does not add.
+    counts_nne = all_gather(counts_E[None], names).reshape(n, n, count)  # sender, receiver, its expert
+    counts_nn = jnp.sum(counts_nne, axis=2)
+    limit = N * min(top_k, count)
+    arrived_SD = ragged_all_to_all(rows_SD, counts_nn, names, rows=n * limit, limit=limit, dense=dense)
+    here_ne = counts_nne[:, axis_index(names)]
+    segment_S = segments(here_ne.reshape(-1), n * limit)
+    expert_S = jnp.where(segment_S < n * count, segment_S % count, count)  # unused rows come last
+    slot_S = ranks(expert_S)
+    outputs_SD = run(spread(arrived_SD, slot_S[:, None], n * limit), jnp.sum(here_ne, axis=0))
+    rows_SD = ragged_all_to_all(outputs_SD[slot_S], counts_nn.T, names, rows=N * top_k, limit=limit, dense=dense)
+    return weighed(rows_SD, slot_Nk, routing.gate).astype(x_ND.dtype)
 
 
 class Routed(NamedTuple):
@@ -28,28 +62,24 @@ class Routed(NamedTuple):
     gate_Nk: jax.Array
 
 
-def gathered(
-    x_ND: jax.Array, routing: Routing, experts: Any, expert_fn: ExpertFn, names: tuple[str, ...], count: int
-) -> jax.Array:
+def gathered(x_ND: jax.Array, routing: Routing, run: Run, names: tuple[str, ...], count: int) -> jax.Array:
     """The sum of each token's experts, from a gather of all tokens; experts get n N min(top_k, E/n) rows."""
     # Choices and gates go with the tokens: only the device with an expert can weigh its answers before the sum over
     # devices, and without the gates each choice would need a row of its own in that sum.
     everyone = all_gather(Routed(x_ND, routing.expert, routing.gate), names)
-    sum_ND = _answers(everyone, experts, expert_fn, names, count)
+    sum_ND = _answers(everyone, run, names, count)
     # Each device has a part of the sum of every token, that of its own experts. The parts are added here, after the
     # experts, and sent in the dtype of the tokens, so that a token's sum comes back alone to where the token is.
     return reduce_scatter(sum_ND.astype(x_ND.dtype), names)
 
 
-def around_the_ring(
-    x_ND: jax.Array, routing: Routing, experts: Any, expert_fn: ExpertFn, names: tuple[str, ...], count: int
-) -> jax.Array:
+def around_the_ring(x_ND: jax.Array, routing: Routing, run: Run, names: tuple[str, ...], count: int) -> jax.Array:
     """The same with tokens that travel, and their sums with them; experts get N min(top_k, E/n) rows a hop."""
     tokens = Routed(x_ND, routing.expert, routing.gate)
-    own_ND = _answers(tokens, experts, expert_fn, names, count)  # needs no hop, and is added at home
+    own_ND = _answers(tokens, run, names, count)  # needs no hop, and is added at home
 
     def added(sum_ND: jax.Array, tokens: Routed) -> jax.Array:
-        answers_ND = _answers(tokens, experts, expert_fn, names, count)
+        answers_ND = _answers(tokens, run, names, count)
         return (sum_ND.astype(jnp.float32) + answers_ND).astype(x_ND.dtype)
 
     def hop(_: Any, state: tuple[Routed, jax.Array]) -> tuple[Routed, jax.Array]:
@@ -67,7 +97,7 @@ def around_the_ring(
     return (own_ND + home_ND.astype(jnp.float32)).astype(x_ND.dtype)
 
 
-def _answers(tokens: Routed, experts: Any, expert_fn: ExpertFn, names: tuple[str, ...], count: int) -> jax.Array:
+def _answers(tokens: Routed, run: Run, names: tuple[str, ...], count: int) -> jax.Array:
     """What this device's `count` experts say of tokens, times the gates, summed over each token's choices; float32."""
     N, top_k = tokens.expert_Nk.shape
     local_Nk = tokens.expert_Nk - axis_index(names) * count
@@ -75,10 +105,19 @@ def _answers(tokens: Routed, experts: Any, expert_fn: ExpertFn, names: tuple[str
     # A token's choices differ, so that it has at most one for each expert here: this many rows hold them always.
     rows = N * min(top_k, count)
     slot_Nk = jnp.where(local_Nk < count, ranks(local_Nk.reshape(-1)).reshape(N, top_k), rows)
-    counts_e = jnp.sum(local_Nk.reshape(-1)[:, None] == jnp.arange(count)[None, :], axis=0, dtype=jnp.int32)
-    rows_SD = expert_fn(experts, spread(tokens.x_ND, slot_Nk, rows), grouped_dot(counts_e))
-    answers_NkD = rows_SD.at[slot_Nk].get(mode="fill", fill_value=0).astype(jnp.float32)
-    return jnp.sum(answers_NkD * tokens.gate_Nk[:, :, None], axis=1)
+    rows_SD = run(spread(tokens.x_ND, slot_Nk, rows), _counted(local_Nk, count))
+    return weighed(rows_SD, slot_Nk, tokens.gate_Nk)
+
+
+def _counted(expert_Nk: jax.Array, count: int) -> jax.Array:
+    """How many choices each of `count` experts has."""
+    return jnp.sum(expert_Nk.reshape(-1)[:, None] == jnp.arange(count)[None, :], axis=0, dtype=jnp.int32)
+
+
+def weighed(rows_SD: jax.Array, slot_Nk: jax.Array, gate_Nk: jax.Array) -> jax.Array:
+    """The sum of each token's rows times its gates, float32; nothing for a choice without a slot."""
+    outputs_NkD = rows_SD.at[slot_Nk].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return jnp.sum(outputs_NkD * gate_Nk[:, :, None], axis=1)
 
 
 def spread(x_ND: jax.Array, slot_Nk: jax.Array, slots: int) -> jax.Array:

@@ -12,11 +12,10 @@ from shardkit._arguments.checks import Axis, named, shapes
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
 from shardkit._jax.jaxprs import PER_MICROBATCH
-from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
+from shardkit.collectives import all_to_all, axis_size
 from shardkit.collectives._sums import dot_dtype
-from shardkit.collectives.ragged import ragged_all_to_all, segments
-from shardkit.layers.experts import ExpertFn, around_the_ring, gathered, grouped_dot, spread
-from shardkit.layers.routing import Capacity, Dropless, Routing, RoutingStats, ranks, route, routing_stats
+from shardkit.layers.experts import ExpertFn, around_the_ring, by_choice, gathered, grouped_dot, spread, weighed
+from shardkit.layers.routing import Capacity, Dropless, Exchange, RoutingStats, route, routing_stats
 
 
 @typed
@@ -105,26 +104,29 @@ def moe(
     choose = partial(route, logits_NE, top_k=top_k, normalize_gates=normalize_gates, weights_N=weights_N, bias_E=bias_E)
     if isinstance(routing, Dropless):
         chosen = choose()
-        if routing.impl in ("gather", "ring") and n > 1:
-            exchange = gathered if routing.impl == "gather" else around_the_ring
-            y_ND = exchange(x_ND, chosen, experts, expert_fn, names, E // n)
-            return y_ND.reshape(x.shape), routing_stats(logits_NE, chosen, weights_N, stage)
-        slot_Nk = jnp.where(chosen.kept, ranks(chosen.expert.reshape(-1)).reshape(N, top_k), N * top_k)
-        rows_SD = spread(x_ND, slot_Nk, N * top_k)
-        rows_SD = _dropless(rows_SD, chosen, experts, expert_fn, names, E, routing.blocks)
-    else:
-        group = (routing.group or x.shape[-2]) if x.ndim > 1 else 1
-        C = routing.places(group, E, top_k)
-        chosen = choose(capacity=C, group=group)
-        G = N // group
-        group_N = jnp.arange(N, dtype=jnp.int32)[:, None] // group
-        slot_Nk = (chosen.expert * G + group_N) * C + chosen.position
-        slot_Nk = jnp.where(chosen.kept, slot_Nk, E * G * C)
-        rows_SD = spread(x_ND, slot_Nk, E * G * C)
-        rows_SD = _with_capacity(rows_SD, experts, expert_fn, names, E)
-    outputs_NkD = rows_SD.at[slot_Nk].get(mode="fill", fill_value=0).astype(jnp.float32)
-    y_ND = jnp.sum(outputs_NkD * chosen.gate[:, :, None], axis=1)
+        exchange = _exchange(routing) if n > 1 else by_choice
+        y_ND = exchange(
+            x_ND, chosen, lambda x_SD, counts_e: expert_fn(experts, x_SD, grouped_dot(counts_e)), names, E // n
+        )
+        return y_ND.reshape(x.shape), routing_stats(logits_NE, chosen, weights_N, stage)
+    group = (routing.group or x.shape[-2]) if x.ndim > 1 else 1
+    C = routing.places(group, E, top_k)
+    chosen = choose(capacity=C, group=group)
+    G = N // group
+    group_N = jnp.arange(N, dtype=jnp.int32)[:, None] // group
+    slot_Nk = (chosen.expert * G + group_N) * C + chosen.position
+    slot_Nk = jnp.where(chosen.kept, slot_Nk, E * G * C)
+    rows_SD = spread(x_ND, slot_Nk, E * G * C)
+    y_ND = weighed(_with_capacity(rows_SD, experts, expert_fn, names, E), slot_Nk, chosen.gate)
     return y_ND.astype(x.dtype).reshape(x.shape), routing_stats(logits_NE, chosen, weights_N, stage)
+
+
+def _exchange(routing: Dropless) -> Exchange:
+    """How tokens of several devices meet their experts."""
+    if callable(routing.impl):
+        return routing.impl
+    whole = {"gather": gathered, "ring": around_the_ring}
+    return whole.get(routing.impl or "", partial(by_choice, dense=routing.blocks))
 
 
 def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> None:
@@ -159,36 +161,3 @@ def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names:
     if moved:
         outputs_ECD = all_to_all(outputs_ECD, names, split_dim=1, concat_dim=0)
     return outputs_ECD.reshape(rows_SD.shape[0], -1)
-
-
-def _dropless(
-    rows_SD: jax.Array,
-    routing: Routing,
-    experts: Any,
-    expert_fn: ExpertFn,
-    names: tuple[str, ...],
-    E: int,
-    dense: bool | None,
-) -> jax.Array:
-    """The experts' outputs for rows sorted by expert, [N top_k, D]."""
-    N, top_k = routing.expert.shape
-    counts_E = jnp.sum(routing.expert.reshape(-1)[:, None] == jnp.arange(E)[None, :], axis=0, dtype=jnp.int32)
-    n = axis_size(names) if names else 1
-    if n == 1:
-        return expert_fn(experts, rows_SD, grouped_dot(counts_E))
-    # The counts go first, to all: a device writes its rows into the receiver's buffer behind those of the devices
-    # before it, and so must know what they send. The rows go out without their gates, and come back by the counts
-    # transposed, into the places that they left; gates, and the sum over a token's experts, are applied where the token
-    # is. Summed where the experts are, a token whose experts are on two devices would have two partial sums, which an
-    # exchange does not add.
-    counts_nne = all_gather(counts_E[None], names).reshape(n, n, E // n)  # sender, receiver, its expert
-    counts_nn = jnp.sum(counts_nne, axis=2)
-    limit = N * min(top_k, E // n)
-    arrived_SD = ragged_all_to_all(rows_SD, counts_nn, names, rows=n * limit, limit=limit, dense=dense)
-    here_ne = counts_nne[:, axis_index(names)]
-    segment_S = segments(here_ne.reshape(-1), n * limit)
-    expert_S = jnp.where(segment_S < E, segment_S % (E // n), E // n)  # unused rows come last
-    slot_S = ranks(expert_S)
-    sorted_SD = spread(arrived_SD, slot_S[:, None], n * limit)
-    outputs_SD = expert_fn(experts, sorted_SD, grouped_dot(jnp.sum(here_ne, axis=0)))
-    return ragged_all_to_all(outputs_SD[slot_S], counts_nn.T, names, rows=N * top_k, limit=limit, dense=dense)

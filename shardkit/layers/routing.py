@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -47,6 +48,10 @@ class Capacity:
         return min(tokens, math.ceil(round(exact, 6)))  # 1.1 * 10 exceeds 11 in floating point
 
 
+Exchange = Callable[..., jax.Array]
+"""`exchange(x_ND, routing, run, axis, count) -> y_ND`, as `Dropless` takes one."""
+
+
 @dataclass(frozen=True)
 class Dropless:
     """Routing that drops no choice.
@@ -56,11 +61,15 @@ class Dropless:
         impl: how tokens meet their experts; `moe` has the Cost of each. "ragged": each choice is sent to its expert's
             device by a ragged all_to_all. "dense": by an all_to_all of worst-case blocks. "gather": each device gets
             all tokens, and its part of the experts' sums is reduce_scattered. "ring": the same in hops, with the
-            sums so far beside the tokens. None: "ragged", but "dense" on CPUs, which have no ragged all_to_all.
+            sums so far beside the tokens. None: "ragged", but "dense" on CPUs, which have no ragged all_to_all. Or an
+            exchange of your own, as with a kernel of others: `exchange(x_ND, routing, run, axis, count) -> y_ND`, the
+            sum of each token's experts times its gates; called where experts are on several devices.
+            `run(rows_SD, counts_e)` returns the outputs of this device's `count` experts for rows that are sorted by
+            expert, `counts_e` of each; what is in rows behind them does not matter.
     """
 
     dense: bool | None = None
-    impl: Literal["ragged", "dense", "gather", "ring"] | None = None
+    impl: Literal["ragged", "dense", "gather", "ring"] | Exchange | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

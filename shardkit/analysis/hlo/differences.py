@@ -15,6 +15,7 @@ from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
 from shardkit.analysis.hlo.saved import save
 from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of, mesh_sizes, traceable
+from shardkit.analysis.jaxpr.foreign import CALLS
 from shardkit.meshes.layout import table
 
 
@@ -145,8 +146,12 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
 
 
 def changes(census: Census, rows: Iterable[CompiledRow]) -> list[CompilerChange]:
-    """What the compiler changed. Collectives over axes of one device send nothing and are left out."""
-    before, after, added = _tallies([r for r in census.rows if r.n > 1], [r for r in rows if r.n > 1])
+    """What the compiler changed. Collectives over axes of one device send nothing and are left out.
+
+    A foreign call is compiled as it is, and its bytes stand nowhere in the program: it is left out too.
+    """
+    own = [r for r in census.rows if r.n > 1 and r.primitive not in CALLS]
+    before, after, added = _tallies(own, [r for r in rows if r.n > 1])
     found, after = _run_as_all_reduce(before, after)
     for key in sorted(before.keys() | after.keys()):
         one, other = before.get(key, _NOTHING), after.get(key, _NOTHING)

@@ -24,6 +24,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk, way_of
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import Block, follow
+from shardkit.analysis.jaxpr.foreign import Said, around, said
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import wire
 from shardkit.meshes.layout import table
@@ -168,7 +169,8 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
 
     Raises:
         ValueError: something whose bytes would be missing: a primitive over mesh axes that the census does not know, a
-            Pallas kernel that copies to other devices or signals them, a foreign call (`jax.ffi`) with side effects.
+            Pallas kernel that copies to other devices or signals them, a foreign call (`jax.ffi`) with side effects;
+            `sends` says what these send.
 
     Example:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
@@ -189,6 +191,8 @@ def census_of(jaxpr: Any) -> Census:
                 continue
             row = row_of(site)
             rows.append(replace(row, update=id(site.equation) in after and not row.backward))
+        elif claim := said(site):
+            rows.append(_row_of_foreign(site, claim))
         elif not registered(site.name).name and site.sizes and not compat.inner_jaxprs(site.equation):
             _refuse_uncounted(site)
     return Census(tuple(rows))
@@ -196,9 +200,11 @@ def census_of(jaxpr: Any) -> Census:
 
 def _refuse_uncounted(site: Site) -> None:
     if compat.reaches_others(site.equation):
+        if any(map(said, around(site))):  # inside a kernel of which all is said
+            return
         raise ValueError(
             f"census: what is sent must be in the program; the primitive {site.name!r} at {site.source} may send to "
-            "other devices by itself. Pass the program without that kernel or foreign call, and add its bytes by hand."
+            "other devices by itself. Say what it sends: call it inside `with sk.analysis.sends(kind, axis, sent):`."
         )
     axes = mesh_axes(site.equation)
     if axes and set(axes) & site.sizes.keys():
@@ -247,6 +253,14 @@ def row_of(site: Site) -> CensusRow:
     if kind != "ppermute":
         return row
     return replace(row, moves=_moves(params["perm"], n), along=_along(params["perm"], axes, site.sizes))
+
+
+def _row_of_foreign(site: Site, claim: Said) -> CensusRow:
+    """The row of a call of which its writer says what it sends."""
+    n = math.prod(site.sizes.get(axis, 1) for axis in claim.axes)
+    sizes = [sum(size_of(v) for v in each) for each in (site.equation.invars, site.equation.outvars)]
+    place = site.source, site.backward, site.branch
+    return CensusRow(claim.kind, site.name, claim.axes, n, site.times, *sizes, claim.sent, *place, way=way_of(site))
 
 
 def _moves(pairs: Sequence[tuple[int, int]], n: int) -> Moves:

@@ -1,0 +1,81 @@
+"""What a foreign call or kernel sends, said by its writer: its program text does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+
+from shardkit._arguments.checks import Axis, at_least_zero, one_of
+from shardkit._arguments.typed import typed
+from shardkit._jax.compat import bound
+from shardkit._jax.jaxprs import Site
+from shardkit.cost.collectives import COLLECTIVE_KINDS
+
+_SCOPE = "shardkit_sends"
+CALLS = ("ffi_call", "pallas_call")
+"""The primitives whose bytes must be said."""
+
+
+class Said(NamedTuple):
+    """What one call sends."""
+
+    kind: str
+    axes: tuple[str, ...]
+    sent: Fraction  # bytes per device
+
+
+@typed
+def sends(kind: str, axis: Axis, sent: int) -> Any:
+    """Says what each foreign call (`jax.ffi`) or Pallas kernel in a block sends, so that the census can count it.
+
+    A kernel that communicates by itself has no collective in the program, and the census refuses it. In this block it
+    is a row of its own, with the bytes that you say. They are believed, not checked.
+
+    Args:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ppermute".
+        axis: axis name or tuple of names, over which it sends.
+        sent: bytes that a device sends in one call; of a ragged exchange the most.
+
+    Returns:
+        A context manager, for code inside shard_map.
+
+    Raises:
+        ValueError: another kind, negative bytes, or an unbound axis.
+
+    Cost: nothing is sent.
+
+    Example:
+        >>> def exchange(x):
+        ...     with sk.analysis.sends("all_to_all", "data", sent=x.nbytes // 2):
+        ...         return jax.ffi.ffi_call("exchange", jax.typeof(x), has_side_effect=True)(x)
+        >>> f = jax.shard_map(exchange, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        >>> float(sk.census(f, jnp.ones((8, 4))).sent(axis="data"))
+        32.0
+    """
+    one_of("sends", "kind", kind, COLLECTIVE_KINDS)
+    at_least_zero("sends", sent=sent)
+    return jax.named_scope(":".join([_SCOPE, kind, ",".join(bound("sends", axis)), str(sent)]))
+
+
+def said(site: Site) -> Said | None:
+    """What was said of a foreign call; None of other equations, and where nothing was."""
+    if site.name not in CALLS:
+        return None
+    scopes = (scope.name for each in around(site) for scope in reversed(each.equation.source_info.name_stack.stack))
+    for name in scopes:
+        if name.startswith(_SCOPE + ":"):
+            _, kind, axes, sent = name.split(":")
+            return Said(kind, tuple(axes.split(",")), Fraction(sent))
+    return None
+
+
+def around(site: Site) -> Iterator[Site]:
+    """A site and those that hold it, innermost first."""
+    while True:
+        yield site
+        if site.outer is None:
+            return
+        site = site.outer
