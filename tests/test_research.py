@@ -1,4 +1,4 @@
-"""Steps that research writes: `contrastive.py`, `gan.py`, `teacher.py` of examples/, on each mesh as on one device."""
+"""Steps that research writes: some of examples/, on each mesh as on one device."""
 
 import runpy
 from pathlib import Path
@@ -11,8 +11,9 @@ import pytest
 import shardkit as sk
 from support.layouts import mesh_of
 
-FILES = {name: Path(__file__).parents[1] / "examples" / f"{name}.py" for name in ("contrastive", "gan", "teacher")}
-CLIP, GAN, DINO = (runpy.run_path(str(path)) for path in FILES.values())
+NAMES = ("contrastive", "gan", "teacher", "experts")
+FILES = {name: Path(__file__).parents[1] / "examples" / f"{name}.py" for name in NAMES}
+CLIP, GAN, DINO, MOE = (runpy.run_path(str(path)) for path in FILES.values())
 X, WEIGHT = np.random.default_rng(0).normal(size=(5, 16, 12)).astype("f"), np.arange(80, dtype="f").reshape(5, 16) % 3
 BATCHES = [{"image": x, "text": x[:, 6:], "real": x[:, :2], "weight": w} for x, w in zip(X, WEIGHT, strict=True)]
 FIVE = {"real": X[..., :2], "weight": WEIGHT}
@@ -51,6 +52,22 @@ def test_two_optimizers_and_a_teacher(example, layers, row):
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam promotes its count
         runs = run(**on(row, layers)), run(**on({"data": 1}))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *jax.device_get(runs))
+
+
+# Catches a bias that is another on each mesh: the shares of the whole batch are equal to the bit.
+def test_experts_balanced_without_a_loss():
+    def run(axis, plan, **sizes):
+        step, state = MOE["make"](mesh_of(**sizes), plan, axis)
+        for x in X[:3]:
+            state, metrics = step(state, {"x": x[:, :8], "y": x[:, 4:]})
+        return metrics.pop("choices"), state.carried, metrics, state.params
+
+    split = sk.chain(sk.dp("data"), sk.ep("expert"))
+    with jax.numpy_dtype_promotion("standard"):
+        runs = run("expert", split, data=2, expert=4), run(None, sk.dp("data"), data=1)
+    (choices, bias, *found), (wanted, wanted_bias, *one) = jax.device_get(runs)
+    assert (choices == wanted).all() and (bias == wanted_bias).all() and bias.any()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, one)
 
 
 @pytest.mark.parametrize("name", FILES)
