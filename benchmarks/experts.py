@@ -1,15 +1,17 @@
 """A mixture of experts with a capacity against the dropless path, on simulated devices, and the bytes that each sends.
 
 The same tokens, router and SwiGLU experts in all cases; top-2. "capacity E" has room for every token in every expert,
-as nothing else gives the dropless numbers; "capacity 1.25" drops what a real run would drop. Each is held against the
-same experts on one device, where each device's tokens come by themselves. "dense loop" is every expert over every
-token, E/2 times the arithmetic and no routing at all.
-`--explain` prints the all_to_all bytes of a forward pass and of a step, by the census, and what buffers hold.
+as nothing else gives the dropless numbers; "capacity 1.25" drops what a real run would drop, dense, gather and ring
+nothing. Each is held against the same experts on one device, where each device's tokens come by themselves. "dense
+loop" is every expert over every token, E/2 times the arithmetic and no routing at all.
+`--explain` counts what a step sends, by the census. `--tpu` compiles forward and backward of each exchange of dropless
+experts for v5e:2x4 without one: bytes sent, exposed and whole time as modelled from the schedule, and temp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,9 +23,11 @@ import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.analysis import census
+from shardkit.meshes.layout import table
 
 EXPERTS, TOP_K, SEQUENCE = 8, 2, 64
 SIZES = {"D=64, F=128": (64, 128, 4), "D=256, F=512": (256, 512, 4)}  # width, hidden, sequences a device
+EXCHANGES: tuple[Any, ...] = ("ragged", "dense", "gather", "ring")  # of dropless experts
 Moe = Callable[..., jax.Array]
 
 
@@ -85,18 +89,55 @@ def case(name: str, moe: Moe, mesh: Mesh, width: int, hidden: int, sequences: in
 
 
 def explain(each: bench.Case) -> str:
-    """The all_to_alls of a step, forward and backward."""
-    rows = census(each.step, each.carry, *each.args).select(kind="all_to_all")
-    return f"{each.name}: {len(rows)} all_to_alls, {float(sum(r.total for r in rows)) / 2**20:,.2f} MiB sent a device"
+    """What a step sends, forward and backward, without the sums of a few values of losses and loads."""
+    found = census(each.step, each.carry, *each.args)
+    rows = [row for row in found.rows if row.kind != "all_reduce"]
+    kinds = ", ".join(f"{found.count(kind=kind)} {kind}s" for kind in dict.fromkeys(row.kind for row in rows))
+    return f"{each.name}: {kinds}, {float(sum(r.total for r in rows)) / 2**20:,.2f} MiB sent a device"
+
+
+def compiled(tokens: int, width: int, hidden: int, experts: int, top_k: int) -> str:
+    """A table of the exchanges as the TPU's compiler has them; `tokens` are of one device."""
+    mesh = sk.abstract_mesh(expert=8)
+    lines = [("exchange", "sent MB", "exposed ms", "step ms", "temp GiB")]
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    over, whole = NamedSharding(mesh, P("expert")), NamedSharding(mesh, P())
+    w = dict.fromkeys(("gate", "up"), (experts, width, hidden)) | {"down": (experts, hidden, width)}
+    args = (
+        {name: shape(each, sharding=over) for name, each in w.items()},
+        shape((width, experts), sharding=whole),
+        shape((8 * tokens, width), sharding=over),
+    )
+    for impl in EXCHANGES:
+
+        def loss(w: Any, router: jax.Array, x: jax.Array, impl: Any = impl) -> jax.Array:
+            routing = sk.layers.Dropless(impl=impl)
+            y, _ = sk.layers.moe(x, router, w, swiglu, "expert", top_k=top_k, routing=routing)
+            return sk.all_reduce(jnp.sum(y.astype(jnp.float32) ** 2), "expert")
+
+        mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P("expert"), P(), P("expert")), out_specs=P())
+        report = sk.aot.compile(jax.jit(jax.grad(mapped, argnums=(0, 1, 2))), args, topology="v5e:2x4")
+        times = [f"{1e3 * each:.2f}" for each in (report.exposed_seconds, report.seconds)]
+        lines.append((impl, f"{float(report.sent()) / 1e6:,.1f}", *times, f"{report.memory.temp / 2**30:.2f}"))
+        print(*lines[-1], flush=True)
+    sizes = f"{tokens} tokens a device, D={width}, F={hidden}, {experts} experts, top {top_k}"
+    return f"{sizes}\n{table(lines)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a row for each size."""
-    options = start(__doc__, argv, devices=8, explain="count all_to_alls and bytes instead of timing")
+    flags = {"explain": "count what is sent instead of timing", "tpu": "compile the exchanges for v5e:2x4"}
+    options = start(__doc__, argv, devices=8, **flags)
+    if options.tpu:
+        for sizes in (
+            ((256, 128, 128, 16, 2),) if options.smoke else ((4096, 2048, 2048, 8, 2), (4096, 2048, 768, 64, 8))
+        ):
+            print(compiled(*sizes), flush=True)
+        return
     mesh = sk.make_mesh(expert=-1)
     kinds = {
         "capacity E": routed(sk.layers.Capacity(EXPERTS)),
-        "dropless": routed(sk.layers.Dropless()),
+        **{impl: routed(sk.layers.Dropless(impl=impl)) for impl in EXCHANGES[1:]},  # CPUs have no ragged one
         "dense loop": dense_loop,
         "capacity 1.25": routed(sk.layers.Capacity(1.25)),
         "capacity 2": routed(sk.layers.Capacity(2.0)),

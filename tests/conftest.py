@@ -138,6 +138,20 @@ def pytest_runtest_teardown(item):
         pytest.fail("a test marked check must not compile: take the mark away, or trace only", pytrace=False)
 
 
+@pytest.fixture
+def standard_promotion():
+    """Dtypes are promoted as users have it: optax's Adam promotes its count."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def any_promotion(standard_promotion):
+    """Ranks too, as other libraries need it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def data8():
     """A mesh of eight devices along one axis."""

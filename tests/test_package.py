@@ -70,31 +70,34 @@ def room(parts):
     return inner if inner in FLOOR else parts[0]
 
 
-def imported_rooms(path):
+NAMES = {
+    str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imports_of(path):
+    """The modules of the package that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardkit":
-            parts = node.module.split(".")[1:]
-            yield from [room((*parts, alias.name)) for alias in node.names]
         if isinstance(node, ast.Import):
-            yield from [
-                room(alias.name.split(".")[1:])
-                if "." in alias.name
-                else "*"  # the public face, which holds every floor up to train
-                for alias in node.names
-                if alias.name.split(".")[0] == "shardkit"
-            ]
+            yield from [alias.name for alias in node.names if alias.name in NAMES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardkit":
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from [name if name in NAMES else node.module for name in inner]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_imports_only_from_its_own_folder_and_lower_floors(path):
     here = room(path.relative_to(PACKAGE).with_suffix("").parts)
     assert here in FLOOR, f"{here} is on no floor: add it to FLOORS"
-    for other in imported_rooms(path):
+    for name in imports_of(path):
+        if name == "shardkit":  # the public face, which holds every floor up to train
+            assert FLOOR[here] > FLOOR["steps"], f"{path.name} imports the whole package from below it"
+            continue
+        other = room(name.split(".")[1:])
         if path == PACKAGE / "runtime" / "__init__.py" and other.startswith("jobs"):
             continue  # at the first use: the test below
-        if other == "*":
-            assert FLOOR[here] > FLOOR["steps"], f"{path.name} imports the whole package from below it"
-        elif other != here:
+        if other != here:
             assert FLOOR[other] < FLOOR[here], f"{here} imports {other}"
 
 
@@ -215,24 +218,8 @@ def test_one_class_name_has_one_meaning_and_no_error_is_known_by_its_words():
     assert [path.name for path in modules() if reads.search(path.read_text())] == ["profile.py"], "jax has only words"
 
 
-def imports_of(path):
-    """The modules of the package that a file imports, wherever in it."""
-    names = {
-        str(p.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")
-        for p in PACKAGE.rglob("*.py")
-    }
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardkit":
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in names else node.module
-
-
 def test_no_two_files_import_each_other():
-    graph = {}
-    for path in modules():
-        name = str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")
-        graph[name] = set(imports_of(path)) - {name, "shardkit"}
+    graph = {name: set(imports_of(path)) - {name, "shardkit"} for name, path in NAMES.items() if name != "shardkit"}
     while True:  # what imports none of the rest, or is imported by none of it, is in no circle
         imported = set().union(*graph.values()) if graph else set()
         outside = [name for name, needs in graph.items() if not needs & graph.keys() or name not in imported]

@@ -21,12 +21,6 @@ README = (ROOT / "README.md").read_text()
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.fixture
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def table(first):
     """The cells of the rows of the table whose header begins with `first`."""
     lines = README[README.index(f"| {first} |") :].split("\n\n")[0].splitlines()

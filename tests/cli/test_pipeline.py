@@ -107,13 +107,6 @@ def test_mistakes_are_named_in_one_sentence(words, message, tmp_path):
     assert refused(lambda: schedule_of(options, mesh_words(options.mesh))) == message
 
 
-def test_a_mistake_ends_the_command(inside, corpus):
-    done = inside("train", "data=2", "--chunks", 2, "--data", corpus, code=2)
-    assert done.stderr == (
-        "error: train: --chunks needs an axis 'stage'; the axes are 'data'. Add stage=2, or leave the option out.\n"
-    )
-
-
 def test_the_microbatches_are_four_a_stage_or_what_divides():
     def count(batch, **sizes):
         return schedule_of(Options(batch=batch), sizes).microbatches

@@ -81,6 +81,8 @@ data=2 data=4
     error: train: axis 'data' must be given once; got 'data=2 data=4'. Remove one of the two.
 data=2 --sequence
     error: train: --sequence needs an axis 'model'; the axes are 'data'. Add model=2, or leave the option out.
+data=2 --chunks 2
+    error: train: --chunks needs an axis 'stage'; the axes are 'data'. Add stage=2, or leave the option out.
 model=8
     error: tp: dim 1 of leaf layers.attention_out must be divisible by axis 'model'; got size 4 over 8 devices. Pad
     it to 8 (a vocabulary; then pass vocab_cross_entropy(vocabulary=4)), leave the leaf whole (key/value heads), or

@@ -77,7 +77,7 @@ def test_broadcast(case):
 
 
 @on_cases
-def test_index_and_size_and_vary(case):
+def test_index_and_size_and_vary(case):  # proves S50
     """Casting keeps values, and its transpose is a sum."""
 
     def places(blocks, xp):

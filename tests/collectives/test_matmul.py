@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from importlib.util import find_spec
 
 import hypothesis.strategies as st
 import jax
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks import ring_matmul
 from shardkit import cost, testing
+from support.compilers import gpu, tpu
 from support.refusals import raises, refusals
 from support.tiers import covered
 from support.vmapped import under_vmap
@@ -432,7 +432,7 @@ def compiled(form, topology):
 
 # proves F26, F86
 @pytest.mark.deep  # it compiles for long, and the census counts the hops
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
+@tpu
 def test_on_a_tpu_every_hop_is_hidden_in_less_memory_than_the_gather_needs():
     report = compiled("auto", "v5e:2x4")
     assert {row.kind for row in report.rows} == {"ppermute"} and report.count() == 7 * (2 + 2 + 1 + 2)
@@ -442,9 +442,7 @@ def test_on_a_tpu_every_hop_is_hidden_in_less_memory_than_the_gather_needs():
 
 
 # proves F26, F86
-@pytest.mark.skipif(
-    find_spec("jax_cuda13_plugin") is None, reason="the GPU compiler is not installed: shardkit[aot-gpu]"
-)
+@gpu
 @pytest.mark.parametrize("form", ["ring", "bidirectional"])
 def test_on_a_gpu_every_hop_runs_beside_compute(form):
     report = compiled(form, "h100:1x1x8")

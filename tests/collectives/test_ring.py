@@ -24,10 +24,9 @@ def line(n):
     return sk.make_mesh(jax.devices()[:n], a=n)
 
 
-def on(mesh, kernel, spec=None, jit=True):
+def on(mesh, kernel, spec=None):
     spec = P(tuple(mesh.axis_names)) if spec is None else spec
-    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=spec, out_specs=spec)
-    return jax.jit(mapped) if jit else mapped
+    return jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=spec, out_specs=spec))
 
 
 def blocks(n, rows, seed=0, whole=False, columns=3):
@@ -89,16 +88,6 @@ def test_means():
     for kernel in (ring.reduce_scatter, ring.all_reduce):
         total, mean = (on(line(4), lambda x, op=op, k=kernel: k(x, "a", op=op))(x) for op in ("sum", "mean"))
         np.testing.assert_array_equal(mean, total / 4)
-
-
-@pytest.mark.deep  # eagerly: test_matmul.py; under vmap: what emulate runs
-def test_rings_run_eagerly_and_under_vmap():
-    x = blocks(4, 4, whole=True)
-    for jit in (True, False):
-        got = on(line(4), lambda x: ring.all_reduce(x, "a"), jit=jit)(x)
-        np.testing.assert_array_equal(got, np.tile(x.reshape(4, 4, 3).sum(0), (4, 1)))
-    under = jax.vmap(lambda x: ring.all_reduce(x, "a"), axis_name="a")(x.reshape(4, 4, 3))
-    np.testing.assert_array_equal(under.reshape(16, 3), got)
 
 
 # proves F76: the closed forms of the docstrings

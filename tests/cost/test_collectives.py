@@ -2,18 +2,12 @@
 
 from fractions import Fraction
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
 
-import shardkit as sk
 from shardkit import cost
-from shardkit.analysis import census
 
 pytestmark = pytest.mark.check
 
@@ -82,24 +76,3 @@ def test_time_of_a_collective_by_hand():
     assert time("all_to_all") == 7 * 100 + 7
     assert time("ppermute") == 100 + 8
     assert time("all_reduce", 1) == time("ppermute", 1) == 0
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_each_level_sends_what_the_ring_over_it_does(kind):
-    """A reduction sends whole operands inside and a share of them across, a gather each byte once across."""
-    inner, outer = 4, 2
-    mesh = AbstractMesh((outer, inner), ("slow", "fast"), axis_types=(AxisType.Auto,) * 2)
-    kernel = {
-        "all_reduce": lambda x: sk.hierarchical.all_reduce(x, "fast", "slow"),
-        "all_gather": lambda x: sk.hierarchical.all_gather(x, "fast", "slow"),
-        "reduce_scatter": lambda x: sk.hierarchical.reduce_scatter(x, "fast", "slow"),
-    }[kind]
-    spec = P(("slow", "fast"))
-    f = jax.shard_map(
-        lambda x: sk.vary(kernel(x), ("slow", "fast")), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True
-    )
-    found = census(f, jax.ShapeDtypeStruct((64, 3), jnp.float32))
-    size = 8 * 3 * 4
-    inside, across = (size * outer, size) if kind == "all_gather" else (size, size / inner)
-    for axis, n, operand in (("fast", inner, inside), ("slow", outer, across)):
-        assert cost.wire(kind, operand, n).sent == sum(r.total for r in found.rows if r.axes == (axis,))

@@ -13,9 +13,8 @@ import pytest
 import shardkit as sk
 from shardkit.models import transformer
 from shardkit.models.transformer import Axes
-from support import conformance
-from support.conformance import BATCH, WIDE, ModelRow, PlanRow, make_mesh, weights
-from support.refusals import value_error
+from support.conformance import BATCH, WIDE, ModelRow, PlanRow, text_batch, weights
+from support.layouts import mesh_of
 from support.training import KEY, OPTIMIZERS, check
 
 pytestmark = pytest.mark.optimized
@@ -39,7 +38,7 @@ NAMES = ("data", "fsdp", "context", "ulysses", "model", "expert")
 
 def batch(step: int) -> Any:
     """Packed documents; the first quarter of the examples, and more in the middle, have no weight at all."""
-    tokens = conformance.text_batch(step, LENGTH)
+    tokens = text_batch(step, LENGTH)
     ends = np.random.default_rng(step).integers(0, 5, (BATCH, LENGTH)) == 0
     counted = ~np.isin(np.arange(BATCH), [0, 1, 2, 3, 8, 9])
     weights = tokens["weights"] * counted[:, None].astype(np.float32)
@@ -177,7 +176,8 @@ def rows(*names: str) -> Any:
 
 def built(row: Row, optimizer: str = "sgd", **options: Any) -> sk.TrainStep:
     grad_fn = sk.value_and_grad(model(row.model).loss(row.axes))
-    return sk.make_train_step(grad_fn, OPTIMIZERS[optimizer], mesh=make_mesh(row.plan), plan=row.plan.plan(), **options)
+    options |= {"mesh": mesh_of(**row.plan.sizes), "plan": row.plan.plan()}
+    return sk.make_train_step(grad_fn, OPTIMIZERS[optimizer], **options)
 
 
 # proves S92, F22, F25, F27, F30, F31, F32, F33, F34, F53, F54, F56, F58, F59: unequal weights and dropout on
@@ -191,7 +191,7 @@ def test_every_law_holds(row):
 @pytest.mark.parametrize("row", rows("padded beside sequence parallelism"))
 def test_evaluation_equals_one_device(row):
     params, loss = model(row.model).params(), model(row.model).loss
-    mesh = make_mesh(row.plan)
+    mesh = mesh_of(**row.plan.sizes)
     state = built(row).init(params, KEY)
     evaluate = sk.make_eval_step(loss(row.axes), mesh=mesh, plan=row.plan.plan())
     mean, aux = jax.jit(loss(None))(params, batch(0), None)
@@ -220,34 +220,6 @@ def test_lower_precision_is_near_one_device(precision):
     (losses, *scale), (wanted, *wanted_scale) = found
     np.testing.assert_allclose(losses, wanted, rtol=3e-3)
     assert scale == wanted_scale
-
-
-# proves F72: what would train on other numbers than one device is refused
-@pytest.mark.parametrize(
-    ("plan", "axes", "message"),
-    [
-        *(
-            (
-                sk.dp("data"),
-                Axes(**{name: ("data", "two")}),
-                f"transformer: the tokens must be split over axes.{name}=('data', 'two'); got the same tokens along "
-                "axis 'two'. Chain cp(('data', 'two')) into the plan.",
-            )
-            for name in ("context", "ulysses")
-        ),
-        (
-            sk.chain(sk.dp("data"), tp("dense", "two")),
-            Axes(),
-            "transformer: the 8 query heads must be split over axes.model=None; got 4 heads on each of 1 devices. "
-            "Pass Axes(model=...) with the axis of the plan's tp.",
-        ),
-    ],
-)
-def test_axes_that_the_plan_does_not_split_are_refused(plan, axes, message):
-    row = Row("dense", {"data": 2, "two": 2}, (plan,), axes)
-    init, step = built(row)
-    with value_error(message):
-        step.trace(init.abstract(model("dense").params()), batch(0))
 
 
 @pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])

@@ -15,8 +15,8 @@ import pytest
 
 import shardkit as sk
 from shardkit import schedules
-from support import conformance
-from support.conformance import BATCH, ModelRow, PlanRow
+from support.conformance import BATCH, ModelRow, PlanRow, padding
+from support.layouts import mesh_of
 from support.pipelines import PIECES, make_batch, make_params, pipelined_grad, pipelined_loss, traced_step, unpipelined
 from support.ring_model import TOKENS, D, batch, params, pieces, tp
 from support.training import KEY, check, expected, recording_sgd
@@ -43,7 +43,7 @@ class Row(NamedTuple):
         return sk.chain(*self.plans, sk.pp("stage"))
 
     def mesh(self) -> Any:
-        return conformance.make_mesh(PlanRow("", self.sizes, lambda: self.plan))
+        return mesh_of(**self.sizes)
 
     @property
     def grad_fn(self) -> Any:
@@ -69,7 +69,7 @@ REST = {
     "unequal, interleaved": Row(schedules.interleaved(2, 4, 2), {"stage": 2}, how={"layers_per_stage": (1, 3, 2, 2)}),
     "fsdp layerwise in branches": Row(schedules.zero_bubble_v(2, 4), PAIR).beside(dp, each, mode="branch"),
     "fsdp, padded": Row(schedules.lockstep(2, 4, 2), {"stage": 2, "fsdp": 4}).beside(
-        sk.fsdp("fsdp", **conformance.padding(4), layerwise=("layers",)), layers_per_stage=(1, 1, 4, 2)
+        sk.fsdp("fsdp", **padding(4), layerwise=("layers",)), layers_per_stage=(1, 1, 4, 2)
     ),
     "zero2": Row(schedules.dualpipe_v(2, 4), {"zero": 2, "stage": 2, "data": 2}, (dp, sk.zero2("zero", min_size=1))),
     "tp, zero1, saved": Row(schedules.breadth_first(2, 4, 2), {"zero": 2, "model": 2, "stage": 2}).beside(
@@ -156,6 +156,6 @@ def test_a_loss_without_weights_beside_data_parallelism(mode):
     embed, stage, _ = pieces()
     head = lambda shared, x, batch: sk.Mean.of(jnp.square(x @ shared["out"]))  # noqa: E731
     grad_fn = pipelined_grad(embed, stage, head, schedules.lockstep(2, 4), "stage", mode=mode, layer_numbers=True)
-    options = {"mesh": sk.make_mesh(jax.devices()[:4], data=2, stage=2), "plan": sk.chain(dp, sk.pp("stage"))}
+    options = {"mesh": mesh_of(data=2, stage=2), "plan": sk.chain(dp, sk.pp("stage"))}
     alone = sk.value_and_grad(unpipelined((embed, stage, head)))
     sk.testing.assert_same_training(grad_fn, alone, optax.sgd(0.1), params=params(), batches=[batch(0)], **options)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.meshes.layout import canonical
-from support.refusals import raises, refusals
+from support.refusals import raises, refusals, refused
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
 SPELLINGS = [(P(None), P()), (P(None, None), P()), (P("data", None), P("data"))]
@@ -151,11 +151,6 @@ SPEC_ERRORS = [
 
 @pytest.mark.parametrize(("shape", "spec", "message"), SPEC_ERRORS)
 def test_errors_of_specs(shape, spec, message, mesh2x4):
-    def refused(call):
-        with pytest.raises(ValueError) as error:
-            call()
-        return str(error.value)
-
     assert refused(lambda: sk.local_shape(shape, spec, mesh2x4)) == f"local_shape: {message}"
     tree = {"layers": [np.zeros(8, np.float32), {"w": np.zeros(shape, np.float32)}]}
     specs = {"layers": [P(), spec]}

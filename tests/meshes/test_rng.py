@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from support.commands import deep
-from support.refusals import type_error, value_error
+from support.refusals import raises, refusals, value_error
 
 KINDS = {"raw": jax.random.PRNGKey, "typed": jax.random.key}
 # fold_in(PRNGKey(0), i) for i = 0..3, as measured under both jax versions
@@ -239,11 +239,13 @@ ERRORS = {
     "fold_axis: axis 'data' is not bound here, because no shard_map surrounds this call. "
     "Call it inside jax.shard_map over a mesh with that axis.": lambda: sk.fold_axis(jax.random.key(0), "data"),
 }
+INTEGERS = "dropout: x_b must be floating-point; got int32. Apply dropout after the embedding."
+TYPES = {INTEGERS: lambda: sk.dropout(jnp.ones((2, 3), jnp.int32), None, 0.5)}
 
 
-@pytest.mark.parametrize("message, call", ERRORS.items())
-def test_errors(call, message):
-    with value_error(message):
+@pytest.mark.parametrize("kind, message, call", refusals(ERRORS, TYPES))
+def test_errors(kind, call, message):
+    with raises(kind, message):
         call()
 
 
@@ -255,8 +257,3 @@ def test_dropout_takes_a_key_for_each_example(make):
             "(2, 3). Pass the keys that the loss function receives with the batch."
         ):
             sk.dropout(jnp.ones((2, 3)), keys, 0.5)
-
-
-def test_dropout_refuses_integers():
-    with type_error("dropout: x_b must be floating-point; got int32. Apply dropout after the embedding."):
-        sk.dropout(jnp.ones((2, 3), jnp.int32), None, 0.5)

@@ -69,9 +69,18 @@ CASES = {
         "Chain cp('fsdp') into the plan, and dp over another axis.",
     ),
 }
+for name in ("context", "ulysses"):
+    CASES[f"the same tokens by {name}"] = (
+        Axes(**{name: ("data", "two")}),
+        (),
+        {"two": 2},
+        f"transformer: the tokens must be split over axes.{name}=('data', 'two'); got the same tokens along axis "
+        "'two'. Chain cp(('data', 'two')) into the plan.",
+    )
 
 
 # Attention stayed within a device's piece of the sequence, or went round a ring of other examples.
+# proves F72: what would train on other numbers than one device is refused
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_split_over_the_axes_along_which_attention_looks(case):
     axes, plans, sizes, message = CASES[case]
@@ -118,7 +127,10 @@ def test_weights_that_no_plan_splits_are_refused():
     )
 
 
-@pytest.mark.parametrize("leaf, dim, what", [("down", 1, "8 hidden features"), ("head", 1, "16 vocabulary entries")])
+@pytest.mark.parametrize(
+    "leaf, dim, what",
+    [("down", 1, "8 hidden features"), ("head", 1, "16 vocabulary entries"), ("query", 2, "2 query heads")],
+)
 def test_weights_that_the_model_does_not_know_to_be_split_are_refused(leaf, dim, what):
     plan = sk.tp("model", lambda path, shape: dim if path.split(".")[-1] == leaf else None)
     noun, size = what.split()[-1], int(what.split()[0]) // 2

@@ -305,11 +305,8 @@ def test_gradients_that_are_summed_already(data4):
         loss, aux, grads = grad_fn(params, batch, keys, scale=scale)
         return loss, aux, sk.all_reduce(grads, "data")
 
-    assert refused(lambda: steps(sk.dp("data", reduce=fed()), data4, summing)[0].trace(*args(data4))) == (
+    step, *args = steps(sk.dp("data", reduce=fed()), data4, summing)
+    assert refused(lambda: step.trace(*args)) == (
         "step: with error feedback a GradFn must return gradients that are not summed yet; that of leaf bias is summed "
         "over 'data'. Return local sums, as value_and_grad does, or leave out feedback=True."
     )
-
-
-def args(mesh):
-    return steps(sk.dp("data", reduce=fed()), mesh)[1:]

@@ -139,9 +139,7 @@ OF_EXPERTS = [
 @pytest.mark.quick(
     "data=2 fsdp=2 tensor=2 accumulate=2 remat=full", "data=1 fsdp=2 tensor=2 accumulate=1 remat=full expert=2"
 )
-@pytest.mark.parametrize(
-    "layout", [Layout(2, 2, 2, 2, "full"), Layout(fsdp=2, tensor=2, remat="selective"), *OF_EXPERTS], ids=str
-)
+@pytest.mark.parametrize("layout", [*OF_BOTH, *OF_EXPERTS], ids=str)
 def test_what_is_sent_is_what_the_census_counts(layout):
     model = Model(layers=2, hidden=1024, heads=4, kv_heads=2, ffn=1536, vocabulary=2048)
     if layout in OF_EXPERTS:

@@ -16,7 +16,8 @@ from shardkit.plans.storage import Padded
 from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN, without_a_mesh
 from support.refusals import value_error
-from support.trees import assert_close
+from support.training import past_a_nan
+from support.trees import assert_close, assert_laid_out
 
 BATCH = 16
 SENT = ("all_gather", "reduce_scatter")
@@ -109,19 +110,7 @@ def test_dtypes_accumulation_and_a_loss_scale_go_with_it(kind):  # proves F13, F
             make(plan, optax.adam(1e-2), precision=low, accumulate=2, nonfinite="skip")
             for plan in (PLANS[kind](), sk.dp("d"))
         ]
-        states = []
-        for init, step in made:
-            state = init(make_params(), jax.random.key(0))
-            for index in range(3):
-                state, metrics = step(state, make_batch(index))
-                assert bool(metrics["finite"])
-            bad = make_batch(4)
-            bad["x"][BATCH - 1, 0] = np.nan
-            before = jax.device_get((state.params, state.opt_state))
-            state, metrics = step(state, bad)
-            assert not bool(metrics["finite"])
-            jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
-            states.append(state)
+        states = [past_a_nan(each, make_params(), make_batch, BATCH - 1) for each in made]
     # bfloat16 rounds what the plans sum in another order; the steps are of 1e-2
     assert_close(sk.unpadded(states[0].opt_state.copy), states[1].opt_state.copy, 4e-3)
     for leaf, copy in states[0].opt_state.copy.items():
@@ -248,10 +237,7 @@ def test_a_state_goes_out_and_comes_back(kind):
     init, step = make(PLANS[kind](), nonfinite="skip")
     state = init(make_params(), jax.random.key(0))
     assert_close(sk.unpadded(state.params), make_params(), 0)
-    described = init.abstract(make_params())
-    assert jax.tree.structure(described) == jax.tree.structure(state)
-    for a, b in zip(jax.tree.leaves(described), jax.tree.leaves(state), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype) and a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert_laid_out(state, init.abstract(make_params()))
     saved, layouts = jax.device_get(state._replace(key=None)), jax.tree.map(lambda x: x.sharding, state)
     state, metrics = step(state, make_batch())
     restored = jax.device_put(saved, layouts._replace(key=None))._replace(key=jax.random.key(0))

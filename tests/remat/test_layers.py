@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import shardkit as sk
 from shardkit import cost
 from shardkit._jax.jaxprs import walk
 from shardkit.testing import assert_same_training
+from support.compilers import gpu, tpu
 from support.refusals import raises, value_error
 
 BATCH, WIDTH, HIDDEN = 16, 16, 32
@@ -258,17 +258,9 @@ def test_mistakes_are_refused():
 # ---- what compilers leave of it
 
 
-@pytest.mark.parametrize(
-    "topology, compiler, extra",
-    [
-        pytest.param("v5e:2x4", "libtpu", "aot", id="tpu"),
-        pytest.param("h100:1x1x8", "jax_cuda13_plugin", "aot-gpu", id="gpu"),
-    ],
-)
-def test_a_list_of_layers_is_gathered_again_for_its_backward_pass(topology, compiler, extra):
+@pytest.mark.parametrize("topology", [pytest.param("v5e:2x4", marks=tpu), pytest.param("h100:1x1x8", marks=gpu)])
+def test_a_list_of_layers_is_gathered_again_for_its_backward_pass(topology):
     """Without a barrier compilers find the forward pass' gathers once more, merge the two, and keep all weights."""
-    if find_spec(compiler) is None:
-        pytest.skip(f"the compiler is not installed: shardkit[{extra}]")
     layers, width = 3, 512
 
     def compiled(keep):

@@ -96,17 +96,6 @@ def test_a_state_goes_on_under_another_plan(mesh2x4, donate):
         np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
 
 
-# Alone in finding: zeros of the padding that stay in the array, or that it does not get.
-def test_padding_comes_and_goes_with_the_plan(mesh2x4):
-    padded, whole = sk.fsdp("model", min_size=1, uneven="pad"), sk.dp("data")
-    params = {"w": np.arange(6.0, dtype=np.float32).reshape(3, 2)}
-    there = sk.reshard(sk.shard(params, mesh2x4, P()), whole, padded, mesh=mesh2x4)
-    assert there["w"].array.shape == (4, 2) and there["w"].shape == (3, 2)
-    back = sk.reshard(there, padded, whole, mesh=mesh2x4)
-    np.testing.assert_array_equal(there["w"], params["w"])
-    np.testing.assert_array_equal(back["w"], params["w"])
-
-
 UNEVEN = {"min_size": 1, "uneven": "pad"}
 PADDED = {  # plans that cut 8 columns, 3 rows or 5 numbers at different places, over 2 x 3 devices
     "over 6": sk.fsdp(("a", "b"), **UNEVEN),

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.runtime.data.arrays import from_full
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, observations, triage
+from support import pipelines
 from support.commands import deep
-from support.pipelines import pipelined_grad
 from support.refusals import type_error
 
 WAYS = [("dp", {}), ("fsdp", {"accumulate": 2}), ("padded", {"precision": "bf16"})]
@@ -183,33 +183,19 @@ def test_after_a_step_that_stopped(data8):
 
 
 # proves S123
-def test_a_pipeline(mesh2x4):
-    mesh = sk.make_mesh(data=4, stage=2)
-
-    def embed(shared, batch, keys):
-        return batch["x"]
-
-    def stage(layers, x, keys):
-        return sk.scan_layers(lambda layer, x: jnp.tanh(x @ layer), layers, x)
-
-    def head(shared, x, batch):
-        return sk.Mean.of((x @ shared["out"]) ** 2)
-
+def test_a_pipeline():
+    mesh, plan = sk.make_mesh(data=4, stage=2), sk.chain(sk.dp("data"), sk.pp("stage"))
     schedule = sk.schedules.lockstep(devices=2, microbatches=2)
-    grad_fn = pipelined_grad(embed, stage, head, schedule, axis="stage")
-    plan = sk.chain(sk.dp("data"), sk.pp("stage"))
+    grad_fn = pipelines.pipelined_grad(*pipelines.PIECES, schedule, "stage", layer_numbers=True)
     init, _ = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
-    params = {"layers": jnp.ones((4, 8, 8)) / 8, "out": jnp.ones((8, 2))}
-    state = init(params, jax.random.key(0))
-    run = triage(grad_fn, mesh=mesh, plan=plan)
-    batch = {"x": make_batch(16)["x"]}
+    state = init(pipelines.make_params(4), jax.random.key(0))
+    run, batch = triage(grad_fn, mesh=mesh, plan=plan), pipelines.make_batch(16)
     assert run(state, batch).rows == ()
-    batch["x"][14, 0] = np.inf
-    batch["x"][14, 1] = np.nan
+    batch["weights"][14] = np.inf, np.nan
     report = run(state, batch)
-    assert report.rows[0] == NonFinite("batch.x", {"data": 3}, 2, (14, 0))
+    assert report.rows[0] == NonFinite("batch.weights", {"data": 3}, 2, (14, 0))
     assert {row.coordinates.get("data") for row in report.rows} == {3}
-    assert {row.path for row in report.rows} >= {"means.loss.total", "grads.layers", "grads.out"}
+    assert {row.path for row in report.rows} >= {"means.loss.total", "grads.layers.w", "grads.gain"}
 
 
 def test_nonfinite_of_any_tree(mesh2x4):

@@ -12,18 +12,12 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from support.examples import difference, example_of
 
+pytestmark = pytest.mark.usefixtures("any_promotion")
 ADAM = optax.adam(1e-2)
 RNG = np.random.default_rng(0)
 DRIFT = np.linspace(0, 3, 16, dtype="f")[:, None, None, None]  # examples differ, and so do devices
 IMAGES = [DRIFT + RNG.normal(size=(16, 5, 5, 3)).astype("f") for _ in range(3)]
 LABELS = RNG.integers(0, 4, 16)
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    """The libraries promote dtypes and ranks."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def nnx_loop(example, batches):

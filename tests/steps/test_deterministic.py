@@ -101,13 +101,6 @@ def test_the_bits_are_the_same_on_every_mesh_and_under_every_plan():
     assert trained("dp1", groups=None) != trained("dp8", groups=None)
 
 
-# A device with 6 groups has two runs that are subtrees, one with 4 or 2 has one. The batch's axes come in any order.
-@pytest.mark.deep
-def test_any_number_of_groups_and_several_axes():
-    compare(["dp2", "dp3", "hsdp6"], groups=12, steps=2)
-    compare(["fsdp and zero1", "hsdp, the other order"], steps=2)
-
-
 def test_a_restart_on_another_number_of_devices(tmp_path):
     init, step = built("zero1")
     state = init(make_params(), KEY)
@@ -154,6 +147,7 @@ def test_the_laws(scaled):
     prove(grad_fn, grad_fn, optimizer=optimizer, rows=rows, **given)
 
 
+# Of 24 groups a device has one run that is a subtree, or two. The batch's axes come in any order.
 @pytest.mark.deep
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"precision": "fp16"}], ids=str)
 def test_twenty_steps_on_every_mesh(options):
@@ -278,13 +272,6 @@ def test_an_optimizer_that_clips_by_the_norm_has_the_same_bits():
             state, metrics = step(state, make_batch(seed))
         found.append(bits(state.params, state.opt_state, state.carried, metrics))
     assert [name for name in found[0] if found[0][name] != found[1][name]] == []
-
-
-@pytest.mark.check
-def test_an_optimizer_that_clips_by_the_norm_of_whole_leaves_is_not_refused():
-    state, metrics = grouped(optimizer=BY_NORM)
-    assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, jax.eval_shape(make_params))
-    assert metrics["loss"].shape == ()
 
 
 @pytest.mark.check

@@ -9,6 +9,7 @@ import pytest
 import shardkit as sk
 from support.refusals import value_error
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 PLANS = {
     "dp": lambda: sk.dp("d"),
     "zero1": lambda: sk.zero1("d", min_size=1),
@@ -21,12 +22,6 @@ POLICIES = {
     "bfloat16 with a float32 master": sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32),
 }
 BATCH = {"x": np.ones((8, 16), np.float32), "y": np.ones((8, 8), np.float32)}
-
-
-@pytest.fixture(autouse=True)
-def promoting():  # optax does not trace under strict promotion
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def loss(params, batch, keys):

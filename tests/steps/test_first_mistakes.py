@@ -239,7 +239,5 @@ def test_arguments_that_are_left_out():
         sk.value_and_grad(loss_of_two)
     init, step = sk.make_train_step(OWN, SGD, mesh=MESH, plan=PLAN)
     params = {"w": np.ones(4, np.float32)}
-    with type_error("init: key must be one jax key; got NoneType None. Pass for example jax.random.key(0)."):
-        init(params)
     with type_error("step: the batch must follow the state; got none. Pass for example sk.census(step, state, batch)."):
         sk.census(step, init.abstract(params))

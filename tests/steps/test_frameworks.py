@@ -8,15 +8,9 @@ import pytest
 import shardkit as sk
 from support.examples import difference, example_of
 
+pytestmark = pytest.mark.usefixtures("any_promotion")
 BATCHES = jax.random.normal(jax.random.key(1), (3, 16, 8))  # as in each example
 ADAM = optax.adam(1e-2)
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    """The libraries promote dtypes and ranks."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def nnx_loop(example):

@@ -10,16 +10,10 @@ import shardkit as sk
 from support.examples import difference, example_of
 from support.refusals import raises, value_error
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 LORA = example_of("lora")
 RNG = np.random.default_rng(0)
 BATCHES = [{"x": RNG.normal(size=(16, 16)).astype("f"), "y": RNG.normal(size=16).astype("f")} for _ in range(3)]
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    """optax's Adam promotes its count."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

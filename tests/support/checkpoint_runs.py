@@ -1,4 +1,4 @@
-"""Runs that save, in processes of their own."""
+"""Runs that save, here and in processes of their own."""
 
 import json
 import os
@@ -8,9 +8,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from support.jobs import PATH
 
 CHILD = Path(__file__).with_name("checkpoint_child.py")
+
+
+def save(directory: Any, state: Any, **more: Any) -> None:
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(state, **more)
+
+
+def restored(directory: Any, target: Any, **options: Any) -> Any:
+    """The state and what its run said."""
+    with Checkpoints(directory) as checkpoints:
+        return checkpoints.restore(target, **options)
 
 
 def start(tmp_path: Path, **what: Any) -> subprocess.Popen:

@@ -6,7 +6,6 @@ there is a real one of its kind (a leaf that stays sharded while it is seen).
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -260,8 +259,3 @@ def _mesh_row(sizes: dict[str, int], config: transformer.Config, sequence: bool,
 
     name = " ".join(f"{k}={n}" for k, n in sizes.items()) + (f" sequence {impl}" if sequence else "")
     return PlanRow(name, sizes, plan, axes)
-
-
-def make_mesh(row: PlanRow) -> jax.sharding.Mesh:
-    """The row's mesh over as many of the eight devices as it needs."""
-    return sk.make_mesh(jax.devices()[: math.prod(row.sizes.values())], **row.sizes)

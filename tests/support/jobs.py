@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardkit.runtime.channel import place
 from support.compiling import QUICK
 
 WORKERS = Path(__file__).parent / "workers"
 PATH = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])  # the package and the tests
-_RESERVED: list[socket.socket] = []
+_PORTS = contextlib.ExitStack()
+atexit.register(_PORTS.close)
 
 
 @dataclass
@@ -35,22 +36,8 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port that is free, and that nobody else is given while this process runs, though whoever names it may listen.
-
-    It stays bound, as in `jobs/launch.py`: one that was asked for and let go was given to another job that
-    began at the same time.
-    """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    _RESERVED.append(reserved)
-    return int(reserved.getsockname()[1])
-
-
-@atexit.register
-def _release() -> None:
-    for reserved in _RESERVED:
-        reserved.close()
+    """A port that nobody else is given while this process runs, though whoever names it may listen."""
+    return _PORTS.enter_context(place.free_port())
 
 
 class Job:

@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 import shardkit as sk
@@ -41,6 +42,21 @@ OPTIMIZERS = {
     "adamw": lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))),
     "adafactor": lenient(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
 }
+
+
+def past_a_nan(made: sk.TrainStep, params: Any, batch: Any, row: int) -> Any:
+    """The state after three steps, and one that a NaN in this row of its batch makes a step that changes nothing."""
+    state = made.init(params, jax.random.key(0))
+    for index in range(3):
+        state, metrics = made.step(state, batch(index))
+        assert bool(metrics["finite"])
+    bad = batch(4)
+    bad["x"][row, 0] = np.nan
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = made.step(state, bad)
+    assert not bool(metrics["finite"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
+    return state
 
 
 @cache

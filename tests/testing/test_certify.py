@@ -57,6 +57,10 @@ WRONG = {
         lambda p, x: jax.tree.map(jnp.negative, mean(own(p, x))),
         "are -1x the reference: already on one device, so no axis is to blame",
     ),
+    "accumulation divided twice": (
+        lambda p, x: jax.tree.map(lambda *g: mean(sum(g)) / 4, *(own(p, part) for part in jnp.split(x, 2))),
+        "are 1/2 of the reference: already on one device, so no axis is to blame",
+    ),
 }
 SPECS = {"w_up": P(None, "model"), "w_down": P("model")}
 
@@ -109,7 +113,7 @@ def whole(params, x):
     return jnp.mean((jnp.tanh(x @ params["w_up"]) @ params["w_down"]) ** 2)
 
 
-def test_two_axes_and_sharded_parameters_and_means_of_means_are_not_one_factor():
+def test_two_axes_and_sharded_parameters_one_leaf_and_what_is_not_one_factor():
     options = {"axes": ("data", "model"), "param_specs": SPECS}
     assert len(certify_gradients(tensor_parallel, whole, PARAMS, BATCH, **options).meshes) == 10
     twice = "axis 'model' (size 8) is summed twice, or a division by its size is missing"
@@ -117,6 +121,10 @@ def test_two_axes_and_sharded_parameters_and_means_of_means_are_not_one_factor()
         certify_gradients(
             lambda p, x: tensor_parallel(p, x, down=sk.axis_size("model")), whole, PARAMS, BATCH, **options
         )
+    with wrong("data=4", f"`w_down` {WRONG['not reduced'][1]}"):
+        certify_gradients(lambda p, x: own(p, x) | {"w_up": mean(own(p, x)["w_up"])}, square, PARAMS, BATCH, devices=4)
+    with pytest.raises(AssertionError, match="differ from the reference, by no common factor"):
+        certify_gradients(lambda p, x: sk.broadcast(own(p, x), "data"), square, PARAMS, BATCH, devices=4)
     x = np.concatenate([BATCH, (np.arange(8) < 3)[:, None].astype(np.float32)], 1)  # the last column is a weight
 
     def weighted(params, x):

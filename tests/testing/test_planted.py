@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import shardkit as sk
-from shardkit.testing import assert_matches_reference, assert_same_training, certify_gradients, emulate
+from shardkit.testing import assert_matches_reference, assert_same_training, emulate
 from support.planted.kernels import KERNELS, RIGHT
-from support.planted.steps import BATCH, GRADIENTS, OWN, PARAMS, STEPS, WEIGHTED, loss
+from support.planted.steps import OWN, PARAMS, STEPS, WEIGHTED
 
 
 def use(row, **options):
@@ -25,22 +25,16 @@ def use(row, **options):
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name.replace(" ", "_"))
-def test_wrong_kernels(row):  # proves F72
+def test_wrong_kernels(row):  # proves F72, T8
     error = AssertionError if row.tool == "assert_matches_reference" else ValueError
     with pytest.raises(error, match=row.says):
         use(row)
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_without_the_mistake_they_pass(name):
+def test_without_the_mistake_they_pass(name):  # proves S43
     (row,) = [row for row in KERNELS if row.name == name]
     use(row._replace(kernel=RIGHT[name]), eager=False)
-
-
-@pytest.mark.parametrize("row", GRADIENTS, ids=lambda row: row.name.replace(" ", "_"))
-def test_wrong_gradients(row):
-    with pytest.raises(AssertionError, match=row.says):
-        certify_gradients(row.grad_fn, loss, PARAMS, BATCH, devices=4)
 
 
 def trained(grad_fn, reference):
@@ -57,5 +51,5 @@ def test_wrong_steps(row):
 
 def test_the_right_step_passes_and_no_name_is_used_twice():
     trained(OWN, OWN)
-    names = [row.name for row in (*KERNELS, *GRADIENTS, *STEPS)]
-    assert len(names) == len(set(names)) >= 30
+    names = [row.name for row in (*KERNELS, *STEPS)]
+    assert len(names) == len(set(names)) >= 27

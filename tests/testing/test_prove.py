@@ -45,9 +45,7 @@ def proved(step, *rows, optimizer=None, **options):
 
 
 def broken(law, step, row=DP4, **options):
-    with pytest.raises(AssertionError) as error:
-        proved(step, row, laws=[law], **options)
-    lines = str(error.value).splitlines()
+    lines = refused(lambda: proved(step, row, laws=[law], **options), AssertionError).splitlines()
     assert lines[0] == "prove: 1 of 1 do not hold:" and len(lines) == 2
     return lines[1]
 
@@ -86,9 +84,7 @@ def test_one_law_that_breaks_is_enough_wherever_it_stands():
         return ""
 
     for order in ([breaks, holds], [holds, breaks], [holds, breaks, holds]):
-        with pytest.raises(AssertionError) as error:
-            proved(OWN, DP4, laws=order)
-        assert str(error.value).splitlines() == [
+        assert refused(lambda: proved(OWN, DP4, laws=order), AssertionError).splitlines() == [
             f"prove: 1 of {len(order)} do not hold:",
             "- data=4: dp('data'), breaks: on mesh data=4 with plan dp('data'), it breaks",
         ]
@@ -114,10 +110,8 @@ def test_a_weight_or_a_metric_that_is_not_one_devices():
             return loss, aux, grads
 
         row = Row({"data": 2}, sk.dp("data"))
-        with pytest.raises(AssertionError) as error:
-            options = {"rows": [row], "params": PARAMS, "batches": BATCHES[:1], "laws": [laws.same_numbers]}
-            prove(step, own, optimizer=optax.sgd(0.1), **options)
-        return str(error.value)
+        options = {"rows": [row], "params": PARAMS, "batches": BATCHES[:1], "laws": [laws.same_numbers]}
+        return refused(lambda: prove(step, own, optimizer=optax.sgd(0.1), **options), AssertionError)
 
     text = wrong("weight")
     assert "step 0: the metric 'weight' must equal one device's" in text and "(everywhere 2x one device's)" in text
@@ -269,9 +263,8 @@ def test_what_is_refused():
     ):
         with value_error(f"prove: at least one {name} is needed; got none. Pass {remedy}."):
             prove(OWN, OWN, **{"rows": [DP4], "params": PARAMS, "batches": BATCHES} | given)
-    with pytest.raises(ValueError) as error:  # zero is no "by default"
-        proved(OWN, DP4._replace(relative=0.0))
-    assert str(error.value) == "prove: relative must be between 0 and 1; got 0.0. Pass for example 1e-5."
+    with value_error("prove: relative must be between 0 and 1; got 0.0. Pass for example 1e-5."):
+        proved(OWN, DP4._replace(relative=0.0))  # zero is no "by default"
     with type_error(
         "prove: step must be a GradFn, from value_and_grad(loss_fn), or a function of a Row that returns a TrainStep; "
         "got 'loss_fn'. Wrap a loss in value_and_grad."

@@ -152,8 +152,11 @@ class Reader:
         if kind == "ppermute":
             operands = [shape for shape in operands if shape.dims] or operands[:1]  # without its flags
         axes, n = axes_of(kind, found.groups, tuple(self.sizes.items()))
-        bytes_in = sum(shape.bytes for shape in operands)
-        sent = wire(kind, bytes_in, n, each.pairs).sent
+        moved = bytes_in = sum(shape.bytes for shape in operands)
+        if each.opcode.startswith("ragged"):  # rows, the buffer they go to, sizes and offsets; one of the two is full
+            moved, operands = min(shape.bytes for shape in operands[:2]), operands[:1]
+            bytes_in = operands[0].bytes
+        sent = wire(kind, moved, n, each.pairs).sent
         # The GPU compiler marks a pair that it does not overlap.
         marked = found.carrier.config.get("collective_backend_config", {}).get("is_sync")
         asynchronous = between is not None and not marked

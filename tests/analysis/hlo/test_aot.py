@@ -16,6 +16,7 @@ from shardkit.models import transformer
 from support.compilers import answers, child_that, gpu, refused, tpu
 from support.recorded.programs import PROGRAMS, abstract_mesh, shape
 from support.recorded.record import load
+from support.trees import assert_laid_out
 
 CONFIG = transformer.Config(vocabulary=64, layers=2, dim=32, heads=4, hidden=64)
 
@@ -183,10 +184,7 @@ def test_an_abstract_state_is_laid_out_as_a_real_one(data8):
             init.abstract(lambda key: transformer.init(key, CONFIG)),
             init.abstract(transformer.init(jax.random.key(0), CONFIG)),
         ):
-            assert jax.tree.structure(abstract) == jax.tree.structure(real)
-            for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
-                assert (a.shape, a.dtype) == (b.shape, b.dtype)
-                assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+            assert_laid_out(real, abstract)
 
 
 # ---- live

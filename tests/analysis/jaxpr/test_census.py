@@ -423,7 +423,7 @@ def test_what_is_said_of_a_foreign_call_is_counted():
     rows = [(r.primitive, r.count, r.n, float(r.total), r.backward) for r in found.select(kind="all_to_all")]
     assert rows == [("ffi_call", 3, 8, 144.0, False), ("ffi_call", 3, 8, 144.0, True)]
     assert {change.kind for change in changes(found, [])} == {"all_reduce"}
-    with pytest.raises(ValueError, match="^sends: axis 'slow' is not an axis of this mesh; its axes are 'data', 'mo"):
+    with pytest.raises(ValueError, match=r"^sends: axis 'slow' is not an axis of this mesh; its axes are 'data', 'mo"):
         census(on(lambda x: sk.analysis.sends("all_to_all", "slow", 1) and x), X)
 
 

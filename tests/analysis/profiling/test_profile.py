@@ -27,7 +27,7 @@ from shardkit.analysis.profiling.timings import SIMULATED, Machine, Span, profil
 from shardkit.models import transformer
 from support.recorded.programs import PROGRAMS
 from support.recorded.record import load
-from support.refusals import refused, type_error, value_error
+from support.refusals import raises, refused, type_error, value_error
 
 BOTH = ("data", "model")
 GPU = Machine(jax="0.12.0", platform="gpu", kind="H100", devices=8, cores=16)
@@ -296,8 +296,7 @@ def test_errors_in_full(tmp_path, data8):
     ):
         profile(lambda x, batch: x, jnp.ones(1), {"tokens": jax.ShapeDtypeStruct((2,), jnp.int32)})
     with trace(tmp_path):
-        with pytest.raises(RuntimeError) as error, trace(tmp_path):
+        with raises(RuntimeError, f"trace: {RUNNING}"), trace(tmp_path):
             pass
-        assert str(error.value) == f"trace: {RUNNING}"
         assert refused(lambda: profile(lambda x: x * 2, jnp.ones(1)), RuntimeError) == f"profile: {RUNNING}"
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == 1  # the outer trace was not disturbed

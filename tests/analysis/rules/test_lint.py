@@ -20,6 +20,7 @@ from shardkit.collectives import compressed
 from shardkit.models import transformer
 from support.planted import divergent
 from support.planted.divergent import BOTH, DIVERGENT, MESH, PLANTED, X, on
+from support.refusals import value_error
 from support.tables import indented
 
 pytestmark = pytest.mark.check
@@ -149,10 +150,9 @@ def test_a_finding_prints_as_one_line_and_its_rule_can_be_left_out():
     assert isinstance(found, sk.Finding) and sk.lint is lint
     assert str(found) == f"{found.source}: identity-permutation: {found.message} {found.remedy}"
     assert lint(row.wrong, X, ignore=("identity-permutation",)) == []
-    with pytest.raises(ValueError) as error:
-        lint(row.wrong, X, ignore=("identity",))
     rules = ", ".join(map(repr, RULES))
-    assert str(error.value) == f"lint: ignore must name rules, {rules}; got 'identity'. Pass some of them."
+    with value_error(f"lint: ignore must name rules, {rules}; got 'identity'. Pass some of them."):
+        lint(row.wrong, X, ignore=("identity",))
 
 
 def test_the_two_thresholds():
@@ -351,7 +351,7 @@ def test_the_gradient_of_a_replicated_gather_is_told_apart():
 
 
 def test_specs_of_an_axis_of_one_device_split_nothing_and_a_slice_at_one_place_needs_the_whole_sum():
-    mesh = divergent.abstract(data=1, model=4)
+    mesh = sk.abstract_mesh(data=1, model=4)
     kernel = lambda x: lax.cond(jnp.sum(x) > 0, lambda x: x + lax.pmax(sk.vary(x, "data"), "data"), lambda x: x, x)  # noqa: E731
     fn = jax.shard_map(
         lambda x: sk.vary(kernel(x), ("data", "model")), mesh=mesh, in_specs=P("data"), out_specs=P(BOTH)
@@ -391,7 +391,7 @@ def once_each(add, plan, **options):
         return add(sk.Mean.of((x @ w - 1) ** 2, (x > 0).astype(np.float32)), jnp.sum(w**2), len(x))
 
     own = sk.value_and_grad(loss, local=options.pop("local", False))
-    init, step = sk.make_train_step(own, optax.sgd(0.1), mesh=divergent.abstract(data=8), plan=plan, **options)
+    init, step = sk.make_train_step(own, optax.sgd(0.1), mesh=sk.abstract_mesh(data=8), plan=plan, **options)
     return {each.rule for each in lint(step, init.abstract(X), jax.ShapeDtypeStruct((128, 64), np.float32))}
 
 

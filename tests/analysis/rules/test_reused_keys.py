@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis import lint
 from support import pipelines
-from support.planted.divergent import KEY, abstract
+from support.planted.divergent import KEY
 
 pytestmark = pytest.mark.check
 X, W = jax.ShapeDtypeStruct((4, 3), jnp.float32), jnp.ones((5, 3, 3))
@@ -32,7 +32,7 @@ def in_a_python_loop(key, x):
 
 def in_shard_map(keys, x):
     twice = lambda k, x: sk.dropout(sk.dropout(x, k, 0.1), k, 0.1)  # noqa: E731
-    return jax.shard_map(twice, mesh=abstract(data=4), in_specs=P("data"), out_specs=P("data"))(keys, x)
+    return jax.shard_map(twice, mesh=sk.abstract_mesh(data=4), in_specs=P("data"), out_specs=P("data"))(keys, x)
 
 
 # Each catches a way in which two keys are the same that the others do not: by name, by what made them, through a call,

@@ -119,9 +119,8 @@ def test_what_closes_every_connection():
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         threading.Thread(target=lambda: [proxy.accept()[0].close() for _ in range(20)], daemon=True).start()
         port = proxy.getsockname()[1]
-        with pytest.raises(Refused) as refusal:
-            meet(Place("127.0.0.1", port, 1, 2, 1.0, True))
-    assert str(refusal.value) == (
+        message = refused(lambda: meet(Place("127.0.0.1", port, 1, 2, 1.0, True)), Refused)
+    assert message == (
         f"initialize: process 1 could not connect to the coordinator at 127.0.0.1:{port} within 1 s: the program that "
         "listens there closes the connection. Check that process 0 runs, and that this is the address of its host."
     )
@@ -237,9 +236,8 @@ def test_who_pretends_to_be_process_0_is_not_believed(token):
                         connection.sendall(line)
 
         threading.Thread(target=answers, daemon=True).start()
-        with pytest.raises(Refused) as refusal:
-            meet(Place("127.0.0.1", port, 1, 2, 0.5, True, "secret"))
-    assert "the program that listens there closes the connection" in str(refusal.value)
+        message = refused(lambda: meet(Place("127.0.0.1", port, 1, 2, 0.5, True, "secret")), Refused)
+    assert "the program that listens there closes the connection" in message
 
 
 def malicious(draw):

@@ -35,10 +35,11 @@ from shardkit.runtime.checkpoint.record import _seal
 from shardkit.runtime.data.checksums import checksum
 from support.checkpoint_child import digests
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
-from support.checkpoint_runs import start, wait_until
+from support.checkpoint_runs import restored, save, start, wait_until
 from support.counting import Compiles
 from support.refusals import refused, value_error
 from support.training import lenient
+from support.trees import assert_laid_out
 
 
 def bits(state: Any) -> dict[str, np.ndarray]:
@@ -56,27 +57,9 @@ def assert_same(actual: Any, wanted: Any) -> None:
         np.testing.assert_array_equal(ours, theirs, err_msg=path)
 
 
-def assert_laid_out(state: Any, target: Any) -> None:
-    """A state of strong types that lies just as described."""
-    assert jax.tree.structure(state) == jax.tree.structure(target)
-    for x, described in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
-        assert (x.shape, x.dtype, x.sharding) == (described.shape, described.dtype, described.sharding)
-        assert not getattr(x, "weak_type", False)  # keys have none
-
-
 def names(directory: Any) -> list[str]:
     """What is in a directory of checkpoints, besides the file that says whose it is."""
     return sorted({*os.listdir(directory)} - {".lock"})
-
-
-def save(directory: Any, state: Any, **more: Any) -> None:
-    with Checkpoints(directory) as checkpoints:
-        checkpoints.save(state, **more)
-
-
-def restored(directory: Any, target: Any, **options: Any) -> Any:
-    with Checkpoints(directory) as checkpoints:
-        return checkpoints.restore(target, **options)
 
 
 @cache
@@ -629,42 +612,30 @@ def test_damaged_steps_are_left_out_where_that_is_meant(tmp_path):
     assert last.value.older is None
 
 
-def test_a_directory_that_only_looks_like_a_step(tmp_path):
-    """It was taken for the newest step, and nothing could start."""
-    target = saved(tmp_path, 3)
-    (tmp_path / "1400").mkdir()
-    with pytest.warns(RuntimeWarning) as caught:
-        state, run = restored(tmp_path, target)
-    assert run.step == latest_step(tmp_path) == 3
-    assert str(caught[0].message) == (
-        f"restore: ignored '{tmp_path / '1400'}', which is not a finished step: it has no _CHECKPOINT_METADATA."
-    )
-    assert refused(lambda: restored(tmp_path, target, step=1400)) == (
-        f"restore: '{tmp_path}' has no finished step 1400; it has 3. Pass one of these as step=."
-    )
-    with pytest.warns(RuntimeWarning) as caught:
-        save(tmp_path, at(state, 1400))
-    assert str(caught[0].message) == (
-        f"save: '{tmp_path / '1400'}' is not a finished step, and was renamed to '1400.aside'."
-    )
-    assert names(tmp_path) == ["1400", "1400.aside", "3"]
-
-
-def test_a_run_goes_on_after_its_newest_record_is_lost(tmp_path):
-    """Its save of that number was refused, at every restart."""
-    target = saved(tmp_path, 1, 2)
-    (tmp_path / "2" / "_CHECKPOINT_METADATA").unlink()
-    lost = files(tmp_path / "2")
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_directory_that_only_looks_like_a_step(empty, tmp_path):
+    """It was taken for the newest step, and nothing could start; and the save of that number was refused."""
+    target, looks = saved(tmp_path, 3, 1400), tmp_path / "1400"
+    (looks / "_CHECKPOINT_METADATA").unlink()
+    if empty:
+        shutil.rmtree(looks)
+        looks.mkdir()
+    lost = [path.relative_to(looks) for path in files(looks)]
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.warns(RuntimeWarning, match="which is not a finished step: it has no"):
+        with pytest.warns(RuntimeWarning) as caught:
             state, run = checkpoints.restore(target)
-        assert run.step == 1
-        with pytest.warns(RuntimeWarning, match=r"is not a finished step, and was renamed to '2\.aside'\."):
-            checkpoints.save(at(state, 2))
-    assert restored(tmp_path, target)[1].step == 2
-    assert [path.relative_to(tmp_path / "2.aside") for path in files(tmp_path / "2.aside")] == [
-        path.relative_to(tmp_path / "2") for path in lost
-    ]
+        assert run.step == latest_step(tmp_path) == 3
+        assert str(caught[0].message) == (
+            f"restore: ignored '{looks}', which is not a finished step: it has no _CHECKPOINT_METADATA."
+        )
+        assert refused(lambda: checkpoints.restore(target, step=1400)) == (
+            f"restore: '{tmp_path}' has no finished step 1400; it has 3. Pass one of these as step=."
+        )
+        with pytest.warns(RuntimeWarning) as caught:
+            checkpoints.save(at(state, 1400))
+        assert str(caught[0].message) == f"save: '{looks}' is not a finished step, and was renamed to '1400.aside'."
+    assert names(tmp_path) == ["1400", "1400.aside", "3"] and restored(tmp_path, target)[1].step == 1400
+    assert [path.relative_to(tmp_path / "1400.aside") for path in files(tmp_path / "1400.aside")] == lost
 
 
 def newer(step: Path) -> None:

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import optax
-import pytest
 
 import shardkit as sk
 from shardkit.runtime import Checkpoints, restores_elsewhere
 from shardkit.testing import Row, prove
+from support.refusals import refused
 from support.training import lenient
 
 PARAMS = {"w": np.random.default_rng(0).normal(size=(7, 4)).astype("f")}
@@ -55,9 +55,7 @@ def test_what_comes_back_changed_is_named(monkeypatch):
         return state._replace(opt_state=jax.tree_util.tree_map_with_path(count, state.opt_state)), run
 
     monkeypatch.setattr(Checkpoints, "restore", changed)
-    with pytest.raises(AssertionError) as error:
-        proved()
-    assert str(error.value).endswith(
+    assert refused(proved, AssertionError).endswith(
         "the state restored on one device must be the saved one; leaf opt_state.inner.0.count has other bits; "
         "1 of 1 elements differ"
     )

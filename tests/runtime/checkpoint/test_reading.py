@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import leaf_record
 from shardkit.runtime.checkpoint.record import make_record, seal
 from shardkit.runtime.data import checksums
+from support.checkpoint_runs import restored, save
 from support.refusals import refused
 
 DATA, WHOLE = PartitionSpec("data"), PartitionSpec()
@@ -30,11 +30,6 @@ def state_of(**params: Any) -> sk.TrainState:
     mesh = sk.make_mesh(data=2, model=4)
     lay = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
     return sk.TrainState(lay(jnp.int32(1), WHOLE), {name: lay(*x) for name, x in params.items()}, (), None)
-
-
-def restored(directory: Path, target: Any) -> Any:
-    with Checkpoints(directory) as checkpoints:
-        return checkpoints.restore(target)[0]
 
 
 def test_a_save_does_not_wait_for_its_checksums(tmp_path, monkeypatch):
@@ -52,7 +47,7 @@ def test_a_save_does_not_wait_for_its_checksums(tmp_path, monkeypatch):
         assert latest_step(tmp_path) is None
         wait.set()
         checkpoints.wait()
-    np.testing.assert_array_equal(restored(tmp_path, state).params["w"], np.arange(8.0))
+    np.testing.assert_array_equal(restored(tmp_path, state)[0].params["w"], np.arange(8.0))
 
 
 # A checksum that cannot be computed, in the background, would leave a step that nothing reads, without a word.
@@ -75,8 +70,7 @@ def test_files_in_pieces_are_read_a_few_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax_io, "_PIECES", (64, 64))
     monkeypatch.setattr(reading, "_UNDERWAY", 128)
     x, y = (np.random.default_rng(0).normal(size=size).astype(np.float32) for size in ((12, 16), (8, 4)))
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state_of(x=(x, PartitionSpec("model")), y=(y, DATA)))
+    save(tmp_path, state_of(x=(x, PartitionSpec("model")), y=(y, DATA)))
     begin, underway, most = reading._Part.pieces, [0], [0]
 
     def counted(part: Any) -> Any:
@@ -84,7 +78,8 @@ def test_files_in_pieces_are_read_a_few_at_a_time(tmp_path, monkeypatch):
             yield size, lambda size=size, copy=copy: Copying(size, copy(), underway, most)
 
     monkeypatch.setattr(reading._Part, "pieces", counted)
-    found = restored(tmp_path, state_of(x=(x * 0, PartitionSpec("data", "model")), y=(y * 0, PartitionSpec("model"))))
+    target = state_of(x=(x * 0, PartitionSpec("data", "model")), y=(y * 0, PartitionSpec("model")))
+    found = restored(tmp_path, target)[0]
     np.testing.assert_array_equal(found.params["x"], x)
     np.testing.assert_array_equal(found.params["y"], y)
     assert (max(most), underway) == (128, [0])
@@ -107,10 +102,9 @@ class Copying:
 def test_a_restore_reads_into_the_memory_where_it_stays(tmp_path, monkeypatch):
     state, buffers, aligned = state_of(w=(jnp.arange(4096.0), DATA)), [], reading._aligned
     directory = tmp_path / "a%20b#c|d"  # a URL with this path is refused, or is that of another directory
-    with Checkpoints(directory) as checkpoints:
-        checkpoints.save(state)
+    save(directory, state)
     monkeypatch.setattr(reading, "_aligned", lambda *of: (buffers.append(aligned(*of)), buffers[-1])[1])
-    found = restored(directory, state).params["w"]
+    found = restored(directory, state)[0].params["w"]
     ours = {buffer.ctypes.data for buffer in buffers}
     assert {shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards} <= ours
     spent = jax.jit(lambda x: x + 1, donate_argnums=0)(found)
@@ -125,8 +119,7 @@ def test_what_was_written_whole_and_compressed_is_read(tmp_path):
     record = make_record(1, 5, None, None, {path: leaf_record(x) for path, x in arrays.items()})
     seal(record, checksums.checksums(arrays))
     ocp.save(tmp_path / "1", arrays, custom_metadata=record)
-    with Checkpoints(tmp_path) as checkpoints:
-        found, run = checkpoints.restore(state)
+    found, run = restored(tmp_path, state)
     assert run.position == 5
     np.testing.assert_array_equal(found.params["w"], state.params["w"])
 

@@ -7,10 +7,11 @@ import optax
 import pytest
 
 import shardkit as sk
-from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from support import linear
+from support.checkpoint_runs import restored, save
 from support.conformance import padding
 from support.refusals import refused
+from support.trees import assert_laid_out
 
 KEY = jax.random.key(3)
 FED = sk.algorithms.compressed(jnp.int4, block=8, feedback=True)
@@ -39,14 +40,8 @@ def run(step, state, batches):
     return state
 
 
-def save(directory, state):
-    with Checkpoints(directory) as checkpoints:
-        checkpoints.save(state)
-
-
 def restore(directory, init, **options):
-    with Checkpoints(directory) as checkpoints:
-        return checkpoints.restore(init.abstract(linear.params()), **options)[0]
+    return restored(directory, init.abstract(linear.params()), **options)[0]
 
 
 def host(tree):
@@ -91,8 +86,7 @@ def test_restart_on_another_mesh_keeps_the_sum(name, saved):
     state, target = restore(directory, init), init.abstract(linear.params())
     close(sums(state.residuals), sums(residuals))
     jax.tree.map(np.testing.assert_array_equal, host(state.params), params)
-    for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
-        assert (x.shape, x.dtype, x.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+    assert_laid_out(state, target)
     rows = np.asarray(host(state.residuals)["weight"])
     np.testing.assert_array_equal(rows, np.broadcast_to(rows[:1], rows.shape))  # each device has its share
     if name == "one device":  # which adds them at once
@@ -127,8 +121,7 @@ def test_only_one_of_the_two_has_residuals(saved, tmp_path):
     for init in (FOUR.init, ELSEWHERE["padded parts"].init):
         state = restore(tmp_path, init, residuals="reset")
         assert not any(np.any(x) for x in jax.tree.leaves(host(state.residuals)))
-        for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(init.abstract(linear.params())), strict=True):
-            assert (x.shape, x.dtype, x.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+        assert_laid_out(state, init.abstract(linear.params()))
     assert refused(lambda: restore(directory, FOUR.init, residuals="zeros")) == (
         "restore: residuals must be 'keep' or 'reset'; got 'zeros'. Pass for example residuals='keep'."
     )

@@ -1,6 +1,5 @@
 """Starting a job: who is who, and one clear sentence on every process when it cannot start."""
 
-import contextlib
 import re
 import socket
 import subprocess
@@ -216,14 +215,3 @@ def test_health_check_errors():
     assert sk.runtime.health_check(processes=1, devices=8) == (
         "process 0 of 1: 8 devices, 8 of them here; their sum is right"
     )
-
-
-@pytest.mark.check
-def test_a_port_of_the_tests_is_given_to_nobody_else():
-    """It was let go before it was used: two jobs that began at once could be given the same one."""
-    with contextlib.ExitStack() as stack:
-        ports = [jobs.free_port() for _ in range(100)]
-        others = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(100)]
-        assert len({*ports, *others}) == 200
-        stack.enter_context(socket.create_server(("127.0.0.1", ports[0])))  # whoever was told of it may have it
-        assert listens(ports[0]) and not listens(ports[1])

@@ -4,7 +4,6 @@ import json
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import shardkit as sk
@@ -23,18 +22,12 @@ GRID = {"devices_per_process": 4, "tensor_parallel_size": 2, "pipeline_parallel_
 
 
 # In loops and branches, and with gradients: one process, in tests/collectives, and the deep tier.
-@pytest.mark.parametrize(
-    ("forms", "processes", "devices", "checks"),
-    [
-        pytest.param("plain", 2, 2, 91, marks=pytest.mark.deep),
-        pytest.param("all", 2, 2, 281, marks=pytest.mark.deep),
-        pytest.param("all", 4, 2, 281, marks=pytest.mark.deep),
-    ],
-)
-def test_every_collective(forms, processes, devices, checks):
-    ended = jobs.run("matrix.py", forms, processes=processes, devices=devices, timeout=500)
+@pytest.mark.deep
+@pytest.mark.parametrize("processes", [2, 4])
+def test_every_collective(processes):
+    ended = jobs.run("matrix.py", processes=processes, devices=2, timeout=500)
     assert [each.code for each in ended] == [0] * processes, ended[0].output[-3000:]
-    assert {each.last for each in ended} == {f"{checks} checks held"}
+    assert {each.last for each in ended} == {"280 checks held"}
 
 
 # proves S96, S100
@@ -77,7 +70,8 @@ def test_a_trainer_is_given_a_config(tmp_path):
     assert found["validation"] == sorted(found["validation"], reverse=True) and len(found["validation"]) == 2
 
 
-def test_disabled_is_one_device_and_the_undistributed_step():  # proves S10
+# That its step is the undistributed one: tests/laws/test_plans.py.
+def test_disabled_is_one_device():  # proves S10
     config = sk.DistributedConfig(
         enabled=False, world_size=4, tensor_parallel_size=2, mesh_shape=(2, 2), mesh_axis_names=("data", "model")
     )
@@ -85,28 +79,3 @@ def test_disabled_is_one_device_and_the_undistributed_step():  # proves S10
     assert dict(mesh.shape) == {"data": 1, "model": 1}
     assert list(mesh.devices.flat) == jax.local_devices()[:1]
     assert dict(sk.DistributedConfig(enabled=False).mesh().shape) == {"data": 1, "model": 1, "stage": 1}
-
-    rng = np.random.default_rng(0)
-    params = {"w": rng.normal(size=(3, 2)).astype(np.float32)}
-    batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=(8, 2)).astype(np.float32)}
-    optimizer = optax.sgd(0.1, momentum=0.9)
-
-    def loss_fn(params, batch, keys):
-        return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
-
-    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optimizer, mesh=mesh, plan=sk.dp("data"))
-    state = init(jax.tree.map(np.copy, params), jax.random.key(0))
-
-    @jax.jit
-    def undistributed(params, moments):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch, None)
-        updates, moments = optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments, loss
-
-    moments = optimizer.init(params)
-    for _ in range(3):
-        state, metrics = step(state, batch)
-        params, moments, loss = undistributed(params, moments)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-        np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5, atol=1e-7)
-    assert len(state.params["w"].sharding.device_set) == 1

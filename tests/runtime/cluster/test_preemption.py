@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
+from support.refusals import raises
 
 
 @pytest.fixture
@@ -28,9 +29,8 @@ def test_a_notice_is_kept(handler):
 
 def test_somebody_must_listen(handler):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with pytest.raises(RuntimeError) as error:
+    with raises(RuntimeError, "preempted: SIGTERM must be watched; got no handler. Call watch_preemption() first."):
         preempted(1)
-    assert str(error.value) == ("preempted: SIGTERM must be watched; got no handler. Call watch_preemption() first.")
 
 
 def test_with_several_processes_jax_listens(handler, monkeypatch):

@@ -13,20 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 
 BOTH = ("data", "model")
-
-
-def abstract(**sizes: int) -> AbstractMesh:
-    """A mesh without devices."""
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-MESH = abstract(data=2, model=4)
+MESH = sk.abstract_mesh(data=2, model=4)
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -268,7 +260,7 @@ def _pmap(x: jax.Array) -> jax.Array:
 
 
 def _shard_mapped(x: jax.Array) -> jax.Array:
-    return jax.shard_map(lambda x: lax.psum(x, "i"), mesh=abstract(i=8), in_specs=P("i"), out_specs=P())(x)
+    return jax.shard_map(lambda x: lax.psum(x, "i"), mesh=sk.abstract_mesh(i=8), in_specs=P("i"), out_specs=P())(x)
 
 
 def _dropout(fold: Any, use: Any = lambda draws, x: jnp.where(draws > 0, x, 0)) -> Callable[..., Any]:
@@ -362,7 +354,7 @@ def _gradient(batch: P, axes: Any) -> Callable[..., Any]:
     return jax.shard_map(kernel, mesh=MESH, in_specs=(P(), batch), out_specs=P())
 
 
-_WIDE = abstract(fsdp=64)
+_WIDE = sk.abstract_mesh(fsdp=64)
 
 
 def _gain(spec: Any) -> Callable[[Any, Any], Any]:

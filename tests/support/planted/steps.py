@@ -1,4 +1,4 @@
-"""Wrong training steps: gradient code for certify_gradients, and GradFns for assert_same_training."""
+"""Wrong training steps: GradFns for assert_same_training. Wrong gradient code: tests/testing/test_certify.py."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,51 +11,7 @@ import shardkit as sk
 
 RNG = np.random.default_rng(1)
 PARAMS = {"w": RNG.normal(size=(4, 4)).astype(np.float32), "b": np.zeros(4, np.float32)}
-BATCH = RNG.normal(size=(8, 4)).astype(np.float32)
-WEIGHTED = {"x": BATCH, "weight": np.float32([3, 0, 1, 0, 5, 1, 0, 1])}
-
-
-def loss(params, x):
-    return jnp.mean((x @ params["w"] + params["b"][None, :] - 1) ** 2)
-
-
-def mean(tree, axis="data"):
-    return sk.all_reduce(tree, axis, op="mean")
-
-
-def local(params, x):
-    return jax.grad(loss)(sk.vary(params, "data"), x)
-
-
-def accumulated(params, x, parts=2):
-    """Two microbatches; each is a mean already, their sum divided by 2 once, and then once more."""
-    grads = [local(params, part) for part in jnp.split(x, parts)]
-    total = jax.tree.map(lambda *g: sum(g) / parts, *grads)
-    return jax.tree.map(lambda g: g / parts, mean(total))
-
-
-class Gradients(NamedTuple):
-    """Per-device gradient code and what the certificate says of it."""
-
-    name: str
-    grad_fn: Callable[[Any, Any], Any]
-    says: str
-
-
-# Recipes whose gradients are wrong in all leaves by one axis: tests/testing/test_certify.py.
-GRADIENTS = [
-    Gradients(
-        "one leaf not reduced",
-        lambda p, x: {"w": mean(local(p, x)["w"]), "b": local(p, x)["b"]},
-        r"gradients of `b` differ between devices: axis 'data' \(size 4\) is not reduced",
-    ),
-    Gradients("accumulation divided twice", accumulated, r"are 1/2 of the reference: already on one device"),
-    Gradients(
-        "broadcast instead of a mean",
-        lambda p, x: sk.broadcast(local(p, x), "data"),
-        r"differ from the reference, by no common factor",
-    ),
-]
+WEIGHTED = {"x": RNG.normal(size=(8, 4)).astype(np.float32), "weight": np.float32([3, 0, 1, 0, 5, 1, 0, 1])}
 
 
 def right(params, batch, keys):

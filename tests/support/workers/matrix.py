@@ -1,6 +1,5 @@
 """Every collective on every kind of mesh over many processes, against its meaning; prints how many checks held."""
 
-import sys
 from functools import partial
 
 import jax
@@ -14,7 +13,6 @@ from shardkit.testing import reference
 
 sk.runtime.initialize(timeout=60)
 D = jax.device_count()
-PLAIN = sys.argv[1:] == ["plain"]
 
 KERNELS = {
     "all_reduce sum": (sk.all_reduce, reference.all_reduce, {}),
@@ -74,11 +72,11 @@ for mesh_name, (devices, sizes) in MESHES.items():
                 return reference.over_mesh(lambda b, xp: meaning(b, xp=xp, **options), x, sizes, axis, xp=xp)
 
             for form_name, form in FORMS.items():
-                if form_name == "plain" or (mesh_name == "grid" and not PLAIN):
+                if form_name == "plain" or mesh_name == "grid":
                     programs[name, form_name] = partial(on_mesh, form=form)
                     expected[name, form_name] = meant(x, np)
             # Ties share a derivative: see tests/collectives/test_shapes.py.
-            if not PLAIN and name not in ("all_reduce max", "all_reduce min"):
+            if name not in ("all_reduce max", "all_reduce min"):
                 w = rng.integers(-3, 4, expected[name, "plain"].shape).astype(np.float32)
                 programs[name, "gradient"] = lambda x, f=on_mesh, w=w: jax.grad(
                     lambda x: jnp.sum(f(x, form=FORMS["plain"]) * w)
@@ -93,10 +91,4 @@ for mesh_name, (devices, sizes) in MESHES.items():
                     np.asarray(shard.data), expected[key][shard.index], err_msg=f"{mesh_name} {axis} {key}"
                 )
             held += 1
-subset = sk.make_mesh(jax.devices()[: D // 2], a=D // 2)  # see together.py for what a process outside holds
-outside = sk.runtime.from_full(np.arange(D, dtype=np.float32), subset, P("a"))
-doubled = jax.jit(jax.shard_map(lambda x: sk.all_reduce(x, "a"), mesh=subset, in_specs=P("a"), out_specs=P()))
-if outside.addressable_shards:
-    assert sk.runtime.local_shards(doubled(outside))
-held += 1
 print(f"{held} checks held")

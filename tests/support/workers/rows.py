@@ -8,6 +8,7 @@ import jax
 
 import shardkit as sk
 from support import conformance
+from support.layouts import mesh_of
 
 if __name__ == "__main__":
     sk.runtime.initialize(timeout=60)
@@ -19,7 +20,7 @@ def losses(name, steps=3):
     model = next(m for m in [*conformance.MODELS, *conformance.MESH_MODELS] if m.name == model_name)
     rows = conformance.PLANS if model in conformance.MODELS else conformance.mesh_rows(model_name)
     row = next(r for r in rows if r.name == row_name)
-    mesh, plan = conformance.make_mesh(row), row.plan()
+    mesh, plan = mesh_of(**row.sizes), row.plan()
     init, step = sk.make_train_step(
         sk.value_and_grad(model.loss(row.model_axis)), sk_optimizer(), mesh=mesh, plan=plan, precision=None
     )
