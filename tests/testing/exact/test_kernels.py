@@ -47,6 +47,18 @@ def attention(q: Any, k: Any, v: Any, causal: bool = True) -> Any:
     return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores, -1), v)
 
 
+def near(q: Any, k: Any, v: Any, segments: Any, places: Any) -> Any:
+    """Attention to the three tokens before, of the same document, itself included; the tokens in another order."""
+    behind = places[:, :, None] - places[:, None]
+    seen = (segments[:, :, None] == segments[:, None]) & (behind >= 0) & (behind < 3)
+    scores = jnp.where(seen[:, None], jnp.einsum("bthk,bshk->bhts", q, k) / 2, -jnp.inf)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores, -1), v)
+
+
+def seen_near(attend: Any) -> Any:
+    return lambda q, k, v, segments, places: attend(q, k, v, segments_bt=segments, positions_bt=places, window=3)
+
+
 def cross_entropy(x: Any, head: Any, targets: Any) -> Any:
     logits = x @ head
     chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
@@ -83,6 +95,8 @@ BOTH = P(("b", "a"))
 QKV = tuple(np.zeros((1, 8, 4, 4), np.float32) for _ in range(3))
 GAIN = np.zeros(4, np.float32)
 TARGETS = np.array([[0, 3, 5, 7]])
+DEALT = np.array([[5, 0, 3, 6, 1, 7, 2, 4]])
+DOCUMENTS = (*QKV, np.array([[0, 0, 0, 0, 1, 1, 1, 2]])[0][DEALT], DEALT)
 LOGITS = (np.zeros((1, 4, 3), np.float32), np.zeros((3, 8), np.float32), TARGETS)
 
 CASES = {
@@ -141,6 +155,12 @@ CASES = {
         ),
         attention,
     ).over(P(None, ("b", "a")), P(None, ("b", "a")), QKV, TWO),
+    "ring attention, dealt": Case(seen_near(partial(layers.ring_attention, axis="a")), near).over(
+        COLUMNS, COLUMNS, DOCUMENTS
+    ),
+    "ulysses, dealt": Case(seen_near(partial(layers.ulysses_attention, axis="a")), near).over(
+        COLUMNS, COLUMNS, DOCUMENTS
+    ),
     "vocab_cross_entropy": Case(partial(layers.vocab_cross_entropy, axis="a"), cross_entropy).over(
         (P(), COLUMNS, P()), P(), LOGITS
     ),
@@ -168,7 +188,9 @@ CASES = {
     ).over((COLUMNS, ROWS, ROWS), COLUMNS, (x_48, GAIN, GAIN)),
 }
 TOKENS = (np.zeros((4, 4, 3), np.float32), np.zeros((3, 4), np.float32), np.zeros((4, 3, 3), np.float32))
-for name, routing, places in (("capacity", layers.Capacity(0.5), 1), ("dropless", layers.Dropless(), 8)):
+WAYS = [("capacity", layers.Capacity(0.5), 1), ("dropless", layers.Dropless(), 8)]
+WAYS += [(f"dropless, {impl}", layers.Dropless(impl=impl), 8) for impl in ("gather", "ring")]
+for name, routing, places in WAYS:
     CASES[f"moe, {name}"] = Case(
         lambda x, router, w, weights, routing=routing: layers.moe(
             x, router, w, lambda w, x, dot: jnp.tanh(dot(x, w)), "a", routing=routing, weights=weights
