@@ -19,7 +19,7 @@ PACKAGE = ROOT / "shardkit"
 LIMITS = {
     "collectives *": 4770,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs
     "layers *": 2310,  # documents dealt evenly; experts exchanged by gather and ring, balanced without a loss
-    "on_device *": 2620,  # weights that count once on each device; what a first step warns of, penalties that do too
+    "on_device *": 2650,  # weights that count once on each device; what a first step warns of; Means subtracted
     "pipelines *": 1700,  # unequal stages as one body; embedding and head spread over all devices
     "plans *": 1250,
     "remat *": 640,
@@ -30,13 +30,13 @@ LIMITS = {
     "": 60,
     "_arguments": 610,  # keys that jax cannot sort; options of a compiler
     "_jax": 1170,  # the registry of primitives, with what emulates each and why its gradient is sent
-    "analysis": 6435,  # FLOPs and kept bytes of any traced loss; what a step raises; a compiler's options, tried
-    "bench": 2510,
-    "cli": 2710,  # prove; what stood beside the package while that imported jax: the list of commands
+    "analysis": 6540,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
+    "bench": 2520,  # strategies with Muon
+    "cli": 2715,  # prove; what stood beside the package while that imported jax: the list of commands
     "cost": 1405,
     "jobs": 2100,
     "meshes": 1665,  # the order of devices that loads links least: measured and predicted time, of all plans
-    "models": 725,
+    "models": 750,  # rows and columns of its matrices
     "planner": 2100,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
     "reporting": 280,
     "resharding": 870,
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 52_360
+    assert sum(found.values()) <= 52_520
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

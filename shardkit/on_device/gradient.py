@@ -29,7 +29,7 @@ from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
 class Mean(NamedTuple):
     """A mean over devices and microbatches, as two sums that are divided only at the end.
 
-    A loss may be a sum of them with different weights, `a + 0.1 * b`: their weights are summed over devices first, by
+    A loss may be a sum of them with different weights, `a - b / 10`: their weights are summed over devices first, by
     an all_reduce of 4 bytes each, and one gradient follows. A step cannot split it into microbatches.
 
     Attributes:
@@ -64,8 +64,23 @@ class Mean(NamedTuple):
     def __add__(self, other: Any) -> Any:
         return Sum((self,)) + other
 
+    def __radd__(self, other: Any) -> Any:
+        return self if isinstance(other, int) and other == 0 else self + other  # `sum` begins with 0
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -1 * other
+
+    def __neg__(self) -> Mean:
+        return -1 * self
+
+    def __mul__(self, factor: Any) -> Mean:
+        return factor * self
+
     def __rmul__(self, factor: Any) -> Mean:
         return Mean(factor * self.total, self.weight)
+
+    def __truediv__(self, factor: Any) -> Mean:
+        return Mean(self.total / factor, self.weight)
 
 
 class Sum(NamedTuple):
@@ -78,8 +93,23 @@ class Sum(NamedTuple):
             raise TypeError(f"Mean: only Means can be added to it; got {kind(other)}. Pass Mean(value, 1).")
         return Sum((*self.terms, *terms_of(other)))
 
+    def __radd__(self, other: Any) -> Any:
+        return self if isinstance(other, int) and other == 0 else self + other
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -1 * other
+
+    def __neg__(self) -> Sum:
+        return -1 * self
+
+    def __mul__(self, factor: Any) -> Sum:
+        return factor * self
+
     def __rmul__(self, factor: Any) -> Sum:
         return Sum(tuple(factor * mean for mean in self.terms))
+
+    def __truediv__(self, factor: Any) -> Sum:
+        return Sum(tuple(mean / factor for mean in self.terms))
 
 
 def terms_of(loss: Any) -> tuple[Any, ...]:

@@ -98,6 +98,7 @@ def kernels():
         (sk.layers.ulysses_attention, {"q_btHK": q, "k_btGK": q, "v_btGK": q, "axis": "data"}),
         (sk.layers.positions, {"tokens_per_device": 4, "axis": "data"}),
         (sk.layers.zigzag, {"tree": tokens, "axis": "data"}),
+        (sk.analysis.sends, {"kind": "all_to_all", "axis": "data", "sent": 4}),
         (sk.dropout, {"x_b": x, "keys_b": keys, "rate": 0.5}),
         (sk.example_keys, {"key": key, "n": 4}),
         (sk.fold_axes, {"key": key, "axes": "data"}),
@@ -306,6 +307,7 @@ def builders():
         (transformer.loss_fn, {"config": config}),
         (transformer.pieces, {"config": config}),
         (parameters.logical_axes, {"config": config}),
+        (parameters.muon_dims, {"config": config}),
         (parameters.tensor_rules, {"config": config, "axis": "model", "ways": 2}),
         *(
             (each, {})
