@@ -30,7 +30,7 @@ LIMITS = {
     "": 60,
     "_arguments": 610,  # keys that jax cannot sort; options of a compiler
     "_jax": 1170,  # the registry of primitives, with what emulates each and why its gradient is sent
-    "analysis": 6540,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
+    "analysis": 6555,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
     "bench": 2520,  # strategies with Muon
     "cli": 2715,  # prove; what stood beside the package while that imported jax: the list of commands
     "cost": 1405,
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 52_520
+    assert sum(found.values()) <= 52_540
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

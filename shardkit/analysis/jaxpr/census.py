@@ -257,10 +257,20 @@ def row_of(site: Site) -> CensusRow:
 
 def _row_of_foreign(site: Site, claim: Said) -> CensusRow:
     """The row of a call of which its writer says what it sends."""
-    n = math.prod(site.sizes.get(axis, 1) for axis in claim.axes)
-    sizes = [sum(size_of(v) for v in each) for each in (site.equation.invars, site.equation.outvars)]
-    place = site.source, site.backward, site.branch
-    return CensusRow(claim.kind, site.name, claim.axes, n, site.times, *sizes, claim.sent, *place, way=way_of(site))
+    return CensusRow(
+        kind=claim.kind,
+        primitive=site.name,
+        axes=claim.axes,
+        n=math.prod(site.sizes[axis] for axis in claim.axes),
+        count=site.times,
+        bytes_in=sum(map(size_of, site.equation.invars)),
+        bytes_out=sum(map(size_of, site.equation.outvars)),
+        sent=claim.sent,
+        source=site.source,
+        backward=site.backward,
+        branch=site.branch,
+        way=way_of(site),
+    )
 
 
 def _moves(pairs: Sequence[tuple[int, int]], n: int) -> Moves:
