@@ -33,8 +33,9 @@ def mlp(w, x, dot=jnp.dot):
 def loss_fn(params, batch, keys, bias, *, axis):
     x, chosen = batch["x"], []
     for number in range(LAYERS):
-        own, how = jax.tree.map(lambda x, i=number: x[i], params["layers"]), {"routing": sk.layers.Dropless()}
-        y, stats = sk.layers.moe(x, own["router"], own["experts"], mlp, axis, bias_E=bias[number], **how)
+        own = jax.tree.map(lambda x, i=number: x[i], params["layers"])
+        router, experts = own["router"], own["experts"]
+        y, stats = sk.layers.moe(x, router, experts, mlp, axis, routing=sk.layers.Dropless(), bias_E=bias[number])
         x = x + y + mlp(own["shared"], x)
         chosen.append(stats.choices)
     choices = sk.Mean(jnp.stack([each.total for each in chosen]), chosen[0].weight)
