@@ -30,6 +30,7 @@ def packed(lengths, tokens=T):
     return np.concatenate([found, np.full(tokens - len(found), len(lengths))]).astype(np.int32)
 
 
+# proves N47
 @pytest.mark.check
 @pytest.mark.parametrize("window", [None, 1024])
 @pytest.mark.parametrize("kind", LENGTHS)

@@ -205,6 +205,7 @@ SMALL = [i for i, each in enumerate(CASES) if prod(each.row.mesh.values()) <= 4 
 
 
 # Catches a worker that is right under the plans above alone: Muon, pipelines, microbatches, float16.
+# proves N41
 @pytest.mark.quick("12", "31")
 @pytest.mark.parametrize("number", SMALL)
 def test_workers_of_every_kind(number, monkeypatch):

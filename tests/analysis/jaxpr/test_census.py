@@ -404,6 +404,7 @@ def test_a_foreign_call_with_effects_is_refused_inside_shard_map():
         census(mapped(True), X)
 
 
+# proves N57
 def test_what_is_said_of_a_foreign_call_is_counted():
     """In a loop, in a jit of its own, forward and backward; and the compiler's program is not held against it."""
 
