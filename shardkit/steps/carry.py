@@ -46,7 +46,9 @@ def reads_carried(grad_fn: GradFn) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
-def check_carried(where: str, reads: bool, carry: Update | None, carried: Any) -> None:
+def check_carried(
+    where: str, reads: bool, carry: Update | None, carried: Any, remedy: str = "init(params, key, carried=...)"
+) -> None:
     """Refuses a state without what the loss reads or the step updates, and one that nothing uses.
 
     Raises:
@@ -54,7 +56,7 @@ def check_carried(where: str, reads: bool, carry: Update | None, carried: Any) -
     """
     if carried is None and (reads or carry):
         needs = "the loss takes carried state" if reads else "carry= updates carried state"
-        raise ValueError(f"{where}: {needs}, and there is none. Pass init(params, key, carried=...).")
+        raise ValueError(f"{where}: {needs}, and there is none. Pass {remedy}.")
     if carried is not None and not (reads or carry):
         raise ValueError(
             f"{where}: carried state must be read by the loss or updated by carry=; got some that nothing uses. Write "

@@ -40,7 +40,7 @@ _MIXING = ("reduce_", "dot_general", "sort", "cum", "top_k", "argm", "scatter", 
 
 
 def same_numbers(program: Program, reference: Reference) -> str | None:
-    """Loss, metrics, gradients and parameters of every step equal those of one device.
+    """Loss, metrics, gradients, parameters and carried state of every step equal those of one device.
 
     Gradients are compared before the optimizer, because one that clips or normalizes hides a wrong factor. The GradFn
     is called with a scale other than 1, which is divided out again, because ignoring it is wrong only in float16. Of
@@ -68,6 +68,7 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
             _compare(where, "the gradient of", taken.grads, want.grads, want.grads_allowed)
         if taken.params is not None:
             _compare(where, "the updated parameter", taken.params, want.params, want.params_allowed)
+            _compare(where, "the carried state", taken.carried, want.carried, want.carried_allowed)
     recorded = all(taken.grads is not None for taken in program.ran.steps if taken.params is not None)
     return None if recorded else "the step does not use row.optimizer: gradients are not compared"
 
@@ -107,6 +108,8 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
     steps = program.row.steps or 1
     traffic = partial(plan_traffic, program.plan, program.shapes[0].params, program.mesh, program.row)
     differences = _differences(found, traffic(), steps)
+    if differences and program.carried is not None:
+        return "what is gathered of carried state is not in the closed form"
     if differences and _differences(found, traffic(prefetched=True), steps):
         axes, by_layouts, here = differences[0]
         raise AssertionError(

@@ -15,8 +15,8 @@ import numpy as np
 from shardkit._arguments.typed import Arrays, Key, Optimizer, typed
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.on_device.gradient import GradFn, Mean, divisor_of, is_mean, largest_weight, terms_of
-from shardkit.steps.carry import reads_carried
-from shardkit.steps.state import passed_what_it_takes
+from shardkit.steps.carry import check_carried, reads_carried
+from shardkit.steps.state import makes, passed_what_it_takes
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 
 # A gradient leaf smaller than the largest by this factor is rounding noise: its true value is zero.
@@ -35,6 +35,8 @@ class Wanted(NamedTuple):
     metrics_allowed: dict[str, Any]  # a number for each array of `metrics`
     grads_allowed: Any  # a number for each leaf
     params_allowed: Any  # an array for each leaf, element by element
+    carried: Any = None  # the carried state after the step, numpy arrays
+    carried_allowed: Any = None  # a number for each leaf
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,8 @@ class Training:
     params: Any
     batches: Sequence[Any]
     key: jax.Array
+    carry: Any = None
+    carried: Any = None
 
 
 class Reference(NamedTuple):
@@ -60,6 +64,7 @@ class _Step(NamedTuple):
     metrics: dict[str, Any]
     grads: Any
     params: Any
+    carried: Any
 
 
 @typed
@@ -71,6 +76,8 @@ def one_device(
     *,
     key: Key | None = None,
     relative: float = _RELATIVE,
+    carry: Callable[[Any, Any, Any], Any] | None = None,
+    carried: Any = None,
 ) -> Reference:
     """Trains on one device with plain jax and optax, and derives by how much other runs may differ.
 
@@ -89,14 +96,16 @@ def one_device(
         batches: one global batch for each step, at least one.
         key: the key of the run; by default `jax.random.key(0)`.
         relative: the error of a gradient, relative to the largest magnitude in the leaf. The default is for float32.
+        carry: as for `make_train_step`, what updates the carried state.
+        carried: as for its `init`, the first carried state or a function of the parameters.
 
     Returns:
         Reference: loss, metrics, gradients and parameters of each step, and the allowed differences.
 
     Raises:
-        TypeError: a loss that takes carried state.
-        ValueError: no batch, a relative error that is not between 0 and 1, or a run that proves nothing: its loss or a
-            gradient is not finite, or all gradients of a step are zero.
+        ValueError: carried state that is missing or that nothing uses, no batch, a relative error that is not between 0
+            and 1, or a run that proves nothing: its loss or a gradient is not finite, or all gradients of a step are
+            zero.
 
     Example:
         >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
@@ -104,15 +113,12 @@ def one_device(
         >>> float(reference.steps[0].loss)
         9.0
     """
-    if reads_carried(grad_fn):
-        raise TypeError(
-            "one_device: a proof keeps no carried state, which the loss takes. Pass functools.partial(grad_fn, "
-            "carried=...) with a fixed one."
-        )
+    check_carried("one_device", reads_carried(grad_fn), carry, carried, "carried=, and carry= if it changes")
     check_batches("one_device", batches)
     check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key
-    run = partial(_run, grad_fn, optimizer, params, batches, key, relative)
+    given = Training(grad_fn, optimizer, params, tuple(batches), key, carry, carried)
+    run = partial(_run, given, relative)
     for index, step in enumerate(plain := run(0)):
         check_telling(f"one_device: step {index}", step.grads, step.loss)
     noise: Any = jax.tree.map(lambda x: False, plain[0].grads)
@@ -126,7 +132,7 @@ def one_device(
             noise_of(steps[0].grads, relative),
         )
         wanted.append(_wanted(*steps, relative=relative, noise=noise))
-    return Reference(tuple(wanted), Training(grad_fn, optimizer, params, tuple(batches), key))
+    return Reference(tuple(wanted), given)
 
 
 def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
@@ -157,7 +163,13 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
         plain.metrics,
         spread(lambda step: step.metrics),
     )
-    return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, loss, metrics, grads, params)
+    carried = jax.tree.map(
+        lambda x, gap: relative * magnitude(x) + float(np.max(gap, initial=0.0)),
+        plain.carried,
+        spread(lambda step: step.carried),
+    )
+    allowed = loss, metrics, grads, params
+    return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, *allowed, plain.carried, carried)
 
 
 def noise_of(grads: Any, relative: float) -> Any:
@@ -166,22 +178,40 @@ def noise_of(grads: Any, relative: float) -> Any:
     return jax.tree.map(lambda x: max(relative * magnitude(x), ZERO * overall), grads)
 
 
-def _run(
-    grad_fn: GradFn, optimizer: Any, params: Any, batches: Sequence[Any], key: jax.Array, relative: float, sign: int
-) -> list[_Step]:
-    loss_and_gradient: Any = grad_fn
-    gradient, update = gradient_of(loss_and_gradient), update_of(optimizer)
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)
-    opt_state, steps = passed_what_it_takes(optimizer).init(params), []
-    for index, batch in enumerate(batches):
+def _run(given: Training, relative: float, sign: int) -> list[_Step]:
+    loss_and_gradient: Any = given.grad_fn
+    gradient, update = gradient_of(loss_and_gradient), update_of(given.optimizer)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), given.params)
+    opt_state, carried, steps = passed_what_it_takes(given.optimizer).init(params), first_of(given, params), []
+    for index, batch in enumerate(given.batches):
         rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
-        keys = example_keys(step_key(key, index), rows)
-        loss, metrics, grads = jax.device_get(gradient(params, batch, keys))
+        keys = example_keys(step_key(given.key, index), rows)
+        loss, metrics, grads = jax.device_get(gradient(params, batch, keys, **read_by(given, carried)))
         if sign:
             grads = _off(grads, relative, sign)
         params, opt_state = update(grads, opt_state, params, loss)
-        steps.append(_Step(loss, metrics, grads, jax.device_get(params)))
+        carried = carried_on(given, carried, loss, metrics, params)
+        steps.append(_Step(loss, metrics, grads, *jax.device_get((params, carried))))
     return steps
+
+
+def first_of(given: Training, params: Any) -> Any:
+    """The carried state before the first step."""
+    first = given.carried(params) if makes(given.carried) else given.carried
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), first)
+
+
+def read_by(given: Training, carried: Any) -> dict[str, Any]:
+    """What a GradFn is passed of the carried state."""
+    return {"carried": carried} if reads_carried(given.grad_fn) else {}
+
+
+def carried_on(given: Training, carried: Any, loss: Any, metrics: Any, params: Any) -> Any:
+    """The carried state after a step, in the dtypes that it had."""
+    if given.carry is None:
+        return carried
+    new = given.carry(carried, {"loss": loss, **metrics}, params)
+    return jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), new, carried)
 
 
 @lru_cache(maxsize=32)
@@ -189,8 +219,8 @@ def gradient_of(grad_fn: Any) -> Callable[..., Any]:
     """Loss, metrics and gradients of the mean, compiled once per function."""
 
     @jax.jit
-    def gradient(params: Any, batch: Any, keys: jax.Array) -> Any:
-        loss, aux, grads = grad_fn(params, batch, keys)
+    def gradient(params: Any, batch: Any, keys: jax.Array, **carried: Any) -> Any:
+        loss, aux, grads = grad_fn(params, batch, keys, **carried)
         weight = divisor_of(jnp.asarray(largest_weight(loss), jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
         means = jax.tree.map(lambda mean: _ratio(mean, jnp.float32), dict(aux), is_leaf=is_mean)
@@ -201,7 +231,7 @@ def gradient_of(grad_fn: Any) -> Callable[..., Any]:
 
 
 def _ratio(mean: Mean, dtype: Any) -> jax.Array:
-    return mean.total / divisor_of(jnp.asarray(mean.weight, dtype))
+    return jnp.asarray(mean.total, dtype) / divisor_of(jnp.asarray(mean.weight, dtype))
 
 
 @lru_cache(maxsize=32)

@@ -86,6 +86,7 @@ class Taken(NamedTuple):
     # the gradients that the optimizer got; None if the step records none, or if it is not the last of a call
     grads: Any
     params: Any  # the parameters after it; None if it is not the last of a call
+    carried: Any  # the carried state after it; None if there is none, or it is not the last of a call
     compiled: int  # programs that the backend compiled during the call
 
 
@@ -110,6 +111,7 @@ class Program:
         params: pytree of arrays.
         batches: one global batch for each step.
         key: the key of the run.
+        carried: the first carried state, or a function of the parameters; None for none.
     """
 
     row: Row
@@ -120,6 +122,7 @@ class Program:
     params: Any
     batches: Sequence[Any]
     key: jax.Array
+    carried: Any = None
 
     @classmethod
     def of(
@@ -131,6 +134,8 @@ class Program:
         batches: Sequence[Any],
         key: jax.Array,
         mesh: Mesh | None = None,
+        carry: Any = None,
+        carried: Any = None,
     ) -> Program:
         """Builds the program of a row.
 
@@ -142,6 +147,7 @@ class Program:
             batches: one global batch for each step.
             key: the key of the run.
             mesh: the row's mesh; by default over the row's devices, or the first ones.
+            carry, carried: as of `make_train_step` and its `init`.
 
         Raises:
             TypeError: a step that is neither.
@@ -163,14 +169,19 @@ class Program:
             row = row._replace(grad_fn=grad_fn)
             names = ("accumulate", "precision", "nonfinite", "deterministic", "manual", "steps")
             options: dict[str, Any] = {name: getattr(row, name) for name in names}
-            built = make_train_step(grad_fn, row.optimizer, mesh=mesh, plan=row.plan, **options)
+            built = make_train_step(grad_fn, row.optimizer, mesh=mesh, plan=row.plan, carry=carry, **options)
             plan = arranged(row.plan, grad_fn, row.deterministic or row.accumulate)
-        return cls(row, mesh, plan, built.init, built.step, params, batches, key)
+        return cls(row, mesh, plan, built.init, built.step, params, batches, key, carried)
 
     @cached_property
     def start(self) -> TrainState:
         """The state before the first step; the first step donates it."""
-        return self.init(self.params, self.key)
+        return self.init(self.params, self.key, **self.begins)
+
+    @property
+    def begins(self) -> dict[str, Any]:
+        """What `init` is passed beside parameters and key; a step of others may know no carried state."""
+        return {} if self.carried is None else {"carried": self.carried}
 
     @cached_property
     def calls(self) -> Sequence[Any]:
@@ -211,11 +222,11 @@ class Program:
                 state, metrics = self.step(state, batch)
                 jax.block_until_ready(metrics)
             grads = jax.device_get(unpadded(_recorded(state.opt_state)))
-            params = jax.device_get(unpadded(state.params))
+            params, carried = jax.device_get(unpadded((state.params, state.carried)))
             seen = jax.device_get(metrics)
             for i in range(self.row.steps - 1 if self.row.steps else 0):
-                steps.append(Taken(_at(seen, i), None, None, compiles.count))
-            steps.append(Taken(_at(seen, -1) if self.row.steps else seen, grads, params, compiles.count))
+                steps.append(Taken(_at(seen, i), None, None, None, compiles.count))
+            steps.append(Taken(_at(seen, -1) if self.row.steps else seen, grads, params, carried, compiles.count))
         return Ran(tuple(steps), state, metrics)
 
 
@@ -232,8 +243,10 @@ def _scaled(grad_fn: GradFn) -> GradFn:
         return replace(grad_fn, function=_scaled(grad_fn.function))
 
     @functools.wraps(grad_fn)
-    def scaled(params: Any, batch: Any, keys: jax.Array, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
-        loss, aux, grads = grad_fn(params, batch, keys, scale=SCALE * scale)
+    def scaled(
+        params: Any, batch: Any, keys: jax.Array, *, scale: Any = 1, **carried: Any
+    ) -> tuple[Mean, Mapping[str, Any], Any]:
+        loss, aux, grads = grad_fn(params, batch, keys, scale=SCALE * scale, **carried)
         return loss, aux, jax.tree.map(lambda g: g / SCALE if is_float(g) else g, grads)
 
     return scaled

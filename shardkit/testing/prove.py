@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +65,8 @@ def prove(
     optimizer: Optimizer | None = None,
     laws: Sequence[Law] = LAWS,
     key: Key | None = None,
+    carry: Callable[[Any, Any, Any], Any] | None = None,
+    carried: Any = None,
 ) -> Proof:
     """Proves a training step: every law on every row.
 
@@ -81,6 +83,7 @@ def prove(
         optimizer: an optax GradientTransformation; by default `optax.adam(1e-2)`.
         laws: functions of (Program, Reference).
         key: the key of the run; by default `jax.random.key(0)`.
+        carry, carried: as of `make_train_step` and its `init`, of a loss with carried state.
 
     Returns:
         Proof: the result of each law on each row; print it.
@@ -123,12 +126,14 @@ def prove(
         else:
             known = (id(chosen), relative)
             if known not in references:
-                references[known] = one_device(reference, chosen, params, batches, key=key, relative=relative)
+                how: dict[str, Any] = {"key": key, "relative": relative, "carry": carry, "carried": carried}
+                references[known] = one_device(reference, chosen, params, batches, **how)
             wanted = references[known]
         name = f"{row}" if names.count(str(row)) == 1 else f"{row} ({len(verdicts) // len(laws) + 1})"
         mesh = mesh_of(row)
         with apart(mesh):
-            program = Program.of(row, step, optimizer, params, batches, replicated_in_context(key, mesh), mesh)
+            local = replicated_in_context(key, mesh)
+            program = Program.of(row, step, optimizer, params, batches, local, mesh, carry, carried)
             verdicts += [_judged(name, law, program, wanted) for law in laws]
     broken = [each for each in verdicts if each.broken]
     if broken:
@@ -151,6 +156,8 @@ def assert_same_training(
     accumulate: int = 1,
     relative: float = 1e-5,
     steps: int | None = None,
+    carry: Callable[[Any, Any, Any], Any] | None = None,
+    carried: Any = None,
 ) -> None:
     """Proves a training step: loss, gradients and parameters equal those of one device, step by step.
 
@@ -173,6 +180,7 @@ def assert_same_training(
         relative: the error of a gradient, relative to the largest magnitude in the leaf. The default is for float32.
         steps: steps per call, as for `make_train_step`: the batches of a call are stacked. Then all losses are
             compared, and the gradients and parameters of the last step of each call.
+        carry, carried: as of `make_train_step` and its `init`, of a loss with carried state.
 
     Raises:
         AssertionError: a difference; names mesh, plan, step and leaf, the difference and what is allowed.
@@ -190,10 +198,11 @@ def assert_same_training(
     at_least("assert_same_training", 1, accumulate=accumulate, steps=steps)
     check_batches("assert_same_training", batches)
     check_relative("assert_same_training", relative)
-    reference = one_device(reference_grad_fn, optimizer, params, batches, key=key, relative=relative)
+    state: dict[str, Any] = {"carry": carry, "carried": carried}
+    reference = one_device(reference_grad_fn, optimizer, params, batches, key=key, relative=relative, **state)
     key = jax.random.key(0) if key is None else key
     row = Row(dict(mesh.shape), plan, accumulate=accumulate, steps=steps)
-    program = Program.of(row, grad_fn, optimizer, params, batches, key, mesh=mesh)
+    program = Program.of(row, grad_fn, optimizer, params, batches, key, mesh=mesh, **state)
     for law in (same_numbers, equal_copies):
         try:
             law(program, reference)

@@ -15,7 +15,7 @@ from shardkit.on_device.microbatches import Microbatches
 from shardkit.steps.carry import Carried
 from support import pipelines
 from support.layouts import mesh_of
-from support.refusals import refused, type_error, value_error
+from support.refusals import refused, value_error
 from support.trees import assert_laid_out
 
 KEY = jax.random.key(0)
@@ -326,12 +326,16 @@ def test_a_fixed_one_is_bound_to_the_loss():
     grad_fn = sk.value_and_grad(reading)
     fixed = partial(grad_fn, carried={"shift": 2.0})
     options = {"params": W, "batches": [np.ones((4, 2), "f")], "optimizer": optax.sgd(0.1)}
-    rows = [sk.testing.Row({"data": 2}, sk.dp("data"))]
+    rows, first = [sk.testing.Row({"data": 2}, sk.dp("data"))], {"shift": 2.0}
+    plus_one = lambda carried, metrics, params: {"shift": carried["shift"] + 1.0}  # noqa: E731
     proof = sk.testing.prove(fixed, fixed, rows=rows, laws=[sk.testing.laws.same_numbers], **options)
     assert "holds" in str(proof)
-    with type_error(
-        "one_device: a proof keeps no carried state, which the loss takes. Pass functools.partial(grad_fn, "
-        "carried=...) with a fixed one."
+    wrong = sk.testing.one_device(grad_fn, **options, carry=lambda c, m, p: {"shift": -c["shift"]}, carried=first)
+    with pytest.raises(AssertionError, match=r"carried state shift .* where it is 3 and one device's -2"):
+        sk.testing.prove(grad_fn, wrong, rows=rows, carry=plus_one, carried=first, **options)
+    assert "holds" in str(sk.testing.prove(grad_fn, grad_fn, rows=rows, carry=plus_one, carried=first, **options))
+    with value_error(
+        "one_device: the loss takes carried state, and there is none. Pass carried=, and carry= if it changes."
     ):
         sk.testing.one_device(grad_fn, optax.sgd(0.1), W, [np.ones((4, 2), "f")])
 

@@ -34,8 +34,8 @@ ASSUMED = (
     "numbers are real: nothing is said about rounding, overflow, the compiler, or where a divisor is zero",
     "a float constant is the simplest rational that rounds to it",
     "constants beyond 1e9 and -1e9 are infinite",
-    "comparisons follow random orders in which any two numbers stand both ways: a branch behind several, or a "
-    "threshold at another constant, may be missed",
+    "comparisons follow random orders in which two numbers stand both ways, unless both are constants: a branch behind "
+    "several, or a threshold at another constant, may be missed",
     "functions of different arguments have independent values",
 )
 # Of logarithms that are multiplied.

@@ -9,9 +9,10 @@ that programs rely on hold exactly:
 - `log` is kept beside the number, as the number whose logarithm is added: exp(log x) is x, log(xy) is log x + log y.
   Where it is multiplied by what is no small whole number, it becomes the exponent of its square, one prime lower: so
   log(exp x) is x and any multiple is linear, but the sign of what it is of is lost, and the highest prime.
-- `max`, sorts and comparisons follow a random total order in which x < y when -y < -x, and what is known to be positive
-  is above zero. They are decided for all points at once, so that every mask is an array of booleans. Of any two
-  numbers each is above the other in one of a field's four orders at least, unless their signs decide.
+- `max`, sorts and comparisons follow a random total order in which x < y when -y < -x, what is known to be positive is
+  above zero, and constants are in their own order. They are decided for all points at once, so that every mask is an
+  array of booleans. Of any two numbers, one of them unknown, each is above the other in one of a field's four orders at
+  least, unless their signs decide.
 - Constants beyond 1e9 and -1e9 are infinite, also plus a number or times one of known sign: exp of minus infinity is 0,
   `max` the other. In all else they are numbers like any other, so that what is added and taken away cancels.
 - Any other function is a random one, "uninterpreted": equal arguments have equal values, nothing else is known.
@@ -37,6 +38,7 @@ ORDERS = (0, 1, 2, 3)
 INFINITE = 1e9
 _LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
 _LOWEST = np.iinfo(np.int64).min
+_LARGEST_PRODUCT = 2**25  # of numerator and denominator of a constant that is known by its components
 _PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
 
 
@@ -504,8 +506,23 @@ class Field:
             magnitude = mixed(magnitude, component, salt)
         size = (magnitude >> np.uint64(1)).astype(np.int64) | 1
         size = size if self.order % 2 == 0 else np.iinfo(np.int64).max - size | 1
+        # Constants, as counts and their shares are, stand together, in their own order: elsewhere the same are computed
+        # without an unknown, and compared as what they are.
+        ratio = self._constants_of(top)
+        place = (1 << 61) + (np.abs(ratio).view(np.int64) >> 3) | 1
+        size = np.where(np.isnan(ratio), size, place)
+        negative = np.where(np.isnan(ratio), negative, ratio < 0)
         key = np.where((top == 0).all(0), 0, np.where(negative, -size, size))
         return np.where(x.infinite == 0, key, np.where(x.low, _LOWEST, np.iinfo(np.int64).max))
+
+    def _constants_of(self, top: np.ndarray) -> np.ndarray:
+        """float64: what elements are that are equal at all points; NaN for others."""
+        found = np.full(top.shape[1:], np.nan)
+        same = (top == top[0]).all(0)
+        if self.points > 1 and same.any():
+            values, where = np.unique(top[0][same], return_inverse=True)
+            found[same] = rationals(values, PRIMES[-2])[where.reshape(-1)]
+        return found
 
     def where(self, mask: np.ndarray, x: Exact, y: Exact) -> Exact:
         """x where the mask [...] holds, else y."""
@@ -534,6 +551,25 @@ class Field:
         valid = self.valid(np.maximum(x.used[0], y.used[0]))
         equal = ((x.number == y.number) | ~valid).all(0)
         return np.asarray(np.where(x.low | y.low, x.low == y.low, equal))
+
+
+def rationals(x: np.ndarray, p: int) -> np.ndarray:
+    """float64: the fractions of small numerator and denominator that residues stand for; NaN where there is none.
+
+    Each step of Euclid's algorithm for p and x gives a fraction that is x modulo p; the simplest of them is it.
+    """
+    rest, next_rest = np.full(x.shape, p, np.int64), x.astype(np.int64)
+    under, next_under = np.zeros(x.shape, np.int64), np.ones(x.shape, np.int64)
+    best, found = np.full(x.shape, _LARGEST_PRODUCT, np.float64), np.full(x.shape, np.nan)
+    while next_rest.any():
+        product = next_rest * np.abs(next_under).astype(np.float64)
+        better = (next_rest > 0) & (product < best)
+        best = np.where(better, product, best)
+        found = np.where(better, next_rest / np.where(better, next_under, 1), found)
+        times = rest // np.maximum(next_rest, 1)
+        rest, next_rest = next_rest, np.where(next_rest > 0, rest - times * next_rest, 0)
+        under, next_under = next_under, under - times * next_under
+    return found
 
 
 def mixed(*words: Any) -> Any:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from shardkit._arguments.checks import quoted
+from shardkit._jax.jaxprs import walk
 from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.plans.axis_types import auto_mesh
@@ -22,8 +23,16 @@ from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.equality import UnprovableError, check_floats, check_size, equal, symbol
 from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
-from shardkit.testing.exact.rules import Operand, held, stacked
-from shardkit.testing.one_device import Reference, Training, gradient_of, update_of
+from shardkit.testing.exact.rules import ORDERED, Operand, held, stacked
+from shardkit.testing.one_device import (
+    Reference,
+    Training,
+    carried_on,
+    first_of,
+    gradient_of,
+    read_by,
+    update_of,
+)
 from shardkit.testing.program import Program
 
 _STEPS = 2
@@ -37,8 +46,9 @@ _ROUNDING = {"round", "floor", "ceil", "to an integer"}
 def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
     """Losses, metrics and updated parameters of two steps equal one device's for all parameters and floats of a batch.
 
-    Integers of the batch, as tokens, and keys keep their values. There is no tolerance: floats are unknowns in a finite
-    field, as in `assert_equal_for_all_inputs`. Rounding is not seen. What has no meaning in a field, or would take more
+    So does carried state, from the one that it begins with. Integers of the batch, as tokens, and keys keep their
+    values. There is no tolerance: floats are unknowns in a finite field, as in `assert_equal_for_all_inputs`. Rounding
+    is not seen. What has no meaning in a field, or would take more
     than about a minute, is told in a note.
 
     Example:
@@ -55,11 +65,17 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
         check_floats("law", jax.eval_shape(lambda: (given.params, given.batches[0])))
         traced = _Traced.of(program)
         check_size("law", [traced.step.jaxpr] * calls, _POINTS, _ORDERS, longest=60.0)
-        _, means, params = _traced_alone(given, steps)[1]
+        losses, means, params, carried = _traced_alone(given, steps)[1]
+        if given.carry:
+            told = {"loss": losses[0], "weight": losses[0], **means[0]}
+            jaxpr = jax.make_jaxpr(given.carry)(carried, told, params)
+            if any(site.name in ORDERED for site in walk(jaxpr.jaxpr)):
+                return "not for all inputs: carry= compares numbers"
         names = [f"loss of step {i}" for i in range(steps)]
         for i, each in enumerate(means):
             names += [f"metric{name} of step {i}" for name in _names(each)]
         names += [f"updated parameter{name}" for name in _names(params)]
+        names += [f"carried state{name}" for name in _names(carried)]
         if missing := means[0].keys() - traced.step.out_info[1].keys():
             raise UnequalError(
                 f"the metrics must be those of one device; the mesh returns no {quoted(sorted(missing))}. Return the "
@@ -92,13 +108,14 @@ class _Traced(NamedTuple):
         make: Any = program.init
         if isinstance(make, Init):  # whose types of axes no trace can change
             make = replace(make, mesh=auto_mesh(make.mesh))
-        init, shapes = jax.make_jaxpr(partial(make, key=program.key), return_shape=True)(program.params)
+        first = partial(make, key=program.key, **program.begins)
+        init, shapes = jax.make_jaxpr(first, return_shape=True)(program.params)
         if "traced" in vars(program) or not isinstance(program.init, Init):
             step = program.traced
         else:
-            state = program.init.abstract(program.params)._replace(key=program.key)
+            state = program.init.abstract(program.params, **program.begins)._replace(key=program.key)
             step = program.step.trace(state, program.calls[0])
-        return cls(init, shapes, step, jax.make_jaxpr(unpadded)(shapes.params))
+        return cls(init, shapes, step, jax.make_jaxpr(unpadded)((shapes.params, shapes.carried)))
 
 
 def _names(tree: Any) -> list[str]:
@@ -112,22 +129,24 @@ def _symbols(field: Field, name: str, tree: Any) -> list[Operand]:
 
 @lru_cache(maxsize=16)
 def _traced_alone(given: Training, steps: int) -> Any:
-    """The first steps on one device, from parameters and batches to losses, means and parameters; and their shapes."""
+    """The first steps on one device, from parameters and batches to what the law compares; and the shapes of that."""
     optimizer = given.optimizer
     loss_and_gradient: Any = given.grad_fn
     gradient = gradient_of(loss_and_gradient)
 
     def train(params: Any, batches: Any) -> Any:
-        opt_state, losses, means = passed_what_it_takes(optimizer).init(params), [], []
+        opt_state, carried = passed_what_it_takes(optimizer).init(params), first_of(given, params)
+        losses, means = [], []
         for index, batch in enumerate(batches):
             rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
             keys = example_keys(step_key(given.key, index), rows)
-            loss, metrics, grads = gradient(params, batch, keys)
+            loss, metrics, grads = gradient(params, batch, keys, **read_by(given, carried))
             params, opt_state = update_of(optimizer)(grads, opt_state, params, loss)
+            carried = carried_on(given, carried, loss, metrics, params)
             losses.append(loss)
             metrics.pop("weight")  # by which the loss is divided; one for a shard and microbatch if it is a scalar
             means.append(metrics)
-        return losses, means, params
+        return losses, means, params, carried
 
     return jax.make_jaxpr(train, return_shape=True)(given.params, list(given.batches[:steps]))
 
@@ -187,7 +206,7 @@ def _on_mesh(
     rounds = (field.uninterpreted - without) & _ROUNDING
     if rounds:
         raise RoundsError(", ".join(sorted(rounds)))
-    return [*losses, *metrics_of_steps, *run(traced.original, jax.tree.leaves(state.params))]
+    return [*losses, *metrics_of_steps, *run(traced.original, jax.tree.leaves((state.params, state.carried)))]
 
 
 def _of_step(x: Operand, step: int) -> Operand:
