@@ -120,10 +120,21 @@ def test_manual_smoke(tmp_path, capsys):
 
 
 @pytest.mark.deep
-def test_context_smoke(tmp_path):
+def test_context_smoke(tmp_path, capsys):
     records = recorded(tmp_path, "context")
     causal = ["ring, contiguous", "ring, zigzag", "ulysses"]
     assert [r["case"] for r in records] == ["gathered, masked", *causal, "ring, every block"]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        import_module("benchmarks.context").main(["--smoke", "--documents"])
+    printed = capsys.readouterr().out
+    assert "lognormal         1.91      1.89    1.00" in printed and "64 tokens of lognormal documents" in printed
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
+@pytest.mark.deep
+def test_exchanges_of_experts_are_compiled():
+    sent = {line.split()[0]: line.split()[1] for line in smoke("experts", "--tpu", "--smoke").splitlines() if line}
+    assert float(sent["ragged"]) < float(sent["gather"])  # top 2 over 8 devices: choices are fewer than tokens
 
 
 @pytest.mark.deep
@@ -354,6 +365,7 @@ def test_over_a_real_link_bytes_are_those_of_the_census(tmp_path):
     records = bench.read(tmp_path / "out.jsonl")
     assert [r["case"] for r in records] == list(links.WAYS) and not any(r["wrong"] for r in records)
     assert all(1 < r["link_bytes"] / r["link_bytes_expected"] < 1.3 for r in records)  # headers, and answers
+    assert smoke("diloco", "--link", "--smoke").count("DiLoCo, H=") == 3
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert not set(links.SPACES) & set(left.split())
 
