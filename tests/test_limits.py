@@ -20,7 +20,7 @@ LIMITS = {
     "collectives *": 4770,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs
     "layers *": 2310,  # documents dealt evenly; experts exchanged by gather and ring, balanced without a loss
     "on_device *": 2650,  # weights that count once on each device; what a first step warns of; Means subtracted
-    "pipelines *": 1700,  # unequal stages as one body; embedding and head spread over all devices
+    "pipelines *": 1710,  # unequal stages as one body; embedding and head spread over all devices
     "plans *": 1250,
     "remat *": 640,
     "schedules *": 1960,  # what all devices run together; a search under costs by stage; the optimum of small ones
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 52_640
+    assert sum(found.values()) <= 52_680
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

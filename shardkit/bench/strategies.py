@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit._arguments.checks import at_least, quoted, sized
+from shardkit._arguments.checks import at_least, one_of, quoted, sized
 from shardkit.analysis.hlo.differences import Compiled, read_compiled
 from shardkit.analysis.jaxpr.census import traceable
 from shardkit.bench.measure import Case, difference, measure
@@ -159,6 +159,7 @@ class Cases:
     """Builds cases over one mesh."""
 
     def __init__(self, work: Workload, mesh: Mesh, optimizer: OptimizerName = "adamw"):
+        one_of("strategies", "optimizer", optimizer, get_args(OptimizerName))
         self.work, self.mesh, self.name = work, mesh, optimizer
         self.every = tuple(mesh.axis_names)
         self._built: dict[str, Case] = {}

@@ -16,6 +16,7 @@ from shardkit.collectives import all_to_all, axis_size
 from shardkit.collectives._sums import dot_dtype
 from shardkit.layers.experts import ExpertFn, around_the_ring, by_choice, gathered, grouped_dot, spread, weighed
 from shardkit.layers.routing import Capacity, Dropless, Exchange, RoutingStats, route, routing_stats
+from shardkit.on_device.gradient import kind
 
 
 @typed
@@ -54,7 +55,8 @@ def moe(
         x: this device's tokens, shape [.., D].
         router_DE: its logits are computed in float32.
         experts: pytree of this device's experts, each leaf with dim 0 of E/n; device j holds the j-th part.
-        expert_fn: `expert_fn(experts, x_SD, dot) -> y_SD`: the experts' outputs for rows sorted by expert.
+        expert_fn: `expert_fn(experts, x_SD, dot) -> y_SD`: the experts' outputs for rows sorted by expert, finite for
+            rows of zeros, with gradients: places that no token takes are zeros.
             `dot(x_SD, w_eDF)` multiplies each row by its expert's matrix, accumulating in float32; `dot(jnp.ones((S,
             1)), b_eF[:, None])` gives each row its expert's bias. Rows must be independent.
         axis: axis name or tuple of names, over which the experts are split; None: one device.
@@ -71,7 +73,7 @@ def moe(
     Raises:
         ValueError: an unbound axis, top_k outside 1 to E, a group that does not divide the tokens, experts not
             divisible by the axis, a leaf with another number of experts, or a bias of another shape.
-        TypeError: a bias that is not floating-point.
+        TypeError: tokens or a bias that are not floating-point, or an exchange that returns something else.
 
     Cost: two all_to_alls forward and two backward of E C D G values for G groups: `cost.expert_volume`. Dropless: at
         most N top_k D values each, and an all_gather of E int32; dense: (n-1) N min(top_k, E/n) D values each. "gather"
@@ -94,6 +96,10 @@ def moe(
         raise ValueError(
             f"moe: weights must have shape {x.shape[:-1]}, one per token; got shape {weights.shape}. "
             "Pass one weight per token."
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"moe: x must be floating-point, as the experts' outputs are; got {x.dtype}. Pass x.astype(...)."
         )
     E = router_DE.shape[1]
     _check_experts(experts, E, names, n)
@@ -124,9 +130,20 @@ def moe(
 def _exchange(routing: Dropless) -> Exchange:
     """How tokens of several devices meet their experts."""
     if callable(routing.impl):
-        return routing.impl
+        return partial(_of_others, routing.impl)
     whole = {"gather": gathered, "ring": around_the_ring}
     return whole.get(routing.impl or "", partial(by_choice, dense=routing.blocks))
+
+
+def _of_others(exchange: Exchange, x_ND: jax.Array, *rest: Any) -> jax.Array:
+    """An exchange whose result is checked."""
+    y_ND = exchange(x_ND, *rest)
+    if kind(y_ND) != kind(x_ND):
+        raise TypeError(
+            f"moe: an exchange must return the sum of each token's experts, {kind(x_ND)}; got {kind(y_ND)}. Return it "
+            "in the shape and dtype of its tokens."
+        )
+    return y_ND
 
 
 def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> None:

@@ -61,6 +61,24 @@ def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
     return [Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types) for devices in slices]
 
 
+def joined(
+    own: Sequence[Any], mesh: Mesh, specs: dict[str, PartitionSpec], *, rows: bool = False
+) -> dict[str, jax.Array]:
+    """Arrays over a mesh of the arrays on each of its submeshes, in the buffers that are there.
+
+    With `rows` those of one submesh come after those of another; else they are the same. None: of another process.
+    """
+    here = [arrays for arrays in own if arrays is not None]
+    found: dict[str, jax.Array] = {}
+    for path, spec in specs.items():
+        shape, shards = here[0][path].shape, [each.data for x in here for each in x[path].addressable_shards]
+        if rows:
+            shards = [shard if shape else shard[None] for shard in shards]
+            shape = (len(own) * shape[0], *shape[1:]) if shape else (len(own),)
+        found[path] = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), shards)
+    return found
+
+
 @typed
 def device_put_pipeline(
     stages: Sequence[Stage], meshes: Sequence[Mesh], *, specs: Specs = REPLICATED, param_specs: Specs = REPLICATED

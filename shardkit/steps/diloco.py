@@ -1,7 +1,7 @@
 """DiLoCo: workers that train alone for many steps, and then exchange what they have learned.
 
-A worker is one index of a slow axis, such as "pod". Its step is any step of `make_train_step`, on the devices at that
-index: a program of its own, so that between exchanges no worker waits for another, and nothing can be sent.
+A worker is one index of a slow axis, as "pod". Its step, any of `make_train_step` on the devices at that index, is a
+program of its own: between exchanges no worker waits for another, and nothing can be sent.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from shardkit._arguments.checks import sized
 from shardkit._arguments.typed import Optimizer, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import spec_axes
-from shardkit.pipelines.submeshes import submeshes
+from shardkit.pipelines.submeshes import joined, submeshes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import Held, named_arrays, with_arrays
+from shardkit.steps.arguments import checked_key
 from shardkit.steps.builder import TrainStep
 from shardkit.steps.state import Master, TrainState, optimizer_held, shardings
 
@@ -44,6 +45,13 @@ class DilocoState(NamedTuple):
         return next(each.step for each in self.workers if each)
 
 
+class Moved(NamedTuple):
+    """What `start` has sent of a fragment, for one `finish`."""
+
+    parts: dict[str, jax.Array]  # by path
+    fragment: int
+
+
 @dataclass(frozen=True, eq=False)
 class Diloco:
     """The functions of a DiLoCo run, as `sk.diloco` returns them."""
@@ -56,9 +64,11 @@ class Diloco:
     reduce: Algorithm  # the algorithm of the exchange
 
     def init(self, params: Any, key: jax.Array, carried: Any = None) -> DilocoState:
-        """The first state: workers begin with the same parameters, and draw with keys of their own."""
-        keys = [jax.random.fold_in(key, k) for k in range(len(self.train_steps))]
-        made = [each and each.init(params, own, carried) for each, own in zip(self.train_steps, keys, strict=True)]
+        """The first state: workers begin with the same parameters of `key`, and draw with keys of their own."""
+        key = checked_key(key)
+        made = [each and each.init(params, key, carried) for each in self.train_steps]
+        for k, each in enumerate(made):
+            made[k] = each and each._replace(key=jax.device_put(jax.random.fold_in(key, k), each.key.sharding))
         if any(isinstance(each.opt_state, Master) for each in made if each):
             raise ValueError(
                 "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision "
@@ -66,39 +76,40 @@ class Diloco:
             )
         first = next(each.params for each in made if each)
         copies = [each and named_arrays(jax.tree.map(jnp.copy, each.params)) for each in made]
-        whole = {path: self._joined([c and c[path] for c in copies], spec) for path, spec in self._specs(first).items()}
+        whole = joined(copies, self.mesh, self._specs(first))
         parts = [_part(whole, members) for members in self._fragments(first)]
         outer = jax.jit(lambda part: self._outer_pinned(self.outer.init(part), part, first))
         return DilocoState(tuple(made), with_arrays(first, whole), tuple(map(outer, parts)))
 
     def step(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
         """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
-        if len(batches) != len(self.train_steps):
+        got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
+        if got != len(self.train_steps):
             raise ValueError(
-                f"diloco: there must be one batch for each of {len(self.train_steps)} workers; got {len(batches)}. "
-                "Pass a list of them, with None for workers of other processes."
+                f"diloco: there must be one batch for each of {len(self.train_steps)} workers; got {got}. Pass a list "
+                "of them, with None for workers of other processes."
             )
         given = zip(self.train_steps, state.workers, batches, strict=True)
         new = [each.step(own, batch) if each and own else (None, None) for each, own, batch in given]
         return state._replace(workers=tuple(own for own, _ in new)), [metrics for _, metrics in new]
 
-    def start(self, state: DilocoState, fragment: int = 0) -> Any:
+    def start(self, state: DilocoState, fragment: int = 0) -> Moved:
         """Sends one fragment, for `finish`: the mean of what workers moved since the last exchange, float32."""
-        return self._start(self._rows(state, fragment), state.params, fragment)
+        return Moved(self._start(self._rows(state, fragment), state.params, fragment), fragment)
 
-    def finish(self, state: DilocoState, moved: Any, fragment: int = 0, *, keep: float = 0.0) -> DilocoState:
+    def finish(self, state: DilocoState, moved: Moved, *, keep: float = 0.0) -> DilocoState:
         """The outer update with what `start` returned; workers go on from it, with `keep` of their own parameters."""
         if not 0 <= keep < 1:
             raise ValueError(f"diloco: keep must be at least 0 and below 1; got {keep}. Pass for example 0.5.")
-        rows, outer = self._rows(state, fragment), state.outer[fragment]
-        rows, whole, outer = self._finish(rows, state.params, outer, moved, keep, fragment)
+        parts, at = moved
+        rows, whole, outer = self._finish(self._rows(state, at), state.params, state.outer[at], parts, keep, at)
         workers = [self._own(each, rows) for each in state.workers]
-        others = (outer if k == fragment else each for k, each in enumerate(state.outer))
+        others = (outer if k == at else each for k, each in enumerate(state.outer))
         return DilocoState(tuple(workers), whole, tuple(others))
 
     def exchange(self, state: DilocoState, fragment: int = 0) -> DilocoState:
         """`start` and `finish` at once."""
-        return self.finish(state, self.start(state, fragment), fragment)
+        return self.finish(state, self.start(state, fragment))
 
     def trace(self, state: DilocoState, fragment: int = 0) -> jax.stages.Traced:
         """The program of `start`, which alone sends over the slow axis, for a census."""
@@ -166,17 +177,8 @@ class Diloco:
             raise ValueError(f"diloco: the fragment must be one of {len(state.outer)}, from 0 on; got {fragment!r}.")
         if any(x.is_deleted() for x in jax.tree.leaves((state.workers, state.params, state.outer))):
             raise ValueError("diloco: the state must be the newest; got one that step, finish or exchange was passed.")
-        named, specs = [each and named_arrays(each.params) for each in state.workers], self._row_specs(state.params)
-        return {path: self._joined([each and each[path] for each in named], spec, True) for path, spec in specs.items()}
-
-    def _joined(self, own: Sequence[Any], spec: PartitionSpec, rows: bool = False) -> jax.Array:
-        """One array over the whole mesh of an array of each worker, in the buffers that are there."""
-        shape = next(x.shape for x in own if x is not None)
-        shards = [shard.data for x in own if x is not None for shard in x.addressable_shards]
-        if rows:
-            shards = [shard if shape else shard[None] for shard in shards]
-            shape = (len(own) * shape[0], *shape[1:]) if shape else (len(own),)
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, spec), shards)
+        named = [each and named_arrays(each.params) for each in state.workers]
+        return joined(named, self.mesh, self._row_specs(state.params), rows=True)
 
     def _own(self, state: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
         """The state of a worker with its parameters out of those of all."""
@@ -224,9 +226,7 @@ def _part(named: dict[str, jax.Array], members: dict[str, Any]) -> dict[str, jax
     return {path: named[path][rows] for path, rows in members.items()}
 
 
-def _with_part(
-    named: dict[str, jax.Array], members: dict[str, Any], part: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
+def _with_part(named: Any, members: dict[str, Any], part: Any) -> dict[str, jax.Array]:
     """The arrays of its leaves with those of a fragment in their places."""
     return {path: named[path].at[rows].set(part[path]) for path, rows in members.items()}
 
@@ -250,7 +250,7 @@ def diloco(
     Args:
         make_step: `make_step(mesh) -> TrainStep`, of a worker, with its part of `mesh`; `axis` has size 1 there. An
             exchange replaces the parameters alone: optax's schedule_free or lookahead would go on from their own.
-        outer: the outer optimizer, with a state per element; of DiLoCo `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+        outer: the optimizer of a dict of leaves by path, per element; `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
         mesh, axis: the mesh of all workers, and its axis along which they are.
         fragments: `(path, shape) -> number`, or one for each row (layer) of dim 0: what an exchange sends; None: all.
         reduce: the algorithm of the exchange, such as `sk.algorithms.compressed(jnp.int4)`.
@@ -260,17 +260,15 @@ def diloco(
             halves `start` and `finish`. Steps and `finish` donate the state.
 
     Raises:
-        TypeError, ValueError: an axis that the mesh does not have or the plan uses; a step that was loaded from a file;
-            an algorithm without all_reduce. At a call a precision with a master copy, a fragment that is none, rows of
-            a leaf whose dim 0 is split, or another number of batches.
+        TypeError, ValueError: an axis that the mesh does not have or the plan uses; a step of a file; an algorithm
+            without all_reduce. At a call a master copy, no such fragment, rows of a split dim 0, or other batches.
 
     Cost: a step sends nothing over `axis`. An exchange sends one all_reduce of the fragment in float32, of the parts
         that a device has, by `reduce`. A device holds its part of the parameters twice, and outer state of as much.
 
     Example:
-        >>> loss_fn = lambda params, batch, keys: jnp.mean((batch @ params - 1) ** 2)
-        >>> def make_step(mesh):
-        ...     return sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=mesh, plan=sk.fsdp("model"))
+        >>> grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean((batch @ params - 1) ** 2))
+        >>> make_step = lambda mesh: sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.fsdp("model"))
         >>> run = sk.diloco(make_step, optax.sgd(0.7, momentum=0.9, nesterov=True), mesh=mesh, axis="data")
         >>> state = run.init(jnp.zeros(3), jax.random.key(0))
         >>> for _ in range(10):
@@ -285,13 +283,15 @@ def diloco(
         raise ValueError(
             f"diloco: axis must be one of the mesh, {sized(mesh.shape.items())}; got {axis!r}. Add it to make_mesh."
         )
-    here = jax.process_index()
-    parts = submeshes(mesh, axis)
-    steps = [make_step(part) if any(d.process_index == here for d in part.devices.flat) else None for part in parts]
-    for each, part in zip(steps, parts, strict=True):
-        if each and not (isinstance(each, TrainStep) and each.step.mesh.devices.tolist() == part.devices.tolist()):
+    here, steps = jax.process_index(), list[TrainStep | None]()
+    for part in submeshes(mesh, axis):
+        if all(device.process_index != here for device in part.devices.flat):
+            steps.append(None)
+            continue
+        steps.append(each := make_step(part))
+        if not (isinstance(each, TrainStep) and each.step.mesh.devices.tolist() == part.devices.tolist()):
             raise TypeError("diloco: make_step must return a TrainStep on the mesh that it is passed; got another.")
-        if each and (each.step.plan is None or axis in each.step.plan.axes):
+        if each.step.plan is None or axis in each.step.plan.axes:
             raise ValueError(
                 f"diloco: make_step must build the step of one worker, whose plan does not use {axis!r}; got the plan "
                 f"{each.step.plan}. Pass lambda mesh: sk.make_train_step(..., mesh=mesh, plan=...) without that axis."

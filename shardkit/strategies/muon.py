@@ -38,10 +38,10 @@ def muon(
     mesh: Mesh,
     plan: Plan,
     ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
-    ns_steps: int = 5,
-    beta: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    ns_steps: int | jax.Array = 5,
+    beta: float | jax.Array = 0.95,
+    eps: float | jax.Array = 1e-8,
+    weight_decay: float | jax.Array = 0.0,
     nesterov: bool = True,
     preconditioning: Preconditioning = "frobenius",
     consistent_rms: float | None = None,
@@ -55,9 +55,9 @@ def muon(
 
     Args:
         learning_rate: a number or an optax schedule.
-        mesh, plan: those of the step.
+        mesh, plan: those of the step; in a worker of `diloco` the mesh that `make_step` is passed.
         ns_coeffs, ns_steps, beta, eps, weight_decay, nesterov, preconditioning, consistent_rms: as for
-            `optax.contrib.muon`.
+            `optax.contrib.muon`, with coefficients as numbers.
         muon_weight_dimension_numbers: likewise: which dims of which leaves are rows and columns of a matrix; a leaf has
             one matrix for each entry of its other dims (layers, heads). A tree of `optax.contrib.MuonDimensionNumbers`,
             with None for leaves that `adam` updates, or a function of the parameters; None: all leaves of two dims.
@@ -85,18 +85,18 @@ def muon(
 
     Source: Jordan, Muon (https://kellerjordan.github.io/posts/muon/); Liu et al. (arXiv:2502.16982), section 3.
     """
-    whole("muon", ns_steps=ns_steps)
-    numbers = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "consistent_rms": consistent_rms or 0.0}
-    if isinstance(learning_rate, float | int):
-        numbers["learning_rate"] = learning_rate
-    at_least_zero("muon", **numbers)
-    if beta >= 1:
+    given = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "learning_rate": learning_rate}
+    numbers = {name: x for name, x in given.items() if isinstance(x, float | int)}  # optax may inject arrays
+    at_least_zero("muon", consistent_rms=consistent_rms or 0.0, **numbers)
+    if not isinstance(ns_steps, jax.Array):
+        whole("muon", ns_steps=ns_steps)
+    if isinstance(beta, float) and beta >= 1:
         raise ValueError(f"muon: beta must be below 1, the share of the momentum that is kept; got {beta}. Pass 0.95.")
     if np.asarray(ns_coeffs).dtype.kind != "f" or np.shape(ns_coeffs)[-1:] != (3,):
         raise ValueError(f"muon: ns_coeffs must be three floats, or three a step; got {ns_coeffs!r}. Pass these.")
     options = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
-    given = [] if is_function(muon_weight_dimension_numbers) else muon_weight_dimension_numbers
-    if not all(map(_is_dims, jax.tree.leaves(given, is_leaf=_is_dims))):
+    dims_given = [] if is_function(muon_weight_dimension_numbers) else muon_weight_dimension_numbers
+    if not all(map(_is_dims, jax.tree.leaves(dims_given, is_leaf=_is_dims))):
         raise TypeError(
             "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or a "
             f"function that returns one; got {given!r}. Pass None for all leaves of two dims."
@@ -176,7 +176,7 @@ def _by_shape(dims: dict[str, Any], consistent_rms: float | None) -> Callable[[A
     return scaled
 
 
-def _by_owners(owners: _Owners, beta: float, nesterov: bool, options: dict[str, Any]) -> optax.GradientTransformation:
+def _by_owners(owners: _Owners, beta: Any, nesterov: bool, options: dict[str, Any]) -> optax.GradientTransformation:
     """optax's `scale_by_muon`: its momentum on each device's parts, its iterations by the owner of each matrix."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -54,6 +54,9 @@ def test_what_cannot_be_compared_is_refused(mesh2x4, monkeypatch):
         "strategies: the mesh must have the axes 'data' and 'model', or one of them; got stage=8. Write for example "
         "data=4 model=2; pipelines run over 'model'."
     )
+    assert error(work, optimizer="sgd") == (
+        "strategies: optimizer must be 'adamw' or 'muon'; got 'sgd'. Pass for example optimizer='adamw'."
+    )
     assert error(work, only=["ddp"]).startswith(
         "strategies: --only must name cases that fit the mesh; got 'ddp'; these fit: 'jit: dp', "
     )

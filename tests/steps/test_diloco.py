@@ -228,6 +228,15 @@ def test_workers_of_every_kind(number, monkeypatch):
 
 # Catches a fragment that sends more than its rows, or changes others, and a state whose layout changes, which would
 # compile the next step or exchange again.
+def test_parameters_of_a_key_are_the_same_for_all_workers():
+    run = run_of(sk.dp("data"), optax.sgd(0.1))
+    state = run.init(lambda key: jax.tree.map(lambda x: jax.random.normal(key, jnp.shape(x)), PARAMS), KEY)
+    for own in (state.params, state.workers[1].params):
+        jax.tree.map(np.testing.assert_array_equal, own, state.workers[0].params)
+    drawn = {tuple(jax.random.key_data(own.key).tolist()) for own in state.workers}
+    assert len(drawn) == WORKERS  # of dropout
+
+
 def test_fragments_send_their_rows_alone():
     fragments = lambda path, shape: [0, 1, 0, 1] if path.startswith("layers") else 1  # noqa: E731
     run = run_of(PLANS["layer-wise"], optax.adam(1e-2), fragments=fragments)
@@ -242,7 +251,7 @@ def test_fragments_send_their_rows_alone():
     moved = run.start(state, 0)
     state, _ = run.step(state, halves(make_batch(1)))
     later, out = stack(state.workers), np.asarray(state.workers[0].params["out"])
-    state = run.finish(state, moved, 0, keep=0.25)
+    state = run.finish(state, moved, keep=0.25)
     new = before[::2] - 0.7 * (1 + 0.9) * np.mean(before - own, 0)[::2]
     np.testing.assert_allclose(state.params["layers"]["w"][::2], new, rtol=1e-5, atol=1e-6)
     mixed = 0.25 * later[:, ::2] + 0.75 * new[None]
@@ -278,8 +287,13 @@ def test_what_is_refused():
         assert refused(lambda: sk.diloco(make_step, OUTER, mesh=mesh, axis=axis, **options)) == sentence
     run = run_of(sk.dp("data"), optax.sgd(0.1))
     state = run.init(PARAMS, KEY)
-    with pytest.raises(ValueError, match=r"^diloco: there must be one batch for each of 2 workers; got 1. Pass a list"):
-        run.step(state, halves(make_batch(0))[:1])
+    for batches, got in ((halves(make_batch(0))[:1], 1), (make_batch(0), "dict")):
+        with pytest.raises(
+            ValueError, match=rf"^diloco: there must be one batch for each of 2 workers; got {got}. Pass"
+        ):
+            run.step(state, batches)
+    with pytest.raises(TypeError, match=r"^diloco: make_step must return a TrainStep on the mesh"):
+        sk.diloco(lambda mesh: None, OUTER, mesh=mesh, axis="pod")
     twice = sk.diloco(step_on(sk.dp("data"), optax.sgd(0.1), precision=rows.MASTER), OUTER, mesh=mesh, axis="pod")
     assert refused(lambda: twice.init(PARAMS, KEY)) == (
         "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision with a "

@@ -543,6 +543,13 @@ NO_ROUTING = {
     "route: bias_E must be floating-point; got int32. Pass for example jnp.zeros((5,)).": lambda x, *_: sk.layers.route(
         x[0], top_k=1, bias_E=np.ones(5, "i")
     ),
+    "moe: x must be floating-point, as the experts' outputs are; got int32. Pass x.astype(...).": lambda x, *given: (
+        sk.layers.moe(x.astype("i"), *given, swiglu, None)
+    ),
+    "moe: an exchange must return the sum of each token's experts, float32[24,5]; got NoneType. Return it in "
+    "the shape and dtype of its tokens.": lambda *given: on_mesh(
+        expert_mesh(2), routing=sk.layers.Dropless(impl=lambda *_: None)
+    )(*given),
     "Capacity: factor must be a number; got '1.25'. Pass for example factor=1.0.": lambda *_: sk.layers.Capacity(
         "1.25"
     ),

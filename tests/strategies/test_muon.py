@@ -129,6 +129,19 @@ def test_a_padded_square_is_orthogonalized_as_it_is():
     np.testing.assert_allclose(sk.unpadded(found.params)["w"], wanted.params["w"], atol=1e-5)
 
 
+def test_hyperparameters_are_injected():
+    """Arrays in place of numbers, as for optax's."""
+    options = {"learning_rate": 0.02, "beta": 0.9, "weight_decay": 0.1, "ns_steps": 4}
+    here = {"mesh": sk.make_mesh(jax.devices()[:2], data=2), "plan": sk.zero1("data", min_size=1)}
+    w, found = {"w": draw(6, 4)}, []
+    for muon, more in ((sk.muon, here), (optax.contrib.muon, {})):
+        static = ("ns_coeffs", "nesterov", "preconditioning", *more)
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer = optax.inject_hyperparams(muon, static_args=static)(**options, **more)
+            found.append(jax.jit(optimizer.update)(w, optimizer.init(w), w)[0]["w"])
+    np.testing.assert_allclose(*found, atol=1e-6)
+
+
 def test_another_muon_is_another():
     """Of one iteration less; the law of the test before must not say that it is the same."""
     sizes, plan = PLANS["zero1"]
