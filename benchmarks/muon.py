@@ -8,12 +8,10 @@ sends, computes and holds, and its modelled time; what is above the row of sgd i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers
 
 import shardkit as sk
 from benchmarks.start import start
@@ -21,16 +19,6 @@ from shardkit.meshes.layout import table
 from shardkit.models import parameters, transformer
 
 DEVICES = 8
-# Rows and columns of the matrices of a layer; all heads of a layer are one matrix, as in optax's default for [D, H K].
-MATRICES = {
-    "query": MuonDimensionNumbers(1, (2, 3)),
-    "key": MuonDimensionNumbers(1, (2, 3)),
-    "value": MuonDimensionNumbers(1, (2, 3)),
-    "attention_out": MuonDimensionNumbers((1, 2), 3),
-    "gate": MuonDimensionNumbers(1, 2),
-    "up": MuonDimensionNumbers(1, 2),
-    "down": MuonDimensionNumbers(1, 2),
-}
 PLANS = {
     "fsdp, layer-wise": lambda: sk.fsdp("data", layerwise=("layers",)),
     "zero1": lambda: sk.zero1("data"),
@@ -41,14 +29,7 @@ PLANS = {
 
 def by_layers(path: str, shape: tuple[int, ...]) -> int | None:
     """Dim 0 of the matrices, so that the update holds whole ones."""
-    return 0 if path.split(".")[-1] in MATRICES else None
-
-
-def numbers(params: Any) -> Any:
-    """optax's dimension numbers of the reference transformer; None for embedding, head and norms."""
-    return {
-        name: {leaf: MATRICES.get(leaf) for leaf in tree} if name == "layers" else None for name, tree in params.items()
-    }
+    return 0 if len(shape) > 2 else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = start(__doc__, argv, devices=DEVICES)
     config = transformer.Config(layers=8, dim=128 if options.smoke else 2048, heads=16, vocabulary=256)
     mesh = sk.abstract_mesh(data=DEVICES)
+    dims = transformer.muon_dims(config)
     shapes = jax.eval_shape(lambda key: parameters.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((DEVICES, 128 if options.smoke else 1024), jnp.int32)
     grad_fn = sk.value_and_grad(transformer.loss_fn(config))
@@ -66,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         plan = make()
         optimizers = {
             "sgd": optax.sgd(0.02),
-            "optax, partitioned": optax.contrib.muon(0.02, muon_weight_dimension_numbers=numbers),
-            "by owners": sk.muon(0.02, mesh=mesh, plan=plan, muon_weight_dimension_numbers=numbers),
+            "optax, partitioned": optax.contrib.muon(0.02, muon_weight_dimension_numbers=dims),
+            "by owners": sk.muon(0.02, mesh=mesh, plan=plan, muon_weight_dimension_numbers=dims),
         }
         for kind, optimizer in optimizers.items():
             init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan)

@@ -131,8 +131,11 @@ def _exchange(routing: Dropless) -> Exchange:
     """How tokens of several devices meet their experts."""
     if callable(routing.impl):
         return partial(_of_others, routing.impl)
-    whole = {"gather": gathered, "ring": around_the_ring}
-    return whole.get(routing.impl or "", partial(by_choice, dense=routing.blocks))
+    if routing.impl == "gather":
+        return gathered
+    if routing.impl == "ring":
+        return around_the_ring
+    return partial(by_choice, dense=routing.blocks)
 
 
 def _of_others(exchange: Exchange, x_ND: jax.Array, *rest: Any) -> jax.Array:

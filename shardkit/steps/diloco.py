@@ -25,7 +25,6 @@ from shardkit.meshes.layout import spec_axes
 from shardkit.pipelines.submeshes import joined, submeshes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import Held, named_arrays, with_arrays
-from shardkit.steps.arguments import checked_key
 from shardkit.steps.builder import TrainStep
 from shardkit.steps.state import Master, TrainState, optimizer_held, shardings
 
@@ -65,10 +64,8 @@ class Diloco:
 
     def init(self, params: Any, key: jax.Array, carried: Any = None) -> DilocoState:
         """The first state: workers begin with the same parameters of `key`, and draw with keys of their own."""
-        key = checked_key(key)
-        made = [each and each.init(params, key, carried) for each in self.train_steps]
-        for k, each in enumerate(made):
-            made[k] = each and each._replace(key=jax.device_put(jax.random.fold_in(key, k), each.key.sharding))
+        alike = [each and each.init(params, key, carried) for each in self.train_steps]
+        made = [each and each._replace(key=jax.random.fold_in(each.key, k)) for k, each in enumerate(alike)]
         if any(isinstance(each.opt_state, Master) for each in made if each):
             raise ValueError(
                 "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision "

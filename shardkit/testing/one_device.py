@@ -51,6 +51,22 @@ class Training:
     carry: Any = None
     carried: Any = None
 
+    def first(self, params: Any) -> Any:
+        """The carried state before the first step."""
+        carried = self.carried(params) if makes(self.carried) else self.carried
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), carried)
+
+    def read(self, carried: Any) -> dict[str, Any]:
+        """What the GradFn is passed of the carried state."""
+        return {"carried": carried} if reads_carried(self.grad_fn) else {}
+
+    def after(self, carried: Any, loss: Any, metrics: Any, params: Any) -> Any:
+        """The carried state after a step, in the dtypes that it had."""
+        if self.carry is None:
+            return carried
+        new = self.carry(carried, {"loss": loss, **metrics}, params)
+        return jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), new, carried)
+
 
 class Reference(NamedTuple):
     """A training run on one device: the expected results of each step, and what they are of."""
@@ -168,8 +184,18 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
         plain.carried,
         spread(lambda step: step.carried),
     )
-    allowed = loss, metrics, grads, params
-    return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, *allowed, plain.carried, carried)
+    return Wanted(
+        loss=plain.loss,
+        metrics=plain.metrics,
+        grads=plain.grads,
+        params=plain.params,
+        carried=plain.carried,
+        loss_allowed=loss,
+        metrics_allowed=metrics,
+        grads_allowed=grads,
+        params_allowed=params,
+        carried_allowed=carried,
+    )
 
 
 def noise_of(grads: Any, relative: float) -> Any:
@@ -182,36 +208,17 @@ def _run(given: Training, relative: float, sign: int) -> list[_Step]:
     loss_and_gradient: Any = given.grad_fn
     gradient, update = gradient_of(loss_and_gradient), update_of(given.optimizer)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), given.params)
-    opt_state, carried, steps = passed_what_it_takes(given.optimizer).init(params), first_of(given, params), []
+    opt_state, carried, steps = passed_what_it_takes(given.optimizer).init(params), given.first(params), []
     for index, batch in enumerate(given.batches):
         rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
         keys = example_keys(step_key(given.key, index), rows)
-        loss, metrics, grads = jax.device_get(gradient(params, batch, keys, **read_by(given, carried)))
+        loss, metrics, grads = jax.device_get(gradient(params, batch, keys, **given.read(carried)))
         if sign:
             grads = _off(grads, relative, sign)
         params, opt_state = update(grads, opt_state, params, loss)
-        carried = carried_on(given, carried, loss, metrics, params)
+        carried = given.after(carried, loss, metrics, params)
         steps.append(_Step(loss, metrics, grads, *jax.device_get((params, carried))))
     return steps
-
-
-def first_of(given: Training, params: Any) -> Any:
-    """The carried state before the first step."""
-    first = given.carried(params) if makes(given.carried) else given.carried
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), first)
-
-
-def read_by(given: Training, carried: Any) -> dict[str, Any]:
-    """What a GradFn is passed of the carried state."""
-    return {"carried": carried} if reads_carried(given.grad_fn) else {}
-
-
-def carried_on(given: Training, carried: Any, loss: Any, metrics: Any, params: Any) -> Any:
-    """The carried state after a step, in the dtypes that it had."""
-    if given.carry is None:
-        return carried
-    new = given.carry(carried, {"loss": loss, **metrics}, params)
-    return jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), new, carried)
 
 
 @lru_cache(maxsize=32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -57,25 +58,24 @@ def sends(kind: str, axis: Axis, sent: int) -> Any:
     """
     one_of("sends", "kind", kind, COLLECTIVE_KINDS)
     at_least_zero("sends", sent=sent)
-    return jax.named_scope(":".join([_SCOPE, kind, ",".join(bound("sends", axis)), str(sent)]))
+    return jax.named_scope(_SCOPE + json.dumps([kind, bound("sends", axis), sent]))
 
 
 def said(site: Site) -> Said | None:
     """What was said of a foreign call; None of other equations, and where nothing was."""
     if site.name not in CALLS:
         return None
-    scopes = (scope.name for each in around(site) for scope in reversed(each.equation.source_info.name_stack.stack))
-    for name in scopes:
-        if name.startswith(_SCOPE + ":"):
-            _, kind, axes, sent = name.split(":")
-            return Said(kind, tuple(axes.split(",")), Fraction(sent))
+    for each in around(site):
+        for scope in reversed(each.equation.source_info.name_stack.stack):
+            if scope.name.startswith(_SCOPE):
+                kind, axes, sent = json.loads(scope.name.removeprefix(_SCOPE))
+                return Said(kind, tuple(axes), Fraction(sent))
     return None
 
 
 def around(site: Site) -> Iterator[Site]:
     """A site and those that hold it, innermost first."""
-    while True:
-        yield site
-        if site.outer is None:
-            return
-        site = site.outer
+    each: Site | None = site
+    while each is not None:
+        yield each
+        each = each.outer

@@ -32,13 +32,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit.testing.exact.tower import LEVELS, PRIMES, logarithm, powers
+from shardkit.testing.exact.tower import LEVELS, PRIMES, logarithm, powers, rationals
 
 ORDERS = (0, 1, 2, 3)
 INFINITE = 1e9
 _LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
 _LOWEST = np.iinfo(np.int64).min
-_LARGEST_PRODUCT = 2**25  # of numerator and denominator of a constant that is known by its components
 _PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
 
 
@@ -551,25 +550,6 @@ class Field:
         valid = self.valid(np.maximum(x.used[0], y.used[0]))
         equal = ((x.number == y.number) | ~valid).all(0)
         return np.asarray(np.where(x.low | y.low, x.low == y.low, equal))
-
-
-def rationals(x: np.ndarray, p: int) -> np.ndarray:
-    """float64: the fractions of small numerator and denominator that residues stand for; NaN where there is none.
-
-    Each step of Euclid's algorithm for p and x gives a fraction that is x modulo p; the simplest of them is it.
-    """
-    rest, next_rest = np.full(x.shape, p, np.int64), x.astype(np.int64)
-    under, next_under = np.zeros(x.shape, np.int64), np.ones(x.shape, np.int64)
-    best, found = np.full(x.shape, _LARGEST_PRODUCT, np.float64), np.full(x.shape, np.nan)
-    while next_rest.any():
-        product = next_rest * np.abs(next_under).astype(np.float64)
-        better = (next_rest > 0) & (product < best)
-        best = np.where(better, product, best)
-        found = np.where(better, next_rest / np.where(better, next_under, 1), found)
-        times = rest // np.maximum(next_rest, 1)
-        rest, next_rest = next_rest, np.where(next_rest > 0, rest - times * next_rest, 0)
-        under, next_under = next_under, under - times * next_under
-    return found
 
 
 def mixed(*words: Any) -> Any:

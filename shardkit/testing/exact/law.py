@@ -24,15 +24,7 @@ from shardkit.testing.exact.equality import UnprovableError, check_floats, check
 from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.rules import ORDERED, Operand, held, stacked
-from shardkit.testing.one_device import (
-    Reference,
-    Training,
-    carried_on,
-    first_of,
-    gradient_of,
-    read_by,
-    update_of,
-)
+from shardkit.testing.one_device import Reference, Training, gradient_of, update_of
 from shardkit.testing.program import Program
 
 _STEPS = 2
@@ -135,14 +127,14 @@ def _traced_alone(given: Training, steps: int) -> Any:
     gradient = gradient_of(loss_and_gradient)
 
     def train(params: Any, batches: Any) -> Any:
-        opt_state, carried = passed_what_it_takes(optimizer).init(params), first_of(given, params)
+        opt_state, carried = passed_what_it_takes(optimizer).init(params), given.first(params)
         losses, means = [], []
         for index, batch in enumerate(batches):
             rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
             keys = example_keys(step_key(given.key, index), rows)
-            loss, metrics, grads = gradient(params, batch, keys, **read_by(given, carried))
+            loss, metrics, grads = gradient(params, batch, keys, **given.read(carried))
             params, opt_state = update_of(optimizer)(grads, opt_state, params, loss)
-            carried = carried_on(given, carried, loss, metrics, params)
+            carried = given.after(carried, loss, metrics, params)
             losses.append(loss)
             metrics.pop("weight")  # by which the loss is divided; one for a shard and microbatch if it is a scalar
             means.append(metrics)
