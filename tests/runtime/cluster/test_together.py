@@ -43,6 +43,7 @@ def test_two_processes(tmp_path):
         assert each["devices"] == [4, 2]
         # Catches a process that runs the step of another's worker, and an exchange of its own worker alone.
         assert each["diloco"] == [[2.0, 2.0], [rank == 0, rank == 1]]
+        assert each["crossed"] == [[2.0, 2.0], [True, True]]
 
     # proves S98, F71: nobody goes on before the last has come, and the wait has an end
     assert last["came"] - first["came"] > LATE / 2

@@ -53,17 +53,25 @@ result = total(outside)  # every process calls it
 saw["result"] = [list(result.shape), [np.asarray(piece).tolist() for piece in reading.local_shards(result).values()]]
 saw["then"] = float(jax.jit(jnp.sum, out_shardings=jax.NamedSharding(mesh, P()))(x))  # all of them go on together
 
-# A worker of DiLoCo for each process: a step takes w to its target, and an exchange to the mean of both.
+# Workers of DiLoCo, each of one process, then each of a device of both: a step takes w to its target, and an exchange
+# to the mean of the two.
 grad_fn = sk.value_and_grad(lambda w, batch, keys: jnp.mean((batch - w) ** 2))
-own = [np.full(2, 4.0 * k, "f") if k == rank else None for k in range(2)]
-run = sk.diloco(
-    lambda mesh: sk.make_train_step(grad_fn, optax.sgd(0.5), mesh=mesh, plan=sk.dp("data")),
-    optax.sgd(1.0),
-    mesh=sk.make_mesh(devices, pod=2, data=-1),
-    axis="pod",
-)
-state, metrics = run.step(run.init(jnp.zeros(()), jax.random.key(0)), own)
-found = reading.local_shards(run.exchange(state).params)
-saw["diloco"] = [sorted(map(float, found.values())), [bool(each) for each in metrics]]
+for name, grid in (("diloco", np.reshape(devices, (2, -1))), ("crossed", np.reshape(devices, (2, -1)).T)):
+    run = sk.diloco(
+        lambda mesh: sk.make_train_step(grad_fn, optax.sgd(0.5), mesh=mesh, plan=sk.dp("data")),
+        optax.sgd(1.0),
+        mesh=jax.sharding.Mesh(grid, ("pod", "data")),
+        axis="pod",
+    )
+    own = [
+        each
+        and jax.make_array_from_callback(
+            (2,), jax.NamedSharding(each.step.mesh, P("data")), lambda _, k=k: np.full(1, 4.0 * k, "f")
+        )
+        for k, each in enumerate(run.train_steps)
+    ]
+    state, metrics = run.step(run.init(jnp.zeros(()), jax.random.key(0)), own)
+    found = reading.local_shards(run.exchange(state).params)
+    saw[name] = [sorted(map(float, found.values())), [bool(each) for each in metrics]]
 
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(saw))
