@@ -1,8 +1,10 @@
 """What a program communicates, read from the program itself.
 
 `jaxpr/` reads the traced program, `hlo/` the compiled one, `profiling/` a run; `judge.py` holds any function against
-the rules in `rules/`, and `contracts.py` against the collectives that it should run. Start with `jaxpr/census.py`.
-Imports cost, meshes, on_device and steps.
+the rules in `rules/` and `compiled_rules/`, and `contracts.py` against the collectives that it should run. Start with
+`jaxpr/census.py`.
+Imports cost, meshes and on_device; steps
+imports its readers of traced programs and their rules.
 """
 
 from shardkit.analysis.contracts import Collective, collective, expects
@@ -11,10 +13,10 @@ from shardkit.analysis.hlo.differences import Compiled, compiled
 from shardkit.analysis.jaxpr.census import Census, CensusRow, census
 from shardkit.analysis.jaxpr.explain import Explanation, Reason, explain
 from shardkit.analysis.jaxpr.foreign import sends
-from shardkit.analysis.judge import Audit, audit, lint
+from shardkit.analysis.judge import RULES, Audit, audit, lint
 from shardkit.analysis.profiling.profile import profile, trace
 from shardkit.analysis.profiling.timings import Profile, Timing
-from shardkit.analysis.rules import RULES, Finding, Rule
+from shardkit.analysis.rules import Finding, Rule
 
 __all__ = [
     "RULES",

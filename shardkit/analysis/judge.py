@@ -15,6 +15,9 @@ import jax
 
 from shardkit._arguments.checks import at_least, counted, quoted, sized
 from shardkit._arguments.typed import typed
+from shardkit.analysis.compiled_rules import COMPILED_RULES
+from shardkit.analysis.compiled_rules.program import CompiledProgram, compiled_program
+from shardkit.analysis.compiled_rules.second_call import second_call, why_not_called
 from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
@@ -22,9 +25,11 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import plain_row, read_row, size
 from shardkit.analysis.jaxpr.census import Census, CensusRow, mesh_sizes
 from shardkit.analysis.jaxpr.step import trace_step
-from shardkit.analysis.rules import RULES, Finding
-from shardkit.analysis.rules.program import CompiledProgram, TracedProgram, compiled_program, in_one_sentence
-from shardkit.analysis.rules.second_call import second_call, why_not_called
+from shardkit.analysis.rules import TRACE_RULES, Finding
+from shardkit.analysis.rules.program import TracedProgram, in_one_sentence
+
+RULES = TRACE_RULES | COMPILED_RULES
+"""The rules of `lint` and `audit`, by name."""
 
 FORMAT = 1
 LARGE = 256 * 2**20  # of an input of a shard_map

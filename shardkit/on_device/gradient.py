@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial, reduce
 from itertools import compress
 from typing import Any, NamedTuple, Protocol
@@ -201,6 +202,11 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         return loss, aux, gradients(*backward(grads))
 
     def run(params: Any, scale: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
+        if _LOSS_ALONE.get():
+            opened = [with_parts(tree, parts(tree)) for tree in (params, *args)]
+            call = partial(call_loss, loss_fn)
+            out = alone(call, *opened) if local else call(*opened)
+            return *loss_and_aux(out, several=True), None
         if local:
             return through(alone, params, scale, *args)
         with noting_local(partial(through, alone, params, scale, *args)):
@@ -240,6 +246,20 @@ def _total(loss: Any, local: bool) -> jax.Array:
     times = jnp.array([math.prod(axis_size(axis) for axis in axes if axis not in each) for each in over], jnp.float32)
     largest, whole = divisor_of(jnp.max(whole / times)), divisor_of(whole)
     return reduce(jnp.add, [largest / w * mean.total for w, mean in zip(whole, loss.terms, strict=True)])
+
+
+# Whether GradFns of `value_and_grad` leave out the gradients, for those who only look at the loss of a step.
+_LOSS_ALONE: ContextVar[bool] = ContextVar("loss alone", default=False)
+
+
+@contextmanager
+def loss_alone() -> Iterator[None]:
+    """Inside of it, while it is traced, a GradFn of `value_and_grad` returns None in place of the gradients."""
+    token = _LOSS_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _LOSS_ALONE.reset(token)
 
 
 def noting_local(otherwise: Callable[[], Any]) -> AbstractContextManager[None]:

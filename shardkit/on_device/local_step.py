@@ -15,7 +15,19 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax.one_device import noting
 from shardkit.meshes.layout import path_name, spec_axes
 from shardkit.on_device.batch import device_keys, split_microbatches, take_microbatch, tokens_split
-from shardkit.on_device.gradient import GradFn, LossFn, Sum, alone, call_loss, is_mean, kind, named_means, noting_local
+from shardkit.on_device.gradient import (
+    GradFn,
+    LossFn,
+    Sum,
+    alone,
+    call_loss,
+    is_mean,
+    kind,
+    loss_alone,
+    named_means,
+    noting_local,
+    terms_of,
+)
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating, parts, with_parts
 from shardkit.on_device.loss_weights import in_compute
@@ -68,6 +80,28 @@ def local_gradients(
         if not microbatches.words:
             return batch, *of_examples(batch, keys)
         return batch, *microbatches.of(of_examples, batch, keys, scale, placement)
+
+
+def local_loss(
+    grad_fn: GradFn, seen: Any, batch: Any, keys: jax.Array, placement: Placement, policy: Precision
+) -> tuple[Any, ...]:
+    """The Means of which the loss of this device's examples is the sum, without gradients; `seen` is of `enter`.
+
+    Cost: what the loss sends.
+    """
+
+    def loss_of(batch: Any) -> Any:
+        with loss_alone():
+            return grad_fn(seen, batch, keys)[0]
+
+    def first_means(batch: Any) -> dict[str, Any]:
+        return {f"{number}": mean for number, mean in enumerate(terms_of(loss_of(batch)))}
+
+    with tokens_split(_token_axes(placement.batch), placement.split_leaf):
+        reads = "carried" in getattr(grad_fn, "keywords", {})
+        split = _first_split(placement.batch)
+        batch = in_compute(first_means, batch, policy.compute, once=False, split=split, reads=reads)
+        return tuple(terms_of(loss_of(batch)))
 
 
 def local_means(

@@ -16,6 +16,7 @@ import jax
 from shardkit import viz
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import typed
+from shardkit.analysis.compiled_rules.program import compiled_program
 from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import parse_topology
@@ -23,7 +24,7 @@ from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
 from shardkit.analysis.jaxpr.step import TracedStep, trace_step
 from shardkit.analysis.judge import LARGE, LARGE_LEAF, SMALL, Audit, audit_of, check_rules, findings_of
 from shardkit.analysis.rules import Finding
-from shardkit.analysis.rules.program import TracedProgram, compiled_program, in_one_sentence
+from shardkit.analysis.rules.program import TracedProgram, in_one_sentence
 from shardkit.bench.environment import environment
 from shardkit.meshes.inspection import describe
 from shardkit.meshes.layout import path_name, table

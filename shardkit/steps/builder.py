@@ -27,6 +27,7 @@ from shardkit.plans.manual import AsLaidOut, leaving_automatic, manual_axes
 from shardkit.plans.plan import Plan
 from shardkit.steps.arguments import check_function, checked_key
 from shardkit.steps.carry import Update, abstract_carried, check_carried, first_carried, reads_carried
+from shardkit.steps.first_call import FirstCall
 from shardkit.steps.state import (
     TrainState,
     abstract_state,
@@ -73,6 +74,8 @@ def make_train_step(
     manual: Axis | None = None,
     steps: int | None = None,
     donate: bool = True,
+    examples: Literal["apart", "mixed"] = "apart",
+    check: bool = True,
 ) -> TrainStep:
     """Builds a training step in which every collective of loss and gradient is explicit.
 
@@ -109,6 +112,14 @@ def make_train_step(
             does every metric. Python then dispatches once for all of them.
         donate: whether the new state takes the memory of the old one, which is gone then. With False both are held, and
             arrays of one state may be used in another.
+        examples: "apart": the loss adds over its examples, so that it is the same on every mesh; the first call of the
+            step refuses one that does not, such as negatives or statistics of the batch without a collective. A loss
+            that sends over an axis of the batch, and that of a pipeline, is not checked. "mixed": examples of one
+            device (with `accumulate` of one microbatch) may meet, as in a norm over the batch of each device, and the
+            loss is the mean of what the devices compute.
+        check: whether the first call also refuses a program in which a rule of `sk.lint` finds wrong numbers or a
+            deadlock, such as one dropout mask for the columns of all devices. False leaves out all checks of the first
+            call.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
@@ -121,6 +132,8 @@ def make_train_step(
         ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
             communicates, an optimizer or `carry` that multiplies matrices or sums over split leaves; groups that do not
             divide the batch.
+        ValueError: from the first call of `step`, for a loss that mixes examples, and for what breaks a rule of
+            `sk.lint` that means wrong numbers, with the line.
         ValueError: from `step`, for a state that an earlier step has donated, that is on another mesh, or that another
             plan lays out, pads or orders otherwise, or gives other residuals.
         TypeError: from `step`, for what is no TrainState, and for an optimizer whose updates are not like gradients.
@@ -193,6 +206,7 @@ def make_train_step(
         run,
         ends={"stop": nonfinite == "stop", "dynamic": policy.loss_scale == "dynamic"},
         check=state_check(plan, mesh) if all_manual else None,  # else the layouts are the caller's
+        first=FirstCall(program, mesh, steps, mixed=examples == "mixed") if check else None,
         plan=plan,
         mesh=program.mesh,
         manual=manual,

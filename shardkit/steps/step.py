@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from shardkit._arguments.typed import ARRAYS, check_kind
 from shardkit._jax import compat
 from shardkit.meshes.layout import path_name
-from shardkit.on_device.advice import warn_of
 from shardkit.plans.plan import Plan
 from shardkit.steps.state import TrainState
 
@@ -56,7 +55,7 @@ class Step:
         *,
         ends: dict[str, bool],
         check: Callable[[Any], None] | None = None,
-        warns: bool = True,
+        first: Callable[[Any, tuple[Any, Any, Any]], None] | None = None,
         plan: Plan | None = None,
         mesh: Any = None,
         manual: Any = None,
@@ -64,7 +63,7 @@ class Step:
     ):
         self.plan, self.mesh, self.manual, self.schedule = plan, mesh, manual, schedule
         self.ends: dict[str, bool] = ends
-        self._run, self._check, self._warns = run, check, warns
+        self._run, self._check, self._first = run, check, first
         self._array = compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -79,9 +78,9 @@ class Step:
                 "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
             )
         args = self._arguments(state, batch)
-        if self._warns:
-            self._warns = False
-            warn_of(_called(self._run.trace, args).jaxpr.jaxpr, stacklevel=2)
+        if self._first:  # once, before anything runs
+            self._first(_called(self._run.trace, args), args)
+            self._first = None
         new, metrics = _called(self._run, args)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.

@@ -109,7 +109,7 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
             f"aot.load: the runtime must accept the program; it refuses {path}: {raised(error)}. Save the program "
             "again, in the environment in which it runs."
         ) from error
-    return Step(run, ends=ends, warns=False) if ends else run
+    return Step(run, ends=ends) if ends else run
 
 
 def writable_by(found: os.stat_result) -> str:

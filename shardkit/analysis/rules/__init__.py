@@ -1,32 +1,25 @@
-"""The rules, one file for each or for a family, and `RULES`, the list of them.
+"""The rules on a trace, one file for each or for a family, and `TRACE_RULES`, the list of them.
 
 A new rule is a file with a function `check(program)` and a row here. Start with `rule.py`, which says what a rule is,
-then `program.py`, which says what it is passed; `replicated.py` is the shortest on a trace, `host.py` on a compiled
-program. Imports `analysis/jaxpr` and `analysis/hlo`.
+then `program.py`, which says what it is passed; `replicated.py` is the shortest. Imports `analysis/jaxpr`. Rules on a
+compiled program are in `analysis/compiled_rules/`.
 """
 
 from shardkit.analysis.rules.divergence import divergence
 from shardkit.analysis.rules.draws import draws
 from shardkit.analysis.rules.fitting import fitting
-from shardkit.analysis.rules.host import host
 from shardkit.analysis.rules.inner_gradients import inner_gradients
-from shardkit.analysis.rules.leaves import copies, unplaced
-from shardkit.analysis.rules.loops import loops
 from shardkit.analysis.rules.one_piece import one_piece
 from shardkit.analysis.rules.outputs import outputs
 from shardkit.analysis.rules.permutations import permutations
 from shardkit.analysis.rules.processes import other_process
 from shardkit.analysis.rules.reductions import reductions
-from shardkit.analysis.rules.rematerialized import rematerialized
 from shardkit.analysis.rules.replicated import replicated
 from shardkit.analysis.rules.reused_keys import reused_keys
 from shardkit.analysis.rules.rule import Finding, Rule
-from shardkit.analysis.rules.second_call import second_call
-from shardkit.analysis.rules.sums import sums
 from shardkit.analysis.rules.tiny_shards import tiny_shards
 from shardkit.analysis.rules.unchecked import unchecked
 from shardkit.analysis.rules.unintended import unintended
-from shardkit.analysis.rules.widths import widths
 
 _TRACED = (
     ("divergent-collective", "a collective that only some devices of its axis reach", divergence),
@@ -52,20 +45,12 @@ _TRACED = (
     ("process-dependent-communication", "collectives that depend on jax.process_index()", other_process),
     ("process-dependent-program", "a program that is not the same on all processes", other_process),
 )
-_COMPILED = (
-    ("summed-each-iteration", "an all-reduce in a loop that only adds up its results", loops),
-    ("summed-separately", "all-reduces of which only the sum is used", sums),
-    ("gathered-each-iteration", "an all-gather in a loop that does not change its operand", loops),
-    ("full-rematerialization", "a value that the partitioner makes whole to reshard it", rematerialized),
-    ("replicated-leaf", "a large leaf that several devices hold and could share", copies),
-    ("unplaced-leaf", "a leaf without a sharding in a program of several devices", unplaced),
-    ("float32-traffic", "float32 that is sent and then rounded to 16 bits", widths),
-    ("host-transfer", "a callback, a feed or a move between the memories of device and host", host),
-    ("second-compile", "a step that compiles again on its own results", second_call),
-)
-RULES = {name: Rule(name, finds, "trace", check) for name, finds, check in _TRACED} | {
-    name: Rule(name, finds, "compiled", check) for name, finds, check in _COMPILED
+# What these find computes other numbers than one device, or never ends: the first step refuses it.
+_WRONG = {
+    *("divergent-collective", "ppermute-in-divergent-branch", "non-bijective-permutation", "repeated-reduction"),
+    *("repeated-draw", "unequal-output", "inner-gradient-of-a-constant"),
 }
-"""The rules of `lint` and `audit`, by name."""
+TRACE_RULES = {name: Rule(name, finds, "trace", check, name in _WRONG) for name, finds, check in _TRACED}
+"""The rules that `lint` and `audit` apply to a trace, by name."""
 
-__all__ = ["RULES", "Finding", "Rule"]
+__all__ = ["TRACE_RULES", "Finding", "Rule"]

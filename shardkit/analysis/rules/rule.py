@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit._jax.primitives import registered
-from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.jaxpr.dataflow import Block, Context, inside, where
 
 
@@ -40,12 +38,15 @@ class Rule(NamedTuple):
         reads: "trace": `lint` and `audit` apply it, to a `TracedProgram`; "compiled": `audit(..., compiled=True)` does,
             to a `CompiledProgram`.
         check: `check(program)` yields the findings. Rules may share one function, which runs once.
+        wrong: whether what it finds computes other numbers than one device, or never ends, so that the first step of
+            `make_train_step` refuses it.
     """
 
     name: str
     finds: str
     reads: Literal["trace", "compiled"]
     check: Callable[[Any], Iterator[Finding]]
+    wrong: bool = False
 
 
 class Use(NamedTuple):
@@ -92,11 +93,3 @@ def place(equation: Any, context: Context) -> str:
         lines = [line for each in sub.eqns if (line := place(each, context)) != "unknown"]
         known = lines[0] if lines else known
     return known
-
-
-def together(rows: Iterable[CompiledRow]) -> str:
-    """Collectives of one kind and place in words, as "all_gather over 'data' of 64 bytes"."""
-    first, *others = rows
-    total = sum(row.bytes_in for row in (first, *others))
-    times = f"{len(others) + 1} x " if others else ""
-    return f"{times}{first.kind} over {quoted(first.axes)} of {total:,} bytes{' in all' if others else ''}"

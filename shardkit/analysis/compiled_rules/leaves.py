@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from shardkit._arguments.checks import sized
+from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.hlo.report import size
 from shardkit.analysis.jaxpr.dataflow import short
 from shardkit.analysis.jaxpr.step import StepLeaf
-from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
 from shardkit.meshes.layout import all_axes
 

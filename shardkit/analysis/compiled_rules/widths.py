@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardkit.analysis.compiled_rules.program import CompiledProgram, together
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.uses import Value
-from shardkit.analysis.rules.program import CompiledProgram
-from shardkit.analysis.rules.rule import Finding, together
+from shardkit.analysis.rules.rule import Finding
 
 _FLOAT32, _SHORT = 11, {10: "float16", 16: "bfloat16"}  # xla's PrimitiveType
 _MOVES = ("all_gather", "all_to_all", "ppermute")  # a reduction in 16 bits would be another result

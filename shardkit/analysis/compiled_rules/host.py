@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardkit._jax.jaxprs import Site, walk
+from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.jaxpr.census import size_of
-from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
 
 _CALLS = {"io_callback", "pure_callback", "debug_callback", "debug_print", "infeed", "outfeed"}

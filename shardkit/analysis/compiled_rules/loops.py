@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shardkit.analysis.compiled_rules.program import CompiledProgram, together
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.report import size
 from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
-from shardkit.analysis.rules.program import CompiledProgram
-from shardkit.analysis.rules.rule import Finding, together
+from shardkit.analysis.rules.rule import Finding
 
 _SUM = (
     "Add up what each device has and reduce once after the loop, inside jax.shard_map, as "

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardkit._arguments.checks import quoted
+from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
-from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
 
 # What the factor of a term may be: the same for all of them, as one over the number of microbatches.

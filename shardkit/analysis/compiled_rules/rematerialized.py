@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 from shardkit._arguments.checks import quoted
+from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import written
 from shardkit.analysis.hlo.uses import CompiledUse, Value
-from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
 
 _MESSAGE = re.compile(r"from sharding (.+?) to (.+?) (?:efficiently|without)")

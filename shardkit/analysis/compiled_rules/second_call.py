@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from shardkit.analysis.rules.program import CompiledProgram
+from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
