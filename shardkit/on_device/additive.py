@@ -188,7 +188,7 @@ class _Reader:
                     equation.outvars
                 )
                 if not alike and all(isinstance(each, Whole) for each in operands):
-                    results = [_any_whole(v, UNKNOWN) for v in equation.outvars]
+                    results = [any_whole(v, UNKNOWN) for v in equation.outvars]
             else:
                 results = self.step(pair, operands)
             known.update(zip(equation.outvars, results, strict=True))
@@ -217,7 +217,7 @@ class _Reader:
         if over and (sent or name == "axis_index"):
             # What a loss sends over the batch is its own affair: devices share it, and it is taken for whole.
             self.sends.update(over)
-            return [_any_whole(v) for v in equation.outvars]
+            return [any_whole(v) for v in equation.outvars]
         met = next((state for state in operands if isinstance(state, Met)), None)
         if kind_of(equation) is not None and met is None:
             return [_sent_along(pair, state, v) for state, v in zip(operands, equation.outvars, strict=False)]
@@ -270,7 +270,7 @@ class _Reader:
         if not all(isinstance(state, Whole) for state in operands):
             met = next((s for s in operands if isinstance(s, Met)), None)
             return [met or pair.met("the examples decide when a loop ends")] * len(pair.many.outvars)
-        return [_any_whole(v) for v in pair.many.outvars]
+        return [any_whole(v) for v in pair.many.outvars]
 
     def _scan(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         few, many, constants = self._inner(pair)
@@ -311,7 +311,7 @@ def _sent_along(pair: Pair, state: State, result: Any) -> State:
     """What a collective gives over axes whose devices have the same examples, as tensor parallelism and context do."""
     params, name = pair.many.params, pair.name
     if isinstance(state, Whole):
-        return _any_whole(result, state.scale)
+        return any_whole(result, state.scale)
     if kind_of(pair.many) in ("all_reduce", "ppermute"):
         if isinstance(state, Total) and registered(name).reduces in ("maximum", "minimum"):
             return pair.met(f"{name} is applied to a sum over the examples")
@@ -326,7 +326,7 @@ def _same_program(few: Any, many: Any) -> bool:
     return few.primitive is many.primitive and len(few.invars) == len(many.invars)
 
 
-def _any_whole(variable: Any, scale: float = 1.0) -> Whole:
+def any_whole(variable: Any, scale: float = 1.0) -> Whole:
     """A value of which only that it does not depend on the examples is known."""
     shape = getattr(variable.aval, "shape", ())
     return Whole(frozenset(dim for dim, size in enumerate(shape) if size > 1), scale)
@@ -381,7 +381,7 @@ def _beside(whole: Whole, rows: Rows) -> bool:
 
 
 # Elementwise primitives: those that are linear in one operand, or in all together, and all others.
-_LINEAR = {"neg", "convert_element_type", "reduce_precision", "real", "imag", "conj", "copy_p"}
+_LINEAR = {"neg", "stop_gradient", "convert_element_type", "reduce_precision", "real", "imag", "conj", "copy_p"}
 _SUMS = {"add", "sub", "add_any"}
 _ELEMENTWISE = {
     *("abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e"),
@@ -433,9 +433,8 @@ def _elementwise(pair: Pair, operands: list[State]) -> State:
     scale = _scale_of(name, pair, operands)
     if scale == UNKNOWN:
         return pair.met(f"{name} combines examples with their number")
-    for state in rows[1:]:
-        if (state.dim, state.copies) != (rows[0].dim, rows[0].copies):
-            return pair.met(f"{name} pairs every example with every other")
+    if any((other.dim, other.copies) != (rows[0].dim, rows[0].copies) for other in rows[1:]):
+        return pair.met(f"{name} pairs every example with every other")
     for number, state in enumerate(operands):
         if isinstance(state, Whole) and rows[0].dim in state.differs and len(pair.shape(number)) == len(pair.out):
             return pair.met(f"{name} combines an example with a value that depends on its place in the batch")
@@ -520,7 +519,7 @@ def _whole_results(pair: Pair, operands: list[State]) -> list[State]:
             places = dict(zip(before, after, strict=True))
             index = places.get(wholes[0].index) if wholes[0].index is not None else None
             return [replace(wholes[0], differs=frozenset(places[dim] for dim in wholes[0].differs), index=index)]
-        return [_any_whole(equation.outvars[0], wholes[0].scale)]
+        return [any_whole(equation.outvars[0], wholes[0].scale)]
     if name == "transpose":
         order = list(equation.params["permutation"])
         index = None if wholes[0].index is None else order.index(wholes[0].index)
@@ -530,11 +529,36 @@ def _whole_results(pair: Pair, operands: list[State]) -> list[State]:
         return [replace(wholes[0], differs=_shifted(wholes[0].differs, gone), index=None)]
     if name == "reduce_sum":
         return [_sum_of_whole(pair, wholes[0])]
+    if name == "dot_general":
+        return [_product_of_wholes(pair, wholes[0], wholes[1])]
+    if name in _CHANGES_ONE_DIM:
+        differs = frozenset[int]().union(*(state.differs for state in wholes))
+        changed = {dim for dim in range(len(pair.out)) if pair.shape(0)[dim : dim + 1] != pair.out[dim : dim + 1]}
+        scale = wholes[0].scale if len({state.scale for state in wholes}) == 1 else UNKNOWN
+        zero = all(state.zero for state in wholes)
+        along = equation.params.get("dimension", equation.params.get("axis"))
+        if along is not None:
+            changed.add(along)
+        return [Whole(frozenset() if zero else differs | changed, scale, zero)] * len(equation.outvars)
     if name.startswith(("reduce_max", "reduce_min", "reduce_and", "reduce_or")):
         gone = equation.params["axes"]
         return [Whole(_shifted(wholes[0].differs, gone), wholes[0].scale)]
     scale = 1.0 if all(state.scale == 1 for state in wholes) else UNKNOWN
-    return [_any_whole(v, scale) for v in equation.outvars]
+    return [any_whole(v, scale) for v in equation.outvars]
+
+
+def _product_of_wholes(pair: Pair, left: Whole, right: Whole) -> Whole:
+    contract, batch = pair.many.params["dimension_numbers"]
+    differs = set()
+    for side, state in enumerate((left, right)):
+        for dim in state.differs:
+            if dim in batch[side]:
+                differs.add(list(batch[side]).index(dim))
+            elif dim not in contract[side]:
+                differs.add(_dot_place(side, dim, contract, batch, (pair.shape(0), pair.shape(1))))
+    grows = any(pair.few.invars[0].aval.shape[dim] != pair.shape(0)[dim] for dim in contract[0])
+    scale = UNKNOWN if grows else left.scale * right.scale
+    return Whole(frozenset(differs), scale, left.zero or right.zero)
 
 
 def _sum_of_whole(pair: Pair, state: Whole) -> Whole:
@@ -544,6 +568,10 @@ def _sum_of_whole(pair: Pair, state: Whole) -> Whole:
         if few[dim] != pair.shape(0)[dim]:
             scale = UNKNOWN if dim in state.differs else scale * pair.shape(0)[dim] / few[dim]
     return Whole(_shifted(state.differs, gone), scale, state.zero)
+
+
+# Of whole values: elements move or are combined along one dim, and along the others stay as they are.
+_CHANGES_ONE_DIM = {"slice", "rev", "pad", "concatenate", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:
@@ -578,7 +606,17 @@ def _one_operand(rule: Callable[[Pair, Rows], State]) -> Rule:
     return applied
 
 
-_MOVES_TOTALS = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "rev", "slice", "reduce_sum", "dynamic_slice"}
+_MOVES_TOTALS = {
+    "unstack",
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "rev",
+    "slice",
+    "reduce_sum",
+    "dynamic_slice",
+}
 
 
 def _broadcast(pair: Pair, rows: Rows) -> State:
@@ -830,15 +868,43 @@ def _fft(pair: Pair, rows: Rows) -> State:
     return rows
 
 
-def _random_bits(pair: Pair, rows: Rows) -> State:
-    return rows
+def _random(pair: Pair, operands: list[State]) -> State:
+    """Draws of one key for each example; numbers that shape them stand beside the keys."""
+    rows = [state for state in operands if isinstance(state, Rows)]
+    if len({(state.dim, state.copies) for state in rows}) != 1 or len(rows) + _wholes(operands) < len(operands):
+        return pair.met(f"{pair.name} combines examples with others")
+    if any(isinstance(state, Whole) and not _beside(state, rows[0]) for state in operands):
+        return pair.met(f"{pair.name} combines an example with a value that depends on its place in the batch")
+    return rows[0]
+
+
+def _wholes(operands: list[State]) -> int:
+    return sum(isinstance(state, Whole) for state in operands)
+
+
+def _stack(pair: Pair, operands: list[State]) -> State:
+    """Arrays side by side along a new dim."""
+    axis = pair.many.params["axis"] % len(pair.out)
+    joined = operands[0]
+    for state in operands[1:]:
+        joined = _join(pair, joined, state)
+    if isinstance(joined, Rows):
+        return Rows(joined.dim + (axis <= joined.dim), joined.copies, joined.scale)
+    return joined
+
+
+def _unstack(pair: Pair, rows: Rows) -> State:
+    axis = pair.many.params["axis"] % len(pair.shape(0))
+    if axis == rows.dim:
+        return pair.met("unstack takes the examples apart")
+    return Rows(_shift(rows.dim, (axis,)), rows.copies, rows.scale)
 
 
 def _gather(pair: Pair, operands: list[State]) -> State:
     operand, indices = operands
     numbers, sizes = pair.many.params["dimension_numbers"], pair.many.params["slice_sizes"]
     if isinstance(operand, Whole) and isinstance(indices, Whole):
-        return _any_whole(pair.many.outvars[0], operand.scale if indices.scale == 1 else UNKNOWN)
+        return any_whole(pair.many.outvars[0], operand.scale if indices.scale == 1 else UNKNOWN)
     columns = indices.columns if isinstance(indices, Met) else ()
     for state in (operand, indices):
         if isinstance(state, Met) and not (state is indices and columns):
@@ -917,7 +983,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
     **dict.fromkeys(("cholesky", "lu", "qr", "householder_product", "svd", "eigh", "triangular_solve"), _matrices),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max"), _scatter),
-    **dict.fromkeys(("random_wrap", "random_unwrap", "random_bits", "random_split"), _one_operand(_random_bits)),
+    **dict.fromkeys(("random_wrap", "random_unwrap", "random_bits", "random_split", "random_gamma"), _random),
     "random_fold_in": _elementwise,
     "broadcast_in_dim": _one_operand(_broadcast),
     "transpose": _one_operand(_transpose),
@@ -926,6 +992,8 @@ _RULES: dict[str, Rule] = {
     "rev": _one_operand(_reverse),
     "slice": _one_operand(_slice),
     "split": _split,
+    "stack": _stack,
+    "unstack": _one_operand(_unstack),
     "dynamic_slice": _one_operand(_dynamic_slice),
     "dynamic_update_slice": _dynamic_update,
     "pad": _pad,

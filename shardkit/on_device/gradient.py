@@ -206,7 +206,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
             opened = [with_parts(tree, parts(tree)) for tree in (params, *args)]
             call = partial(call_loss, loss_fn)
             out = alone(call, *opened) if local else call(*opened)
-            return *loss_and_aux(out, several=True), None
+            return *loss_and_aux(out, several=True), jax.tree.map(jnp.zeros_like, parts(params))
         if local:
             return through(alone, params, scale, *args)
         with noting_local(partial(through, alone, params, scale, *args)):
@@ -254,7 +254,7 @@ _LOSS_ALONE: ContextVar[bool] = ContextVar("loss alone", default=False)
 
 @contextmanager
 def loss_alone() -> Iterator[None]:
-    """Inside of it, while it is traced, a GradFn of `value_and_grad` returns None in place of the gradients."""
+    """Inside of it, while it is traced, a GradFn of `value_and_grad` returns zeros in place of the gradients."""
     token = _LOSS_ALONE.set(True)
     try:
         yield

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce, shift, vary
-from shardkit.on_device.additive import Loss, Rows, State, Whole, read_loss
+from shardkit.on_device.additive import Loss, Rows, State, any_whole, read_loss
 from shardkit.on_device.batch import device_keys, split_microbatches, split_over, take_microbatch
 from shardkit.on_device.local_step import local_loss
 from shardkit.on_device.pipelines import Staged
@@ -86,7 +86,10 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
     runs_later = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
     if loss.met is None or loss.sends or runs_later:
         return
-    apart, together, gap = compare(split, state, key, batch)
+    apart, together, gap = max(
+        (compare(split, params, key, batch) for params in (state.params, perturbed(state.params))),
+        key=lambda compared: compared[2],
+    )
     sixteen_bits = jnp.finfo(program.policy.compute).bits < 32
     if gap <= (ROUNDING_16_BITS if sixteen_bits else ROUNDING):
         return
@@ -122,13 +125,27 @@ def read_trace(split: _Split, state: TrainState, key: jax.Array, batch: Any) -> 
     states: list[State] = []
     for number, variable in enumerate(many.jaxpr.invars):
         if number < whole or not variable.aval.ndim:
-            states.append(Whole(frozenset(range(variable.aval.ndim))))
+            states.append(any_whole(variable))
         else:
             states.append(Rows(0))
     return read_loss(few, many, states, 2 * size, split.axes)
 
 
-def compare(split: _Split, state: TrainState, key: jax.Array, batch: Any) -> tuple[float, float, float]:
+def perturbed(params: Any) -> Any:
+    """Parameters nearby: where a loss begins with zeros, as of a new head, examples may meet in its gradient alone."""
+
+    def moved(params: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        noise = [0.05 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+        return jax.tree.unflatten(
+            structure, [x + each * (0.5 + jnp.abs(x)) for x, each in zip(leaves, noise, strict=True)]
+        )
+
+    return jax.jit(moved)(params)
+
+
+def compare(split: _Split, params: Any, key: jax.Array, batch: Any) -> tuple[float, float, float]:
     """The mean of the losses of two parts of the examples, that of both together, and by what share they differ.
 
     Of all devices, those whose losses differ most. With microbatches the parts are the first two of each device; else
@@ -158,7 +175,7 @@ def compare(split: _Split, state: TrainState, key: jax.Array, batch: Any) -> tup
         worst = jnp.argmax(gap)
         return jnp.stack([apart[worst], together[worst], gap[worst]])
 
-    apart, together, gap = np.asarray(jax.jit(differences)(state.params, split.carried.tree, batch, key))
+    apart, together, gap = np.asarray(jax.jit(differences)(params, split.carried.tree, batch, key))
     return float(apart), float(together), float(gap)
 
 

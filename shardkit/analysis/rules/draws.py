@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
 from shardkit.analysis.jaxpr.dataflow import short, where
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
@@ -15,6 +16,8 @@ def draws(program: TracedProgram) -> Iterator[Finding]:
     """Random numbers that are the same on devices whose elements differ, as one dropout mask for all."""
     for block, equation in program.equations:
         if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):
+            continue
+        if block.context.backward or compat.in_backward(equation):  # shares of a gradient differ where values do not
             continue
         operands = [(each, block.state(each)) for each in equation.invars if math.prod(each.aval.shape) > 1]
         for draw, alike in operands:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from shardkit._arguments.checks import named, quoted
 from shardkit._jax import compat
+from shardkit._jax.jaxprs import PLAN
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import short, split_axes, where
 from shardkit.analysis.rules.program import TracedProgram
@@ -21,6 +22,8 @@ def reductions(program: TracedProgram) -> Iterator[Finding]:
             continue
         # Transposing adds such sums rightly: a value used as n copies has n times the gradient.
         if block.context.backward or compat.in_backward(equation) or equation.params.get("axis_index_groups"):
+            continue
+        if compat.in_scope(equation, PLAN):  # shares of a gradient that no example changes are equal, and divided
             continue
         axes = split_axes(equation, block.context)
         for operand in equation.invars:
