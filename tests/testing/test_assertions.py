@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -41,6 +42,19 @@ def norm_args(dtype="float32"):
 # proves S43, F72: values and gradients of a sharded normalisation, under jit and eagerly
 def test_a_sharded_layer_norm_is_the_whole_one(mesh2x4):
     assert_matches_reference(layer_norm, whole_layer_norm, mesh=mesh2x4, args=norm_args(), **LAYOUT)
+
+
+# proves S43, F72: a run in one way alone would pass one of the two, and without `eager=` both ways are run
+@pytest.mark.parametrize("wrong", ["under jit", "eagerly"])
+def test_a_kernel_that_is_wrong_in_one_way_to_run_it_alone(wrong):
+    def kernel(x):
+        mode = "under jit" if isinstance(x, DynamicJaxprTracer) else "eagerly"
+        return 2 * x if mode == wrong else x
+
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    options = {"in_specs": P("data"), "out_specs": P("data"), "grad": False}
+    text = complaint(mesh, kernel, lambda x: x, (np.ones(2, "f"),), **options)
+    assert text.startswith(f"assert_matches_reference: on mesh data=2, {wrong}, the result must equal the reference;")
 
 
 @pytest.mark.parametrize("summands", [0, -4])

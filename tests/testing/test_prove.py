@@ -389,6 +389,17 @@ def test_a_leaf_of_nothing_but_noise_under_an_optimizer_that_scales_to_a_norm():
         before = step.params
 
 
+def test_a_call_gets_the_batches_of_its_own_steps():
+    """One batch more in a call would be seen by no step of the last call, and by jax only as another shape."""
+    batches = [{"x": np.full((2,), i), "y": jnp.full((1,), i)} for i in range(6)]
+    for steps, wanted in ((2, [[0, 1], [2, 3], [4, 5]]), (3, [[0, 1, 2], [3, 4, 5]]), (6, [[0, 1, 2, 3, 4, 5]])):
+        row = DP4._replace(steps=steps)
+        calls = Program(row, sk.abstract_mesh(data=4), row.plan, None, None, PARAMS, batches, KEY).calls
+        assert [call["x"][:, 0].tolist() for call in calls] == wanted
+        assert [call["y"].shape for call in calls] == [(steps, 1)] * len(wanted)
+        assert all(isinstance(call["x"], np.ndarray) and isinstance(call["y"], jax.Array) for call in calls)
+
+
 @pytest.mark.check
 def test_the_devices_of_a_row_are_its_meshs():
     devices = [jax.devices()[i] for i in (5, 0, 7, 2)]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
-from support.refusals import refused
+from support.refusals import refused, value_error
 
 SPLIT = P("data")
 relu = jax.nn.relu
@@ -194,6 +194,19 @@ def test_a_logarithm_beside_the_last_exp_is_refused():
 def test_what_is_no_number_and_no_infinity(left, right):
     with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
         equal(left, right, grad=False)
+
+
+# What the call is refused for, before anything is traced: else an axis that is not there is jax's error, or none.
+@pytest.mark.check
+def test_a_spec_that_does_not_fit_the_mesh_is_said_in_our_words():
+    for specs in ((P("model"), P()), (P(), P("model"))):
+        with value_error(
+            "assert_equal_for_all_inputs: the spec P('model',) uses axis 'model', which the mesh does not have; its "
+            "axes are 'data'. Use one of them, or add the axis to make_mesh."
+        ):
+            assert_equal_for_all_inputs(
+                relu, relu, mesh=sk.abstract_mesh(data=2), in_specs=specs[0], out_specs=specs[1], args=(MASK,)
+            )
 
 
 @pytest.mark.parametrize(
