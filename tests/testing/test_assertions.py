@@ -57,6 +57,18 @@ def test_a_kernel_that_is_wrong_in_one_way_to_run_it_alone(wrong):
     assert text.startswith(f"assert_matches_reference: on mesh data=2, {wrong}, the result must equal the reference;")
 
 
+# The tolerance is that of the reference's dtype, and a cotangent has that of the kernel's.
+def test_a_kernel_in_another_dtype_than_the_reference():
+    options = {"in_specs": P("data"), "out_specs": P("data"), "eager": False}
+    options |= {"mesh": sk.make_mesh(jax.devices()[:2], data=2), "args": (np.arange(4, dtype="f") / 3,)}
+    coarse = lambda x: (3.3 * x).astype(jnp.bfloat16)  # noqa: E731
+    assert_matches_reference(lambda x: 3.3 * x, coarse, **options)
+    with pytest.raises(AssertionError, match="the result must equal the reference"):
+        assert_matches_reference(coarse, lambda x: 3.3 * x, **options)
+    with pytest.raises(AssertionError, match="the gradient of argument 0 must equal the reference"):
+        assert_matches_reference(lambda x: 2.1 * x + jax.lax.stop_gradient(1.2 * x), coarse, **options)
+
+
 @pytest.mark.parametrize("summands", [0, -4])
 def test_a_sum_of_no_terms_is_refused(summands, mesh2x4):  # the square root of -4 is nan, within which all is right
     with value_error(

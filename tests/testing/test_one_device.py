@@ -11,7 +11,9 @@ RELATIVE = 1e-3
 def step(loss, weight, w, small, carried=0.0):
     """The results of a step, with gradients and parameters of two leaves."""
     tree = {"w": np.array(w), "small": np.array(small)}
-    return _Step(np.float64(loss), {"weight": np.array(weight)}, tree, tree, {"count": np.array(carried)})
+    # A count is compared as a number: of an unsigned dtype or of booleans a difference would wrap or be refused.
+    state = {"count": np.array(carried, np.uint8), "seen": np.array(carried > 6)}
+    return _Step(np.float64(loss), {"weight": np.array(weight)}, tree, tree, state)
 
 
 PLAIN = step(10.0, 100.0, [4.0, -2.0], [0.0, 0.0], 7.0)
@@ -40,7 +42,8 @@ def test_the_distance_to_both_runs_counts_whichever_way_they_went(sides):
     }
     np.testing.assert_allclose(found.params_allowed["w"], [2 * 0.25 + RELATIVE * 4, 2 * 0.5 + RELATIVE * 4])
     np.testing.assert_allclose(found.params_allowed["small"], [2 * 0.25, 2 * 0.125])
-    assert found.carried_allowed == {"count": pytest.approx(2 * 2 + RELATIVE * 7)}
+    seen = 2 * (7 + min(a * 2, b) <= 6) + RELATIVE
+    assert found.carried_allowed == {"count": pytest.approx(2 * 2 + RELATIVE * 7), "seen": pytest.approx(seen)}
     assert (found.loss, found.metrics, found.grads, found.params, found.carried) == PLAIN
 
 

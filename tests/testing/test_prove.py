@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, walk
+from shardkit.plans.storage import Padded
 from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
+from shardkit.testing.program import Recorded
 from support.refusals import refused, type_error, value_error
 from support.training import lenient
 
@@ -398,6 +400,24 @@ def test_a_call_gets_the_batches_of_its_own_steps():
         assert [call["x"][:, 0].tolist() for call in calls] == wanted
         assert [call["y"].shape for call in calls] == [(steps, 1)] * len(wanted)
         assert all(isinstance(call["x"], np.ndarray) and isinstance(call["y"], jax.Array) for call in calls)
+
+
+def test_a_run_shows_leaves_in_their_original_shapes():
+    """With the zeros that a state holds, parameters and carried state would be compared as other shapes."""
+    padded = Padded(np.array([1.0, 2.0, 0.0]), ((0, 2),))
+    row = DP4._replace(steps=2)
+    program = Program(row, sk.abstract_mesh(data=4), row.plan, None, None, PARAMS, [np.zeros(1)] * 4, KEY)
+    state = SimpleNamespace(params={"w": padded}, carried={"c": padded}, opt_state=(Recorded((), {"w": padded}),))
+    metrics = {"loss": np.array([3.0, 4.0])}
+    object.__setattr__(program, "step", lambda state, batch: (state, metrics))
+    vars(program).update(start=state, shapes=None, compiled=None)
+    ran = program.ran
+    assert [float(taken.metrics["loss"]) for taken in ran.steps] == [3, 4, 3, 4]
+    assert [taken.params is None for taken in ran.steps] == [True, False, True, False]
+    assert [taken.compiled for taken in ran.steps] == [0] * 4 and ran.state is state and ran.metrics is metrics
+    for taken in ran.steps[1::2]:
+        for tree in (taken.params["w"], taken.carried["c"], taken.grads["w"]):
+            assert tree.tolist() == [1, 2]
 
 
 @pytest.mark.check
