@@ -27,6 +27,10 @@ def rows(x):
     return sum(x[i : i + 1] for i in range(6))
 
 
+def here():
+    return lax.axis_index("a")
+
+
 # "@": the line of the kernel. Each row is one way to tell what is wrong; a message without it leaves one to search.
 CASES = {
     "a factor": (
@@ -96,6 +100,24 @@ CASES = {
         f"an assume_replicated over 'a' differs between devices: it is 3 times, the size of 'b', a value of the "
         f"reference. {FIRST} mul at @.",
     ),
+    "in a branch that one device takes": (
+        lambda x: jnp.sin(lax.cond(here(), lambda: 2 * x, lambda: -2 * x)), lambda x: jnp.sin(2 * x), A, A,
+        f"{WRONG}: it is minus a value of the reference. {FIRST} mul at @.{REST.format('sin')}",
+    ),
+    "in a round of a loop that one device makes": (
+        lambda x: lax.while_loop(lambda c: c[0] < here(), lambda c: (c[0] + 1, c[1] * 3), (0 * here(), x))[1],
+        lambda x: x, A, A,
+        f"{WRONG}: it is 3 times, the size of 'b', a value of the reference. {FIRST} mul at @.",
+    ),
+    "in a scan": (
+        lambda x: lax.scan(lambda c, row: (c + row, c * row), 0 * x[0], x)[1],
+        lambda x: lax.scan(lambda c, row: (c + row, 2 * c * row), 0 * x[0], x)[1], ROWS, ROWS,
+        f"{WRONG}: it is 1/2 of the reference everywhere. {FIRST} mul at @.",
+    ),
+    "a sum of what is known": (
+        lambda x: lax.psum(x, "a") / lax.psum((here() + 1).astype("f"), "a"), lambda x: halves(x) / 4, A, P(),
+        f"{WRONG}. {FIRST} psum_invariant at @.",
+    ),
     "axes in another order": (
         lambda x: lax.all_gather(x, ("b", "a"), tiled=True), lambda x: x, AB, P(),
         f"{WRONG}. {FIRST} all_gather at @.",
@@ -120,4 +142,5 @@ def test_the_message(name):
         AssertionError,
     )
     line = f"test_difference.py:{kernel.__code__.co_firstlineno} (<lambda>)"
+    said = said.replace("<lambda>.<locals>.<lambda>", "<lambda>")
     assert said == f"assert_equal_for_all_inputs: on mesh a=2, b=3, {message}".replace("@", line)
