@@ -1,9 +1,12 @@
 """one_device: how far another run may be from it, in figures that are computed by hand."""
 
+import jax
 import numpy as np
+import optax
 import pytest
 
-from shardkit.testing.one_device import Training, _off, _Step, _wanted, noise_of
+import shardkit as sk
+from shardkit.testing.one_device import Training, _off, _Step, _wanted, noise_of, one_device
 
 RELATIVE = 1e-3
 
@@ -72,6 +75,30 @@ def test_the_error_of_a_gradient_is_a_share_of_its_leaf_and_of_the_largest_leaf(
         np.testing.assert_allclose(np.abs(up), error)
         np.testing.assert_allclose(down, -up)
         assert up.dtype == grads[name].dtype
+
+
+def test_a_leaf_is_noise_from_the_step_on_in_which_its_gradient_is_nothing_else():
+    """Of all others each element has its own bound; what an optimizer remembers of noise stays."""
+
+    def loss(params, x, keys):
+        return sk.Mean.of((x @ params["w"] - 1) ** 2 + 0 * x[:, 0] * params["idle"][0] + x[:, 0] * params["late"].sum())
+
+    rng, rate = np.random.default_rng(0), 0.125
+    params = {"w": np.zeros(4, "f"), "idle": np.ones(4, "f"), "late": np.zeros(4, "f")}
+    batches = [rng.normal(size=(8, 4)).astype("f") for _ in range(2)]
+    batches[0][:, 0] = 0
+    first, second = one_device(
+        sk.value_and_grad(loss), optax.sgd(rate), params, batches, relative=RELATIVE, key=jax.random.key(3)
+    ).steps
+    error = noise_of(first.grads, RELATIVE)
+    largest = np.max(np.abs(first.grads["w"]))
+    assert error == pytest.approx({"w": RELATIVE * largest, "idle": 1e-6 * largest, "late": 1e-6 * largest})
+    # both runs are off by rate * error in each element; a norm over four of them is twice as much
+    own = first.params_allowed["w"] - RELATIVE * np.max(np.abs(first.params["w"]))
+    np.testing.assert_allclose(own, 2 * rate * error["w"], rtol=1e-3)
+    np.testing.assert_allclose(first.params_allowed["late"], 2 * 2 * rate * error["late"], rtol=1e-3)
+    assert np.ptp(second.params_allowed["w"]) > 0 and np.ptp(second.params_allowed["late"]) == 0
+    assert np.max(np.abs(second.grads["late"])) > 1e3 * noise_of(second.grads, RELATIVE)["idle"]
 
 
 def test_carried_state_keeps_its_dtypes():
