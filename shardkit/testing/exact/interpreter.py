@@ -226,12 +226,10 @@ class Interpreter:
             results = self._either(equation, which == number, self.run(branches[number], operands), results)
         return results
 
-    def _either(
-        self, equation: Any, mask: np.ndarray, some: Sequence[Operand], others: Sequence[Operand]
-    ) -> list[Operand]:
-        """The first on the devices where the mask holds, else the others."""
-        merged = [self._where(mask, x, y) for x, y in zip(some, others, strict=True)]
-        for x, y, either in zip(some, others, merged, strict=True):
+    def _either(self, equation: Any, mask: Any, xs: Sequence[Operand], ys: Sequence[Operand]) -> list[Operand]:
+        """Those of xs on the devices where the mask holds, else those of ys."""
+        merged = [self._where(mask, x, y) for x, y in zip(xs, ys, strict=True)]
+        for x, y, either in zip(xs, ys, merged, strict=True):
             self._tell(equation, [x, y], [either])
         return merged
 
