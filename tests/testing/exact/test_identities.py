@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
-from support.refusals import refused, value_error
+from support.refusals import refused
 
 SPLIT = P("data")
 relu = jax.nn.relu
@@ -194,43 +194,6 @@ def test_a_logarithm_beside_the_last_exp_is_refused():
 def test_what_is_no_number_and_no_infinity(left, right):
     with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
         equal(left, right, grad=False)
-
-
-# Arguments and results that are trees: each leaf is an unknown of its own, and is called by its path.
-def test_leaves_of_trees_have_names():
-    w = {"up": jax.ShapeDtypeStruct((4, 2), jnp.float32), "gain": jax.ShapeDtypeStruct((4,), jnp.float32)}
-    args = {"w": w, "n": np.arange(4)}, jax.ShapeDtypeStruct((4,), jnp.float32)
-
-    def kernel(tree, x, of=1.0):
-        w = tree["w"]
-        return {"y": (w["up"] * x[:, None], w["gain"] * x * of), "n": tree["n"] * 2}
-
-    def proved(kernel, reference):
-        mesh, options = sk.abstract_mesh(data=2), {"in_specs": SPLIT, "out_specs": SPLIT}
-        return assert_equal_for_all_inputs(kernel, reference, mesh=mesh, args=args, **options)
-
-    assert proved(kernel, kernel).shapes == ("int32[4]", "float32[4]", "float32[4, 2]", "float32[4]")
-    stopped = lambda tree, x: kernel(jax.tree.map(lax.stop_gradient, tree), x)  # noqa: E731
-    for wrong, name in (
-        (partial(kernel, of=2.0), "result y.1"),
-        (lambda tree, x: kernel(tree, x) | {"n": tree["n"]}, "result n"),
-        (stopped, "gradient of argument 0.w.gain"),
-    ):
-        message = refused(partial(proved, wrong, kernel), AssertionError)
-        assert f"the {name} is not the reference's for all inputs" in message
-
-
-# What the call is refused for, before anything is traced: else an axis that is not there is jax's error, or none.
-@pytest.mark.check
-def test_a_spec_that_does_not_fit_the_mesh_is_said_in_our_words():
-    for specs in ((P("model"), P()), (P(), P("model"))):
-        with value_error(
-            "assert_equal_for_all_inputs: the spec P('model',) uses axis 'model', which the mesh does not have; its "
-            "axes are 'data'. Use one of them, or add the axis to make_mesh."
-        ):
-            assert_equal_for_all_inputs(
-                relu, relu, mesh=sk.abstract_mesh(data=2), in_specs=specs[0], out_specs=specs[1], args=(MASK,)
-            )
 
 
 @pytest.mark.parametrize(

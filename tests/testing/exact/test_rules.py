@@ -59,7 +59,7 @@ ROW = np.arange(12).reshape(4, 3)
 ROWS = {
     "add, sub, mul": lambda x, y: [x + y, x - y, x * y, -x, x * x, x**3, x**0, x + 2, 3 - y, 0.5 * x],
     "div": lambda x, y: [x / (y * y + 1), 1 / (x * x + 1), x / 4, (y * y + 1) ** -2],
-    "pow": lambda x, y: [x ** jnp.full_like(x, p) for p in (0, 1, 2, 3)],
+    "pow": lambda x, y: [x ** jnp.full_like(x, p) for p in (0, 1, 2, 3)] + [x ** jnp.float32(3)],
     "pow, negative": lambda x, y: (x * x + 1) ** jnp.full_like(x, -2),
     "order": lambda x, y: [jnp.abs(x), jnp.sign(x), jnp.maximum(x, y), jnp.minimum(x, y), jnp.clip(x, -1, y * y)],
     "comparisons": lambda x, y: [x < y, x <= y, x > y, x >= y, x == y, x != y, x.astype(bool), jnp.isfinite(x)],
