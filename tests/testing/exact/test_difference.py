@@ -95,6 +95,11 @@ CASES = {
         "a result that is replicated along 'a' differs between devices: only summed over 'a' it is a value of the "
         "reference; it comes from psum at @.",
     ),
+    "what varies, before what is wrong alike": (
+        lambda x: (5 * lax.psum(x, "a")) * (7 * x), lambda x: x[:3] * halves(x), A, P(),
+        "a result that is replicated along 'a' differs between devices: it is 7 times a value of the reference summed "
+        f"over 'a'. {FIRST} mul at @, of a value that is the reference's only summed over 'a'.",
+    ),
     "a false assumption": (
         lambda x: sk.collectives.assume_replicated(3 * x, "a"), lambda x: x[:3], A, P(),
         f"an assume_replicated over 'a' differs between devices: it is 3 times, the size of 'b', a value of the "
@@ -129,12 +134,15 @@ CASES = {
 }  # fmt: skip
 
 
+UNTYPED = ("a missing sum, at the end", "what varies, before what is wrong alike", "axes in another order")
+
+
 # proves N49
 @pytest.mark.parametrize("name", CASES)
 def test_the_message(name):
     kernel, reference, ins, outs, message = CASES[name]
     mesh = sk.abstract_mesh(a=2, b=3)
-    vma = name not in ("a missing sum, at the end", "axes in another order")  # jax refuses their types
+    vma = name not in UNTYPED
     said = refused(
         lambda: assert_equal_for_all_inputs(
             kernel, reference, mesh=mesh, in_specs=ins, out_specs=outs, args=(X,), grad=False, check_vma=vma

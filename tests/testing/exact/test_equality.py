@@ -121,6 +121,16 @@ def test_what_cannot_be_proved_is_said(kind, message, change):
     assert refused(lambda: proved(**change), kind) == message
 
 
+# A key is a word here, which jax would take for a number.
+def test_random_numbers_that_need_jaxs_own_keys():
+    message = refused(lambda: proved(lambda x: x * jax.random.gamma(jax.random.key(0), 2.0)))
+    assert message.startswith(
+        f"{WHERE}: whatever is computed from a float must have a meaning in a finite field; random_gamma at "
+        "test_equality.py:"
+    )
+    assert message.endswith(" has none. Prove the part before it, or compare floats with assert_matches_reference.")
+
+
 def test_results_of_another_form():
     said = "Check out_specs and the gathers."
     for kernel, reference, wrong in (
