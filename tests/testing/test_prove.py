@@ -14,7 +14,7 @@ import shardkit as sk
 from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, walk
 from shardkit.plans.storage import Padded
 from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
-from shardkit.testing.program import Recorded
+from shardkit.testing.program import Recorded, _scaled
 from support.refusals import refused, type_error, value_error
 from support.training import lenient
 
@@ -400,6 +400,19 @@ def test_a_call_gets_the_batches_of_its_own_steps():
         assert [call["x"][:, 0].tolist() for call in calls] == wanted
         assert [call["y"].shape for call in calls] == [(steps, 1)] * len(wanted)
         assert all(isinstance(call["x"], np.ndarray) and isinstance(call["y"], jax.Array) for call in calls)
+
+
+@pytest.mark.check
+def test_a_proof_multiplies_and_divides_by_a_scale_of_its_own():
+    """Integers, as a count in place of a gradient, are no numbers to divide."""
+
+    def grad_fn(params, batch, keys, *, scale=1, carried=0):
+        return scale, {"carried": carried}, {"w": np.float32(6 * scale), "n": np.int32(3)}
+
+    for given, seen in (({}, 0.5), ({"scale": 8, "carried": 4}, 4)):
+        loss, aux, grads = _scaled(grad_fn)(None, None, None, **given)
+        assert (loss, aux, grads["n"]) == (seen, {"carried": given.get("carried", 0)}, 3)
+        assert (float(grads["w"]), grads["n"].dtype) == (12 * seen, np.int32)
 
 
 def test_a_run_shows_leaves_in_their_original_shapes():

@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
-from shardkit.testing.exact.equality import ASSUMED, check_size
+from shardkit.testing.exact.equality import ASSUMED, UnprovableError, check_size, equal
+from shardkit.testing.exact.field import RedrawError
 from shardkit.testing.exact.tower import PRIMES
-from support.refusals import refusals, refused, value_error
+from support.refusals import raises, refusals, refused, value_error
 
 MESH = sk.abstract_mesh(data=2)
 WHERE = "assert_equal_for_all_inputs"
@@ -129,6 +130,22 @@ def test_random_numbers_that_need_jaxs_own_keys():
         "test_equality.py:"
     )
     assert message.endswith(" has none. Prove the part before it, or compare floats with assert_matches_reference.")
+
+
+# Each draw has other numbers, and there is a last one.
+def test_a_divisor_that_is_zero_at_every_draw():
+    seeds = []
+
+    def side(field, seen):
+        seeds.append(field.seed)
+        raise RedrawError if len(seeds) < 20 else AssertionError
+
+    with raises(
+        UnprovableError,
+        "f: a divisor must not be zero for most inputs; at 8 draws one was. Remove a division by what is always zero.",
+    ):
+        equal("f", "", [], (side, side), 1)
+    assert seeds == list(range(8))
 
 
 def test_results_of_another_form():
