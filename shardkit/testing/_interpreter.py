@@ -295,9 +295,9 @@ def pieces_of(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
 
 def joined(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
     """From [*all sizes, *local shape] to the global array; along axes that do not split it, the first device's."""
-    names, local = list(sizes), x.shape[len(sizes) :]
-    x = x[tuple(slice(None) if name in all_axes(spec) else 0 for name in names)]
-    split = [name for name in names if name in all_axes(spec)]
+    local = x.shape[len(sizes) :]
+    x = x[tuple(slice(None) if name in all_axes(spec) else 0 for name in sizes)]
+    split = [name for name in sizes if name in all_axes(spec)]
     order: list[int] = []
     shape: list[int] = []
     for dim, axes in enumerate(spec_axes(spec) + [()] * (len(local) - len(spec))):

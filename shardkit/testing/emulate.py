@@ -147,7 +147,7 @@ def _check_equal(x: Any, at: int, name: str, what: str) -> None:
     values = np.moveaxis(np.asarray(x), at, 0)
     same = (values == values[:1]) | ((values != values) & (values[:1] != values[:1]))
     if not same.all():
-        device = int(np.argwhere(~same)[0][0])
+        device = np.argwhere(~same)[0][0]
         gap = distance(values[device], values[0]).max()
         raise ValueError(
             f"emulate: {what} must be equal along axis {name!r}, which out_specs omit; device {device} differs from "

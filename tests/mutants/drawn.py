@@ -135,8 +135,9 @@ def by_line(file: Path) -> list[list[Mutant]]:
     return [lines[line] for line in sorted(lines)]
 
 
-def sample(seed: int, count: int) -> list[Mutant]:
-    """`count` mutants of different lines."""
+def sample(seed: int, count: int, under: str = "") -> list[Mutant]:
+    """`count` mutants of different lines, of the files below a folder; of the core rooms without one."""
     draw = random.Random(seed)
-    lines = [line for file in files() for line in by_line(file)]
+    chosen = [file for file in files() if file.is_relative_to(ROOT / under)]
+    lines = [line for file in chosen for line in by_line(file)]
     return [draw.choice(line) for line in draw.sample(lines, count)]

@@ -1,4 +1,4 @@
-"""Runs mutants: `python tests/mutants/run.py [--seed N --count K | --reverts] [--only NAME ...] [--jobs J]`.
+"""Runs mutants: `python tests/mutants/run.py [--seed N --count K --under DIR | --reverts] [--only NAME ...]`.
 
 Nothing is changed in the checkout: each job has a copy of the files in a temporary directory, puts one mistake into it,
 and runs the tests that reach its line, the fastest first, until the first one fails.
@@ -166,6 +166,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Puts one mistake after the other into a copy, and runs the tests.")
     parser.add_argument("--seed", type=int, default=0, help="which mistakes are drawn")
     parser.add_argument("--count", type=int, default=300, help="how many")
+    parser.add_argument("--under", default="", metavar="DIR", help="drawn from this folder of the core rooms alone")
     parser.add_argument("--reverts", action="store_true", help="the mends of reverts.txt taken back instead")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="those alone whose names hold one of these texts")
     parser.add_argument("--tests", nargs="+", default=[], metavar="ID", help="files or tests to run, without a map")
@@ -177,7 +178,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     o = arguments()
-    wanted = every_revert() if o.reverts else sample(o.seed, o.count)
+    wanted = every_revert() if o.reverts else sample(o.seed, o.count, o.under)
     wanted = [m for m in wanted if not o.only or any(text in m.name for text in o.only)]
     if not wanted:
         sys.exit(f"mutants: no mutant's name holds {' or '.join(o.only)}; names are those that a run prints.")

@@ -37,6 +37,7 @@ def test_a_sample_applies_and_is_the_same_for_a_seed():
     assert found != drawn.sample(8, 15)
     assert len({(m.file, m.line((ROOT / m.file).read_bytes())) for m in found}) == 15
     assert [m.name for m in found if not applied(m)] == []
+    assert all(m.file.startswith("shardkit/testing/exact/") for m in drawn.sample(7, 15, "shardkit/testing/exact"))
 
 
 def test_every_room_and_kind_can_be_drawn():

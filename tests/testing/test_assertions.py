@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -38,9 +39,41 @@ def norm_args(dtype="float32"):
     return tuple(jnp.asarray(v, dtype) for v in (rng.normal(3, 2, (4, 16)), rng.normal(size=16)))
 
 
-# proves S43, F72: values and gradients of a sharded normalisation, under jit and eagerly
+# proves S43, F72: values and gradients of a sharded normalisation
 def test_a_sharded_layer_norm_is_the_whole_one(mesh2x4):
-    assert_matches_reference(layer_norm, whole_layer_norm, mesh=mesh2x4, args=norm_args(), **LAYOUT)
+    assert_matches_reference(layer_norm, whole_layer_norm, mesh=mesh2x4, args=norm_args(), eager=False, **LAYOUT)
+
+
+# proves S43, F72: under jit and eagerly, values and gradients; and without `eager=` both ways are run
+@pytest.mark.parametrize("what", ["the result", "the gradient of argument 0"])
+@pytest.mark.parametrize("wrong", ["under jit", "eagerly"])
+def test_a_kernel_that_is_wrong_in_one_way_to_run_it_alone(wrong, what):
+    """A comparison that runs one way only, or one of the two only for values, passes one of these kernels."""
+
+    def doubled(x, here):
+        mode = "under jit" if isinstance(x, DynamicJaxprTracer) else "eagerly"
+        return 2 * x if (mode, here) == (wrong, what) else x
+
+    @jax.custom_vjp
+    def kernel(x):
+        return doubled(x, "the result")
+
+    kernel.defvjp(lambda x: (x, None), lambda _, cotangent: (doubled(cotangent, "the gradient of argument 0"),))
+    mesh, options = sk.make_mesh(jax.devices()[:2], data=2), {"in_specs": P("data"), "out_specs": P("data")}
+    text = complaint(mesh, lambda x: kernel(x), lambda x: x, (np.ones(2, "f"),), **options)
+    assert text.startswith(f"assert_matches_reference: on mesh data=2, {wrong}, {what} must equal the reference;")
+
+
+# The tolerance is that of the reference's dtype, and a cotangent has that of the kernel's.
+def test_a_kernel_in_another_dtype_than_the_reference():
+    options = {"in_specs": P("data"), "out_specs": P("data"), "eager": False}
+    options |= {"mesh": sk.make_mesh(jax.devices()[:2], data=2), "args": (np.arange(4, dtype="f") / 3,)}
+    coarse = lambda x: (3.3 * x).astype(jnp.bfloat16)  # noqa: E731
+    assert_matches_reference(lambda x: 3.3 * x, coarse, **options)
+    with pytest.raises(AssertionError, match="the result must equal the reference"):
+        assert_matches_reference(coarse, lambda x: 3.3 * x, **options)
+    with pytest.raises(AssertionError, match="the gradient of argument 0 must equal the reference"):
+        assert_matches_reference(lambda x: 2.1 * x + jax.lax.stop_gradient(1.2 * x), coarse, **options)
 
 
 @pytest.mark.parametrize("summands", [0, -4])

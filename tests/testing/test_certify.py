@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import certify_gradients
+from shardkit.testing.certify import _axes_of, _words
 from support.refusals import raises, value_error
 
 RNG = np.random.default_rng(0)
@@ -210,3 +211,51 @@ def test_a_function_for_check_vma_off_is_certified_as_such():
     for wrong, check_vma in ((mean, True), (alone, False)):
         with pytest.raises(AssertionError):
             certify_gradients(wrong, *arguments, check_vma=check_vma)
+
+
+@pytest.mark.check
+def test_words_for_what_is_not_one_factor():
+    """By the element that differs most, not by the largest; a mean of unequal weights only where there is an axis."""
+    y = np.array([[100.0, 1.0, 2.0]])
+    x = y + np.array([[0.5, 3.0, 0.0]])
+    text = "differ from the reference, by no common factor: the largest difference is 3, where it is 4 and the "
+    assert _words(x, y, {"data": 1}, 1e-5) == f"{text}reference 1"
+    both = _words(np.concatenate([x, x]), np.concatenate([y, y]), {"data": 2}, 1e-5)
+    assert both == f"{text}reference 1, as when means of unequal weight are averaged"
+    nan = np.array([[1.0, np.nan]])
+    assert _words(nan, np.ones((1, 2)), {"data": 1}, 1e-5) == "are not finite where the reference is"
+    apart, axis = np.array([[1.0, 2.0], [3.0, 5.0]]), "axis 'data' (size 2)"
+    for wanted, words in (
+        (apart.sum(0), f"differ between devices: {axis} is not reduced; the sum over it is the reference"),
+        (apart.mean(0), f"differ between devices: {axis} is not reduced; the mean over it is the reference"),
+        (
+            apart[0] + 9,
+            f"differ between devices along {axis}, and neither their sum nor their mean is the reference",
+        ),
+        # pieces that differ in the reference too are no sign of a missing sum
+        (apart / 2, f"are 2x the reference: {axis} is summed twice, or a division by its size is missing"),
+    ):
+        assert _words(apart, np.broadcast_to(wanted, (2, 2)), {"data": 2}, 1e-5) == words
+
+
+@pytest.mark.check
+def test_the_axes_that_explain_a_factor():
+    """To the fewest powers: 4 over axes of 2 and 4 is the second one."""
+
+    def once(name, size):
+        return f"axis {name!r} (size {size}) is summed twice, or a division by its size is missing"
+
+    for factor, sizes, words in (
+        (4, {"a": 2, "b": 4}, once('b', 4)),
+        (4, {"a": 2}, "axis 'a' (size 2) is summed 2 times too often"),
+        (1 / 9, {"a": 3, "b": 1}, "axis 'a' (size 3) is divided by 2 times too often"),
+        (
+            3 / 2, {"a": 2, "b": 3},
+            f"axis 'a' (size 2) is divided by once too often, or a sum over it is missing and {once('b', 3)}",
+        ),
+        (1.02 * 3, {"b": 3}, once('b', 3)),
+        (1.05 * 3, {"b": 3}, "no axis explains this factor"),
+        (8, {"a": 2}, "no axis explains this factor"),
+        (2, {"a": 1}, "already on one device, so no axis is to blame"),
+    ):  # fmt: skip
+        assert _axes_of(factor, sizes) == words

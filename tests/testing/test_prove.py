@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, walk
+from shardkit.plans.storage import Padded
 from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
+from shardkit.testing.program import Recorded, _scaled
 from support.refusals import refused, type_error, value_error
 from support.training import lenient
 
@@ -387,6 +389,48 @@ def test_a_leaf_of_nothing_but_noise_under_an_optimizer_that_scales_to_a_norm():
         assert np.all(step.params_allowed["shift"] > moved["shift"])
         assert np.median(step.params_allowed["w"]) < 1e-3 * moved["w"]
         before = step.params
+
+
+def test_a_call_gets_the_batches_of_its_own_steps():
+    """One batch more in a call would be seen by no step of the last call, and by jax only as another shape."""
+    batches = [{"x": np.full((2,), i), "y": jnp.full((1,), i)} for i in range(6)]
+    for steps, wanted in ((2, [[0, 1], [2, 3], [4, 5]]), (3, [[0, 1, 2], [3, 4, 5]]), (6, [[0, 1, 2, 3, 4, 5]])):
+        row = DP4._replace(steps=steps)
+        calls = Program(row, sk.abstract_mesh(data=4), row.plan, None, None, PARAMS, batches, KEY).calls
+        assert [call["x"][:, 0].tolist() for call in calls] == wanted
+        assert [call["y"].shape for call in calls] == [(steps, 1)] * len(wanted)
+        assert all(isinstance(call["x"], np.ndarray) and isinstance(call["y"], jax.Array) for call in calls)
+
+
+@pytest.mark.check
+def test_a_proof_multiplies_and_divides_by_a_scale_of_its_own():
+    """Integers, as a count in place of a gradient, are no numbers to divide."""
+
+    def grad_fn(params, batch, keys, *, scale=1, carried=0):
+        return scale, {"carried": carried}, {"w": np.float32(6 * scale), "n": np.int32(3)}
+
+    for given, seen in (({}, 0.5), ({"scale": 8, "carried": 4}, 4)):
+        loss, aux, grads = _scaled(grad_fn)(None, None, None, **given)
+        assert (loss, aux, grads["n"]) == (seen, {"carried": given.get("carried", 0)}, 3)
+        assert (float(grads["w"]), grads["n"].dtype) == (12 * seen, np.int32)
+
+
+def test_a_run_shows_leaves_in_their_original_shapes():
+    """With the zeros that a state holds, parameters and carried state would be compared as other shapes."""
+    padded = Padded(np.array([1.0, 2.0, 0.0]), ((0, 2),))
+    row = DP4._replace(steps=2)
+    program = Program(row, sk.abstract_mesh(data=4), row.plan, None, None, PARAMS, [np.zeros(1)] * 4, KEY)
+    state = SimpleNamespace(params={"w": padded}, carried={"c": padded}, opt_state=(Recorded((), {"w": padded}),))
+    metrics = {"loss": np.array([3.0, 4.0])}
+    object.__setattr__(program, "step", lambda state, batch: (state, metrics))
+    vars(program).update(start=state, shapes=None, compiled=None)
+    ran = program.ran
+    assert [float(taken.metrics["loss"]) for taken in ran.steps] == [3, 4, 3, 4]
+    assert [taken.params is None for taken in ran.steps] == [True, False, True, False]
+    assert [taken.compiled for taken in ran.steps] == [0] * 4 and ran.state is state and ran.metrics is metrics
+    for taken in ran.steps[1::2]:
+        for tree in (taken.params["w"], taken.carried["c"], taken.grads["w"]):
+            assert tree.tolist() == [1, 2]
 
 
 @pytest.mark.check

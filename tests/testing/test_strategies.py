@@ -1,5 +1,6 @@
 """The strategies: what they draw, that it is legal, and that they shrink to the smallest mesh."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import find, given, settings
+from hypothesis.errors import NoSuchExample
 from jax.sharding import PartitionSpec
 
 import shardkit as sk
 from shardkit.meshes.layout import canonical, local_shape
 from shardkit.testing import Chain, Op, meshes, programs, sharded_arrays, specs
 from shardkit.testing.certify import factorizations
+from shardkit.testing.chains import DTYPES, BlockState, legal_ops, state_of
 from support.refusals import raises, value_error
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -45,6 +48,56 @@ def test_arrays_are_split_evenly_and_whole_numbered(array):
     assert all(size >= 1 for size in local_shape(array.value.shape, array.spec, sk.abstract_mesh(**array.sizes)))
     values = array.value.astype(np.float64)
     assert np.array_equal(values, np.round(values)) and np.abs(values).max(initial=0) <= 3
+
+
+def test_what_they_draw_where_nothing_is_said():
+    """One device more than eight is not there; an integer or boolean is not a normal draw cut off."""
+    with pytest.raises(NoSuchExample):
+        find(meshes(), lambda m: math.prod(m.values()) > 8, settings=QUICK)
+    drawn = find(sharded_arrays({"a": 1}, integer_valued=False, dtypes=("bool",)), lambda a: not a.value.all())
+    assert not drawn.value.all()
+
+
+WHOLE, BRAIN = BlockState((3, 4), "int32", 2.0), BlockState((2,), "bfloat16", 7.0)
+LARGE = BlockState((256,), "float32", 2.0)
+
+
+# A block that is too large, or an integer that its dtype does not hold, would make kernel and reference differ.
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("state", "n", "there", "not_there"),
+    [
+        (LARGE, 2, ["all_gather(x, 'a', dim=0)", "gather_to_one(x, 'a', dim=0, target=1)"], []),
+        (LARGE, 4, ["all_reduce(x, 'a', op='sum')"], ["all_gather", "gather_to_one"]),
+        (BRAIN, 2, ["all_reduce(x, 'a', op='sum')", "op='sum', exclusive=True"], []),
+        (BRAIN._replace(bits=8.0), 2, ["op='max'", "all_gather"], ["op='sum'", "op='mean'"]),
+        (LARGE._replace(bits=24.0), 4, ["vary(x, 'a')"], ["all_gather", "op='sum'"]),
+        (WHOLE, 2, ["reduce_scatter(x, 'a', dim=1", "split_dim=1"], ["reduce_scatter(x, 'a', dim=0", "split_dim=0"]),
+        (WHOLE, 3, ["reduce_scatter(x, 'a', dim=0", "split_dim=0"], ["op='mean'", "split_dim=1"]),
+        (WHOLE, 1, ["broadcast(x, 'a', source=0)"], ["op='any'", "op='all'", "source=1"]),
+        (WHOLE, 4, ["source=0", "source=3", "target=3", "exclusive=True", "by=2"], ["op='max', exclusive=True"]),
+        (BlockState((2,), "bool", 1.0), 2, ["op='any'", "op='all'", "op='mean'"], []),
+    ],
+)
+def test_which_collectives_fit_a_block(state, n, there, not_there):
+    lines = [str(op) for op in legal_ops(state, ("a",), {"a": n})]
+    assert lines[0] == "vary(x, 'a')" and len(set(lines)) == len(lines)
+    for text in there:
+        assert any(text in line for line in lines), text
+    for text in not_there:
+        assert not any(text in line for line in lines), text
+
+
+@pytest.mark.check
+def test_the_block_after_a_collective_is_what_it_returns():
+    """By the references of the kernels, for every collective that fits; integers stay within the bits that are told."""
+    sizes = {"a": 2, "b": 4}
+    for dtype, axes in itertools.product(DTYPES, (("a",), ("b", "a"))):
+        for op in legal_ops(BlockState((8, 2), dtype, 2.0), axes, sizes):
+            program = Chain(sizes, (8, 2), dtype, (op,), 3)
+            found, result = state_of(program), program.reference(program.blocks())
+            assert (found.shape, found.dtype) == (result.shape[2:], str(result.dtype)), op
+            assert np.abs(result.astype(np.float64)).max() <= 2**found.bits, op
 
 
 @given(sharded_arrays(integer_valued=False, dtypes=("bfloat16",)))

@@ -215,7 +215,7 @@ class Interpreter:
             if not going.any():
                 return held
             after = self.run(body, [*of_body, *held])
-            held = after if going.all() else [self._where(going, x, y) for x, y in zip(after, held, strict=True)]
+            held = after if going.all() else self._either(equation, going, after, held)
 
     def _cond(self, equation: Any, branches: list[Any], operands: list[Operand]) -> list[Operand]:
         which, *operands = operands
@@ -223,12 +223,15 @@ class Interpreter:
         taken = sorted(set(which.reshape(-1).tolist()))
         results = self.run(branches[taken[0]], operands)
         for number in taken[1:]:
-            others = self.run(branches[number], operands)
-            merged = [self._where(which == number, x, y) for x, y in zip(others, results, strict=True)]
-            for x, y, either in zip(others, results, merged, strict=True):
-                self._tell(equation, [x, y], [either])
-            results = merged
+            results = self._either(equation, which == number, self.run(branches[number], operands), results)
         return results
+
+    def _either(self, equation: Any, mask: Any, xs: Sequence[Operand], ys: Sequence[Operand]) -> list[Operand]:
+        """Those of xs on the devices where the mask holds, else those of ys."""
+        merged = [self._where(mask, x, y) for x, y in zip(xs, ys, strict=True)]
+        for x, y, either in zip(xs, ys, merged, strict=True):
+            self._tell(equation, [x, y], [either])
+        return merged
 
     def _where(self, mask: np.ndarray, x: Operand, y: Operand) -> Operand:
         """x on the devices where the mask holds, else y."""

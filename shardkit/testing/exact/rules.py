@@ -418,13 +418,13 @@ class Rules:
 
     def powered(self, equation: Any, x: Operand, y: Operand) -> Exact:
         """pow: to a whole number that is known, a product; else uninterpreted."""
-        if not isinstance(y, Exact) and y.size and (np.asarray(y) == np.round(y)).all() and np.ptp(y) == 0:
-            n = int(np.asarray(y).flat[0])
+        if not isinstance(y, Exact) and y.size and (y == np.round(y)).all() and np.ptp(y) == 0:
+            n = int(y.flat[0])
             if abs(n) <= 1024:
                 return self.to_the(self.exact(x)[0], n)
         if not isinstance(y, Exact) and y.size and (np.abs(y) == 0.5).all() and np.ptp(y) == 0:
             root = self.field.opaque("sqrt", self.exact(x)[0], sign=1)
-            return root if np.asarray(y).flat[0] > 0 else self.field.inverse(root)
+            return root if y.flat[0] > 0 else self.field.inverse(root)
         return self.field.opaque("pow", *self.exact(x, y))
 
     def logistic(self, equation: Any, x: Exact) -> Exact:
@@ -528,9 +528,8 @@ class Rules:
     def product_over(self, x: Exact, y: Exact, numbers: Any) -> Exact:
         """A product with the dimension numbers of a dot_general."""
         (cx, cy), (bx, by) = numbers
-        plain = [self.field.plain(z) for z in (x, y)]
         kept = []
-        for z, contracted, batch, last in zip(plain, (cx, cy), (bx, by), (True, False), strict=True):
+        for z, contracted, batch, last in zip((x, y), (cx, cy), (bx, by), (True, False), strict=True):
             mine = z.shape[self.rank :]
             free = [dim for dim in range(len(mine)) if dim not in contracted and dim not in batch]
             order = [*batch, *free, *contracted] if last else [*batch, *contracted, *free]
@@ -539,7 +538,7 @@ class Rules:
             kept.append(z.moved(partial(self._matrix, order=order, shape=shape)))
         product = self.field.matmul(*kept)
         own = [x.shape[self.rank + dim] for dim in bx]
-        for z, contracted, batch in zip(plain, (cx, cy), (bx, by), strict=True):
+        for z, contracted, batch in zip((x, y), (cx, cy), (bx, by), strict=True):
             mine = z.shape[self.rank :]
             own += [size for dim, size in enumerate(mine) if dim not in contracted and dim not in batch]
         return product.moved(lambda part: part.reshape((*part.shape[: 1 + self.rank], *own)))

@@ -168,6 +168,19 @@ def test_a_trace_is_left_for_tensorboard_and_perfetto(tmp_path, mesh2x4):  # pro
     assert "metadata" not in perfetto  # which Perfetto refuses
 
 
+@pytest.mark.check
+def test_what_else_keeps_a_trace_from_beginning_is_jaxs_own_error(tmp_path, monkeypatch):
+    """Only one that is running already has a sentence of ours; any other error must not be taken for a trace."""
+
+    def fails(*args, **options):
+        raise RuntimeError("no space left on the device")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", fails)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    with raises(RuntimeError, "no space left on the device"), trace(tmp_path):
+        pass
+
+
 def test_a_trace_ends_with_its_block(tmp_path):
     with pytest.raises(ZeroDivisionError), trace(tmp_path / "a"):
         _ = 1 // 0

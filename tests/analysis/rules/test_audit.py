@@ -16,6 +16,7 @@ import shardkit as sk
 from shardkit._jax import backends, jaxprs
 from shardkit.analysis import RULES, Audit, Finding
 from shardkit.analysis.compiled_rules.loops import _unchanged
+from shardkit.analysis.compiled_rules.second_call import _next_arguments
 from shardkit.analysis.jaxpr.step import first_use, leaves_of, trace_step
 from shardkit.analysis.judge import OtherFormatError
 from support.compilers import gpu, tpu
@@ -218,6 +219,15 @@ def test_a_state_that_begins_on_the_host_compiles_again():
     args = {"w": np.ones((8, 4), np.float32), "n": np.int32(0)}, audited.array((8, 4), "data")
     [finding] = [f for f in sk.audit(step, *args, compiled=True).findings if f.rule == "second-compile"]
     assert "state['n'] was int32 on the host and is int32 on P(), state['w'] was float32 on the host" in finding.message
+
+
+@pytest.mark.check
+def test_a_result_of_another_dtype_is_not_the_next_state():
+    """Logits of the shapes of a batch's tokens must not be fed back as tokens; a state of both dtypes alike is."""
+    tokens = {"x": np.zeros((2, 3), np.int32), "y": np.zeros((2, 3), np.int32)}
+    logits, next_tokens = ({name: np.ones((2, 3), dtype) for name in tokens} for dtype in (np.float32, np.int32))
+    assert _next_arguments([tokens], [tokens], [logits]) == [tokens]
+    assert _next_arguments([tokens], [tokens], [logits, next_tokens])[0] is next_tokens
 
 
 def test_pmap_is_read():

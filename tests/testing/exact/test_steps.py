@@ -158,6 +158,23 @@ def test_a_metric_that_is_not_one_devices(names, wrong):
         holds(Row({"data": 2}, sk.dp("data")), *grad_fns, model.params(), [model.batch(0)])
 
 
+def square(params, x, keys):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def test_a_step_that_rounds_is_told_from_one_that_is_wrong():
+    """What is rounded on the mesh alone, as a small message, is none of one device's values, and is no mistake."""
+    own = sk.algorithms.Algorithm("own", all_reduce=lambda leaves, axes: sk.all_reduce([*map(jnp.round, leaves)], axes))
+    grad_fn, params, batch = sk.value_and_grad(square), {"w": np.ones(3, "f")}, np.ones((4, 3), "f")
+    for plan, note in (
+        (sk.dp("data", reduce=own), "not for all inputs: the step rounds, by round"),
+        (sk.dp("data"), None),
+    ):
+        program = Program.of(Row({"data": 2}, plan), grad_fn, optax.sgd(0.1), params, [batch], KEY)
+        given = Training(grad_fn, optax.sgd(0.1), params, (batch,), KEY)
+        assert equal_for_all_inputs(program, Reference((), given)) == note
+
+
 def test_a_relative_error_of_a_part_in_10_to_the_12_is_found():
     model = MODELS[0]
 

@@ -1,0 +1,154 @@
+"""From a wrong result to its line: what a message says of each kind of mistake, word for word."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.testing import assert_equal_for_all_inputs
+from support.refusals import refused
+
+X = jax.ShapeDtypeStruct((6, 4), np.float32)
+A, AB, BA, ROWS, ALL = P("a"), P(("a", "b")), P(("b", "a")), P(None, "a"), ("a", "b")
+WRONG = "the result is not the reference's for all inputs"
+FIRST = "The first value that the reference does not have is that of"
+REST = " If only an identity of {} is missing, write that part alike on both sides, or compare floats with "
+REST += "assert_matches_reference."
+
+
+def halves(x):
+    return x[:3] + x[3:]
+
+
+def rows(x):
+    return sum(x[i : i + 1] for i in range(6))
+
+
+def here():
+    return lax.axis_index("a")
+
+
+# "@": the line of the kernel. Each row is one way to tell what is wrong; a message without it leaves one to search.
+CASES = {
+    "a factor": (
+        lambda x: lax.psum(2 * x, "a"), halves, A, P(),
+        f"{WRONG}: it is 2 times the reference everywhere. {FIRST} mul at @, of a value that is the reference's only "
+        "summed over 'a'; the result comes from psum_invariant at @.",
+    ),
+    "a share": (
+        lambda x: lax.psum(jnp.sin(x), "a") / 2, lambda x: halves(jnp.sin(x)), A, P(),
+        f"{WRONG}: it is 1/2 of the reference everywhere. {FIRST} div at @.{REST.format('sin')}",
+    ),
+    "the largest share": (
+        lambda x: x / 64, lambda x: x, AB, AB,
+        f"{WRONG}: it is 1/64 of the reference everywhere. {FIRST} div at @.",
+    ),
+    "a smaller share": (lambda x: x / 65, lambda x: x, AB, AB, f"{WRONG}. {FIRST} div at @."),
+    "the sign": (
+        lambda x: -x, lambda x: x, AB, AB, f"{WRONG}: it is minus the reference everywhere. {FIRST} neg at @.",
+    ),
+    "an axis's size": (
+        lambda x: jnp.sin(lax.psum(x, ALL) * 3), lambda x: jnp.sin(rows(x)), AB, P(),
+        f"{WRONG}: it is 3 times, the size of 'b', a value of the reference. {FIRST} mul at @.{REST.format('sin')}",
+    ),
+    "a division by a size": (
+        lambda x: jnp.sin(lax.psum(x, ALL) / 2), lambda x: jnp.sin(rows(x)), AB, P(),
+        f"{WRONG}: it is 1/2 of, by the size of 'a', a value of the reference. {FIRST} div at @.{REST.format('sin')}",
+    ),
+    "a division by all": (
+        lambda x: jnp.sin(sk.all_reduce(x, ALL, op="mean")), lambda x: jnp.sin(rows(x)), AB, P(),
+        f"{WRONG}: it is 1/6 of a value of the reference. {FIRST} div at @.{REST.format('sin')}",
+    ),
+    "a share of a part": (
+        lambda x: jnp.sin(lax.psum(jnp.exp(x) * 5, "a")), lambda x: jnp.sin(halves(jnp.exp(x))), A, P(),
+        f"{WRONG}: it is 5 times a value of the reference summed over 'a'. {FIRST} mul at @, of a value that is the "
+        f"reference's only summed over 'a'.{REST.format('sin')}",
+    ),
+    "another's pieces": (
+        lambda x: lax.ppermute(x, "a", [(0, 1), (1, 0)]), lambda x: x, A, A,
+        f"{WRONG}: it is the reference rolled by 3 along dim 0: devices have each other's pieces. {FIRST} ppermute "
+        "at @.",
+    ),
+    "rolled columns": (
+        lambda x: jnp.roll(x, 1, 1) * 1, lambda x: x, A, A,
+        f"{WRONG}: it is the reference rolled by 1 along dim 1: devices have each other's pieces. {FIRST} slice at @; "
+        "the result comes from mul at @.",
+    ),
+    "nothing": (lambda x: 0 * x, lambda x: x, AB, AB, f"{WRONG}: it is zero. {FIRST} mul at @."),
+    "something": (
+        lambda x: 3 * x, lambda x: 0 * x, A, A, f"{WRONG}: the reference's is zero; it comes from mul at @.",
+    ),
+    "a missing sum, before a function": (
+        lambda x: lax.psum(jnp.tanh(lax.psum(jnp.sum(x * x), "b")), "a"), lambda x: jnp.tanh(jnp.sum(x * x)), AB, P(),
+        f"{WRONG}. {FIRST} tanh at @, of a value that is the reference's only summed over 'a'.{REST.format('tanh')}",
+    ),
+    "both sums": (
+        lambda x: lax.psum(jnp.tanh(jnp.sum(x * x)), ALL), lambda x: jnp.tanh(jnp.sum(x * x)), AB, P(),
+        f"{WRONG}. {FIRST} tanh at @, of a value that is the reference's only summed over 'b', 'a'."
+        f"{REST.format('tanh')}",
+    ),
+    "a missing sum, at the end": (
+        lambda x: lax.psum(jnp.sum(x * x), "b"), lambda x: jnp.sum(x * x), AB, P(),
+        "a result that is replicated along 'a' differs between devices: only summed over 'a' it is a value of the "
+        "reference; it comes from psum at @.",
+    ),
+    "what varies, before what is wrong alike": (
+        lambda x: (5 * lax.psum(jnp.exp(x), "a")) * (7 * x), lambda x: x[:3] * halves(jnp.exp(x)), A, P(),
+        "a result that is replicated along 'a' differs between devices: it is 7 times a value of the reference. "
+        f"{FIRST} mul at @.",
+    ),
+    "a false assumption": (
+        lambda x: sk.collectives.assume_replicated(3 * x, "a"), lambda x: x[:3], A, P(),
+        f"an assume_replicated over 'a' differs between devices: it is 3 times, the size of 'b', a value of the "
+        f"reference. {FIRST} mul at @.",
+    ),
+    "in a branch that one device takes": (
+        lambda x: jnp.sin(lax.cond(here(), lambda: 2 * x, lambda: -2 * x)), lambda x: jnp.sin(2 * x), A, A,
+        f"{WRONG}: it is minus a value of the reference. {FIRST} mul at @.{REST.format('sin')}",
+    ),
+    "in a round of a loop that one device makes": (
+        lambda x: lax.while_loop(lambda c: c[0] < here(), lambda c: (c[0] + 1, c[1] * 3), (0 * here(), x))[1],
+        lambda x: x, A, A,
+        f"{WRONG}: it is 3 times, the size of 'b', a value of the reference. {FIRST} mul at @.",
+    ),
+    "in a scan": (
+        lambda x: lax.scan(lambda c, row: (c + row, c * row), 0 * x[0], x)[1],
+        lambda x: lax.scan(lambda c, row: (c + row, 2 * c * row), 0 * x[0], x)[1], ROWS, ROWS,
+        f"{WRONG}: it is 1/2 of the reference everywhere. {FIRST} mul at @.",
+    ),
+    "a sum of what is known": (
+        lambda x: lax.psum(x, "a") / lax.psum((here() + 1).astype("f"), "a"), lambda x: halves(x) / 4, A, P(),
+        f"{WRONG}. {FIRST} psum_invariant at @.",
+    ),
+    "axes in another order": (
+        lambda x: lax.all_gather(x, ("b", "a"), tiled=True), lambda x: x, AB, P(),
+        f"{WRONG}. {FIRST} all_gather at @.",
+    ),
+    "behind a right product of pieces": (
+        lambda x: 5 * jnp.sin(x) + 1, lambda x: jnp.sin(x) + 1, BA, BA,
+        f"{WRONG}: it is 5 times a value of the reference. {FIRST} mul at @.{REST.format('sin')}",
+    ),
+}  # fmt: skip
+
+
+UNTYPED = ("a missing sum, at the end", "what varies, before what is wrong alike", "axes in another order")
+
+
+# proves N49
+@pytest.mark.parametrize("name", CASES)
+def test_the_message(name):
+    kernel, reference, ins, outs, message = CASES[name]
+    mesh = sk.abstract_mesh(a=2, b=3)
+    vma = name not in UNTYPED
+    said = refused(
+        lambda: assert_equal_for_all_inputs(
+            kernel, reference, mesh=mesh, in_specs=ins, out_specs=outs, args=(X,), grad=False, check_vma=vma
+        ),
+        AssertionError,
+    )
+    line = f"test_difference.py:{kernel.__code__.co_firstlineno} (<lambda>)"
+    said = said.replace("<lambda>.<locals>.<lambda>", "<lambda>")
+    assert said == f"assert_equal_for_all_inputs: on mesh a=2, b=3, {message}".replace("@", line)

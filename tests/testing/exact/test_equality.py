@@ -1,0 +1,188 @@
+"""assert_equal_for_all_inputs: what it says it has proved, the names of leaves, and what it refuses to prove."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.testing import assert_equal_for_all_inputs
+from shardkit.testing.exact.equality import ASSUMED, UnprovableError, check_size, equal
+from shardkit.testing.exact.field import RedrawError
+from shardkit.testing.exact.tower import PRIMES
+from support.refusals import raises, refusals, refused, value_error
+
+MESH = sk.abstract_mesh(data=2)
+WHERE = "assert_equal_for_all_inputs"
+X = np.ones((4, 2), "f")
+
+
+def proved(kernel, reference=None, **options):
+    layout = {"mesh": MESH, "in_specs": P("data"), "out_specs": P("data"), "args": (X,), "grad": False}
+    return assert_equal_for_all_inputs(kernel, reference or kernel, **(layout | options))
+
+
+def squared(x):
+    return x * x
+
+
+def wave(x):
+    return jnp.sin(x) + jnp.tanh(x)
+
+
+# proves N49: a certificate claims no more than was proved, and its chance is the bound of Schwartz and Zippel
+def test_what_a_certificate_says():
+    found = proved(squared)
+    assert found[:3] == ("squared and squared, on mesh data=2, values", ("float32[4, 2]",), 3)
+    assert found.uninterpreted == () and found.assumed == ASSUMED
+    assert found.chance == pytest.approx((2 / PRIMES[0]) ** 3)
+    one = proved(squared, points=1, grad=True)
+    assert one.what.endswith(", values and gradients") and one.chance == pytest.approx(2 / PRIMES[0])
+    product = proved(lambda x: x * x * x / 7, points=2)
+    assert product.what.startswith("<lambda> and <lambda>") and product.chance == pytest.approx((3 / PRIMES[0]) ** 2)
+    other = proved(wave)
+    assert other.uninterpreted == ("sin", "tanh") and str(other).splitlines() == [
+        "equal for all inputs: wave and wave, on mesh data=2, values",
+        "inputs: float32[4, 2]",
+        f"3 points; the chance of a wrong verdict is at most {other.chance:.1g}",
+        "uninterpreted: sin, tanh",
+        *(f"assumed: {each}" for each in ASSUMED),
+    ]
+    assert "no function is uninterpreted" in str(found)
+    assert json.loads(found.to_json()) == json.loads(json.dumps(found._asdict()))
+    logs = proved(lambda x: 0.3 * jnp.log(x))
+    assert logs.assumed == (*ASSUMED, "logarithms are of positive numbers")
+    assert proved(partial(squared)).what.startswith("partial and partial")
+
+
+# Arguments and results that are trees: each leaf is an unknown of its own, and is called by its path.
+def test_leaves_of_trees_have_names():
+    w = {"up": jax.ShapeDtypeStruct((4, 2), jnp.float32), "gain": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    args = {"w": w, "n": np.arange(4)}, jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def kernel(tree, x, of=1.0):
+        w = tree["w"]
+        return {"y": (w["up"] * x[:, None], w["gain"] * x * of), "n": tree["n"] * 2}
+
+    def proved(kernel, reference):
+        mesh, options = MESH, {"in_specs": P("data"), "out_specs": P("data")}
+        return assert_equal_for_all_inputs(kernel, reference, mesh=mesh, args=args, **options)
+
+    assert proved(kernel, kernel).shapes == ("int32[4]", "float32[4]", "float32[4, 2]", "float32[4]")
+    stopped = lambda tree, x: kernel(jax.tree.map(lax.stop_gradient, tree), x)  # noqa: E731
+    for wrong, name in (
+        (partial(kernel, of=2.0), "result y.1"),
+        (lambda tree, x: kernel(tree, x) | {"n": tree["n"]}, "result n"),
+        (stopped, "gradient of argument 0.w.gain"),
+    ):
+        message = refused(partial(proved, wrong, kernel), AssertionError)
+        assert f"the {name} is not the reference's for all inputs" in message
+
+
+# What the call is refused for, before anything is traced: else an axis that is not there is jax's error, or none.
+@pytest.mark.check
+def test_a_spec_that_does_not_fit_the_mesh_is_said_in_our_words():
+    for specs in ((P("model"), P()), (P(), P("model"))):
+        with value_error(
+            "assert_equal_for_all_inputs: the spec P('model',) uses axis 'model', which the mesh does not have; its "
+            "axes are 'data'. Use one of them, or add the axis to make_mesh."
+        ):
+            assert_equal_for_all_inputs(jnp.sin, jnp.sin, mesh=MESH, in_specs=specs[0], out_specs=specs[1], args=(X,))
+
+
+REAL = "Pass real and imaginary parts as two arrays, or compare floats with assert_matches_reference."
+INTEGERS = "Compare integers with assert_matches_reference."
+VALUES = {
+    f"{WHERE}: inputs must be real; got a complex one. {REAL}": {"args": (X, 1j * X), "kernel": lambda x, y: x},
+    f"{WHERE}: at least one input must be an array of floats, for which the proof holds; got 'bool', 'int32'. "
+    f"{INTEGERS}": {"args": (np.zeros(4, int), np.zeros(4, bool)), "kernel": lambda x, y: x},
+    f"{WHERE}: at least one input must be an array of floats, for which the proof holds; got none. {INTEGERS}": {
+        "args": (), "kernel": lambda: jnp.ones(4), "in_specs": (), "out_specs": P(),
+    },
+    f"{WHERE}: points must be at least 1; got 0. Pass points=1 or more.": {"points": 0, "kernel": squared},
+    f"{WHERE}: exps may be nested at most 7 deep, from an input to a result; these programs nest more. Pass a model of "
+    "fewer layers: a layer more proves nothing else.": {
+        "kernel": lambda x: jnp.exp(jnp.exp(jnp.exp(jnp.exp(jnp.exp(jnp.exp(jnp.exp(jnp.exp(x)))))))),
+    },
+}  # fmt: skip
+TYPES = {
+    f"{WHERE}: args must be a tuple of the arguments; got float32[4,2]. Pass args=(x,) for one argument.": {
+        "args": X, "kernel": squared,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "message", "change"), refusals(VALUES, TYPES))
+def test_what_cannot_be_proved_is_said(kind, message, change):
+    assert refused(lambda: proved(**change), kind) == message
+
+
+# A key is a word here, which jax would take for a number.
+def test_random_numbers_that_need_jaxs_own_keys():
+    message = refused(lambda: proved(lambda x: x * jax.random.gamma(jax.random.key(0), 2.0)))
+    assert message.startswith(
+        f"{WHERE}: whatever is computed from a float must have a meaning in a finite field; random_gamma at "
+        "test_equality.py:"
+    )
+    assert message.endswith(" has none. Prove the part before it, or compare floats with assert_matches_reference.")
+
+
+# Each draw has other numbers, and there is a last one.
+def test_a_divisor_that_is_zero_at_every_draw():
+    seeds = []
+
+    def side(field, seen):
+        seeds.append(field.seed)
+        raise RedrawError if len(seeds) < 20 else AssertionError
+
+    with raises(
+        UnprovableError,
+        "f: a divisor must not be zero for most inputs; at 8 draws one was. Remove a division by what is always zero.",
+    ):
+        equal("f", "", [], (side, side), 1)
+    assert seeds == list(range(8))
+
+
+def test_results_of_another_form():
+    said = "Check out_specs and the gathers."
+    for kernel, reference, wrong in (
+        (lambda x: {"y": x}, lambda x: x, "it is {'y': *} and the reference one array"),
+        (lambda x: x[:, :1], lambda x: x, "(the whole tree) has shape (4, 1) and the reference (4, 2)"),
+        (lambda x: jnp.zeros(x.shape, int) + 1, lambda x: x, "(the whole tree) is int32 and the reference float32"),
+    ):
+        assert refused(partial(proved, kernel, reference), AssertionError) == (
+            f"{WHERE}: on mesh data=2, the result must have the reference's structure, shapes and kinds of dtype; "
+            f"{wrong}. {said}"
+        )
+
+
+# proves N49: seconds are counted for every device, round and point; a matmul's by what it sums over
+def test_what_would_take_too_long_is_refused_with_its_largest_array():
+    big = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
+
+    def step(x):
+        return lax.scan(lambda c, _: (c + (x @ c.T) @ x, None), x, length=10)[0]
+
+    traced = jax.make_jaxpr(step)(big)
+    # two products of 64 * 64 * 4096 terms, a transpose and a sum, ten times, for 8 primes and 3 points
+    products, elements = 2 * 64 * 64 * 4096, 64 * 64 + 3 * 64 * 4096
+    seconds = 10 * 8 * 3 * (4e-9 * products + 4e-8 * elements)
+    check_size("f", [traced], 3, (0, 1), longest=1.05 * seconds)
+    for orders, ordered in (((0, 1), False), ((0, 1, 2, 3), True)):
+        what = jax.make_jaxpr(lambda x: jnp.maximum(step(x), 0))(big) if ordered else traced
+        times = len(orders) if ordered else 1
+        check_size("f", [what], 3, orders, longest=1.05 * times * seconds)
+        message = refused(lambda: check_size("f", [what], 3, orders, longest=0.95 * times * seconds))
+        minutes = f"{times * seconds / 60:,.0f}"
+        assert message.startswith(
+            "f: shapes must be small, because a proof holds for all values and not for more shapes; these would take "
+            f"about {minutes} minutes, the largest array is [4096, 64] at test_equality.py:"
+        )
+        assert message.endswith(
+            "Shrink batch, sequence, widths and layers to a few elements per device, as testing.small does."
+        )
