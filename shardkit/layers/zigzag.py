@@ -15,6 +15,7 @@ from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives import axis_index, axis_size
 from shardkit.collectives.permute import permuted
+from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import in_plan_order
 
 Order = Literal["contiguous", "zigzag"]
@@ -94,7 +95,7 @@ def positions(
         ulysses: the axis that splits the tokens further, as in `ulysses_attention(..., ring=axis)`.
 
     Returns:
-        int32 [t], varying over the axes unless they have one device.
+        int32 [t], varying over those of the axes that have several devices.
 
     Raises:
         ValueError: an unbound axis, axes in another order than the plan's, an unknown order, or an odd number of tokens
@@ -142,11 +143,11 @@ def ring_first(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
 
 
 def _chunks(where: str, axis: Axis, ulysses: Axis | None) -> tuple[tuple[str, ...], np.ndarray]:
-    """The axes, and which two half-shards of the sequence each device along them holds in zigzag order, [n, 2]."""
+    """The axes of several devices, and which two half-shards each device along them holds in zigzag order, [n, 2]."""
     names = in_plan_order(where, bound(where, axis)) if ulysses is None else ring_first(where, axis, ulysses)
     n, inner = axis_size(names), 1 if ulysses is None else axis_size(ulysses)
     early, late = np.arange(2 * n).reshape(2, -1, inner)
-    return names, np.concatenate([early, late[::-1]], axis=1).reshape(n, 2)
+    return live_axes(where, names), np.concatenate([early, late[::-1]], axis=1).reshape(n, 2)
 
 
 def _swapped(pair: list[jax.Array], in_order: jax.Array) -> list[jax.Array]:

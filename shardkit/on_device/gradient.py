@@ -436,9 +436,9 @@ def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[
     The sums are float32 and invariant over all axes.
 
     Raises:
-        ValueError: a weight that varies over other axes than its total, except for one that varies over none while the
-            total varies over `batch_axes`, which split the batch; an array that varies over further axes, whose devices
-            may have parts of it instead of parts of a sum.
+        ValueError: a weight that varies over other axes of several devices than its total, except for one that varies
+            over none while the total varies over `batch_axes`, which split the batch; an array that varies over further
+            axes, whose devices may have parts of it instead of parts of a sum.
 
     Cost: one all_reduce of 8 bytes per mean, of an array for each element; those over the same axes share one
         collective.
@@ -467,7 +467,9 @@ def divisor_of(weight: jax.Array) -> jax.Array:
 
 def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
     total, weight = varying_axes(mean.total), varying_axes(mean.weight)
-    beyond = sorted(total - frozenset(batch_axes))
+    # Along an axis of one device nothing is counted twice, and what varies by an index along it is whole.
+    several = frozenset(axis for axis in total | weight if axis_size(axis) > 1)
+    beyond = sorted(several & total - frozenset(batch_axes))
     if beyond and jnp.ndim(mean.total):
         raise ValueError(
             f"Mean {name!r}: an array may vary only over the axes of the batch; got {kind(mean.total)}, which varies "
@@ -477,14 +479,14 @@ def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[st
     # A weight that varies over no axis, such as a number of values, counts once on each device; one that varies over
     # only some of the axes of the total would be counted again along the others.
     cast = frozenset(batch_axes) if not weight else frozenset()
-    wrong = sorted((weight - total) | ((total - weight) - cast))
+    wrong = sorted(several & ((weight - total) | ((total - weight) - cast)))
     if wrong:
         raise ValueError(
             f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
             f"{quoted(sorted(total))} and the weight over {quoted(sorted(weight))}, which differ in {quoted(wrong)}. "
             f"Compute both from the same shards, or reduce both alike{', as row_linear over a tp axis' * bool(beyond)}."
         )
-    return tuple(sorted(total))
+    return tuple(sorted(total | weight))
 
 
 def kind(x: Any) -> str:

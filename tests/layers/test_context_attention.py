@@ -206,6 +206,16 @@ def test_zigzag_and_positions_agree(sizes, ulysses):
         np.testing.assert_array_equal(moved, np.concatenate([chunks[i] for i in (0, 3, 1, 2)]))
 
 
+@pytest.mark.check
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("sizes", "several"), [({"c": 1, "u": 2}, "u"), ({"c": 2, "u": 1}, "c")], ids="uc")
+def test_positions_do_not_vary_over_an_axis_of_one_device(sizes, several, order):
+    """A plan's batch does not: positions that did made the model's totals differ from its weights."""
+    kernel = lambda: sk.layers.positions(4, "c", order=order, ulysses="u")  # noqa: E731
+    mapped = jax.shard_map(kernel, mesh=mesh_of(**sizes), in_specs=(), out_specs=P(several))
+    assert jax.eval_shape(mapped).shape == (8,)
+
+
 def test_zigzag_takes_batches():
     batch = {"tokens": np.arange(16).reshape(2, 8), "weight": np.arange(2), "x": np.arange(32.0).reshape(2, 8, 2)}
     specs = {"tokens": P(None, "c"), "weight": P(), "x": P(None, "c")}

@@ -90,6 +90,18 @@ def test_tokens_are_split_over_the_axes_along_which_attention_looks(case):
     assert refused(sk.value_and_grad(wrapped(axes)), sk.chain(plan, sk.dp("one")), sizes | {"one": 1}) == message
 
 
+def test_a_contiguous_order_over_two_axes_of_which_one_has_one_device():
+    """Positions varied over it, and the step refused the Mean of a right model."""
+    axes = Axes(context="context", ulysses="ulysses", order="contiguous", stage="stage")
+    pipe = sk.pipeline(schedules.gpipe(2, 2), "stage")
+    staged = pipe.value_and_grad(*transformer.pieces(CONFIG, axes), layer_numbers=True)
+    plan = sk.chain(pipe.plan, sk.cp("context"), sk.cp("ulysses"))
+    mesh = sk.make_mesh(jax.devices()[:4], stage=2, context=1, ulysses=2)
+    init, step = sk.make_train_step(transformer.in_order(staged, axes), optax.sgd(0.1), mesh=mesh, plan=plan)
+    found = sk.census(step, init.abstract(PARAMS), BATCH)
+    assert found.count(axis="ulysses") and not found.select(axis="context")
+
+
 def test_a_pipeline_is_told_of_tokens_that_nothing_looks_across():
     axes = Axes(stage="stage")
     grad_fn = pipelined_grad(*transformer.pieces(CONFIG, axes), schedules.gpipe(2, 2), "stage", layer_numbers=True)

@@ -238,6 +238,34 @@ def test_a_weight_that_is_whole_along_an_axis_that_splits_the_total_is_refused()
         evaluate(jnp.float32(1), {"x": np.ones((8, 16), np.float32), "n": np.full(8, 16, np.int32)})
 
 
+@pytest.mark.parametrize(
+    ("indexed", "sizes"),
+    [("total", {"data": 1, "more": 2}), ("weight", {"data": 2, "more": 1})],
+    ids=["a total", "a weight"],
+)
+def test_an_index_over_axes_of_which_one_has_one_device(indexed, sizes):
+    """The batch does not vary over it, and what the index is in does: along one device that is no difference."""
+
+    def loss_fn(w, c, keys):
+        place = sk.axis_index(("data", "more")) * len(c) + jnp.arange(len(c))
+        place = place.astype(jnp.float32)
+        total, weight = c * w, c
+        if indexed == "total":
+            total = total * place
+        else:
+            weight = weight * place
+        return sk.Mean(jnp.sum(total), jnp.sum(weight))
+
+    plan = sk.chain(sk.dp("data"), sk.dp("more"))
+    mesh = sk.make_mesh(jax.devices()[:2], **sizes)
+    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh, plan=plan)
+    state, metrics = step(init(W, jax.random.key(0)), COEFFICIENTS)
+    plain, placed = COEFFICIENTS.sum(), COEFFICIENTS @ np.arange(4)
+    total, weight = (placed, plain) if indexed == "total" else (plain, placed)
+    found = [float(metrics["weight"]), float(metrics["loss"]), 1.0 - float(state.params)]
+    np.testing.assert_allclose(found, [weight, total / weight, total / weight], rtol=1e-6)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_batch_of_no_weight_changes_nothing(accumulate, mesh4):
     loss_fn = lambda w, c, keys: sk.Mean.of(w * c, 0 * c)  # noqa: E731
