@@ -227,6 +227,21 @@ def path_name(path: Iterable[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".") or "(the whole tree)"
 
 
+def by_path(where: str, leaves: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """The leaves of a tree, of their paths and values, by the names of the paths; refuses two of one name.
+
+    So have `{"a": {"b": x}, "a.b": y}`, of which one would take the place of the other.
+    """
+    named = [(path_name(path), leaf) for path, leaf in leaves]
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len({*names}) < len(names) else []
+    if twice:
+        raise ValueError(
+            f"{where}: the path of each leaf must be unique; got two leaves at {quoted(twice)}. Rename one of them."
+        )
+    return dict(named)
+
+
 def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
     """Refuses a pytree of specs with an unknown axis, or with an axis twice in one spec."""
     for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):

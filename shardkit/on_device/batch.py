@@ -26,9 +26,9 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, wh
         ValueError: a batch without arrays, leaves with different numbers of examples, or a dim that does not divide.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    sizes = {path_name(path): jnp.shape(x)[0] for path, x in leaves if jnp.ndim(x)}
-    if len(set(sizes.values())) != 1:
-        found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no array"
+    sizes = [(path_name(path), jnp.shape(x)[0]) for path, x in leaves if jnp.ndim(x)]
+    if len({size for _, size in sizes}) != 1:
+        found = ", ".join(f"{name}: {size}" for name, size in sizes) or "no array"
         raise ValueError(
             f"{where}: every array of the batch must have the same number of examples along dim 0; got {found}. Pass "
             "arrays that share dim 0; what all examples share goes into carried state, or the loss."

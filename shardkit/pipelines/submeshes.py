@@ -270,14 +270,14 @@ def _listed(where: str, name: str, specs: Specs, count: int) -> list[Any]:
 def _split(where: str, batch: Any, microbatches: int) -> list[Any]:
     """The microbatches of a batch, as views of host arrays."""
     whole(where, microbatches=microbatches)
-    shapes = {path_name(path): np.shape(x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
-    if len({shape[:1] for shape in shapes.values()} | {()}) != 2:
+    shapes = [(path_name(path), np.shape(x)) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
+    if len({shape[:1] for _, shape in shapes} | {()}) != 2:
         raise ValueError(
             f"{where}: every array of the batch must have the same number of examples along dim 0; got "
-            f"{', '.join(f'{name}: {shape}' for name, shape in shapes.items()) or 'no array'}. "
+            f"{', '.join(f'{name}: {shape}' for name, shape in shapes) or 'no array'}. "
             "Pass arrays that share dim 0."
         )
-    rows = next(iter(shapes.values()))[0]
+    rows = shapes[0][1][0]
     divisor(where, "microbatches", microbatches, "the batch", rows)
     split = split_microbatches(jax.tree.map(np.asarray, batch), microbatches)
     return [take_microbatch(split, i) for i in range(microbatches)]

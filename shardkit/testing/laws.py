@@ -242,8 +242,8 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
             f"{where}: {what} must have the structure and shapes of one device's; {wrong}. Return it like one "
             "device: a gradient for each parameter, the same means as metrics."
         )
-    bounds = dict(leaves_of(allowed))
-    gap = first_gap(got, wanted, lambda path, leaf, overall: bounds[path])
+    bounds = [bound for _, bound in leaves_of(allowed)]
+    gap = first_gap(got, wanted, lambda at, leaf, overall: bounds[at])
     if gap:
         text = str(gap).replace("the reference", "one device's")
         factors = [constant_factor(x, y) for (_, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
