@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import named, quoted
+from shardkit._arguments.checks import counted, named, quoted
 from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.meshes.layout import path_name, spec_axes
 from shardkit.meshes.rng import fold_keys
@@ -34,11 +34,11 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, wh
             "arrays that share dim 0; what all examples share goes into carried state, or the loss."
         )
     for path, x in leaves:
-        for dim, axes in enumerate(spec_axes(spec)[: jnp.ndim(x)]):
+        for dim, axes in enumerate((spec_axes(spec) or [()])[: jnp.ndim(x)]):
             count = math.prod(mesh.shape[axis] for axis in axes)
             parts = accumulate if dim == 0 else 1
             if jnp.shape(x)[dim] % (count * parts):
-                over = f"{count} devices" + (f" x {parts} microbatches" if parts > 1 else "")
+                over = counted(count, "device") + (f" x {parts} microbatches" if parts > 1 else "")
                 raise ValueError(
                     f"{where}: batch dim {dim} must be divisible by {named(axes) if axes else 'accumulate'}"
                     f"{' times accumulate' if parts > 1 and axes else ''}; leaf {path_name(path)} has size "

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import quoted, sized
-from shardkit._arguments.typed import ARRAYS, check_kind
+from shardkit._arguments.typed import ARRAYS, check_kind, short
 from shardkit.meshes.layout import path_name
 
 # Dtypes that differ in one of these differ by more than rounding.
@@ -89,7 +89,12 @@ def check_batches(where: str, batches: Sequence[Any]) -> None:
     """Refuses batches that are no pytrees of arrays, and none at all."""
     for batch in batches:
         check_kind(where, "batches", batch, (ARRAYS,))
-    if not batches:
+        if not any(jnp.ndim(x) for x in jax.tree.leaves(batch)):
+            raise ValueError(
+                f"{where}: each batch must have an array with its examples along dim 0; got {short(batch)}. Pass a "
+                "list of batches, such as [batch] for one step."
+            )
+    if not len(batches):
         raise ValueError(f"{where}: at least one batch is needed; got none. Pass one for each step.")
 
 

@@ -272,6 +272,21 @@ def test_what_is_refused():
         proved(loss_fn, DP4)
     with value_error("one_device: at least one batch is needed; got none. Pass one for each step."):
         one_device(OWN, optax.sgd(1.0), PARAMS, [])
+    with value_error(
+        "prove: each batch must have an array with its examples along dim 0; got 3. Pass a list of batches, such as "
+        "[batch] for one step."
+    ):
+        prove(OWN, OWN, rows=[DP4], params=PARAMS, batches=[3])
+
+
+@pytest.mark.check
+def test_leaves_that_share_a_path_have_bounds_of_their_own():
+    """The second had the bound of both: a gradient that is off by 0.5 where 0.1 is allowed held."""
+    wanted = {"a": {"b": np.ones(2, "f")}, "a.b": np.ones(2, "f")}
+    got = {"a": {"b": np.full(2, 1.5, "f")}, "a.b": np.ones(2, "f")}
+    laws._compare("step 0", "the gradient of", got, wanted, {"a": {"b": np.float32(1)}, "a.b": np.float32(0.1)})
+    with pytest.raises(AssertionError, match=r"step 0: the gradient of a\.b must equal one device's; .* is 0\.5 at"):
+        laws._compare("step 0", "the gradient of", got, wanted, {"a": {"b": np.float32(0.1)}, "a.b": np.float32(1)})
 
 
 # proves N12
