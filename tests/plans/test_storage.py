@@ -307,4 +307,4 @@ def test_leaves_that_share_a_path_are_refused_where_they_are_kept_by_path():
         sk.describe(params)
     layouts = sk.chain(sk.fsdp("data", min_size=1), sk.tp("model", lambda path, shape: shape.index(8)))
     found = layouts.layouts(params, mesh)
-    assert (found["a"]["b"].rest, found["a.b"].rest) == (P(None, ("model", "data")), P(("model", "data")))
+    assert (found["a"]["b"].rest, found["a.b"].rest) == (P("data", "model"), P(("model", "data")))
