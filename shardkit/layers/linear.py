@@ -84,7 +84,8 @@ def row_linear(
         impl: the `impl` of `matmul_reduce_scatter`, with `sequence`.
 
     Returns:
-        [..., T, D], invariant over `axis`; with `sequence` this device's tokens, [..., t, D].
+        [..., T, D], invariant over `axis`; with `sequence` this device's tokens, [..., t, D]. In the dtype of h, in
+        which devices' parts are added too: pass `h.astype(jnp.float32)`, and with `sequence` such a w, for float32.
 
     Raises:
         ValueError: an unbound axis, weights that are invariant over `axis`, an unknown `impl`, or tokens not

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from shardkit._arguments.checks import quoted
 from shardkit._arguments.typed import typed
 from shardkit._jax.compat import bound_axes, tracked_axes, varying_axes
-from shardkit._jax.jaxprs import MEAN
+from shardkit._jax.jaxprs import MEAN, TOTALS
 from shardkit._jax.one_device import as_on_one_device, noting
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import axis_size, vary_like
@@ -513,7 +513,8 @@ def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[
     # for each.
     for axes, group in groups.items():
         flat, restored = ravel_pytree([vary(x.astype(jnp.float32), axes) for i in group for x in leaves[i]])
-        back = restored(all_reduce(flat, axes) if axes else flat)
+        with jax.named_scope(TOTALS):
+            back = restored(all_reduce(flat, axes) if axes else flat)
         for i, total, weight in zip(group, back[::2], back[1::2], strict=True):
             leaves[i] = Mean(total, weight)
     out = jax.tree.unflatten(structure, leaves)

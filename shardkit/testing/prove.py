@@ -98,8 +98,8 @@ def prove(
         >>> rows = [sk.testing.Row({"data": 2}, sk.dp("data")), sk.testing.Row({"fsdp": 2}, sk.fsdp("fsdp"))]
         >>> data = {"params": np.ones(4, "f"), "batches": [np.ones((8, 4), "f")] * 2}
         >>> proof = sk.testing.prove(grad_fn, grad_fn, rows=rows, optimizer=optax.sgd(0.1), **data)
-        >>> str(proof).count("holds")  # nine laws on each row
-        18
+        >>> str(proof).count("holds")  # ten laws on each row
+        20
     """
     for name, given in (("row", rows), ("law", laws)):
         if not given:

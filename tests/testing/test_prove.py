@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, walk
+from shardkit._jax.jaxprs import PLAN, TOTALS, kind_of, mesh_axes, walk
 from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
 from support.refusals import refused, type_error, value_error
 from support.training import lenient
@@ -189,6 +189,37 @@ def test_a_byte_too_many():
         "the plan must send 216 bytes per device and step over 'data', by its layouts; the census counts 240. Print "
         "sk.census(step, state, batch) to find the missing or extra collective."
     )
+
+
+# proves N66: what loss, gradients and weights are summed in is a law; a loss in bfloat16 sums in float32 all the same
+def test_sums_in_another_dtype():
+    bf16 = DP4._replace(precision="bf16", relative=0.1)
+    proved(OWN, bf16, laws=[laws.sums_keep_their_dtype])
+    proved(
+        OWN, DP4._replace(precision=sk.Precision(reduce=jnp.bfloat16), relative=0.1), laws=[laws.sums_keep_their_dtype]
+    )
+
+    def summed(params, batch, keys, *, scale=1):  # the user's own sum, before the plan's
+        loss, aux, grads = OWN(params, batch, keys, scale=scale)
+        return loss, aux, jax.tree.map(lambda g: sk.all_reduce(g.astype(jnp.bfloat16), "data"), grads)
+
+    text = broken(laws.sums_keep_their_dtype, summed)
+    says = "sums over devices must keep the dtype that was asked for: those of the loss itself are added in compute "
+    says += "float32; all_reduce over 'data' adds in bfloat16 at test_prove.py"
+    assert says in text and text.endswith(". Cast before it, or pass a precision that says so.")
+
+    def scoped(scope, what, asked, row):
+        def also(params, batch, keys, *, scale=1):
+            loss, aux, grads = OWN(params, batch, keys, scale=scale)
+            with jax.named_scope(scope):
+                half = sk.all_reduce(sk.vary(grads["b"].astype(jnp.bfloat16), "data"), "data")
+            return loss, aux | {"half": sk.Mean(jnp.sum(half), 1)}, grads
+
+        text = broken(laws.sums_keep_their_dtype, also, row)
+        assert f"asked for: those {what} {asked}; all_reduce over 'data' adds in bfloat16 at " in text
+
+    scoped(PLAN, "of gradients are added in reduce", "float32", bf16)
+    scoped(TOTALS, "of losses, metrics and weights are added in", "float32", bf16)
 
 
 def built_with(change):
