@@ -81,9 +81,31 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def vary_like(x: jax.Array, like: Any) -> jax.Array:
-    """Marks `x` as varying over every axis over which `like` varies."""
-    return vary(x, tuple(compat.varying_axes(like)))
+@typed
+def vary_like(tree: Arrays | None, like: Any) -> Any:
+    """Casts every leaf to vary over each axis over which some leaf of `like` varies: as `vary`, on any mesh.
+
+    For what a loop begins with: jax refuses a carry that begins the same on all devices and ends as data of each.
+
+    Layout: `X[...] -> X[...] {varying as like}`
+    Args:
+        tree: pytree of arrays.
+        like: array, or pytree of them, such as the data of the loop.
+
+    Returns:
+        The same values, typed as varying.
+
+    Cost: none.
+
+    Example:
+        >>> def total(x):
+        ...     return jax.lax.scan(lambda sum, row: (sum + row, None), sk.vary_like(jnp.zeros(1), x), x)[0]
+        >>> split, each = P("data", "model"), P(("data", "model"))
+        >>> print(jax.shard_map(total, mesh=mesh, in_specs=split, out_specs=each)(jnp.ones((6, 4))))
+        [3. 3. 3. 3. 3. 3. 3. 3.]
+    """
+    axes = frozenset[str]().union(*map(compat.varying_axes, jax.tree.leaves(like)))
+    return vary(tree, tuple(sorted(axes)))
 
 
 def varies(x: Any, axes: tuple[str, ...]) -> bool:

@@ -259,7 +259,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     def run(params: Any, scale: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
         if local:
             return through(alone, params, scale, *args)
-        with noting_local(partial(through, alone, params, scale, *args)):
+        with noting_types(*(partial(through, call, params, scale, *args) for call in (alone, untyped))):
             return through(lambda fn, *args: fn(*args), params, scale, *args)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Any, Mapping[str, Any], Any]:
@@ -298,13 +298,21 @@ def _total(loss: Any, local: bool) -> jax.Array:
     return reduce(jnp.add, [largest / w * mean.total for w, mean in zip(whole, loss.terms, strict=True)])
 
 
-def noting_local(otherwise: Callable[[], Any]) -> AbstractContextManager[None]:
-    """A loss inside of it that cannot be traced on the mesh, but alone, ends in an error with a note that says so."""
-    note = (
-        "value_and_grad: as on one device the loss can be traced. Pass value_and_grad(loss_fn, local=True), and "
-        "local=True to make_eval_step."
-    )
-    return noting(note, otherwise) if tracked_axes() else nullcontext()
+def noting_types(alone: Callable[[], Any], untyped: Callable[[], Any]) -> AbstractContextManager[None]:
+    """A loss inside of it that only the types of axes keep from being traced ends in an error with a note of it.
+
+    `alone` calls it as on one device, which a loss that communicates cannot be; `untyped` without these types.
+    """
+    cast = "what is the same on all devices at {line}, as a loop's beginning is, sk.vary_like(start, x) of its data x."
+    local = "Pass value_and_grad(loss_fn, local=True), and local=True to make_eval_step; or cast " + cast
+    remedies = [
+        (f"value_and_grad: as on one device the loss can be traced. {local}", alone),
+        (f"value_and_grad: without the types of axes the loss can be traced. Cast {cast}", untyped),
+    ]
+    return noting(*remedies) if tracked_axes() else nullcontext()
+
+
+untyped = partial(as_on_one_device, may_send=True)
 
 
 def alone(fn: Callable[..., Any], *args: Any) -> Any:

@@ -38,9 +38,11 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
 
     def choose(path: str, shape: tuple[int, ...]) -> int | None:
         if path not in specs:
+            inside, _, last = path.rpartition(".")
             raise ValueError(
-                f"{name}: the rules have no spec for leaf {path}; theirs are for the leaves "
-                f"{quoted(sorted(specs))}. Make the rules from the logical axes of these parameters."
+                f"{name}: the rules have no spec for leaf {path}; theirs are for the leaves {quoted(sorted(specs))}. "
+                f'Add "{last}": P(){f" to {inside!r}" if inside else ""}, with which it stays whole, or make the rules '
+                "from the logical axes of these parameters."
             )
         spec = tuple(specs[path])
         found = spec_axes(specs[path])

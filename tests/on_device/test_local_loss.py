@@ -95,10 +95,41 @@ def test_an_error_of_the_types_names_the_remedy():
     ):
         with pytest.raises(TypeError, match="carry input and carry output must have equal types") as found:
             call()
+        line = settled.__wrapped__.__code__.co_firstlineno + 4
         assert (
             "value_and_grad: as on one device the loss can be traced. Pass value_and_grad(loss_fn, local=True), and "
-            "local=True to make_eval_step."
+            "local=True to make_eval_step; or cast what is the same on all devices at test_local_loss.py:"
+            f"{line} (settled), as a loop's beginning is, sk.vary_like(start, x) of its data x."
         ) in found.value.__notes__
+
+
+def context_loss(params, batch, keys, start):
+    """A loop over tokens that two axes split, whose beginning is cast by `start`; its loss communicates."""
+    x = jnp.tanh(batch["x"] * params["w"])
+    total, _ = lax.scan(lambda sums, token: (sums + token, None), start(jnp.zeros(len(x)), x), x.T)
+    whole = sk.all_reduce(total, "context")
+    return sk.Mean(jnp.sum(whole**2), jnp.float32(len(x)))
+
+
+def test_a_loop_of_a_loss_that_communicates_is_told_its_cast():
+    """sk.vary(start, "context") was right where "context" was the only axis, and an error of jax on two."""
+    plan, params = sk.chain(sk.dp("data"), sk.cp("context")), {"w": jnp.float32(0.5)}
+    batch = {"x": np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)}
+
+    def step(start):
+        return sk.value_and_grad(lambda *args: context_loss(*args, start))
+
+    two = sk.make_mesh(jax.devices()[:4], data=2, context=2)
+    with pytest.raises(TypeError, match="carry input and carry output must have equal types") as found:
+        traced(step(lambda zero, x: sk.vary(zero, "context")), plan, two, params, batch=batch)
+    line = context_loss.__code__.co_firstlineno + 3
+    assert (
+        "value_and_grad: without the types of axes the loss can be traced. Cast what is the same on all devices at "
+        f"test_local_loss.py:{line} (context_loss), as a loop's beginning is, sk.vary_like(start, x) of its data x."
+    ) in found.value.__notes__
+    by_like = step(lambda zero, x: sk.vary_like(zero, x))
+    for mesh in (two, sk.make_mesh(jax.devices()[:4], data=1, context=4)):
+        traced(by_like, plan, mesh, params, batch=batch)
 
 
 def test_an_error_that_one_device_has_too_is_left_alone():

@@ -76,6 +76,7 @@ def kernels():
         (collectives.axis_index, {"axis": "data"}),
         (collectives.axis_size, {"axis": "data"}),
         (collectives.vary, {"tree": x, "axes": "data"}),
+        (collectives.vary_like, {"tree": x, "like": x}),
         (collectives.debug_print, {"x": x}),
         (collectives.unpad_from_axis, {"x": x, "size": 4}),
         (collectives.all_gather_uneven, over | {"sizes": (8, 7, 6, 5)}),
