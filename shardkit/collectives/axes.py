@@ -82,7 +82,7 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
 
 
 @typed
-def vary_like(tree: Arrays | None, like: Any) -> Any:
+def vary_like(tree: Arrays | None, like: Arrays) -> Any:
     """Casts every leaf to vary over each axis over which some leaf of `like` varies: as `vary`, on any mesh.
 
     For what a loop begins with: jax refuses a carry that begins the same on all devices and ends as data of each.
@@ -113,6 +113,16 @@ def varies(x: Any, axes: tuple[str, ...]) -> bool:
     return compat.varying_axes(x).issuperset(axes)
 
 
-def countable(x: jax.Array) -> jax.Array:
-    """`x` in a dtype that can be summed: booleans as int32, as psum takes them."""
+def countable(x: Any) -> jax.Array:
+    """`x` as an array of a dtype that can be summed: booleans as int32, as psum takes them.
+
+    Raises:
+        TypeError: keys, which are no numbers.
+    """
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        raise TypeError(
+            f"sum: what is added over devices must be numbers; got {x.aval.str_short()}. Fold keys with "
+            "sk.fold_axis, or sum what is drawn from them."
+        )
     return x.astype(jnp.int32) if x.dtype == bool else x
