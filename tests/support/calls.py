@@ -231,7 +231,12 @@ def builders():
         (testing.covering, {"factors": {"a": [1, 2], "b": [1, 2]}}),
         (testing.emulate, {"kernel": kernel, "mesh_sizes": {"data": 4}, "in_specs": P("data"), "out_specs": P()}),
         (testing.one_device, {"grad_fn": grad_fn} | training),
-        (testing.prove, {"step": grad_fn, "reference": grad_fn, "rows": [testing.Row({"data": 4}, plan)]} | training),
+        (
+            testing.prove,
+            {"step": grad_fn, "reference": grad_fn, "rows": [testing.Row({"data": 4}, plan)]}
+            | training
+            | {"key": np.zeros(2, np.uint32)},
+        ),
         (testing.recording, {"optimizer": optimizer}),
         (testing.specs, {"shape": (4, 4), "sizes": {"a": 2}}),
         (analysis.audit, {"step": traced["fn"], "args": ()}),
