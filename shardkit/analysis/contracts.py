@@ -141,6 +141,11 @@ class expects:
                 "expects: sums= is what the traced program adds in, because a compiler may widen or narrow a sum; got "
                 "it in check_compiled. Call check, or leave sums out."
             )
+        if not callable(program) and not hasattr(program, "differences"):
+            raise TypeError(
+                f"expects: check_compiled takes a function, or a Report of aot.compile; got {short(program)}. Pass the "
+                "step, and its arguments."
+            )
         made = compiled(program, *args, **kwargs) if callable(program) else program
         wrong = differences(made.rows, self.rows)
         if wrong:

@@ -85,14 +85,14 @@ class Mean(NamedTuple):
         return -1 * self
 
     def __mul__(self, factor: Any) -> Mean:
-        check_factor(factor)
+        factor = factor_of(factor)
         return Mean(jax.tree.map(lambda total: factor * total, self.total), self.weight)
 
     def __rmul__(self, factor: Any) -> Mean:
         return self * factor
 
     def __truediv__(self, factor: Any) -> Mean:
-        check_factor(factor)
+        factor = factor_of(factor)
         return Mean(jax.tree.map(lambda total: total / factor, self.total), self.weight)
 
     def __rtruediv__(self, other: Any) -> Mean:
@@ -125,14 +125,14 @@ class Sum(NamedTuple):
         return -1 * self
 
     def __mul__(self, factor: Any) -> Sum:
-        check_factor(factor)
+        factor = factor_of(factor)
         return Sum(tuple(factor * mean for mean in self.terms))
 
     def __rmul__(self, factor: Any) -> Sum:
         return self * factor
 
     def __truediv__(self, factor: Any) -> Sum:
-        check_factor(factor)
+        factor = factor_of(factor)
         return Sum(tuple(mean / factor for mean in self.terms))
 
     def __rtruediv__(self, other: Any) -> Sum:
@@ -152,14 +152,17 @@ _NOT_LINEAR = (
 )
 
 
-def check_factor(factor: Any) -> None:
-    """Refuses to multiply or divide a Mean by anything but a real number or an array of them."""
+def factor_of(factor: Any) -> Any:
+    """What a Mean is multiplied or divided by; refuses anything but a real number or an array of them."""
+    if isinstance(factor, int) and abs(factor) >= 2**31:
+        factor = _counted(factor)
     dtype = getattr(factor, "dtype", None) or (jnp.result_type(factor) if isinstance(factor, int | float) else None)
     if not is_real(dtype):
         raise TypeError(
             f"Mean: the factor of a mean must be a real number or an array of them; got {kind(factor)}. Multiply the "
             "values before they are summed."
         )
+    return factor
 
 
 def is_real(dtype: Any) -> bool:
@@ -464,8 +467,6 @@ def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
             raise TypeError(
                 f"{rule}; got {kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
             )
-        if isinstance(x, int) and abs(x) >= 2**63:
-            raise ValueError(f"Mean: a whole number must be below 2**63; got {x.bit_length()} bits. Pass a float.")
     _check_known_weight(pair.weight)
     weight = _counted(pair.weight)
     if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
@@ -478,7 +479,13 @@ def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
 
 def _counted(x: Any) -> jax.Array:
     """A number or an array as an array; a Python integer that int32 cannot hold as float32, in which it is summed."""
+    _check_size(x)
     return jnp.asarray(x, jnp.float32 if isinstance(x, int) and abs(x) >= 2**31 else None)
+
+
+def _check_size(x: Any) -> None:
+    if isinstance(x, int) and abs(x) >= 2**63:
+        raise ValueError(f"Mean: a whole number must be below 2**63; got {x.bit_length()} bits. Pass a float.")
 
 
 def _check_known_weight(weight: Any) -> None:
@@ -489,6 +496,7 @@ def _check_known_weight(weight: Any) -> None:
     """
     if not (type(weight) in (int, float) or (bound_axes() and not isinstance(weight, jax.core.Tracer))):
         return
+    _check_size(weight)
     numbers = np.asarray(weight, np.float64)
     if not (np.isfinite(numbers).all() and (numbers >= 0).all() and (numbers > 0).any()):
         told = numbers if numbers.ndim else f"{numbers.item():g}"

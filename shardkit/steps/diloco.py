@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -78,6 +78,7 @@ class Diloco:
         outer = jax.jit(lambda part: self._outer_pinned(self.outer.init(part), part, first))
         return DilocoState(tuple(made), with_arrays(first, whole), tuple(map(outer, parts)))
 
+    @partial(typed, where="diloco")
     def step(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
         """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
         got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
@@ -90,10 +91,12 @@ class Diloco:
         new = [each.step(own, batch) if each and own else (None, None) for each, own, batch in given]
         return state._replace(workers=tuple(own for own, _ in new)), [metrics for _, metrics in new]
 
+    @partial(typed, where="diloco")
     def start(self, state: DilocoState, fragment: int = 0) -> Moved:
         """Sends one fragment, for `finish`: the mean of what workers moved since the last exchange, float32."""
         return Moved(self._start(self._rows(state, fragment), state.params, fragment), fragment)
 
+    @partial(typed, where="diloco")
     def finish(self, state: DilocoState, moved: Moved, *, keep: float = 0.0) -> DilocoState:
         """The outer update with what `start` returned; workers go on from it, with `keep` of their own parameters."""
         if not 0 <= keep < 1:
@@ -104,10 +107,12 @@ class Diloco:
         others = (outer if k == at else each for k, each in enumerate(state.outer))
         return DilocoState(tuple(workers), whole, tuple(others))
 
+    @partial(typed, where="diloco")
     def exchange(self, state: DilocoState, fragment: int = 0) -> DilocoState:
         """`start` and `finish` at once."""
         return self.finish(state, self.start(state, fragment))
 
+    @partial(typed, where="diloco")
     def trace(self, state: DilocoState, fragment: int = 0) -> jax.stages.Traced:
         """The program of `start`, which alone sends over the slow axis, for a census."""
         return self._start.trace(self._rows(state, fragment), state.params, fragment)

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit._arguments.checks import apart, at_least, mesh_in_context, replicated_in_context, sized
-from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_kind, kinds_of, typed
+from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_fields, check_kind, kinds_of, typed
 from shardkit.meshes.layout import table
 from shardkit.on_device.gradient import GradFn
 from shardkit.plans.plan import Plan
@@ -107,6 +107,7 @@ def prove(
     check_batches("prove", batches)
     for way in rows:
         check_kind("prove", "rows", way, kinds_of(Row))
+        check_fields(way)
     for law in laws:
         check_kind("prove", "laws", law, (FUNCTION,))
     key = jax.random.key(0) if key is None else key

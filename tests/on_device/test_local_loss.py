@@ -265,6 +265,9 @@ def test_a_weight_that_divides_nothing_is_refused_where_it_is_known(weight, told
 
 def test_a_count_may_be_beyond_int32():
     assert sk.value_and_grad(lambda p, b, k: sk.Mean(p, 2**31))(jnp.float32(1), None, None)[0].weight == 2.0**31
+    assert (2**40 * ONE).total == 2.0**40
+    with value_error("Mean: a whole number must be below 2**63; got 64 bits. Pass a float."):
+        2**63 * ONE
     with value_error("Mean: a whole number must be below 2**63; got 64 bits. Pass a float."):
         sk.value_and_grad(lambda p, b, k: sk.Mean(p, 2**63))(jnp.float32(1), None, None)
 

@@ -17,6 +17,7 @@ from shardkit.analysis.hlo import aot
 from shardkit.collectives import compressed, hierarchical, ring, tables
 from shardkit.models import parameters, transformer
 from shardkit.on_device.precision import precision_of
+from shardkit.steps.diloco import DilocoState, Moved
 
 SIZES = {"data": 4, "model": 2}
 MESH = sk.abstract_mesh(**SIZES)
@@ -337,6 +338,10 @@ def methods():
     """Methods, and functions that builders return."""
     params, batch, plan = {"w": ones(4, 4)}, ones(8, 4), sk.dp("data")
     init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=MESH, plan=plan)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+    worker = lambda mesh: sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=plan)  # noqa: E731
+    run = sk.diloco(worker, optax.sgd(1.0), mesh=mesh, axis="model")
+    begun = {"state": DilocoState((), {}, ())}  # of no fragment
     emulated = testing.emulate(lambda x: jax.lax.psum(x, "data"), {"data": 4}, P("data"), P())
 
     def trace(state, batch):
@@ -352,6 +357,10 @@ def methods():
         (trace, {"state": init.abstract(params), "batch": batch}),
         (abstract, {"params": params}),
         (emulate, {"x": batch}),
+        (run.step, begun | {"batches": [batch] * 3}),
+        *((each, begun | {"fragment": 1}) for each in (run.start, run.exchange, run.trace)),
+        (run.finish, begun | {"moved": Moved({}, 1)}),
+        (analysis.Census.compare, {"self": analysis.Census(()), "other": analysis.Census(())}),
         (sk.Mean.of, {"values": batch, "weights": batch}),
         (sk.Plan.layouts, {"self": plan, "params": params, "mesh": MESH}),
         (sk.Plan.describe, {"self": plan, "params": params, "mesh": MESH}),

@@ -308,6 +308,13 @@ def test_what_is_refused():
         "[batch] for one step."
     ):
         prove(OWN, OWN, rows=[DP4], params=PARAMS, batches=[3])
+    for field, wrong, says in (
+        ("accumulate", "1", "accumulate must be a whole number; got '1'. Pass for example accumulate=1."),
+        ("relative", [0.1], "relative must be a number or None; got [0.1]. Pass for example relative=1.0."),
+        ("mesh", 8, "mesh must be a mapping of names to sizes of at least 1; got 8. Pass for example {'data': 8}."),
+    ):
+        with type_error(f"Row: {says}"):
+            prove(OWN, OWN, rows=[DP4._replace(**{field: wrong})], params=PARAMS, batches=BATCHES)
 
 
 @pytest.mark.check

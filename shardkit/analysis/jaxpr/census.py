@@ -119,6 +119,7 @@ class Census:
             lines += [f"    {line}" for line in way]
         return "\n".join(lines)
 
+    @typed
     def compare(self, other: Census) -> str:
         """The kinds and axes in which `other` differs, one line each; empty when both send the same."""
         mine, theirs = self._by_kind_and_axes(), other._by_kind_and_axes()
