@@ -176,10 +176,10 @@ def route(
         raise ValueError(
             f"route: top_k must be between 1 and the number of experts; got {top_k} for {E} experts. Lower top_k."
         )
-    if capacity is not None and not 1 <= capacity < 2**31:
-        raise ValueError(
-            f"route: capacity must be at least 1, and below 2**31; got {capacity}. Pass None to drop nothing."
-        )
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"route: capacity must be at least 1; got {capacity}. Pass None to drop nothing.")
+    if capacity is not None and capacity >= 2**31:
+        raise ValueError(f"route: capacity must be below 2**31; got {capacity}. Pass None to drop nothing.")
     if weights_N is not None:
         _check_numbers("route", "weights_N", weights_N)
     if group < 1 or N % group:
