@@ -60,6 +60,7 @@ from shardkit.remat.layers import scan_layers as scan_layers
 
 # collectives
 from shardkit.collectives import vary as vary
+from shardkit.collectives import vary_like as vary_like
 from shardkit.collectives import all_reduce as all_reduce
 from shardkit.collectives import all_gather as all_gather
 from shardkit.collectives import reduce_scatter as reduce_scatter

@@ -27,13 +27,13 @@ ROOMS = (
     viz,
     transformer,
 )
-FEWEST = 7000
+FEWEST = 9000
 
 # What is taken and means something: which calls, and why. Matched as `room.function(parameter=value)`.
 HUGE = "10{30}"
 TAKEN = [
     (rf"cost\..*=\(?{HUGE}.*|planner\..*={HUGE}\)", "closed forms are exact at any size"),
-    (r"cost\..*bandwidth=inf\)", "a wire that costs nothing"),
+    (r"cost\..*bandwidth=(inf|int )\)", "a wire that costs nothing"),
     (r"collectives\.(bucketed\.all_reduce_tree|algorithms\.bucket)\(scatter_from=inf\)",
      "never, as cost.scatter_from says of two devices"),
     (r"cost\..*\(recompute=True\)", "another word for 'full'"),

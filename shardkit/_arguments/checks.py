@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
@@ -182,7 +183,7 @@ def _number(value: object) -> float:
     if isinstance(value, bool):
         return math.nan
     if isinstance(value, Integral):
-        return int(value)
+        return int(value) if abs(int(value)) <= sys.float_info.max else math.copysign(math.inf, int(value) > 0 or -1)
     if isinstance(value, Rational):
         return value  # type: ignore[return-value]  # a Fraction stays exact
     return float(value) if isinstance(value, Real) else math.nan

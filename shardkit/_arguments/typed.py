@@ -40,8 +40,10 @@ class Kind(NamedTuple):
 
 def is_array(x: Any) -> bool:
     """Whether a value has a shape and a dtype of numbers; a Python number has not."""
-    kind = getattr(getattr(x, "dtype", None), "kind", None if not hasattr(x, "dtype") else "")
-    return kind is not None and hasattr(x, "shape") and kind not in {"O", "U", "S", "M", "m"}
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not hasattr(x, "shape") or getattr(dtype, "kind", "") in {"O", "U", "S", "M", "m"}:
+        return False
+    return getattr(dtype, "type", None) is not np.void  # bytes, or a record of fields
 
 
 def is_whole(x: Any) -> bool:
@@ -54,7 +56,7 @@ def _is_small(x: Any) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    old = is_array(x) and x.dtype == jnp.uint32 and len(x.shape) > 0
+    old = is_array(x) and x.dtype == jnp.uint32 and tuple(x.shape[-1:]) in {(2,), (4,)}
     return old or (is_array(x) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)))
 
 
@@ -77,7 +79,7 @@ def _is_dtype(x: Any) -> bool:
     if x is None or isinstance(x, Number):
         return False
     try:
-        return np.dtype(x).kind not in {"O", "U", "S", "M", "m"}
+        return np.dtype(x).kind not in {"O", "U", "S", "M", "m"} and np.dtype(x).type is not np.void
     except (TypeError, ValueError):
         return False
 
@@ -116,7 +118,9 @@ def short(value: Any) -> str:
 
 
 FRACTION = Kind("a Fraction", lambda x: isinstance(x, Fraction), "Pass for example Fraction(1, 2)")
-ARRAY = Kind("an array", is_array, "Pass an array of jax or NumPy")
+ARRAY = Kind(
+    "an array", lambda x: is_array(x) and not isinstance(x, jax.ShapeDtypeStruct), "Pass an array of jax or NumPy"
+)
 ARRAYS = Kind(
     "an array or a pytree of arrays", lambda x: _wrong_leaf(x) is None, "Pass arrays of jax or NumPy", _leaf_told
 )
@@ -315,6 +319,14 @@ def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> N
     raise error(f"{where}: {name} must be {rule}; got {told if 0 < len(told) <= 120 else short(value)}. {remedy}.")
 
 
+def _holds_float(value: Any) -> bool:
+    """Whether a real number is one as a float too."""
+    try:
+        return not math.isnan(value)
+    except OverflowError:
+        return False
+
+
 def _is(value: Any, kind: Any) -> bool:
     if isinstance(kind, Kind):
         return kind.test(value)
@@ -323,7 +335,7 @@ def _is(value: Any, kind: Any) -> bool:
     if kind is int:
         return is_whole(value)
     if kind is float:
-        return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and _holds_float(value)
     if kind is str:
         return isinstance(value, str)
     return value is None if kind is None else type(value) is type(kind) and bool(value == kind)

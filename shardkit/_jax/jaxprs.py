@@ -24,8 +24,9 @@ from shardkit._jax.primitives import registered
 T = TypeVar("T")
 
 # Scopes, by which a traced program says what its collectives are for: those by which a plan gathers leaves and reduces
-# their gradients; what else is sent for each microbatch and right in each; weight and total of a loss.
-PLAN, PER_MICROBATCH, MEAN = "shardkit_plan", "per_microbatch", "shardkit_mean"
+# their gradients; what else is sent for each microbatch and right in each; weight and total of a loss; their sums over
+# devices.
+PLAN, PER_MICROBATCH, MEAN, TOTALS = "shardkit_plan", "per_microbatch", "shardkit_mean", "shardkit_totals"
 _HERE = Path(__file__).parents[1]
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 _KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_arguments" / "typed.py"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import extract_tb
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import communicates
+from shardkit._jax.jaxprs import communicates, own_line
 
 
 @contextmanager
@@ -42,11 +43,13 @@ _program.def_impl(lambda *operands, program, results: jaxpr_as_fun(program)(*ope
 mlir.register_lowering(_program, _lowered)
 
 
-def as_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
+def as_on_one_device(fn: Callable[..., Any], *args: Any, may_send: bool = False) -> Any:
     """`fn(*args)`, traced without the mesh of the shard_map around it; plainly `fn(*args)` where there is none.
 
+    With `may_send` it shows only whether `fn` can be traced without the types of axes.
+
     Raises:
-        ValueError: `fn` communicates, or asks where it runs.
+        ValueError: `fn` communicates, or asks where it runs, without `may_send`.
 
     Cost: nothing is sent. `fn` is traced once, as without this, and lowered as a function of its own.
     """
@@ -56,7 +59,7 @@ def as_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
     with _no_mesh():
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         program, structure = jax.make_jaxpr(fn, return_shape=True)(*shapes)
-    if found := communicates(program.jaxpr):
+    if (found := communicates(program.jaxpr)) and not may_send:
         raise ValueError(
             "value_and_grad: with local=True a loss is traced as on one device, and must not communicate; it calls "
             f"{found}. Leave out local=."
@@ -72,15 +75,29 @@ def as_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(structure), results)
 
 
+Remedy = tuple[str, Callable[[], Any]]
+
+
 @contextmanager
-def noting(note: str, otherwise: Callable[[], Any]) -> Iterator[None]:
-    """Where what stands inside cannot be traced, and `otherwise` can, the error gets a note of what to do."""
+def noting(*remedies: Remedy) -> Iterator[None]:
+    """Where what stands inside cannot be traced, and what is called instead can, the error gets a note of what to do.
+
+    A remedy is the note, with {line} for the user's line that failed, and the call; the first whose call can be traced.
+    """
     try:
         yield
     except Exception as error:
-        try:
-            otherwise()
-        except Exception:
-            raise error from None
-        error.add_note(note)
+        for note, otherwise in remedies:
+            if _can(otherwise):
+                frames = [(each.filename, each.lineno or 0, each.name) for each in extract_tb(error.__traceback__)]
+                error.add_note(note.format(line=own_line(frames[::-1]) or "the line above"))
+                break
         raise
+
+
+def _can(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except Exception:
+        return False
+    return True

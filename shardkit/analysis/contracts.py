@@ -1,13 +1,15 @@
-"""Contracts on communication: the collectives that a program may run, how often, and the bytes that they send."""
+"""Contracts on communication: the collectives that a program may run, how often, their bytes, and what they add in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from shardkit._arguments.checks import Axis, at_least, axis_names, quoted
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import DTYPE, short, typed
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import compiled
 from shardkit.analysis.jaxpr.census import Census, CensusRow, census
@@ -61,19 +63,29 @@ class expects:
     `with expects(...) as check: check(step, state, batch)`, it is an error to leave it without a check.
 
     Args:
-        *rows: the expected collectives, from `collective`; none: the function sends nothing.
+        *rows: the expected collectives, from `collective`; none: the function sends nothing, or with `sums` anything.
+        sums: the dtype in which floats are added over devices, or a wider one, as "float32"; or one for each axis by
+            name, as `{"data": "float32"}` where partial sums of tensor parallelism are bfloat16. A census row has what
+            it adds in as `sums`. What is exchanged by an all_to_all and then added, as by `compressed`, is no sum here.
 
     Raises:
-        AssertionError: the program runs other collectives; the message lists the differences with source lines.
-        ValueError: two rows for the same kind and axes.
+        AssertionError: the program runs other collectives, or adds in a narrower dtype; the message lists the
+            differences with source lines.
+        ValueError: two rows for the same kind and axes; `check_compiled` with `sums`.
+        TypeError: `sums` is no dtype of floats.
 
     Example:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
         >>> sk.expects(sk.collective("all_reduce", "model", times=1)).check(f, jnp.ones((8, 4))).count()
         1
+        >>> try:
+        ...     sk.expects(sums="float32").check(f, jnp.ones((8, 4), jnp.bfloat16))
+        ... except AssertionError as error:
+        ...     print(str(error).splitlines()[1])
+        - expected sums in float32; all_reduce over 'model' adds in bfloat16
     """
 
-    def __init__(self, *rows: Collective):
+    def __init__(self, *rows: Collective, sums: Any = None):
         for row in rows:
             if not isinstance(row, Collective):
                 raise TypeError(
@@ -87,14 +99,26 @@ class expects:
                     f"expects: a kind over the same axes must have one row; got two for {key[0]} over "
                     f"{quoted(key[1])}. Add them up."
                 )
+        each = sums.values() if isinstance(sums, Mapping) else () if sums is None else (sums,)
+        for dtype in each:
+            if not DTYPE.test(dtype) or not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(
+                    f"expects: sums must be a dtype of floats, or a dict of them by axis; got {short(sums)}. Pass for "
+                    "example sums='float32'."
+                )
         self.rows = rows
+        self.sums = sums
         self._checked = False
 
     def check(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
         """Traces one call of `fn`, compares its collectives with the expected ones and returns the census."""
         self._checked = True
         found = census(fn, *args, **kwargs)
-        wrong = differences(found.rows, self.rows)
+        wrong = differences(found.rows, self.rows) if self.rows or self.sums is None else []
+        if isinstance(self.sums, Mapping):
+            idle = [axis for axis in self.sums if not found.select(axis=axis)]
+            wrong += [f"- expected sums over {axis!r}; nothing is sent over it" for axis in idle]
+        wrong += narrow_sums(found.rows, self.sums) if self.sums is not None else []
         if wrong:
             raise AssertionError("the program does not communicate as expected:\n" + "\n".join(wrong))
         return found
@@ -112,6 +136,16 @@ class expects:
                 the compiler added, merged, dropped or changed.
         """
         self._checked = True
+        if self.sums is not None:
+            raise ValueError(
+                "expects: sums= is what the traced program adds in, because a compiler may widen or narrow a sum; got "
+                "it in check_compiled. Call check, or leave sums out."
+            )
+        if not callable(program) and not hasattr(program, "differences"):
+            raise TypeError(
+                f"expects: check_compiled takes a function, or a Report of aot.compile; got {short(program)}. Pass the "
+                "step, and its arguments."
+            )
         made = compiled(program, *args, **kwargs) if callable(program) else program
         wrong = differences(made.rows, self.rows)
         if wrong:
@@ -150,6 +184,37 @@ def differences(found: Sequence[CensusRow | CompiledRow], expected: tuple[Collec
     for (kind, axes), rows in sorted(groups.items()):
         wrong.append(f"- not expected: {_together(kind, axes, rows)}{_places(rows)}")
     return wrong
+
+
+def narrow_sums(found: Sequence[CensusRow], asked: Any) -> list[str]:
+    """The sums of floats in a dtype that is narrower than what is asked for, one line each, with source lines.
+
+    `asked` is a dtype, or a dtype for each axis by name.
+    """
+    groups: dict[tuple[str, tuple[str, ...], str, str], list[CensusRow]] = {}
+    for row in found:
+        for dtype in _asked_for(row, asked):
+            if not at_least_as_wide(row.sums, dtype):
+                groups.setdefault((str(jnp.dtype(dtype)), row.axes, row.kind, row.sums), []).append(row)
+                break
+    return [
+        f"- expected sums in {dtype}; {kind} over {quoted(axes)} adds in {sums}{_places(rows)}"
+        for (dtype, axes, kind, sums), rows in groups.items()
+    ]
+
+
+def _asked_for(row: CensusRow, asked: Any) -> list[Any]:
+    """The dtypes that are asked of what a row adds; none where one device adds nothing."""
+    if row.n == 1 or not row.sums:
+        return []
+    return [asked[axis] for axis in row.axes if axis in asked] if isinstance(asked, Mapping) else [asked]
+
+
+def at_least_as_wide(sums: str, asked: Any) -> bool:
+    """Whether a sum in this dtype loses no more than one in the other; integers are added exactly."""
+    if not jnp.issubdtype(sums, jnp.inexact):
+        return True
+    return jnp.dtype(sums) == jnp.dtype(asked) or jnp.finfo(sums).bits > jnp.finfo(asked).bits
 
 
 def _together(kind: str, axes: tuple[str, ...], rows: Sequence[CensusRow | CompiledRow]) -> Collective:

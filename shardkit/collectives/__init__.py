@@ -4,7 +4,7 @@ Start with `basic.py`. Imports cost, and single files such as `checks.py`; no pl
 """
 
 from shardkit.collectives import algorithms, compressed, hierarchical, ring, tables
-from shardkit.collectives.axes import axis_index, axis_size, vary
+from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import all_gather, all_reduce, all_to_all, reduce_scatter
 from shardkit.collectives.bucketed import all_reduce_tree
 from shardkit.collectives.debug import debug_print
@@ -45,4 +45,5 @@ __all__ = [
     "tables",
     "unpad_from_axis",
     "vary",
+    "vary_like",
 ]

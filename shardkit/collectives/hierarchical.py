@@ -50,6 +50,7 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
     count = axis_size(fast)
 
     def reduce(leaf: jax.Array) -> jax.Array:
+        leaf = jnp.asarray(leaf)
         piece = basic.all_reduce(basic.reduce_scatter(in_rows(leaf, count), fast, op=op), slow, op=op)
         return basic.all_gather(piece, fast, replicated=True).reshape(-1)[: leaf.size].reshape(leaf.shape)
 

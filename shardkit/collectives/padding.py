@@ -17,7 +17,7 @@ from jax import lax
 from shardkit._arguments.checks import Axis, dim_of, named
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
-from shardkit.collectives.axes import axis_size
+from shardkit.collectives.axes import axis_size, countable
 from shardkit.collectives.basic import all_gather, reduce_scatter
 
 
@@ -158,6 +158,7 @@ def reduce_scatter_uneven(
     most = max(sizes)
 
     def scatter(leaf: jax.Array) -> jax.Array:
+        leaf = countable(leaf)
         at = dim_of("reduce_scatter_uneven", dim, jnp.ndim(leaf))
         _holds("reduce_scatter_uneven", leaf, at, sum(sizes), "sum(sizes)", "Pass the true sizes.")
         pieces, start = [], 0
@@ -196,6 +197,7 @@ def in_rows(x: jax.Array, count: int) -> jax.Array:
 
     Three dims, because the TPU's compiler scatters no lone dim: it sums a flat array, and sends it twice.
     """
+    x = countable(x)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
     columns = math.gcd(flat.size // count, 128)
     return flat.reshape(count, flat.size // count // columns, columns)

@@ -88,6 +88,8 @@ def _no_number(dtype: Any) -> jax.Array:
         return jnp.asarray(jnp.nan, dtype)
     if dtype == jnp.bool_:
         return jnp.asarray(True)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise TypeError(f"ragged_all_to_all: rows must be numbers; got {dtype}. Pass jax.random.key_data(keys).")
     info = jnp.iinfo(dtype)
     return jnp.asarray(info.min if info.min else info.max, dtype)
 
@@ -95,6 +97,13 @@ def _no_number(dtype: Any) -> jax.Array:
 def _check(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
     """Refuses what is known to be invalid at trace time."""
     where = "ragged_all_to_all"
+    if not x.ndim:
+        raise ValueError(f"{where}: x must have rows along dim 0; got a scalar. Pass an array of rank 1 or more.")
+    if max(rows, n * limit) >= 2**31:
+        raise ValueError(
+            f"{where}: rows and limit must be below 2**31 for all devices together, because places are int32; got "
+            f"rows={rows}, limit={limit} over {n} devices. Lower them."
+        )
     if not jnp.issubdtype(jnp.result_type(counts), jnp.integer):
         raise TypeError(
             f"{where}: counts must be integers; got {jnp.result_type(counts)}. Convert them with astype(jnp.int32)."

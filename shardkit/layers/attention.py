@@ -206,7 +206,8 @@ def allowed(
 
 def scores_of(q_bGRtK: jax.Array, k_bGsK: jax.Array, mask: jax.Array | None, scale: float) -> jax.Array:
     """Scaled and masked scores [b, G, R, t, s], float32."""
-    scores = jnp.einsum("bGRtK,bGsK->bGRts", q_bGRtK, k_bGsK, preferred_element_type=jnp.float32) * scale
+    scores = jnp.einsum("bGRtK,bGsK->bGRts", q_bGRtK, k_bGsK, preferred_element_type=jnp.float32)
+    scores = scores * float(scale)
     return scores if mask is None else jnp.where(mask, scores, MASKED)
 
 

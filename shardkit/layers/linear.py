@@ -84,7 +84,8 @@ def row_linear(
         impl: the `impl` of `matmul_reduce_scatter`, with `sequence`.
 
     Returns:
-        [..., T, D], invariant over `axis`; with `sequence` this device's tokens, [..., t, D].
+        [..., T, D], invariant over `axis`; with `sequence` this device's tokens, [..., t, D]. In the dtype of h, in
+        which devices' parts are added too: pass `h.astype(jnp.float32)`, and with `sequence` such a w, for float32.
 
     Raises:
         ValueError: an unbound axis, weights that are invariant over `axis`, an unknown `impl`, or tokens not
@@ -103,10 +104,10 @@ def row_linear(
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
         4.2.2.
     """
-    if not 2 <= w.ndim <= h.ndim + 1 or h.shape[1 - w.ndim :] != w.shape[:-1]:
+    if not h.ndim or not 2 <= w.ndim <= h.ndim + 1 or h.shape[1 - w.ndim :] != w.shape[:-1]:
         raise ValueError(
             f"row_linear: w must be [f, D] or [h, K, D], as h is [.., f] or [.., h, K]; got {w.shape} for {h.shape}. "
-            f"Pass w whose dims but the last are the last of h, such as ({h.shape[-1]}, D)."
+            f"Pass w whose dims but the last are the last of h, such as ({h.shape[-1] if h.ndim else 8}, D)."
         )
     names = live_axes("row_linear", axis, h, w)
     check_split("row_linear", "w", names, w)

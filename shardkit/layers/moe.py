@@ -101,6 +101,7 @@ def moe(
         raise TypeError(
             f"moe: x must be floating-point, as the experts' outputs are; got {x.dtype}. Pass x.astype(...)."
         )
+    expert_fn = partial(_in_rows, expert_fn)
     E = router_DE.shape[1]
     _check_experts(experts, E, names, n)
     x_ND = jnp.asarray(x).reshape(-1, x.shape[-1])
@@ -162,6 +163,17 @@ def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> 
                 f"moe: dim 0 of every leaf must count this device's experts, {count // n} of {count}; got shape "
                 f"{jnp.shape(leaf)} for {name}. Shard the experts over the axis, with ep or P(axis)."
             )
+
+
+def _in_rows(expert_fn: ExpertFn, experts: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
+    """What the experts return; refuses all but a row for each of theirs."""
+    y_SD = expert_fn(experts, x_SD, dot)
+    if jnp.ndim(y_SD) != 2 or not hasattr(y_SD, "dtype") or y_SD.shape[0] != x_SD.shape[0]:
+        raise TypeError(
+            f"moe: expert_fn(experts, x, dot) must return a row for each of x, [{x_SD.shape[0]}, D]; got "
+            f"{kind(y_SD)}. Return for example dot(x, experts['w'])."
+        )
+    return y_SD
 
 
 def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names: tuple[str, ...], E: int) -> jax.Array:

@@ -52,8 +52,8 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
     at_least_zero("sharded_rms_norm", epsilon=epsilon)
     shapes("sharded_rms_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"))
     names = live_axes("sharded_rms_norm", axis, x_Td, gain_d)
-    x = x_Td.astype(wide(x_Td.dtype))
-    scale = lax.rsqrt(_mean(x * x, names, -1) + epsilon)
+    x = _floats("sharded_rms_norm", "x_Td", x_Td)
+    scale = lax.rsqrt(_mean(x * x, names, -1) + float(epsilon))
     return (x * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td)
 
 
@@ -92,9 +92,9 @@ def sharded_layer_norm(
     at_least_zero("sharded_layer_norm", epsilon=epsilon)
     shapes("sharded_layer_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"), bias_d=(bias_d, "d"))
     names = live_axes("sharded_layer_norm", axis, x_Td, gain_d, bias_d)
-    x = x_Td.astype(wide(x_Td.dtype))
+    x = _floats("sharded_layer_norm", "x_Td", x_Td)
     centered = x - vary(_mean(x, names, -1), names)
-    scale = lax.rsqrt(_mean(centered * centered, names, -1) + epsilon)
+    scale = lax.rsqrt(_mean(centered * centered, names, -1) + float(epsilon))
     return (centered * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td) + _as_row(bias_d, x_Td)
 
 
@@ -129,10 +129,17 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
     for dim in dims if isinstance(dims, tuple) else (dims,):
         check_kind("sharded_moments", "dims", dim, (int,))
         dim_of("sharded_moments", dim, x.ndim, "dims")
-    x = x.astype(wide(x.dtype))
+    x = _floats("sharded_moments", "x", x)
     mean = _mean(x, names, dims)
     centered = x - vary(mean, names)
     return mean, _mean(centered * centered, names, dims)
+
+
+def _floats(where: str, name: str, x: jax.Array) -> jax.Array:
+    """The array in the dtype in which it is summed."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"{where}: {name} must be floating-point; got {x.dtype}. Convert it with astype(jnp.float32).")
+    return x.astype(wide(x.dtype))
 
 
 def _mean(x: jax.Array, names: tuple[str, ...], dims: Dims) -> jax.Array:

@@ -178,6 +178,10 @@ def route(
         )
     if capacity is not None and capacity < 1:
         raise ValueError(f"route: capacity must be at least 1; got {capacity}. Pass None to drop nothing.")
+    if capacity is not None and capacity >= 2**31:
+        raise ValueError(f"route: capacity must be below 2**31; got {capacity}. Pass None to drop nothing.")
+    if weights_N is not None:
+        _check_numbers("route", "weights_N", weights_N)
     if group < 1 or N % group:
         raise ValueError(
             f"route: group must divide the tokens of a device; got groups of {group} for {N} tokens. Choose a divisor."
@@ -239,7 +243,14 @@ def routing_stats(
     ST-MoE (arXiv:2202.08906), equation 5.
     """
     shapes("routing_stats", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
+    if weights_N is not None:
+        _check_numbers("routing_stats", "weights_N", weights_N)
     N, E = logits_NE.shape
+    if routing.expert.shape[0] != N:
+        raise ValueError(
+            f"routing_stats: routing must be of these tokens; got one of {routing.expert.shape[0]} for {N}. Pass what "
+            "route returned for these logits."
+        )
     top_k = routing.expert.shape[1]
     logits_NE = logits_NE.astype(jnp.float32)
     weights_N = jnp.ones(N) if weights_N is None else weights_N.astype(jnp.float32)
@@ -333,3 +344,8 @@ def _counts(expert_GA: jax.Array, experts: int) -> jax.Array:
 
 def _before(counts: jax.Array) -> jax.Array:
     return jnp.cumsum(counts, axis=-1) - counts
+
+
+def _check_numbers(where: str, name: str, x: jax.Array) -> None:
+    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
+        raise TypeError(f"{where}: {name} must be numbers; got {x.dtype}. Pass for example jnp.ones(N).")

@@ -51,6 +51,8 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
     shapes("vocab_embed", table_vD=(table_vD, "vD"))
     names = live_axes("vocab_embed", axis, table_vD)
     rows = table_vD.shape[0]
+    if not rows:
+        raise ValueError(f"vocab_embed: the table must have rows; got shape {table_vD.shape}. Pass [v, D].")
     local_bT = _local(tokens_bT, rows, names)
     mine_bT = (local_bT >= 0) & (local_bT < rows)
     found_bTD = jnp.take(table_vD, local_bT, axis=0, mode="clip")

@@ -110,6 +110,11 @@ def positions(
     """
     at_least("positions", 0, tokens_per_device=tokens_per_device)
     names, chunks = _chunks("positions", axis, ulysses)
+    if tokens_per_device * len(chunks) >= 2**31:
+        raise ValueError(
+            f"positions: positions are int32, so all tokens must be below 2**31; got {tokens_per_device} on each of "
+            f"{len(chunks)} devices. Lower tokens_per_device."
+        )
     within = jnp.arange(tokens_per_device, dtype=jnp.int32)
     if order == "contiguous":
         return within if len(chunks) == 1 else axis_index(names) * tokens_per_device + within

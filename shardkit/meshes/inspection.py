@@ -13,7 +13,7 @@ from shardkit._arguments.checks import Axis, quoted
 from shardkit._arguments.typed import ARRAYS, PLAN, check_kind, is_array, typed
 from shardkit._jax.compat import bound_axes, tracked_axes, varying_axes
 from shardkit.meshes import mesh as _mesh
-from shardkit.meshes.layout import brief_spec, bytes_per_device, path_name, shard_bytes, shard_shape, table
+from shardkit.meshes.layout import brief_spec, by_path, bytes_per_device, shard_bytes, shard_shape, table
 from shardkit.meshes.mesh import DeviceGrid, beside
 
 
@@ -129,7 +129,7 @@ def _alone(x: Any) -> str:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    return {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return by_path("describe", jax.tree_util.tree_leaves_with_path(tree))
 
 
 def _counted(rows: Sequence[Any]) -> str:

@@ -39,6 +39,12 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
     if logical_axes is None:
         raise TypeError("specs_from_rules: logical_axes must be a pytree of tuples of names; got None. Pass one.")
     pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise TypeError(
+                f"specs_from_rules: rules must be a mapping, or pairs of a logical axis and a mesh axis or None; got "
+                f"{pair!r} among them. Pass for example {{'embed': None, 'hidden': 'model'}}."
+            )
     table = dict(pairs)
     for name in table:
         if sum(known == name for known, _ in pairs) > 1:
@@ -147,7 +153,7 @@ def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
         local_shape_of(f"shard: leaf {path_name(path)}", jax.numpy.shape(x), spec, mesh)
         return jax.device_put(x, NamedSharding(mesh, canonical(spec)))
 
-    return jax.tree_util.tree_map_with_path(place, tree, broadcast_specs(specs, tree))
+    return jax.tree_util.tree_map_with_path(place, tree, broadcast_specs(specs, tree, "shard"))
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
@@ -193,13 +199,24 @@ def all_axes(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(axis for axes in spec_axes(spec) for axis in axes)
 
 
-def broadcast_specs(specs: Any, tree: Any) -> Any:
-    """One spec for each leaf of `tree`, from a single spec or a pytree of specs that is a prefix of it."""
+def broadcast_specs(specs: Any, tree: Any, where: str = "specs") -> Any:
+    """One spec for each leaf of `tree`, from a single spec or a pytree of specs that is a prefix of it.
+
+    Raises:
+        ValueError: a tree that is no prefix.
+    """
 
     def spread(spec: PartitionSpec, part: Any) -> Any:
         return jax.tree.map(lambda _: spec, part)
 
-    return jax.tree.map(spread, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    try:
+        return jax.tree.map(spread, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    except ValueError:
+        ours, theirs = jax.tree.structure(specs), jax.tree.structure(tree)
+        raise ValueError(
+            f"{where}: specs must be one spec, or a tree of them that is a prefix of the arrays' tree; got {ours} for "
+            f"{theirs}. Make it with jax.tree.map, or pass one spec."
+        ) from None
 
 
 def check_spec(where: str, spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
@@ -225,6 +242,21 @@ def _check_shape(where: str, shape: Sequence[int]) -> None:
 def path_name(path: Iterable[Any]) -> str:
     """A leaf's path in its pytree, as `layers.norm` or `blocks[0].w`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".") or "(the whole tree)"
+
+
+def by_path(where: str, leaves: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """The leaves of a tree, of their paths and values, by the names of the paths; refuses two of one name.
+
+    So have `{"a": {"b": x}, "a.b": y}`, of which one would take the place of the other.
+    """
+    named = [(path_name(path), leaf) for path, leaf in leaves]
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len({*names}) < len(names) else []
+    if twice:
+        raise ValueError(
+            f"{where}: the path of each leaf must be unique; got two leaves at {quoted(twice)}. Rename one of them."
+        )
+    return dict(named)
 
 
 def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:

@@ -39,6 +39,7 @@ def fold_axis(key: Key, axis: Axis) -> jax.Array:
         >>> bool(bits[0] == bits[1])
         False
     """
+    _check_one("fold_axis", key)
     return jax.random.fold_in(key, jax.lax.axis_index(bound("fold_axis", axis)))
 
 
@@ -64,6 +65,7 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
         >>> len(set(bits.tolist()))
         8
     """
+    _check_one("fold_axes", key)
     for name in sorted(bound("fold_axes", axes)):
         key = jax.random.fold_in(jax.random.fold_in(key, salt(name)), jax.lax.axis_index(name))
     return key
@@ -117,6 +119,8 @@ def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
             f"fold_keys: data must have a shape that broadcasts with the keys' {_keys_shape(keys)}; got "
             f"{jnp.shape(data)}. Insert dims of size 1."
         ) from None
+    if not jnp.issubdtype(jnp.result_type(data), jnp.integer):
+        raise TypeError(f"fold_keys: data must be integers; got {jnp.result_type(data)}. Pass for example 1.")
     fold = jax.random.fold_in
     for _ in shape:
         fold = jax.vmap(fold)
@@ -162,7 +166,7 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
     draw = partial(jax.random.bernoulli, p=1 - rate, shape=x_b.shape[len(shape) :])
     for _ in shape:
         draw = jax.vmap(draw)
-    return jnp.where(draw(keys_b), x_b / jnp.asarray(1 - rate, x_b.dtype), jnp.zeros_like(x_b))
+    return jnp.where(draw(keys_b), x_b / jnp.asarray(1 - float(rate), x_b.dtype), jnp.zeros_like(x_b))
 
 
 def refuse_unstable(where: str, keys: jax.Array) -> None:
@@ -201,5 +205,15 @@ def step_key(key: Key, step: jax.Array | int) -> jax.Array:
         (4,)
     """
     at_least("step_key", 0, step=step if isinstance(step, int) else None)
+    _check_one("step_key", key)
     # Salted, so that it differs from every key that the parameters were drawn from.
     return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
+
+
+def _check_one(where: str, key: jax.Array) -> None:
+    """Refuses several keys where one is folded."""
+    if _keys_shape(key):
+        raise ValueError(
+            f"{where}: key must be one key; got keys of shape {_keys_shape(key)}. Pass one of them, or fold all with "
+            "jax.vmap."
+        )

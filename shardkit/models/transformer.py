@@ -161,6 +161,7 @@ def attention(
         >>> transformer.attention(layer, jnp.ones((1, 4, 16)), config).shape
         (1, 4, 16)
     """
+    shapes("attention", x_btD=(x_btD, "btD"))
     positions_T = jnp.arange(x_btD.shape[1]) if positions_T is None else positions_T
     check_split("query heads", weights["query"].shape[-2], config.heads, axes)
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import named, quoted
+from shardkit._arguments.checks import counted, named, quoted
 from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.meshes.layout import path_name, spec_axes
 from shardkit.meshes.rng import fold_keys
@@ -26,19 +26,19 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, wh
         ValueError: a batch without arrays, leaves with different numbers of examples, or a dim that does not divide.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    sizes = {path_name(path): jnp.shape(x)[0] for path, x in leaves if jnp.ndim(x)}
-    if len(set(sizes.values())) != 1:
-        found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no array"
+    sizes = [(path_name(path), jnp.shape(x)[0]) for path, x in leaves if jnp.ndim(x)]
+    if len({size for _, size in sizes}) != 1:
+        found = ", ".join(f"{name}: {size}" for name, size in sizes) or "no array"
         raise ValueError(
             f"{where}: every array of the batch must have the same number of examples along dim 0; got {found}. Pass "
             "arrays that share dim 0; what all examples share goes into carried state, or the loss."
         )
     for path, x in leaves:
-        for dim, axes in enumerate(spec_axes(spec)[: jnp.ndim(x)]):
+        for dim, axes in enumerate((spec_axes(spec) or [()])[: jnp.ndim(x)]):
             count = math.prod(mesh.shape[axis] for axis in axes)
             parts = accumulate if dim == 0 else 1
             if jnp.shape(x)[dim] % (count * parts):
-                over = f"{count} devices" + (f" x {parts} microbatches" if parts > 1 else "")
+                over = counted(count, "device") + (f" x {parts} microbatches" if parts > 1 else "")
                 raise ValueError(
                     f"{where}: batch dim {dim} must be divisible by {named(axes) if axes else 'accumulate'}"
                     f"{' times accumulate' if parts > 1 and axes else ''}; leaf {path_name(path)} has size "

@@ -28,7 +28,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
 from shardkit.collectives.algorithms import Algorithm
-from shardkit.meshes.layout import all_axes, canonical, path_name, spec_axes
+from shardkit.meshes.layout import all_axes, by_path, canonical, path_name, spec_axes
 from shardkit.on_device.cuts import check_shape, from_end, part_shape, to_parts
 from shardkit.plans.placement import Cut, LeafLayout, map_layouts
 from shardkit.plans.plan import Placement, Plan
@@ -311,4 +311,4 @@ def _differences(found: Any, wanted: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _shapes(residuals: Any) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(residuals, is_leaf=is_padded)
-    return {path_name(path): tuple(x.shape) for path, x in leaves}
+    return {path: tuple(x.shape) for path, x in by_path("step: residuals", leaves).items()}

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from shardkit._arguments.checks import quoted
 from shardkit._arguments.typed import typed
-from shardkit._jax.compat import tracked_axes, varying_axes
-from shardkit._jax.jaxprs import MEAN
+from shardkit._jax.compat import bound_axes, tracked_axes, varying_axes
+from shardkit._jax.jaxprs import MEAN, TOTALS
 from shardkit._jax.one_device import as_on_one_device, noting
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import axis_size, vary_like
@@ -49,8 +50,15 @@ class Mean(NamedTuple):
         """Sums `values` (any shape), weighted by `weights` (the same shape), both in float32.
 
         Raises:
+            TypeError: complex values or weights.
             ValueError: weights of another shape, because a broadcast weight would count once for many values.
         """
+        for name, x in (("values", values), ("weights", weights)):
+            if x is not None and not is_real(x.dtype):
+                raise TypeError(
+                    f"Mean.of: {name} must be real numbers, of which a mean is one; got {kind(x)}. Pass a real part, "
+                    "as jnp.real(x) or jnp.abs(x)."
+                )
         values = values.astype(jnp.float32)
         if weights is None:
             return cls(jnp.sum(values), jnp.float32(values.size))
@@ -69,19 +77,30 @@ class Mean(NamedTuple):
         return self if isinstance(other, int) and other == 0 else self + other  # `sum` begins with 0
 
     def __sub__(self, other: Any) -> Any:
-        return self + -1 * other
+        return Sum((self,)) - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return -1 * self + other
 
     def __neg__(self) -> Mean:
         return -1 * self
 
     def __mul__(self, factor: Any) -> Mean:
-        return factor * self
+        factor = factor_of(factor)
+        return Mean(jax.tree.map(lambda total: factor * total, self.total), self.weight)
 
     def __rmul__(self, factor: Any) -> Mean:
-        return Mean(factor * self.total, self.weight)
+        return self * factor
 
     def __truediv__(self, factor: Any) -> Mean:
-        return Mean(self.total / factor, self.weight)
+        factor = factor_of(factor)
+        return Mean(jax.tree.map(lambda total: total / factor, self.total), self.weight)
+
+    def __rtruediv__(self, other: Any) -> Mean:
+        raise TypeError(_NOT_LINEAR.format(did="divided by"))
+
+    def __pow__(self, other: Any) -> Mean:
+        raise TypeError(_NOT_LINEAR.format(did="raised to a power"))
 
 
 class Sum(NamedTuple):
@@ -97,20 +116,60 @@ class Sum(NamedTuple):
     def __radd__(self, other: Any) -> Any:
         return self if isinstance(other, int) and other == 0 else self + other
 
-    def __sub__(self, other: Any) -> Any:
-        return self + -1 * other
+    def __sub__(self, other: Any) -> Sum:
+        return self + (-1 * other if isinstance(other, Mean | Sum) else other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -1 * self + other
 
     def __neg__(self) -> Sum:
         return -1 * self
 
     def __mul__(self, factor: Any) -> Sum:
-        return factor * self
-
-    def __rmul__(self, factor: Any) -> Sum:
+        factor = factor_of(factor)
         return Sum(tuple(factor * mean for mean in self.terms))
 
+    def __rmul__(self, factor: Any) -> Sum:
+        return self * factor
+
     def __truediv__(self, factor: Any) -> Sum:
+        factor = factor_of(factor)
         return Sum(tuple(mean / factor for mean in self.terms))
+
+    def __rtruediv__(self, other: Any) -> Sum:
+        raise TypeError(_NOT_LINEAR.format(did="divided by"))
+
+    def __pow__(self, other: Any) -> Sum:
+        raise TypeError(_NOT_LINEAR.format(did="raised to a power"))
+
+
+# A factor that is a scalar of numpy leaves the product to these classes.
+Mean.__array_ufunc__ = None  # type: ignore[attr-defined]
+Sum.__array_ufunc__ = None  # type: ignore[attr-defined]
+
+_NOT_LINEAR = (
+    "Mean: means can be added, and multiplied by numbers, because they are divided only after the sum over devices; "
+    "got one that is {did}. Do that to the values before they are summed, or use the metric of the step."
+)
+
+
+def factor_of(factor: Any) -> Any:
+    """What a Mean is multiplied or divided by; refuses anything but a real number or an array of them."""
+    if isinstance(factor, int) and abs(factor) >= 2**31:
+        factor = _counted(factor)
+    dtype = getattr(factor, "dtype", None) or (jnp.result_type(factor) if isinstance(factor, int | float) else None)
+    if not is_real(dtype):
+        raise TypeError(
+            f"Mean: the factor of a mean must be a real number or an array of them; got {kind(factor)}. Multiply the "
+            "values before they are summed."
+        )
+    return factor
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype is of floats, integers or booleans; None is none."""
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return dtype is not None and any(jnp.issubdtype(dtype, each) for each in kinds)
 
 
 def terms_of(loss: Any) -> tuple[Any, ...]:
@@ -209,7 +268,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
             return *loss_and_aux(out, several=True), jax.tree.map(jnp.zeros_like, parts(params))
         if local:
             return through(alone, params, scale, *args)
-        with noting_local(partial(through, alone, params, scale, *args)):
+        with noting_types(*(partial(through, call, params, scale, *args) for call in (alone, untyped))):
             return through(lambda fn, *args: fn(*args), params, scale, *args)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Any, Mapping[str, Any], Any]:
@@ -262,13 +321,21 @@ def loss_alone() -> Iterator[None]:
         _LOSS_ALONE.reset(token)
 
 
-def noting_local(otherwise: Callable[[], Any]) -> AbstractContextManager[None]:
-    """A loss inside of it that cannot be traced on the mesh, but alone, ends in an error with a note that says so."""
-    note = (
-        "value_and_grad: as on one device the loss can be traced. Pass value_and_grad(loss_fn, local=True), and "
-        "local=True to make_eval_step."
-    )
-    return noting(note, otherwise) if tracked_axes() else nullcontext()
+def noting_types(alone: Callable[[], Any], untyped: Callable[[], Any]) -> AbstractContextManager[None]:
+    """A loss inside of it that only the types of axes keep from being traced ends in an error with a note of it.
+
+    `alone` calls it as on one device, which a loss that communicates cannot be; `untyped` without these types.
+    """
+    cast = "what is the same on all devices at {line}, as a loop's beginning is, sk.vary_like(start, x) of its data x."
+    local = "Pass value_and_grad(loss_fn, local=True), and local=True to make_eval_step; or cast " + cast
+    remedies = [
+        (f"value_and_grad: as on one device the loss can be traced. {local}", alone),
+        (f"value_and_grad: without the types of axes the loss can be traced. Cast {cast}", untyped),
+    ]
+    return noting(*remedies) if tracked_axes() else nullcontext()
+
+
+untyped = partial(as_on_one_device, may_send=True)
 
 
 def alone(fn: Callable[..., Any], *args: Any) -> Any:
@@ -416,18 +483,47 @@ def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
     pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
     for x in pair:
         dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if isinstance(x, int | float) else None)
-        real = dtype is not None and any(jnp.issubdtype(dtype, each) for each in (jnp.floating, jnp.integer, jnp.bool_))
-        if not real or (jnp.shape(x) and not shaped):
+        if not is_real(dtype) or (jnp.shape(x) and not shaped):
             raise TypeError(
                 f"{rule}; got {kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
             )
-    weight = jnp.asarray(pair.weight)
+    _check_known_weight(pair.weight)
+    weight = _counted(pair.weight)
     if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
         raise TypeError(
             f"Mean: the weight must be float32 or an integer, because {weight.dtype} cannot count; got {weight.dtype}. "
             "Sum it in float32, as Mean.of(values, weights) does."
         )
-    return Mean(jnp.asarray(pair.total), weight)
+    return Mean(_counted(pair.total), weight)
+
+
+def _counted(x: Any) -> jax.Array:
+    """A number or an array as an array; a Python integer that int32 cannot hold as float32, in which it is summed."""
+    _check_size(x)
+    return jnp.asarray(x, jnp.float32 if isinstance(x, int) and abs(x) >= 2**31 else None)
+
+
+def _check_size(x: Any) -> None:
+    if isinstance(x, int) and abs(x) >= 2**63:
+        raise ValueError(f"Mean: a whole number must be below 2**63; got {x.bit_length()} bits. Pass a float.")
+
+
+def _check_known_weight(weight: Any) -> None:
+    """Refuses a weight that no batch changes, and by which nothing can be divided: the total would stay as it is.
+
+    Inside shard_map every value of a batch is traced, so that an array which is known is a constant. Outside of it, as
+    on one device without jit, the batch is known too, and may be of padding alone: then only a plain number is checked.
+    """
+    if not (type(weight) in (int, float) or (bound_axes() and not isinstance(weight, jax.core.Tracer))):
+        return
+    _check_size(weight)
+    numbers = np.asarray(weight, np.float64)
+    if not (np.isfinite(numbers).all() and (numbers >= 0).all() and (numbers > 0).any()):
+        told = numbers if numbers.ndim else f"{numbers.item():g}"
+        raise ValueError(
+            f"Mean: the weight must be above 0 and finite, because the total is divided by the sum of weights; got "
+            f"{told}. Pass the number of values, or the sum of their weights."
+        )
 
 
 def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[str, Any]:
@@ -453,7 +549,8 @@ def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[
     # for each.
     for axes, group in groups.items():
         flat, restored = ravel_pytree([vary(x.astype(jnp.float32), axes) for i in group for x in leaves[i]])
-        back = restored(all_reduce(flat, axes) if axes else flat)
+        with jax.named_scope(TOTALS):
+            back = restored(all_reduce(flat, axes) if axes else flat)
         for i, total, weight in zip(group, back[::2], back[1::2], strict=True):
             leaves[i] = Mean(total, weight)
     out = jax.tree.unflatten(structure, leaves)

@@ -25,8 +25,9 @@ from shardkit.on_device.gradient import (
     kind,
     loss_alone,
     named_means,
-    noting_local,
+    noting_types,
     terms_of,
+    untyped,
 )
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating, parts, with_parts
@@ -113,13 +114,13 @@ def local_means(
     """
     own = [with_parts(each, parts(each)) for each in (seen, *carried)]
 
-    def called(batch: Any) -> Any:
-        return alone(partial(call_loss, loss_fn), own[0], batch, None, *own[1:])
+    def called(by: Any, batch: Any) -> Any:
+        return by(partial(call_loss, loss_fn), own[0], batch, None, *own[1:])
 
     def means(batch: Any) -> dict[str, Any]:
         if local:
-            return named_means(called(batch))
-        with noting_local(partial(called, batch)):
+            return named_means(called(alone, batch))
+        with noting_types(partial(called, alone, batch), partial(called, untyped, batch)):
             return named_means(call_loss(loss_fn, own[0], batch, None, *own[1:]))
 
     with tokens_split(_token_axes(placement.batch), placement.split_leaf):
@@ -140,7 +141,7 @@ def noting_whole(
         f"make_train_step: the plan passes the loss a part of leaf {leaf}, and the loss takes it whole. Multiply by "
         "parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
     )
-    return noting(note, whole) if leaf else nullcontext()
+    return noting((note, whole)) if leaf else nullcontext()
 
 
 def _three(out: Any) -> Any:

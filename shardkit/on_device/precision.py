@@ -34,7 +34,7 @@ class Precision(NamedTuple):
         reduce: dtype in which gradients are summed over devices; microbatches are always summed in float32.
         output: dtype of the metrics.
         loss_scale: None, a fixed power of two, or "dynamic": halved when a gradient is not finite, and that step
-            skipped on all devices; doubled after `growth_interval` finite steps.
+            skipped on all devices; doubled after `growth_interval` finite steps, up to 2**64.
         growth_interval: finite steps before a dynamic scale doubles.
         master: dtype of a second copy of the parameters, stored with the optimizer state in the layout of the update,
             to which updates are applied; None for no copy. With `param` and `compute` in bfloat16 these are the bytes
@@ -55,6 +55,8 @@ BFLOAT16 = Precision(compute=jnp.bfloat16)
 FLOAT16 = Precision(compute=jnp.float16, loss_scale="dynamic")
 _NAMED = {"no": FLOAT32, "bf16": BFLOAT16, "fp16": FLOAT16}
 _FIRST_DYNAMIC_SCALE = 2.0**15  # the largest power of two that float16 holds
+# Gradients are divided by the scale times the weight of the loss, in float32: were that infinite, they would be zero.
+_LARGEST_SCALE = 2.0**64
 
 
 def precision_of(name: Precision | str | None) -> Precision:
@@ -80,8 +82,8 @@ def precision_of(name: Precision | str | None) -> Precision:
         scale = name.loss_scale
         if scale not in (None, "dynamic") and not _power_of_two(scale):
             raise ValueError(
-                f"Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; "
-                f"got {scale!r}. Pass for example 1024.0."
+                f"Precision: loss_scale must be None, 'dynamic' or a power of two from 2**-64 to 2**64, so that "
+                f"scaling is exact; got {scale!r}. Pass for example 1024.0."
             )
         if isinstance(scale, int | float) and name.compute == jnp.float16 and scale > _FIRST_DYNAMIC_SCALE:
             raise ValueError(
@@ -113,7 +115,8 @@ def next_loss_scale(policy: Precision, state: LossScale, finite: jax.Array) -> L
         return state
     good = jnp.where(finite, state.good_steps + 1, 0)
     grow = good == policy.growth_interval
-    scale = jnp.where(finite, jnp.where(grow, state.scale * 2, state.scale), jnp.maximum(state.scale / 2, 1.0))
+    larger = jnp.minimum(state.scale * 2, _LARGEST_SCALE)
+    scale = jnp.where(finite, jnp.where(grow, larger, state.scale), jnp.maximum(state.scale / 2, 1.0))
     return LossScale(scale, jnp.where(grow, 0, good))
 
 
@@ -125,4 +128,9 @@ def _floating(dtype: Any) -> bool:
 
 
 def _power_of_two(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and x > 0 and math.frexp(x)[0] == 0.5
+    return (
+        isinstance(x, int | float)
+        and not isinstance(x, bool)
+        and 1 / _LARGEST_SCALE <= x <= _LARGEST_SCALE
+        and math.frexp(x)[0] == 0.5
+    )

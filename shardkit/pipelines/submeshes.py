@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import divisor, quoted, sized, whole
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import short, typed
 from shardkit.meshes.layout import check_spec, local_shape_of, path_name
 from shardkit.on_device.batch import split_microbatches, take_microbatch
 from shardkit.pipelines import stage_programs
@@ -56,6 +56,10 @@ def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
         raise ValueError(
             f"submeshes: axis {axis!r} is not an axis of this mesh; its axes are {quoted(mesh.axis_names)}. "
             "Use one of them, or add the axis to make_mesh."
+        )
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"submeshes: the mesh must have devices; got abstract {sized(mesh.shape.items())}. Pass sk.make_mesh(...)."
         )
     slices = np.split(mesh.devices, mesh.shape[axis], mesh.axis_names.index(axis))
     return [Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types) for devices in slices]
@@ -229,6 +233,11 @@ def _line(
             f"{where}: there must be one mesh per stage, and at least one; got stages={count}, "
             f"meshes={len(meshes)}. Split a mesh with submeshes along an axis of that size."
         )
+    for mesh in meshes:
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"{where}: meshes must be meshes of devices; got {short(mesh)}. Split a mesh with submeshes."
+            )
     sizes = [mesh.size for mesh in meshes]
     if len(set(sizes)) > 1:
         raise ValueError(
@@ -270,14 +279,14 @@ def _listed(where: str, name: str, specs: Specs, count: int) -> list[Any]:
 def _split(where: str, batch: Any, microbatches: int) -> list[Any]:
     """The microbatches of a batch, as views of host arrays."""
     whole(where, microbatches=microbatches)
-    shapes = {path_name(path): np.shape(x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
-    if len({shape[:1] for shape in shapes.values()} | {()}) != 2:
+    shapes = [(path_name(path), np.shape(x)) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
+    if len({shape[:1] for _, shape in shapes} | {()}) != 2:
         raise ValueError(
             f"{where}: every array of the batch must have the same number of examples along dim 0; got "
-            f"{', '.join(f'{name}: {shape}' for name, shape in shapes.items()) or 'no array'}. "
+            f"{', '.join(f'{name}: {shape}' for name, shape in shapes) or 'no array'}. "
             "Pass arrays that share dim 0."
         )
-    rows = next(iter(shapes.values()))[0]
+    rows = shapes[0][1][0]
     divisor(where, "microbatches", microbatches, "the batch", rows)
     split = split_microbatches(jax.tree.map(np.asarray, batch), microbatches)
     return [take_microbatch(split, i) for i in range(microbatches)]

@@ -21,7 +21,7 @@ from shardkit import cost
 from shardkit._arguments import checks
 from shardkit._arguments.typed import Arrays, DType, check_kind, kinds_of, typed
 from shardkit.analysis.jaxpr.counts import LossCounts, of_loss
-from shardkit.meshes.layout import local_shape, path_name
+from shardkit.meshes.layout import by_path, local_shape, path_name
 from shardkit.meshes.mesh import abstract_mesh
 from shardkit.on_device.gradient import LossFn, value_and_grad
 from shardkit.on_device.handles import cast_floating
@@ -146,7 +146,8 @@ def counted(
     params, batch = jax.eval_shape(lambda *trees: trees, params, batch)
     seen = jax.eval_shape(lambda *trees: cast_floating(trees, compute), params, batch)
     counts = of_loss(loss_fn, seen[0], seen[1], iterations)
-    leaves = {path_name(path): math.prod(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    named = by_path("counted", jax.tree_util.tree_leaves_with_path(params))
+    leaves = {path: math.prod(x.shape) for path, x in named.items()}
     layers = _layers(loss_fn, params, batch, layerwise)
     return Counted(leaves, layers, counts, compute, params, layerwise)
 

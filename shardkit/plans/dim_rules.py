@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardkit._arguments.checks import dim_of, named, quoted
-from shardkit.meshes.layout import all_axes, path_name, spec_axes
+from shardkit.meshes.layout import all_axes, by_path, path_name, spec_axes
 from shardkit.plans.placement import Leaf, Split
 
 ChooseDim = Callable[[str, tuple[int, ...]], int | None]
@@ -38,9 +38,11 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
 
     def choose(path: str, shape: tuple[int, ...]) -> int | None:
         if path not in specs:
+            inside, _, last = path.rpartition(".")
             raise ValueError(
-                f"{name}: the rules have no spec for leaf {path}; theirs are for the leaves "
-                f"{quoted(sorted(specs))}. Make the rules from the logical axes of these parameters."
+                f"{name}: the rules have no spec for leaf {path}; theirs are for the leaves {quoted(sorted(specs))}. "
+                f'Add "{last}": P(){f" to {inside!r}" if inside else ""}, with which it stays whole, or make the rules '
+                "from the logical axes of these parameters."
             )
         spec = tuple(specs[path])
         found = spec_axes(specs[path])
@@ -117,7 +119,7 @@ def _specs_by_path(name: str, axes: tuple[str, ...], rules: Any) -> dict[str, Pa
             f"{name}: the rules must put {named(axes)} on some dim; the axes that they name are "
             f"{quoted(sorted(used))}. Map a logical axis to {axes[0]!r}, or pass the axis of the rules to {name}."
         )
-    return {path_name(path): spec for path, spec in flat}
+    return by_path(f"{name}: rules", flat)
 
 
 def in_subtrees(path: str, subtrees: tuple[str, ...]) -> bool:

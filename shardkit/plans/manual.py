@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import axis_names, quoted, sized
-from shardkit.meshes.layout import canonical, path_name, spec_axes
+from shardkit.meshes.layout import by_path, canonical, spec_axes
 from shardkit.plans.storage import is_padded, stored_array
 
 
@@ -49,8 +49,8 @@ def leaving_automatic(plan: Any, params: Any, manual: tuple[str, ...]) -> Any:
         if isinstance(layout, NamedSharding):
             entries = [tuple(axis for axis in axes if axis not in manual) for axes in spec_axes(layout.spec)]
             spec = canonical(PartitionSpec(*entries))
-            found += [(path_name(path), spec)] if spec else []
-    return plan._replace(automatic=tuple(found))
+            found += [(path, spec)] if spec else []
+    return plan._replace(automatic=tuple(by_path("parameters", found).items()))
 
 
 class AsLaidOut:

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import unpad_from_axis
-from shardkit.meshes.layout import path_name, spec_axes
+from shardkit.meshes.layout import by_path, path_name, spec_axes
 from shardkit.plans.axis_types import on_auto_axes
 
 Sizes = tuple[tuple[int, int], ...]
@@ -81,9 +81,13 @@ def is_padded(x: Any) -> bool:
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path, of padded ones their arrays; specs are leaves."""
+    """The leaves of a tree by path, of padded ones their arrays; specs are leaves.
+
+    Raises:
+        ValueError: two leaves at one path.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_padded(x) or isinstance(x, PartitionSpec))
-    return {path_name(path): leaf.array if is_padded(leaf) else leaf for path, leaf in leaves}
+    return {path: stored_array(leaf) for path, leaf in by_path("parameters", leaves).items()}
 
 
 def with_arrays(tree: Any, named: dict[str, Any]) -> Any:

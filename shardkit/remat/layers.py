@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import tree_leaves_with_path
 
 from shardkit._arguments.checks import named
 from shardkit._arguments.typed import Arrays, typed
@@ -15,6 +16,7 @@ from shardkit._jax.compat import eval_shape
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import split_microbatches
+from shardkit.on_device.gradient import kind
 from shardkit.on_device.handles import is_handle, opened, parts, unsealed
 from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
 from shardkit.remat.regather import regathered, regathered_stack
@@ -138,8 +140,8 @@ def scan_layers(
     policy = None if remat is None and not offload else policy_of("scan_layers", remat, offload)
     stacked = unsealed(stacked)
     _check_stack(stacked)
-    counts = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(parts(stacked))}
-    if len(counts) != 1:
+    counts = {(*jnp.shape(leaf), 0)[0] for leaf in jax.tree.leaves(parts(stacked))}
+    if len(counts) != 1 or counts == {0}:
         raise ValueError(
             f"scan_layers: all leaves must have the same number of layers along dim 0; got {sorted(counts)}. Stack "
             "them, and close over what the layers share in layer_fn."
@@ -161,6 +163,7 @@ def scan_layers(
             "scan_layers: a layer must not change its weights, such as statistics of BatchNorm, because the change is "
             f"lost; it changed {changed[0]}. Pass use_running_average=True to BatchNorm, or use LayerNorm."
         )
+    _check_carried(x, after)
     x = jax.tree.map(vary_like, x, after)  # as the layers will type it
     _check_microbatches(x, microbatches)
     x = split_microbatches(x, microbatches) if microbatches > 1 else x
@@ -174,6 +177,23 @@ def scan_layers(
         layer = jax.checkpoint(layer_fn, policy=policy) if policy else layer_fn
         x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, stacked)
     return x if microbatches == 1 else jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
+
+
+def _check_carried(x: Any, after: Any) -> None:
+    """Refuses a layer that does not return what the next one gets."""
+    before, then = ([(path_name(p), kind(leaf)) for p, leaf in tree_leaves_with_path(tree)] for tree in (x, after))
+    # A Python number, or what was made of one, takes any dtype.
+    plain = any(getattr(leaf, "weak_type", not hasattr(leaf, "dtype")) for leaf in jax.tree.leaves(x))
+    same = [path for path, _ in before] == [path for path, _ in then] if plain else before == then
+    if not same:
+        told = [
+            ", ".join(what if path == path_name(()) else f"{path}: {what}" for path, what in each)
+            for each in (before, then)
+        ]
+        raise TypeError(
+            "scan_layers: layer_fn(weights, x) must return an x of the same tree, shapes and dtypes, which the next "
+            f"layer gets; it gets {told[0]} and returns {told[1]}. Cast or reshape it in the layer."
+        )
 
 
 def _check_stack(stacked: Any) -> None:

@@ -27,7 +27,7 @@ from shardkit.analysis.rules import Finding
 from shardkit.analysis.rules.program import TracedProgram, in_one_sentence
 from shardkit.bench.environment import environment
 from shardkit.meshes.inspection import describe
-from shardkit.meshes.layout import path_name, table
+from shardkit.meshes.layout import by_path, table
 
 # As light or dark as the reader's system is; tables scroll inside their box, and break their lines on paper.
 _STYLE = """
@@ -133,12 +133,12 @@ def read(
 
 def arrays_of(step: TracedStep) -> dict[str, dict[str, Any]]:
     """The arrays of each argument of a step, by their paths; of an argument that is an array, by its name."""
-    out: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[Any]] = {}
     for (position, *inner), leaf in jax.tree_util.tree_leaves_with_path(step.args):
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             argument = step.parameters[position.idx]
-            out.setdefault(argument, {})[path_name(inner) if inner else argument] = leaf
-    return out
+            found.setdefault(argument, []).append((inner or [jax.tree_util.DictKey(argument)], leaf))
+    return {argument: by_path(f"report: {argument}", leaves) for argument, leaves in found.items()}
 
 
 def plan_of(fn: Any, args: tuple[Any, ...]) -> str:

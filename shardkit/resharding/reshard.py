@@ -167,6 +167,12 @@ def _spec(where: str, name: str, layout: Any, mesh: Any) -> PartitionSpec:
 
 def _moves(where: str, tree: Any, befores: Stored, afters: Stored, mesh: Any) -> tuple[Move, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+    for path, x in leaves:
+        if not hasattr(x, "shape"):
+            raise TypeError(
+                f"{where}: every leaf must be an array; leaf {path_name(path)} is {x!r}. Pass jnp.asarray of it, or "
+                "take it out of the tree."
+            )
     return tuple(
         move_of(f"{where}: leaf {path_name(path)}", path_name(path), x, before, after, mesh)
         for (path, x), before, after in zip(leaves, befores, afters, strict=True)

@@ -35,7 +35,7 @@ def check_function(where: str, function: Any) -> None:
 def checked_key(key: Any) -> jax.Array:
     """The key of a run as a typed key; refuses several, and implementations whose draws depend on the batch size."""
     typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    raw = hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
+    raw = hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.shape(key) in {(2,), (4,)}
     if (not typed and not raw) or (typed and jnp.ndim(key)):
         raise TypeError(f"init: key must be one jax key; got {_told(key)}. Pass for example jax.random.key(0).")
     key = key if typed else jax.random.wrap_key_data(key)

@@ -136,8 +136,9 @@ def make_train_step(
             `sk.lint` that means wrong numbers, with the line.
         ValueError: from `step`, for a state that an earlier step has donated, that is on another mesh, or that another
             plan lays out, pads or orders otherwise, or gives other residuals.
-        TypeError: from `step`, for what is no TrainState, and for an optimizer whose updates are not like gradients.
-            What the optimizer raises is raised as it is, as by line searches, which need a function of the loss.
+        TypeError: from `step`, for what is no TrainState, and for an optimizer of optax that needs more than it is
+            given, as line searches do, or whose updates are not like gradients. What an optimizer of your own raises is
+            raised as it is.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import sized
-from shardkit._arguments.typed import Optimizer, typed
+from shardkit._arguments.typed import Optimizer, check_kind, kinds_of, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import spec_axes
 from shardkit.pipelines.submeshes import joined, submeshes
@@ -80,6 +81,7 @@ class Diloco:
 
     def step(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
         """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
+        check_kind("diloco", "state", state, kinds_of(DilocoState))
         got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
         if got != len(self.train_steps):
             raise ValueError(
@@ -90,13 +92,16 @@ class Diloco:
         new = [each.step(own, batch) if each and own else (None, None) for each, own, batch in given]
         return state._replace(workers=tuple(own for own, _ in new)), [metrics for _, metrics in new]
 
+    @partial(typed, where="diloco")
     def start(self, state: DilocoState, fragment: int = 0) -> Moved:
         """Sends one fragment, for `finish`: the mean of what workers moved since the last exchange, float32."""
         return Moved(self._start(self._rows(state, fragment), state.params, fragment), fragment)
 
     def finish(self, state: DilocoState, moved: Moved, *, keep: float = 0.0) -> DilocoState:
         """The outer update with what `start` returned; workers go on from it, with `keep` of their own parameters."""
-        if not 0 <= keep < 1:
+        check_kind("diloco", "state", state, kinds_of(DilocoState))
+        check_kind("diloco", "moved", moved, kinds_of(Moved))
+        if not isinstance(keep, Real) or not 0 <= keep < 1:
             raise ValueError(f"diloco: keep must be at least 0 and below 1; got {keep}. Pass for example 0.5.")
         parts, at = moved
         rows, whole, outer = self._finish(self._rows(state, at), state.params, state.outer[at], parts, keep, at)
@@ -104,10 +109,12 @@ class Diloco:
         others = (outer if k == at else each for k, each in enumerate(state.outer))
         return DilocoState(tuple(workers), whole, tuple(others))
 
+    @partial(typed, where="diloco")
     def exchange(self, state: DilocoState, fragment: int = 0) -> DilocoState:
         """`start` and `finish` at once."""
         return self.finish(state, self.start(state, fragment))
 
+    @partial(typed, where="diloco")
     def trace(self, state: DilocoState, fragment: int = 0) -> jax.stages.Traced:
         """The program of `start`, which alone sends over the slow axis, for a census."""
         return self._start.trace(self._rows(state, fragment), state.params, fragment)

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, mesh_in_context
-from shardkit._arguments.typed import check_keys, typed
+from shardkit._arguments.typed import ARRAYS, check_kind, typed
 from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.gradient import LossFn, global_means, takes_carried
 from shardkit.on_device.local_step import local_means, noting_whole
@@ -48,8 +48,8 @@ class Evaluate:
         try:
             return self._run(params, batch, carried)
         except (TypeError, ValueError):  # jax's names no argument
-            check_keys("evaluate", "params", params)
-            check_keys("evaluate", "batch", batch)
+            check_kind("evaluate", "params", params, (ARRAYS,))
+            check_kind("evaluate", "batch", batch, (ARRAYS,))
             raise
 
     def trace(self, params: Any, batch: Any, carried: Any = None) -> jax.stages.Traced:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import raised, sized
 from shardkit.meshes.layout import canonical, path_name, spec_axes
 from shardkit.on_device.feedback import first_residuals, residual_shapes, residuals_held
 from shardkit.on_device.groups import Groups
@@ -62,10 +63,12 @@ class Master(NamedTuple):
 def passed_what_it_takes(optimizer: Any) -> Any:
     """The optimizer, whose update may be called with `value=loss` whether it takes that or not.
 
-    What it raises is raised as it is, with a note of what it is given: only its writer knows whether it needs more.
+    What optax itself raises, as of a line search without the function that it searches along, is a TypeError of what
+    it is given. What a user's own raises is raised as it is, with a note: only its writer knows whether it needs more.
 
     Raises:
-        TypeError: from update, for one that returns no updates of the gradients, or another state.
+        TypeError: from update, for one of optax that fails, or that returns no updates of the gradients, or another
+            state.
     """
     import optax
 
@@ -79,9 +82,9 @@ def passed_what_it_takes(optimizer: Any) -> Any:
     def noted(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
         try:
             return call(*args, **extra)
-        except AttributeError as error:  # Python's own, of what it was given
-            raise TypeError(_given(name, f", and fails: {error}")) from error
         except Exception as error:
+            if isinstance(error, AttributeError) or _of_its_arguments(error):
+                raise TypeError(_given(name, f", and fails: {raised(error)}")) from error
             error.add_note(_given(name))
             raise
 
@@ -96,6 +99,12 @@ def passed_what_it_takes(optimizer: Any) -> Any:
         return updates, new
 
     return optax.GradientTransformationExtraArgs(partial(noted, optimizer.init), update)
+
+
+def _of_its_arguments(error: BaseException) -> bool:
+    """Whether the call itself failed, or code of optax, in a call of jax or not, and no user's that it called."""
+    rooms = [str(frame.f_globals.get("__name__", "")).split(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    return len(rooms) == 1 or [room for room in rooms if room not in ("jax", "jaxlib")][-1] == "optax"
 
 
 def _given(name: str, what: str = "") -> str:

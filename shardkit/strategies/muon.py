@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import at_least_zero, dim_of, whole
-from shardkit._arguments.typed import Optimizer, typed
+from shardkit._arguments.typed import Optimizer, short, typed
 from shardkit.collectives import all_gather, all_to_all, axis_index
 from shardkit.meshes.layout import canonical, path_name, spec_axes
 from shardkit.plans.axis_types import auto_mesh
@@ -86,20 +86,20 @@ def muon(
     Source: Jordan, Muon (https://kellerjordan.github.io/posts/muon/); Liu et al. (arXiv:2502.16982), section 3.
     """
     given = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "learning_rate": learning_rate}
-    numbers = {name: x for name, x in given.items() if isinstance(x, float | int)}  # optax may inject arrays
+    numbers = {name: float(x) for name, x in given.items() if isinstance(x, float | int | np.number)}  # others: arrays
     at_least_zero("muon", consistent_rms=consistent_rms or 0.0, **numbers)
     if not isinstance(ns_steps, jax.Array):
         whole("muon", ns_steps=ns_steps)
-    if isinstance(beta, float) and beta >= 1:
+    if numbers.get("beta", 0) >= 1:
         raise ValueError(f"muon: beta must be below 1, the share of the momentum that is kept; got {beta}. Pass 0.95.")
-    if np.asarray(ns_coeffs).dtype.kind != "f" or np.shape(ns_coeffs)[-1:] != (3,):
-        raise ValueError(f"muon: ns_coeffs must be three floats, or three a step; got {ns_coeffs!r}. Pass these.")
+    ns_coeffs = _coefficients(ns_coeffs, ns_steps)
     options = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
     dims_given = [] if is_function(muon_weight_dimension_numbers) else muon_weight_dimension_numbers
     if not all(map(_is_dims, jax.tree.leaves(dims_given, is_leaf=_is_dims))):
         raise TypeError(
             "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or a "
-            f"function that returns one; got {given!r}. Pass None for all leaves of two dims."
+            f"function that returns one; got {short(muon_weight_dimension_numbers)}. Pass None for all leaves of two "
+            "dims."
         )
     others = adam or optax.adamw(learning_rate, eps=eps, weight_decay=0.0, nesterov=nesterov)
 
@@ -133,6 +133,28 @@ def muon(
             return made(specs, {path_name(path): dims for path, dims in leaves}).update(updates, state, params)
 
     return optax.GradientTransformation(made({}, {}).init, update)
+
+
+def _coefficients(given: Any, steps: Any) -> Any:
+    """Coefficients of the iterations as floats; refuses all but three finite ones, or three for each of the steps."""
+    if isinstance(given, jax.core.Tracer):
+        return given
+    try:
+        numbers = np.asarray(given, np.float64)
+    except (TypeError, ValueError):  # words, or rows of unequal length
+        numbers = np.zeros(())
+    rows = len(numbers) if numbers.ndim == 2 else None
+    if numbers.shape[-1:] != (3,) or numbers.ndim > 2 or not np.isfinite(numbers).all():
+        raise ValueError(
+            f"muon: ns_coeffs must be three finite numbers, or three for each step; got {short(given)}. Pass for "
+            "example (3.4445, -4.7750, 2.0315)."
+        )
+    if rows is not None and not isinstance(steps, jax.Array) and not 0 < rows <= steps:
+        raise ValueError(
+            f"muon: ns_coeffs of a step each must be for at most ns_steps={steps} steps, and for one; got {rows}. Pass "
+            f"ns_steps={max(rows, 1)}."
+        )
+    return given if np.asarray(given).dtype.kind == "f" else np.asarray(given, np.float32)
 
 
 def _is_dims(x: Any) -> bool:

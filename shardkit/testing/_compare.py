@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import quoted, sized
-from shardkit._arguments.typed import ARRAYS, check_kind
+from shardkit._arguments.typed import ARRAYS, check_kind, short
 from shardkit.meshes.layout import path_name
 
 # Dtypes that differ in one of these differ by more than rounding.
@@ -89,16 +89,21 @@ def check_batches(where: str, batches: Sequence[Any]) -> None:
     """Refuses batches that are no pytrees of arrays, and none at all."""
     for batch in batches:
         check_kind(where, "batches", batch, (ARRAYS,))
-    if not batches:
+        if not any(jnp.ndim(x) for x in jax.tree.leaves(batch)):
+            raise ValueError(
+                f"{where}: each batch must have an array with its examples along dim 0; got {short(batch)}. Pass a "
+                "list of batches, such as [batch] for one step."
+            )
+    if not len(batches):
         raise ValueError(f"{where}: at least one batch is needed; got none. Pass one for each step.")
 
 
 def check_telling(where: str, grads: Any, loss: Any = 0.0) -> None:
     """Refuses a reference that a wrong result could equal."""
-    leaves = dict(leaves_of(grads))
-    values = {"the loss": np.asarray(loss)} | leaves
-    wrong = [name for name, x in values.items() if not np.all(np.isfinite(x.astype(np.float64)))]
-    if wrong or not any(np.any(x) for x in leaves.values()):
+    leaves = leaves_of(grads)
+    values = [("the loss", np.asarray(loss)), *leaves]
+    wrong = [name for name, x in values if not np.all(np.isfinite(x.astype(np.float64)))]
+    if wrong or not any(np.any(x) for _, x in leaves):
         found = (
             f"{quoted(wrong)} {'is' if len(wrong) == 1 else 'are'} not finite" if wrong else "all gradients are zero"
         )
@@ -150,20 +155,20 @@ def unequal_replicas(x: Any) -> tuple[int, int] | None:
     return None
 
 
-def first_gap(got: Any, wanted: Any, allowed: Callable[[str, np.ndarray, float], Any]) -> Gap | None:
+def first_gap(got: Any, wanted: Any, allowed: Callable[[int, np.ndarray, float], Any]) -> Gap | None:
     """The leaf that exceeds its allowed difference most, or None. Integers and booleans must be equal.
 
-    `allowed(path, leaf, overall)` is the largest difference for a leaf of the reference, a number or one for each
-    element; `overall` is the largest magnitude of all leaves.
+    `allowed(at, leaf, overall)` is the largest difference for leaf number `at` of the reference, a number or one for
+    each element; `overall` is the largest magnitude of all leaves.
     """
     pairs = [(path, x, y) for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
     overall = max((magnitude(y) for _, _, y in pairs if is_float(y)), default=0.0)
     worst: Gap | None = None
-    for path, x, y in pairs:
+    for at_leaf, (path, x, y) in enumerate(pairs):
         if not x.size:
             continue
         difference = distance(x, y)
-        bound = np.broadcast_to(allowed(path, y, overall) if is_float(y) else 0.0, difference.shape)
+        bound = np.broadcast_to(allowed(at_leaf, y, overall) if is_float(y) else 0.0, difference.shape)
         at = np.unravel_index(int(np.argmax(difference - bound)), difference.shape)
         if difference[at] > bound[at] and (worst is None or _excess(difference[at], bound[at]) > _excess(*worst[1:3])):
             place = tuple(int(i) for i in at)

@@ -123,7 +123,7 @@ class _Comparison(NamedTuple):
     eps: float  # that of the coarsest floating-point dtype
     summands: int  # the number of terms in the longest sum
 
-    def allowed(self, path: str, leaf: np.ndarray, overall: float) -> float:
+    def allowed(self, at: int, leaf: np.ndarray, overall: float) -> float:
         """By how much a leaf may differ, given the largest magnitude in all leaves."""
         largest = magnitude(leaf)
         bound = self.eps * ((4 + self.summands**0.5) * largest + 4 * overall)

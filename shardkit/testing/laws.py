@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import PLAN, kind_of, walk
+from shardkit._jax.jaxprs import PLAN, TOTALS, kind_of, mesh_axes, walk
+from shardkit.analysis.contracts import at_least_as_wide
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import row_of
 from shardkit.analysis.jaxpr.step import TracedStep
@@ -120,6 +121,33 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
     return None
 
 
+def sums_keep_their_dtype(program: Program, reference: Reference) -> None:
+    """What is added over devices is added in the dtype that was asked for, or a wider one.
+
+    Losses, metrics and weights in float32; gradients, by the plan, in `reduce` of the precision; what the loss adds
+    itself, as the partial sums of tensor parallelism and their gradients, in its `compute`. An algorithm that sends
+    fewer bits, as `compressed`, adds what arrives in float32.
+
+    Example:
+        >>> laws = [sk.testing.laws.sums_keep_their_dtype]  # for `prove(..., laws=laws)`
+    """
+    policy = precision_of(program.row.precision)
+    for site in walk(program.traced.jaxpr.jaxpr):
+        if not kind_of(site.equation) or not mesh_axes(site.equation):
+            continue
+        row, what, asked = row_of(site), "of the loss itself are added in compute", policy.compute
+        if site.within(PLAN):
+            what, asked = "of gradients are added in reduce", policy.reduce
+        elif site.within(TOTALS):
+            what, asked = "of losses, metrics and weights are added in", jnp.float32
+        if row.n > 1 and row.sums and not at_least_as_wide(row.sums, asked):
+            raise AssertionError(
+                f"sums over devices must keep the dtype that was asked for: those {what} {jnp.dtype(asked)}; "
+                f"{row.kind} over {quoted(row.axes)} adds in {row.sums} at {row.source}. Cast before it, or pass a "
+                "precision that says so."
+            )
+
+
 def _differences(found: list[Any], wanted: Sent, steps: int) -> list[tuple[tuple[str, ...], Any, Any]]:
     """The axes over which a census of these steps does not count what is wanted, and both numbers of bytes per step."""
     out = []
@@ -213,6 +241,7 @@ LAWS: tuple[Law, ...] = (
     equal_for_all_inputs,
     equal_copies,
     census_is_the_closed_form,
+    sums_keep_their_dtype,
     compiled_as_written,
     lint_is_silent,
     processes_agree,
@@ -242,8 +271,8 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
             f"{where}: {what} must have the structure and shapes of one device's; {wrong}. Return it like one "
             "device: a gradient for each parameter, the same means as metrics."
         )
-    bounds = dict(leaves_of(allowed))
-    gap = first_gap(got, wanted, lambda path, leaf, overall: bounds[path])
+    bounds = [bound for _, bound in leaves_of(allowed)]
+    gap = first_gap(got, wanted, lambda at, leaf, overall: bounds[at])
     if gap:
         text = str(gap).replace("the reference", "one device's")
         factors = [constant_factor(x, y) for (_, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit._arguments.checks import apart, at_least, mesh_in_context, replicated_in_context, sized
-from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_kind, kinds_of, typed
+from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_fields, check_kind, kinds_of, typed
 from shardkit.meshes.layout import table
 from shardkit.on_device.gradient import GradFn
 from shardkit.plans.plan import Plan
@@ -98,8 +98,8 @@ def prove(
         >>> rows = [sk.testing.Row({"data": 2}, sk.dp("data")), sk.testing.Row({"fsdp": 2}, sk.fsdp("fsdp"))]
         >>> data = {"params": np.ones(4, "f"), "batches": [np.ones((8, 4), "f")] * 2}
         >>> proof = sk.testing.prove(grad_fn, grad_fn, rows=rows, optimizer=optax.sgd(0.1), **data)
-        >>> str(proof).count("holds")  # nine laws on each row
-        18
+        >>> str(proof).count("holds")  # ten laws on each row
+        20
     """
     for name, given in (("row", rows), ("law", laws)):
         if not given:
@@ -107,6 +107,7 @@ def prove(
     check_batches("prove", batches)
     for way in rows:
         check_kind("prove", "rows", way, kinds_of(Row))
+        check_fields(way)
     for law in laws:
         check_kind("prove", "laws", law, (FUNCTION,))
     key = jax.random.key(0) if key is None else key

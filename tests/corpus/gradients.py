@@ -90,6 +90,17 @@ def frozen(x, w):
     return jnp.tanh(x @ whole)
 
 
+def gain_gradient(x, g):
+    grad = jnp.sum(g * x, 0)  # of this device's tokens, in bfloat16
+    # wrong: grad = sk.all_reduce(grad, "model").astype(jnp.float32)
+    grad = sk.all_reduce(grad.astype(jnp.float32), "model")
+    return sk.all_reduce(grad, "data")
+
+
+def gain_reference(x, g):
+    return jnp.sum((g * x).astype(jnp.float32), 0)
+
+
 CASES = [
     Case("norm's gradient of a sequence shard", MEGATRON + "1446", scale_gradient).against(
         scale_reference, (floats(4, 3), floats(3), floats(4, 3) ** 2), (SEQUENCE, P(), SEQUENCE), P(), grad=False
@@ -125,5 +136,12 @@ CASES = [
     ),
     Case("frozen layer is trained", CHANGELOG, frozen).against(
         lambda x, w: jnp.tanh(x @ lax.stop_gradient(w)), (floats(4, 6), floats(6, 3)), (ROWS, ROWS), ROWS
+    ),
+    Case("gradient summed in bfloat16 over tensor parallelism", TORCH + "issues/190626", gain_gradient).against(
+        gain_reference,
+        (floats(8, 3).astype(jnp.bfloat16), floats(8, 3).astype(jnp.bfloat16) ** 2),
+        (P(("data", "model")), P(("data", "model"))),
+        P(),
+        grad=False,
     ),
 ]

@@ -95,10 +95,41 @@ def test_an_error_of_the_types_names_the_remedy():
     ):
         with pytest.raises(TypeError, match="carry input and carry output must have equal types") as found:
             call()
+        line = settled.__wrapped__.__code__.co_firstlineno + 4
         assert (
             "value_and_grad: as on one device the loss can be traced. Pass value_and_grad(loss_fn, local=True), and "
-            "local=True to make_eval_step."
+            "local=True to make_eval_step; or cast what is the same on all devices at test_local_loss.py:"
+            f"{line} (settled), as a loop's beginning is, sk.vary_like(start, x) of its data x."
         ) in found.value.__notes__
+
+
+def context_loss(params, batch, keys, start):
+    """A loop over tokens that two axes split, whose beginning is cast by `start`; its loss communicates."""
+    x = jnp.tanh(batch["x"] * params["w"])
+    total, _ = lax.scan(lambda sums, token: (sums + token, None), start(jnp.zeros(len(x)), x), x.T)
+    whole = sk.all_reduce(total, "context")
+    return sk.Mean(jnp.sum(whole**2), jnp.float32(len(x)))
+
+
+def test_a_loop_of_a_loss_that_communicates_is_told_its_cast():
+    """sk.vary(start, "context") was right where "context" was the only axis, and an error of jax on two."""
+    plan, params = sk.chain(sk.dp("data"), sk.cp("context")), {"w": jnp.float32(0.5)}
+    batch = {"x": np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)}
+
+    def step(start):
+        return sk.value_and_grad(lambda *args: context_loss(*args, start))
+
+    two = sk.make_mesh(jax.devices()[:4], data=2, context=2)
+    with pytest.raises(TypeError, match="carry input and carry output must have equal types") as found:
+        traced(step(lambda zero, x: sk.vary(zero, "context")), plan, two, params, batch=batch)
+    line = context_loss.__code__.co_firstlineno + 3
+    assert (
+        "value_and_grad: without the types of axes the loss can be traced. Cast what is the same on all devices at "
+        f"test_local_loss.py:{line} (context_loss), as a loop's beginning is, sk.vary_like(start, x) of its data x."
+    ) in found.value.__notes__
+    by_like = step(lambda zero, x: sk.vary_like(zero, x))
+    for mesh in (two, sk.make_mesh(jax.devices()[:4], data=1, context=4)):
+        traced(by_like, plan, mesh, params, batch=batch)
 
 
 def test_an_error_that_one_device_has_too_is_left_alone():
@@ -164,9 +195,84 @@ def test_what_is_refused(message, refused):
         refused()
 
 
-def test_what_is_no_mean_is_not_added():
-    with type_error("Mean: only Means can be added to it; got float. Pass Mean(value, 1)."):
-        sk.Mean(1.0, 1.0) + 1.0
+ONE = sk.Mean(jnp.float32(1), 1)
+NO_FACTOR = "Mean: the factor of a mean must be a real number or an array of them; got {}. Multiply the values before "
+NO_FACTOR += "they are summed."
+NOT_LINEAR = "Mean: means can be added, and multiplied by numbers, because they are divided only after the sum over "
+NOT_LINEAR += "devices; got one that is {}. Do that to the values before they are summed, or use the metric of the "
+NOT_LINEAR += "step."
+COMPLEX = "Mean.of: {} must be real numbers, of which a mean is one; got complex64[2]. Pass a real part, as "
+COMPLEX += "jnp.real(x) or jnp.abs(x)."
+
+
+@pytest.mark.parametrize(
+    "message, wrong",
+    [
+        ("Mean: only Means can be added to it; got float. Pass Mean(value, 1).", lambda: ONE + 1.0),
+        ("Mean: only Means can be added to it; got NoneType. Pass Mean(value, 1).", lambda: ONE - None),
+        ("Mean: only Means can be added to it; got int. Pass Mean(value, 1).", lambda: 1 - ONE),
+        (NO_FACTOR.format("Mean(float32[], int)"), lambda: ONE * ONE),
+        (NO_FACTOR.format("Mean(float32[], int)"), lambda: ONE / ONE),
+        (NO_FACTOR.format("Sum"), lambda: (ONE + ONE) * (ONE + ONE)),
+        (NO_FACTOR.format("str"), lambda: "2" * ONE),
+        (NO_FACTOR.format("complex"), lambda: 1j * ONE),
+        (NOT_LINEAR.format("divided by"), lambda: 1 / ONE),
+        (NOT_LINEAR.format("divided by"), lambda: np.float32(1) / (ONE + ONE)),
+        (NOT_LINEAR.format("raised to a power"), lambda: ONE**2),
+        (COMPLEX.format("values"), lambda: sk.Mean.of(jnp.ones(2, complex))),
+        (COMPLEX.format("weights"), lambda: sk.Mean.of(jnp.ones(2), jnp.ones(2, complex))),
+    ],
+)
+def test_what_no_mean_can_be_is_refused(message, wrong):
+    with type_error(message):
+        wrong()
+
+
+def test_a_factor_is_of_numpy_or_of_jax_and_of_all_arrays_of_a_mean():
+    for two in (2, 2.0, np.float32(2), jnp.float32(2)):
+        assert (two * ONE).total == (ONE * two).total == 2 and (ONE / two).total == 0.5
+        assert [mean.total for mean in (two * (ONE - ONE) / 4).terms] == [0.5, -0.5]
+    assert (2 * sk.Mean([jnp.float32(1), jnp.float32(3)], 1)).total == [2, 6]
+
+
+WEIGHT = (
+    "Mean: the weight must be above 0 and finite, because the total is divided by the sum of weights; got {}. Pass "
+)
+WEIGHT += "the number of values, or the sum of their weights."
+
+
+@pytest.mark.parametrize(
+    "weight, told",
+    [(0.0, "0"), (-1, "-1"), (np.float32(0), "0"), (float("inf"), "inf"), (np.array([0.0, -1.0]), "[ 0. -1.]")],
+)
+def test_a_weight_that_divides_nothing_is_refused_where_it_is_known(weight, told):
+    """With 0.0 the loss was the total itself, with -1.0 the gradient went the other way; neither was said."""
+    aux = np.ndim(weight) > 0
+    with value_error(WEIGHT.format(told)):
+        traced(
+            sk.value_and_grad(
+                lambda p, b, k: (
+                    (jnp.sum(p["w"]), {"x": sk.Mean(jnp.ones(2), weight)}) if aux else sk.Mean(jnp.sum(p["w"]), weight)
+                ),
+                local=aux,
+            )
+        )
+    # On one device without jit a batch is known too: one of padding alone is no mistake of the program.
+    if isinstance(weight, np.float32):
+        loss, _, _ = sk.value_and_grad(lambda p, b, k: sk.Mean(jnp.sum(p), weight))(jnp.ones(2), None, None)
+        assert loss.weight == 0
+
+
+def test_a_count_may_be_beyond_int32():
+    assert sk.value_and_grad(lambda p, b, k: sk.Mean(p, 2**31))(jnp.float32(1), None, None)[0].weight == 2.0**31
+    assert (2**40 * ONE).total == 2.0**40
+    with value_error("Mean: a whole number must be below 2**63; got 64 bits. Pass a float."):
+        2**63 * ONE
+    with value_error("Mean: a whole number must be below 2**63; got 64 bits. Pass a float."):
+        sk.value_and_grad(lambda p, b, k: sk.Mean(p, 2**63))(jnp.float32(1), None, None)
+
+
+def test_several_means_are_no_auxiliary_one():
     with type_error(
         "value_and_grad: aux 'both' must be a scalar or Mean(total, weight); got Sum. Sum over the examples and return "
         "Mean(total, weight), or their mean."

@@ -91,7 +91,8 @@ def test_in_a_list_of_layers_dim_0_is_no_layer():
     "message, refusal",
     {
         "tp: the rules have no spec for leaf layers.down; theirs are for the leaves 'embed', 'layers.gain', "
-        "'layers.up'. Make the rules from the logical axes of these parameters.": (
+        "'layers.up'. Add \"down\": P() to 'layers', with which it stays whole, or make the rules from the logical "
+        "axes of these parameters.": (
             SPECS,
             ("d",),
             ("layers.down", (2, 8, 8)),

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo.differences import compiled, written
-from shardkit.plans.storage import Padded
+from shardkit.plans.storage import Padded, named_arrays
 from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN, without_a_mesh
 from support.refusals import value_error
@@ -291,3 +291,20 @@ def test_a_padded_state_is_evaluated_under_its_own_plan_or_unpadded():
     with pytest.raises(ValueError, match="step: the state must be laid out as the plan of the step says; leaf params"):
         other(state, batch)
     step(state, batch)
+
+
+@pytest.mark.check
+def test_leaves_that_share_a_path_are_refused_where_they_are_kept_by_path():
+    """Of two the second took the place of the first: in the rules of tp, in muon, in what diloco exchanges."""
+    params = {"a": {"b": np.ones((4, 8), "f")}, "a.b": np.ones((8, 4), "f")}
+    mesh, says = sk.abstract_mesh(data=2, model=2), "the path of each leaf must be unique; got two leaves at 'a.b'. "
+    says += "Rename one of them."
+    with value_error(f"tp: rules: {says}"):
+        sk.tp("model", {"a": {"b": P(None, "model")}, "a.b": P("model")})
+    with value_error(f"parameters: {says}"):
+        named_arrays(params)
+    with value_error(f"describe: {says}"):
+        sk.describe(params)
+    layouts = sk.chain(sk.fsdp("data", min_size=1), sk.tp("model", lambda path, shape: shape.index(8)))
+    found = layouts.layouts(params, mesh)
+    assert (found["a"]["b"].rest, found["a.b"].rest) == (P("data", "model"), P(("model", "data")))

@@ -145,6 +145,16 @@ def test_the_scale_doubles_after_the_growth_interval_and_never_falls_below_one()
     assert seen == [(1.0, 1), (1.0, 2), (2.0, 0), (2.0, 1), (1.0, 0), (1.0, 0), (1.0, 0)]
 
 
+def test_the_scale_stays_where_it_can_be_divided_out():
+    """It doubled up to infinity, with which every later step was skipped; from 2**127 on all gradients were zero."""
+    policy = sk.Precision(loss_scale="dynamic", growth_interval=1)
+    state = LossScale(jnp.float32(2.0**63), jnp.int32(0))
+    for _ in range(3):
+        state = next_loss_scale(policy, state, jnp.bool_(True))
+        assert float(state.scale) == 2.0**64 and float(state.scale * 2.0**63) < float("inf")
+    assert float(next_loss_scale(policy, state, jnp.bool_(False)).scale) == 2.0**63
+
+
 def test_the_reduction_runs_in_the_reduce_dtype(data8):
     for reduce, size in [(jnp.float32, 4), (jnp.bfloat16, 2)]:
         init, step = built(data8, precision=BFLOAT16._replace(reduce=reduce))
@@ -152,11 +162,11 @@ def test_the_reduction_runs_in_the_reduce_dtype(data8):
         assert [row.bytes_in for row in rows] == [8, 8 * 4 * size]  # total and weight, then the gradient
 
 
-@pytest.mark.parametrize("scale", [3.0, 0, -2, "static"])
+@pytest.mark.parametrize("scale", [3.0, 0, -2, "static", 2.0**65, 2.0**-65, 10**400, float("nan"), float("inf")])
 def test_a_scale_that_is_no_power_of_two_is_refused(scale):
     with value_error(
-        "Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; got "
-        f"{scale!r}. Pass for example 1024.0."
+        "Precision: loss_scale must be None, 'dynamic' or a power of two from 2**-64 to 2**64, so that scaling is "
+        f"exact; got {scale!r}. Pass for example 1024.0."
     ):
         precision_of(sk.Precision(loss_scale=scale))
 

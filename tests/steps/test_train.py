@@ -329,6 +329,15 @@ def test_bad_batches_are_refused(refusal, message, data8):
         step(init(make_params(), KEY), batch)
 
 
+def test_microbatches_divide_the_batch_of_one_device_too():
+    init, step = make(sk.make_mesh(jax.devices()[:1], data=1), accumulate=3)
+    with value_error(
+        "make_train_step: batch dim 0 must be divisible by accumulate; leaf weight has size 32 over 1 device x 3 "
+        "microbatches. Choose another size, or pad with examples of weight 0."
+    ):
+        step(init(make_params(), KEY), make_batch())
+
+
 @pytest.mark.parametrize(
     "message, options",
     {

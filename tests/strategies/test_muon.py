@@ -18,7 +18,7 @@ from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.law import equal_for_all_inputs
 from shardkit.testing.one_device import Reference, Training
 from shardkit.testing.program import Program
-from support.refusals import type_error, value_error
+from support.refusals import raises, type_error, value_error
 from support.training import lenient
 
 KEY, LAYERS, D, H, K, F = jax.random.key(0), 6, 8, 4, 2, 12
@@ -187,3 +187,38 @@ def test_what_is_refused():
         "muon: rows and columns of leaf w must be different dims; got (0,) and (0,). Name others, or None for adam."
     ):
         lenient(wrong).update(w, wrong.init(w), w)
+    with value_error("parameters: the path of each leaf must be unique; got two leaves at 'a.b'. Rename one of them."):
+        twice = {"a": {"b": jnp.ones((4, 4))}, "a.b": jnp.ones((4, 8))}
+        jax.eval_shape(lambda w: optimizer.update(w, optimizer.init(w), w), twice)
+
+
+COEFFICIENTS = "muon: ns_coeffs must be three finite numbers, or three for each step; got {}. Pass for example "
+COEFFICIENTS += "(3.4445, -4.7750, 2.0315)."
+TOO_MANY = "muon: ns_coeffs of a step each must be for at most ns_steps=5 steps, and for one; got 6. Pass ns_steps=6."
+OF_MATRICES = "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or a "
+OF_MATRICES += "function that returns one; got {'w': 1}. Pass None for all leaves of two dims."
+BETA = "muon: beta must be below 1, the share of the momentum that is kept; got 1. Pass 0.95."
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "kind, message, option",
+    [
+        (ValueError, COEFFICIENTS.format("(nan, 1.0, 1.0)"), {"ns_coeffs": (float("nan"), 1.0, 1.0)}),
+        (ValueError, COEFFICIENTS.format("((1, 2), (1, 2, 3))"), {"ns_coeffs": ((1, 2), (1, 2, 3))}),
+        (ValueError, COEFFICIENTS.format("'quintic'"), {"ns_coeffs": "quintic"}),
+        (ValueError, TOO_MANY, {"ns_coeffs": ((3.0, -4.0, 2.0),) * 6}),
+        (ValueError, BETA, {"beta": 1}),
+        (TypeError, OF_MATRICES, {"muon_weight_dimension_numbers": {"w": 1}}),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(kind, message, option):
+    with raises(kind, message):
+        sk.muon(0.1, mesh=sk.abstract_mesh(data=8), plan=sk.dp("data"), **option)
+
+
+def test_coefficients_are_numbers_of_any_kind():
+    mesh, plan, w = sk.abstract_mesh(data=8), sk.dp("data"), {"w": jnp.ones((4, 4))}
+    for given in ((3, -4, 2), np.array([3, -4, 2]), [[3, -4, 2]], (3.0, -4, 2)):
+        state = jax.eval_shape(sk.muon(0.1, mesh=mesh, plan=plan, ns_coeffs=given).init, w)
+        assert state.inner_states["muon"].inner_state[0].ns_coeffs.dtype == jnp.float32

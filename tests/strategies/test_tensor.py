@@ -287,8 +287,10 @@ def on_two(fn, *args):
             "Choose 0 to 1.": lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),
             "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Map a logical "
             "axis to 'modell', or pass the axis of the rules to tp.": lambda: sk.tp("modell", rules()),
-            "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make the rules from "
-            "the logical axes of these parameters.": lambda: laid_out(sk.tp("model", {"embed": P("model")}), model=2),
+            "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Add \"final_norm\": "
+            "P(), with which it stays whole, or make the rules from the logical axes of these parameters.": lambda: (
+                laid_out(sk.tp("model", {"embed": P("model")}), model=2)
+            ),
             "local_groups: heads must be divisible by the devices that share them; got 5 heads over 2 devices. Change "
             "the heads, or use fewer devices.": lambda: on_two(
                 lambda w: sk.layers.local_groups(w, "model", heads=5, kv_heads=1), jnp.ones((D, 1, K))

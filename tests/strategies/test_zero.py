@@ -107,8 +107,10 @@ def test_the_dim_can_be_chosen_and_one_device_splits_none():
             "Pass for example uneven='replicate'.": lambda: sk.zero2("d", uneven="fill"),
             "fsdp('d'): the parameters must have at least one array; got {}. Pass the model's pytree, or a function "
             "of a key that returns it.": lambda: sk.fsdp("d").layouts({}, sk.abstract_mesh(d=4)),
-            "fsdp: the rules have no spec for leaf bias; theirs are for the leaves 'head'. Make the rules from the "
-            "logical axes of these parameters.": lambda: layouts(sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4),
+            "fsdp: the rules have no spec for leaf bias; theirs are for the leaves 'head'. Add \"bias\": P(), with "
+            "which it stays whole, or make the rules from the logical axes of these parameters.": lambda: layouts(
+                sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4
+            ),
         },
         {
             "fsdp: layerwise must be a tuple of names; got 'layers'. Write layerwise=('layers',).": lambda: sk.fsdp(

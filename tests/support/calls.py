@@ -17,6 +17,7 @@ from shardkit.analysis.hlo import aot
 from shardkit.collectives import compressed, hierarchical, ring, tables
 from shardkit.models import parameters, transformer
 from shardkit.on_device.precision import precision_of
+from shardkit.steps.diloco import DilocoState, Moved
 
 SIZES = {"data": 4, "model": 2}
 MESH = sk.abstract_mesh(**SIZES)
@@ -76,6 +77,7 @@ def kernels():
         (collectives.axis_index, {"axis": "data"}),
         (collectives.axis_size, {"axis": "data"}),
         (collectives.vary, {"tree": x, "axes": "data"}),
+        (collectives.vary_like, {"tree": x, "like": x}),
         (collectives.debug_print, {"x": x}),
         (collectives.unpad_from_axis, {"x": x, "size": 4}),
         (collectives.all_gather_uneven, over | {"sizes": (8, 7, 6, 5)}),
@@ -230,7 +232,12 @@ def builders():
         (testing.covering, {"factors": {"a": [1, 2], "b": [1, 2]}}),
         (testing.emulate, {"kernel": kernel, "mesh_sizes": {"data": 4}, "in_specs": P("data"), "out_specs": P()}),
         (testing.one_device, {"grad_fn": grad_fn} | training),
-        (testing.prove, {"step": grad_fn, "reference": grad_fn, "rows": [testing.Row({"data": 4}, plan)]} | training),
+        (
+            testing.prove,
+            {"step": grad_fn, "reference": grad_fn, "rows": [testing.Row({"data": 4}, plan)]}
+            | training
+            | {"key": np.zeros(2, np.uint32)},
+        ),
         (testing.recording, {"optimizer": optimizer}),
         (testing.specs, {"shape": (4, 4), "sizes": {"a": 2}}),
         (analysis.audit, {"step": traced["fn"], "args": ()}),
@@ -331,6 +338,10 @@ def methods():
     """Methods, and functions that builders return."""
     params, batch, plan = {"w": ones(4, 4)}, ones(8, 4), sk.dp("data")
     init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=MESH, plan=plan)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+    worker = lambda mesh: sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=plan)  # noqa: E731
+    run = sk.diloco(worker, optax.sgd(1.0), mesh=mesh, axis="model")
+    begun = {"state": DilocoState((), {}, ())}  # of no fragment
     emulated = testing.emulate(lambda x: jax.lax.psum(x, "data"), {"data": 4}, P("data"), P())
 
     def trace(state, batch):
@@ -346,6 +357,10 @@ def methods():
         (trace, {"state": init.abstract(params), "batch": batch}),
         (abstract, {"params": params}),
         (emulate, {"x": batch}),
+        (run.step, begun | {"batches": [batch] * 3}),
+        *((each, begun | {"fragment": 1}) for each in (run.start, run.exchange, run.trace)),
+        (run.finish, begun | {"moved": Moved({}, 1)}),
+        (analysis.Census.compare, {"self": analysis.Census(()), "other": analysis.Census(())}),
         (sk.Mean.of, {"values": batch, "weights": batch}),
         (sk.Plan.layouts, {"self": plan, "params": params, "mesh": MESH}),
         (sk.Plan.describe, {"self": plan, "params": params, "mesh": MESH}),

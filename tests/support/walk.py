@@ -45,16 +45,18 @@ def late(*_):
 
 
 THING, NAN, HUGE = Thing(), math.nan, 10**30
+RECORD = np.zeros(2, [("a", "f4")])  # an array of fields, no numbers
+ODD = [RECORD, np.array(3.0), jax.ShapeDtypeStruct((8, 4), np.float32)]
 WRONG = {
     "bool": [None, "yes", 0, 1.5, [True], THING],
     "whole": [None, "1", 1.5, NAN, math.inf, True, [1], -1, 0, HUGE, THING],
-    "number": [None, "0.1", NAN, math.inf, -1.0, 0.0, True, [0.1], 1j, THING],
+    "number": [None, "0.1", NAN, math.inf, 10**400, -1.0, 0.0, True, [0.1], 1j, THING],
     "text": [None, 1, 1.5, True, b"x", ["x"], THING, "", "nothing of the kind"],
     "axis": [None, 1, 1.5, "", "nowhere", (), [], ("data", "data"), ["data", 1], ("data", "nowhere"), {}, NAN, THING],
     "dim": [None, "0", 1.5, NAN, True, [0], 7, -8, HUGE, THING],
-    "array": [None, "x", ["a", "b"], 1.5, {}, (), np.ones((2,) * 6, np.float32), np.array(["a"]), len, THING],
-    "tree": [None, "x", ["a", "b"], {"w": "x"}, np.array(["a"]), np.array([None]), {1: THING}, len, THING],
-    "key": [None, "x", 0, 1.5, np.ones(3, np.float32), {}, THING],
+    "array": [None, "x", ["a", "b"], 1.5, {}, (), np.ones((2,) * 6, np.float32), np.array(["a"]), len, THING, *ODD],
+    "tree": [None, "x", ["a", "b"], {"w": "x"}, np.array(["a"]), np.array([None]), {1: THING}, len, THING, RECORD],
+    "key": [None, "x", 0, 1.5, np.ones(3, np.float32), np.ones(3, np.uint32), {}, THING],
     "mesh": [None, "data", 8, {}, {"data": 8}, len, THING],
     "plan": [None, "data", 1, {}, ["data"], len, THING],
     "spec": [None, "data", 1, len, THING, P("nowhere"), P("data", "data"), P(None, None, "data"), P(1)],

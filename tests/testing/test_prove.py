@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, walk
+from shardkit._jax.jaxprs import PLAN, TOTALS, kind_of, mesh_axes, walk
 from shardkit.plans.storage import Padded
 from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
 from shardkit.testing.program import Recorded, _scaled
@@ -193,6 +193,37 @@ def test_a_byte_too_many():
     )
 
 
+# proves N66: what loss, gradients and weights are summed in is a law; a loss in bfloat16 sums in float32 all the same
+def test_sums_in_another_dtype():
+    bf16 = DP4._replace(precision="bf16", relative=0.1)
+    proved(OWN, bf16, laws=[laws.sums_keep_their_dtype])
+    proved(
+        OWN, DP4._replace(precision=sk.Precision(reduce=jnp.bfloat16), relative=0.1), laws=[laws.sums_keep_their_dtype]
+    )
+
+    def summed(params, batch, keys, *, scale=1):  # the user's own sum, before the plan's
+        loss, aux, grads = OWN(params, batch, keys, scale=scale)
+        return loss, aux, jax.tree.map(lambda g: sk.all_reduce(g.astype(jnp.bfloat16), "data"), grads)
+
+    text = broken(laws.sums_keep_their_dtype, summed)
+    says = "sums over devices must keep the dtype that was asked for: those of the loss itself are added in compute "
+    says += "float32; all_reduce over 'data' adds in bfloat16 at test_prove.py"
+    assert says in text and text.endswith(". Cast before it, or pass a precision that says so.")
+
+    def scoped(scope, what, asked, row):
+        def also(params, batch, keys, *, scale=1):
+            loss, aux, grads = OWN(params, batch, keys, scale=scale)
+            with jax.named_scope(scope):
+                half = sk.all_reduce(sk.vary(grads["b"].astype(jnp.bfloat16), "data"), "data")
+            return loss, aux | {"half": sk.Mean(jnp.sum(half), 1)}, grads
+
+        text = broken(laws.sums_keep_their_dtype, also, row)
+        assert f"asked for: those {what} {asked}; all_reduce over 'data' adds in bfloat16 at " in text
+
+    scoped(PLAN, "of gradients are added in reduce", "float32", bf16)
+    scoped(TOTALS, "of losses, metrics and weights are added in", "float32", bf16)
+
+
 def built_with(change):
     """A step of one's own: that of the builder, changed."""
 
@@ -274,6 +305,28 @@ def test_what_is_refused():
         proved(loss_fn, DP4)
     with value_error("one_device: at least one batch is needed; got none. Pass one for each step."):
         one_device(OWN, optax.sgd(1.0), PARAMS, [])
+    with value_error(
+        "prove: each batch must have an array with its examples along dim 0; got 3. Pass a list of batches, such as "
+        "[batch] for one step."
+    ):
+        prove(OWN, OWN, rows=[DP4], params=PARAMS, batches=[3])
+    for field, wrong, says in (
+        ("accumulate", "1", "accumulate must be a whole number; got '1'. Pass for example accumulate=1."),
+        ("relative", [0.1], "relative must be a number or None; got [0.1]. Pass for example relative=1.0."),
+        ("mesh", 8, "mesh must be a mapping of names to sizes of at least 1; got 8. Pass for example {'data': 8}."),
+    ):
+        with type_error(f"Row: {says}"):
+            prove(OWN, OWN, rows=[DP4._replace(**{field: wrong})], params=PARAMS, batches=BATCHES)
+
+
+@pytest.mark.check
+def test_leaves_that_share_a_path_have_bounds_of_their_own():
+    """The second had the bound of both: a gradient that is off by 0.5 where 0.1 is allowed held."""
+    wanted = {"a": {"b": np.ones(2, "f")}, "a.b": np.ones(2, "f")}
+    got = {"a": {"b": np.full(2, 1.5, "f")}, "a.b": np.ones(2, "f")}
+    laws._compare("step 0", "the gradient of", got, wanted, {"a": {"b": np.float32(1)}, "a.b": np.float32(0.1)})
+    with pytest.raises(AssertionError, match=r"step 0: the gradient of a\.b must equal one device's; .* is 0\.5 at"):
+        laws._compare("step 0", "the gradient of", got, wanted, {"a": {"b": np.float32(0.1)}, "a.b": np.float32(1)})
 
 
 # proves N12

@@ -51,6 +51,8 @@ class CensusRow:
         moves: of a ppermute, by how many places every message goes round its axes, or the pairs (source, target).
         along: of a ppermute, the axes along which a source and its target differ.
         way: the lines that lead from the call to it, outermost first, without those of jax and of Python's library.
+        sums: the dtype of what it adds, of several the narrowest, as "bfloat16"; of a ppermute that of partial sums on
+            their way, to which the receiver adds its own at once, as in a ring. "" for what moves or compares.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class CensusRow:
     moves: Moves | None = field(default=None, compare=False, repr=False)
     along: tuple[str, ...] = field(default=(), compare=False, repr=False)
     way: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    sums: str = ""
 
     @property
     def times(self) -> int:
@@ -116,6 +119,7 @@ class Census:
             lines += [f"    {line}" for line in way]
         return "\n".join(lines)
 
+    @typed
     def compare(self, other: Census) -> str:
         """The kinds and axes in which `other` differs, one line each; empty when both send the same."""
         mine, theirs = self._by_kind_and_axes(), other._by_kind_and_axes()
@@ -249,10 +253,47 @@ def row_of(site: Site) -> CensusRow:
     size_in = size_out if kind == "all_reduce" else size_in  # what vmap stacked is summed on the device first
     sent = wire(kind, size_in if data is None else min(size_in, size_out), n, params.get("perm")).sent
     place = site.source, site.backward, site.branch
-    row = CensusRow(kind, site.name, axes, n, site.times, size_in, size_out, sent, *place, way=way_of(site))
+    row = CensusRow(
+        kind, site.name, axes, n, site.times, size_in, size_out, sent, *place, way=way_of(site), sums=_sums(site, kind)
+    )
     if kind != "ppermute":
         return row
     return replace(row, moves=_moves(params["perm"], n), along=_along(params["perm"], axes, site.sizes))
+
+
+# What partial sums may go through between their arrival and the addition.
+_ON_THE_WAY = {
+    *("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "transpose", "slice", "dynamic_slice"),
+    *("select_n", "pvary"),
+}
+
+
+def _sums(site: Site, kind: str) -> str:
+    """The dtype of what a collective adds; "" where it adds nothing."""
+    equation = site.equation
+    compares = registered(site.name).reduces in ("maximum", "minimum")
+    adds = kind in ("all_reduce", "reduce_scatter") and not compares
+    if not adds and not (kind == "ppermute" and _added_to(site.jaxpr, equation)):
+        return ""
+    dtypes = [v.aval.dtype for v in equation.invars]
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    return str(min(floats or dtypes, key=lambda dtype: dtype.itemsize, default=""))
+
+
+def _added_to(jaxpr: Any, equation: Any) -> bool:
+    """Whether what arrives is added to something that does not depend on it, before anything else is done with it."""
+    arrived, dependent = set(equation.outvars), set(equation.outvars)
+    for each in jaxpr.eqns:
+        operands = [v for v in each.invars if not hasattr(v, "val")]
+        depend = dependent & set(operands)
+        adds = each.primitive.name in ("add", "add_any", "sub") and len(operands) == 2
+        if adds and len(depend) == 1 and depend <= arrived:
+            return True
+        if depend:
+            dependent |= set(each.outvars)
+        if depend & arrived and each.primitive.name in _ON_THE_WAY:
+            arrived |= set(each.outvars)
+    return False
 
 
 def _row_of_foreign(site: Site, claim: Said) -> CensusRow:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from shardkit._arguments.checks import apart
-from shardkit.meshes.layout import path_name
+from shardkit.meshes.layout import by_path
 from shardkit.meshes.mesh import make_mesh
 from shardkit.on_device.gradient import value_and_grad
 from shardkit.plans.storage import unpadded
@@ -70,4 +70,4 @@ def _leaves(state: Any) -> dict[str, np.ndarray]:
         lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x, unpadded(state)
     )
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(plain))
-    return {path_name(path): np.asarray(x) for path, x in leaves}
+    return {path: np.asarray(x) for path, x in by_path("prove", leaves).items()}

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import quoted
-from shardkit.meshes.layout import canonical, path_name, spec_axes
+from shardkit.meshes.layout import by_path, canonical, spec_axes
 from shardkit.plans.storage import Held, is_padded, padded, padding, stored_array, unpadded
 from shardkit.runtime.checkpoint.record import Records, is_residual
 from shardkit.runtime.data.reading import is_key, to_storable
@@ -28,14 +27,7 @@ _MOVED = 2**26  # bytes of leaves that a restore moves at once
 
 def leaves_of(where: str, state: Any) -> Leaves:
     """The leaves of a state by path, each as stored on the devices; refuses what a checkpoint cannot hold."""
-    found = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_padded)
-    leaves = {path_name(path): x for path, x in found}
-    if len(leaves) < len(found):
-        paths = [path_name(path) for path, _ in found]
-        raise ValueError(
-            f"{where}: the path of each leaf must be unique; got two leaves at "
-            f"{quoted(sorted({path for path in paths if paths.count(path) > 1}))}. Rename one of them."
-        )
+    leaves = by_path(where, jax.tree_util.tree_leaves_with_path(state, is_leaf=is_padded))
     for path, x in leaves.items():
         sharding = getattr(stored_array(x), "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):

@@ -134,6 +134,7 @@ def test_the_table_and_its_json():
     (first, second) = json.loads(found.to_json())
     assert (first["kind"], first["axes"], first["total"]) == ("all_reduce", ["data"], 64.0)
     assert second["primitive"] == "ppermute"
+    assert (first["sums"], second["sums"]) == ("float32", "")
 
 
 def test_the_way_from_the_step_to_jax_is_told_and_short(data8):
@@ -192,6 +193,80 @@ def test_contracts_that_cannot_hold_are_refused():
     message = "expects: the block must check a function; nothing was checked. Call check(fn, *args) inside it."
     with raises(AssertionError, message), expects():
         pass
+
+
+HALF = X.update(dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sums"),
+    [
+        (lambda x: sk.all_reduce(x, "model"), ["bfloat16"]),
+        (
+            lambda x: sk.all_reduce((x, x.astype(jnp.float32), jnp.int32(1)), "model")[0],
+            ["bfloat16", "float32", "int32"],
+        ),
+        (lambda x: sk.reduce_scatter(x.astype(jnp.float32), "model"), ["float32"]),
+        (lambda x: sk.all_reduce(x, "model", op="max"), [""]),
+        (lambda x: sk.all_gather(x, "model"), [""]),
+        (lambda x: sk.ring.reduce_scatter(x, "model"), ["bfloat16"]),
+        (lambda x: sk.ring.all_reduce(x, "model"), ["bfloat16", ""]),
+        (lambda x: sk.all_reduce(x, "model", table=sk.tables.ring("all_reduce", 4)), ["bfloat16", ""]),
+        (lambda x: sk.matmul_reduce_scatter(x, x.T, "model", impl="ring"), ["bfloat16"]),
+        (lambda x: sk.shift(x, "model"), [""]),
+        (lambda x: (lambda y: y + jnp.tanh(y))(sk.shift(x, "model")), [""]),  # a residual, not a sum of devices
+        (lambda x: jnp.tanh(sk.shift(x, "model")) + x, [""]),
+    ],
+)
+def test_rows_have_the_dtype_of_what_is_added(kernel, sums):
+    kernel = jax.shard_map(kernel, mesh=MESH, in_specs=P(), out_specs=P(("data", "model")), check_vma=False)
+    assert [row.sums for row in census(kernel, HALF).rows] == sums
+
+
+def test_sums_in_a_narrower_dtype_are_named():
+    line = reduces_twice.__code__.co_firstlineno + 1
+    says = "the program does not communicate as expected:\n- expected sums in float32; all_reduce over 'model' adds in "
+    says += f"bfloat16\n    2 x at test_census.py:{line} (reduces_twice)"
+    twice = on(reduces_twice)
+    for asked in ("float32", {"model": jnp.float32}):
+        with raises(AssertionError, says):
+            expects(sums=asked).check(twice, HALF)
+        expects(sums=asked).check(twice, X)
+    expects(collective("all_reduce", "model", times=2), sums="bfloat16").check(twice, HALF)
+    expects(sums="float32").check(on(lambda x: sk.all_reduce(jnp.int32(x > 0), "model")), HALF)  # exact
+    with raises(AssertionError, says[: says.index("-")] + "- expected sums over 'rows'; nothing is sent over it"):
+        expects(sums={"rows": "float32"}).check(twice, X)
+    with pytest.raises(
+        AssertionError, match=r"- expected 1 x all_reduce over 'model'; found 2 x .*\n.*\n- expected sums"
+    ):
+        expects(collective("all_reduce", "model", times=1), sums="float32").check(twice, HALF)
+    with pytest.raises(AssertionError, match="adds in float16"):
+        expects(sums="bfloat16").check(twice, X.update(dtype=jnp.float16))
+
+
+def test_sums_that_are_no_floats_or_compiled_are_refused():
+    for wrong in (3, "int32", {"model": "x"}, len):
+        with pytest.raises(
+            TypeError, match=r"^expects: sums must be a dtype of floats, or a dict of them by axis; got "
+        ):
+            expects(sums=wrong)
+    with value_error(
+        "expects: sums= is what the traced program adds in, because a compiler may widen or narrow a sum; got it in "
+        "check_compiled. Call check, or leave sums out."
+    ):
+        expects(sums="float32").check_compiled(on(reduces_twice), X)
+
+
+def test_row_linear_sums_in_float32_for_who_asks():
+    """Only the sum is wider: the result and both gradients keep their dtypes."""
+    specs = {"mesh": MESH, "in_specs": (P(None, "model"), P("model")), "out_specs": P()}
+    h, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 8), (8, 3)))
+    kernel = jax.shard_map(
+        lambda h, w: sk.layers.row_linear(h.astype(jnp.float32), w, "model").astype(h.dtype), **specs
+    )
+    expects(collective("all_reduce", "model", times=1), sums="float32").check(kernel, h, w)
+    grads = jax.eval_shape(jax.grad(lambda h, w: jnp.sum(kernel(h, w)), argnums=(0, 1)), h, w)
+    assert [x.dtype for x in grads] == [jnp.bfloat16, jnp.bfloat16]
 
 
 def test_the_wire_knows_no_other_kind():
