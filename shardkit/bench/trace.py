@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardkit._arguments import checks
+from shardkit._arguments.files import open_file
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import called, flow, kind_of, mesh_axes, scan_operands, while_operands
@@ -100,10 +101,12 @@ class ExecutionTrace(NamedTuple):
             mine = {axes: next(g for g in groups if rank in g) for axes, groups in by_axes.items()}
             file = folder / f"trace.{rank}.et"
             messages = [written(1, _VERSION), *self._messages(rank, mine, named)]
-            file.write_bytes(b"".join(varint(len(message)) + message for message in messages))
+            with open(file, "wb", opener=open_file) as out:
+                out.writelines(varint(len(message)) + message for message in messages)
             files.append(file)
         groups = folder / "groups.json"
-        groups.write_text(json.dumps({name: list(group) for group, name in named.items()}, indent=1) + "\n")
+        with open(groups, "w", opener=open_file) as text:
+            text.write(json.dumps({name: list(group) for group, name in named.items()}, indent=1) + "\n")
         return [*files, groups]
 
     def _messages(

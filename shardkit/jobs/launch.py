@@ -23,6 +23,7 @@ from types import FrameType
 from typing import BinaryIO, NamedTuple
 
 from shardkit._arguments.checks import at_least, at_least_zero, count, counted
+from shardkit._arguments.files import open_file
 from shardkit._arguments.typed import typed
 from shardkit.jobs.output import passing_on, say, summary
 from shardkit.meshes.simulated import cpu_environment
@@ -189,7 +190,8 @@ def _files(output: Path, processes: int, stack: ExitStack, append: bool) -> list
     names = [f"{rank}.{end}" for rank in range(processes) for end in ("out", "err")]
     try:
         output.mkdir(parents=True, exist_ok=True)
-        return [stack.enter_context(open(output / name, "ab" if append else "wb", buffering=0)) for name in names]
+        how = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
+        return [stack.enter_context(open(open_file(output / name, how), "wb", buffering=0)) for name in names]
     except OSError as error:
         raise ValueError(
             f"launch: output must be a writable directory; got {error.filename} ({error.strerror}). Pass another "
