@@ -52,6 +52,32 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class WorkerSteps:
+    """The steps of all workers; `Diloco.step` is one."""
+
+    train_steps: tuple[TrainStep | None, ...]
+
+    def __call__(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
+        """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
+        new = [each.step(own, batch) if each else (None, None) for each, own, batch in self._given(state, batches)]
+        return state._replace(workers=tuple(own for own, _ in new)), [metrics for _, metrics in new]
+
+    def lower(self, state: DilocoState, batches: Sequence[Any]) -> jax.stages.Lowered:
+        """The program of the first worker of this process: all workers have one program, as a guard makes sure."""
+        step, own, batch = next(given for given in self._given(state, batches) if given[0])
+        return step.step.lower(own, batch)
+
+    def _given(self, state: DilocoState, batches: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+        got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
+        if got != len(self.train_steps):
+            raise ValueError(
+                f"diloco: there must be one batch for each of {len(self.train_steps)} workers; got {got}. Pass a list "
+                "of them, with None for workers of other processes."
+            )
+        return list(zip(self.train_steps, state.workers, batches, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
 class Diloco:
     """The functions of a DiLoCo run, as `sk.diloco` returns them."""
 
@@ -78,17 +104,10 @@ class Diloco:
         outer = jax.jit(lambda part: self._outer_pinned(self.outer.init(part), part, first))
         return DilocoState(tuple(made), with_arrays(first, whole), tuple(map(outer, parts)))
 
-    def step(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
-        """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
-        got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
-        if got != len(self.train_steps):
-            raise ValueError(
-                f"diloco: there must be one batch for each of {len(self.train_steps)} workers; got {got}. Pass a list "
-                "of them, with None for workers of other processes."
-            )
-        given = zip(self.train_steps, state.workers, batches, strict=True)
-        new = [each.step(own, batch) if each and own else (None, None) for each, own, batch in given]
-        return state._replace(workers=tuple(own for own, _ in new)), [metrics for _, metrics in new]
+    @property
+    def step(self) -> WorkerSteps:
+        """A step of each worker on its own batch, `step(state, batches)`."""
+        return WorkerSteps(self.train_steps)
 
     def start(self, state: DilocoState, fragment: int = 0) -> Moved:
         """Sends one fragment, for `finish`: the mean of what workers moved since the last exchange, float32."""
