@@ -196,8 +196,9 @@ def _files(output: Path, processes: int, stack: ExitStack, append: bool) -> list
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name in names:
-            opened: Any = open(output / name, "ab" if append else "wb", buffering=0, opener=open_file)
-            files.append(stack.enter_context(opened))
+            mode = "ab" if append else "wb"
+            opened: Any = stack.enter_context(open(output / name, mode, buffering=0, opener=open_file))
+            files.append(opened)
     except OSError as error:
         raise ValueError(
             f"launch: output must be a writable directory; got {error.filename} ({error.strerror}). Pass another "
