@@ -23,6 +23,7 @@ from shardkit.analysis.hlo.protobuf import varint, written
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.counts import flops, flops_of
 from shardkit.analysis.jaxpr.step import trace_step
+from shardkit.analysis.rules.program import in_one_sentence
 from shardkit.cost import Chip
 from shardkit.cost import chip as chip_of
 
@@ -182,7 +183,8 @@ def execution_trace(fn: Callable[..., Any], *args: Any, chip: str | Chip | None 
         Traces (arXiv:2305.14516); et_def.proto of mlcommons/chakra, version 1.0.0.
     """
     found = _Recorder()
-    jaxpr = trace_step(fn, args).jaxpr
+    with in_one_sentence("trace", "traced"):
+        jaxpr = trace_step(fn, args).jaxpr
     found.run(jaxpr, [frozenset() for _ in (*jaxpr.constvars, *jaxpr.invars)])
     found.close()
     if found.sizes is None:

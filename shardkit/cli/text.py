@@ -47,8 +47,8 @@ def read_text(paths: Sequence[str | Path]) -> Text:
         elif given.is_file():
             found.append((given.name, given))
         else:
-            is_none = "is neither" if given.exists() else "does not exist"
-            raise ValueError(f"--data: the path must be a file or a directory; {given} {is_none}. Pass one that does.")
+            found_none = "is neither. Pass one that is." if given.exists() else "does not exist. Pass one that does."
+            raise ValueError(f"--data: the path must be a file or a directory; {given} {found_none}")
     return _split(found, ", ".join(map(str, paths)))
 
 

@@ -7,6 +7,7 @@ ssh (`docs/howto/which_engine.md`).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import queue
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from shardkit._arguments.checks import at_least, at_least_zero, count, counted
 from shardkit._arguments.files import open_file
@@ -196,15 +197,31 @@ def _files(output: Path, processes: int, stack: ExitStack, append: bool) -> list
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name in names:
-            mode = "ab" if append else "wb"
-            opened: Any = stack.enter_context(open(output / name, mode, buffering=0, opener=open_file))
-            files.append(opened)
+            file = open(output / name, "ab", buffering=0, opener=open_file)  # noqa: SIM115
+            files.append(stack.enter_context(file))
+            _lock(file, output)
+            if not append:
+                with contextlib.suppress(OSError):  # a device has no length
+                    file.truncate(0)
     except OSError as error:
         raise ValueError(
             f"launch: output must be a writable directory; got {error.filename} ({error.strerror}). Pass another "
             "directory."
         ) from None
     return files
+
+
+def _lock(file: BinaryIO, output: Path) -> None:
+    """Refuses a file of a job that runs: two would write over each other."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"launch: output must be a directory of one job; another job that runs writes to {str(output)!r}. Pass "
+            "another directory, or end that job."
+        ) from None
+    except OSError:  # a file system without locks
+        return
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -66,6 +65,11 @@ class WorkerSteps:
         """The program of the first worker of this process: all workers have one program, as a guard makes sure."""
         step, own, batch = next(given for given in self._given(state, batches) if given[0])
         return step.step.lower(own, batch)
+
+    def trace(self, state: DilocoState, batches: Sequence[Any]) -> jax.stages.Traced:
+        """The same, as a jaxpr, for a census."""
+        step, own, batch = next(given for given in self._given(state, batches) if given[0])
+        return step.step.trace(own, batch)
 
     def _given(self, state: DilocoState, batches: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
         got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
@@ -155,6 +159,8 @@ class Diloco:
 
     @cached_property
     def _finish(self) -> Any:
+        import optax
+
         def finish(rows: Any, params: Any, outer: Any, moved: Any, keep: Any, fragment: int) -> Any:
             members, specs = self._fragments(params)[fragment], self._specs(params)
             old = _part(named_arrays(params), members)

@@ -14,6 +14,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from shardkit._arguments.extras import install
 from shardkit._arguments.files import open_file
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def look() -> Iterator[None]:
         import matplotlib.figure
     except ImportError:
         raise RuntimeError(
-            "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
+            f"viz: pictures need matplotlib, which is not installed. Install it with: {install('viz')}"
         ) from None
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

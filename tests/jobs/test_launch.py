@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import ctypes
+import fcntl
 import io
 import json
 import os
@@ -213,6 +214,20 @@ def test_a_full_disk_ends_the_file_and_not_the_job(capfd, tmp_path, monkeypatch)
     assert sorted(out.splitlines()) == ["[0] " + "a" * 100_000, "[0] b", "[1] " + "a" * 100_000, "[1] b"]
     assert err == f"shardkit launch: stopped writing {tmp_path}/0.out (No space left on device)\n"
     assert (tmp_path / "1.out").read_text() == "a" * 100_000 + "\nb\n"
+
+
+# Each emptied the files of the other.
+def test_two_jobs_in_one_directory(tmp_path):
+    (tmp_path / "1.out").write_text("of the other")
+    with open(tmp_path / "1.out", "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with value_error(
+            f"launch: output must be a directory of one job; another job that runs writes to '{tmp_path}'. Pass "
+            "another directory, or end that job."
+        ):
+            launch(["true"], processes=2, output=tmp_path)
+    assert (tmp_path / "1.out").read_text() == "of the other"
+    assert launch(["true"], processes=2, output=tmp_path) == 0
 
 
 # An exit code, a program, and below them the last line.
