@@ -17,7 +17,7 @@ PACKAGE = ROOT / "shardkit"
 
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
-    "collectives *": 4785,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs; none too large
+    "collectives *": 4785,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs
     "layers *": 2325,  # documents dealt evenly; experts balanced without a loss, exchanged in five ways
     "on_device *": 2650,  # weights that count once on each device; what a first step warns of; Means subtracted
     "pipelines *": 1710,  # unequal stages as one body; embedding and head spread over all devices
