@@ -40,7 +40,7 @@ LIMITS = {
     "planner": 2100,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
     "reporting": 280,
     "resharding": 870,
-    "runtime": 4240,  # DiLoCo's workers in a checkpoint, records of other types
+    "runtime": 4280,  # DiLoCo's workers in a checkpoint, records of other types
     "viz": 1465,  # tables of collectives
 }
 
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 53_120  # what strangers broke: files, records, workers, numbers
+    assert sum(found.values()) <= 53_160  # what strangers broke: files, records, workers, numbers
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 
