@@ -116,6 +116,9 @@ step 6 cause=JaxRuntimeError: Gloo: peer & data 6 gone crash=Segmentation fault
     process 1 died of a fatal signal (Segmentation fault) waiting for the data of step 6
 step 6 gone crash=Bus error
     process 0 died of a fatal signal (Bus error) in step 6
+step 6 gone crash=Aborted & step 6
+    process 0 died of a fatal signal (Aborted) in step 6; jax ends it so, too, where a program from outside of the job
+    joins at its port: see mtls_cert_file
 step 6 gone crash=Aborted & data 6 gone crash=Aborted
     all processes died of a fatal signal (Aborted) in step 6: jax ends them where process 0 fails, which serves it,
     or a program from outside of the job joins at that port, which knows no token; read their output
