@@ -17,31 +17,31 @@ PACKAGE = ROOT / "shardkit"
 
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
-    "collectives *": 4770,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs
-    "layers *": 2330,  # documents dealt evenly; experts balanced without a loss, exchanged in five ways; one device
-    "on_device *": 2660,  # weights that count once on each device; what a first step warns of; Means subtracted
+    "collectives *": 4785,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs
+    "layers *": 2325,  # documents dealt evenly; experts balanced without a loss, exchanged in five ways
+    "on_device *": 2650,  # weights that count once on each device; what a first step warns of; Means subtracted
     "pipelines *": 1710,  # unequal stages as one body; embedding and head spread over all devices
     "plans *": 1250,
     "remat *": 640,
     "schedules *": 1960,  # what all devices run together; a search under costs by stage; the optimum of small ones
-    "steps *": 1880,  # DiLoCo
-    "strategies *": 1400,  # Muon by owners; its coefficients
-    "testing *": 5945,  # small, which makes a step at full size one that is proved; carried state; constants in order
+    "steps *": 1895,  # DiLoCo; whose steps a guard takes
+    "strategies *": 1380,  # Muon by owners
+    "testing *": 5900,  # small, which makes a step at full size one that is proved; carried state; constants in order
     "": 60,
-    "_arguments": 630,  # keys that jax cannot sort; options of a compiler; numbers beyond floats
-    "_jax": 1195,  # the registry of primitives, with what emulates each and why its gradient is sent
-    "analysis": 6670,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
-    "bench": 2520,  # strategies with Muon
-    "cli": 2715,  # prove; what stood beside the package while that imported jax: the list of commands
+    "_arguments": 700,  # keys that jax cannot sort; options of a compiler; files that are no links; what to install
+    "_jax": 1170,  # the registry of primitives, with what emulates each and why its gradient is sent
+    "analysis": 6555,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
+    "bench": 2535,  # strategies with Muon
+    "cli": 2745,  # prove; what stood beside the package while that imported jax; numbers of no run
     "cost": 1405,
-    "jobs": 2100,
-    "meshes": 1715,  # the order of devices that loads links least: measured and predicted time, of all plans
+    "jobs": 2180,  # what the launcher killed, two jobs in one directory
+    "meshes": 1675,  # the order of devices that loads links least: measured and predicted time, of all plans
     "models": 750,  # rows and columns of its matrices
     "planner": 2100,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
     "reporting": 280,
     "resharding": 870,
-    "runtime": 4065,
-    "viz": 1455,  # tables of collectives
+    "runtime": 4280,  # DiLoCo's workers in a checkpoint, records of other types
+    "viz": 1465,  # tables of collectives
 }
 
 
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 53_180
+    assert sum(found.values()) <= 53_160  # what strangers broke: files, records, workers, numbers
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

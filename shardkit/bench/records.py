@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardkit._arguments.files import open_file, read_file, why
 from shardkit.meshes import layout
 
 Record = dict[str, Any]
@@ -15,6 +16,7 @@ Record = dict[str, Any]
 FORMAT = "shardkit-bench"
 """What every record says in the field `format`."""
 VERSION = 1
+_LARGEST_FILE = 2**28  # bytes; a record has about a thousand
 _KEYS = ("benchmark", "row", "case", "environment")
 
 
@@ -26,7 +28,7 @@ def write(records: Sequence[Record], file: Path) -> None:
         file: the file; it need not exist.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as out:
+    with open(file, "a", opener=open_file) as out:
         out.writelines(json.dumps(record) + "\n" for record in records)
 
 
@@ -40,10 +42,10 @@ def read(file: Path | str) -> list[Record]:
         ValueError: a file that cannot be read, a line that is no record, or a record of another version.
     """
     try:
-        lines = Path(file).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_file(file, _LARGEST_FILE).decode().splitlines()
+    except (OSError, ValueError) as error:  # ValueError: no text, or a name with a zero
         raise ValueError(
-            f"bench: {file} must be a file of results; it cannot be read ({type(error).__name__}). Check the path."
+            f"bench: {file} must be a file of results; it cannot be read ({why(error)}). Check the path."
         ) from error
     found = [_parsed(line, number, file) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
@@ -88,7 +90,7 @@ def write_csv(records: Sequence[Record], file: Path) -> None:
         for record in records
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", newline="") as out:
+    with open(file, "w", newline="", opener=open_file) as out:
         writer = csv.DictWriter(out, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)

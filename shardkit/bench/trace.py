@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardkit._arguments import checks
+from shardkit._arguments.files import open_file
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import called, flow, kind_of, mesh_axes, scan_operands, while_operands
@@ -22,6 +23,7 @@ from shardkit.analysis.hlo.protobuf import varint, written
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.counts import flops, flops_of
 from shardkit.analysis.jaxpr.step import trace_step
+from shardkit.analysis.rules.program import in_one_sentence
 from shardkit.cost import Chip
 from shardkit.cost import chip as chip_of
 
@@ -100,10 +102,12 @@ class ExecutionTrace(NamedTuple):
             mine = {axes: next(g for g in groups if rank in g) for axes, groups in by_axes.items()}
             file = folder / f"trace.{rank}.et"
             messages = [written(1, _VERSION), *self._messages(rank, mine, named)]
-            file.write_bytes(b"".join(varint(len(message)) + message for message in messages))
+            with open(file, "wb", opener=open_file) as out:
+                out.writelines(varint(len(message)) + message for message in messages)
             files.append(file)
         groups = folder / "groups.json"
-        groups.write_text(json.dumps({name: list(group) for group, name in named.items()}, indent=1) + "\n")
+        with open(groups, "w", opener=open_file) as text:
+            text.write(json.dumps({name: list(group) for group, name in named.items()}, indent=1) + "\n")
         return [*files, groups]
 
     def _messages(
@@ -179,7 +183,8 @@ def execution_trace(fn: Callable[..., Any], *args: Any, chip: str | Chip | None 
         Traces (arXiv:2305.14516); et_def.proto of mlcommons/chakra, version 1.0.0.
     """
     found = _Recorder()
-    jaxpr = trace_step(fn, args).jaxpr
+    with in_one_sentence("trace", "traced"):
+        jaxpr = trace_step(fn, args).jaxpr
     found.run(jaxpr, [frozenset() for _ in (*jaxpr.constvars, *jaxpr.invars)])
     found.close()
     if found.sizes is None:

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any, NamedTuple, NoReturn, Union
 
 import shardkit
+from shardkit._arguments.extras import install
 
 # The exit codes of every command, beside those of `docs/reference/exit_codes.md` for single ones.
 FINE, FOUND, USAGE, UNEXPECTED, INTERRUPTED = 0, 1, 2, 70, 130
@@ -58,7 +59,6 @@ BENCH = (
 _BENCH = "measure communication and plans, and compare measurements"
 _SHELLS = ("bash", "zsh", "fish")
 _NEEDS = ("packaging", "rich", "tyro", "yaml")
-_REMEDY = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'"
 COMPLETION = """usage: shardkit completion bash|zsh|fish
 
 Print a script that completes commands, options and their values.
@@ -122,7 +122,7 @@ def _main(words: list[str]) -> int:
     if command is None and not completes:
         return _without_command(named, asks is not None)
     if not all(map(find_spec, _NEEDS)):
-        print(_REMEDY, file=sys.stderr)
+        print(f"shardkit: the command needs the extra [cli]; install it with: {install('cli')}", file=sys.stderr)
         return 2
     if command is None:
         print(completion(named[1]))

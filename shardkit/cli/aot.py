@@ -45,7 +45,7 @@ def aot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """
     parse_topology(options.topology)
     offer_cpu_devices(options.devices)
-    fn, args = targets.load(options.target, options.args)
+    fn, args = targets.step_at("aot", options.target, options.args)
     report = compile(fn, args, topology=options.topology, timeout=options.timeout)
     print(report)
     write_json(options.json, "aot", [json_lib.loads(report.to_json())])

@@ -9,10 +9,11 @@ from typing import Annotated
 
 import tyro
 
+from shardkit._arguments.files import read_file, why
 from shardkit.analysis.jaxpr.explain import explain as explain_backward
 from shardkit.analysis.judge import GROWTH, SMALL, Audit, OtherFormatError
 from shardkit.analysis.judge import audit as read
-from shardkit.cli.output import write_json
+from shardkit.cli.output import write_json, writing
 from shardkit.cli.target import StepOptions, step_of
 
 EXAMPLES = {
@@ -22,6 +23,8 @@ EXAMPLES = {
     "shardkit audit train.py:make --compiled --snapshot kept.json": "compiled too; keep what it finds",
     "shardkit audit train.py:make --against kept.json": "exit code 1 if it became worse",
 }
+
+_LARGEST_SNAPSHOT = 2**28  # bytes; a finding or a collective has some hundreds
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,8 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     if before:
         print(f"against {options.against}: {len(worse) or 'nothing'} worse", *worse, sep="\n")
     if options.snapshot:
-        options.snapshot.parent.mkdir(parents=True, exist_ok=True)
-        options.snapshot.write_text(found.to_json())
+        with writing(options.snapshot) as out:
+            out.write(found.to_json())
     data = json_lib.loads(found.to_json())
     write_json(options.json, "audit", data["findings"], audit=data, worse=list(map(str, worse)))
     return 1 if (worse if before else found.findings) else 0
@@ -77,11 +80,10 @@ _OF_READING = ("compiled", "target", "large", "small", "memory", "ignore", "call
 
 def _read(file: Path) -> Audit:
     try:
-        return Audit.from_json(file.read_text())
+        return Audit.from_json(read_file(file, _LARGEST_SNAPSHOT).decode())
     except OtherFormatError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"audit: {file} must be a file that --snapshot wrote; it cannot be read ({type(error).__name__}). Check "
-            "the path."
+            f"audit: {file} must be a file that --snapshot wrote; it cannot be read ({why(error)}). Check the path."
         ) from error

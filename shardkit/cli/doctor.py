@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import shardkit as sk
+from shardkit._arguments.extras import install
 from shardkit.cli.output import WithJson, console, write_json
 from shardkit.meshes.simulated import offer_cpu_devices
 
@@ -51,7 +52,7 @@ def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     for extra, needs in found.items():
         here.print(line(extra, needs))
     if not found:
-        here.print("extras: not known, because shardkit is not installed; pip install shardkit")
+        here.print(f"extras: not known, because shardkit is not installed; {install('cli')}")
     here.print("all collectives are right" if not failed else f"collectives that are WRONG on this machine: {failed}")
     rows: list[dict[str, Any]] = [
         {"row": "collective", "name": name, "difference": difference, "right": difference == 0}
@@ -143,7 +144,7 @@ def line(extra: str, needs: tuple[Need, ...]) -> str:
     """An extra as a line: what is there, what is missing, and how to install that."""
     met = ", ".join(str(need) for need in needs if need.met)
     unmet = ", ".join(str(need) for need in needs if not need.met)
-    remedy = f"missing {unmet}; pip install 'shardkit[{extra}]'" if unmet else ""
+    remedy = f"missing {unmet}; {install(extra)}" if unmet else ""
     return f"[{extra}]: " + "; ".join(filter(None, (met, remedy)))
 
 

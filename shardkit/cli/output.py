@@ -20,6 +20,7 @@ import tyro
 from rich.console import Console
 
 import shardkit as sk
+from shardkit._arguments.files import open_file
 from shardkit._jax.backends import jax_has_started
 
 SCHEMA = 1
@@ -118,7 +119,7 @@ def writing(file: Path, *, append: bool = False) -> Iterator[TextIO]:
         out.flush()
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a" if append else "w", encoding="utf-8") as out:
+    with open(file, "a" if append else "w", encoding="utf-8", opener=open_file) as out:
         yield out
 
 

@@ -16,12 +16,14 @@ import numpy as np
 import shardkit as sk
 from shardkit import schedules
 from shardkit._arguments.checks import either, quoted, spelled
+from shardkit._arguments.files import read_file, why
 from shardkit.cli.train_options import TrainOptions
 from shardkit.meshes.simulated import offer_cpu_devices
 from shardkit.models import transformer
 from shardkit.planner.candidates import INSIDE, PLANS, grad_fn_of
 from shardkit.schedules import Schedule
 
+_LARGEST_FILE = 2**26  # bytes of a schedule; a cell has about ten
 _PLANS: dict[str, Callable[[str], sk.Plan]] = {
     **PLANS,
     "zero1": sk.zero1,
@@ -173,11 +175,11 @@ def named(where: str, name: str, devices: int, microbatches: int, chunks: int | 
 def read(where: str, file: Path) -> Schedule:
     """Reads a schedule from a CSV file; its name is that of the file."""
     try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_file(file, _LARGEST_FILE).decode()
+    except (OSError, ValueError) as error:  # ValueError: no text, or a name with a zero
         raise ValueError(
             f"{where}: {file} must be a schedule as Schedule.to_csv writes it; it cannot be read "
-            f"({type(error).__name__}). Check the path."
+            f"({why(error)}). Check the path."
         ) from error
     return replace(Schedule.from_csv(text), name=file.stem)
 

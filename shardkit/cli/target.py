@@ -77,19 +77,24 @@ class StepOptions(WithJson):
 
 
 def step_of(where: str, options: StepOptions) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step that a command reads, its arguments perhaps returned as one tuple, over simulated devices if need be."""
+    """The step that a command reads, over simulated devices if need be."""
     if options.target is not None:
         parse_topology(options.target)
     offer_cpu_devices(options.devices)
+    return step_at(where, options.make, options.args)
+
+
+def step_at(where: str, text: str, args: Sequence[str]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What `load` returns, its arguments perhaps returned as one tuple; what the function raises is one sentence."""
     try:
-        step, given = load(options.make, options.args)
+        step, given = load(text, args)
     except TargetError:
         raise
     except Exception as error:
         # Python's own exit code would be that of a finding.
         raise ValueError(
-            f"{where}: {options.make} must return a step and its arguments; it raises {raised(error)}. Run it with "
-            "python to see the traceback."
+            f"{where}: {text} must return a step and its arguments; it raises {raised(error)}. Run it with python to "
+            "see the traceback."
         ) from error
     return (step, given[0]) if len(given) == 1 and type(given[0]) is tuple else (step, given)
 

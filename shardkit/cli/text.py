@@ -44,12 +44,11 @@ def read_text(paths: Sequence[str | Path]) -> Text:
         if given.is_dir():
             inside = sorted(p for p in given.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
             found += [(str(p.relative_to(given)), p) for p in inside]
-        elif given.exists():
+        elif given.is_file():
             found.append((given.name, given))
         else:
-            raise ValueError(
-                f"--data: the path must be a file or a directory; {given} does not exist. Pass one that does."
-            )
+            found_none = "is neither. Pass one that is." if given.exists() else "does not exist. Pass one that does."
+            raise ValueError(f"--data: the path must be a file or a directory; {given} {found_none}")
     return _split(found, ", ".join(map(str, paths)))
 
 

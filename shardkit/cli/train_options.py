@@ -92,6 +92,8 @@ class TrainOptions:
 _AT_LEAST = dict.fromkeys(("steps", "batch", "length", "accumulate", "layers", "dim", "heads", "microbatches"), 1)
 _AT_LEAST |= dict.fromkeys(("chunks", "log_every", "evaluate_every", "checkpoint_every"), 1)
 _AT_LEAST |= dict.fromkeys(("experts", "seed", "verify", "compare_replicas", "dropout"), 0)
+_AT_MOST = 2**31 - 1  # of a whole number: sizes and steps are int32 in the programs
+_LARGEST_SEED = 2**63 - 1  # of jax.random.key
 
 
 def check(options: TrainOptions) -> None:
@@ -100,10 +102,18 @@ def check(options: TrainOptions) -> None:
         value = getattr(options, name)
         if value is not None and not least <= value < math.inf:
             raise ValueError(f"train: {_word(name)} must be at least {least}; got {value}. Pass {least} or more.")
+        most = _LARGEST_SEED if name == "seed" else _AT_MOST
+        if value is not None and value > most:
+            raise ValueError(f"train: {_word(name)} must be at most {most:,}; got {value}. Pass a smaller number.")
     for name in ("learning_rate", "deadline"):
         value = getattr(options, name)
         if not 0 < value < math.inf:
             raise ValueError(f"train: {_word(name)} must be above 0; got {value}. Pass a positive number.")
+    if options.batch % options.accumulate:
+        raise ValueError(
+            f"train: --accumulate must divide --batch; got {options.accumulate} microbatches of {options.batch} "
+            "examples. Change one of them."
+        )
     if options.dropout >= 1:
         raise ValueError(f"train: --dropout must be below 1; got {options.dropout}. Pass for example 0.1.")
 

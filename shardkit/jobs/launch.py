@@ -7,6 +7,7 @@ ssh (`docs/howto/which_engine.md`).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import queue
@@ -23,6 +24,7 @@ from types import FrameType
 from typing import BinaryIO, NamedTuple
 
 from shardkit._arguments.checks import at_least, at_least_zero, count, counted
+from shardkit._arguments.files import open_file
 from shardkit._arguments.typed import typed
 from shardkit.jobs.output import passing_on, say, summary
 from shardkit.meshes.simulated import cpu_environment
@@ -83,7 +85,7 @@ def launch(
 
     Returns:
         0 if all processes succeed, else the exit code of the process that `guard` named, or of the first to fail: 128
-        + s if signal s ended it.
+        + s if signal s ended it, or came to the launcher, which had to kill them.
 
     Raises:
         ValueError: fewer than one process or device, an invalid port, a negative grace, no command or one that cannot
@@ -158,13 +160,17 @@ def attempt(job: Job, port: int, events: Events, *, first: bool) -> tuple[int, b
                 own = dict.fromkeys(("JAX_PROCESS_ID", "RANK", "LOCAL_RANK"), str(rank))
                 children.append(stack.enter_context(_start(job.words, common | own, group)))
             reader = stack.enter_context(passing_on(children, files, blamed))
-            order, received = _supervised(children, events, job.grace)
+            order, received, killed = _supervised(children, theirs, events, job.grace)
             reader.join(_LAST_OUTPUT)
     codes = [child.returncode for child in children]
-    failed = [rank for rank in sorted(order, key=lambda rank: rank not in blamed) if codes[rank]]
-    code = codes[failed[0]] if failed else 0
-    if failed:
-        say(summary(failed[0], codes, received))
+    order.sort(key=lambda rank: (rank in killed, rank not in blamed))  # that it was killed here says nothing of it
+    failed = [rank for rank in order if codes[rank]]
+    if not failed:
+        return 0, received is not None
+    say(summary(failed[0], codes, received, killed))
+    code = codes[failed[0]]
+    if received and failed[0] in killed:
+        code = -received
     return code if code >= 0 else 128 - code, received is not None
 
 
@@ -187,14 +193,35 @@ def _environment(job: Job, port: int) -> dict[str, str]:
 def _files(output: Path, processes: int, stack: ExitStack, append: bool) -> list[BinaryIO]:
     """The files that the pipes are copied to: unbuffered, so that they are complete even if the launcher is killed."""
     names = [f"{rank}.{end}" for rank in range(processes) for end in ("out", "err")]
+    files: list[BinaryIO] = []
     try:
         output.mkdir(parents=True, exist_ok=True)
-        return [stack.enter_context(open(output / name, "ab" if append else "wb", buffering=0)) for name in names]
+        for name in names:
+            file = open(output / name, "ab", buffering=0, opener=open_file)  # noqa: SIM115
+            files.append(stack.enter_context(file))
+            _lock(file, output)
+            if not append:
+                with contextlib.suppress(OSError):  # a device has no length
+                    file.truncate(0)
     except OSError as error:
         raise ValueError(
             f"launch: output must be a writable directory; got {error.filename} ({error.strerror}). Pass another "
             "directory."
         ) from None
+    return files
+
+
+def _lock(file: BinaryIO, output: Path) -> None:
+    """Refuses a file of a job that runs: two would write over each other."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"launch: output must be a directory of one job; another job that runs writes to {str(output)!r}. Pass "
+            "another directory, or end that job."
+        ) from None
+    except OSError:  # a file system without locks
+        return
 
 
 @contextmanager
@@ -250,20 +277,30 @@ def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Chi
         ) from None
 
 
-def _supervised(children: Sequence[_Child], events: Events, grace: float) -> tuple[list[int], signal.Signals | None]:
-    """Waits for all processes, and ends them once one failed or a signal came; returns their order and the signal."""
+def _supervised(
+    children: Sequence[_Child], groups: Sequence[int], events: Events, grace: float
+) -> tuple[list[int], signal.Signals | None, set[int]]:
+    """Waits for all processes, and ends them once one failed or a signal came.
+
+    Returns the order in which they ended, the signal, and which of them were killed here.
+    """
     for index, child in enumerate(children):
         threading.Thread(target=_announce, args=(index, child, events), daemon=True).start()
     steps, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
     running, order = set(range(len(children))), list[int]()
     received: signal.Signals | None = None
+    killed: set[int] = set()
     while running:
         try:
             event = events.get(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         except queue.Empty:
             step = steps.pop(0)
             for index in running:
-                children[index].send_signal(step)
+                if step is signal.SIGTERM:
+                    children[index].send_signal(step)
+                else:  # with its monitor, which would wonder who did it
+                    os.killpg(groups[index], step)
+            killed |= running
             deadline = time.monotonic() + min(grace, _LONGEST_BEFORE_KILL) if steps else math.inf
             continue
         if isinstance(event, signal.Signals):
@@ -276,7 +313,8 @@ def _supervised(children: Sequence[_Child], events: Events, grace: float) -> tup
         failed = bool(order and children[order[-1]].returncode)
         if (received or failed) and steps and deadline == math.inf:
             deadline = time.monotonic() + grace
-    return order, received
+    killed = {index for index in killed if children[index].returncode in (-signal.SIGTERM, -signal.SIGKILL)}
+    return order, received, killed
 
 
 def _announce(index: int, child: _Child, events: Events) -> None:

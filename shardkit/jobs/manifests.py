@@ -167,10 +167,15 @@ def _account(name: str) -> list[dict[str, Any]]:
 
 
 def _jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """A JobSet, which restarts after PREEMPTED, LOST or no code, as of a lost machine; other codes are final."""
+    """A JobSet, which restarts after PREEMPTED, LOST or no code, as of a lost machine; other codes are final.
+
+    Not so of a pod that Kubernetes evicts, as for a drain: before its first save point it ends with the code of a
+    signal.
+    """
+    evicted = {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED, LOST]}}
     job = {"completions": processes, "parallelism": processes, "completionMode": "Indexed", "backoffLimit": 0}
-    job |= {"podFailurePolicy": {"rules": [final]}, "template": {"spec": pod}}
+    job |= {"podFailurePolicy": {"rules": [evicted, final]}, "template": {"spec": pod}}
     rules = [
         {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
         {"name": "again", "action": "RestartJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]},
@@ -211,9 +216,12 @@ def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str,
         *(f"export {variable}={value}" for variable, value in variables.items()),
         "# The secret that identifies the processes of the job.",
         f"export {TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
-        f"srun --kill-on-bad-exit=1 {shlex.join(words)}",
+        "# srun returns the highest code of all processes: a fatal signal (132 to 139) of one would hide what the",
+        "# others say of it, and so would SIGTERM (143), by which srun ends them.",
+        f"each='trap : TERM; \"$@\"; code=$?; case $code in 13[2-9]) code={LOST} ;; 143) code=1 ;; esac; exit $code'",
+        f'srun --kill-on-bad-exit=1 bash -c "$each" shardkit {shlex.join(words)}',
         "code=$?",
-        f"# {PREEMPTED}: preempted or out of time, and saved. {LOST}: a machine was lost. It resumes.",
+        f"# {PREEMPTED}: preempted or out of time, and saved. {LOST}: a process or a machine was lost. It resumes.",
         'case "$code" in',
         f'{PREEMPTED}) scontrol requeue "$SLURM_JOB_ID" ;;',
         f'{LOST}) [ "${{SLURM_RESTART_COUNT:-0}}" -ge {_RESTARTS} ] || scontrol requeue "$SLURM_JOB_ID" ;;',

@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO, TextIO
 
+from shardkit.runtime.channel.place import processes
 from shardkit.runtime.cluster.preemption import PREEMPTED
 
 # Of each process, without news: what gloo prints when jax connects CPU devices. The ranks of one process print at once,
@@ -119,13 +120,19 @@ def write(stream: TextIO, data: bytes) -> None:
             rest = rest[os.write(number, rest) :]
 
 
-def summary(first: int, codes: Sequence[int], received: signal.Signals | None) -> str:
-    """How the processes of a job ended, `first` before the others."""
+def summary(first: int, codes: Sequence[int], received: signal.Signals | None, killed: Collection[int]) -> str:
+    """How the processes of a job ended, `first` before the others; those in `killed` by the launcher."""
     if set(codes) == {PREEMPTED}:
         return f"all processes were preempted, and exited with code {PREEMPTED}"
-    others = ", ".join(f"{rank}: {_end(code)}" for rank, code in enumerate(codes) if rank != first)
-    end = _end(codes[first]) if codes[first] < 0 else f"exit code {codes[first]}"
     after = f"after {received.name} " if received else ""
+    if first in killed:
+        names = processes([rank for rank in range(len(codes)) if rank in killed])
+        others = ", ".join(f"{rank}: {_end(code)}" for rank, code in enumerate(codes) if rank not in killed)
+        said = f"{after}the launcher killed {names}, which did not end in time"
+        return said + (f" (others: {others})" if others else "")
+    ends = [f"{_end(code)} of the launcher" if rank in killed else _end(code) for rank, code in enumerate(codes)]
+    others = ", ".join(f"{rank}: {end}" for rank, end in enumerate(ends) if rank != first)
+    end = ends[first] if codes[first] < 0 else f"exit code {codes[first]}"
     return f"{after}process {first} failed first, {end}" + (f" (others: {others})" if others else "")
 
 

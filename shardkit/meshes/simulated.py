@@ -20,6 +20,7 @@ from shardkit._jax import backends
 # leaves room for programs dispatched from a second thread.
 _THREADS_PER_DEVICE = 4
 _SAFE_THREADS_PER_DEVICE = 2
+_MOST_DEVICES = 2**16  # as many take minutes to start
 
 
 @typed
@@ -34,7 +35,7 @@ def simulate_devices(n: int) -> None:
             are not.
 
     Raises:
-        ValueError: `n` is below 1.
+        ValueError: `n` is below 1, or above 65,536.
         RuntimeError: jax has already started with other devices.
 
     Example:
@@ -60,6 +61,10 @@ def simulate_devices(n: int) -> None:
 
 def offer_cpu_devices(n: int) -> None:
     """Makes jax start `n` CPU devices, with the threads they need, if it finds no accelerator."""
+    if not 1 <= n <= _MOST_DEVICES:
+        raise ValueError(
+            f"simulate_devices: the number of devices must be from 1 to {_MOST_DEVICES:,}; got {n}. Pass for example 8."
+        )
     os.environ.update(cpu_environment(n, os.environ))
     jax.config.update("jax_num_cpu_devices", n)
     backends.leave_out_idle_tpu()

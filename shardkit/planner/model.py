@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardkit._arguments import checks
+from shardkit._arguments.files import read_file
 from shardkit._arguments.typed import MAPPING, PATH, check_kind, kinds_of, short
 from shardkit.layers.routing import Capacity
 from shardkit.models import transformer
-from shardkit.runtime.channel.place import open_file
 
 _LARGEST = 2**31 - 1  # an entry of a config.json
 _LARGEST_FILE = 2**20  # bytes; a config.json has some thousands
@@ -290,9 +289,7 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """The entries of a JSON file."""
     rule = "a config.json must be a file of at most 1 MB with one JSON object"
     try:
-        with open(open_file(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe must not wait for a writer
-            regular, content = stat.S_ISREG(os.fstat(file.fileno()).st_mode), file.read(_LARGEST_FILE + 1)
-        entries = json.loads(content) if regular and len(content) <= _LARGEST_FILE else None
+        entries = json.loads(read_file(path, _LARGEST_FILE, links=False))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no text, or a name with a zero
         raise _wrong(rule, f"{path}: {checks.raised(error)}") from error
     if not isinstance(entries, dict):

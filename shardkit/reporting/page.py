@@ -15,6 +15,7 @@ import jax
 
 from shardkit import viz
 from shardkit._arguments.checks import at_least
+from shardkit._arguments.files import FileError, open_file, why
 from shardkit._arguments.typed import typed
 from shardkit.analysis.compiled_rules.program import compiled_program
 from shardkit.analysis.hlo import aot
@@ -221,7 +222,7 @@ def check_file(file: Path) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
-            raise IsADirectoryError
+            raise FileError(file, "a directory")
     except OSError as error:
         raise _unwritable(file, error) from error
     return file
@@ -230,15 +231,15 @@ def check_file(file: Path) -> Path:
 def write(file: Path, html: str) -> None:
     """Writes the page."""
     try:
-        file.write_text(html, encoding="utf-8")
+        with open(file, "w", encoding="utf-8", opener=open_file) as out:
+            out.write(html)
     except OSError as error:
         raise _unwritable(file, error) from error
 
 
 def _unwritable(file: Path, error: OSError) -> ValueError:
     return ValueError(
-        f"report: file must be one that can be written; {str(file)!r} cannot ({type(error).__name__}). Pass another "
-        "path."
+        f"report: file must be one that can be written; {str(file)!r} cannot ({why(error)}). Pass another path."
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -53,6 +52,38 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class WorkerSteps:
+    """The steps of all workers; `Diloco.step` is one."""
+
+    train_steps: tuple[TrainStep | None, ...]
+
+    def __call__(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
+        """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
+        new = [each.step(own, batch) if each else (None, None) for each, own, batch in self._given(state, batches)]
+        return state._replace(workers=tuple(own for own, _ in new)), [metrics for _, metrics in new]
+
+    def lower(self, state: DilocoState, batches: Sequence[Any]) -> jax.stages.Lowered:
+        """The program of the first worker of this process: all workers have one program, as a guard makes sure."""
+        step, own, batch = next(given for given in self._given(state, batches) if given[0])
+        return step.step.lower(own, batch)
+
+    def trace(self, state: DilocoState, batches: Sequence[Any]) -> jax.stages.Traced:
+        """The same, as a jaxpr, for a census."""
+        step, own, batch = next(given for given in self._given(state, batches) if given[0])
+        return step.step.trace(own, batch)
+
+    def _given(self, state: DilocoState, batches: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+        check_kind("diloco", "state", state, kinds_of(DilocoState))
+        got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
+        if got != len(self.train_steps):
+            raise ValueError(
+                f"diloco: there must be one batch for each of {len(self.train_steps)} workers; got {got}. Pass a list "
+                "of them, with None for workers of other processes."
+            )
+        return list(zip(self.train_steps, state.workers, batches, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
 class Diloco:
     """The functions of a DiLoCo run, as `sk.diloco` returns them."""
 
@@ -79,18 +110,10 @@ class Diloco:
         outer = jax.jit(lambda part: self._outer_pinned(self.outer.init(part), part, first))
         return DilocoState(tuple(made), with_arrays(first, whole), tuple(map(outer, parts)))
 
-    def step(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
-        """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
-        check_kind("diloco", "state", state, kinds_of(DilocoState))
-        got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
-        if got != len(self.train_steps):
-            raise ValueError(
-                f"diloco: there must be one batch for each of {len(self.train_steps)} workers; got {got}. Pass a list "
-                "of them, with None for workers of other processes."
-            )
-        given = zip(self.train_steps, state.workers, batches, strict=True)
-        new = [each.step(own, batch) if each and own else (None, None) for each, own, batch in given]
-        return state._replace(workers=tuple(own for own, _ in new)), [metrics for _, metrics in new]
+    @property
+    def step(self) -> WorkerSteps:
+        """A step of each worker on its own batch, `step(state, batches)`."""
+        return WorkerSteps(self.train_steps)
 
     @partial(typed, where="diloco")
     def start(self, state: DilocoState, fragment: int = 0) -> Moved:
@@ -143,6 +166,8 @@ class Diloco:
 
     @cached_property
     def _finish(self) -> Any:
+        import optax
+
         def finish(rows: Any, params: Any, outer: Any, moved: Any, keep: Any, fragment: int) -> Any:
             members, specs = self._fragments(params)[fragment], self._specs(params)
             old = _part(named_arrays(params), members)

@@ -10,6 +10,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from shardkit._arguments.extras import install as _install
 from shardkit.testing import laws, reference
 from shardkit.testing.assertions import assert_matches_reference
 from shardkit.testing.certify import Certificate, certify_gradients
@@ -67,5 +68,5 @@ else:  # a checker that sees __getattr__ accepts every name
             if (error.name or "").split(".")[0] != "hypothesis":
                 raise
             raise ImportError(
-                f"testing.{name}: hypothesis must be installed; it is not. Run pip install 'shardkit[pytest]'."
+                f"testing.{name}: hypothesis must be installed; it is not. Run {_install('pytest')}."
             ) from None

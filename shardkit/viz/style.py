@@ -14,6 +14,9 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from shardkit._arguments.extras import install
+from shardkit._arguments.files import open_file
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -87,7 +90,7 @@ def look() -> Iterator[None]:
         import matplotlib.figure
     except ImportError:
         raise RuntimeError(
-            "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
+            f"viz: pictures need matplotlib, which is not installed. Install it with: {install('viz')}"
         ) from None
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -173,9 +176,11 @@ def saved(picture: Figure, file: Path | None) -> Figure:
         return picture
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix.lower() == ".svg":
-        file.write_text(svg_of(picture), encoding="utf-8")
+        with open(file, "w", encoding="utf-8", opener=open_file) as out:
+            out.write(svg_of(picture))
     else:
-        picture.savefig(file)
+        with open(file, "wb", opener=open_file) as out:
+            picture.savefig(out, format="png")
     return picture
 
 

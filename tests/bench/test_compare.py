@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_what_is_written_is_read(tmp_path):
 @pytest.mark.parametrize(
     "message, text",
     {
-        "bench: {} must be a file of results; it cannot be read (FileNotFoundError). Check the path.": None,
+        "bench: {} must be a file of results; it cannot be read (No such file or directory). Check the path.": None,
         "bench: {} must hold at least one result; it has none. Run the benchmark with --json.": "",
         "bench: each line of {} must be a result of shardkit bench; line 1 is not. Pass a file that --json wrote.": "{",
         "bench: results must be of version 1; line 1 of {} is of version 0. Run the benchmark again with this "
@@ -104,6 +105,16 @@ def test_a_file_that_is_none_is_refused(tmp_path, text, message):
     if text is not None:
         file.write_text(text)
     assert refused(lambda: bench.read(file)) == message.format(file)
+
+
+# Of a device the reading never ended, and of a pipe it waited for a writer.
+def test_what_never_ends_is_no_file_of_results(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for file in ("/dev/zero", pipe):
+        assert refused(lambda file=file: bench.read(file)) == (
+            f"bench: {file} must be a file of results; it cannot be read (no regular file). Check the path."
+        )
 
 
 def test_the_command_compares_and_ends_with_the_verdict(tmp_path, capsys):

@@ -98,7 +98,7 @@ def test_a_function_of_given_types_is_read_and_a_make_that_fails_is_no_finding(p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--against", "nowhere.json"), UNREAD.format("nowhere.json", "FileNotFoundError")),
+        (("--against", "nowhere.json"), UNREAD.format("nowhere.json", "No such file or directory")),
         (("--against", "train.py"), UNREAD.format("train.py", "JSONDecodeError")),
         (("--against", "text.json"), UNREAD.format("text.json", "AttributeError")),
         (

@@ -17,8 +17,10 @@ from shardkit import cli
 from shardkit.bench.comm import IMPLS, REDOPS
 from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.cli import output
+from shardkit.meshes.simulated import offer_cpu_devices
 from shardkit.runtime.drift import DriftError
 from support.commands import command, environment
+from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 EVERY = cli.every_command()
@@ -184,6 +186,39 @@ def ends(error, monkeypatch, how=SystemExit):
 def test_a_command_ends_with_one_sentence_and_a_code(error, code, said, monkeypatch, capsys):
     assert ends(error, monkeypatch) == code
     assert capsys.readouterr().err == said
+
+
+WRONG = {
+    "train --seed 99999999999999999999": "train: --seed must be at most 9,223,372,036,854,775,807; got "
+    "99999999999999999999. Pass a smaller number.",
+    "train --steps 99999999999": "train: --steps must be at most 2,147,483,647; got 99999999999. Pass a smaller "
+    "number.",
+    "train --accumulate 3 --batch 8": "train: --accumulate must divide --batch; got 3 microbatches of 8 examples. "
+    "Change one of them.",
+    "aot {}:raises --topology v5e:2x4": "aot: {}:raises must return a step and its arguments; it raises "
+    "ZeroDivisionError: division by zero. Run it with python to see the traceback.",
+    "bench trace {}:fails --args i32[] --output out": "trace: the step must be traced with these arguments; it raises "
+    "ZeroDivisionError: integer division or modulo by zero. Check the arguments, and the mesh context "
+    "that the step needs.",
+    "train --data /dev/zero": "--data: the path must be a file or a directory; /dev/zero is neither. Pass one that is.",
+}
+
+
+# All of them were unexpected, and ended with 70, or went on for ever; a negative number was taken for none.
+@pytest.mark.parametrize(("words", "said"), WRONG.items())
+def test_a_wrong_command_line_is_one_sentence(words, said, tmp_path, inside):
+    program = tmp_path / "program.py"
+    program.write_text("def raises():\n    return 1 / 0\n\ndef fails(x):\n    return x * (1 // 0)\n")
+    done = inside(*words.replace("{}", str(program)).split(), code=2)
+    assert done.stderr == f"error: {said.replace('{}', str(program))}\n"
+
+
+@pytest.mark.parametrize("number", [0, -3, 10**8])
+def test_devices_that_cannot_be_simulated(number):
+    with value_error(
+        f"simulate_devices: the number of devices must be from 1 to 65,536; got {number}. Pass for example 8."
+    ):
+        offer_cpu_devices(number)
 
 
 @pytest.mark.parametrize(("error", "code"), CODES)

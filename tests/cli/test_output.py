@@ -4,9 +4,15 @@ import io
 import json
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
+from shardkit import bench
+from shardkit.bench.trace import ExecutionTrace
 from shardkit.cli import doctor, output, train
+from shardkit.jobs.launch import launch
+from shardkit.reporting import page
+from shardkit.viz import style
 
 pytestmark = pytest.mark.check
 BARE = [("--json", "--json -"), ("--json --devices 2", "--json - --devices 2"), ("--json a.json x", "--json a.json x")]
@@ -27,6 +33,30 @@ def test_json_on_standard_output_stands_alone(inside, monkeypatch):
 @pytest.mark.parametrize(("words", "found"), BARE)
 def test_a_bare_json_is_standard_output(words, found):
     assert output.explicit(words.split()) == found.split()
+
+
+WRITERS = {
+    "a.json": lambda file: output.write_json(file, "audit", []),
+    "more.json": lambda file: output.writing(file, append=True).__enter__(),
+    "a.jsonl": lambda file: bench.write([{}], file),
+    "a.csv": lambda file: bench.write_csv([{"environment": {}}], file),
+    "a.html": lambda file: page.write(file, ""),
+    "a.svg": lambda file: style.saved(Figure(), file),
+    "a.png": lambda file: style.saved(Figure(), file),
+    "groups.json": lambda file: ExecutionTrace((), {}).write(file.parent),
+    "0.out": lambda file: launch(["true"], processes=1, output=file.parent),
+}
+
+
+# What the link led to was overwritten: in a folder that others write to, a file of the user's own.
+@pytest.mark.parametrize("name", WRITERS)
+def test_no_link_is_written_through(name, tmp_path):
+    file, victim = tmp_path / name, tmp_path / "victim"
+    victim.write_text("kept")
+    file.symlink_to(victim)
+    with pytest.raises((OSError, ValueError), match="symbolic link, which is not followed"):
+        WRITERS[name](file)
+    assert victim.read_text() == "kept"
 
 
 def test_what_is_not_finite_is_null():

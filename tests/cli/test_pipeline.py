@@ -89,8 +89,8 @@ stage=4 --schedule FILE
     train: the schedule must be for the devices of axis 'stage'; got a schedule for 2 over 4 devices. Write stage=2,
     or pass another schedule.
 stage=2 --schedule no/such.csv
-    train: no/such.csv must be a schedule as Schedule.to_csv writes it; it cannot be read (FileNotFoundError). Check
-    the path.
+    train: no/such.csv must be a schedule as Schedule.to_csv writes it; it cannot be read (No such file or
+    directory). Check the path.
 stage=2 --schedule gpipe --chunks 2
     train: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose
     {either([*map(repr, CHUNKED)])}.

@@ -317,6 +317,12 @@ WRONG_USES = {
     "8 chunks in 14 steps. Make one for them.": lambda x: sk.all_gather(x, "a", table=tables.ring("all_reduce", 8)),
     "all_reduce: a table adds in its own order, so it needs op 'sum' or 'mean' without deterministic; got op='max', "
     "deterministic=False. Leave table out.": lambda x: sk.all_reduce(x, "a", op="max", table=RING),
+    "ring: a table lists all messages of an all_gather, at most 4,194,304; got 999,999,999,000,000,000. Pass fewer "
+    "devices or chunks.": lambda x: tables.ring("all_gather", 10**9),  # it took 19 GB
+    "tree: a table lists all messages of an all_gather, at most 4,194,304; got 14,000,000. Pass fewer devices or "
+    "chunks.": lambda x: tables.tree(8, chunks=10**6),
+    "torus: a table lists all messages of an all_gather, at most 4,194,304; got 33,546,240. Pass fewer devices or "
+    "chunks.": lambda x: tables.torus("all_gather", (64, 64)),
     "halving: devices must be a power of two; got 6. Pass 4, or use bruck.": lambda x: tables.halving("all_gather", 6),
     "pat: aggregate must be a power of two of at most 4, half of 6 devices rounded up; got 3. Pass 4, or None.": (
         lambda x: tables.pat("all_gather", 6, aggregate=3)

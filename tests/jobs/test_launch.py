@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import ctypes
+import fcntl
 import io
 import json
 import os
@@ -203,15 +204,30 @@ def test_a_launcher_without_binary_streams_passes_text_on():
     assert out.getvalue() == "[0] café \ufffd\n"
 
 
-def test_a_full_disk_ends_the_file_and_not_the_job(capfd, tmp_path):
+def test_a_full_disk_ends_the_file_and_not_the_job(capfd, tmp_path, monkeypatch):
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
+    monkeypatch.setattr("shardkit.jobs.launch.open_file", os.open)  # which follows links
     (tmp_path / "0.out").symlink_to("/dev/full")
     assert launch(program("print('a' * 100_000); print('b')"), processes=2, output=tmp_path) == 0
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[0] " + "a" * 100_000, "[0] b", "[1] " + "a" * 100_000, "[1] b"]
     assert err == f"shardkit launch: stopped writing {tmp_path}/0.out (No space left on device)\n"
     assert (tmp_path / "1.out").read_text() == "a" * 100_000 + "\nb\n"
+
+
+# Each emptied the files of the other.
+def test_two_jobs_in_one_directory(tmp_path):
+    (tmp_path / "1.out").write_text("of the other")
+    with open(tmp_path / "1.out", "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with value_error(
+            f"launch: output must be a directory of one job; another job that runs writes to '{tmp_path}'. Pass "
+            "another directory, or end that job."
+        ):
+            launch(["true"], processes=2, output=tmp_path)
+    assert (tmp_path / "1.out").read_text() == "of the other"
+    assert launch(["true"], processes=2, output=tmp_path) == 0
 
 
 # An exit code, a program, and below them the last line.
@@ -225,11 +241,14 @@ ENDS = """
     process 0 failed first, killed by SIGSEGV (others: 1: 70, 2: 70)
 # 5: the others do not exit on their own
 5: meet(); rank or sys.exit(5); time.sleep(600)
-    process 0 failed first, exit code 5 (others: 1: killed by SIGTERM, 2: killed by SIGTERM)
+    process 0 failed first, exit code 5 (others: 1: killed by SIGTERM of the launcher, 2: killed by SIGTERM of the
+    launcher)
 5: signal.signal(signal.SIGTERM, signal.SIG_IGN); meet(); rank or sys.exit(5); time.sleep(600)
-    process 0 failed first, exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)
+    process 0 failed first, exit code 5 (others: 1: killed by SIGKILL of the launcher, 2: killed by SIGKILL of the
+    launcher)
 5: meet(); rank or sys.exit(5); os.kill(os.getpid(), signal.SIGSTOP)
-    process 0 failed first, exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)
+    process 0 failed first, exit code 5 (others: 1: killed by SIGKILL of the launcher, 2: killed by SIGKILL of the
+    launcher)
 """
 
 
@@ -324,9 +343,19 @@ def test_signals_are_passed_on(number):
         assert out == f"[0] got {number.name}\n"
         assert err == (
             f"shardkit launch: after {number.name} process 0 failed first, exit code 75 (others: 1: killed by "
-            "SIGKILL)\n"
+            "SIGKILL of the launcher)\n"
         )
         assert_gone(pids)
+
+
+# It was 137, as of a lack of memory, and the monitors wondered who had killed their processes.
+def test_who_does_not_end_after_ctrl_c_was_killed_by_the_launcher():
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN); print('there')"
+    with launcher(program(f"{text}; time.sleep(600)"), lines=2) as (started, _):
+        started.send_signal(signal.SIGINT)
+        _, err = started.communicate(timeout=LONG)
+        said = "after SIGINT the launcher killed processes 0, 1, which did not end in time"
+        assert (started.returncode, err) == (130, f"shardkit launch: {said}\n")
 
 
 @pytest.fixture

@@ -97,7 +97,10 @@ def test_simulated_devices_tpu_slices_and_what_is_started_again():  # proves S10
     }
     # proves S108
     found = documents()
-    (final,) = job_spec(found)["podFailurePolicy"]["rules"]  # every other code counts against the limit, which is 0
+    # What no rule names counts against the limit, which is 0. An evicted pod does, whatever the code it ends with: a
+    # drain before the first save point was final.
+    evicted, final = job_spec(found)["podFailurePolicy"]["rules"]
+    assert evicted == {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     assert final == {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [75, 76]}}
     policy = {
         rule["onJobFailureReasons"][0]: rule["action"] for rule in found["JobSet"]["spec"]["failurePolicy"]["rules"]
@@ -106,13 +109,32 @@ def test_simulated_devices_tpu_slices_and_what_is_started_again():  # proves S10
     assert found["JobSet"]["spec"]["failurePolicy"]["maxRestarts"] == 100
 
 
-def batch(script, directory, code=0, starts=0):
-    """Runs a batch script with an srun that prints its words and ends with `code`."""
-    say = (
-        "import os, sys; assert len(os.environ['SHARDKIT_JOB_TOKEN']) == 64; "
-        f"print([sys.argv[1:], os.environ.get('JAX_LOCAL_DEVICE_IDS')]); sys.exit({code})"
-    )
-    programs = {"srun": f"#!{sys.executable}\n{say}\n", "scontrol": '#!/bin/sh\necho "scontrol $@"\n'}
+SRUN = """#!/bin/sh
+[ "$1 ${{#SHARDKIT_JOB_TOKEN}}" = "--kill-on-bad-exit=1 64" ] || exit 99
+shift
+highest=0
+for code in {codes}; do
+  CODE=$code "$@"
+  code=$?
+  [ $code -le $highest ] || highest=$code
+done
+exit $highest
+"""
+# A process of the job: it prints its words, and ends with $CODE, of 128 and more by a signal.
+PYTHON = """#!{python}
+import os, sys
+code = int(os.environ["CODE"])
+print([sys.argv[1:], os.environ.get("JAX_LOCAL_DEVICE_IDS")], flush=True)
+if 128 < code < 160:
+    os.kill(os.getpid(), code - 128)
+sys.exit(code)
+"""
+
+
+def batch(script, directory, codes=(0,), starts=0):
+    """Runs a batch script with an srun whose processes, one after the other, end so; it returns the highest code."""
+    programs = {"srun": SRUN.format(codes=" ".join(map(str, codes)))}
+    programs |= {"python": PYTHON.format(python=sys.executable), "scontrol": '#!/bin/sh\necho "scontrol $@"\n'}
     for name, text in programs.items():
         (directory / name).write_text(text)
         (directory / name).chmod(0o755)
@@ -126,18 +148,26 @@ def test_a_batch_script_runs(tmp_path):
     options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
     assert options[:3] == ["--job-name=run-1", "--ntasks=4", "--gpus-per-task=2"]
     assert options[3:] == ["--requeue", "--open-mode=append", "--signal=TERM@120"]
-    said = f"{[['--kill-on-bad-exit=1', 'python', *WORDS], '0,1']}\n"
+    said = f"{[WORDS, '0,1']}\n"
     again = "scontrol requeue 17\n"
-    for code, starts, more in (
-        (0, 0, ""),
-        (70, 0, ""),
-        (75, 0, again),
-        (75, 100, again),
-        (76, 99, again),
-        (76, 100, ""),
+    for codes, starts, more, code in (
+        ([0], 0, "", 0),
+        ([70], 0, "", 70),
+        ([75], 0, again, 75),
+        ([75], 100, again, 75),
+        ([76], 99, again, 76),
+        ([76], 100, "", 76),
+        ([137, 76], 0, again, 76),  # killed: the highest code hid what the other one said, and the job ended
+        ([76, 139], 0, again, 76),  # a segmentation fault
+        ([134, 143], 99, again, 76),  # by SIGTERM, srun ended the other one
+        ([137, 76], 100, "", 76),
+        ([1, 143, 70], 0, "", 70),
+        ([143], 0, "", 1),
+        ([255, 76], 0, "", 255),
     ):
-        done = batch(script, tmp_path, code, starts)
-        assert (done.stdout, done.stderr, done.returncode) == (said + more, "", code)
+        done = batch(script, tmp_path, codes, starts)
+        assert (done.stdout, done.returncode) == (said * len(codes) + more, code), codes
+        assert not done.stderr or max(codes) > 128  # where the shell tells of the signal
     assert "export JAX_PLATFORMS=cpu\nexport JAX_NUM_CPU_DEVICES=2\n" in render("slurm", WORDS, processes=4, devices=2)
 
 
@@ -147,7 +177,7 @@ def test_words_survive(words, tmp_path_factory):  # proves S108
     main = container(documents(["train.py", *words]))
     assert [expanded(word, {"JAX_PROCESS_ID": "2"}) for word in main["command"]] == ["python", "train.py", *words]
     done = batch(render("slurm", ["train.py", *words], processes=1), tmp_path_factory.mktemp("batch"))
-    assert done.stdout == f"{[['--kill-on-bad-exit=1', 'python', 'train.py', *words], None]}\n"
+    assert done.stdout == f"{[['train.py', *words], None]}\n"
 
 
 NAME = (

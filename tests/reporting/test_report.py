@@ -1,5 +1,6 @@
 """The page of a step holds all that was read of it, says what is wrong in a sentence, and no text becomes markup."""
 
+import errno
 import re
 
 import hypothesis.strategies as st
@@ -88,9 +89,10 @@ def test_a_pipelines_page_has_its_schedule(mesh2x4):
     "message, options",
     {
         "report: file must end in .html; got 'step.pdf'. Pass for example 'step.html'.": {"file": "step.pdf"},
-        "report: file must be one that can be written; 'taken/step.html' cannot (FileExistsError). Pass another "
-        "path.": {"file": "taken/step.html"},
-        "report: file must be one that can be written; 'folder.html' cannot (IsADirectoryError). Pass another path.": {
+        "report: file must be one that can be written; 'taken/step.html' cannot (File exists). Pass another path.": {
+            "file": "taken/step.html"
+        },
+        "report: file must be one that can be written; 'folder.html' cannot (a directory). Pass another path.": {
             "file": "folder.html"
         },
         "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.": {"target": "v5e"},
@@ -114,12 +116,12 @@ def test_bad_use(options, message, tmp_path, monkeypatch):
 @pytest.mark.check
 def test_a_file_that_cannot_be_written_at_the_end_is_one_sentence(tmp_path, monkeypatch):
     def refuse(*_, **__):
-        raise PermissionError
+        raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(page_module.Path, "write_text", refuse)
+    monkeypatch.setattr(page_module, "open_file", refuse)
     assert refused(lambda: page_module.write(tmp_path / "step.html", "text")) == (
-        f"report: file must be one that can be written; '{tmp_path}/step.html' cannot (PermissionError). Pass another "
-        "path."
+        f"report: file must be one that can be written; '{tmp_path}/step.html' cannot (Permission denied). Pass "
+        "another path."
     )
 
 

@@ -1,5 +1,6 @@
 """DiLoCo: each worker trains as one alone, and an exchange is the outer optimizer's step from what they moved."""
 
+import signal
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,13 +14,15 @@ import pytest
 import shardkit as sk
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.plans.storage import named_arrays, with_arrays
+from shardkit.runtime.channel.wire import LOST
 from shardkit.testing.exact.equality import equal, symbol
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.one_device import gradient_of, update_of
-from support import rows
+from support import jobs, rows
 from support.conformance import weights
 from support.refusals import refused
 from support.training import lenient
+from support.workers import diloco as worker
 
 KEY, WORKERS, LAYERS, D = jax.random.key(2), 2, 4, 8
 RNG = np.random.default_rng(0)
@@ -94,6 +97,29 @@ def test_carried_state_and_checkpoints(tmp_path):
         back, _ = checkpoints.restore(run.init(PARAMS, KEY, jnp.float32(0)))
     wanted, found = (jax.tree.map(np.asarray, run.exchange(each).params) for each in (state, back))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+# Nothing of a run over several processes could be saved, and no guard took its step. Catches a worker's part that goes
+# to another, and a moment, key or outer momentum that begins again.
+def test_two_processes_are_killed_and_resume(tmp_path):
+    run = worker.run_on(sk.make_mesh(jax.devices()[:2], pod=2, data=1))
+    state = worker.begin(run)
+    for index in range(4):
+        state, _ = run.step(state, [worker.batch_of(index, k) for k in range(2)])
+        state = run.exchange(state) if index % 2 else state
+    wanted = f"digest {worker.digest(state):.5f}"
+    survivor, killed = jobs.run("diloco.py", tmp_path, "--fault", "kill", processes=2, timeout=40)
+    assert (survivor.code, killed.code) == (LOST, -signal.SIGKILL)
+    assert "process 1 died without reporting an error (SIGKILL or out of memory?)" in survivor.last
+    for each in jobs.run("diloco.py", tmp_path, processes=2):
+        assert (each.code, each.output.split("\n")[0], each.last) == (0, "resumed at 2", wanted), each.output
+
+
+@pytest.mark.deep
+@pytest.mark.clock  # each phase has 5 s
+def test_a_worker_that_sleeps_is_named(tmp_path):
+    for each in jobs.run("diloco.py", tmp_path, "--fault", "sleep", "--deadline", 5, processes=2):
+        assert "shardkit guard: process 1 holds up the others: it has been in user code after step 2 for " in each.last
 
 
 # Catches a worker that sees another's examples, weights or state, and an outer step from another mean, or twice.

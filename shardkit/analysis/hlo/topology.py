@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from shardkit._arguments.checks import quoted, whole
+from shardkit._arguments.extras import install
 from shardkit._jax import backends
 from shardkit.cost import Chip, chips
 from shardkit.cost.hardware import device_kind
@@ -130,8 +131,7 @@ def compiler_package(where: Topology) -> str:
     package, extra = ("libtpu", "aot") if where.platform == "tpu" else ("jax-cuda13-plugin", "aot-gpu")
     if find_spec(package.replace("-", "_")) is None:
         raise RuntimeError(
-            f"aot.compile: the compiler for {where.chip} is not installed. Install it with: "
-            f"pip install 'shardkit[{extra}]'"
+            f"aot.compile: the compiler for {where.chip} is not installed. Install it with: {install(extra)}"
         )
     return package
 

@@ -11,7 +11,7 @@ import tyro
 
 from shardkit import bench
 from shardkit.cli.output import WithJson, write_json
-from shardkit.cli.target import Target, load
+from shardkit.cli.target import Target, step_at
 
 EXAMPLES = {
     "shardkit bench trace train.py:make --output traces": "one file per device",
@@ -35,7 +35,7 @@ class Options(WithJson):
 
 def trace(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Write a step as Chakra execution traces: compute and collectives of every device, with their dependencies."""
-    fn, args = load(options.target, options.args)
+    fn, args = step_at("bench trace", options.target, options.args)
     found = bench.execution_trace(fn, *args, chip=options.chip)
     *files, groups = found.write(options.output)
     rows = []

@@ -12,6 +12,8 @@ from shardkit.collectives.tables.links import sides_of
 from shardkit.collectives.tables.messages import Send
 from shardkit.collectives.tables.table import Op, SendTable
 
+_MOST_MESSAGES = 2**22  # about a gigabyte: of 2,048 devices
+
 
 @typed
 def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
@@ -33,6 +35,7 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
     """
     [n] = checks.whole("ring", devices=devices)
+    _check_size("ring", n * (n - 1))
     up = (n - 1) // 2 + (n - 1) % 2 if bidirectional else n - 1
 
     def gather(by: int) -> Iterator[Send]:
@@ -91,6 +94,7 @@ def bruck(op: Op, devices: int) -> SendTable:
     Source: Bruck et al., Efficient algorithms for all-to-all communications (1997), section 4.
     """
     [n] = checks.whole("bruck", devices=devices)
+    _check_size("bruck", n * (n - 1))
     sends = []
     for step in range((n - 1).bit_length()):
         hop = 1 << step
@@ -118,6 +122,7 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
     Source: Jeaugey, PAT: a new algorithm for all-gather and reduce-scatter operations at scale (arXiv:2506.20252).
     """
     [n] = checks.whole("pat", devices=devices)
+    _check_size("pat", n * (n - 1))
     power = 1 << (n - 1).bit_length()
     most = max(1, power // 2)
     many = most if aggregate is None else checks.whole("pat", aggregate=aggregate)[0]
@@ -220,6 +225,7 @@ def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> SendT
     sides = sides_of("torus", sizes)
     dims = [dim for dim, size in enumerate(sides) if size > 1]
     n, parts = math.prod(sides), max(1, len(dims)) * (2 if bidirectional else 1)
+    _check_size("torus", n * (n - 1) * parts)
     sends = []
     for part in range(parts):
         done: list[int] = []
@@ -262,6 +268,7 @@ def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
         raise ValueError(
             f"tree: inner must divide the devices; got {inside} for {n} devices. Pass the devices of a machine."
         )
+    _check_size("tree", 2 * (n - 1) * pieces)
     parents = [_parents(n, inside, bool(chunk % 2)) for chunk in range(pieces)]
     return SendTable("all_reduce", n, pieces, tuple(_up_and_down(parents, n)), f"tree of {inside}")
 
@@ -327,8 +334,18 @@ def derived(
     return back.transpose() if op == "reduce_scatter" else back.transpose().then(gathers)
 
 
+def _check_size(where: str, messages: int) -> None:
+    """Refuses a table before it fills the memory."""
+    if messages > _MOST_MESSAGES:
+        raise ValueError(
+            f"{where}: a table lists all messages of an all_gather, at most {_MOST_MESSAGES:,}; got {messages:,}. Pass "
+            "fewer devices or chunks."
+        )
+
+
 def _power_of_two(where: str, devices: int) -> int:
     [n] = checks.whole(where, devices=devices)
+    _check_size(where, n * (n - 1))
     if n & (n - 1):
         raise ValueError(
             f"{where}: devices must be a power of two; got {n}. Pass {1 << n.bit_length() - 1}, or use bruck."

@@ -122,11 +122,22 @@ class StepClock:
 
 
 class Watched(Generic[P, R]):
-    """A step, guarded, with its `lower`; `Guard.watch` creates one."""
+    """A step, guarded: it is called, lowered and traced as the step is; `Guard.watch` creates one."""
 
-    def __init__(self, step: Callable[P, R], lower: Any, clock: StepClock, compare: Callable[[Any, int], None]):
-        self.lower, self._step, self._clock, self._compare = lower, step, clock, compare
+    def __init__(self, step: Callable[P, R], clock: StepClock, compare: Callable[[Any, int], None]):
+        self._step, self._clock, self._compare = step, clock, compare
+        self._jitted: Any = step
         self._seen = set[Any]()
+
+    @property
+    def lower(self) -> Callable[P, jax.stages.Lowered]:
+        """The program of one call, for the compiler."""
+        return self._jitted.lower
+
+    @property
+    def trace(self) -> Callable[P, jax.stages.Traced]:
+        """The program of one call, as a jaxpr: for a census, and whatever else reads steps."""
+        return self._jitted.trace
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """What the step returns."""
@@ -160,13 +171,12 @@ class Guard:
         Raises:
             TypeError: a function that cannot be lowered.
         """
-        lower = getattr(step, "lower", None)
-        if lower is None:
+        if not hasattr(step, "lower"):
             raise TypeError(
                 f"guard: watch takes a jitted step, which has a method lower; got {step!r}. Pass the step of "
                 "make_train_step, or a function under jax.jit."
             )
-        return Watched(step, lower, self._clock, self._compare)
+        return Watched(step, self._clock, self._compare)
 
     def _compare(self, lowered: Any, number: int) -> None:
         """Compares a program of the next step, the `number`th, with that of the other processes."""

@@ -160,7 +160,11 @@ def _end(state: Health, ranks: Sequence[int], known: Mapping[int, Known]) -> str
     if state in (Health.DIED, Health.CRASHED):
         silent = "without reporting an error (SIGKILL or out of memory?)"
         how = f"of a fatal signal ({each.crash})" if each.crash else silent
-        return f"{_named(ranks[:1], known)} died {how}{where}"
+        text = f"{_named(ranks[:1], known)} died {how}{where}"
+        if ranks[0] == 0 and each.crash == "Aborted" and len(known) > 1:
+            outside = "where a program from outside of the job joins at its port: see mtls_cert_file"
+            text += f"; jax ends it so, too, {outside}"
+        return text
     first = min(ranks, key=lambda rank: _position(known[rank]))
     return f"{_named([first], known)} failed {_in(*known[first].status[:2])}: {known[first].cause}"
 

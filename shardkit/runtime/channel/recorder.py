@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardkit.runtime.channel.place import create_file, open_file
+from shardkit._arguments.files import create_file, open_file
 
 SLOTS = 256
 _STATUS = struct.Struct("<qdqqd24s")  # step, since, dispatched, done, device_since, phase

@@ -33,9 +33,12 @@ from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason, save_asyn
 from shardkit.runtime.checkpoint.portable import from_portable, leaf_record, leaves_of, to_portable, to_read
 from shardkit.runtime.checkpoint.reading import DamagedError, find_step, newest_step, read_arrays
 from shardkit.runtime.checkpoint.record import Residuals, Run, compared, make_record, seal
+from shardkit.runtime.checkpoint.workers import workers_of
 from shardkit.runtime.data.checksums import start_checksums
+from shardkit.steps.diloco import DilocoState
 from shardkit.steps.state import TrainState
 
+State = TypeVar("State", TrainState, DilocoState)
 T = TypeVar("T")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -104,14 +107,16 @@ class Checkpoints:
         """
         return newest_step(self._directory)
 
-    def save(self, state: TrainState, *, position: Any = None, config: Any = None, metrics: Any = None) -> None:
+    def save(
+        self, state: TrainState | DilocoState, *, position: Any = None, config: Any = None, metrics: Any = None
+    ) -> None:
         """Saves a state under its step, in the background, after waiting for the previous save.
 
         The next step may donate the state: orbax has copied its arrays to the host by then or, if the host is the
         device, keeps them until they are written, and the step takes new memory.
 
         Args:
-            state: the TrainState.
+            state: the TrainState, or the state of a DiLoCo run, of which each process has its own workers.
             position: the data position, any JSON value.
             config: the configuration with which to resume, any JSON value.
             metrics: numbers by name, or None.
@@ -128,8 +133,8 @@ class Checkpoints:
 
         Cost: it returns when orbax alone would. One pass over the state on the devices, for its checksums, then runs
             before the next step, with a psum of 4 bytes per leaf; the first save compiles it. Leaves in pipeline-stage
-            order move between devices, and padded ones are whole on every device until they are written. Files are not
-            compressed.
+            order move between devices, padded ones are whole on every device until they are written, and of DiLoCo's
+            workers there is a copy. Files are not compressed.
         """
         self.wait()
         if self._read_only:
@@ -144,8 +149,10 @@ class Checkpoints:
                 f"step {newest}. Restore that step first, delete it, or save to another directory."
             )
         leaves = leaves_of("save", state)
-        arrays = to_portable(leaves)
-        record = make_record(step, position, config, metrics, {path: leaf_record(x) for path, x in leaves.items()})
+        workers = workers_of(state)
+        arrays = workers.together(to_portable(leaves))
+        records = workers.records({path: leaf_record(x) for path, x in leaves.items()})
+        record = make_record(step, position, config, metrics, records)
         with self._writing(step):
             self._directory.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
@@ -182,18 +189,19 @@ class Checkpoints:
 
     def restore(
         self,
-        target: TrainState,
+        target: State,
         step: int | None = None,
         *,
         residuals: Residuals = "keep",
         damaged: Literal["stop", "older"] = "stop",
-    ) -> tuple[TrainState, Run]:
+    ) -> tuple[State, Run]:
         """Restores a saved state with the shardings of the target; `load_params` reads its parameters alone.
 
         Shapes and dtypes are compared before arrays are read, and checksums after. Keys have the saved implementation.
 
         Args:
-            target: shapes, dtypes and shardings, from `init.abstract(params)`, on any mesh, under any plan.
+            target: shapes, dtypes and shardings, from `init.abstract(params)`, on any mesh, under any plan. Of a DiLoCo
+                run its `init(params, key)`, with as many workers.
             step: the step; by default the newest finished one.
             residuals: "keep" those of error feedback, and on another number of devices their sum, or "reset" to zeros,
                 for a checkpoint and a target of which only one has them.
@@ -217,11 +225,17 @@ class Checkpoints:
             of one byte each.
         """
 
-        def read(step: int | None) -> tuple[TrainState, Run]:
+        def read(step: int | None) -> tuple[State, Run]:
             step, run, stored = find_step("restore", self._directory, step)
             leaves, where = leaves_of("restore", target), f"restore: step {step} of {named(self._directory)}"
-            records = compared(where, stored, {path: leaf_record(x) for path, x in leaves.items()}, residuals)
-            arrays = read_arrays("restore", self._directory, step, to_read(leaves, records), records)
+            workers = workers_of(target)
+            wanted_records = workers.records({path: leaf_record(x) for path, x in leaves.items()})
+            kept = compared(where, stored, wanted_records, residuals)
+            records = workers.apart(kept, leaves)
+            wanted = to_read(leaves, records)
+            found = read_arrays("restore", self._directory, step, workers.to_read(wanted), kept)
+            arrays = dict(workers.own(found, wanted))
+            del found
             treedef = jax.tree.structure(target, is_leaf=is_padded)
             self._since = step
             return jax.tree.unflatten(treedef, from_portable(arrays, leaves, records).values()), run

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from shardkit.runtime.channel.place import open_file
+from shardkit._arguments.files import open_file
 from shardkit.runtime.checkpoint.orbax_io import reason, system_code, system_reason
 from shardkit.runtime.checkpoint.record import RECORD, NewerError, Run, read_record
 

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import jax
 
+from shardkit._arguments.extras import install
 from shardkit.runtime.channel import client
 
 _PIECES = 2**22, 2**26  # bytes of a piece of an array in the files: at least, at most
@@ -114,7 +115,7 @@ def orbax() -> Any:
         import orbax.checkpoint.experimental.v1 as v1
     except ImportError as error:
         raise ImportError(
-            "Checkpoints: orbax-checkpoint must be installed; it is not. Run pip install 'shardkit[checkpoint]'."
+            f"Checkpoints: orbax-checkpoint must be installed; it is not. Run {install('checkpoint')}."
         ) from error
     return v1
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ def find_step(where: str, directory: Path, step: int | None) -> tuple[int, Run, 
             f"{where}: {named(directory)} has no finished step {step!r}; it has {known}. Pass one of these as step=."
         )
     try:
-        return step, *read_record(directory / str(step))
+        run, leaves = read_record(directory / str(step))
+        _check_known(leaves)
+        return step, run, leaves
     except NewerError as error:
         raise ValueError(
             f"{where}: step {step} of {named(directory)} cannot be restored: {error}. Go on with the version that "
@@ -77,6 +80,18 @@ def find_step(where: str, directory: Path, step: int | None) -> tuple[int, Run, 
     except (ValueError, OSError) as error:
         check_damage(directory / str(step), error)
         raise _unusable(where, directory, step, reason(error)) from error
+
+
+def _check_known(leaves: Mapping[str, Any]) -> None:
+    """Refuses a record of which jax knows a dtype or the implementation of a key not."""
+    for path, leaf in leaves.items():
+        try:
+            if leaf["dtype"] == "key":
+                jax.eval_shape(partial(jax.random.key, 0, impl=leaf["implementation"]))
+            else:
+                jnp.dtype(leaf["dtype"])
+        except (TypeError, ValueError):
+            raise ValueError(f"its record has a leaf {path!r} of a kind that is not known here") from None
 
 
 def read_arrays(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from importlib import metadata
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardkit._arguments.checks import one_of, quoted
-from shardkit.runtime.channel.place import open_file
+from shardkit._arguments.files import read_file
 
 FORMAT = 2  # increased whenever older readers would fail, including for other checksums
 RECORD = "_CHECKPOINT_METADATA"  # orbax writes it last, before it renames the step
 _NAMED = 3  # leaves in an error
+_LARGEST = 2**28  # bytes of a record, of which the position and the configuration may be a quarter each
 
 
 Residuals = Literal["keep", "reset"]
@@ -73,18 +73,38 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
         OSError: it cannot be read.
     """
     try:
-        with open(open_file(path / RECORD, os.O_RDONLY), encoding="utf-8") as file:
-            record = json.load(file)["custom_metadata"]
+        record = json.loads(read_file(path / RECORD, _LARGEST, links=False))["custom_metadata"]
         document, found = record["shardkit"], record["shardkit"]["format"]
         newer = type(found) is int and found > FORMAT
-        intact = newer or (found in (1, FORMAT) and record["crc32"] == _seal(document))  # 1 has the same fields
-    except (ValueError, KeyError, TypeError):
+        sealed = found in (1, FORMAT) and record["crc32"] == _seal(document)  # 1 has the same fields
+        intact = newer or (sealed and _is_complete(document))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: of nested brackets
         newer = intact = False
     if newer:
         raise NewerError(f"its format is {found}; this version of shardkit reads up to {FORMAT}")
     if not intact:
         raise ValueError("its record is damaged, or not from shardkit")
     return Run(**{name: document[name] for name in Run._fields}), document["leaves"]
+
+
+def _is_complete(document: Mapping[str, Any]) -> bool:
+    """Whether a record has all that is read of it later, of its type; where an entry is missing a KeyError."""
+    document["position"], document["config"]
+    return (
+        type(document["step"]) is int
+        and all(type(value) in (int, float) for value in document["metrics"].values())
+        and all(type(value) is str for value in document["versions"].values())
+        and all(_is_leaf(leaf) for leaf in document["leaves"].values())
+    )
+
+
+def _is_leaf(leaf: Mapping[str, Any]) -> bool:
+    return (
+        all(type(size) is int and size >= 0 for size in leaf["shape"])
+        and type(leaf["dtype"]) is str
+        and type(leaf["checksum"]) is int
+        and (leaf["dtype"] != "key" or type(leaf["implementation"]) is str)
+    )
 
 
 def _compare(where: str, stored: Records, wanted: Records) -> None:
@@ -135,7 +155,7 @@ def compared(where: str, stored: Records, wanted: Records, residuals: Residuals)
             f"{where} has the residuals of error feedback, for {some(theirs)}, and the plan of this state has none. "
             "Pass residuals='reset' to leave out what they hold, or restore into a state of a plan with feedback."
         )
-    rows = {path: stored[path]["shape"][0] for path in ours if path in stored}
+    rows = {path: stored[path]["shape"][0] for path in ours if path in stored and stored[path]["shape"]}
     shapes = {path: {**wanted[path], "shape": [saved, *wanted[path]["shape"][1:]]} for path, saved in rows.items()}
     _compare(where, stored, {path: shapes.get(path, record) for path, record in wanted.items()})
     return stored
@@ -153,12 +173,19 @@ def _count(paths: list[str]) -> str:
 
 def _as_json(name: str, value: Any) -> Any:
     try:
-        return json.loads(json.dumps(value), object_pairs_hook=_distinct)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(value)
+        found = json.loads(text, object_pairs_hook=_distinct)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"save: {name} must be a JSON value, of dicts, lists, strings, numbers, booleans and None; {error}. "
             "Convert it, an array for example with .tolist()."
         ) from error
+    if len(text) > _LARGEST // 4:
+        raise ValueError(
+            f"save: {name} must be at most {_LARGEST // 4:,} bytes of JSON; got {len(text):,}. Save an array in a file "
+            "of its own, and its name here."
+        )
+    return found
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

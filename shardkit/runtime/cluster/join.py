@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from shardkit._arguments.checks import at_least, at_least_zero
+from shardkit._arguments.checks import at_least, at_least_zero, quoted
 from shardkit._arguments.typed import typed
 from shardkit._jax import backends
 from shardkit.runtime.channel import client
@@ -68,13 +69,17 @@ def initialize(
     local_device_ids: int | tuple[int, ...] | None = None,
     timeout: float = 300.0,
     expect_devices: int | None = None,
+    mtls_cert_file: str | os.PathLike[str] | None = None,
+    mtls_key_file: str | os.PathLike[str] | None = None,
+    mtls_ca_file: str | os.PathLike[str] | None = None,
 ) -> Cluster:
     """Starts this process as part of a job, or raises the reason why the job cannot run; without a job does nothing.
 
     Before jax starts, all processes connect at the coordinator's address and compare their arguments. A process belongs
     to the job if it has the same token in SHARDKIT_JOB_TOKEN, a secret that `launch` and its manifests provide. Process
     0 listens on the coordinator's address only, if that is an address of its machine; so does jax's own service there,
-    which knows no token: who reaches its port can end the job. From then on each process has a
+    which knows no token: who reaches its port can end the job, unless the processes have certificates
+    (`mtls_cert_file`, from jax 0.12 on). From then on each process has a
     monitor (`guard`): when one dies or raises, all others end within a second or two, with the cause as the last line.
 
     Where `jax.distributed.initialize` has been called already, as Ray Train does, only the monitors connect, at a port
@@ -92,6 +97,8 @@ def initialize(
         local_device_ids: the accelerators that this process may use; by default all.
         timeout: seconds to wait for all processes.
         expect_devices: the number of devices that the whole job must have.
+        mtls_cert_file, mtls_key_file, mtls_ca_file: this process's certificate, its key, and the authority that signed
+            those of all, as PEM files: jax's service then answers no others.
 
     Raises:
         ValueError: arguments, or variables of a scheduler, that are incomplete or contradict each other.
@@ -111,7 +118,13 @@ def initialize(
     ids = local_device_ids
     at_least("initialize", 0, local_device_ids=min(ids, default=0) if isinstance(ids, Sequence) else ids)
     found = Found(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
+    secured = _secured(mtls_cert_file, mtls_key_file, mtls_ca_file)
     if jax.distributed.is_initialized() and (config is None or config.enabled):
+        if secured:
+            raise ValueError(
+                "initialize: mtls_cert_file must be passed to jax.distributed.initialize, which has been called "
+                f"already; got {secured['mtls_cert_file']!r}. Leave it out."
+            )
         if config is not None:
             found = found.filled(Found(size=config.num_processes, rank=config.rank))
         _check_first()
@@ -160,6 +173,7 @@ def initialize(
         heartbeat_timeout_seconds=_HEARTBEAT,
         shutdown_timeout_seconds=_SHUTDOWN,
         coordinator_bind_address=place._replace(host=listens).address if listens else None,
+        **secured,
     )
     _check_devices(expect_devices)
     return Cluster(place.rank, place.size, local_rank, place.rank == 0, place.address)
@@ -263,6 +277,27 @@ def _joined(found: Found, timeout: float) -> Iterator[Place]:
         sent = "" if token else secrets.token_hex(32)
         backends.tell_processes(_KEY, f"{free} {sent}")
         yield Place(host, free, 0, size, timeout, cpu, token or sent)
+
+
+def _secured(*files: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """The arguments of jax's initialize for mutual TLS; none without files, which this version of jax must know."""
+    names = ("mtls_cert_file", "mtls_key_file", "mtls_ca_file")
+    found = {name: os.fspath(file) for name, file in zip(names, files, strict=True) if file is not None}
+    if not found:
+        return {}
+    if len(found) < len(names):
+        raise ValueError(
+            f"initialize: {quoted(names)} must be passed together; got {quoted(list(found))}. Pass all three."
+        )
+    for name, file in found.items():
+        if not os.path.isfile(file):
+            raise ValueError(f"initialize: {name} must be a file; got {file!r}, which is none. Pass its path.")
+    if not set(names) <= inspect.signature(jax.distributed.initialize).parameters.keys():
+        raise ValueError(
+            f"initialize: mtls_cert_file needs jax 0.12, whose service knows certificates; got jax {jax.__version__}. "
+            "Install a newer jax, or leave the three files out."
+        )
+    return found
 
 
 def _check_first() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import at_least, mesh_in_context
+from shardkit._arguments.extras import install
 from shardkit._arguments.typed import typed
 from shardkit.runtime.data.arrays import from_rows, local_rows
 
@@ -210,7 +211,7 @@ def _sequence(source: Any, seed: int | None, epochs: int | None) -> Any:
     try:
         import grain
     except ImportError:
-        raise ImportError("loader: grain must be installed; it is not. Run pip install 'shardkit[data]'.") from None
+        raise ImportError(f"loader: grain must be installed; it is not. Run {install('data')}.") from None
     if seed is not None and not 0 <= seed < 2**32:
         raise ValueError(f"loader: the seed must be None or 0 to 2**32 - 1; got {seed}. Pass seed=0.")
     at_least("loader", 1, epochs=epochs)

@@ -10,10 +10,12 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax
 import pytest
 
+import shardkit as sk
 from shardkit.jobs.monitor.agreement import compared
-from shardkit.jobs.monitor.guard import _plain
+from shardkit.jobs.monitor.guard import Guard, _plain
 from shardkit.jobs.monitor.judge import Deadlines, Known, fault
 from shardkit.jobs.monitor.main import Monitor
 from shardkit.runtime.channel import client
@@ -114,6 +116,9 @@ step 6 cause=JaxRuntimeError: Gloo: peer & data 6 gone crash=Segmentation fault
     process 1 died of a fatal signal (Segmentation fault) waiting for the data of step 6
 step 6 gone crash=Bus error
     process 0 died of a fatal signal (Bus error) in step 6
+step 6 gone crash=Aborted & step 6
+    process 0 died of a fatal signal (Aborted) in step 6; jax ends it so, too, where a program from outside of the job
+    joins at its port: see mtls_cert_file
 step 6 gone crash=Aborted & data 6 gone crash=Aborted
     all processes died of a fatal signal (Aborted) in step 6: jax ends them where process 0 fails, which serves it,
     or a program from outside of the job joins at that port, which knows no token; read their output
@@ -331,6 +336,13 @@ def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeyp
     recorder.enter("save", 6)
     Saving(SimpleNamespace(result=lambda: phase("save")), [SimpleNamespace(result=lambda: 1 / 0)]).result()
     assert seen == ["save", "commit", "save", "step", "save"]
+
+
+# It had no trace, so that a census of a guarded step was refused.
+def test_a_watched_step_is_read_as_the_step_is():
+    watched = Guard.watch(SimpleNamespace(_clock=None, _compare=None), jax.jit(lambda x: x + 1))
+    assert str(watched.trace(1.0).jaxpr) == str(jax.make_jaxpr(lambda x: x + 1)(1.0))
+    assert sk.census(watched, 1.0).count() == 0 and "stablehlo.add" in watched.lower(1.0).as_text()
 
 
 def test_a_process_that_is_stopped_while_it_writes_tears_no_record(tmp_path):

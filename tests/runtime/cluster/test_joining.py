@@ -210,3 +210,27 @@ def test_jax_listens_where_the_processes_met(host, rank, bound, monkeypatch):
     with pytest.raises(Reached) as reached:
         sk.runtime.initialize(coordinator_address=f"{host}:5000", num_processes=2, process_id=rank)
     assert reached.value.args == (bound,)
+
+
+FILES = ["mtls_cert_file", "mtls_key_file", "mtls_ca_file"]
+
+
+def test_certificates_are_passed_on_or_refused(tmp_path, monkeypatch):
+    for name in FILES:
+        (tmp_path / name).touch()
+    files = {name: str(tmp_path / name) for name in FILES}
+    assert refused(lambda: sk.runtime.initialize(mtls_key_file="a")) == (
+        "initialize: 'mtls_cert_file', 'mtls_key_file', 'mtls_ca_file' must be passed together; got 'mtls_key_file'. "
+        "Pass all three."
+    )
+    assert refused(lambda: sk.runtime.initialize(**files | {"mtls_ca_file": str(tmp_path)})) == (
+        f"initialize: mtls_ca_file must be a file; got '{tmp_path}', which is none. Pass its path."
+    )
+    monkeypatch.setattr(join.jax.distributed, "initialize", lambda coordinator_address: None)
+    monkeypatch.setattr(join.jax, "__version__", "0.10.2")
+    assert refused(lambda: sk.runtime.initialize(**files)) == (
+        "initialize: mtls_cert_file needs jax 0.12, whose service knows certificates; got jax 0.10.2. Install a newer "
+        "jax, or leave the three files out."
+    )
+    monkeypatch.setattr(join.jax.distributed, "initialize", lambda mtls_cert_file, mtls_key_file, mtls_ca_file: None)
+    assert join._secured(*files.values()) == files
