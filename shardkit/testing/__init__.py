@@ -21,6 +21,7 @@ from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Program, recording
 from shardkit.testing.prove import Proof, assert_same_training, prove
 from shardkit.testing.rows import Row, covering
+from shardkit.testing.wire import Delivery, wire
 
 _STRATEGIES = ("ShardedArray", "meshes", "programs", "sharded_arrays", "specs")
 
@@ -28,6 +29,7 @@ __all__ = [
     "LAWS",
     "Certificate",
     "Chain",
+    "Delivery",
     "Equality",
     "Op",
     "Program",
@@ -51,6 +53,7 @@ __all__ = [
     "sharded_arrays",
     "small",
     "specs",
+    "wire",
 ]
 
 
