@@ -99,7 +99,7 @@ def wire(step: Callable[..., Any], state: Any, batch: Any, *, seconds: float = 5
         >>> print(sk.testing.wire(total, jnp.ones(8), jnp.ones(8), seconds=0.1).collectives[0])
         all_reduce over 'model', float32[2]
     """
-    if not 0 < seconds < math.inf:
+    if seconds <= 0:
         raise ValueError(f"wire: seconds must be a positive number; got {seconds}. Pass for example seconds=5.0.")
     cases, unchecked = _collectives(trace_step(step, (state, batch)).jaxpr)
     programs = [_Program(mesh, tuple(group)) for mesh, group in _by_mesh(cases).items()]
@@ -326,10 +326,10 @@ class _Program:
         everywhere = PartitionSpec(mesh.axis_names)
         self.layout = NamedSharding(mesh, everywhere)
         checked = all(case.checked for case in cases)
-        kernel = jax.shard_map(
-            self._on_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=checked
+        kernel = jax.shard_map(self._on_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=checked)
+        self.run = (
+            jax.jit(kernel).lower(self._spread(np.arange(mesh.size)), self._spread(np.zeros(mesh.size))).compile()
         )
-        self.run = jax.jit(kernel).lower(self._spread(np.arange(mesh.size)), self._spread(np.zeros(mesh.size))).compile()
 
     def _spread(self, values: np.ndarray) -> jax.Array:
         values = values.astype(np.int32)
@@ -372,9 +372,9 @@ class _Program:
         size //= case.groups.shape[1] if case.row.kind == "reduce_scatter" else 1
         return (
             f"wire: {case}: device {device.id} of process {device.process_index} must get {pair[1]:g} at element "
-            f"{first}; got {pair[0]:g}, and {wrong} of its {size} elements are wrong, in round {number}. The step is as "
-            "it was written, what carries this collective is not right: update jaxlib or the network's library, or use "
-            "another algorithm for it."
+            f"{first}; got {pair[0]:g}, and {wrong} of its {size} elements are wrong, in round {number}. The step is "
+            "as it was written, what carries this collective is not right: update jaxlib or the network's library, or "
+            "use another algorithm for it."
         )
 
 
