@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,8 +75,9 @@ def wire(step: Callable[..., Any], state: Any, batch: Any, *, seconds: float = 5
 
     The step is traced and does not run. Each of its collectives runs as it stands in the program (primitive, axes,
     groups, dims, dtype, shape) on the step's mesh, with integers whose result is exact in that dtype and which each
-    device computes for itself, again and again with others. Meanwhile each process keeps some processors busy, and in
-    turn comes late. In a job every process calls it, and all of them end with the same verdict.
+    device computes for itself, again and again with others. In turn each process comes late and is slow: it shares one
+    processor with two busy ones, which it starts and ends. In a job every process calls it, and all end with the same
+    verdict. A fault that comes by chance may need more seconds than the default.
 
     Args:
         step: the step, of shardkit or any function of arrays with `jax.shard_map`.
@@ -108,12 +110,12 @@ def wire(step: Callable[..., Any], state: Any, batch: Any, *, seconds: float = 5
     if not programs:
         return Delivery(names, unchecked, devices, 0, 0.0)
     call, began = next(_CALLS), time.monotonic()
-    with _busy(seconds):
+    with _busy(seconds) as busy:
         for number in itertools.count():
-            # A collective whose devices always arrive together hides what goes wrong when one is late.
-            if number % jax.process_count() == jax.process_index():
-                time.sleep(0.01)
-            fault = next((fault for program in programs if (fault := program.fault(number))), "")
+            # Load that delays all alike hides what goes wrong when one is slower than the others, so one process after
+            # the other is; then none.
+            with busy.starved(number % (jax.process_count() + 1) == jax.process_index()):
+                fault = next((fault for program in programs if (fault := program.fault(number))), "")
             passed = time.monotonic() - began
             verdict, last = _agreed(call, number, fault, number > 0 and passed >= seconds)
             if verdict:
@@ -211,7 +213,7 @@ def _exact(dtype: Any) -> int:
     """The largest integer up to which a dtype has all, at most that of float32; 0 if there is no way to fill it."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return 0
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return 1
     if jnp.issubdtype(dtype, jnp.integer):
         limit = int(jnp.iinfo(dtype).max)
@@ -378,18 +380,56 @@ class _Program:
         )
 
 
+class _Busy(NamedTuple):
+    """Processes that only count time, stopped but while this process is to be slow."""
+
+    processor: int | None  # where they run; None where a thread cannot be bound to one
+    processes: list[subprocess.Popen[bytes]]
+
+    @contextmanager
+    def starved(self, now: bool) -> Iterator[None]:
+        """Makes this process share one processor with them, and puts its threads back where they were."""
+        if not now:
+            yield
+            return
+        before: dict[int, set[int]] = {}
+        try:
+            for process in self.processes:
+                process.send_signal(signal.SIGCONT)
+            if self.processor is not None:
+                for thread in map(int, os.listdir("/proc/self/task")):
+                    with suppress(OSError):  # it has ended
+                        before[thread] = os.sched_getaffinity(thread)
+                        os.sched_setaffinity(thread, {self.processor})
+            time.sleep(0.01)
+            yield
+        finally:
+            for thread, processors in before.items():
+                with suppress(OSError):
+                    os.sched_setaffinity(thread, processors)
+            for process in self.processes:
+                process.send_signal(signal.SIGSTOP)
+
+
 @contextmanager
-def _busy(seconds: float) -> Iterator[None]:
-    """Keeps processors of this machine busy; each process of the job its share, ended here or by itself."""
-    count = max(2, min(os.cpu_count() or 2, 8) // jax.process_count())
+def _busy(seconds: float) -> Iterator[_Busy]:
+    """Two busy processes, ended here, or by themselves should this process be killed."""
     code = f"import time\nend = time.monotonic() + {seconds + _TIMEOUT}\nwhile time.monotonic() < end: pass"
-    running: list[subprocess.Popen[bytes]] = []
+    processor = None
+    if sys.platform == "linux":
+        allowed = sorted(os.sched_getaffinity(0))
+        processor = allowed[jax.process_index() % len(allowed)]
+    busy = _Busy(processor, [])
     try:
-        for _ in range(count):
-            running.append(subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.DEVNULL))
-        yield
+        for _ in range(2):
+            process = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.DEVNULL)
+            busy.processes.append(process)
+            if processor is not None:
+                os.sched_setaffinity(process.pid, {processor})
+            process.send_signal(signal.SIGSTOP)
+        yield busy
     finally:
-        for process in running:
+        for process in busy.processes:
             process.kill()
             process.wait()
 
