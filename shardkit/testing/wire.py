@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import counted, quoted
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import backends, compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 from shardkit._jax.primitives import registered
@@ -70,7 +70,7 @@ class Delivery:
 
 
 @typed
-def wire(step: Callable[..., Any], state: Any, batch: Any, *, seconds: float = 5.0) -> Delivery:
+def wire(step: Callable[..., Any], state: Arrays, batch: Arrays, *, seconds: float = 5.0) -> Delivery:
     """Sends known integers through each collective of a step, and compares every element on every device.
 
     The step is traced and does not run. Each of its collectives runs as it stands in the program (primitive, axes,
@@ -96,12 +96,12 @@ def wire(step: Callable[..., Any], state: Any, batch: Any, *, seconds: float = 5
     Cost: the step's own bytes in each round.
 
     Example:
-        >>> total = jax.jit(jax.shard_map(lambda s, x: s + lax.psum(x, "model"), mesh=mesh, in_specs=P("model"),
+        >>> total = jax.jit(jax.shard_map(lambda s, x: s + jax.lax.psum(x, "model"), mesh=mesh, in_specs=P("model"),
         ...                               out_specs=P("model")))
         >>> print(sk.testing.wire(total, jnp.ones(8), jnp.ones(8), seconds=0.1).collectives[0])
         all_reduce over 'model', float32[2]
     """
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise ValueError(f"wire: seconds must be a positive number; got {seconds}. Pass for example seconds=5.0.")
     cases, unchecked = _collectives(trace_step(step, (state, batch)).jaxpr)
     programs = [_Program(mesh, tuple(group)) for mesh, group in _by_mesh(cases).items()]

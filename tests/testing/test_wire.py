@@ -141,7 +141,7 @@ def test_a_step_that_sends_nothing_says_so():
     assert str(delivery) == "wire: this step sends nothing that can be checked"
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf")])
 def test_seconds_are_a_positive_number(seconds):
     with pytest.raises(ValueError, match="wire: seconds must be a positive number; got"):
         wire(lambda state, batch: state, 1.0, 1.0, seconds=seconds)
