@@ -26,10 +26,10 @@ LIMITS = {
     "schedules *": 1960,  # what all devices run together; a search under costs by stage; the optimum of small ones
     "steps *": 1895,  # DiLoCo; whose steps a guard takes
     "strategies *": 1380,  # Muon by owners
-    "testing *": 5900,  # small, which makes a step at full size one that is proved; carried state; constants in order
+    "testing *": 6370,  # the wire; small, which makes a step at full size one that is proved; carried state; constants in order
     "": 60,
-    "_arguments": 700,  # keys that jax cannot sort; options of a compiler; files that are no links; what to install
-    "_jax": 1170,  # the registry of primitives, with what emulates each and why its gradient is sent
+    "_arguments": 610,  # keys that jax cannot sort; options of a compiler
+    "_jax": 1250,  # sums of shares through gloo; the registry of primitives, with what emulates each and why its gradient is sent
     "analysis": 6555,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
     "bench": 2535,  # strategies with Muon
     "cli": 2745,  # prove; what stood beside the package while that imported jax; numbers of no run
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 53_160  # what strangers broke: files, records, workers, numbers
+    assert sum(found.values()) <= 53_210
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

@@ -3,6 +3,7 @@
 Start with `basic.py`. Imports cost, and single files such as `checks.py`; no plan and no mesh.
 """
 
+from shardkit._jax import gloo
 from shardkit.collectives import algorithms, compressed, hierarchical, ring, tables
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -15,6 +16,8 @@ from shardkit.collectives.ragged import ragged_all_to_all
 from shardkit.collectives.replicated import assume_replicated
 from shardkit.collectives.shapes import gather_to_one, halo_exchange, prefix_scan
 from shardkit.collectives.tables import search
+
+gloo.mend()  # before any program with a collective can be lowered
 
 __all__ = [
     "algorithms",

@@ -22,6 +22,7 @@ from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Program, recording
 from shardkit.testing.prove import Proof, assert_same_training, prove
 from shardkit.testing.rows import Row, covering
+from shardkit.testing.wire import Delivery, wire
 
 _STRATEGIES = ("ShardedArray", "meshes", "programs", "sharded_arrays", "specs")
 
@@ -29,6 +30,7 @@ __all__ = [
     "LAWS",
     "Certificate",
     "Chain",
+    "Delivery",
     "Equality",
     "Op",
     "Program",
@@ -52,6 +54,7 @@ __all__ = [
     "sharded_arrays",
     "small",
     "specs",
+    "wire",
 ]
 
 

@@ -240,6 +240,7 @@ def builders():
         ),
         (testing.recording, {"optimizer": optimizer}),
         (testing.specs, {"shape": (4, 4), "sizes": {"a": 2}}),
+        (testing.wire, {"step": lambda state, batch: state, "state": batch, "batch": batch}),
         (analysis.audit, {"step": traced["fn"], "args": ()}),
         (reporting.report, {"step": traced["fn"], "args": (), "file": path / "step.html"}),
         *((each, traced) for each in (analysis.census, analysis.explain, analysis.lint)),
