@@ -20,7 +20,8 @@ CLIP, GAN, DINO, MOE = (runpy.run_path(str(path)) for path in FILES.values())
 X, WEIGHT = np.random.default_rng(0).normal(size=(5, 16, 12)).astype("f"), np.arange(80, dtype="f").reshape(5, 16) % 3
 BATCHES = [{"image": x, "text": x[:, 6:], "real": x[:, :2], "weight": w} for x, w in zip(X, WEIGHT, strict=True)]
 FIVE = {"real": X[..., :2], "weight": WEIGHT}
-each_row = pytest.mark.parametrize("row", [{"data": 2}, {"data": 2, "fsdp": 2}], ids=["dp", "dp-fsdp"])
+PAIR = pytest.param({"data": 2}, id="dp", marks=pytest.mark.deep)
+each_row = pytest.mark.parametrize("row", [PAIR, pytest.param({"data": 2, "fsdp": 2}, id="dp-fsdp")])
 
 
 def on(row, *layers):
@@ -83,6 +84,7 @@ def test_experts_balanced_without_a_loss():
     assert notes["equal_for_all_inputs"] == "not for all inputs: carry= compares numbers"
 
 
+@pytest.mark.quick("contrastive", "teacher")  # the steps of the others are compared above
 @pytest.mark.parametrize("name", FILES)
 def test_they_learn(name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

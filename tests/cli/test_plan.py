@@ -46,6 +46,7 @@ def large(tmp_path_factory):
 
 
 # proves N35 in part: the module that is written trains as one device. Catches what it loses of plan, schedule and model
+@pytest.mark.quick(*map(str, WRITTEN[:2]))
 @pytest.mark.parametrize("layout", WRITTEN, ids=str)
 def test_the_module_that_is_written_trains_as_one_device(layout):
     found = planner.estimate(SMALL, layout, chip="v5e", batch=16, sequence=8)

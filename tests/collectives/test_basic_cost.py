@@ -122,7 +122,7 @@ def test_a_reduction_of_marked_parameters_stands_where_it_is_written():
             grad = jax.grad(lambda w: jnp.mean((w * x_b) ** 2))(w)
             return sk.all_reduce(grad, "data", op="mean")
 
-        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
 
     assert float(step(mark=True)(np.float32(1), x)) == 51
     assert float(step(mark=False)(np.float32(1), x)) == 4 * 51  # T6

@@ -93,5 +93,5 @@ def test_mean_trees_integers_and_gradient():
     wanted = np.broadcast_to(6 * 2 * x.sum(0), (8, 2))
     gradient = jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=P("a"), out_specs=P("a")))(x)
     np.testing.assert_array_equal(gradient, wanted)
-    by_vmap = jax.vmap(jax.grad(loss), axis_name="a")(x.reshape(4, 2, 2))
+    by_vmap = jax.jit(jax.vmap(jax.grad(loss), axis_name="a"))(x.reshape(4, 2, 2))
     np.testing.assert_array_equal(np.asarray(by_vmap).reshape(8, 2), wanted)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.optimized
 CASES = cases()
 # The deep tier has every pair of options, a row 36 seconds of CPU time; testing/exact/test_steps.py proves rows with
 # every option for all inputs in the default tier.
-FEW = [7, 21]
+FEW = [21, 31]
 ROWS = [
     pytest.param(case, marks=() if i in FEW else pytest.mark.deep, id=case.name.replace(", ", "-").replace(" ", "_"))
     for i, case in enumerate(CASES)

@@ -147,4 +147,4 @@ def test_a_routers_losses_leave_the_axis_of_the_pipeline_out():
         "routing_stats: axis 'stage' is not bound here, because no shard_map surrounds this call. Call it inside "
         "jax.shard_map over a mesh with that axis."
     ):
-        losses(logits[0], "stage")
+        jax.eval_shape(lambda logits: losses(logits, "stage"), logits[0])

@@ -192,6 +192,7 @@ def test_dropped_choices_are_counted_once():
     assert aux["dropped"].weight == 2 * 3 * 4  # layers, examples, tokens
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_may_be_whole_only_where_they_are_used(tied):
     """As lazy leaves their gradients are parts in each microbatch: 26.0 GB for 28.9 of an 8B model on 8 H100."""

@@ -69,7 +69,7 @@ def test_stages_of_different_widths():
             h = jnp.tanh(h @ w)
         return end(None, h, {"y": y})
 
-    loss, grads = jax.value_and_grad(narrow)(real)
+    loss, grads = jax.jit(jax.value_and_grad(narrow))(real)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     for got, grad in zip(np.asarray(state.opt_state["layers"]), grads, strict=True):
         assert_close(got[: grad.shape[0], : grad.shape[1]], grad)

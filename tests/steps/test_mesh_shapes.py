@@ -57,7 +57,7 @@ def test_the_six_parts_of_a_loop_on_every_shape_of_eight_devices(data, model):
     assert first.count == 1
     assert jax.tree.map(lambda x: x.sharding.spec, state.params) == specs
 
-    value, gradients = jax.value_and_grad(lambda p: loss_fn(None)(p, batch(0), None).total / BATCH)(start)
+    value, gradients = jax.jit(jax.value_and_grad(lambda p: loss_fn(None)(p, batch(0), None).total / BATCH))(start)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(state.params[name], start[name] - 0.5 * gradient, rtol=1e-4, atol=1e-6)

@@ -98,6 +98,15 @@ PLANS = {
 # Catches a matrix that is put together in another order, a part that returns to another device, padding that counts, a
 # factor by the part's shape, and a group of leaves that are split differently.
 # proves N42, N49
+@pytest.mark.quick(
+    "dp-by heads",
+    "zero1-matrices",
+    "padded-matrices",
+    "three axes-matrices",
+    "tensor-by heads",
+    "pipeline-by heads",
+    "one device-by heads",
+)
 @pytest.mark.parametrize("which", EACH)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_has_optaxs_numbers(name, which):

@@ -209,7 +209,7 @@ def batch(step: int) -> Any:
 
 def shrink(monkeypatch: Any) -> None:
     """Makes the cases of a test of two layers and few tokens, which prove as much as many for all inputs."""
-    small = {"CONFIG": dataclasses.replace(CONFIG, layers=2), "LAYERS": 2, "TOKENS": 4}
+    small = {"CONFIG": dataclasses.replace(CONFIG, layers=2), "LAYERS": 2, "TOKENS": 4, "BATCH": 24}
     for name, value in small.items():
         monkeypatch.setattr(sys.modules[__name__], name, value)
     monkeypatch.setattr(sys.modules[__name__], "batch", cache(batch.__wrapped__))
