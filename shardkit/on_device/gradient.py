@@ -208,8 +208,9 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
             fourth positional parameter without default, `loss_fn(params, batch, keys, carried)`, it gets the carried
             state, which is not differentiated.
         trained: a tree of bools like the parameters, or a prefix of them: False for leaves that are frozen. Their
-            gradients are zeros, which are neither computed nor sent, and which algorithms with `feedback=True` refuse;
-            the optimizer should have no state for them, as `optax.masked(optimizer, trained)`. None: all are trained.
+            gradients are zeros, which are neither computed nor sent, and which algorithms with `feedback=True` refuse.
+            The step keeps them as they are, whatever the optimizer does (as weight decay); it need have no state for
+            them, as `optax.masked(optimizer, trained)`. None: all are trained.
         local: whether the loss is traced as on one device, without the mesh. Loops inside libraries, such as those of
             diffrax, then need no casts, and the gradient of a constant inside the loss is this device's. For a loss
             that does not communicate, under plans that pass it whole leaves and examples.
@@ -608,6 +609,44 @@ def check_trained(trained: Any) -> None:
         raise ValueError(f"{_TRAINED}, True for some leaf; got {trained!r}. Set True for what is trained.")
 
 
+# What GradFns say of the leaves that they train, while a step is traced: it leaves frozen ones as they are.
+_NOTED: ContextVar[list[Any] | None] = ContextVar("trained leaves", default=None)
+
+
+@contextmanager
+def noting_trained() -> Iterator[list[Any]]:
+    """Inside of it, each GradFn with a `trained` notes a tree of bools, True for the leaves that it trains."""
+    noted: list[Any] = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
+
+
+def frozen_leaves(noted: list[Any], params: Any) -> list[bool]:
+    """For each leaf of the parameters, whether no GradFn trains it. A sum of several GradFns trains what one does.
+
+    Raises:
+        ValueError: a GradFn with frozen leaves was passed another tree than the parameters of the step.
+    """
+    structure: Any = jax.tree.structure(params)
+    frozen = [bool(noted)] * structure.num_leaves
+    for flags in noted:
+        tree: Any = jax.tree.structure(flags)
+        if tree != structure:
+            if all(jax.tree.leaves(flags)):
+                return [False] * structure.num_leaves
+            raise ValueError(
+                "make_train_step: a GradFn with trained= must be passed the parameters of the step, which keeps frozen "
+                f"leaves as they are; it was passed {tree} for {structure}. Pass it the same "
+                "tree, or use jax.lax.stop_gradient in the loss and optax.masked around the optimizer."
+            )
+        for number, is_trained in enumerate(jax.tree.leaves(flags)):
+            frozen[number] = frozen[number] and not is_trained
+    return frozen
+
+
 def chosen(tree: Any, trained: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Callable[[list[Any]], Any]]:
     """The leaves that are trained; the tree with other values for them; their gradients in a tree with zeros elsewhere.
 
@@ -615,6 +654,9 @@ def chosen(tree: Any, trained: Any) -> tuple[list[Any], Callable[[list[Any]], An
     """
     leaves, structure = jax.tree.flatten(tree)
     flags = _flags(tree, True if trained is None else trained)
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.append(jax.tree.unflatten(structure, flags))
 
     def joined(values: list[Any], others: list[Any]) -> Any:
         given = iter(values)

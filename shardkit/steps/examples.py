@@ -33,6 +33,10 @@ from shardkit.steps.train import TrainProgram
 ROUNDING, ROUNDING_16_BITS = 2e-5, 1e-2
 
 
+class WrongProgramError(ValueError):
+    """What the first call of a step refuses, because it would give other numbers than one device."""
+
+
 class _Split(NamedTuple):
     """How a step splits its examples, and what its loss is called with."""
 
@@ -74,7 +78,7 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
     Not checked: losses that send over an axis of the batch themselves, and those of pipelines.
 
     Raises:
-        ValueError: names the line where they meet.
+        WrongProgramError: names the line where they meet.
     """
     placement = program.plan.placement(state.params, program.mesh)
     carried = Carried("step", state.carried, state.params, placement)
@@ -95,7 +99,7 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
         return
     place = f" at {loss.met.line}" if loss.met.line else ""
     two = "two microbatches" if split.parts > 1 else "two devices"
-    raise ValueError(
+    raise WrongProgramError(
         f"step: the loss must add over its examples, because each device computes that of its own; {loss.met.how}"
         f"{place}, so the loss of the examples of {two} is {together:.6g}, and not the mean of theirs, {apart:.6g}. "
         "Compute per example, send what other examples need, as sk.all_gather does, or pass "

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from shardkit.on_device.advice import warn_of
 from shardkit.plans.axis_types import retyped
 from shardkit.plans.manual import leaving_automatic
-from shardkit.steps.examples import check_examples
+from shardkit.steps.examples import WrongProgramError, check_examples
 from shardkit.steps.state import TrainState
 from shardkit.steps.train import TrainProgram
 
@@ -31,7 +31,7 @@ class FirstCall:
         """Refuses a program that breaks a rule, or whose loss mixes examples; warns of what is unintended.
 
         Raises:
-            ValueError: either; names the line of the loss.
+            WrongProgramError: either; names the line of the loss.
         """
         check_rules(traced, args)
         if not self.mixed:
@@ -53,7 +53,7 @@ def check_rules(traced: jax.stages.Traced, args: Arguments) -> None:
     """Refuses a traced step in which one of the rules of `lint` finds wrong numbers or a deadlock.
 
     Raises:
-        ValueError: the first finding, with its remedy.
+        WrongProgramError: the first finding, with its remedy.
     """
     # Here, because a training script that only imports shardkit should not wait for what reads programs.
     from shardkit.analysis.jaxpr.step import TracedStep
@@ -66,7 +66,7 @@ def check_rules(traced: jax.stages.Traced, args: Arguments) -> None:
             continue
         for finding in rule.check(program):
             if finding.rule == rule.name:
-                raise ValueError(
+                raise WrongProgramError(
                     f"step: {finding.source}{': ' if finding.source else ''}{finding.message} {finding.remedy} Pass "
                     "make_train_step(..., check=False) to run it as it is."
                 )

@@ -310,10 +310,12 @@ def updated(
     grads: Any,
     metrics: Any,
     microbatches: Microbatches | Groups,
+    frozen: Sequence[bool],
 ) -> tuple[Any, Any, LossScale | None]:
     """The new parameters (in the layout of the update), optimizer state and loss scale, in the jit of the step.
 
-    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were.
+    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were. Leaves that are
+    `frozen` stay in any case: an optimizer may move what has no gradient, as weight decay does.
     """
     # No collective is written here. The optimizer runs outside of shard_map, on global arrays in their original shapes,
     # so that an optax transformation which reads across shards (a global norm, a factored moment) is right unmodified:
@@ -344,10 +346,22 @@ def updated(
     given, old = (grads, metrics["loss"]), (params, opt_state)
     new = microbatches.apart(update, given, old, step=state.step, specs=placement.update, what=what)
     params, opt_state = if_finite(metrics, new, old)
+    params = _kept(params, old[0], frozen)
+    if policy.master is not None:
+        opt_state = opt_state._replace(copy=_kept(opt_state.copy, old[1].copy, frozen))
     loss_scale = state.loss_scale
     if "finite" in metrics:
         loss_scale = loss_scale and next_loss_scale(policy, loss_scale, metrics["finite"])
     return stored(params, held), stored(opt_state, opt_held), loss_scale
+
+
+def _kept(new: Any, old: Any, frozen: Sequence[bool]) -> Any:
+    """The new parameters, and the old ones of frozen leaves."""
+    kept, structure = jax.tree.flatten(new)
+    for number, before in enumerate(jax.tree.leaves(old)):
+        if frozen[number]:
+            kept[number] = before
+    return jax.tree.unflatten(structure, kept)
 
 
 def trained(params: Any) -> Any:

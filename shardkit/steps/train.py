@@ -26,7 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit.meshes.rng import step_key
 from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.feedback import residual_specs
-from shardkit.on_device.gradient import GradFn
+from shardkit.on_device.gradient import GradFn, frozen_leaves, noting_trained
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.local_step import local_gradients, noting_whole
 from shardkit.on_device.metrics import all_finite, if_finite, metrics_of, returned
@@ -34,7 +34,7 @@ from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision
 from shardkit.on_device.seam import enter, to_rest
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.storage import check_held
+from shardkit.plans.storage import check_held, unpadded
 from shardkit.steps.carry import Carried, Update, check_carried
 from shardkit.steps.state import TrainState, shardings, updated
 
@@ -68,9 +68,11 @@ class TrainProgram:
         carried = Carried("step", state.carried, state.params, placement)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
-        metrics, grads, residuals = self.gradients(placement, carried, state, key, batch, scale)
+        with noting_trained() as noted:
+            metrics, grads, residuals = self.gradients(placement, carried, state, key, batch, scale)
+        frozen = frozen_leaves(noted, unpadded(state.params))
         params, opt_state, loss_scale = updated(
-            self.optimizer, self.policy, placement, state, grads, metrics, self.microbatches
+            self.optimizer, self.policy, placement, state, grads, metrics, self.microbatches, frozen
         )
         params = self.back_to_rest(params, placement)
         if state.loss_scale:

@@ -51,9 +51,10 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
     Example:
         >>> laws = [sk.testing.laws.same_numbers]  # for `prove(..., laws=laws)`
     """
+    compare = partial(_compare, program)
     for index, (taken, want) in enumerate(zip(program.ran.steps, reference.steps, strict=True)):
         where = f"step {index}"
-        _compare(where, "the loss", taken.metrics["loss"], want.loss, want.loss_allowed)
+        compare(where, "the loss", taken.metrics["loss"], want.loss, want.loss_allowed)
         more = taken.metrics.keys() - want.metrics.keys() - {"loss", "finite", "loss_scale"}
         if more:
             raise AssertionError(
@@ -64,12 +65,12 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
             if name == "weight" and value == 1:  # that of a scalar loss, which weighs one per shard and microbatch
                 continue
             got, allowed = taken.metrics.get(name), want.metrics_allowed[name]
-            _compare(where, f"the metric {name!r}", got, value, allowed)
+            compare(where, f"the metric {name!r}", got, value, allowed)
         if taken.grads is not None:
-            _compare(where, "the gradient of", taken.grads, want.grads, want.grads_allowed)
+            compare(where, "the gradient of", taken.grads, want.grads, want.grads_allowed)
         if taken.params is not None:
-            _compare(where, "the updated parameter", taken.params, want.params, want.params_allowed)
-            _compare(where, "the carried state", taken.carried, want.carried, want.carried_allowed)
+            compare(where, "the updated parameter", taken.params, want.params, want.params_allowed)
+            compare(where, "the carried state", taken.carried, want.carried, want.carried_allowed)
     recorded = all(taken.grads is not None for taken in program.ran.steps if taken.params is not None)
     return None if recorded else "the step does not use row.optimizer: gradients are not compared"
 
@@ -264,7 +265,7 @@ def _reads_across_shards(program: Program) -> bool:
     )
 
 
-def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None:
+def _compare(program: Program, where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None:
     wrong = shapes_differ(got, wanted)
     if wrong:
         raise AssertionError(
@@ -278,7 +279,7 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
         factors = [constant_factor(x, y) for (_, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
         scaled = any(all(f and math.isclose(f, s, rel_tol=0.01) for f in factors) for s in (SCALE, 1 / SCALE))
         hint = f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients" if scaled else ""
-        raise AssertionError(
-            f"{where}: {what}{gap.where} must equal one device's; {text}. Check what the loss sums and over which "
-            f"axes it varies, and that random numbers come from `keys`{hint}."
+        reason = program.refused() or (
+            f"Check what the loss sums and over which axes it varies, and that random numbers come from `keys`{hint}."
         )
+        raise AssertionError(f"{where}: {what}{gap.where} must equal one device's; {text}. {reason}")

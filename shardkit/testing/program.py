@@ -8,8 +8,8 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from shardkit.pipelines.stages import arranged
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import unpadded
 from shardkit.steps.builder import TrainStep, make_train_step
+from shardkit.steps.examples import WrongProgramError
 from shardkit.steps.state import TrainState, passed_what_it_takes
 from shardkit.testing._compare import is_float
 from shardkit.testing.rows import Row
@@ -112,6 +113,8 @@ class Program:
         batches: one global batch for each step.
         key: the key of the run.
         carried: the first carried state, or a function of the parameters; None for none.
+        checked: the same as `make_train_step` builds it outside of a proof, whose first call refuses some programs;
+            None of a step that something else built.
     """
 
     row: Row
@@ -123,6 +126,7 @@ class Program:
     batches: Sequence[Any]
     key: jax.Array
     carried: Any = None
+    checked: TrainStep | None = None
 
     @classmethod
     def of(
@@ -161,17 +165,28 @@ class Program:
         row = row._replace(optimizer=recording(row.optimizer or optimizer), grad_fn=row.grad_fn or _grad_fn(step))
         mesh = mesh or mesh_of(row)
         if row.grad_fn is None:
-            build: Any = step
-            built = build(row)
+            built, checked = cast(Any, step)(row), None
             plan = row.plan
         else:
             grad_fn = _scaled(row.grad_fn)
             row = row._replace(grad_fn=grad_fn)
             names = ("accumulate", "precision", "nonfinite", "deterministic", "manual", "steps")
             options: dict[str, Any] = {name: getattr(row, name) for name in names}
-            built = make_train_step(grad_fn, row.optimizer, mesh=mesh, plan=row.plan, carry=carry, **options)
+            build = partial(make_train_step, grad_fn, row.optimizer, mesh=mesh, plan=row.plan, carry=carry, **options)
+            built = build(check=False)  # a proof compares numbers; what the first call would refuse explains them
+            checked = build()
             plan = arranged(row.plan, grad_fn, row.deterministic or row.accumulate)
-        return cls(row, mesh, plan, built.init, built.step, params, batches, key, carried)
+        return cls(row, mesh, plan, built.init, built.step, params, batches, key, carried, checked)
+
+    def refused(self) -> str:
+        """Why the first call of the step would be refused outside of a proof; "" if it would not be."""
+        if self.checked is None:
+            return ""
+        try:
+            self.checked.step(self.init(self.params, self.key, **self.begins), self.calls[0])
+        except WrongProgramError as error:
+            return str(error).removeprefix("step: ")
+        return ""
 
     @cached_property
     def start(self) -> TrainState:
