@@ -26,10 +26,10 @@ LIMITS = {
     "schedules *": 1960,  # what all devices run together; a search under costs by stage; the optimum of small ones
     "steps *": 1860,  # DiLoCo
     "strategies *": 1380,  # Muon by owners
-    "testing *": 6370,  # the wire; small, which makes a step at full size one that is proved; carried state; constants in order
+    "testing *": 6370,  # the wire; small, which makes a step at full size one that is proved; carried state
     "": 60,
     "_arguments": 610,  # keys that jax cannot sort; options of a compiler
-    "_jax": 1250,  # sums of shares through gloo; the registry of primitives, with what emulates each and why its gradient is sent
+    "_jax": 1250,  # sums of shares through gloo; the registry of primitives, with what emulates each
     "analysis": 6555,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
     "bench": 2520,  # strategies with Muon
     "cli": 2715,  # prove; what stood beside the package while that imported jax: the list of commands
