@@ -29,7 +29,7 @@ LIMITS = {
     "testing *": 6370,  # the wire; small, which makes a step at full size one that is proved; carried state
     "": 60,
     "_arguments": 610,  # keys that jax cannot sort; options of a compiler
-    "_jax": 1250,  # sums of shares through gloo; the registry of primitives, and what emulates each
+    "_jax": 1250,  # sums of shares through gloo; the registry of primitives, with what emulates each
     "analysis": 6555,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
     "bench": 2535,  # strategies with Muon
     "cli": 2745,  # prove; what stood beside the package while that imported jax; numbers of no run

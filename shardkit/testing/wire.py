@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -110,18 +109,17 @@ def wire(step: Callable[..., Any], state: Arrays, batch: Arrays, *, seconds: flo
     if not programs:
         return Delivery(names, unchecked, devices, 0, 0.0)
     call, began = next(_CALLS), time.monotonic()
-    with _busy(seconds) as busy:
-        for number in itertools.count():
-            # Load that delays all alike hides what goes wrong when one is slower than the others, so one process after
-            # the other is; then none.
-            with busy.starved(number % (jax.process_count() + 1) == jax.process_index()):
-                fault = next((fault for program in programs if (fault := program.fault(number))), "")
-            passed = time.monotonic() - began
-            verdict, last = _agreed(call, number, fault, number > 0 and passed >= seconds)
-            if verdict:
-                raise AssertionError(verdict)
-            if last:
-                return Delivery(names, unchecked, devices, number + 1, passed)
+    for number in itertools.count():
+        # Load that delays all alike hides what goes wrong when one is slower than the others, so one process after the
+        # other is; then none.
+        with _starved(number % (jax.process_count() + 1) == jax.process_index()):
+            fault = next((fault for program in programs if (fault := program.fault(number))), "")
+        passed = time.monotonic() - began
+        verdict, last = _agreed(call, number, fault, number > 0 and passed >= seconds)
+        if verdict:
+            raise AssertionError(verdict)
+        if last:
+            return Delivery(names, unchecked, devices, number + 1, passed)
     raise AssertionError
 
 
@@ -380,56 +378,38 @@ class _Program:
         )
 
 
-class _Busy(NamedTuple):
-    """Processes that only count time, stopped but while this process is to be slow."""
-
-    processor: int | None  # where they run; None where a thread cannot be bound to one
-    processes: list[subprocess.Popen[bytes]]
-
-    @contextmanager
-    def starved(self, now: bool) -> Iterator[None]:
-        """Makes this process share one processor with them, and puts its threads back where they were."""
-        if not now:
-            yield
-            return
-        before: dict[int, set[int]] = {}
-        try:
-            for process in self.processes:
-                process.send_signal(signal.SIGCONT)
-            if self.processor is not None:
-                for thread in map(int, os.listdir("/proc/self/task")):
-                    with suppress(OSError):  # it has ended
-                        before[thread] = os.sched_getaffinity(thread)
-                        os.sched_setaffinity(thread, {self.processor})
-            time.sleep(0.01)
-            yield
-        finally:
-            for thread, processors in before.items():
-                with suppress(OSError):
-                    os.sched_setaffinity(thread, processors)
-            for process in self.processes:
-                process.send_signal(signal.SIGSTOP)
-
-
 @contextmanager
-def _busy(seconds: float) -> Iterator[_Busy]:
-    """Two busy processes, ended here, or by themselves should this process be killed."""
-    code = f"import time\nend = time.monotonic() + {seconds + _TIMEOUT}\nwhile time.monotonic() < end: pass"
-    processor = None
-    if sys.platform == "linux":
-        allowed = sorted(os.sched_getaffinity(0))
-        processor = allowed[jax.process_index() % len(allowed)]
-    busy = _Busy(processor, [])
+def _starved(now: bool) -> Iterator[None]:
+    """Makes this process late, and share one processor with two busy ones, where threads can be bound to one.
+
+    The busy processes end here, or by themselves should this one be killed. Its threads go back to where they were.
+    """
+    if not now:
+        yield
+        return
+    code = f"import os, time\nend = time.monotonic() + {_TIMEOUT}\n"
+    code += f"while time.monotonic() < end and os.getppid() == {os.getpid()}: pass"
+    busy: list[subprocess.Popen[bytes]] = []
+    before: dict[int, set[int]] = {}
     try:
         for _ in range(2):
-            process = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.DEVNULL)
-            busy.processes.append(process)
-            if processor is not None:
+            busy.append(subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.DEVNULL))
+        if sys.platform == "linux":
+            allowed = sorted(os.sched_getaffinity(0))
+            processor = allowed[jax.process_index() % len(allowed)]
+            for process in busy:
                 os.sched_setaffinity(process.pid, {processor})
-            process.send_signal(signal.SIGSTOP)
-        yield busy
+            for thread in map(int, os.listdir("/proc/self/task")):
+                with suppress(OSError):  # it has ended
+                    before[thread] = os.sched_getaffinity(thread)
+                    os.sched_setaffinity(thread, {processor})
+        time.sleep(0.01)
+        yield
     finally:
-        for process in busy.processes:
+        for thread, processors in before.items():
+            with suppress(OSError):
+                os.sched_setaffinity(thread, processors)
+        for process in busy:
             process.kill()
             process.wait()
 
