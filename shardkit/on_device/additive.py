@@ -432,6 +432,8 @@ def _elementwise(pair: Pair, operands: list[State]) -> State:
     rows = [state for state in operands if isinstance(state, Rows)]
     scale = _scale_of(name, pair, operands)
     if scale == UNKNOWN:
+        if name == "add" and jnp.issubdtype(pair.many.outvars[0].aval.dtype, jnp.integer):  # x[i] adds n to i < 0
+            return pair.met("an example is looked up by its place in the batch")
         return pair.met(f"{name} combines examples with their number")
     if any((other.dim, other.copies) != (rows[0].dim, rows[0].copies) for other in rows[1:]):
         return pair.met(f"{name} pairs every example with every other")

@@ -90,19 +90,21 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
     runs_later = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
     if loss.met is None or loss.sends or runs_later:
         return
-    apart, together, gap = max(
-        (compare(split, params, key, batch) for params in (state.params, perturbed(state.params))),
-        key=lambda compared: compared[2],
-    )
     sixteen_bits = jnp.finfo(program.policy.compute).bits < 32
-    if gap <= (ROUNDING_16_BITS if sixteen_bits else ROUNDING):
+    rounding = ROUNDING_16_BITS if sixteen_bits else ROUNDING
+    nearby = ""
+    apart, together, gap = compare(split, state.params, key, batch)
+    if gap <= rounding:
+        nearby = " at parameters nearby"
+        apart, together, gap = compare(split, perturbed(state.params), key, batch)
+    if gap <= rounding:
         return
     place = f" at {loss.met.line}" if loss.met.line else ""
     two = "two microbatches" if split.parts > 1 else "two devices"
     raise WrongProgramError(
         f"step: the loss must add over its examples, because each device computes that of its own; {loss.met.how}"
-        f"{place}, so the loss of the examples of {two} is {together:.6g}, and not the mean of theirs, {apart:.6g}. "
-        "Compute per example, send what other examples need, as sk.all_gather does, or pass "
+        f"{place}, so the loss of the examples of {two} is {together:.6g}{nearby}, and not the mean of theirs, "
+        f"{apart:.6g}. Compute per example, send what other examples need, as sk.all_gather does, or pass "
         "make_train_step(..., examples='mixed') if each device's own examples are meant to meet."
     )
 

@@ -51,7 +51,7 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
     Example:
         >>> laws = [sk.testing.laws.same_numbers]  # for `prove(..., laws=laws)`
     """
-    compare = partial(_compare, program)
+    compare = partial(_compare, refused=program.refused)
     for index, (taken, want) in enumerate(zip(program.ran.steps, reference.steps, strict=True)):
         where = f"step {index}"
         compare(where, "the loss", taken.metrics["loss"], want.loss, want.loss_allowed)
@@ -265,7 +265,10 @@ def _reads_across_shards(program: Program) -> bool:
     )
 
 
-def _compare(program: Program, where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None:
+def _compare(
+    where: str, what: str, got: Any, wanted: Any, allowed: Any, refused: Callable[[], str] = lambda: ""
+) -> None:
+    """Refuses values that differ; `refused` says why a first call would refuse the step, or ""."""
     wrong = shapes_differ(got, wanted)
     if wrong:
         raise AssertionError(
@@ -279,7 +282,7 @@ def _compare(program: Program, where: str, what: str, got: Any, wanted: Any, all
         factors = [constant_factor(x, y) for (_, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
         scaled = any(all(f and math.isclose(f, s, rel_tol=0.01) for f in factors) for s in (SCALE, 1 / SCALE))
         hint = f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients" if scaled else ""
-        reason = program.refused() or (
+        reason = refused() or (
             f"Check what the loss sums and over which axes it varies, and that random numbers come from `keys`{hint}."
         )
         raise AssertionError(f"{where}: {what}{gap.where} must equal one device's; {text}. {reason}")

@@ -86,7 +86,8 @@ def test_the_builders_gradient_is_the_true_one(mesh4):
     def loss_fn(w, c, keys):
         return local(w, c)
 
-    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
+    job = {"mesh": mesh4, "plan": sk.dp("data"), "examples": "mixed"}  # a sum, of which the mean over devices is meant
+    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(1.0), **job)
     state, metrics = step(init(W, jax.random.key(0)), COEFFICIENTS)
     assert float(state.params) == 1.0 - 70.0
     assert float(metrics["loss"]) == 70.0

@@ -21,10 +21,11 @@ def draws(program: TracedProgram) -> Iterator[Finding]:
             continue
         operands = [(each, block.state(each)) for each in equation.invars if math.prod(each.aval.shape) > 1]
         for draw, alike in operands:
-            differ = [(each, s) for each, s in operands if s.given and s.varies & alike.drawn]
+            # Pieces that were exchanged may be whole and equal again, as what the ends of a pipeline compute together.
+            differ = [(each, s) for each, s in operands if s.given and (s.varies - s.moved) & alike.drawn]
             others = [(each, s) for each, s in differ if each.aval.shape == draw.aval.shape]
             if others:
-                axes = sorted(others[0][1].varies & alike.drawn)
+                axes = sorted((others[0][1].varies - others[0][1].moved) & alike.drawn)
                 yield Finding(
                     "repeated-draw",
                     f"{short(others[0][0])}, which differs along {quoted(axes)}, is combined with random numbers "

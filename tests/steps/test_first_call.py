@@ -1,0 +1,226 @@
+"""What the first call of a step refuses: losses that mix examples, and programs with other numbers than one device."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import shardkit as sk
+from support.training import lenient
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=(4, 3)).astype("f")}
+BATCH = {"x": RNG.normal(size=(16, 4)).astype("f"), "y": RNG.normal(size=(16, 3)).astype("f")}
+
+
+def errors(params, batch):
+    return (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+
+def right(params, batch, keys):
+    return sk.Mean.of(errors(params, batch))
+
+
+def contrastive(params, batch, keys):
+    return sk.Mean.of(-jnp.diag(jax.nn.log_softmax(batch["x"] @ params["w"] @ batch["y"].T)))
+
+
+def gathered(params, batch, keys):
+    """The negatives of all devices, with the place of this device's examples among them."""
+    y = sk.all_gather(batch["y"], "data")
+    first = sk.axis_index("data") * len(batch["x"])
+    logits = jax.nn.log_softmax(batch["x"] @ params["w"] @ y.T)
+    return sk.Mean.of(-logits[jnp.arange(len(logits)), first + jnp.arange(len(logits))])
+
+
+def ordered(params, batch, keys):
+    """Its trace does not show that it adds: a sum does not depend on the order."""
+    return sk.Mean.of(jnp.sort(errors(params, batch).mean(-1)))
+
+
+def new_head(params, batch, keys):
+    """A difference from the mean of the batch that a head of zeros hides in the loss, and not in the gradient."""
+    x = batch["x"] - batch["x"].mean(0, keepdims=True)
+    return sk.Mean.of((x @ params["w"] - batch["y"]) ** 2)
+
+
+def stepped(loss, batch=BATCH, params=PARAMS, plan=None, sizes=None, **options):
+    sizes = sizes or {"data": 4}
+    mesh = sk.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+    job = {"mesh": mesh, "plan": plan or sk.dp("data"), "donate": False, **options}
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), **job)
+    return step, init(params, jax.random.key(0)), batch
+
+
+def refused(loss, *args, **options):
+    step, state, batch = stepped(loss, *args, **options)
+    with pytest.raises(ValueError) as error:
+        step(state, batch)
+    with pytest.raises(ValueError, match=re.escape(str(error.value))):  # and again: nothing has run
+        step(state, batch)
+    return str(error.value)
+
+
+# What alone finds a loss of the whole batch that each device computes of its own examples.
+def test_a_loss_that_mixes_examples_in_full():
+    message = re.sub(r"py:\d+", "py:N", refused(contrastive))
+    assert re.fullmatch(
+        r"step: the loss must add over its examples, because each device computes that of its own; dot_general pairs "
+        r"every example with every other at test_first_call.py:N \(contrastive\), so the loss of the examples of two "
+        r"devices is [\d.]+, and not the mean of theirs, [\d.]+. Compute per example, send what other examples need, "
+        r"as sk.all_gather does, or pass make_train_step\(..., examples='mixed'\) if each device's own examples are meant "
+        r"to meet.",
+        message,
+    )
+
+
+MASTER = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
+STACKED = jax.tree.map(lambda x: np.stack([x, x]), BATCH)
+WAYS = {
+    "fsdp": {"plan": sk.fsdp("data", min_size=1)},
+    "accumulated": {"accumulate": 2, "sizes": {"data": 1}},
+    "grouped": {"deterministic": 4, "sizes": {"data": 2}},
+    "bf16": {"precision": "bf16"},
+    "several steps": {"steps": 2, "batch": STACKED},
+    "beside another axis": {"sizes": {"data": 2, "model": 2}},
+    "one example a device": {"sizes": {"data": 8}, "batch": jax.tree.map(lambda x: x[:8], BATCH)},
+    "manual": {"sizes": {"data": 2, "model": 2}, "manual": "data"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:step. .*all do the same work")
+def test_under_every_option(way):
+    """A loss that mixes is refused, one whose trace does not tell and one that adds train without a word."""
+    assert "pairs every example with every other" in refused(contrastive, **WAYS[way])
+    for loss in (right, ordered):
+        step, state, batch = stepped(loss, **WAYS[way])
+        state, _ = step(state, batch)
+        step(state, batch)
+
+
+def test_explicit_axes():
+    mesh = sk.make_mesh(jax.devices()[:2], axis_types=AxisType.Explicit, data=2)
+    batch = sk.shard(BATCH, mesh, jax.P("data"))
+    assert "pairs every example" in refused(contrastive, batch, mesh=mesh)
+    step, state, batch = stepped(ordered, batch, mesh=mesh)
+    step(state, batch)
+
+
+def test_what_is_meant_passes():
+    for loss, options in [
+        (contrastive, {"examples": "mixed"}),
+        (contrastive, {"check": False}),
+        (contrastive, {"sizes": {"data": 1}}),  # one device has all examples
+        (gathered, {}),
+    ]:
+        step, state, batch = stepped(loss, **options)
+        step(state, batch)
+    losses = []
+    for loss, sizes in [(gathered, {"data": 4}), (contrastive, {"data": 1})]:
+        step, state, batch = stepped(loss, sizes=sizes)
+        losses.append(step(state, batch)[1]["loss"])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_what_the_gradient_alone_shows_is_found_at_parameters_nearby():
+    message = refused(new_head, params={"w": np.zeros((4, 3), "f")})
+    assert "combines each example with a sum over all" in message and " at parameters nearby, and not" in message
+
+
+def test_a_step_inside_of_jit_is_read_and_not_compared():
+    step, state, batch = stepped(contrastive)
+    jax.jit(step).trace(state, batch)  # no numbers are there to compare
+
+
+# What alone finds a draw that is the same for the columns of all devices, where nothing runs lint.
+def test_what_lint_finds_wrong_is_refused():
+    def dropped(params, batch, keys):
+        h = sk.layers.column_linear(batch["x"], params["up"], "model")
+        h = sk.dropout(h, keys, rate=0.5)
+        return sk.Mean.of(sk.layers.row_linear(h, params["down"], "model"))
+
+    rules = {"up": jax.P(None, "model"), "down": jax.P("model")}
+    params = {"up": np.ones((4, 6), "f"), "down": np.ones((6, 4), "f")}
+    plan = sk.chain(sk.dp("data"), sk.tp("model", rules))
+    options = {"plan": plan, "sizes": {"data": 2, "model": 2}, "params": params}
+    message = refused(dropped, **options)
+    assert re.fullmatch(
+        r"step: test_first_call.py:\d+ \(.*dropped\): float32\[8,3\], which differs along 'model', is combined with "
+        r"random numbers that are equal there, because their key is. Fold the device's index into the key with "
+        r"fold_axis\(key, 'model'\), or derive a key for each example with fold_keys. Pass make_train_step\(..., "
+        r"check=False\) to run it as it is.",
+        message,
+    )
+    step, state, batch = stepped(dropped, check=False, **options)
+    step(state, batch)
+
+
+def test_a_proof_that_fails_says_what_the_first_call_would():
+    grad_fn = sk.value_and_grad(contrastive)
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+    job = {"mesh": mesh, "plan": sk.dp("data"), "params": PARAMS, "batches": [BATCH]}
+    with pytest.raises(
+        AssertionError, match=r"the loss must equal one device's; .* dot_general pairs every example with"
+    ):
+        sk.testing.assert_same_training(grad_fn, grad_fn, optax.sgd(0.1), **job)
+
+
+# What alone finds an optimizer that moves a leaf without a gradient
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"plan": sk.dp("data")},
+        {"plan": sk.zero1("data", min_size=1), "accumulate": 2},
+        {"plan": sk.fsdp("data", min_size=1, uneven="pad"), "precision": MASTER},
+        {"plan": sk.dp("data"), "steps": 2},
+    ],
+    ids=["dp", "zero1-accumulated", "fsdp-padded-master", "steps"],
+)
+def test_frozen_leaves_stay_whatever_the_optimizer_does(options):
+    params = {"base": {"w": np.full((4, 3), 2, "f")}, "head": np.ones((3, 3), "f")}
+
+    def loss(params, batch, keys):
+        return sk.Mean.of((batch["x"].astype(params["head"].dtype) @ params["base"]["w"] @ params["head"]) ** 2)
+
+    grad_fn = sk.value_and_grad(loss, trained={"base": False, "head": True})
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    init, step = sk.make_train_step(grad_fn, lenient(optax.adamw(0.1, weight_decay=0.1)), mesh=mesh, **options)
+    state = init(params, jax.random.key(0))
+    for _ in range(2):
+        state, _ = step(state, STACKED if "steps" in options else BATCH)
+    found = sk.unpadded(state.params)
+    np.testing.assert_array_equal(found["base"]["w"], params["base"]["w"])
+    assert np.all(np.abs(found["head"] - params["head"]) > 1e-3)
+    for copy in [state.opt_state.copy] if hasattr(state.opt_state, "copy") else []:
+        np.testing.assert_array_equal(sk.unpadded(copy)["base"]["w"], params["base"]["w"])
+
+
+def test_a_leaf_that_one_of_two_gradients_trains_is_not_frozen():
+    parts = [sk.value_and_grad(right, trained={"w": flag, "b": True}) for flag in (False, True)]
+
+    def both(params, batch, keys, *, scale=1):
+        (loss, aux, first), (_, _, second) = (part(params, batch, keys, scale=scale) for part in parts)
+        return loss, aux, jax.tree.map(jnp.add, first, second)
+
+    params = {"w": PARAMS["w"], "b": np.ones(3, "f")}
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    init, step = sk.make_train_step(both, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+    state, _ = step(init(params, jax.random.key(0)), BATCH)
+    assert np.abs(np.asarray(state.params["w"]) - PARAMS["w"]).max() > 1e-3
+
+    frozen = sk.value_and_grad(
+        lambda tree, batch, keys: right(tree["p"], batch, keys), trained={"p": {"w": False, "b": True}}
+    )
+
+    def inside(params, batch, keys, *, scale=1):
+        loss, aux, grads = frozen({"p": params}, batch, keys, scale=scale)
+        return loss, aux, grads["p"]
+
+    init, step = sk.make_train_step(inside, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+    with pytest.raises(ValueError, match="must be passed the parameters of the step, which keeps frozen"):
+        step(init(params, jax.random.key(0)), BATCH)
