@@ -160,6 +160,12 @@ def test_building_and_instruments_smoke(tmp_path):
 
 
 @pytest.mark.deep
+def test_first_call_smoke():
+    printed = smoke("first_call", "--smoke").splitlines()
+    assert [line.split(" | ")[0] for line in printed[-3:]] == ["| dp", "| fsdp by layer", "| dp, sorted"]
+
+
+@pytest.mark.deep
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 def test_large_model_smoke(tmp_path):
     file = tmp_path / "report.json"

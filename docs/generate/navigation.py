@@ -19,6 +19,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/choose_a_schedule.md",
         "howto/bring_a_model.md",
         "howto/losses.md",
+        "howto/freeze_a_part.md",
         "howto/split_a_layer.md",
         "howto/run_a_pipeline.md",
         "howto/from_jit.md",

@@ -92,20 +92,20 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
         return
     sixteen_bits = jnp.finfo(program.policy.compute).bits < 32
     rounding = ROUNDING_16_BITS if sixteen_bits else ROUNDING
-    nearby = ""
-    apart, together, gap = compare(split, state.params, key, batch)
-    if gap <= rounding:
-        nearby = " at parameters nearby"
-        apart, together, gap = compare(split, perturbed(state.params), key, batch)
-    if gap <= rounding:
+    compare, nearby = comparing(split, batch), ""
+    compared = compare(state.params, key)
+    if compared.gap <= rounding:
+        compared, nearby = compare(perturbed(state.params), key), " at parameters nearby"
+    if compared.gap <= rounding:
         return
     place = f" at {loss.met.line}" if loss.met.line else ""
     two = "two microbatches" if split.parts > 1 else "two devices"
+    losses = f"is {compared.together:.6g}{nearby}, and not the mean of theirs, {compared.apart:.6g}"
     raise WrongProgramError(
         f"step: the loss must add over its examples, because each device computes that of its own; {loss.met.how}"
-        f"{place}, so the loss of the examples of {two} is {together:.6g}{nearby}, and not the mean of theirs, "
-        f"{apart:.6g}. Compute per example, send what other examples need, as sk.all_gather does, or pass "
-        "make_train_step(..., examples='mixed') if each device's own examples are meant to meet."
+        f"{place}, so the loss of the examples of {two} {losses}. Compute per example, send what other examples need, "
+        "as sk.all_gather does, or pass make_train_step(..., examples='mixed') if each device's own examples are meant "
+        "to meet."
     )
 
 
@@ -137,25 +137,33 @@ def read_trace(split: _Split, state: TrainState, key: jax.Array, batch: Any) -> 
     return read_loss(few, many, states, 2 * size, split.axes)
 
 
+@jax.jit
 def perturbed(params: Any) -> Any:
-    """Parameters nearby: where a loss begins with zeros, as of a new head, examples may meet in its gradient alone."""
+    """Parameters nearby: where a loss begins with zeros, as of a new head, examples may meet in its gradient alone.
 
-    def moved(params: Any) -> Any:
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        noise = [0.05 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
-        return jax.tree.unflatten(
-            structure, [x + each * (0.5 + jnp.abs(x)) for x, each in zip(leaves, noise, strict=True)]
-        )
+    By waves rather than random numbers, which take longer to compile than many a loss.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    moved = []
+    for number, x in enumerate(leaves):
+        wave = jnp.cos(2.4 * jnp.arange(x.size, dtype=jnp.float32) + number).reshape(x.shape)
+        moved.append(x + (0.05 * wave * (0.5 + jnp.abs(x.astype(jnp.float32)))).astype(x.dtype))
+    return jax.tree.unflatten(structure, moved)
 
-    return jax.jit(moved)(params)
+
+class Comparison(NamedTuple):
+    """The mean of the losses of two parts of the examples, that of both together, and by what share they differ."""
+
+    apart: float
+    together: float
+    gap: float
 
 
-def compare(split: _Split, params: Any, key: jax.Array, batch: Any) -> tuple[float, float, float]:
-    """The mean of the losses of two parts of the examples, that of both together, and by what share they differ.
+def comparing(split: _Split, batch: Any) -> Callable[..., Comparison]:
+    """A function of parameters and the run's key that compares two parts of a batch with both together.
 
-    Of all devices, those whose losses differ most. With microbatches the parts are the first two of each device; else
-    they are those of a device and of the one before it, which are sent for it.
+    It returns what the device finds whose losses differ most. With microbatches the parts are the first two of each
+    device; else they are those of a device and of the one before it. It is compiled once.
     """
     axes = split.axes
 
@@ -165,13 +173,20 @@ def compare(split: _Split, params: Any, key: jax.Array, batch: Any) -> tuple[flo
             pieces = split_microbatches(examples, split.parts)
             first, second = take_microbatch(pieces, 0), take_microbatch(pieces, 1)
         else:
+            # The examples are sent here, before the loss: what a loss of two devices' examples is, only a device that
+            # has them both can say. Nothing of it is in the step, which sends no examples.
             first, second = examples, jax.tree.map(lambda x: _from_neighbor(x, axes) if x.ndim else x, examples)
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]) if a.ndim else a, first, second)
-        losses = [_sums(split.loss(params, carried, *part), axes) for part in (first, second, both)]
-        return vary(jnp.stack(losses), split.program.manual)[None]
+
+        def sums(part: Any) -> jax.Array:
+            return _sums(split.loss(params, carried, *part), axes)
+
+        apart = jax.lax.map(sums, jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second))
+        return vary(jnp.concatenate([apart, sums(both)[None]]), split.program.manual)[None]
 
     on_mesh = split.on_mesh(on_device, batch, PartitionSpec(), PartitionSpec(split.program.manual))
 
+    @jax.jit
     def differences(*args: Any) -> jax.Array:
         first, second, both = jnp.moveaxis(on_mesh(*args), 1, 0)
         apart, together = _quotient(first + second), _quotient(both)
@@ -181,8 +196,10 @@ def compare(split: _Split, params: Any, key: jax.Array, batch: Any) -> tuple[flo
         worst = jnp.argmax(gap)
         return jnp.stack([apart[worst], together[worst], gap[worst]])
 
-    apart, together, gap = np.asarray(jax.jit(differences)(params, split.carried.tree, batch, key))
-    return float(apart), float(together), float(gap)
+    def compare(params: Any, key: jax.Array) -> Comparison:
+        return Comparison(*map(float, np.asarray(differences(params, split.carried.tree, batch, key))))
+
+    return compare
 
 
 def _with_examples(x: Any, count: int) -> jax.ShapeDtypeStruct:

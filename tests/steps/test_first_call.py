@@ -72,8 +72,8 @@ def test_a_loss_that_mixes_examples_in_full():
         r"step: the loss must add over its examples, because each device computes that of its own; dot_general pairs "
         r"every example with every other at test_first_call.py:N \(contrastive\), so the loss of the examples of two "
         r"devices is [\d.]+, and not the mean of theirs, [\d.]+. Compute per example, send what other examples need, "
-        r"as sk.all_gather does, or pass make_train_step\(..., examples='mixed'\) if each device's own examples are meant "
-        r"to meet.",
+        r"as sk.all_gather does, or pass make_train_step\(..., examples='mixed'\) if each device's own examples are "
+        r"meant to meet.",
         message,
     )
 
@@ -193,7 +193,7 @@ def test_frozen_leaves_stay_whatever_the_optimizer_does(options):
     state = init(params, jax.random.key(0))
     for _ in range(2):
         state, _ = step(state, STACKED if "steps" in options else BATCH)
-    found = sk.unpadded(state.params)
+    found = jax.tree.map(lambda x: np.asarray(x, np.float32), sk.unpadded(state.params))
     np.testing.assert_array_equal(found["base"]["w"], params["base"]["w"])
     assert np.all(np.abs(found["head"] - params["head"]) > 1e-3)
     for copy in [state.opt_state.copy] if hasattr(state.opt_state, "copy") else []:
