@@ -17,31 +17,31 @@ PACKAGE = ROOT / "shardkit"
 
 # Lines of each room. Those with a star are what the project is for: plans, collectives and their proof.
 LIMITS = {
-    "collectives *": 4785,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs
-    "layers *": 2325,  # documents dealt evenly; experts balanced without a loss, exchanged in five ways
-    "on_device *": 2650,  # weights that count once on each device; what a first step warns of; Means subtracted
-    "pipelines *": 1710,  # unequal stages as one body; embedding and head spread over all devices
-    "plans *": 1250,
-    "remat *": 640,
-    "schedules *": 1960,  # what all devices run together; a search under costs by stage; the optimum of small ones
-    "steps *": 1895,  # DiLoCo; whose steps a guard takes
-    "strategies *": 1380,  # Muon by owners
-    "testing *": 6370,  # the wire; small, which makes a step at full size one that is proved; carried state
-    "": 60,
-    "_arguments": 610,  # keys that jax cannot sort; options of a compiler
-    "_jax": 1250,  # sums of shares through gloo; the registry of primitives, with what emulates each
-    "analysis": 6555,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
+    "collectives *": 4830,  # collectives as tables: made, found, checked, timed on links, executed, written for GPUs
+    "layers *": 2380,  # documents dealt evenly; experts balanced without a loss, exchanged in five ways
+    "on_device *": 3875,  # whether a loss adds over its examples, by a rule for each primitive
+    "pipelines *": 1730,  # unequal stages as one body; embedding and head spread over all devices
+    "plans *": 1265,
+    "remat *": 670,
+    "schedules *": 1970,  # what all devices run together; a search under costs by stage; the optimum of small ones
+    "steps *": 2245,  # DiLoCo; whose steps a guard takes
+    "strategies *": 1405,  # Muon by owners
+    "testing *": 6405,  # the wire; small, which makes a step at full size one that is proved; carried state
+    "": 65,
+    "_arguments": 710,  # keys that jax cannot sort; options of a compiler
+    "_jax": 1270,  # sums of shares through gloo; the registry of primitives, with what emulates each
+    "analysis": 6710,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
     "bench": 2535,  # strategies with Muon
     "cli": 2745,  # prove; what stood beside the package while that imported jax; numbers of no run
-    "cost": 1405,
+    "cost": 1415,
     "jobs": 2180,  # what the launcher killed, two jobs in one directory
-    "meshes": 1675,  # the order of devices that loads links least: measured and predicted time, of all plans
-    "models": 750,  # rows and columns of its matrices
-    "planner": 2100,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
-    "reporting": 280,
+    "meshes": 1725,  # the order of devices that loads links least: measured and predicted time, of all plans
+    "models": 760,  # rows and columns of its matrices
+    "planner": 2105,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
+    "reporting": 290,
     "resharding": 870,
     "runtime": 4280,  # DiLoCo's workers in a checkpoint, records of other types
-    "viz": 1465,  # tables of collectives
+    "viz": 1470,  # tables of collectives
 }
 
 
@@ -59,14 +59,14 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 53_210
+    assert sum(found.values()) <= 55_700
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 
 def test_commands_and_pages():
     assert len(cli.every_command()) <= 13  # prove: of the three uses, proof had none
     pages = list((ROOT / "docs").rglob("*.md"))
-    assert len(pages) <= 44, "pages that are written by hand; docs/generate makes the others"
+    assert len(pages) <= 45, "pages that are written by hand; docs/generate makes the others"
 
 
 def test_the_top_level():

@@ -81,6 +81,7 @@ class Loss(NamedTuple):
 
     met: Met | None
     sends: frozenset[str]
+    acts: bool = False  # whether it calls back into Python, as one that prints does
 
 
 class Pair(NamedTuple):

@@ -75,7 +75,8 @@ class _Split(NamedTuple):
 def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, batch: Any) -> None:
     """Refuses a loss in which examples meet, under a plan or an accumulation that splits them.
 
-    Not checked: losses that send over an axis of the batch themselves, and those of pipelines.
+    Not checked: losses that send over an axis of the batch themselves, and those of pipelines. Where the trace does not
+    tell, nor are those that call back into Python, which would print twice, and steps inside of another jit.
 
     Raises:
         WrongProgramError: names the line where they meet.
@@ -88,7 +89,7 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
         return
     loss = read_trace(split, state, key, batch)
     runs_later = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
-    if loss.met is None or loss.sends or runs_later:
+    if loss.met is None or loss.sends or loss.acts or runs_later:
         return
     sixteen_bits = jnp.finfo(program.policy.compute).bits < 32
     rounding = ROUNDING_16_BITS if sixteen_bits else ROUNDING
@@ -134,7 +135,7 @@ def read_trace(split: _Split, state: TrainState, key: jax.Array, batch: Any) -> 
             states.append(any_whole(variable))
         else:
             states.append(Rows(0))
-    return read_loss(few, many, states, 2 * size, split.axes)
+    return read_loss(few, many, states, 2 * size, split.axes)._replace(acts=bool(many.effects))
 
 
 @jax.jit

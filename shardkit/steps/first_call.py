@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,9 @@ class FirstCall:
         """
         check_rules(traced, args)
         if not self.mixed:
-            check_examples(*self._one_step(args))
+            # jax.set_mesh of a mesh with Explicit axes may surround the call.
+            with jax.set_mesh(self.program.mesh) if self.program.mesh is not self.mesh else nullcontext():
+                check_examples(*self._one_step(args))
         warn_of(traced.jaxpr.jaxpr, stacklevel=3)
 
     def _one_step(self, args: Arguments) -> tuple[TrainProgram, TrainState, jax.Array, Any]:

@@ -239,7 +239,7 @@ def test_the_weight_is_a_count_whatever_the_output_dtype():
 def test_gradients_are_summed_in_the_dtype_of_reductions(plan):
     def loss_fn(params, x, keys):
         add = sk.gathered(lambda w, x: jnp.sum(x[:, None] * w))
-        return sk.Mean(add(params["layers"], x).astype(jnp.float32), jnp.float32(1))
+        return sk.Mean(add(params["layers"], x).astype(jnp.float32), jnp.float32(len(x)))
 
     mesh = sk.make_mesh(jax.devices()[:4], d=4)
     policy = sk.Precision(compute=jnp.bfloat16, reduce=jnp.float32)

@@ -121,7 +121,8 @@ class Call(NamedTuple):
 
 def name_of(function):
     room = function.__module__.removeprefix("shardkit.").removeprefix("support.")
-    name = function.__qualname__ if "<" not in function.__qualname__ else function.__name__
+    qualified = getattr(function, "__qualname__", type(function).__qualname__)
+    name = qualified if "<" not in qualified else function.__name__
     return f"{room}.{name}"
 
 

@@ -48,9 +48,7 @@ def test_the_gap_is_that_of_the_leaf_that_exceeds_its_bound_most():
     assert gap(wanted | {"a": np.array([1.5, 2.5])}, wanted) is None  # just within
     found = gap(wanted | {"a": np.array([1.0, 2.75]), "b": np.array([12.0])}, wanted)
     assert found[:6] == ("b", 2.0, 0.5, (0,), 12.0, 10.0) and found.factor == pytest.approx(1.2)
-    found = gap(
-        wanted | {"a": np.array([1.75, 2.0]), "b": np.array([12.0])}, wanted, lambda path, *_: {"a": 0.1, "b": 1}[path]
-    )
+    found = gap(wanted | {"a": np.array([1.75, 2.0]), "b": np.array([12.0])}, wanted, lambda at, *_: (0.1, 1)[at])
     assert (found.path, found.at, found.allowed) == ("a", (0,), 0.1)  # 7.5 times its bound, b only twice
     # of one leaf the element that exceeds its own bound most, whatever the others differ by
     found = gap(np.array([5.0, 1.0]), np.array([1.0, 0.0]), np.array([4.5, 0.5]))
@@ -60,8 +58,8 @@ def test_the_gap_is_that_of_the_leaf_that_exceeds_its_bound_most():
     both = wanted | {"c": np.array([3, 5]), "b": np.array([99.0])}
     assert gap(both, wanted).path == "c"  # more than nothing is infinitely more
     seen = []
-    gap(wanted, wanted, lambda path, leaf, overall: seen.append((path, leaf.tolist(), overall)) or 0.0)
-    assert seen == [("a", [1, 2], 10.0), ("b", [10], 10.0)]
+    gap(wanted, wanted, lambda at, leaf, overall: seen.append((at, leaf.tolist(), overall)) or 0.0)
+    assert seen == [(0, [1, 2], 10.0), (1, [10], 10.0)]
 
 
 def test_the_words_of_a_gap():
