@@ -152,7 +152,7 @@ def perturbed(params: Any) -> Any:
     return jax.tree.unflatten(structure, moved)
 
 
-class Comparison(NamedTuple):
+class LossComparison(NamedTuple):
     """The mean of the losses of two parts of the examples, that of both together, and by what share they differ."""
 
     apart: float
@@ -160,7 +160,7 @@ class Comparison(NamedTuple):
     gap: float
 
 
-def comparing(split: _Split, batch: Any) -> Callable[..., Comparison]:
+def comparing(split: _Split, batch: Any) -> Callable[..., LossComparison]:
     """A function of parameters and the run's key that compares two parts of a batch with both together.
 
     It returns what the device finds whose losses differ most. With microbatches the parts are the first two of each
@@ -197,8 +197,8 @@ def comparing(split: _Split, batch: Any) -> Callable[..., Comparison]:
         worst = jnp.argmax(gap)
         return jnp.stack([apart[worst], together[worst], gap[worst]])
 
-    def compare(params: Any, key: jax.Array) -> Comparison:
-        return Comparison(*map(float, np.asarray(differences(params, split.carried.tree, batch, key))))
+    def compare(params: Any, key: jax.Array) -> LossComparison:
+        return LossComparison(*map(float, np.asarray(differences(params, split.carried.tree, batch, key))))
 
     return compare
 
