@@ -104,9 +104,9 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
     losses = f"is {compared.together:.6g}{nearby}, and not the mean of theirs, {compared.apart:.6g}"
     raise WrongProgramError(
         f"step: the loss must add over its examples, because each device computes that of its own; {loss.met.how}"
-        f"{place}, so the loss of the examples of {two} {losses}. Compute per example, send what other examples need, "
-        "as sk.all_gather does, or pass make_train_step(..., examples='mixed') if each device's own examples are meant "
-        "to meet."
+        f"{place}, so the loss of the examples of {two} {losses}. Return sk.Mean(total, weight) of sums over examples, "
+        "send what other examples need, as sk.all_gather does, or pass make_train_step(..., examples='mixed') if each "
+        "device's own examples are meant to meet."
     )
 
 

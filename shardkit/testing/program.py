@@ -185,7 +185,8 @@ class Program:
         try:
             self.checked.step(self.init(self.params, self.key, **self.begins), self.calls[0])
         except WrongProgramError as error:
-            return str(error).removeprefix("step: ")
+            reason = str(error).removeprefix("step: ")
+            return reason[0].upper() + reason[1:]
         return ""
 
     @cached_property
