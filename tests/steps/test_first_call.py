@@ -71,9 +71,9 @@ def test_a_loss_that_mixes_examples_in_full():
     assert re.fullmatch(
         r"step: the loss must add over its examples, because each device computes that of its own; dot_general pairs "
         r"every example with every other at test_first_call.py:N \(contrastive\), so the loss of the examples of two "
-        r"devices is [\d.]+, and not the mean of theirs, [\d.]+. Return sk.Mean\(total, weight\) of sums over examples, "
-        r"send what other examples need, as sk.all_gather does, or pass make_train_step\(..., examples='mixed'\) if each "
-        r"device's own examples are meant to meet.",
+        r"devices is [\d.]+, and not the mean of theirs, [\d.]+. Return sk.Mean\(total, weight\) of sums over "
+        r"examples, send what other examples need, as sk.all_gather does, or pass make_train_step\(..., "
+        r"examples='mixed'\) if each device's own examples are meant to meet.",
         message,
     )
 
