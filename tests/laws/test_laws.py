@@ -6,7 +6,7 @@ from shardkit.runtime import restores_elsewhere
 from shardkit.testing import LAWS
 from support.algorithms import ACCUMULATE, GRID, WAYS, first_step, pairs, plan_row
 from support.conformance import MESH_MODELS, mesh_rows, one_form
-from support.rows import assert_every_law, cases
+from support.rows import assert_every_law, cases, program_of
 from support.training import ONCE, check
 
 pytestmark = pytest.mark.optimized
@@ -28,6 +28,15 @@ def test_every_law_holds(case):
     turn = CASES.index(case) // 3 % 4
     laws = LAWS if turn == 0 else ONCE
     assert_every_law(case, (*laws, restores_elsewhere) if turn == 2 else laws)
+
+
+# Proofs build steps without the checks of a first call; what alone finds one that refuses a right program.
+@pytest.mark.parametrize("case", ROWS)
+def test_the_first_call_refuses_no_row(case):
+    program = program_of(case)
+    init, step = program.checked
+    state, batch = init(program.params, program.key), program.calls[0]
+    step._first(step.trace(state, batch), step._arguments(state, batch))
 
 
 MESHES = [

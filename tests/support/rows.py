@@ -14,7 +14,7 @@ import optax
 import shardkit as sk
 from shardkit import schedules
 from shardkit.models import transformer
-from shardkit.testing import Row, covering, one_device, prove
+from shardkit.testing import Program, Row, covering, one_device, prove
 from shardkit.testing.prove import relative_of
 from support.conformance import weights
 from support.pipelines import pipelined_grad
@@ -243,6 +243,12 @@ def assert_every_law(case: Case, laws: Any) -> None:
     batches = [batch(step) for step in range(STEPS)]
     options = {"rows": [case.row], "batches": batches, "laws": laws, "key": KEY}
     prove(case.row.grad_fn, expected(case), params=weights(case.config), **options)
+
+
+def program_of(case: Case) -> Program:
+    """The step of a row, on its mesh."""
+    batches = [batch(step) for step in range(STEPS)]
+    return Program.of(case.row, case.row.grad_fn, optax.sgd(0.1), weights(case.config), batches, KEY)
 
 
 def cases() -> list[Case]:
