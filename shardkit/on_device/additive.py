@@ -271,7 +271,9 @@ class _Reader:
         if not all(isinstance(state, Whole) for state in operands):
             met = next((s for s in operands if isinstance(s, Met)), None)
             return [met or pair.met("the examples decide when a loop ends")] * len(pair.many.outvars)
-        return [any_whole(v) for v in pair.many.outvars]
+        plain = all(state.scale == 1 for state in operands if isinstance(state, Whole))
+        same = str(pair.few.params) == str(pair.many.params)  # as the bounds of the loop, which may be numbers in it
+        return [any_whole(v, 1.0 if plain and same else UNKNOWN) for v in pair.many.outvars]
 
     def _scan(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         few, many, constants = self._inner(pair)
@@ -291,6 +293,8 @@ class _Reader:
                 if not isinstance(state, Whole):
                     settled_carry[position] = pair.met("a loop over the examples carries one to the next")
         outs = self.run(few, many, [*constants, *fixed, *settled_carry, *rows], pair.line)
+        if pair.few.params["length"] != pair.many.params["length"]:  # its turns are counted by what it carries
+            settled_carry = [replace(s, scale=UNKNOWN) if isinstance(s, Whole) else s for s in settled_carry]
         stacked_outs = [_stacked(state, over_examples) for state in outs[len(carry) :]]
         return [*settled_carry, *stacked_outs]
 
@@ -496,6 +500,8 @@ def _whole_results(pair: Pair, operands: list[State]) -> list[State]:
     """Results that do not depend on the examples, and along which dims their elements differ."""
     name, equation = pair.name, pair.many
     wholes = [state for state in operands if isinstance(state, Whole)]
+    if name not in _KEEPS_ELEMENTS and _depends_on_size(pair, wholes):
+        return [any_whole(v, UNKNOWN) for v in equation.outvars]
     if name == "iota":
         dim = equation.params["dimension"]
         return [Whole(frozenset({dim}) if pair.out[dim] > 1 else frozenset(), index=dim)]
@@ -548,6 +554,20 @@ def _whole_results(pair: Pair, operands: list[State]) -> list[State]:
         return [Whole(_shifted(wholes[0].differs, gone), wholes[0].scale)]
     scale = 1.0 if all(state.scale == 1 for state in wholes) else UNKNOWN
     return [any_whole(v, scale) for v in equation.outvars]
+
+
+# What stays as it is where an array has more elements, or has a rule of its own for that.
+_KEEPS_ELEMENTS = {
+    *(*_ELEMENTWISE, *_LINEAR, *_SUMS),
+    *("iota", "broadcast_in_dim", "reshape", "transpose", "squeeze", "reduce_sum", "dot_general"),
+}
+
+
+def _depends_on_size(pair: Pair, wholes: Sequence[Whole]) -> bool:
+    """Whether more examples may change a result, as the maximum of an arange or its last element."""
+    few = [variable.aval.shape for variable in pair.few.invars]
+    grows = any(shape != pair.shape(number) for number, shape in enumerate(few))
+    return grows and any(state.differs for state in wholes)
 
 
 def _product_of_wholes(pair: Pair, left: Whole, right: Whole) -> Whole:
@@ -919,7 +939,9 @@ def _gather(pair: Pair, operands: list[State]) -> State:
     if isinstance(indices, Rows) and indices.scale != 1:
         return pair.met("gather combines examples with their number")
     if isinstance(operand, Whole):
-        if not isinstance(indices, Rows) or operand.scale == UNKNOWN:
+        tables = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        own_table = any(place == getattr(indices, "dim", None) and dim in operand.differs for dim, place in tables)
+        if not isinstance(indices, Rows) or operand.scale == UNKNOWN or own_table:
             return pair.met("gather reads at the place of an example in the batch")
         return Rows(_gathered_dim(pair, indices.dim), indices.copies, operand.scale)
     assert isinstance(operand, Rows)

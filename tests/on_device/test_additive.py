@@ -100,6 +100,9 @@ RIGHT = {
         lambda p, b, k: lax.conv_general_dilated(b["x"].mT, p["w"][:, :, None], (1,), "SAME")
     ),
     "a solve per example": mean_of(lambda p, b, k: jnp.linalg.cholesky(b["x"] @ b["x"].mT + jnp.eye(T))),
+    "a count by a loop": lambda p, b, k: sk.Mean(
+        b["y"].sum() / len(b["y"]) + p["b"].sum(), lax.fori_loop(0, 3, lambda i, count: count + 1.0, 0.0)
+    ),
     "a histogram per example": mean_of(
         lambda p, b, k: jax.vmap(lambda label: jnp.zeros(D).at[label].add(1.0))(b["label"][:, None])
     ),
@@ -113,6 +116,10 @@ WRONG = {
     "sqrt is applied to a sum": lambda p, b, k: jnp.sqrt(jnp.mean(b["y"] ** 2)),
     "is taken over the examples": lambda p, b, k: jax.nn.logsumexp(b["y"].sum(-1)),
     "the weight does not count them": lambda p, b, k: jnp.sum(b["y"] @ p["w"]),
+    "combined with their number": lambda p, b, k: jnp.mean(b["y"]) * jnp.arange(len(b["y"]), dtype="f").max(),
+    "a sum over the examples is combined": lambda p, b, k: (
+        jnp.mean(b["y"]) * lax.fori_loop(0, len(b["y"]), lambda i, count: count + 1.0, 0.0)
+    ),
     "depends on its place in the batch": mean_of(lambda p, b, k: b["y"].mean(-1) * PLACES[: len(b["y"])]),
     "by its place in the batch": mean_of(lambda p, b, k: b["y"][b["label"]]),
     "orders the examples": mean_of(lambda p, b, k: jnp.sort(b["y"], 0)[0]),
@@ -126,6 +133,11 @@ WRONG = {
     "gt is applied to a sum": lambda p, b, k: lax.cond(b["y"].sum() > 0, lambda: jnp.mean(b["y"]), lambda: 0.0),
     "the examples decide": mean_of(
         lambda p, b, k: lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, jnp.abs(b["y"]))
+    ),
+    "at the place of an example": mean_of(
+        lambda p, b, k: jax.vmap(lambda table, label: table[label])(
+            jnp.outer(PLACES[: len(b["y"])], p["b"]), b["label"]
+        )
     ),
     "runs for every example": mean_of(lambda p, b, k: lax.map(lambda x: lax.map(lambda y: x @ y, b["y"]), b["y"])),
 }
