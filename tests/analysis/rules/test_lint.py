@@ -432,3 +432,19 @@ def test_the_gradient_of_a_constant_has_two_remedies():
         "Cast the constant before differentiating: sk.vary(constant, 'data'); or pass value_and_grad(loss_fn, "
         "local=True), if the loss does not communicate."
     }
+
+
+# Alone in finding that a mask which is equal on all devices is wrong only where their elements differ.
+def test_one_mask_for_what_a_ring_has_gathered_is_right():
+    mesh = sk.abstract_mesh(model=4)
+
+    def masked(gather):
+        def kernel(x, key):
+            x = gather(x)
+            return x * jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype)
+
+        f = jax.shard_map(kernel, mesh=mesh, in_specs=(P("model"), P()), out_specs=P("model"))
+        return [found.rule for found in sk.lint(f, jnp.ones(8), jax.random.key(0))]
+
+    assert masked(lambda x: x) == ["repeated-draw"]
+    assert masked(lambda x: sk.ring.all_gather(x, "model")) == []
