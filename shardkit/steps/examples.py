@@ -112,10 +112,10 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
 
 def read_trace(split: _Split, state: TrainState, key: jax.Array, batch: Any) -> Loss:
     """What the trace of the loss tells, for the examples of a device and for twice as many."""
-    size = next(x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)) // (split.devices * split.parts)
+    size = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)) // (split.devices * split.parts)
 
     def traced(count: int) -> Any:
-        shapes = jax.tree.map(lambda x: _with_examples(x, count * split.devices), batch)
+        shapes = jax.tree.map(lambda x: _with_examples(_shape(x), count * split.devices), batch)
         keys = jax.ShapeDtypeStruct((count * split.devices,), key.dtype)
 
         def on_device(params: Any, carried: Any, batch: Any, keys: Any) -> list[jax.Array]:
@@ -204,11 +204,14 @@ def comparing(split: _Split, batch: Any) -> Callable[..., LossComparison]:
 
 
 def _with_examples(x: Any, count: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((count, *x.shape[1:]) if x.ndim else (), x.dtype)
+    shape = (count, *x.shape[1:]) if x.shape else ()
+    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype)
+    """An array or number as jit takes it: 64-bit integers of numpy become 32-bit ones."""
+    taken = jax.eval_shape(lambda x: x, x)
+    return jax.ShapeDtypeStruct(taken.shape, taken.dtype, weak_type=taken.weak_type)
 
 
 def _from_neighbor(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -103,6 +103,17 @@ def test_under_every_option(way):
         step(state, batch)
 
 
+# What alone finds that a batch is read as it stands, and not as jit takes it.
+def test_numbers_of_python_and_long_integers_of_numpy():
+    def loss(params, batch, keys):
+        return sk.Mean.of(batch["scale"] * jnp.sort(errors(params, batch)[batch["own"] * 0, batch["label"]]))
+
+    own, label = np.arange(16), np.arange(16) % 3
+    batch = BATCH | {"own": own, "label": label, "scale": 2.0}
+    step, state, batch = stepped(lambda *args: right(*args) + loss(*args) * 0.0, batch)
+    step(state, batch)
+
+
 def test_explicit_axes():
     mesh = sk.make_mesh(jax.devices()[:2], axis_types=AxisType.Explicit, data=2)
     batch = sk.shard(BATCH, mesh, jax.P("data"))
