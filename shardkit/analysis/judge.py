@@ -27,6 +27,7 @@ from shardkit.analysis.jaxpr.census import Census, CensusRow, mesh_sizes
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.analysis.rules import TRACE_RULES, Finding
 from shardkit.analysis.rules.program import TracedProgram, in_one_sentence
+from shardkit.analysis.rules.rule import findings
 
 RULES = TRACE_RULES | COMPILED_RULES
 """The rules of `lint` and `audit`, by name."""
@@ -288,10 +289,7 @@ def findings_of(program: TracedProgram, ignore: Collection[str]) -> list[Finding
     if isinstance(program, CompiledProgram):
         left_out, reads = left_out | {"large-replicated"}, ["compiled", "trace"]  # replicated-leaf covers it
     rules = [rule for each in reads for rule in RULES.values() if rule.reads == each and rule.name not in left_out]
-    found: list[Finding] = []
-    for check in dict.fromkeys(rule.check for rule in rules):
-        found += check(program)
-    return [each for each in dict.fromkeys(found) if each.rule not in left_out]
+    return findings(rules, program)
 
 
 def audit_of(program: TracedProgram, ignore: Collection[str], call: bool = True) -> Audit:

@@ -22,9 +22,10 @@ from shardkit.collectives import axis_index, axis_size, shift, vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import row, split_microbatches, take_microbatch
-from shardkit.on_device.gradient import Mean, check_trained, chosen
+from shardkit.on_device.gradient import Mean
 from shardkit.on_device.handles import is_handle, part_gradient, parts, unsealed, with_parts
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
+from shardkit.on_device.trained import check_trained, chosen
 from shardkit.pipelines.divergent import refuse_divergent, refuse_mixed
 from shardkit.pipelines.ops import BRANCHED, MASKED, LoopState, Ops, Sums, write
 from shardkit.pipelines.pieces import Given, Pieces, StagedModel

@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec
 
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce, shift, vary
-from shardkit.on_device.additive import Loss, Rows, State, any_whole, read_loss
+from shardkit.on_device.additive import Loss, read_loss
 from shardkit.on_device.batch import device_keys, split_microbatches, split_over, take_microbatch
+from shardkit.on_device.example_states import Rows, State, any_whole
 from shardkit.on_device.local_step import local_loss
 from shardkit.on_device.pipelines import Staged
 from shardkit.on_device.seam import enter

@@ -62,14 +62,13 @@ def check_rules(traced: jax.stages.Traced, args: Arguments) -> None:
     from shardkit.analysis.jaxpr.step import TracedStep
     from shardkit.analysis.rules import TRACE_RULES
     from shardkit.analysis.rules.program import TracedProgram
+    from shardkit.analysis.rules.rule import findings
 
     program = TracedProgram(TracedStep(traced, args, traced), large=0, small=0)  # sizes are for rules of waste
-    for rule in TRACE_RULES.values():
-        if not rule.wrong:
-            continue
-        for finding in rule.check(program):
-            if finding.rule == rule.name:
-                raise WrongProgramError(
-                    f"step: {finding.source}{': ' if finding.source else ''}{finding.message} {finding.remedy} Pass "
-                    "make_train_step(..., check=False) to run it as it is."
-                )
+    wrong = findings([rule for rule in TRACE_RULES.values() if rule.wrong], program)
+    if wrong:
+        place = f"{wrong[0].source}: " if wrong[0].source else ""
+        raise WrongProgramError(
+            f"step: {place}{wrong[0].message} {wrong[0].remedy} Pass make_train_step(..., check=False) to run it as it "
+            "is."
+        )

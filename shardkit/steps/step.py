@@ -78,9 +78,10 @@ class Step:
                 "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
             )
         args = self._arguments(state, batch)
-        if self._first:  # once, before anything runs
+        if self._first:  # before anything runs
             self._first(_called(self._run.trace, args), args)
-            self._first = None
+            if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):  # else numbers come later
+                self._first = None
         new, metrics = _called(self._run, args)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.

@@ -26,15 +26,16 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit.meshes.rng import step_key
 from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.feedback import residual_specs
-from shardkit.on_device.gradient import GradFn, frozen_leaves, noting_trained
+from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.local_step import local_gradients, noting_whole
 from shardkit.on_device.metrics import all_finite, if_finite, metrics_of, returned
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision
 from shardkit.on_device.seam import enter, to_rest
+from shardkit.on_device.trained import frozen_leaves, noting_trained
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.storage import check_held, unpadded
+from shardkit.plans.storage import check_held, is_padded
 from shardkit.steps.carry import Carried, Update, check_carried
 from shardkit.steps.state import TrainState, shardings, updated
 
@@ -70,7 +71,7 @@ class TrainProgram:
 
         with noting_trained() as noted:
             metrics, grads, residuals = self.gradients(placement, carried, state, key, batch, scale)
-        frozen = frozen_leaves(noted, unpadded(state.params))
+        frozen = frozen_leaves(noted, jax.tree.structure(state.params, is_leaf=is_padded))
         params, opt_state, loss_scale = updated(
             self.optimizer, self.policy, placement, state, grads, metrics, self.microbatches, frozen
         )

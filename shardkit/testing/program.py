@@ -113,8 +113,8 @@ class Program:
         batches: one global batch for each step.
         key: the key of the run.
         carried: the first carried state, or a function of the parameters; None for none.
-        checked: the same as `make_train_step` builds it outside of a proof, whose first call refuses some programs;
-            None of a step that something else built.
+        checked: builds the same step as outside of a proof, where its first call refuses some programs; None of a step
+            that something else built.
     """
 
     row: Row
@@ -126,7 +126,7 @@ class Program:
     batches: Sequence[Any]
     key: jax.Array
     carried: Any = None
-    checked: TrainStep | None = None
+    checked: Callable[[], TrainStep] | None = None
 
     @classmethod
     def of(
@@ -172,9 +172,8 @@ class Program:
             row = row._replace(grad_fn=grad_fn)
             names = ("accumulate", "precision", "nonfinite", "deterministic", "manual", "steps")
             options: dict[str, Any] = {name: getattr(row, name) for name in names}
-            build = partial(make_train_step, grad_fn, row.optimizer, mesh=mesh, plan=row.plan, carry=carry, **options)
-            built = build(check=False)  # a proof compares numbers; what the first call would refuse explains them
-            checked = build()
+            checked = partial(make_train_step, grad_fn, row.optimizer, mesh=mesh, plan=row.plan, carry=carry, **options)
+            built = checked(check=False)  # a proof compares numbers; what the first call would refuse explains them
             plan = arranged(row.plan, grad_fn, row.deterministic or row.accumulate)
         return cls(row, mesh, plan, built.init, built.step, params, batches, key, carried, checked)
 
@@ -183,7 +182,7 @@ class Program:
         if self.checked is None:
             return ""
         try:
-            self.checked.step(self.init(self.params, self.key, **self.begins), self.calls[0])
+            self.checked().step(self.init(self.params, self.key, **self.begins), self.calls[0])
         except WrongProgramError as error:
             reason = str(error).removeprefix("step: ")
             return reason[0].upper() + reason[1:]

@@ -34,7 +34,7 @@ def test_every_law_holds(case):
 @pytest.mark.parametrize("case", ROWS)
 def test_the_first_call_refuses_no_row(case):
     program = program_of(case)
-    init, step = program.checked
+    init, step = program.checked()
     state, batch = init(program.params, program.key), program.calls[0]
     step._first(step.trace(state, batch), step._arguments(state, batch))
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import shardkit as sk
-from shardkit.on_device.additive import Rows, any_whole, read_loss
+from shardkit.on_device.additive import read_loss
+from shardkit.on_device.example_states import Rows, any_whole
 
 N, T, D = 4, 3, 5
 PARAMS = {"w": np.ones((D, D), "f"), "b": np.ones(D, "f")}

@@ -48,12 +48,12 @@ def new_head(params, batch, keys):
     return sk.Mean.of((x @ params["w"] - batch["y"]) ** 2)
 
 
-def stepped(loss, batch=BATCH, params=PARAMS, plan=None, sizes=None, **options):
+def stepped(loss, batch=BATCH, params=PARAMS, plan=None, sizes=None, local=False, carried=None, **options):
     sizes = sizes or {"data": 4}
     mesh = sk.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
     job = {"mesh": mesh, "plan": plan or sk.dp("data"), "donate": False, **options}
-    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), **job)
-    return step, init(params, jax.random.key(0)), batch
+    init, step = sk.make_train_step(sk.value_and_grad(loss, local=local), optax.sgd(0.1), **job)
+    return step, init(params, jax.random.key(0), carried), batch
 
 
 def refused(loss, *args, **options):
@@ -88,6 +88,9 @@ WAYS = {
     "several steps": {"steps": 2, "batch": STACKED},
     "beside another axis": {"sizes": {"data": 2, "model": 2}},
     "one example a device": {"sizes": {"data": 8}, "batch": jax.tree.map(lambda x: x[:8], BATCH)},
+    "as on one device": {"local": True},
+    "a loss scale": {"precision": "fp16", "nonfinite": "stop"},
+    "a ring": {"plan": sk.zero1("data", min_size=1, reduce=sk.algorithms.ring())},
     "manual": {"sizes": {"data": 2, "model": 2}, "manual": "data"},
 }
 
@@ -101,6 +104,25 @@ def test_under_every_option(way):
         step, state, batch = stepped(loss, **WAYS[way])
         state, _ = step(state, batch)
         step(state, batch)
+
+
+def test_with_carried_state():
+    """It is the same for all examples, and reaches both ways in which a loss is looked at."""
+    centers = np.ones((1, 4), np.float32)
+
+    def centered(own, params, batch, keys, carried):
+        center = batch["x"].mean(0, keepdims=True) if own else carried
+        return ordered(params, {**batch, "x": batch["x"] - center}, keys)
+
+    def with_own(params, batch, keys, carried):
+        return centered(True, params, batch, keys, carried)
+
+    def with_carried(params, batch, keys, carried):
+        return centered(False, params, batch, keys, carried)
+
+    assert "combines each example with a sum over all" in refused(with_own, carried=centers)
+    step, state, batch = stepped(with_carried, carried=centers)
+    step(state, batch)
 
 
 # What alone finds that a batch is read as it stands, and not as jit takes it.
@@ -143,9 +165,12 @@ def test_what_the_gradient_alone_shows_is_found_at_parameters_nearby():
     assert "combines each example with a sum over all" in message and " at parameters nearby, and not" in message
 
 
-def test_a_step_inside_of_jit_is_read_and_not_compared():
+# What alone finds a trace that uses up the check, so that the first call with numbers goes unseen.
+def test_a_step_inside_of_jit_is_read_and_compared_later():
     step, state, batch = stepped(contrastive)
-    jax.jit(step).trace(state, batch)  # no numbers are there to compare
+    assert jax.eval_shape(step, state, batch)[1]["loss"].shape == ()  # no numbers are there to compare
+    with pytest.raises(ValueError, match="pairs every example with every other"):
+        step(state, batch)
 
 
 # What alone finds a draw that is the same for the columns of all devices, where nothing runs lint.
@@ -209,6 +234,29 @@ def test_frozen_leaves_stay_whatever_the_optimizer_does(options):
     assert np.all(np.abs(found["head"] - params["head"]) > 1e-3)
     for copy in [state.opt_state.copy] if hasattr(state.opt_state, "copy") else []:
         np.testing.assert_array_equal(sk.unpadded(copy)["base"]["w"], params["base"]["w"])
+
+
+def test_a_frozen_stack_of_a_pipeline():
+    """Its stages hold the layers in another order, with rows of padding."""
+    layers, stages = 3, 2
+
+    def stage(layers, x, keys):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0]
+
+    def head(shared, x, batch):
+        return sk.Mean.of((x @ shared["head"]) ** 2)
+
+    pipe = sk.pipeline(sk.schedules.lockstep(stages, 2), "stage", layers_per_stage=(1, 2))
+    trained = {"layers": False, "head": True}
+    grad_fn = pipe.value_and_grad(lambda shared, batch, keys: batch["x"], stage, head, trained=trained)
+    params = {"layers": np.full((layers, 4, 4), 0.5, "f"), "head": np.ones((4, 1), "f")}
+    mesh = sk.make_mesh(jax.devices()[:stages], stage=stages)
+    optimizer = lenient(optax.adamw(0.1, weight_decay=0.1))
+    init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=pipe.plan)
+    state, _ = step(init(params, jax.random.key(0)), {"x": BATCH["x"]})
+    found = sk.unpadded(state.params)
+    np.testing.assert_array_equal(found["layers"], params["layers"])
+    assert np.all(np.abs(found["head"] - params["head"]) > 1e-3)
 
 
 def test_a_leaf_that_one_of_two_gradients_trains_is_not_frozen():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from shardkit._jax import compat
@@ -47,6 +47,16 @@ class Rule(NamedTuple):
     reads: Literal["trace", "compiled"]
     check: Callable[[Any], Iterator[Finding]]
     wrong: bool = False
+
+
+def findings(rules: Iterable[Rule], program: Any) -> list[Finding]:
+    """What breaks these rules in a program, in their order; a function that rules share runs once."""
+    rules = list(rules)
+    names = {rule.name for rule in rules}
+    every: list[Finding] = []
+    for check in dict.fromkeys(rule.check for rule in rules):
+        every += check(program)
+    return [finding for finding in dict.fromkeys(every) if finding.rule in names]
 
 
 class Use(NamedTuple):

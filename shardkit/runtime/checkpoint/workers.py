@@ -36,7 +36,7 @@ class Workers:
         others: dict[str, jax.Array] = {}
         own: list[dict[str, Any]] = [{} for _ in range(self.count)]
         for path, x in arrays.items():
-            name, worker = _parted(path)
+            name, worker = self._parted(path)
             (others if worker is None else own[worker])[name] = x
         specs = {name: PartitionSpec(self.axis, *x.sharding.spec) for each in own for name, x in each.items()}
         layouts = [{name: _with_first_dim(x.sharding) for name, x in each.items()} for each in own]
@@ -50,7 +50,7 @@ class Workers:
         """The records of what `together` returns."""
         found = {}
         for path, record in records.items():
-            name, worker = _parted(path)
+            name, worker = self._parted(path)
             more = [] if worker is None else [self.count]
             found[name] = {**record, "shape": more + record["shape"]}
         return found
@@ -59,7 +59,7 @@ class Workers:
         """Those of `records` for the leaves of a state, by their own paths, without the dim of the workers."""
         found = {}
         for path in leaves:
-            name, worker = _parted(path)
+            name, worker = self._parted(path)
             record = records.get(name)
             if record is not None:
                 found[path] = record if worker is None else {**record, "shape": record["shape"][1:]}
@@ -69,7 +69,7 @@ class Workers:
         """What to read of all workers for what this process's are to have."""
         found = {}
         for path, x in wanted.items():
-            name, worker = _parted(path)
+            name, worker = self._parted(path)
             if worker is not None:
                 assert self.mesh is not None
                 spec = canonical(PartitionSpec(self.axis, *x.sharding.spec))
@@ -83,7 +83,7 @@ class Workers:
     ) -> Iterator[tuple[str, jax.Array]]:
         """The arrays of this process's workers out of those of all, by their own paths, and the others."""
         for path, x in wanted.items():
-            name, worker = _parted(path)
+            name, worker = self._parted(path)
             if worker is None:
                 yield path, arrays[name]
                 continue
@@ -91,6 +91,11 @@ class Workers:
             shards = [each.data for each in arrays[name].addressable_shards if each.device in layout.device_set]
             alone = jax.make_array_from_single_device_arrays((1, *x.shape), layout, shards)
             yield path, jax.jit(_first, out_shardings=x.sharding)(alone)
+
+    def _parted(self, path: str) -> tuple[str, int | None]:
+        """The path without the number of a worker, and that number; of a state without workers the path."""
+        found = _WORKER.match(path) if self.count else None
+        return (path, None) if found is None else (f"workers.{path[found.end() :]}", int(found[1]))
 
 
 def workers_of(state: Any) -> Workers:
@@ -102,12 +107,6 @@ def workers_of(state: Any) -> Workers:
     sizes = one.mesh.shape
     axis = next((name for name in mesh.axis_names if sizes[name] != mesh.shape[name]), None)  # None: of one worker
     return Workers(len(state.workers), mesh, axis)
-
-
-def _parted(path: str) -> tuple[str, int | None]:
-    """The path without the number of a worker, and that number."""
-    found = _WORKER.match(path)
-    return (path, None) if found is None else (f"workers.{path[found.end() :]}", int(found[1]))
 
 
 def _expanded(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
