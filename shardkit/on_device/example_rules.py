@@ -594,6 +594,7 @@ def _unstack(pair: Pair, rows: Rows) -> State:
 
 
 def gather(pair: Pair, operands: list[State]) -> State:
+    """What is read out of an array: rows at given places, or of each example its own row or its own part."""
     operand, indices = operands
     numbers, sizes = pair.many.params["dimension_numbers"], pair.many.params["slice_sizes"]
     if isinstance(operand, Whole) and isinstance(indices, Whole):

@@ -84,6 +84,7 @@ def any_whole(variable: Any, scale: float = 1.0) -> Whole:
 
 
 def is_turn(state: State) -> bool:
+    """Whether a value belongs to the one example of a loop's iteration."""
     return isinstance(state, Rows) and state.dim == EACH_TURN
 
 
