@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.interpreters import partial_eval
 
 from shardkit._arguments.checks import quoted
@@ -29,6 +29,7 @@ T = TypeVar("T")
 PLAN, PER_MICROBATCH, MEAN, TOTALS = "shardkit_plan", "per_microbatch", "shardkit_mean", "shardkit_totals"
 _HERE = Path(__file__).parents[1]
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+_TESTING = _HERE / "testing"  # which calls a user's function, and is no part of it
 _KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_arguments" / "typed.py"}
 
 
@@ -90,6 +91,12 @@ def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None
             elif site.name == "cond" and parameter == "branches":
                 where = f"{branch + ', ' if branch else ''}branch {number + 1} of {len(inner)}"
             yield from walk(sub, runs, where, site)
+
+
+def without_unused(closed: Any) -> ClosedJaxpr:
+    """A program without the equations that no result needs."""
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(jaxpr, closed.consts)
 
 
 def kind_of(equation: Any) -> str | None:
@@ -224,7 +231,7 @@ def source_line(equation: Any, around: str = "") -> str:
     Where only a kernel's line is known, as inside a function with a custom derivative, it is that of the equation
     `around` it.
     """
-    frames = compat.user_frames(equation)
+    frames = [frame for frame in compat.user_frames(equation) if not Path(frame[0]).is_relative_to(_TESTING)]
     above = [f for f in frames if not is_kernel(f[0])]
     if not above:
         return around or (_written(frames[0]) if frames else "unknown")

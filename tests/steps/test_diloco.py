@@ -15,7 +15,8 @@ import shardkit as sk
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.plans.storage import named_arrays, with_arrays
 from shardkit.runtime.channel.wire import LOST
-from shardkit.testing.exact.equality import equal, symbol
+from shardkit.testing.exact.draws import STEP, equal
+from shardkit.testing.exact.equality import symbol
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.one_device import gradient_of, update_of
 from support import jobs, rows
@@ -205,7 +206,7 @@ def assert_equal(sides: Any, *args: Any) -> None:
         return Interpreter(field, seen=seen).run(traced[side], symbols)
 
     names = [str(number) for number in range(len(traced[0].out_avals))]
-    equal("diloco", "", names, (partial(run, 0), partial(run, 1)), 2, orders=(0, 3))
+    equal("diloco", "", names, (partial(run, 0), partial(run, 1)), 2, STEP)
 
 
 def test_one_step_a_round_is_data_parallelism():

@@ -19,10 +19,11 @@ import numpy as np
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import source_line
 from shardkit._jax.primitives import registered
-from shardkit.testing.exact.field import Exact, Field
+from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import DiffersError, Seen
 from shardkit.testing.exact.rules import Operand
 from shardkit.testing.exact.tower import PRIMES
+from shardkit.testing.exact.values import Exact
 
 _MOST_FORMS = 64
 

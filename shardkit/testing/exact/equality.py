@@ -15,35 +15,33 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from shardkit._arguments.checks import at_least, mesh_in_context, quoted
 from shardkit._arguments.typed import Specs, typed
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import walk
+from shardkit._jax.jaxprs import walk, without_unused
 from shardkit.meshes.layout import check_spec, path_name
 from shardkit.on_device.gradient import kind
 from shardkit.testing._compare import UnequalError, is_float, is_spec_or_none, kinds_differ, on, shapes_differ
 from shardkit.testing._interpreter import of_floats
-from shardkit.testing.exact.difference import Runs, located
-from shardkit.testing.exact.field import CONSTANT, ORDERS, Exact, Field, RedrawError, TooDeepError
-from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
-from shardkit.testing.exact.rules import ORDERED, Operand, UnsupportedError, held, is_key
+from shardkit.testing.exact.draws import KERNEL, Evidence, UnprovableError, equal
+from shardkit.testing.exact.field import Field
+from shardkit.testing.exact.interpreter import Interpreter, Seen
+from shardkit.testing.exact.rules import ORDERED, Operand, held, is_key
 from shardkit.testing.exact.tower import LEVELS
+from shardkit.testing.exact.values import CONSTANT, Exact
 
 # What a proof takes on one core, about: per element and component, and per product of a matmul.
 _SECONDS = {"element": 4e-8, "product": 4e-9, "equation": 2e-4}
-_SEEDS = 8
 
 ASSUMED = (
-    "numbers are real: nothing is said about rounding, overflow, the compiler, or where a divisor is zero",
+    "numbers are real and inputs finite: nothing is said about rounding, overflow, the compiler, or inputs for which a "
+    "divisor is zero",
+    "integers, booleans and keys are as they were passed",
     "a float constant is the simplest rational that rounds to it",
     "constants beyond 1e9 and -1e9 are infinite",
-    "comparisons follow random orders in which two numbers stand both ways, unless both are constants: a branch behind "
-    "several, or a threshold at another constant, may be missed",
     "functions of different arguments have independent values",
 )
+# Of programs that compare floats.
+SAMPLED = "what hangs on several comparisons at once, or on inputs that are equal, is seen as far as the draws show it"
 # Of logarithms that are multiplied.
 POSITIVE = "logarithms are of positive numbers"
-
-
-class UnprovableError(ValueError):
-    """What cannot be proved for all inputs."""
 
 
 class Equality(NamedTuple):
@@ -55,6 +53,7 @@ class Equality(NamedTuple):
         points: at how many random points of the field both sides were evaluated.
         chance: a bound of the probability that sides which differ agree at all of them.
         uninterpreted: the functions of which only that equal arguments have equal values was used.
+        compared: what was seen of comparisons, by line where they went one way; empty if there are none.
         assumed: the assumptions.
     """
 
@@ -63,17 +62,22 @@ class Equality(NamedTuple):
     points: int
     chance: float
     uninterpreted: tuple[str, ...]
+    compared: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ASSUMED
 
     def __str__(self) -> str:
         functions = (
             f"uninterpreted: {', '.join(self.uninterpreted)}" if self.uninterpreted else "no function is uninterpreted"
         )
+        verdict = "of a wrong verdict"
+        if self.compared:
+            verdict = "that a difference on the branches of the first draw was missed"
         lines = [
             f"equal for all inputs: {self.what}",
             f"inputs: {', '.join(self.shapes)}",
-            f"{self.points} points; the chance of a wrong verdict is at most {self.chance:.1g}",
+            f"{self.points} points; the chance {verdict} is at most {self.chance:.1g}",
             functions,
+            *self.compared,
             *(f"assumed: {each}" for each in self.assumed),
         ]
         return "\n".join(lines)
@@ -111,7 +115,7 @@ def assert_equal_for_all_inputs(
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees of arrays or ShapeDtypeStructs; small shapes prove as much.
         grad: compare gradients too, for unknown cotangents.
-        points: the number of random points; each multiplies the chance of a wrong verdict by that of one.
+        points: the number of random points, at least two; each multiplies the chance of a wrong verdict by that of one.
         check_vma: as for `jax.shard_map`; False for a kernel of others that does not type what varies.
 
     Returns:
@@ -160,8 +164,8 @@ def assert_equal_for_all_inputs(
             )
     cotangents = [y for y in jax.tree.leaves(wanted) if is_float(y)] if grad else []
     sides = [_with_gradients(each, jax.tree.structure(shapes), grad) for each in (mapped, reference)]
-    traced = [jax.make_jaxpr(each)(jax.tree.leaves(shapes), cotangents) for each in sides]
-    check_size(where, traced, points, ORDERS)
+    traced = [without_unused(jax.make_jaxpr(side)(jax.tree.leaves(shapes), cotangents)) for side in sides]
+    check_size(where, traced, points, KERNEL.draws)
     values = [f"result{_behind(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
     inputs = [path for path, x in jax.tree_util.tree_leaves_with_path(shapes) if is_float(x)]
     names = [*values, *(f"gradient of argument {path_name(path)}" for path in inputs if grad)]
@@ -170,100 +174,33 @@ def assert_equal_for_all_inputs(
     def run(side: int, field: Field, seen: Seen | None) -> list[Operand]:
         return Interpreter(field, seen=seen).run(traced[side], [symbol(field, f"{i}", x) for i, x in enumerate(given)])
 
-    field, results = equal(where, f"{where}: {on(mesh)}, ", names, (partial(run, 0), partial(run, 1)), points)
-    degree = CONSTANT.plus(CONSTANT, *(x.degree for x in results if isinstance(x, Exact)))
+    evidence = equal(where, f"{where}: {on(mesh)}, ", names, (partial(run, 0), partial(run, 1)), points)
+    degree = CONSTANT.plus(CONSTANT, *(x.degree for x in evidence.results if isinstance(x, Exact)))
     return Equality(
         f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}",
         tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shapes)),
-        points,
-        field.chance(degree),
-        tuple(sorted(field.uninterpreted)),
-        (*ASSUMED, *([POSITIVE] if field.logs else [])),
+        evidence.field.points,
+        evidence.field.chance(degree),
+        tuple(sorted(evidence.field.uninterpreted)),
+        _describe(evidence),
+        (*ASSUMED, *([POSITIVE] if evidence.field.logs else []), *([SAMPLED] if evidence.comparisons else [])),
     )
 
 
-Side = Callable[[Field, Seen | None], list[Operand]]
-
-
-def equal(
-    where: str,
-    subject: str,
-    names: Sequence[str],
-    sides: tuple[Side, Side],
-    points: int,
-    orders: Sequence[int] = ORDERS,
-) -> tuple[Field, list[Operand]]:
-    """Runs the program on the mesh and the one alone in the same fields, and refuses results that differ.
-
-    Errors begin with `where`, those of a difference with `subject`.
-
-    Returns:
-        The last field, and the results in it.
-    """
-    shallow, seed = False, 0
-    while seed < _SEEDS:
-        try:
-            for order in orders:
-                field = Field(points, seed, shallow, order)
-                results = _compared(where, subject, names, sides, field)
-                if not field.compared:
-                    break
-            return field, results
-        except RedrawError:
-            seed += 1
-        except TooDeepError:
-            if shallow:
-                raise UnprovableError(
-                    f"{where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these programs "
-                    "nest more. Pass a model of fewer layers: a layer more proves nothing else."
-                ) from None
-            shallow = True
-    raise UnprovableError(
-        f"{where}: a divisor must not be zero for most inputs; at {_SEEDS} draws one was. Remove a division by what is "
-        "always zero."
-    )
-
-
-def _compared(where: str, subject: str, names: Sequence[str], sides: tuple[Side, Side], field: Field) -> list[Operand]:
-    """The results of both sides in a field, where they are equal."""
-    on_mesh, alone = sides
-    try:
-        wanted, got = alone(field, None), on_mesh(field, None)
-    except UnsupportedError as error:
-        raise UnprovableError(
-            f"{where}: whatever is computed from a float must have a meaning in a finite field; {error} "
-            f"{f'at {error.line} ' if error.line else ''}has none. Prove the part before it, or compare floats with "
-            "assert_matches_reference."
-        ) from error
-    except DiffersError as error:
-        hint = _perhaps(field)  # before more functions are met on the way to the line
-        found = located(Runs(field, on_mesh, alone), 0, None)
-        raise UnequalError(f"{subject}{error} differs between devices{found}{hint}") from error
-    for index, (name, x, y) in enumerate(zip(names, got, wanted, strict=True)):
-        a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
-        logs = field.logs or a.factor is not None or b.factor is not None  # whose exps are compared
-        if max(a.used.max(initial=0), b.used.max(initial=0)) + logs >= LEVELS:
-            raise TooDeepError
-        if not field.same(a, b).all():
-            hint = _perhaps(field)
-            found = located(Runs(field, on_mesh, alone), index, b)
-            raise UnequalError(f"{subject}the {name} is not the reference's for all inputs{found}{hint}")
-    return got
-
-
-def _perhaps(field: Field) -> str:
-    """Ends the message: what to do about a false alarm, where functions of which little is known are on the way."""
-    names = [
-        *sorted({*field.uninterpreted, *(["log"] if field.logs else [])}),
-        *(["comparisons"] if field.compared else []),
-    ]
-    if not names:
-        return "."
-    listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return (
-        f". If only an identity of {listed} is missing, write that part alike on both sides, or compare floats with "
-        "assert_matches_reference."
-    )
+def _describe(evidence: Evidence) -> tuple[str, ...]:
+    """What was seen of comparisons, as sentences."""
+    lines = []
+    if evidence.comparisons:
+        by_line = {comparison.line for comparison in evidence.comparisons}
+        runs = f"{evidence.draws} draws of real inputs"
+        if evidence.orders:
+            runs += f" and {evidence.orders} random orders"
+        lines.append(f"comparisons: at {len(by_line)} {'line' if len(by_line) == 1 else 'lines'}, both ways in {runs}")
+    for comparison in evidence.one_way:
+        lines.append(f"never else than {comparison.outcome}: {comparison.what} at {comparison.line}")
+    for name, (elements, size) in evidence.no_number.items():
+        lines.append(f"not a number on both sides: {elements} of {size} elements of the {name}")
+    return tuple(lines)
 
 
 def symbol(field: Field, name: str, x: Any) -> Operand:
@@ -294,7 +231,7 @@ def check_floats(where: str, shapes: Any) -> None:
         )
 
 
-def check_size(where: str, traced: Sequence[Any], points: int, orders: Sequence[int], longest: float = 600.0) -> None:
+def check_size(where: str, traced: Sequence[Any], points: int, draws: int, longest: float = 600.0) -> None:
     """Refuses programs that would take more than so many seconds."""
     seconds, runs, most = 0.0, 1, -1
     largest: Any = None  # the equation, whose line takes longer to find than all else here
@@ -315,7 +252,7 @@ def check_size(where: str, traced: Sequence[Any], points: int, orders: Sequence[
                 contracted = site.equation.params["dimension_numbers"][0][0]
                 inner = int(np.prod([site.equation.invars[0].aval.shape[dim] for dim in contracted]))
             if site.name in ORDERED and is_float(site.equation.invars[0].aval):
-                runs = len(orders)
+                runs = draws
             seconds += (site.times or 1) * _SECONDS["equation"]
             seconds += times * LEVELS * points * size * (_SECONDS["element"] + inner * _SECONDS["product"])
     seconds *= runs

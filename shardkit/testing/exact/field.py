@@ -9,12 +9,16 @@ that programs rely on hold exactly:
 - `log` is kept beside the number, as the number whose logarithm is added: exp(log x) is x, log(xy) is log x + log y.
   Where it is multiplied by what is no small whole number, it becomes the exponent of its square, one prime lower: so
   log(exp x) is x and any multiple is linear, but the sign of what it is of is lost, and the highest prime.
-- `max`, sorts and comparisons follow a random total order in which x < y when -y < -x, what is known to be positive is
-  above zero, and constants are in their own order. They are decided for all points at once, so that every mask is an
-  array of booleans. Of any two numbers, one of them unknown, each is above the other in one of a field's four orders at
-  least, unless their signs decide.
-- Constants beyond 1e9 and -1e9 are infinite, also plus a number or times one of known sign: exp of minus infinity is 0,
-  `max` the other. In all else they are numbers like any other, so that what is added and taken away cancels.
+- `max`, sorts and comparisons are decided in one of two ways. In a draw, real inputs are drawn beside the numbers, and
+  every operation is done on them too, in float64: they say which of two numbers is larger, so that what happens is what
+  happens for inputs that exist. In an order, a random total one, nothing but x < y when -y < -x, the known signs and the
+  order of constants holds: so a branch is taken that no draw has reached. Of any two numbers, one of them unknown, each
+  is above the other in one of the first four orders, unless their signs decide.
+- Not a number is a kind of its own: infinity less infinity, zero times infinity, 0 / 0, what a gather reads out of
+  bounds. It spreads as in floats, and equals no number. What comes from outside of the domain of a function in a draw,
+  as the logarithm of a number that happens to be negative, is told apart: nothing is compared there.
+- Constants beyond 1e9 and -1e9 stand for infinity in masks, also plus a number or times one of known sign: exp of minus
+  infinity is 0. In all else they are numbers like any other, so that what is added and taken away cancels.
 - Any other function is a random one, "uninterpreted": equal arguments have equal values, nothing else is known.
 """
 
@@ -22,23 +26,55 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from scipy import special
 
-from shardkit.testing.exact.tower import LEVELS, PRIMES, logarithm, powers, rationals
+from shardkit.testing.exact.tower import LEVELS, PRIMES, logarithm, powers
+from shardkit.testing.exact.values import (
+    CONSTANT,
+    HUGE,
+    INFINITE,
+    INPUT,
+    NOT_A_NUMBER,
+    OUTSIDE,
+    TRULY,
+    Degree,
+    Exact,
+    facts,
+    simplest,
+)
 
-ORDERS = (0, 1, 2, 3)
-INFINITE = 1e9
-_LARGEST_DENOMINATOR, _MOST_DIGITS = 2**14, 3
-_LOWEST = np.iinfo(np.int64).min
+# What real inputs are drawn as, draw by draw; in more draws each input is one of them.
+KINDS = ("normal", "positive", "wide", "unit")
+_WIDE = 16.0
+# Inputs of which rows, or elements, are equal, or are zero: a division by zero is then the draw's, not the program's.
+PLANTED = ("alike", "repeated", "zero")
+ROUNDING = {"round", "floor", "ceil", "to an integer"}
 _PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
+_MOST_KEPT = 64  # elements of a constant that is kept
+_DIGITS = 34  # bits of a real value, by which numbers are put in order
+# Functions that are uninterpreted but for their real values, in float64, and those that are 0 or 1 at 0.
+_REAL: dict[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2", "sqrt")},
+    **{name: getattr(np, f"arc{name[1:]}") for name in ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")},
+    **{name: getattr(special, name) for name in ("erf", "erfc", "digamma")},
+    "erf_inv": special.erfinv,
+    "lgamma": special.gammaln,
+    "logistic": special.expit,
+    "pow": np.power,
+    "rem": np.fmod,
+    "nextafter": np.nextafter,
+    "div of integers": lambda x, y: np.trunc(x / y),
+}
+_ZERO_AT_ZERO = {"tanh", "sin", "tan", "sinh", "cbrt", "sqrt", "asin", "atan", "asinh", "atanh", "erf", "erf_inv"}
+_ONE_AT_ZERO = {"cos", "cosh", "erfc", "exp2"}
 
 
 class RedrawError(Exception):
@@ -46,132 +82,11 @@ class RedrawError(Exception):
 
 
 class TooDeepError(Exception):
-    """More nested exps, on the way to a result, than the tower has primes."""
+    """More nested exps, on the way to a result, than the field has primes."""
 
 
-class Degree(NamedTuple):
-    """Of values as polynomials of inputs, inverses and values of functions: bounds for every element.
-
-    Attributes:
-        total: the degree.
-        inverses: the degree in the inverses of one division, and the sum of the degrees of what is divided by, for
-            each division by its number.
-    """
-
-    total: int = 0
-    inverses: Mapping[int, tuple[int, int]] = MappingProxyType({})
-
-    def plus(self, *others: Degree) -> Degree:
-        """That of a sum, or of an array with elements of all."""
-        inverses = dict(self.inverses)
-        for number, (most, weight) in (item for each in others for item in each.inverses.items()):
-            inverses[number] = max(most, inverses.get(number, (0, 0))[0]), weight
-        return Degree(max(self.total, *(each.total for each in others)), inverses)
-
-    def times(self, other: Degree) -> Degree:
-        """That of a product."""
-        inverses = dict(self.inverses)
-        for number, (most, weight) in other.inverses.items():
-            inverses[number] = most + inverses.get(number, (0, 0))[0], weight
-        return Degree(self.total + other.total, inverses)
-
-    def to_the(self, n: int) -> Degree:
-        """That of a power."""
-        return Degree(self.total * n, {number: (n * most, weight) for number, (most, weight) in self.inverses.items()})
-
-
-CONSTANT, INPUT = Degree(), Degree(1)
-
-
-@dataclass(frozen=True, eq=False)
-class Exact:
-    """An array of numbers of the field, `number + log(factor)`.
-
-    The leading dim of `number` and `factor` has their components, prime by prime and point by point. That of `facts`
-    has what is known of each element, in rows: its sign, 1 where it is not negative and -1 where it is not positive;
-    whether it is minus infinity (-1) or plus (1); and how many of the lowest primes exps have used up on its way, in
-    the number and in the factor. The components of those have no meaning.
-
-    Attributes:
-        number: uint64 [components, ...].
-        facts: int8 [4, ...].
-        factor: uint64 [components, ...]; None for 1.
-        degree: bounds of its degree.
-    """
-
-    number: np.ndarray
-    facts: np.ndarray
-    factor: np.ndarray | None = None
-    degree: Degree = CONSTANT
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the array, without the components."""
-        return self.number.shape[1:]
-
-    @property
-    def sign(self) -> np.ndarray:
-        """int8 [...]."""
-        return self.facts[0]
-
-    @property
-    def infinite(self) -> np.ndarray:
-        """int8 [...]."""
-        return self.facts[1]
-
-    @property
-    def low(self) -> np.ndarray:
-        """bool [...], whether it is minus infinity."""
-        return self.facts[1] < 0
-
-    @property
-    def used(self) -> np.ndarray:
-        """int8 [2, ...], the used primes of number and factor."""
-        return self.facts[2:]
-
-    def moved(self, move: Callable[[np.ndarray], np.ndarray]) -> Exact:
-        """With its elements at other places: `move` acts on each part, behind its leading dim."""
-        factor = None if self.factor is None else move(self.factor)
-        return replace(self, number=move(self.number), facts=move(self.facts), factor=factor)
-
-    def row(self, dim: int, i: int) -> Exact:
-        """The elements at a place of a dim, without it."""
-        return self.moved(lambda part: np.take(part, i, dim + 1))
-
-    def signed(self, sign: int) -> Exact:
-        """The same, known to have a sign."""
-        return replace(self, facts=facts(self.shape, sign, self.infinite, *self.used))
-
-
-def facts(shape: Sequence[int], sign: Any = 0, infinite: Any = 0, used: Any = 0, factor_used: Any = 0) -> np.ndarray:
-    """The facts of an array of this shape."""
-    rows = np.empty((4, *shape), np.int8)
-    for number, value in enumerate((sign, infinite, used, factor_used)):
-        rows[number] = value
-    return rows
-
-
-def simplest(value: float, dtype: Any) -> Fraction:
-    """The simplest rational that rounds to a constant, so that 1/3 is a third; else the constant itself.
-
-    One with a small denominator, or one of few decimal digits, as an epsilon is written.
-    """
-    exact = Fraction(value)
-    for bits in range(_LARGEST_DENOMINATOR.bit_length()):
-        near = exact.limit_denominator(1 << bits)
-        if np.asarray(float(near)).astype(dtype) == np.asarray(value).astype(dtype):
-            return near
-    digits = f"{value:.{_MOST_DIGITS - 1}e}"
-    return Fraction(digits) if np.asarray(float(digits)).astype(dtype) == np.asarray(value).astype(dtype) else exact
-
-
-def widened(x: np.ndarray) -> np.ndarray:
-    """Constants of less than 32 bits as what they stand for, because rounding is not modelled."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
-        return x
-    values, where = np.unique(x.astype(np.float32), return_inverse=True)
-    simple = [float(simplest(float(value), x.dtype)) if np.isfinite(value) else float(value) for value in values]
-    return np.array(simple, np.float32)[where].reshape(x.shape)
+class UnknownValueError(Exception):
+    """A comparison of a number whose real value is beyond floats, or of a function that has none."""
 
 
 class Field:
@@ -179,21 +94,69 @@ class Field:
 
     Attributes:
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
-        order: which of its orders, 0 to 3: sizes the other way round, unknown signs the other way round.
+        order: which order decides comparisons; None where the real values of a draw do.
+        kind: as what the inputs of a draw are drawn, one of KINDS or PLANTED; "" for one of KINDS for each input.
+        scale: by what normal inputs are multiplied.
+        levels: how many primes of the tower there are, the highest.
         uninterpreted: the functions that were applied without a law, by name.
         compared: how many arrays were put in order.
+        deepest: the most primes that exps used up, on the way to what was compared.
+        outside: the line where a value was first outside of the domain of a function.
+        centres: logarithms of the constants that are compared.
+        settings: the arguments it was made of.
+        coverage: what notes which way comparisons went, if any does.
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
     """
 
-    def __init__(self, points: int, seed: int, shallow: bool = False, order: int = 0):
+    def __init__(
+        self,
+        points: int,
+        seed: int,
+        shallow: bool = False,
+        order: int | None = None,
+        kind: str = KINDS[0],
+        scale: float = 1.0,
+        levels: int = LEVELS,
+    ):
+        self.settings = (points, seed, shallow, order, kind, scale, levels)
         self.points, self.seed, self.shallow, self.order = points, seed, shallow, order
-        self.moduli = np.repeat(np.array(PRIMES, np.uint64), points)
+        self.kind, self.scale, self.levels = kind, scale, levels
+        self.moduli = np.repeat(np.array(PRIMES[-levels:], np.uint64), points)
         self.uninterpreted: set[str] = set()
-        self.compared, self._divisions, self.logs = 0, 0, False
-        self._constants: dict[Any, np.ndarray] = {}
+        self.compared, self.deepest, self._divisions, self.logs = 0, 0, 0, False
+        self._constants: dict[Any, tuple[np.ndarray, float]] = {}
+        self._lifted: dict[Any, Exact] = {}
         self._salts: dict[str, np.ndarray] = {}
-        self._of_bits: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+        self._of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
+        self._of_roots: dict[bytes, np.ndarray] = {}
         self._bits_degree = CONSTANT
+        self.coverage: Any = None
+        self.outside = ""
+        self.centres: tuple[float, ...] = ()
+        self._following: dict[int, np.ndarray] = {}
+
+    def follow(self, x: np.ndarray) -> np.ndarray:
+        """The same integers or booleans, known to follow from a comparison or from rounding."""
+        self._following[id(x)] = x  # which keeps it, so that no other array has its id
+        return x
+
+    def follows(self, x: Any) -> bool:
+        """Whether integers or booleans follow from floats."""
+        return id(x) in self._following
+
+    @property
+    def rounds(self) -> bool:
+        """Whether floats were rounded to integers."""
+        return bool(self.uninterpreted & ROUNDING)
+
+    @property
+    def planted(self) -> bool:
+        """Whether inputs are equal, or zero, by the draw: what is no number then is so for these inputs alone."""
+        return self.order is None and self.kind in PLANTED
+
+    @property
+    def _created(self) -> int:
+        return OUTSIDE if self.planted else NOT_A_NUMBER
 
     def p(self, x: np.ndarray) -> np.ndarray:
         """The primes of an array's components, the last ones if it has fewer."""
@@ -201,8 +164,8 @@ class Field:
 
     def valid(self, used: np.ndarray) -> np.ndarray:
         """bool [components, ...]: which components have a meaning where so many primes are used up."""
-        level = np.repeat(np.arange(LEVELS), self.points).reshape(-1, *[1] * used.ndim)
-        return (level >= used) & (level < LEVELS - self.logs)
+        level = np.repeat(np.arange(self.levels), self.points).reshape(-1, *[1] * used.ndim)
+        return (level >= used) & (level < self.levels - self.logs)
 
     def salt(self, name: str) -> np.ndarray:
         """A random word for each component."""
@@ -210,45 +173,108 @@ class Field:
             hashes = [
                 hashlib.blake2b(f"{self.seed} {name} {i}".encode(), digest_size=8) for i in range(len(self.moduli))
             ]
-            self._salts[name] = np.array([int.from_bytes(each.digest(), "big") for each in hashes], np.uint64)
+            self._salts[name] = np.array([int.from_bytes(word.digest(), "big") for word in hashes], np.uint64)
         return self._salts[name]
 
     # Values
 
     def drawn(self, name: str, shape: Sequence[int]) -> Exact:
-        """An input: a random number for every component and element."""
+        """An input: a random number for every component and element, and a random real value for every element."""
         size = math.prod(shape)
         rng = np.random.default_rng(
             [self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")]
         )
         number = rng.integers(1, self.moduli[:, None], (len(self.moduli), size), np.uint64)
-        return Exact(number.reshape(len(number), *shape), facts(shape), degree=INPUT)
+        number = number.reshape(len(number), *shape)
+        kind = self.kind or KINDS[rng.integers(len(KINDS))]
+        real = rng.normal(size=(1, *shape)) * self.scale
+        if kind == "positive":
+            real = np.exp(real)
+        elif kind == "wide":
+            real = real * _WIDE
+        elif kind == "unit":
+            real = rng.uniform(size=(1, *shape))
+        x = Exact(number, facts(shape), real, degree=INPUT)
+        if kind == "alike" and len(shape) and size:
+            return x.moved(lambda part: np.broadcast_to(part[:, :1], part.shape))
+        if kind == "zero":
+            return self.lifted(np.zeros(shape, np.float32))
+        if kind == "repeated" and size:
+            # Every second element is one of the first half once more, and every fourth is zero.
+            places = np.where(rng.uniform(size=size) < 0.5, rng.integers(0, (size + 1) // 2, size), np.arange(size))
+            zeros = (rng.uniform(size=size) < 0.25).reshape(shape)
+            x = x.moved(lambda part: part.reshape(len(part), -1)[:, places].reshape(part.shape))
+            return self.where(zeros, self.lifted(np.zeros(shape, np.float32)), x)
+        return x
 
     def lifted(self, x: Any) -> Exact:
         """A constant array of floats, integers or booleans."""
         x = np.asarray(x)
+        if x.size > _MOST_KEPT:
+            return self._lift(x)
+        key = x.tobytes(), str(x.dtype), x.shape
+        if key not in self._lifted:
+            self._lifted[key] = self._lift(x)
+        return self._lifted[key]
+
+    def _lift(self, x: np.ndarray) -> Exact:
         one = x.reshape(-1), np.zeros(x.shape, np.int64)
         values, where = np.unique(x, return_inverse=True) if x.size > 1 else one
-        table = np.stack([self._constant(each, x.dtype) for each in values], 1) if values.size else self.moduli[:, None]
+        where = where.reshape(x.shape)
+        constants = [self._constant(value, x.dtype) for value in values]
+        table = np.stack([residues for residues, _ in constants], 1) if constants else self.moduli[:, None]
+        real = np.array([value for _, value in constants] or [0.0])
         number = np.take(table, where.reshape(-1), 1).reshape(len(table), *x.shape)
         wide = np.asarray(values, np.float64)
-        infinite = np.where(wide <= -INFINITE, -1, (wide >= INFINITE) & jnp.issubdtype(x.dtype, jnp.floating))
-        sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
-        return Exact(
-            number, facts(x.shape, np.take(sign, where.reshape(x.shape)), np.take(infinite, where.reshape(x.shape)))
-        )
+        huge = (np.abs(wide) >= INFINITE) & jnp.issubdtype(x.dtype, jnp.floating)
+        with np.errstate(invalid="ignore"):
+            sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
+        infinite = np.where(np.isinf(wide), TRULY, np.where(huge, HUGE, 0)) * sign
+        poison = np.where(np.isnan(wide), NOT_A_NUMBER, 0)
+        rows = (np.take(row, where) for row in (sign, infinite, np.zeros_like(sign), np.zeros_like(sign), poison))
+        return Exact(number, facts(x.shape, *rows), np.take(real, where)[None])
 
-    def _constant(self, value: Any, dtype: Any) -> np.ndarray:
+    def _constant(self, value: Any, dtype: Any) -> tuple[np.ndarray, float]:
+        """The residues of a constant, and the real number that it stands for."""
         known = (value.item(), str(dtype))
         if known not in self._constants:
-            if not np.isfinite(np.asarray(value, np.float64)):
-                number = self.salt(f"constant {abs(value)}") % self.moduli
-                self._constants[known] = self.moduli - number if float(value) < 0 else number
+            if np.isnan(np.asarray(value, np.float64)):
+                self._constants[known] = np.zeros_like(self.moduli), math.nan
+            elif np.isinf(np.asarray(value, np.float64)):
+                self._constants[known] = self._infinity(float(value) < 0), float(value)
             else:
                 ratio = simplest(float(value), dtype) if jnp.issubdtype(dtype, jnp.floating) else Fraction(int(value))
                 residues = [ratio.numerator * pow(ratio.denominator, -1, int(p)) % int(p) for p in self.moduli]
-                self._constants[known] = np.array(residues, np.uint64)
+                self._constants[known] = np.array(residues, np.uint64), float(ratio)
         return self._constants[known]
+
+    def _infinity(self, negative: bool) -> np.ndarray:
+        number = self.salt("infinity") % self.moduli
+        return self.moduli - number if negative else number
+
+    def settled(self, x: Exact) -> Exact:
+        """With one number for what is truly infinite, and for what is no number."""
+        if not x.special:
+            return x
+        number, factor, real, infinite = x.number, x.factor, x.real, x.infinite
+        for value, here in ((math.inf, infinite == TRULY), (-math.inf, infinite == -TRULY)):
+            residues = self._infinity(value < 0).reshape(-1, *[1] * len(x.shape))
+            number, real = np.where(here, residues, number), np.where(here, value, real)
+        number, real = np.where(x.poison > 0, np.uint64(0), number), np.where(x.poison > 0, math.nan, real)
+        plain = (x.poison > 0) | (np.abs(infinite) == TRULY)
+        if factor is not None:
+            factor = np.where(plain, np.uint64(1), factor)
+        used = np.where(plain, 0, x.used)
+        known = facts(x.shape, np.where(plain, np.sign(infinite), x.sign), infinite, *used, x.poison)
+        known[1] = np.where(x.poison > 0, 0, infinite)
+        return Exact(number, known, real, factor, x.degree)
+
+    def is_zero(self, x: Exact) -> np.ndarray:
+        """bool [...]: which elements are zero at all points."""
+        number = ((x.number == 0) | ~self.valid(x.used[0])).all(0)
+        if x.factor is not None:
+            number = number & (x.factor == 1).all(0)
+        return number & (x.infinite == 0) & (x.poison == 0)
 
     def plain(self, x: Exact) -> Exact:
         """Without a logarithm: that of the factor becomes a number."""
@@ -259,13 +285,14 @@ class Field:
         if not one.all():
             self.logs = True
             number = (number + self.p(number) - self._logarithms(self.inverted(x.factor, x.used[1]))) % self.p(number)
-        return Exact(number, facts(x.shape, 0, x.infinite, used), degree=x.degree.plus(INPUT))
+        known = facts(x.shape, 0, x.infinite, used, 0, x.poison)
+        return self.settled(Exact(number, known, x.real, degree=x.degree.plus(INPUT)))
 
     def _logarithms(self, x: np.ndarray) -> np.ndarray:
         """Of numbers the logarithms, each from the component one prime higher; those of the highest mean nothing."""
         logs = self.random("log", x)
         for i, generator in enumerate(self._generator[self.points :].tolist()):
-            level = i // self.points
+            level = LEVELS - self.levels + i // self.points
             scale = pow(generator, -1, PRIMES[level])
             row = [logarithm(level, value) * scale % PRIMES[level] for value in x[i + self.points].reshape(-1).tolist()]
             logs[i] = np.reshape(np.array(row, np.uint64), logs[i].shape)
@@ -279,36 +306,57 @@ class Field:
         return word % self.p(word)
 
     def opaque(self, name: str, *operands: Exact, sign: int = 0) -> Exact:
-        """An uninterpreted function of each element."""
+        """An uninterpreted function of each element; its real values are those of the function of that name."""
         self.uninterpreted.add(name)
         plain = [self.plain(x) for x in operands]
         number = self.random(name, *(x.number for x in plain))
-        used = plain[0].used[0]
+        used, poison = plain[0].used[0], plain[0].poison
         for x in plain[1:]:
-            used = np.maximum(used, x.used[0])
-        return Exact(number, facts(number.shape[1:], sign, 0, used), degree=INPUT)
+            used, poison = np.maximum(used, x.used[0]), np.maximum(poison, x.poison)
+        if name in _ZERO_AT_ZERO or name in _ONE_AT_ZERO:
+            number = np.where(self.is_zero(plain[0]), np.uint64(name in _ONE_AT_ZERO), number)
+        with np.errstate(all="ignore"):
+            real = _REAL[name](*(x.real for x in plain)) if name in _REAL else np.full((1, *number.shape[1:]), math.nan)
+            if name in _REAL and self.order is None:
+                defined = np.isfinite(sum(x.real for x in plain))[0]
+                poison = np.maximum(poison, np.where(np.isnan(real[0]) & defined, OUTSIDE, 0))
+        result = Exact(number, facts(number.shape[1:], sign, 0, used, 0, poison), real, degree=INPUT)
+        if name in _REAL and any(x.special for x in plain):
+            result = self._at_infinity(result, plain)
+        return self.settled(result)
+
+    def _at_infinity(self, x: Exact, operands: Sequence[Exact]) -> Exact:
+        """A function's values where an operand is truly infinite: those that it has in floats."""
+        here = np.zeros(x.shape, bool)
+        for operand in operands:
+            here = here | (np.abs(operand.infinite) == TRULY)
+        limit = self.lifted(np.where(here, x.real[0], 0.0))
+        return self.where(here & (x.poison == 0), limit, x)
 
     def bits(self, x: Exact) -> Exact:
         """Uninterpreted integers, from which `of_bits` comes back: what is sent as bits arrives."""
         x = self.plain(x)
         number = self.random("bits", x.number)
-        columns = (part.reshape(len(part), -1).T for part in (number, x.number, x.facts))
-        for word, own, known in zip(*columns, strict=True):
-            self._of_bits[word.tobytes()] = own, known
+        columns = (part.reshape(len(part), -1).T for part in (number, x.number, x.facts, x.real))
+        for word, residues, known, real in zip(*columns, strict=True):
+            self._of_bits[word.tobytes()] = residues, known, real
         self._bits_degree = self._bits_degree.plus(x.degree)
-        return Exact(number, facts(x.shape, used=x.used[0]), degree=INPUT)
+        known = facts(x.shape, used=x.used[0], poison=x.poison)
+        return Exact(number, known, np.full(x.real.shape, math.nan), degree=INPUT)
 
     def of_bits(self, x: Exact) -> Exact:
         """The numbers of these bits; of integers that are no number's bits, uninterpreted ones."""
         other = self.opaque("of bits", x)
-        number, known = (part.reshape(len(part), -1).copy() for part in (other.number, other.facts))
+        parts = (other.number, other.facts, other.real)
+        number, known, real = (part.reshape(len(part), -1).copy() for part in parts)
         for i, word in enumerate(x.number.reshape(len(x.number), -1).T):
             if not word.any():
-                number[:, i], known[:, i] = 0, 0
+                number[:, i], known[:, i], real[:, i] = 0, 0, 0
             elif word.tobytes() in self._of_bits:
-                number[:, i], known[:, i] = self._of_bits[word.tobytes()]
+                number[:, i], known[:, i], real[:, i] = self._of_bits[word.tobytes()]
         degree = self._bits_degree.plus(INPUT)
-        return Exact(number.reshape(other.number.shape), known.reshape(other.facts.shape), degree=degree)
+        number, known, real = (new.reshape(old.shape) for new, old in zip((number, known, real), parts, strict=True))
+        return Exact(number, known, real, degree=degree)
 
     # Arithmetic
 
@@ -321,15 +369,24 @@ class Field:
         if factor is not None:
             factor = np.broadcast_to(factor, number.shape)
         sign = np.where(x.sign == y.sign, x.sign, 0)
-        infinite = np.clip(x.infinite + y.infinite, -1, 1)
-        known = facts(number.shape[1:], sign, infinite, *np.maximum(x.used, y.used))
-        return Exact(number, known, factor, x.degree.plus(y.degree))
+        poison = np.maximum(x.poison, y.poison)
+        infinite = np.clip(x.infinite + y.infinite, -HUGE, HUGE)
+        if x.special or y.special:
+            first, second = np.abs(x.infinite) == TRULY, np.abs(y.infinite) == TRULY
+            infinite = np.where(first, x.infinite, np.where(second, y.infinite, infinite))
+            apart = first & second & (x.infinite != y.infinite)
+            poison = np.maximum(poison, np.where(apart, self._created, 0))
+        with np.errstate(all="ignore"):
+            real = x.real + y.real
+        known = facts(number.shape[1:], sign, infinite, *np.maximum(x.used, y.used), poison)
+        return self.settled(Exact(number, known, real, factor, x.degree.plus(y.degree)))
 
     def negative(self, x: Exact) -> Exact:
         """-x."""
         p = self.p(x.number)
         factor = None if x.factor is None else self.inverted(x.factor, x.used[1])
-        return replace(x, number=(p - x.number) % p, facts=facts(x.shape, -x.sign, -x.infinite, *x.used), factor=factor)
+        known = facts(x.shape, -x.sign, -x.infinite, *x.used, x.poison)
+        return replace(x, number=(p - x.number) % p, facts=known, real=-x.real, factor=factor)
 
     def sub(self, x: Exact, y: Exact) -> Exact:
         """x - y."""
@@ -338,27 +395,51 @@ class Field:
     def mul(self, x: Exact, y: Exact) -> Exact:
         """x * y; a logarithm times a small whole number or a mask stays one."""
         for one, other in ((x, y), (y, x)):
-            times = self.whole(other) if one.factor is not None else None
-            if times is not None:
-                factor = self.power(one.factor, abs(times))
-                factor = self.inverted(factor, one.used[1]) if times < 0 else factor
-                number = one.number * other.number % self.p(one.number)
-                known = facts(number.shape[1:], 0, one.infinite * np.sign(times), *one.used)
-                return Exact(number, known, np.broadcast_to(factor, number.shape), one.degree)
-            if one.factor is not None and other.factor is None and not other.degree.total:
-                ones = (other.number == 1).all(0)
-                if (ones | (other.number == 0).all(0)).all():  # a mask
-                    factor, number = np.where(ones, one.factor, np.uint64(1)), one.number * other.number
-                    return Exact(number, facts(number.shape[1:], 0, one.infinite * ones, *one.used), factor, one.degree)
+            if one.factor is not None and other.factor is None and not one.special and not other.special:
+                product = self._multiple(one, other)
+                if product is not None:
+                    return product
         x, y = self.plain(x), self.plain(y)
         number = x.number * y.number % self.p(x.number)
         used = np.maximum(x.used[0], y.used[0])
+        poison = np.maximum(x.poison, y.poison)
         infinite: Any = 0
         if x.infinite.any() or y.infinite.any():  # times a number of no known sign it is one itself, and not infinite
-            signs = [np.where((z.number == 0).all(0), 0, np.where(z.infinite, z.infinite, z.sign)) for z in (x, y)]
-            infinite = np.where((x.infinite != 0) | (y.infinite != 0), signs[0] * signs[1], 0)
-        known = facts(number.shape[1:], x.sign * y.sign, infinite, used)
-        return Exact(number, known, degree=x.degree.times(y.degree))
+            first, second = self._known_sign(x), self._known_sign(y)
+            infinite = np.where((x.infinite != 0) | (y.infinite != 0), first * second, 0)
+        if x.special or y.special:
+            first, second = np.abs(x.infinite) == TRULY, np.abs(y.infinite) == TRULY
+            nothing = (first & self.is_zero(y)) | (second & self.is_zero(x))
+            poison = np.maximum(poison, np.where(nothing, self._created, 0))
+            turned = np.sign(self.key(x)) * np.sign(self.key(y))
+            infinite = np.where(first | second, TRULY * np.nan_to_num(turned), infinite)
+        with np.errstate(all="ignore"):
+            real = x.real * y.real
+        known = facts(number.shape[1:], x.sign * y.sign, infinite, used, 0, poison)
+        return self.settled(Exact(number, known, real, degree=x.degree.times(y.degree)))
+
+    def _known_sign(self, x: Exact) -> np.ndarray:
+        """1, -1, or 0 where it is not known."""
+        sign = np.where(x.infinite != 0, np.sign(x.infinite), x.sign)
+        return np.where((x.number == 0).all(0), 0, sign)
+
+    def _multiple(self, x: Exact, y: Exact) -> Exact | None:
+        """A logarithm times a small whole number or a mask; None for other products."""
+        number = x.number * y.number % self.p(x.number)
+        with np.errstate(all="ignore"):
+            real = x.real * y.real
+        times = self.whole(y)
+        if times is not None:
+            factor = self.power(x.factor, abs(times))
+            factor = self.inverted(factor, x.used[1]) if times < 0 else factor
+            known = facts(number.shape[1:], 0, x.infinite * np.sign(times), *x.used, x.poison)
+            return Exact(number, known, real, np.broadcast_to(factor, number.shape), x.degree)
+        ones = (y.number == 1).all(0)
+        if y.degree.total or not (ones | (y.number == 0).all(0)).all():
+            return None
+        factor = np.where(ones, x.factor, np.uint64(1))
+        known = facts(number.shape[1:], 0, x.infinite * ones, *x.used, x.poison)
+        return Exact(number, known, real, factor, x.degree)
 
     def whole(self, x: Exact) -> int | None:
         """The one small whole number that every element is; None if there is none."""
@@ -367,8 +448,8 @@ class Field:
         first = x.number.reshape(len(x.number), -1)[:, 0]
         if not (x.number == first.reshape(-1, *[1] * (x.number.ndim - 1))).all():
             return None
-        for value, given in ((int(first[0]), first), (-int(self.moduli[0] - first[0]), self.moduli - first)):
-            if abs(value) <= 64 and (given == abs(value)).all():
+        for value, residues in ((int(first[0]), first), (-int(self.moduli[0] - first[0]), self.moduli - first)):
+            if abs(value) <= 64 and (residues == abs(value)).all():
                 return value
         return None
 
@@ -381,15 +462,65 @@ class Field:
                 result = result * x % p
         return result
 
+    def to_the(self, x: Exact, n: int) -> Exact:
+        """x to a whole power; an even one of a square root is one of what it is the root of."""
+        x = self.plain(x)
+        if n < 0:
+            return self.inverse(self.to_the(x, -n))
+        square = self._square_of_roots(x) if n >= 2 else None
+        if square is not None:
+            whole = self.to_the(square, n // 2)
+            return self.mul(whole, x).signed(1) if n % 2 else whole
+        sign: Any = 1 if n % 2 == 0 else x.sign
+        infinite = np.where(np.abs(x.infinite) == TRULY, TRULY * np.sign(x.infinite) ** n, 0)
+        with np.errstate(all="ignore"):
+            real = x.real**n
+        known = facts(x.shape, sign, infinite, x.used[0], 0, x.poison)
+        return self.settled(Exact(self.power(x.number, n), known, real, degree=x.degree.to_the(n)))
+
+    def root(self, x: Exact) -> Exact:
+        """The square root: uninterpreted, but that its square is x."""
+        x = self.plain(x)
+        result = self.opaque("sqrt", x, sign=1)
+        for word, number in zip(_columns(result.number), _columns(x.number), strict=True):
+            self._of_roots[word.tobytes()] = number
+        return result
+
+    def _square_of_roots(self, x: Exact) -> Exact | None:
+        """The squares of an array whose elements are all square roots; None for others."""
+        if not self._of_roots:
+            return None
+        words = zip(_columns(x.number), x.poison.reshape(-1), strict=True)
+        squares = [word if poison else self._of_roots.get(word.tobytes()) for word, poison in words]
+        if not squares or any(square is None for square in squares):
+            return None
+        number = np.stack(squares, 1).reshape(x.number.shape)  # type: ignore[arg-type]
+        infinite = np.where(np.abs(x.infinite) == TRULY, TRULY, 0)
+        known = facts(x.shape, 1, infinite, x.used[0], 0, x.poison)
+        with np.errstate(all="ignore"):
+            return self.settled(Exact(number, known, x.real**2, degree=INPUT))
+
+    def squared(self, x: Exact) -> Exact:
+        """x * x, which is positive."""
+        return self.to_the(x, 2)
+
     def inverse(self, x: Exact) -> Exact:
-        """1 / x; that of a zero is one uninterpreted number."""
+        """1 / x; that of zero is infinite, that of infinity zero."""
         x = self.plain(x)
         degree = CONSTANT
         if x.degree.total:
             self._divisions += 1
             weight = x.degree.total * x.number[0].size
             degree = Degree(1, {**x.degree.inverses, self._divisions: (1, weight)})
-        return Exact(self.inverted(x.number, x.used[0]), facts(x.shape, x.sign, 0, x.used[0]), degree=degree)
+        number, zero, truly = self.inverted(x.number, x.used[0]), self.is_zero(x), np.abs(x.infinite) == TRULY
+        infinite, poison = np.where(zero, TRULY, 0), x.poison
+        if self.planted:
+            infinite, poison = np.zeros_like(infinite), np.where(zero, OUTSIDE, poison)
+        with np.errstate(all="ignore"):
+            real = 1 / x.real
+        number = np.where(truly, np.uint64(0), number)
+        known = facts(x.shape, x.sign, infinite, np.where(truly, 0, x.used[0]), 0, poison)
+        return self.settled(Exact(number, known, real, degree=degree))
 
     def inverted(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
         """The inverses of numbers: of all of them at the price of one, by the products of a tree."""
@@ -420,7 +551,7 @@ class Field:
 
     def total(self, x: Exact, dims: Sequence[int], keep: bool = False) -> Exact:
         """The sum over dims of the array."""
-        behind = tuple(dim + 1 for dim in dims)
+        behind, over = tuple(dim + 1 for dim in dims), tuple(dims)
         number = x.number.sum(behind, np.uint64, keepdims=keep)
         positive, negative = ((x.facts[:1] == sign).all(behind, keepdims=keep)[0] for sign in (1, -1))
         most = x.facts.max(behind, keepdims=keep, initial=0)
@@ -428,10 +559,19 @@ class Field:
         if factor is not None:
             for dim in sorted(behind, reverse=True):
                 factor = self._product(factor, dim, keep)
-        over = tuple(dims)
-        infinite = x.infinite.max(over, keepdims=keep, initial=0) + x.infinite.min(over, keepdims=keep, initial=0)
-        known = facts(number.shape[1:], np.where(positive, 1, np.where(negative, -1, 0)), infinite, *most[2:])
-        return Exact(number % self.p(number), known, factor, x.degree)
+        highest = x.infinite.max(over, keepdims=keep, initial=0)
+        lowest = x.infinite.min(over, keepdims=keep, initial=0)
+        infinite = np.clip(highest, 0, HUGE) + np.clip(lowest, -HUGE, 0)
+        poison = most[4]
+        if x.special:
+            up, down = highest == TRULY, lowest == -TRULY
+            infinite = np.where(up, TRULY, np.where(down, -TRULY, infinite))
+            poison = np.maximum(poison, np.where(up & down, self._created, 0))
+        sign = np.where(positive, 1, np.where(negative, -1, 0))
+        with np.errstate(all="ignore"):
+            real = x.real.sum(behind, keepdims=keep)
+        known = facts(number.shape[1:], sign, infinite, most[2], most[3], poison)
+        return self.settled(Exact(number % self.p(number), known, real, factor, x.degree))
 
     def _product(self, x: np.ndarray, dim: int, keep: bool) -> np.ndarray:
         result = np.ones((*x.shape[:dim], 1, *x.shape[dim + 1 :]), np.uint64)
@@ -452,7 +592,33 @@ class Field:
         same = [bool(np.all(x.sign == s) and np.all(y.sign == t)) for s, t in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
         sign = 1 if same[0] or same[3] else -1 if same[1] or same[2] else 0
         used = np.maximum(x.used[0].max(-1, keepdims=True, initial=0), y.used[0].max(-2, keepdims=True, initial=0))
-        return Exact(number, facts(number.shape[1:], sign, 0, used), degree=x.degree.times(y.degree))
+        with np.errstate(all="ignore"):
+            real = np.matmul(x.real, y.real)
+        known = facts(number.shape[1:], sign, 0, used)
+        if x.special or y.special:
+            known[1], known[4] = self._special_sums(x, y)
+        return self.settled(Exact(number, known, real, degree=x.degree.times(y.degree)))
+
+    def _special_sums(self, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
+        """Which sums of products are infinite, and which no number: by how many of their terms are."""
+
+        def terms(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return np.matmul(a.astype(np.float64), b.astype(np.float64)) > 0
+
+        def signs(z: Exact) -> list[np.ndarray]:
+            sign, truly = np.sign(self.key(z)), np.abs(z.infinite) == TRULY
+            return [truly & (sign > 0), truly & (sign < 0), sign > 0, sign < 0]
+
+        (up, down, above, below), (other_up, other_down, other_above, other_below) = signs(x), signs(y)
+        plus = terms(up, other_above) | terms(down, other_below) | terms(above, other_up) | terms(below, other_down)
+        minus = terms(up, other_below) | terms(down, other_above) | terms(above, other_down) | terms(below, other_up)
+        nothing = terms(up | down, self.is_zero(y)) | terms(self.is_zero(x), other_up | other_down) | (plus & minus)
+        poison = np.where(nothing, self._created, 0)
+        for code in (NOT_A_NUMBER, OUTSIDE):
+            everywhere = [np.ones(z.shape, bool) for z in (x, y)]
+            spread = terms(x.poison == code, everywhere[1]) | terms(everywhere[0], y.poison == code)
+            poison = np.maximum(poison, np.where(spread, code, 0))
+        return np.where(plus, TRULY, 0) + np.where(minus, -TRULY, 0), poison
 
     # Functions
 
@@ -461,7 +627,8 @@ class Field:
         p = self.p(x.number)
         exponents = x.number[: -self.points] * self._generator.reshape(p.shape)[self.points :] % p[: -self.points]
         result, byte = np.ones((len(x.number), *x.shape), np.uint64), np.uint64(0xFF)
-        level = np.repeat(np.arange(1, LEVELS), self.points).reshape(-1, *[1] * len(x.shape))
+        first = LEVELS - self.levels + 1
+        level = np.repeat(np.arange(first, LEVELS), self.points).reshape(-1, *[1] * len(x.shape))
         for number in range(4):
             digit = ((exponents >> np.uint64(8 * number)) & byte).astype(np.int64)
             power = powers()[level, number, digit]
@@ -473,7 +640,10 @@ class Field:
             used, degree = np.maximum(used, x.used[1]), degree.times(x.degree)
         result = np.where(x.low, np.uint64(0), result)
         used = np.where(x.low, 0, np.minimum(used, LEVELS))
-        return Exact(result, facts(x.shape, 1, 0, used), degree=degree)
+        with np.errstate(all="ignore"):
+            real = np.where(x.low, 0.0, np.exp(x.real))
+        infinite = np.where(x.infinite == TRULY, TRULY, 0)
+        return self.settled(Exact(result, facts(x.shape, 1, infinite, used, 0, x.poison), real, degree=degree))
 
     @cached_property
     def _generator(self) -> np.ndarray:
@@ -482,46 +652,84 @@ class Field:
         return 1 + self.salt("exp") % (below - np.uint64(1))
 
     def log(self, x: Exact) -> Exact:
-        """log, kept as what it is of."""
+        """log, kept as what it is of; that of zero is minus infinity."""
         x = self.plain(x)
-        return Exact(np.zeros_like(x.number), facts(x.shape, factor_used=x.used[0]), x.number, x.degree)
+        zero = self.is_zero(x)
+        below = ~zero & (x.sign < 0) & (x.infinite == 0)
+        poison = np.maximum(x.poison, np.where(below, NOT_A_NUMBER, 0))
+        infinite = np.where(x.infinite == TRULY, TRULY, np.where(zero, -TRULY, 0))
+        if self.planted:
+            infinite, poison = np.where(zero, 0, infinite), np.where(zero, OUTSIDE, poison)
+        if self.order is None:
+            poison = np.maximum(poison, np.where(~zero & (x.real[0] < 0) & (poison == 0), OUTSIDE, 0))
+        with np.errstate(all="ignore"):
+            real = np.log(x.real)
+        factor = np.where(zero, np.uint64(1), x.number)
+        known = facts(x.shape, 0, infinite, 0, x.used[0], poison)
+        return self.settled(Exact(np.zeros_like(x.number), known, real, factor, x.degree))
 
     # Order
 
     def key(self, x: Exact) -> np.ndarray:
-        """int64 [...]: the place of each element in the total order, equal where the numbers are."""
+        """float64 [...]: the place of each element in the order, equal where the numbers are; NaN for no number."""
         self.compared += 1
         x = self.plain(x)
-        if x.used[0].max(initial=0) >= LEVELS - 1:
+        self.deepest = max(self.deepest, int(x.used[0].max(initial=0)))
+        if x.used[0].max(initial=0) >= self.levels - 1:
             raise TooDeepError
+        key = self._real_key(x) if self.order is None else self._random_key(x, self.order)
+        key = np.where(self.is_zero(x), 0.0, key)
+        key = np.where(x.infinite == TRULY, math.inf, np.where(x.infinite == -TRULY, -math.inf, key))
+        return np.where(x.poison > 0, math.nan, key)
+
+    def _real_key(self, x: Exact) -> np.ndarray:
+        """The real values, but for their last digits: what is equal in real numbers may be rounded another way."""
+        real = x.real[0]
+        if (~np.isfinite(real) & ~self.is_zero(x) & (x.poison == 0) & (np.abs(x.infinite) != TRULY)).any():
+            raise UnknownValueError
+        return self._rounded(real)
+
+    def _rounded(self, real: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            mantissa, exponent = np.frexp(real)
+            return np.asarray(np.ldexp(np.rint(mantissa * 2.0**_DIGITS), exponent - _DIGITS))
+
+    def _random_key(self, x: Exact, order: int) -> np.ndarray:
+        """A random total order.
+
+        Unknown sizes are between 1 and 2. Constants are below them in even orders and above them in odd ones; from the
+        fourth on they are among them, and spread about one of those that were compared, so that what is between two
+        constants is seen.
+        """
         top = x.number[-2 * self.points : -self.points]  # the highest prime that every number has
         p = np.uint64(PRIMES[-2])
         # The same magnitude for x and -x: the representative whose first component is in the lower half.
         upper = top[0] > p // np.uint64(2)
-        negative = np.where(x.sign == 0, upper ^ (self.order >= 2), x.sign < 0)
         canonical = np.where(upper, p - top, top) % p
         magnitude = np.zeros(x.shape, np.uint64)
-        for component, salt in zip(canonical, self.salt("order"), strict=False):
+        for component, salt in zip(canonical, self.salt(f"order {order // 4}"), strict=False):
             magnitude = mixed(magnitude, component, salt)
-        size = (magnitude >> np.uint64(1)).astype(np.int64) | 1
-        size = size if self.order % 2 == 0 else np.iinfo(np.int64).max - size | 1
-        # Constants, as counts and their shares are, stand together, in their own order: elsewhere the same are computed
-        # without an unknown, and compared as what they are.
-        ratio = self._constants_of(top)
-        place = (1 << 61) + (np.abs(ratio).view(np.int64) >> 3) | 1
+        below = upper ^ (order % 4 >= 2) ^ (magnitude % np.uint64(2) == 1)
+        negative = np.where(x.sign == 0, below, x.sign < 0)
+        size = 1 + (magnitude >> np.uint64(12)).astype(np.float64) * 2.0**-52
+        if order % 2:
+            size = 3 - size
+        # Constants, as counts and their shares are, stand in their own order: elsewhere the same are computed without
+        # an unknown, and compared as what they are.
+        ratio = np.where((top == top[0]).all(0) & np.isfinite(x.real[0]), self._rounded(x.real[0]), math.nan)
+        share = np.abs(ratio) / (1 + np.abs(ratio))
+        place = share + 2 * (order % 2)
+        if order >= 4:
+            rng = np.random.default_rng([self.seed, order])
+            steepness = math.exp(rng.normal() + 1)
+            middle = rng.choice(self.centres or (0.0,)) + rng.normal() / steepness
+            with np.errstate(divide="ignore"):
+                spread = special.expit(steepness * (np.log(np.abs(ratio)) - middle))
+            place = 1.01 + 0.97 * spread + 0.01 * share  # the share tells apart what is spread to one place
         size = np.where(np.isnan(ratio), size, place)
         negative = np.where(np.isnan(ratio), negative, ratio < 0)
-        key = np.where((top == 0).all(0), 0, np.where(negative, -size, size))
-        return np.where(x.infinite == 0, key, np.where(x.low, _LOWEST, np.iinfo(np.int64).max))
-
-    def _constants_of(self, top: np.ndarray) -> np.ndarray:
-        """float64: what elements are that are equal at all points; NaN for others."""
-        found = np.full(top.shape[1:], np.nan)
-        same = (top == top[0]).all(0)
-        if self.points > 1 and same.any():
-            values, where = np.unique(top[0][same], return_inverse=True)
-            found[same] = rationals(values, PRIMES[-2])[where.reshape(-1)]
-        return found
+        huge = np.abs(x.infinite) == HUGE
+        return np.where(huge, 4.0 * np.sign(x.infinite), np.where(negative, -size, size))
 
     def where(self, mask: np.ndarray, x: Exact, y: Exact) -> Exact:
         """x where the mask [...] holds, else y."""
@@ -530,7 +738,7 @@ class Field:
         if x.factor is not None or y.factor is not None:
             factor = np.where(mask, *(np.ones_like(z.number) if z.factor is None else z.factor for z in (x, y)))
         degree = x.degree if mask.all() else y.degree if not mask.any() else x.degree.plus(y.degree)
-        return Exact(number, np.where(mask, x.facts, y.facts), factor, degree)
+        return Exact(number, np.where(mask, x.facts, y.facts), np.where(mask, x.real, y.real), factor, degree)
 
     def chance(self, degree: Degree) -> float:
         """A bound of the chance that two different results of this degree agree at all points.
@@ -540,22 +748,42 @@ class Field:
         with a chance of at most its degree over the smallest prime.
         """
         total = degree.total + sum(most * weight for most, weight in degree.inverses.values())
-        return min(1.0, total / PRIMES[0]) ** self.points
+        return min(1.0, total / int(self.moduli[0])) ** self.points
 
     def same(self, x: Exact, y: Exact) -> np.ndarray:
-        """bool [...]: where arrays are equal in the components of both; logarithms as their exps, or all as numbers."""
+        """bool [...]: where arrays are equal in the components of both; logarithms as their exps, or all as numbers.
+
+        What is no number equals what is none; nothing is said where one is outside of a function's domain.
+        """
         if not self.logs and (x.factor is not None or y.factor is not None):
-            x, y = self.exp(x), self.exp(y)
+            special = x.special or y.special
+            x, y = (self._powers_of(z) if special else self.exp(z) for z in (x, y))
         x, y = self.plain(x), self.plain(y)
         valid = self.valid(np.maximum(x.used[0], y.used[0]))
         equal = ((x.number == y.number) | ~valid).all(0)
-        return np.asarray(np.where(x.low | y.low, x.low == y.low, equal))
+        if x.special or y.special:
+            truly = (np.abs(x.infinite) == TRULY) | (np.abs(y.infinite) == TRULY)
+            equal = np.where(truly, x.infinite == y.infinite, equal)
+            equal = np.where((x.poison > 0) | (y.poison > 0), x.poison == y.poison, equal)
+            equal = equal | (x.poison == OUTSIDE) | (y.poison == OUTSIDE)
+        return np.asarray(equal)
+
+    def _powers_of(self, x: Exact) -> Exact:
+        """exp, which is infinite where x is."""
+        result = self.exp(x)
+        truly = np.abs(x.infinite) == TRULY
+        return self.settled(replace(result, facts=np.where(truly, x.facts, result.facts)))
+
+
+def _columns(x: np.ndarray) -> np.ndarray:
+    """The components of each element, element by element."""
+    return np.ascontiguousarray(x.reshape(len(x), -1).T)
 
 
 def mixed(*words: Any) -> Any:
-    """A sum of 64-bit words, every bit of it spread (the finalizer of splitmix64)."""
+    """A sum of 64-bit words, every bit of it spread (the finalizer of splitmix64 behind its increment)."""
     with np.errstate(over="ignore"):  # of 0-d arrays
-        x = sum(words[1:], words[0])
+        x = sum(words[1:], words[0]) + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

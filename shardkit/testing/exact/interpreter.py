@@ -17,12 +17,13 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import flow, mesh_axes, scan_operands, source_line, while_operands
+from shardkit._jax.jaxprs import flow, mesh_axes, scan_operands, source_line, walk, while_operands
 from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.meshes.layout import all_axes
 from shardkit.testing._interpreter import joined, pieces_of
-from shardkit.testing.exact.field import Exact, Field
+from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, deciding, held, known, stacked
+from shardkit.testing.exact.values import Exact
 
 Move = Callable[[Any, int], Any]
 # Called with each equation, its operands, its results, the bound axes and the line of the call around it.
@@ -33,6 +34,7 @@ _AS_THEY_ARE = {
     *("device_put", "sharding_constraint", "reshard", "mesh_cast"),
 }
 _QUIET = ("debug_callback", "debug_print")
+_MOST_ROUNDS = 1000  # of a loop that a float ends
 _HOLDING = ("shard_map", "scan", "while", "cond")
 
 
@@ -74,7 +76,9 @@ class Interpreter:
             if error.line in ("", "unknown"):
                 error.line = source_line(equation)
             raise
-        if self.seen is not None and not compat.inner_jaxprs(equation):
+        if not compat.inner_jaxprs(equation):
+            if any(self.field.follows(x) for x in operands):
+                results = [y if isinstance(y, Exact) else self.field.follow(np.asarray(y)) for y in results]
             self._tell(equation, operands, results)
         return results
 
@@ -97,8 +101,8 @@ class Interpreter:
             return []
         if name not in _HOLDING and name not in compat.CALLS:
             if not any(isinstance(x, Exact) for x in operands):
-                return known(equation, operands, self.rank)
-            return Rules(self.field, self.rank)(equation, operands)
+                return self._known(equation, operands)
+            return Rules(self.field, self.rank, self.around)(equation, operands)
         inner = [
             ClosedJaxpr(sub, list(constants))
             for (_, sub), constants in zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
@@ -113,6 +117,18 @@ class Interpreter:
             return self._cond(equation, inner, operands)
         within = self if self.seen is None else replace(self, around=source_line(equation, self.around))
         return within.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
+
+    def _known(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
+        """Results of what is known; what follows from comparisons of floats is followed, and compared with care."""
+        results = known(equation, operands, self.rank)
+        following = [self.field.follows(x) for x in operands]
+        if not any(following):
+            return results
+        name, coverage = equation.primitive.name, self.field.coverage
+        together = name in ("and", "or") and all(following) and results[0].dtype == bool
+        if coverage is not None and (together or name in ("eq", "ne", "lt", "le", "gt", "ge")):
+            coverage.note_known(equation, source_line(equation, self.around), results[0])
+        return results
 
     # Devices
 
@@ -162,7 +178,7 @@ class Interpreter:
         if isinstance(x, Exact):
             equal = self.field.same(x, first)
         else:
-            equal = (x == first) | (x != x)
+            equal = (x == first) | ((x != x) & (first != first))
         if not equal.all():
             raise DiffersError(what, x)
         return first
@@ -187,7 +203,7 @@ class Interpreter:
         length, rows = equation.params["length"], []
         order = range(length - 1, -1, -1) if equation.params["reverse"] else range(length)
         for i in order:
-            now = [x.row(self.rank, i) if isinstance(x, Exact) else np.take(x, i, self.rank) for x in each]
+            now = [self._row(x, i) for x in each]
             for x, row in zip(each, now, strict=True):
                 self._tell(equation, [x], [row])
             results = self.run(body, [*fixed, *held, *now])
@@ -200,20 +216,32 @@ class Interpreter:
             stacks = [stacked(self.field, column, self.rank, new=True) for column in columns]
             for column, stack in zip(columns, stacks, strict=True):
                 self._tell(equation, column, [stack])
+                if any(self.field.follows(x) for x in column):
+                    self.field.follow(stack)
             return [*held, *stacks]
         empty = [np.zeros((1,) * self.rank + v.aval.shape, v.aval.dtype) for v in equation.outvars[len(held) :]]
         return [*held, *empty]
 
+    def _row(self, x: Operand, i: int) -> Operand:
+        """The piece of an operand that one round of a scan gets."""
+        if isinstance(x, Exact):
+            return x.row(self.rank, i)
+        row = np.asarray(np.take(x, i, self.rank))
+        return self.field.follow(row) if self.field.follows(x) else row
+
     def _while(self, equation: Any, operands: list[Operand]) -> list[Operand]:
         test, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
         of_test, of_body, held = while_operands(equation, operands)
+        rounds = 0
         while True:
-            before = self.field.compared
             [going] = self.run(test, [*of_test, *held])
-            if self.field.compared > before:
-                raise UnsupportedError("a while loop that a float ends")
+            rounds += 1
+            if self.field.follows(going) and (self.field.order is not None or rounds > _MOST_ROUNDS):
+                # An order that no input has may never end it.
+                raise UnsupportedError(f"a while loop that a float ends, after more than {_MOST_ROUNDS} rounds,")
             if not going.any():
                 return held
+            self._agree(equation, going, [body])
             after = self.run(body, [*of_body, *held])
             held = after if going.all() else self._either(equation, going, after, held)
 
@@ -221,10 +249,24 @@ class Interpreter:
         which, *operands = operands
         which = np.clip(np.asarray(deciding(which, "cond"), np.int64), 0, len(branches) - 1)
         taken = sorted(set(which.reshape(-1).tolist()))
+        if len(taken) > 1:
+            self._agree(equation, which, branches)
         results = self.run(branches[taken[0]], operands)
         for number in taken[1:]:
             results = self._either(equation, which == number, self.run(branches[number], operands), results)
         return results
+
+    def _agree(self, equation: Any, which: np.ndarray, bodies: Sequence[Any]) -> None:
+        """Refuses a collective that some of its devices do not come to: the others would wait for them."""
+        for body in bodies:
+            for site in walk(body.jaxpr):
+                row = registered(site.name)
+                if row.kind is None or row.cast or row.same:
+                    continue
+                for name in mesh_axes(site.equation):
+                    dim = list(self.axes).index(name) if name in self.axes else -1
+                    if dim >= 0 and which.shape[dim] > 1 and (which != np.take(which, [0], dim)).any():
+                        raise HangsError(site.name, name, source_line(equation, self.around))
 
     def _either(self, equation: Any, mask: Any, xs: Sequence[Operand], ys: Sequence[Operand]) -> list[Operand]:
         """Those of xs on the devices where the mask holds, else those of ys."""
@@ -332,7 +374,11 @@ class Interpreter:
             part = np.concatenate([part, np.zeros_like(part[:1])])
             return back(part[source])
 
-        return moved(x, self.rank, move)
+        result = moved(x, self.rank, move)
+        if isinstance(result, Exact) and result.factor is not None:  # zero is no logarithm: its factor is 1
+            factor = np.where((result.factor == 0).all(0), np.uint64(1), result.factor)
+            result = replace(result, factor=factor)
+        return result
 
     def _together(self, part: Any, first: int, dims: Sequence[int]) -> tuple[Any, Callable[[Any], Any]]:
         """The devices along some axes as dim 0, and the way back."""
@@ -368,6 +414,13 @@ class Interpreter:
 def _behind(spec: PartitionSpec, lead: int) -> PartitionSpec:
     """A spec for the dims behind others."""
     return PartitionSpec(*[None] * lead, *spec)
+
+
+class HangsError(Exception):
+    """A collective that not all of its devices come to."""
+
+    def __init__(self, name: str, axis: str, line: str):
+        super().__init__(f"the branch at {line} must be the same along {axis!r}: its {name} waits for all devices")
 
 
 class DiffersError(Exception):

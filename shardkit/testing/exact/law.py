@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.jaxprs import walk
+from shardkit._jax.jaxprs import walk, without_unused
 from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.plans.axis_types import auto_mesh
@@ -20,19 +20,18 @@ from shardkit.steps.builder import Init
 from shardkit.steps.state import passed_what_it_takes
 from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError
-from shardkit.testing.exact.equality import UnprovableError, check_floats, check_size, equal, symbol
-from shardkit.testing.exact.field import Exact, Field
+from shardkit.testing.exact.coverage import ALONE, Coverage
+from shardkit.testing.exact.draws import STEP, UnprovableError, equal
+from shardkit.testing.exact.equality import check_floats, check_size, symbol
+from shardkit.testing.exact.field import ROUNDING, Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.rules import ORDERED, Operand, held, stacked
+from shardkit.testing.exact.values import Exact
 from shardkit.testing.one_device import Reference, Training, gradient_of, update_of
 from shardkit.testing.program import Program
 
 _STEPS = 2
 _POINTS = 2
-# Of the four orders, those that turn round both a comparison of positive numbers and one with zero.
-_ORDERS = (0, 3)
-# What rounds, and so is no function that one device's program has.
-_ROUNDING = {"round", "floor", "ceil", "to an integer"}
 
 
 def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
@@ -56,7 +55,7 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
     try:
         check_floats("law", jax.eval_shape(lambda: (given.params, given.batches[0])))
         traced = _Traced.of(program)
-        check_size("law", [traced.step.jaxpr] * calls, _POINTS, _ORDERS, longest=60.0)
+        check_size("law", [traced.program] * calls, _POINTS, STEP.draws, longest=60.0)
         losses, means, params, carried = _traced_alone(given, steps)[1]
         if given.carry:
             told = {"loss": losses[0], "weight": losses[0], **means[0]}
@@ -74,7 +73,7 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
                 "same means from the loss and from the reference."
             )
         on_mesh = partial(_on_mesh, program, traced, calls, list(means[0]))
-        equal("law", "", names, (on_mesh, partial(_alone, given, steps)), _POINTS, _ORDERS)
+        equal("law", "", names, (on_mesh, partial(_alone, given, steps)), _POINTS, STEP)
     except UnprovableError as error:
         return f"not for all inputs: {error}"
     except RoundsError as error:
@@ -87,11 +86,12 @@ class RoundsError(Exception):
 
 
 class _Traced(NamedTuple):
-    """The programs of a row: its first state from parameters, with its shapes, a step, and parameters of a state."""
+    """The programs of a row: its first state, with its shapes, a step with what it runs, and parameters of a state."""
 
     init: Any
     shapes: Any
     step: Any
+    program: Any
     original: Any
 
     @classmethod
@@ -107,7 +107,9 @@ class _Traced(NamedTuple):
         else:
             state = program.init.abstract(program.params, **program.begins)._replace(key=program.key)
             step = program.step.trace(state, program.calls[0])
-        return cls(init, shapes, step, jax.make_jaxpr(unpadded)((shapes.params, shapes.carried)))
+        return cls(
+            init, shapes, step, without_unused(step.jaxpr), jax.make_jaxpr(unpadded)((shapes.params, shapes.carried))
+        )
 
 
 def _names(tree: Any) -> list[str]:
@@ -140,24 +142,30 @@ def _traced_alone(given: Training, steps: int) -> Any:
             means.append(metrics)
         return losses, means, params, carried
 
-    return jax.make_jaxpr(train, return_shape=True)(given.params, list(given.batches[:steps]))
+    closed, shapes = jax.make_jaxpr(train, return_shape=True)(given.params, list(given.batches[:steps]))
+    return without_unused(closed), shapes
 
 
 @lru_cache(maxsize=16)
-def _run_alone(
-    given: Training, steps: int, points: int, seed: int, shallow: bool, order: int
-) -> tuple[list[Operand], Field]:
-    field = Field(points, seed, shallow, order)
+def _run_alone(given: Training, steps: int, settings: tuple[Any, ...]) -> tuple[list[Operand], Field]:
+    """The results of one device in a field of these settings, which many rows are compared with."""
+    *of_field, identifies, centres = settings
+    field = Field(*of_field)
+    field.centres = centres
+    field.coverage = Coverage(side=ALONE, identifies=identifies)
     return _evaluated_alone(given, steps, field, None), field
 
 
 def _alone(given: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
-    if seen is not None:
+    if seen is not None or field.coverage is None:
         return _evaluated_alone(given, steps, field, seen)
-    results, own = _run_alone(given, steps, field.points, field.seed, field.shallow, field.order)
-    field.uninterpreted |= own.uninterpreted
-    field.compared += own.compared
-    field.logs |= own.logs
+    results, other = _run_alone(given, steps, (*field.settings, field.coverage.identifies, field.centres))
+    field.uninterpreted |= other.uninterpreted
+    field.compared += other.compared
+    field.deepest = max(field.deepest, other.deepest)
+    field.logs |= other.logs
+    field.outside = field.outside or other.outside
+    field.coverage.merge(other.coverage)
     return results
 
 
@@ -188,14 +196,14 @@ def _on_mesh(
         batch = batches[0]
         if program.row.steps:
             batch = [stacked(field, leaves, 0, new=True) for leaves in zip(*batches, strict=True)]
-        results = run(traced.step.jaxpr, [*jax.tree.leaves(state._replace(key=None)), *key, *batch])
+        results = run(traced.program, [*jax.tree.leaves(state._replace(key=None)), *key, *batch])
         state, metrics = jax.tree.unflatten(jax.tree.structure(traced.step.out_info), results)
         found = [metrics["loss"], *jax.tree.leaves({name: metrics[name] for name in means})]
         for i in range(per_call):
             now = [_of_step(x, i) for x in found] if program.row.steps else found
             losses.append(now[0])
             metrics_of_steps += now[1:]
-    rounds = (field.uninterpreted - without) & _ROUNDING
+    rounds = (field.uninterpreted - without) & ROUNDING
     if rounds:
         raise RoundsError(", ".join(sorted(rounds)))
     return [*losses, *metrics_of_steps, *run(traced.original, jax.tree.leaves((state.params, state.carried)))]

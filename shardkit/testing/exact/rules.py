@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from shardkit.testing.exact.field import Exact, Field, facts, mixed, widened
+from shardkit._jax.jaxprs import source_line
+from shardkit.testing.exact.field import Field, mixed
+from shardkit.testing.exact.values import INPUT, NOT_A_NUMBER, OUTSIDE, TRULY, Exact, widened
+
+_NEAR = 1e-6  # how far from an integer a real value is looked at more closely
 
 # Arrays of integers and booleans, of floats that follow from no input, and of keys, a word each.
 Known = np.ndarray
@@ -97,10 +102,11 @@ def held(x: Any) -> Known:
 
 
 def _worded(data: np.ndarray) -> np.ndarray:
-    """Keys from their data: a word each."""
+    """Keys from their data: a word each, the two halves of one side by side, as `random_unwrap` gives them back."""
     word = np.zeros(data.shape[:-1], np.uint64)
-    for part in np.moveaxis(data, -1, 0):
-        word = mixed(word, part)
+    for number, part in enumerate(np.moveaxis(data, -1, 0)):
+        whole = number % 2 == 0
+        word = (mixed(word) if whole and number else word) ^ (part.astype(np.uint64) << np.uint64(32 if whole else 0))
     return word
 
 
@@ -110,7 +116,8 @@ def _random(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
     name, params = equation.primitive.name, equation.params
     x = operands[0]
     if name == "random_seed":
-        return mixed(np.asarray(x).astype(np.uint64))
+        seed = np.asarray(x).astype(np.int64).view(np.uint64)  # its halves are the data of the key
+        return seed if np.asarray(x).dtype.itemsize > 4 else seed & np.uint64(0xFFFFFFFF)
     if name == "random_wrap":
         return _worded(x)
     if name == "random_unwrap":
@@ -145,6 +152,16 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "gt": np.greater,
     "ge": np.greater_equal,
     "shift_right_logical": np.right_shift,
+    "square": np.square,
+    "sqrt": np.sqrt,
+    "rem": np.fmod,
+}
+_NUMPY_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "reduce_sum": np.add.reduce,
+    "reduce_max": np.maximum.reduce,
+    "reduce_min": np.minimum.reduce,
+    "reduce_and": np.logical_and.reduce,
+    "reduce_or": np.logical_or.reduce,
 }
 
 
@@ -155,6 +172,14 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     if name in _NUMPY:
         with np.errstate(all="ignore"):
             return [np.asarray(_NUMPY[name](*_aligned(operands, rank)), _long(out.dtype))]
+    if name == "div" and jnp.issubdtype(out.dtype, jnp.floating):
+        with np.errstate(all="ignore"):
+            return [np.asarray(np.divide(*_aligned(operands, rank)), _long(out.dtype))]
+    if name in _NUMPY_REDUCTIONS and not is_key(out):
+        over = tuple(rank + dim for dim in params["axes"])
+        return [np.asarray(_NUMPY_REDUCTIONS[name](operands[0], axis=over), _long(out.dtype))]
+    if name == "cumsum":
+        return [_cumulated(operands[0], rank + params["axis"], params["reverse"], _long(out.dtype))]
     if name in _ONE and len(operands) == 1:
         return [_ONE[name](operands[0], rank, equation)]
     if name == "iota" and not operands:
@@ -182,6 +207,13 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
         source = np.concatenate([*flat, np.full((*lead, 1), _outside(equation), flat[0].dtype)], -1)[None]
         return [_taken(source, at, rank)[0] for at in _places(equation, operands, data, rank)]
     return bound(equation, operands, rank)
+
+
+def _cumulated(x: np.ndarray, dim: int, backwards: bool, dtype: Any) -> np.ndarray:
+    """Sums from the first element on, or from the last one back."""
+    if not backwards:
+        return np.asarray(np.cumsum(x, dim, dtype))
+    return np.flip(np.cumsum(np.flip(x, dim), dim, dtype), dim)
 
 
 def bound(
@@ -232,10 +264,29 @@ def _places(equation: Any, operands: Sequence[Any], data: Sequence[int], rank: i
     if equation.primitive.name == "split":
         dim = rank + equation.params["axis"]
         return list(np.split(places[0], np.cumsum(equation.params["sizes"])[:-1], dim))
+    if equation.primitive.name == "pad":
+        return [_padded_places(places[0], places[1], equation.params["padding_config"], rank)]
     if equation.primitive.name in ("dynamic_slice", "dynamic_update_slice"):
         return [_windows(equation, places, len(data), rank)]
     changed = {"fill_value": start} if equation.primitive.name == "gather" else {}
     return bound(equation, places, rank, changed, as_typed=False)
+
+
+def _padded_places(x: np.ndarray, filling: np.ndarray, config: Any, rank: int) -> np.ndarray:
+    """The places of a pad: low, high and between the elements of each dim; less than none cuts elements off."""
+    sizes = x.shape[rank:]
+    full = [low + high + max(n + (n - 1) * between, 0) for n, (low, high, between) in zip(sizes, config, strict=True)]
+    result = np.full((*x.shape[:rank], *full), filling.reshape(-1)[0])
+    into, taken = [slice(None)] * rank, [slice(None)] * rank
+    for n, size, (low, _, between) in zip(sizes, full, config, strict=True):
+        step = between + 1
+        first = -(low // step) if low < 0 else 0  # of the elements that are kept
+        last = min(n, (size - 1 - low) // step + 1)
+        start = low + first * step
+        taken.append(slice(first, max(last, first)))
+        into.append(slice(start, start + max(last - first, 0) * step, step))
+    result[tuple(into)] = x[tuple(taken)]
+    return result
 
 
 def _windows(equation: Any, places: Sequence[np.ndarray], data: int, rank: int) -> np.ndarray:
@@ -286,16 +337,26 @@ def _aligned(operands: Sequence[Any], rank: int) -> list[Any]:
     ]
 
 
+def _is_outside(x: Operand) -> bool:
+    return isinstance(x, Exact) and bool((x.poison == OUTSIDE).any())
+
+
+def _round_away(x: np.ndarray) -> np.ndarray:
+    """Rounded, halves away from zero."""
+    return np.trunc(x + np.copysign(0.5, x))
+
+
 class Rules:
     """The primitives on operands of which at least one is in the field.
 
     Attributes:
         field: the arithmetic.
         rank: the number of mesh dims in front.
+        around: the line of the call whose equations these are, for those that know none.
     """
 
-    def __init__(self, field: Field, rank: int):
-        self.field, self.rank = field, rank
+    def __init__(self, field: Field, rank: int, around: str = ""):
+        self.field, self.rank, self.around = field, rank, around
 
     def __call__(self, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
         """The results of an equation."""
@@ -315,7 +376,10 @@ class Rules:
         if rule is None:
             raise UnsupportedError(name)
         results = rule(self, equation, *operands)
-        return results if isinstance(results, list) else [results]
+        results = results if isinstance(results, list) else [results]
+        if not self.field.outside and any(_is_outside(x) for x in results):
+            self.field.outside = self.line(equation)
+        return results
 
     def exact(self, *operands: Operand) -> list[Exact]:
         """Operands in the field, with dims that broadcast."""
@@ -348,13 +412,15 @@ class Rules:
             rows = [np.broadcast_to(p, (len(p), *lead, *p.shape[1 + self.rank :])) for p in parts]
             return np.concatenate([row.reshape(len(row), *lead, -1) for row in rows], -1)
 
-        numbers, known, factors = flat([x.number for x in sources]), flat([x.facts for x in sources]), None
+        numbers, known = flat([x.number for x in sources]), flat([x.facts for x in sources])
+        reals, factors = flat([x.real for x in sources]), None
         if any(x.factor is not None for x in sources):
             factors = flat([np.ones_like(x.number) if x.factor is None else x.factor for x in sources])
         results: list[Operand] = []
         for at in indices:
             factor = None if factors is None else _taken(factors, at, self.rank)
-            results.append(Exact(_taken(numbers, at, self.rank), _taken(known, at, self.rank), factor, degree))
+            number, facts_of, real = (_taken(part, at, self.rank) for part in (numbers, known, reals))
+            results.append(Exact(number, facts_of, real, factor, degree))
         return results
 
     def selected(self, equation: Any, which: Operand, no: Operand, yes: Operand) -> Exact:
@@ -364,30 +430,76 @@ class Rules:
         mask = self._padded(which[None], most)[0] if which.ndim < most else which
         return self.field.where(mask, yes, no)
 
+    def decide(self, equation: Any, truth: np.ndarray, x: Exact, y: Exact, part: str = "") -> Known:
+        """The truth of a comparison, noted: what follows from it follows from floats."""
+        if self.field.coverage is not None:
+            self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
+        return self.field.follow(np.asarray(truth))
+
+    def line(self, equation: Any) -> str:
+        """Where an equation stands in the user's program."""
+        return source_line(equation, self.around)
+
     def compared(self, equation: Any, x: Operand, y: Operand) -> Known:
-        """A comparison, by the total order."""
+        """A comparison; numbers are equal where they are so in the field."""
         x, y = self.exact(x, y)
-        return np.asarray(_NUMPY[equation.primitive.name](self.field.key(x), self.field.key(y)))
+        name = equation.primitive.name
+        if name in ("eq", "ne"):
+            equal = self.field.same(x, y) & (self.field.key(x) == self.field.key(y))
+            return self.decide(equation, equal if name == "eq" else ~equal, x, y)
+        return self.decide(equation, _NUMPY[name](self.field.key(x), self.field.key(y)), x, y)
 
     def larger(self, equation: Any, x: Operand, y: Operand) -> Exact:
-        """max or min."""
+        """max or min; of what is no number and a number it is none."""
         x, y = self.exact(x, y)
         field, largest = self.field, equation.primitive.name == "max"
-        mask = field.key(x) >= field.key(y) if largest else field.key(x) <= field.key(y)
+        first, second = field.key(x), field.key(y)
+        mask = self.decide(equation, first >= second if largest else first <= second, x, y) | np.isnan(first)
         chosen = field.where(mask, x, y)
         extreme = np.maximum(x.sign, y.sign) if largest else np.minimum(x.sign, y.sign)
         decided = extreme > 0 if largest else extreme < 0
-        sign = np.where(decided, extreme, chosen.sign)
-        return Exact(chosen.number, facts(chosen.shape, sign, *chosen.facts[1:]), chosen.factor, chosen.degree)
+        known = chosen.facts.copy()
+        known[0] = np.where(decided, extreme, chosen.sign)
+        return Exact(chosen.number, known, chosen.real, chosen.factor, chosen.degree)
 
     def converted(self, equation: Any, x: Exact) -> Operand:
-        """A cast: rounding is not modelled; to integers it is an uninterpreted function, to booleans a comparison."""
+        """A cast: rounding is not modelled; to integers it is that of real values, to booleans a comparison."""
         if np.dtype(equation.params["new_dtype"]).kind == "b":
-            return np.asarray(self.field.key(x) != 0)
+            return self.decide(equation, self.field.key(x) != 0, x, self._zero(x))
         whole = jnp.issubdtype(equation.params["new_dtype"], jnp.integer)
         if whole and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating):
-            return self.field.opaque("to an integer", x)
+            return self.rounded(equation, x)
         return x
+
+    def rounded(self, equation: Any, x: Exact) -> Operand:
+        """floor, ceil, round, a cast to integers and a remainder's quotient: constants between the steps.
+
+        In a draw it is the integer of the real value; where that is next to one, the field knows whether it is it. In
+        an order it is uninterpreted.
+        """
+        field, name = self.field, equation.primitive.name
+        whole = name == "convert_element_type"
+        if field.order is not None:
+            return field.opaque("to an integer" if whole else name, x)
+        field.uninterpreted.add("to an integer" if whole else name)
+        x = field.plain(x)
+        field.key(x)  # refuses values beyond floats
+        real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
+        near = np.rint(real)
+        exactly = (np.abs(real - near) < _NEAR * np.maximum(np.abs(real), 1)) & field.same(x, field.lifted(near))
+        ties = "round" if equation.params.get("rounding_method") == lax.RoundingMethod.AWAY_FROM_ZERO else "even"
+        steps = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
+        if name == "round" and ties == "round":
+            steps["round"] = _round_away
+        found = np.where(exactly, near, steps.get(name, np.trunc)(real))
+        if whole:
+            with np.errstate(all="ignore"):
+                return field.follow(found.astype(equation.params["new_dtype"]))
+        constant = replace(field.lifted(found).signed(0), degree=INPUT)  # its sign is that of this draw
+        return field.where((x.poison > 0) | (np.abs(x.infinite) == TRULY), x, constant)
+
+    def _zero(self, x: Exact) -> Exact:
+        return self.field.lifted(np.zeros((1,) * len(x.shape), np.float32))
 
     def bits(self, equation: Any, x: Exact) -> Exact:
         """A float as the integer of its bits, and back."""
@@ -396,11 +508,12 @@ class Rules:
         return self.field.bits(x)
 
     def multiplied(self, equation: Any, x: Operand, y: Operand) -> Exact:
-        """A product; of a value with itself it is positive."""
+        """A product; of a value with itself it is a square, which is positive."""
         same = equation.invars[0] is equation.invars[1]
         x, y = self.exact(x, y)
-        product = self.field.mul(x, y)
-        return product.signed(1) if same else product
+        if same or (x.number.shape == y.number.shape and x.factor is None and np.array_equal(x.number, y.number)):
+            return self.field.squared(x)
+        return self.field.mul(x, y)
 
     def divided(self, equation: Any, x: Operand, y: Operand) -> Exact:
         """A quotient; that of integers drops its rest, and is uninterpreted."""
@@ -409,21 +522,14 @@ class Rules:
             return self.field.opaque("div of integers", x, y)
         return self.field.mul(x, self.field.inverse(y))
 
-    def to_the(self, x: Exact, n: int) -> Exact:
-        """x to a whole power."""
-        x = self.field.plain(x)
-        known = facts(x.shape, 1 if n % 2 == 0 else x.sign, 0, x.used[0])
-        result = Exact(self.field.power(x.number, abs(n)), known, degree=x.degree.to_the(abs(n)))
-        return self.field.inverse(result) if n < 0 else result
-
     def powered(self, equation: Any, x: Operand, y: Operand) -> Exact:
         """pow: to a whole number that is known, a product; else uninterpreted."""
         if not isinstance(y, Exact) and y.size and (y == np.round(y)).all() and np.ptp(y) == 0:
             n = int(y.flat[0])
             if abs(n) <= 1024:
-                return self.to_the(self.exact(x)[0], n)
+                return self.field.to_the(self.exact(x)[0], n)
         if not isinstance(y, Exact) and y.size and (np.abs(y) == 0.5).all() and np.ptp(y) == 0:
-            root = self.field.opaque("sqrt", self.exact(x)[0], sign=1)
+            root = self.field.root(self.exact(x)[0])
             return root if y.flat[0] > 0 else self.field.inverse(root)
         return self.field.opaque("pow", *self.exact(x, y))
 
@@ -441,22 +547,29 @@ class Rules:
         field = self.field
         one = field.lifted(np.ones((1,) * len(x.shape), np.float32))
         if equation.primitive.name == "one_minus_square":
-            return field.sub(one, field.mul(x, x).signed(1))
+            return field.sub(one, field.squared(x))
         return field.log(field.add(x, one)) if equation.primitive.name == "log1p" else field.sub(field.exp(x), one)
 
     def absolute(self, equation: Any, x: Exact) -> Exact:
         """abs, by the order."""
         x = self.field.plain(x)
-        return self.field.where(self.field.key(x) >= 0, x, self.field.negative(x)).signed(1)
+        mask = self.decide(equation, self.field.key(x) >= 0, x, self._zero(x))
+        return self.field.where(mask, x, self.field.negative(x)).signed(1)
 
     def sign(self, equation: Any, x: Exact) -> Exact:
         """sign, by the order, which has a place for every number."""
-        return self.field.lifted(np.sign(self.field.key(x)).astype(np.float32))
+        key = self.field.key(x)
+        self.decide(equation, key > 0, x, self._zero(x))
+        return self.field.lifted(np.sign(key).astype(np.float32))
 
     def root(self, equation: Any, x: Exact) -> Exact:
-        """sqrt and rsqrt: uninterpreted, and inverses of each other."""
-        root = self.field.opaque("sqrt", x, sign=1)
+        """sqrt and rsqrt: inverses of each other."""
+        root = self.field.root(x)
         return root if equation.primitive.name == "sqrt" else self.field.inverse(root)
+
+    def finite(self, equation: Any, x: Exact) -> Known:
+        """is_finite: inputs are, and what follows from them unless it divides by zero."""
+        return (x.poison == 0) & (np.abs(x.infinite) != TRULY)
 
     def opaque(self, equation: Any, *operands: Operand) -> Exact:
         """A function without a law."""
@@ -496,7 +609,7 @@ class Rules:
         """argmax and argmin."""
         largest = equation.primitive.name == "argmax"
         at = self._place(self.field.key(x), self.dims(equation), largest)
-        return at.astype(equation.params["index_dtype"])
+        return self.field.follow(at.astype(equation.params["index_dtype"]))
 
     def cumulated(self, equation: Any, x: Exact) -> Exact:
         """cumsum, cumprod, cummax and cummin, term by term."""
@@ -515,8 +628,9 @@ class Rules:
             elif name == "cumprod":
                 before = self.field.mul(before, term)
             else:
-                keys = self.field.key(before), self.field.key(term)
-                before = self.field.where(keys[0] >= keys[1] if name == "cummax" else keys[0] <= keys[1], before, term)
+                first, second = self.field.key(before), self.field.key(term)
+                mask = (first >= second if name == "cummax" else first <= second) | np.isnan(first)
+                before = self.field.where(mask, before, term)
             terms[i] = before
         return stacked(self.field, [terms[i] for i in range(n)], dim, new=True) if n else x
 
@@ -621,13 +735,33 @@ class Rules:
             return result[..., :-1].reshape(len(old), *lead, *own)
 
         number = written(operand.number, updates.number, adds)
+        with np.errstate(all="ignore"):
+            real = written(operand.real, updates.real, adds)
         known = written(operand.facts, updates.facts, False)
         if adds:
             known[0] = (operand.sign == 1).all() and (updates.sign == 1).all()
             old, new = operand.infinite.astype(np.int64), updates.infinite.astype(np.int64)
             known[1] = np.sign(written(old[None], new[None], True)[0])
             known[2] = max(operand.used[0].max(initial=0), updates.used[0].max(initial=0))
-        return Exact(number % self.field.p(number), known, degree=operand.degree.plus(updates.degree))
+            if operand.special or updates.special:
+                known[1], known[4] = self._scattered_specials(operand, updates, written)
+        degree = operand.degree.plus(updates.degree)
+        return self.field.settled(Exact(number % self.field.p(number), known, real, degree=degree))
+
+    def _scattered_specials(
+        self, operand: Exact, updates: Exact, written: Callable[..., np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which sums of a scatter-add are infinite, and which no number."""
+
+        def somewhere(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+            return np.asarray(written(old[None].astype(np.int64), new[None].astype(np.int64), True)[0] > 0)
+
+        up = somewhere(operand.infinite == TRULY, updates.infinite == TRULY)
+        down = somewhere(operand.infinite == -TRULY, updates.infinite == -TRULY)
+        poison = np.where(up & down, NOT_A_NUMBER, 0)
+        for code in np.unique(np.concatenate([operand.poison.reshape(-1), updates.poison.reshape(-1)])):
+            poison = np.maximum(poison, np.where(somewhere(operand.poison == code, updates.poison == code), code, 0))
+        return np.where(up, TRULY, 0) + np.where(down, -TRULY, 0), poison
 
     def sorted(self, equation: Any, *operands: Operand) -> list[Operand]:
         """sort, by the order of the field where the operand is in it."""
@@ -637,7 +771,9 @@ class Rules:
         keys = [np.broadcast_to(key, shape) for key in keys]
         at = np.lexsort([np.moveaxis(key, dim, -1) for key in reversed(keys)], -1)
         at = np.moveaxis(at, -1, dim)
-        return [self._along(x, at, dim, shape) for x in operands]
+        by_floats = any(isinstance(x, Exact) for x in operands[:keyed])
+        results = [self._along(x, at, dim, shape) for x in operands]
+        return [self.field.follow(y) if by_floats and not isinstance(y, Exact) else y for y in results]
 
     def _along(self, x: Operand, at: np.ndarray, dim: int, shape: tuple[int, ...]) -> Operand:
         if isinstance(x, Exact):
@@ -653,15 +789,20 @@ class Rules:
         k = equation.params["k"]
         dim = self.rank + equation.params.get("axis", len(x.shape) - self.rank - 1) % (len(x.shape) - self.rank)
         keys = self.field.key(x)
-        at = np.take(np.argsort(-(keys.astype(object)), axis=dim, kind="stable"), range(k), dim)
-        return [self._along(x, at, dim, x.shape), at.astype(np.int32)]
+        keys = np.where(np.isnan(keys), math.inf, keys)  # what is no number comes first
+        at = np.take(np.argsort(-keys, axis=dim, kind="stable"), range(k), dim)
+        return [self._along(x, at, dim, x.shape), self.field.follow(at.astype(np.int32))]
 
     def clamped(self, equation: Any, low: Operand, x: Operand, high: Operand) -> Exact:
-        """clamp."""
+        """clamp: below, between and above are three cases."""
         field = self.field
         low, x, high = self.exact(low, x, high)
-        x = field.where(field.key(x) >= field.key(low), x, low)
-        return field.where(field.key(x) <= field.key(high), x, high)
+        lowest, key, highest = field.key(low), field.key(x), field.key(high)
+        below = self.decide(equation, key < lowest, x, low, " from below")
+        above = self.decide(equation, key > highest, x, high, " from above")
+        if field.coverage is not None:
+            field.coverage.note_known(equation, self.line(equation), ~below & ~above & ~np.isnan(key), " between")
+        return field.where(above, high, field.where(below, low, x))
 
 
 def joined(parts: Sequence[np.ndarray], dim: int, new: bool, behind: int = 0) -> np.ndarray:
@@ -684,8 +825,10 @@ def stacked(field: Field, rows: Sequence[Operand], dim: int, new: bool = False) 
     if any(x.factor is not None for x in exact):
         factor = joined([np.ones_like(x.number) if x.factor is None else x.factor for x in exact], dim, new, 1)
     degree = exact[0].degree.plus(*(x.degree for x in exact))
-    number, known = (joined(parts, dim, new, 1) for parts in ([x.number for x in exact], [x.facts for x in exact]))
-    return Exact(number, known, factor, degree)
+    number = joined([x.number for x in exact], dim, new, 1)
+    known = joined([x.facts for x in exact], dim, new, 1)
+    real = joined([x.real for x in exact], dim, new, 1)
+    return Exact(number, known, real, factor, degree)
 
 
 # Primitives that put floats in order.
@@ -717,12 +860,12 @@ _RULES: dict[str, Callable[..., Any]] = {
     "neg": lambda rules, _, x: rules.field.negative(x),
     "exp": lambda rules, _, x: rules.field.exp(x),
     "log": lambda rules, _, x: rules.field.log(x),
-    "square": lambda rules, _, x: rules.field.mul(x, x).signed(1),
-    "is_finite": lambda rules, _, x: np.ones(x.shape, bool),
+    "square": lambda rules, _, x: rules.field.squared(x),
+    "is_finite": Rules.finite,
     "bitcast_convert_type": Rules.bits,
     "mul": Rules.multiplied,
     "div": Rules.divided,
-    "integer_pow": lambda rules, equation, x: rules.to_the(x, equation.params["y"]),
+    "integer_pow": lambda rules, equation, x: rules.field.to_the(x, equation.params["y"]),
     "pow": Rules.powered,
     "logistic": Rules.logistic,
     "abs": Rules.absolute,
@@ -744,6 +887,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("argmax", "argmin"), Rules.arg),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), Rules.cumulated),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), Rules.scattered),
+    **dict.fromkeys(("floor", "ceil", "round"), Rules.rounded),
     **dict.fromkeys(
         [
             "tanh",
@@ -764,9 +908,6 @@ _RULES: dict[str, Callable[..., Any]] = {
             "erf_inv",
             "cbrt",
             "exp2",
-            "floor",
-            "ceil",
-            "round",
             "rem",
             "lgamma",
             "digamma",

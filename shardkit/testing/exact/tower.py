@@ -1,7 +1,4 @@
-"""A tower of primes, each twice the last and 1 more: powers of an element of order p modulo 2p + 1, and logarithms.
-
-And the fractions that residues modulo one of them stand for.
-"""
+"""A tower of primes, each twice the last and 1 more: powers of an element of order p modulo 2p + 1, and logarithms."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import numpy as np
 # p, 2p + 1, ... of a chain of eight primes (Cunningham's of the first kind); the product of two fits 64 bits.
 PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
 LEVELS = len(PRIMES)
-_LARGEST_PRODUCT = 2**25  # of numerator and denominator of a constant that is known by its components
 _SMALL_STEPS, _BITS = 2**19, np.uint64(2**22 - 1)
 
 
@@ -55,22 +51,3 @@ def logarithm(level: int, value: int) -> int:
     at = np.minimum(np.searchsorted(small, wanted[near]), len(small) - 1)
     found = int(np.flatnonzero(small[at] == wanted[near])[0])
     return (int(near[found]) * _SMALL_STEPS + int(exponents[at[found]])) * (p + 1) // 2 % p
-
-
-def rationals(x: np.ndarray, p: int) -> np.ndarray:
-    """float64: the fractions of small numerator and denominator that residues stand for; NaN where there is none.
-
-    Each step of Euclid's algorithm for p and x gives a fraction that is x modulo p; the simplest of them is it.
-    """
-    rest, next_rest = np.full(x.shape, p, np.int64), x.astype(np.int64)
-    under, next_under = np.zeros(x.shape, np.int64), np.ones(x.shape, np.int64)
-    best, found = np.full(x.shape, _LARGEST_PRODUCT, np.float64), np.full(x.shape, np.nan)
-    while next_rest.any():
-        product = next_rest * np.abs(next_under).astype(np.float64)
-        better = (next_rest > 0) & (product < best)
-        best = np.where(better, product, best)
-        found = np.where(better, next_rest / np.where(better, next_under, 1), found)
-        times = rest // np.maximum(next_rest, 1)
-        rest, next_rest = next_rest, np.where(next_rest > 0, rest - times * next_rest, 0)
-        under, next_under = next_under, under - times * next_under
-    return found

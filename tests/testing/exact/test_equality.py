@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
-from shardkit.testing.exact.equality import ASSUMED, UnprovableError, check_size, equal
+from shardkit.testing.exact.draws import UnprovableError, equal
+from shardkit.testing.exact.equality import ASSUMED, check_size
 from shardkit.testing.exact.field import RedrawError
 from shardkit.testing.exact.tower import PRIMES
 from support.refusals import raises, refusals, refused, value_error
@@ -41,8 +42,9 @@ def test_what_a_certificate_says():
     assert found[:3] == ("squared and squared, on mesh data=2, values", ("float32[4, 2]",), 3)
     assert found.uninterpreted == () and found.assumed == ASSUMED
     assert found.chance == pytest.approx((2 / PRIMES[0]) ** 3)
-    one = proved(squared, points=1, grad=True)
-    assert one.what.endswith(", values and gradients") and one.chance == pytest.approx(2 / PRIMES[0])
+    two = proved(squared, points=1, grad=True)  # one is taken as two, which tell a constant from an unknown
+    assert two.what.endswith(", values and gradients") and two.points == 2
+    assert two.chance == pytest.approx((2 / PRIMES[0]) ** 2)
     product = proved(lambda x: x * x * x / 7, points=2)
     assert product.what.startswith("<lambda> and <lambda>") and product.chance == pytest.approx((3 / PRIMES[0]) ** 2)
     other = proved(wave)
@@ -172,12 +174,12 @@ def test_what_would_take_too_long_is_refused_with_its_largest_array():
     # two products of 64 * 64 * 4096 terms, a transpose and a sum, ten times, for 8 primes and 3 points
     products, elements = 2 * 64 * 64 * 4096, 64 * 64 + 3 * 64 * 4096
     seconds = 10 * 8 * 3 * (4e-9 * products + 4e-8 * elements)
-    check_size("f", [traced], 3, (0, 1), longest=1.05 * seconds)
-    for orders, ordered in (((0, 1), False), ((0, 1, 2, 3), True)):
+    check_size("f", [traced], 3, 2, longest=1.05 * seconds)
+    for draws, ordered in ((2, False), (4, True)):
         what = jax.make_jaxpr(lambda x: jnp.maximum(step(x), 0))(big) if ordered else traced
-        times = len(orders) if ordered else 1
-        check_size("f", [what], 3, orders, longest=1.05 * times * seconds)
-        message = refused(lambda: check_size("f", [what], 3, orders, longest=0.95 * times * seconds))
+        times = draws if ordered else 1
+        check_size("f", [what], 3, draws, longest=1.05 * times * seconds)
+        message = refused(lambda: check_size("f", [what], 3, draws, longest=0.95 * times * seconds))
         minutes = f"{times * seconds / 60:,.0f}"
         assert message.startswith(
             "f: shapes must be small, because a proof holds for all values and not for more shapes; these would take "

@@ -1,0 +1,349 @@
+"""How often two programs are run until they are equal for all inputs, or what is not decided is known by its line.
+
+The first draw has all points, and bounds the chance that unequal programs agree where they branch as in it. Further
+draws have other real inputs, and so other branches; their points and primes are as few as a difference needs to show.
+Where a comparison went one way only, or only one side makes it, random orders take the branch that no draw has reached:
+if both sides agree there too, they do whatever the comparison says. If they do not, it may be that no input goes there,
+or that none of the draws did, which is no proof: "not decided", with the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from dataclasses import field as attribute
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardkit._jax.jaxprs import source_line
+from shardkit.testing._compare import UnequalError
+from shardkit.testing.exact.coverage import ALONE, ON_MESH, Comparison, Coverage
+from shardkit.testing.exact.difference import Runs, located
+from shardkit.testing.exact.field import KINDS, Field, RedrawError, TooDeepError, UnknownValueError
+from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
+from shardkit.testing.exact.rules import Operand, UnsupportedError
+from shardkit.testing.exact.tower import LEVELS
+from shardkit.testing.exact.values import NOT_A_NUMBER, OUTSIDE, Exact
+
+_SEEDS = 8
+_SCALES = (1.0, 0.3, 0.1, 0.03)
+_POINTS = 2  # of the first draw at least, and of orders: two tell a constant from an unknown
+_FEWEST = 1  # of further draws
+Side = Callable[[Field, Seen | None], list[Operand]]
+
+
+class UnprovableError(ValueError):
+    """What cannot be proved for all inputs."""
+
+
+class UndecidedError(UnprovableError):
+    """What is neither proved nor refuted."""
+
+
+class Effort(NamedTuple):
+    """How much is run where programs compare floats.
+
+    Attributes:
+        draws: of real inputs, at least.
+        most: of real inputs, where a comparison has not gone both ways.
+        planted: draws of inputs that are equal or zero, at most, where a comparison asks for it.
+        orders: the numbers of random ones, in turn, until all comparisons have gone both ways.
+        samples: orders times elements, for each comparison that only one side makes.
+    """
+
+    draws: int
+    most: int
+    planted: tuple[str, ...]
+    orders: Sequence[int]
+    samples: int
+
+
+KERNEL = Effort(draws=4, most=12, planted=("alike", "repeated", "zero"), orders=range(64), samples=64)
+# A step takes a second for each of these. Orders 4 and 7 turn round comparisons of positive numbers, and with zero.
+STEP = Effort(draws=1, most=1, planted=("zero",), orders=(4, 7, 5, 6), samples=1)
+
+
+class Evidence(NamedTuple):
+    """What two equal programs were seen to do.
+
+    Attributes:
+        field: of the first draw.
+        results: of the program on the mesh, in it.
+        draws: of real inputs.
+        orders: random ones.
+        comparisons: all that could go both ways.
+        one_way: those that never did.
+        no_number: by result, in how many of its elements both sides are no number, and how many it has.
+    """
+
+    field: Field
+    results: list[Operand]
+    draws: int
+    orders: int
+    comparisons: list[Comparison]
+    one_way: list[Comparison]
+    no_number: dict[str, tuple[int, int]]
+
+
+def equal(
+    where: str, subject: str, names: Sequence[str], sides: tuple[Side, Side], points: int, effort: Effort = KERNEL
+) -> Evidence:
+    """Runs the program on the mesh and the one alone in the same fields, and refuses results that differ.
+
+    Errors begin with `where`, those of a difference with `subject`.
+    """
+    trial = _Trial(where, subject, names, sides)
+    try:
+        field, results = trial.run(max(points, _POINTS), kind=KINDS[0])
+    except UnknownValueError:
+        return _ordered(trial, max(points, _POINTS), effort)
+    draws, orders = 1, 0
+    trial.coverage.identifies = False
+    if field.compared or trial.excluded():
+        draws += _draw(trial, effort)
+        orders = _order(trial, effort)
+    if name := trial.excluded():
+        raise UndecidedError(
+            f"{where}: not decided at {trial.outside or 'an unknown line'}: in every draw the {name} is outside of the "
+            "domain of a function, as of the logarithm of a negative number. Write it so that both sides take it of "
+            "the same sign, or compare floats with assert_matches_reference."
+        )
+    comparisons = [x for x in trial.coverage.comparisons.values() if not x.decided.all()]
+    return Evidence(field, results, draws, orders, comparisons, [x for x in comparisons if x.open], trial.no_number)
+
+
+def _draw(trial: _Trial, effort: Effort) -> int:
+    """More draws of real inputs, until all comparisons have gone both ways; how many."""
+    count, coverage = 0, trial.coverage
+    for kind in [*KINDS[1:], *[""] * effort.most]:
+        waiting = coverage.open(False, False) or coverage.open(True, False)
+        enough = count + 1 >= (effort.most if waiting else effort.draws)
+        if (enough and not trial.excluded()) or count + 1 >= effort.most + len(KINDS):
+            break
+        count += trial.tried(kind)
+    for kind in effort.planted:
+        # Integers that follow from floats, as how many tokens an expert has, are extreme where all rows are alike.
+        if coverage.open(integers=kind == "alike", exactly=kind != "alike"):
+            count += trial.tried(kind)
+    return count
+
+
+def _order(trial: _Trial, effort: Effort) -> int:
+    """Random orders, where a comparison went one way or only one side makes it; how many."""
+    coverage = trial.coverage
+    # An order rounds nothing: there, what is computed from integers of floats is of unknown integers.
+    foreign = [] if trial.rounds else list(coverage.foreign())
+    waiting = coverage.open(False, False)
+    if not foreign and not waiting:
+        return _refuse_open(trial, 0)
+    fewest = min((elements for _, elements in foreign), default=effort.samples)
+    least = min(4, len(effort.orders), effort.samples)
+    count = max(least, effort.samples // fewest) if foreign else 0
+    suspects = [*waiting, *(comparison for comparison, _ in foreign)]
+    done = 0
+    try:
+        for order in effort.orders:
+            if done >= count and not coverage.open(False, False):
+                break
+            trial.run(_POINTS, order=order)
+            done += 1
+            if done >= max(count, 8):  # what has not gone both ways in eight orders cannot
+                break
+    except UnequalError as error:
+        raise UndecidedError(_undecided(trial.where, suspects[0], waiting)) from error
+    except UnprovableError as error:
+        if waiting:
+            raise UndecidedError(_undecided(trial.where, suspects[0], waiting)) from error
+        return 0
+    return _refuse_open(trial, done)
+
+
+def _refuse_open(trial: _Trial, orders: int) -> int:
+    """Refuses numbers that were never seen equal, which no order can make so."""
+    never = trial.coverage.open(False, True)
+    if never:
+        raise UndecidedError(_undecided(trial.where, never[0], never))
+    return orders
+
+
+def _undecided(where: str, comparison: Comparison, waiting: Sequence[Comparison]) -> str:
+    how = "only one side makes this comparison, and the sides differ where it alone goes another way"
+    if comparison in waiting:
+        how = f"this comparison was {comparison.outcome} for all inputs that were drawn, but need not be for others"
+    return (
+        f"{where}: not decided at {comparison.line} ({comparison.what}): {how}. Compare alike on both sides, or "
+        "compare floats for inputs of both kinds with assert_matches_reference."
+    )
+
+
+def _ordered(trial: _Trial, points: int, effort: Effort) -> Evidence:
+    """Orders alone, for programs whose values are beyond floats, or of functions that have none here."""
+    first, *orders = effort.orders[:16]
+    field, results = trial.run(points, order=first)
+    for order in orders:
+        trial.run(_POINTS, order=order)
+    comparisons = [x for x in trial.coverage.comparisons.values() if not x.decided.all()]
+    one_way = [x for x in comparisons if x.open]
+    return Evidence(field, results, 0, 1 + len(orders), comparisons, one_way, trial.no_number)
+
+
+@dataclass
+class _Trial:
+    """Two programs, and what all their runs have shown.
+
+    Attributes:
+        levels: how many primes a further run needs.
+        included: by result, which elements were compared.
+        outside: the line where a value was first outside of the domain of a function.
+        rounds: whether floats were rounded to integers.
+    """
+
+    where: str
+    subject: str
+    names: Sequence[str]
+    sides: tuple[Side, Side]
+    coverage: Coverage = attribute(default_factory=Coverage)
+    seed: int = 0
+    levels: int = LEVELS
+    shallow: bool = False
+    included: dict[str, np.ndarray] = attribute(default_factory=dict)
+    no_number: dict[str, tuple[int, int]] = attribute(default_factory=dict)
+    outside: str = ""
+    rounds: bool = False
+
+    def tried(self, kind: str) -> int:
+        """One more draw; 0 if its values are beyond floats."""
+        try:
+            self.run(_FEWEST, kind=kind)
+        except UnknownValueError:
+            return 0
+        return 1
+
+    def run(self, points: int, order: int | None = None, kind: str = "") -> tuple[Field, list[Operand]]:
+        """Both programs in one field, drawn until no divisor is zero by chance, and values are within floats."""
+        scale, redrawn = 0, 0
+        while redrawn < _SEEDS:
+            field = Field(points, self.seed, self.shallow, order, kind, _SCALES[scale], self.levels)
+            field.coverage, field.centres = self.coverage, tuple(sorted(self.coverage.constants))
+            self.seed += order is None
+            try:
+                results = self._compared(field)
+            except RedrawError:
+                redrawn += 1
+            except UnknownValueError:
+                scale += 1
+                if scale == len(_SCALES):
+                    raise
+            except TooDeepError:
+                self._deeper()
+            else:
+                self.levels = min(self.levels, field.deepest + 3)
+                self.outside, self.rounds = self.outside or field.outside, self.rounds or field.rounds
+                return field, results
+        raise UnprovableError(
+            f"{self.where}: a divisor must not be zero for most inputs; at {_SEEDS} draws one was. Remove a division "
+            "by what is always zero."
+        )
+
+    def _deeper(self) -> None:
+        """More primes; where there are none, `logistic` is left uninterpreted."""
+        if self.levels < LEVELS:
+            self.levels = LEVELS
+        elif self.shallow:
+            raise UnprovableError(
+                f"{self.where}: exps may be nested at most {LEVELS - 1} deep, from an input to a result; these "
+                "programs nest more. Pass a model of fewer layers: a layer more proves nothing else."
+            ) from None
+        else:
+            self.shallow = True
+
+    def excluded(self) -> str:
+        """The name of a result of which an element was never compared; "" if there is none."""
+        return next((name for name, done in self.included.items() if not done.all()), "")
+
+    def _compared(self, field: Field) -> list[Operand]:
+        """The results of the program on the mesh, where they are those of the one alone."""
+        on_mesh, alone = self.sides
+        try:
+            self.coverage.side = ALONE
+            wanted = alone(field, None)
+            self.coverage.side = ON_MESH
+            got = on_mesh(field, None)
+        except UnsupportedError as error:
+            raise UnprovableError(
+                f"{self.where}: whatever is computed from a float must have a meaning in a finite field; {error} "
+                f"{f'at {error.line} ' if error.line else ''}has none. Prove the part before it, or compare floats "
+                "with assert_matches_reference."
+            ) from error
+        except HangsError as error:
+            raise UnequalError(f"{self.subject}{error}") from error
+        except DiffersError as error:
+            hint = perhaps(field)  # before more functions are met on the way to the line
+            line = located(self._runs(field), 0, None)
+            raise UnequalError(f"{self.subject}{error} differs between devices{line}{hint}") from error
+        for index, (name, x, y) in enumerate(zip(self.names, got, wanted, strict=True)):
+            self._compare(field, index, name, x, y)
+        return got
+
+    def _compare(self, field: Field, index: int, name: str, x: Operand, y: Operand) -> None:
+        a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
+        logs = field.logs or a.factor is not None or b.factor is not None  # whose exps are compared
+        most = max(a.used.max(initial=0), b.used.max(initial=0))
+        field.deepest = max(field.deepest, int(most))
+        if most + logs >= field.levels:
+            raise TooDeepError
+        if not field.same(a, b).all():
+            hint = perhaps(field)
+            text = _of_no_number(self._runs(field), a, b) or located(self._runs(field), index, b)
+            raise UnequalError(f"{self.subject}the {name} is not the reference's for all inputs{text}{hint}")
+        if field.order is None:
+            done = (a.poison != OUTSIDE) & (b.poison != OUTSIDE)
+            self.included[name] = done | self.included.get(name, False)
+            both = int(((a.poison > 0) & (b.poison > 0) & done).sum())
+            if both and not field.planted:
+                self.no_number[name] = both, a.poison.size
+
+    def _runs(self, field: Field) -> Runs:
+        """Both programs, to be run once more without noting comparisons."""
+        field.coverage = None
+        return Runs(field, *self.sides)
+
+
+def _of_no_number(runs: Runs, x: Exact, y: Exact) -> str:
+    """What makes a result no number where the other side has one; "" if that is not how they differ."""
+    wrong = ((x.poison == NOT_A_NUMBER) & (y.poison == 0)) | ((y.poison == NOT_A_NUMBER) & (x.poison == 0))
+    if not wrong.any():
+        return ""
+    on_mesh = bool((wrong & (x.poison == NOT_A_NUMBER)).any())
+    made: list[str] = []
+
+    def note(equation: Any, operands: Sequence[Operand], results: Sequence[Operand], axes: object, around: str) -> None:
+        if any(_has_no_number(z) for z in operands):
+            return
+        if any(_has_no_number(z) for z in results):
+            made.append(f"{equation.primitive.name} at {source_line(equation, around)}")
+
+    side = runs.on_mesh if on_mesh else runs.alone
+    side(runs.field, note)
+    which, other = ("it", "the reference") if on_mesh else ("the reference", "it")
+    first = f", first by {made[0]}" if made else ""
+    return f": in {int(wrong.sum())} of {wrong.size} elements {which} is NaN, where {other} is a number{first}"
+
+
+def _has_no_number(x: Operand) -> bool:
+    if isinstance(x, Exact):
+        return bool((x.poison == NOT_A_NUMBER).any())
+    return x.dtype.kind == "f" and bool(np.isnan(x).any())
+
+
+def perhaps(field: Field) -> str:
+    """Ends the message: what to do about a false alarm, where functions of which little is known are on the way."""
+    names = sorted({*field.uninterpreted, *(["log"] if field.logs else [])})
+    if not names:
+        return "."
+    listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return (
+        f". If only an identity of {listed} is missing, write that part alike on both sides, or compare floats with "
+        "assert_matches_reference."
+    )
