@@ -52,9 +52,12 @@ def ring(devices: int, by: int = 1) -> list[tuple[int, int]]:
 def distributed(root: Node, draw: random.Random, devices: int, split: Sequence[bool]) -> Laid:
     """The kernel of a drawn program, and the layout of its result: whole or split."""
     placing = _Placing(draw, devices, split)
-    node, layout = placing.laid(root)
-    if layout == "partial" or (layout == "whole" and root.shape and root.shape[0] % devices == 0 and draw.random() < 0.3):
-        layout = "split" if root.shape and root.shape[0] % devices == 0 and draw.random() < 0.5 else "whole"
+    layout = placing.laid(root)[1]
+    divides = bool(root.shape) and root.shape[0] % devices == 0
+    if layout == "partial":
+        layout = "split" if divides and draw.random() < 0.5 else "whole"
+    elif layout == "whole" and divides and draw.random() < 0.15:
+        layout = "split"
     return placing.at(root, layout), layout
 
 

@@ -61,7 +61,7 @@ class Drawing:
 
     def result(self) -> Node:
         """A program: a matrix, or what is left of it after sums."""
-        result = self.matrix(self.draw.choice([2, 3, 3, 4]))
+        result = self.matrix(self.draw.choice([1, 1, 2, 2, 2, 3, 3]))
         end = self.draw.random()
         if end < 0.35:
             return result
@@ -211,7 +211,8 @@ class Drawing:
             return same("min", same("max", x, like(x, low)), like(x, low + 1))
         if choice == 3:
             return same(self.draw.choice(["max", "min"]), x, self.matrix(depth - 1))
-        return kept(reduced(self.draw.choice(["largest", "smallest"]), x, dim := self.draw.randrange(2)), self.shape, dim)
+        dim = self.draw.randrange(2)
+        return kept(reduced(self.draw.choice(["largest", "smallest"]), x, dim), self.shape, dim)
 
     def _selected(self, depth: int) -> Node:
         other = self.matrix(depth - 1) if self.draw.random() < 0.6 else constant(0.0, self.shape)
@@ -292,7 +293,7 @@ def plain(root: Node) -> Node:
     """A drawn program in the language, on one device."""
     for node in every(root):
         if node.op == "shifted":
-            [x] = [each for each in every(root) if each is node][0].args
+            [x] = node.args
             rows = node.shape[0]
             first = cut(x, 0, rows - 1, rows) if node.params[0] else constant(0.0, (1, *node.shape[1:]))
             new = joined([first, cut(x, 0, 0, rows - 1)], 0)

@@ -1,8 +1,8 @@
 """A small language of programs on arrays, with two meanings: a function in jax, and an evaluation by numpy.
 
-A program is a tree of nodes; a kernel's has the shapes of one device, and collectives. `built` makes the function that is
-proved. `evaluated` computes the same at many points in float64 or longer, and shares no code with the prover, so that it
-can say which of two programs differ. For example the norm of the rows of two devices:
+A program is a tree of nodes; a kernel's has the shapes of one device, and collectives. `built` makes the function that
+is proved. `evaluated` computes the same at many points in float64 or longer, and shares no code with the prover: it can
+say which of two programs differ. For example the sum of the squares of the rows of two devices:
 
     x = named("input", (2, 3), "f", params=(0,))
     total = psum(reduced("sum", mul(x, x), 0))                      # one device's rows, then those of both
@@ -11,7 +11,7 @@ can say which of two programs differ. For example the norm of the rows of two de
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,8 +47,8 @@ class Node:
         if self.op == "input":
             return "xyzuvw"[self.params[0]]
         if self.op == "constant":
-            value = self.params[0]
-            return f"{value.flat[0]:g}" if np.ptp(value) == 0 else str(value.tolist()).replace(" ", "")
+            value = uniform(self)
+            return f"{value:g}" if value is not None else str(self.params[0].tolist()).replace(" ", "")
         inner = [str(each) for each in self.args]
         inner += [str(each).replace(" ", "") for each in self.params]
         return f"{self.op}({', '.join(inner)})"
@@ -542,7 +542,7 @@ class Evaluation:
     def _noise(self, node: Node, number: np.ndarray) -> np.ndarray:
         parts = []
         for each in number.reshape(-1):
-            parts.append(np.random.default_rng([node.params[0], each]).random(node.shape))
+            parts.append(np.random.default_rng([node.params[0], int(each) % 2**32]).random(node.shape))
         return np.stack(parts).reshape(*number.shape, *node.shape).astype(self.dtype)
 
     # Collectives
@@ -582,12 +582,7 @@ _COMPARISONS |= {"eq": np.equal, "ne": np.not_equal}
 _SENT = {"psum", "pmax", "pmin", "all_gather", "ppermute", "psum_scatter", "all_to_all"}
 _UFUNCS: dict[str, Callable[..., Any]] = {
     **_COMPARISONS,
-    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum},
-    **{"neg": np.negative, "exp": np.exp, "log": np.log, "abs": np.abs, "tanh": np.tanh},
-    **{"and": np.logical_and, "or": np.logical_or, "not": np.logical_not},
-}
-
-
-def walked(root: Node, op: str) -> Iterator[Node]:
-    """The nodes of an operation."""
-    return (node for node in every(root) if node.op == op)
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
+    "neg": np.negative, "exp": np.exp, "log": np.log, "abs": np.abs, "tanh": np.tanh,
+    "and": np.logical_and, "or": np.logical_or, "not": np.logical_not,
+}  # fmt: skip

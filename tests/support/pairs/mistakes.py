@@ -177,11 +177,15 @@ def _key_reused(node: Node, draw: random.Random, devices: int) -> Node | None:
 def _wrong_dim(node: Node, draw: random.Random, devices: int) -> Node | None:
     if node.op in ("cumsum", "sort", "rev") and len(node.shape) == 2:
         return _with(node, params=(1 - node.params[0],))
-    if node.op in ("sum", "largest", "smallest", "argmax") and len(set(node.args[0].shape)) == 1 < len(node.args[0].shape):
+    if node.op in ("sum", "largest", "smallest", "argmax") and _square(node.args[0]):
         return _with(node, params=(1 - node.params[0],))
-    if node.op == "spread" and len(node.args[0].shape) == 1 and len(set(node.shape)) == 1 < len(node.shape):
+    if node.op == "spread" and len(node.args[0].shape) == 1 and _square(node):
         return _with(node, params=((1 - node.params[0][0],),))
     return None
+
+
+def _square(node: Node) -> bool:
+    return len(node.shape) == 2 and node.shape[0] == node.shape[1]
 
 
 def _other_operation(node: Node, draw: random.Random, devices: int) -> Node | None:
@@ -280,12 +284,15 @@ MISTAKES: dict[str, Mistake] = {
     "zero times what may be infinite": _times_nothing,
     "a branch behind a positive": _branch_behind_a_positive,
 }
+# Of which a proof has more to fear: thresholds, guards, what devices do not receive.
+LIKELY = ("another threshold", "> for >=", "a guard dropped", "a mask for a guard", "a wrong pair", "rows elsewhere")
 
 
 def planted(root: Node, draw: random.Random, devices: int) -> tuple[str, Node] | None:
     """One mistake at one place; None where none applies."""
     nodes = every(root)
-    for name in draw.sample(sorted(MISTAKES), len(MISTAKES)):
+    names = [*sorted(MISTAKES), *LIKELY, *LIKELY]
+    for name in draw.sample(names, len(names)):
         places = [(node, new) for node in nodes if (new := MISTAKES[name](node, draw, devices)) is not None]
         if places:
             node, new = draw.choice(places)

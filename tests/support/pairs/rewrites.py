@@ -245,8 +245,9 @@ def _one_branch(node: Node, draw: random.Random) -> Node | None:
     """A branch that the sign of a square, of an exp or of an absolute value takes always."""
     if node.kind == "f" and node.op in ("add", "sub", "mul", "exp", "log", "div") and finite(node):
         x = node if node.op != "div" else node.args[0]
-        sure = compared("gt", same("exp", x), like(x, 0.0)) if draw.random() < 0.5 else compared("ge", mul(x, x), like(x, 0))
-        return where(sure, node, like(node, 7.0))
+        above = compared("gt", same("exp", x), like(x, 0.0))
+        not_below = compared("ge", mul(x, x), like(x, 0.0))
+        return where(draw.choice([above, not_below]), node, like(node, 7.0))
     return None
 
 

@@ -1,7 +1,7 @@
 """Whether a kernel and a reference are the same function, by their values at some hundred points, in floats.
 
-Points are drawn from several distributions. Those of `GENERIC` are of no special form. Others have zeros, ties and the
-constants of the programs, and two points of the same kind may agree there by chance. A difference has one of these kinds:
+Points are drawn from several distributions. The first `GENERIC` are of no special form; the others have zeros, ties and
+the constants of the programs. A difference has one of these kinds:
 
     value         two numbers differ at several generic points
     nan           at all generic points one side is no number, or another infinity
@@ -43,7 +43,9 @@ def points(inputs: int, rows: int, columns: int) -> tuple[np.ndarray, ...]:
     return tuple(found)
 
 
-def difference(kernel: Node, reference: Node, split: tuple[bool, ...], devices: int, layout: str, shape: Any) -> str | None:
+def difference(
+    kernel: Node, reference: Node, split: tuple[bool, ...], devices: int, layout: str, shape: tuple[int, int]
+) -> str | None:
     """The kind of the difference of both; None where no point shows one."""
     given = points(len(split), *shape)
     apart, numbers, unclear = _apart(kernel, reference, given, split, devices, layout, np.float64)

@@ -27,6 +27,7 @@ from support.pairs.mistakes import planted
 from support.pairs.rewrites import rewritten
 from support.pairs.truth import difference
 
+_ATTEMPTS = 3  # at a mistake that changes the function
 OUTCOMES = ("proved", "refused", "refuted", "crashed")
 
 
@@ -59,7 +60,8 @@ class Pair:
     steps: tuple[tuple[str, "Pair"], ...] = ()
 
     def __str__(self) -> str:
-        inputs = ", ".join(f"{name} {'split' if each else 'whole'}" for name, each in zip("xyz", self.split, strict=False))
+        layouts = ["split" if each else "whole" for each in self.split]
+        inputs = ", ".join(f"{name} {layout}" for name, layout in zip("xyz", layouts, strict=False))
         lines = [
             f"seed {self.seed}: {self.devices} devices, {list(self.shape)}, {inputs}, result {self.layout}"
             f"{', with gradients' if self.grad else ''}",
@@ -111,12 +113,20 @@ def drawn(seed: int) -> Pair:
         if step is not None:
             steps = (*pair.steps, (step[0], pair))
             pair = dataclasses.replace(pair, **{side: step[1]}, steps=steps)
-    if draw.random() < 0.6:
+    return _with_a_mistake(pair, draw) if draw.random() < 0.6 else pair
+
+
+def _with_a_mistake(pair: Pair, draw: random.Random) -> Pair:
+    """With a mistake that makes a difference, if some attempts find one."""
+    wrong = pair
+    for _ in range(_ATTEMPTS):
         side = "kernel" if draw.random() < 0.8 else "reference"
-        mistake = planted(getattr(pair, side), draw, devices if side == "kernel" else 1)
+        mistake = planted(getattr(pair, side), draw, pair.devices if side == "kernel" else 1)
         if mistake is not None:
-            pair = dataclasses.replace(pair, **{side: mistake[1]}, mistake=mistake[0], grad=False)
-    return pair
+            wrong = dataclasses.replace(pair, **{side: mistake[1]}, mistake=mistake[0], grad=False)
+            if wrong.truth() is not None:
+                break
+    return wrong
 
 
 def judged(pair: Pair) -> Verdict:
