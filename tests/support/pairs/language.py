@@ -338,10 +338,12 @@ class Evaluated:
     Attributes:
         value: [points, devices, *shape].
         unclear: [points]: where rounding or overflow, and not the program, would say what it is.
+        unordered: [points]: where the largest of some numbers and NaN was asked for; it is NaN, but not to all compilers.
     """
 
     value: np.ndarray
     unclear: np.ndarray
+    unordered: np.ndarray
 
 
 def evaluated(
@@ -358,7 +360,7 @@ def evaluated(
             else:
                 values[id(node)] = evaluation(node, [values[id(each)] for each in node.args])
     whole = (len(points[0]), devices, *root.shape)
-    return Evaluated(np.broadcast_to(values[id(root)], whole), evaluation.unclear)
+    return Evaluated(np.broadcast_to(values[id(root)], whole), evaluation.unclear, evaluation.unordered)
 
 
 def _finite(x: np.ndarray) -> np.ndarray:
@@ -370,11 +372,12 @@ class Evaluation:
 
     Attributes:
         unclear: [points], as in `Evaluated`.
+        unordered: likewise.
     """
 
     def __init__(self, devices: int, points: int, dtype: Any):
         self.devices, self.dtype = devices, dtype
-        self.unclear = np.zeros(points, bool)
+        self.unclear, self.unordered = np.zeros(points, bool), np.zeros(points, bool)
 
     def dealt(self, x: np.ndarray, split: bool) -> np.ndarray:
         """A global input on the devices."""
@@ -385,11 +388,13 @@ class Evaluation:
 
     def doubt(self, where: np.ndarray) -> None:
         """Marks the points at which any element is so."""
-        found = where.reshape(len(where), -1).any(1)
-        self.unclear |= found if len(found) > 1 else found.repeat(len(self.unclear))
+        self.unclear |= where.reshape(len(where), -1).any(1)
 
     def __call__(self, node: Node, xs: list[np.ndarray]) -> np.ndarray:
         name = node.op
+        if name in _EXTREMES:
+            for x in xs:
+                self.unordered |= np.isnan(x).reshape(len(x), -1).any(1)
         if name in _UFUNCS:
             result = _UFUNCS[name](*xs)
             if name in ("add", "sub", "mul", "div", "exp") and node.kind == "f":
@@ -579,6 +584,7 @@ class Evaluation:
 
 _COMPARISONS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
 _COMPARISONS |= {"eq": np.equal, "ne": np.not_equal}
+_EXTREMES = {"max", "min", "largest", "smallest", "pmax", "pmin"}
 _SENT = {"psum", "pmax", "pmin", "all_gather", "ppermute", "psum_scatter", "all_to_all"}
 _UFUNCS: dict[str, Callable[..., Any]] = {
     **_COMPARISONS,

@@ -49,7 +49,7 @@ def test_numpy_computes_what_jax_does(part):
 
 
 def assert_as_jax(pair):
-    """Values of both sides at some points, but for those at which rounding decides, and for what is drawn by a key."""
+    """Values of both sides at some points, but for those at which rounding decides or XLA's CPU compiler loses a NaN."""
     at = [0, 1, truth.COUNT, 2 * truth.COUNT, truth.GENERIC, truth.GENERIC + 1, truth.GENERIC + 2 * truth.COUNT]
     given = [x[at] for x in truth.points(len(pair.split), *pair.shape)]
     specs = tuple(P(AXIS) if each else P() for each in pair.split)
@@ -68,7 +68,8 @@ def assert_as_jax(pair):
         run = jax.jit(function)
         for number in range(len(at)):
             wanted, same = found.value[number], single.value[number]
-            if found.unclear[number] or single.unclear[number] or not np.allclose(wanted, same, 1e-3, 1e-3, True):
+            unclear = found.unclear[number] or single.unclear[number] or found.unordered[number]
+            if unclear or not np.allclose(wanted, same, 1e-3, 1e-3, True):
                 continue
             got = run(*(jnp.asarray(x[number], jnp.float32) for x in given))
             np.testing.assert_allclose(np.asarray(got, np.float64), wanted, 1e-2, 1e-2, err_msg=str(pair))
