@@ -338,7 +338,7 @@ class Evaluated:
     Attributes:
         value: [points, devices, *shape].
         unclear: [points]: where rounding or overflow, and not the program, would say what it is.
-        unordered: [points]: where the largest of some numbers and NaN was asked for; it is NaN, but not to all compilers.
+        unordered: [points]: where a maximum was taken of what has a NaN: it is NaN, but not to all compilers.
     """
 
     value: np.ndarray

@@ -49,7 +49,7 @@ def test_numpy_computes_what_jax_does(part):
 
 
 def assert_as_jax(pair):
-    """Values of both sides at some points, but for those at which rounding decides or XLA's CPU compiler loses a NaN."""
+    """Both sides at some points, but for those at which rounding decides, or the compiler loses a NaN in a maximum."""
     at = [0, 1, truth.COUNT, 2 * truth.COUNT, truth.GENERIC, truth.GENERIC + 1, truth.GENERIC + 2 * truth.COUNT]
     given = [x[at] for x in truth.points(len(pair.split), *pair.shape)]
     specs = tuple(P(AXIS) if each else P() for each in pair.split)
