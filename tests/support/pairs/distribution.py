@@ -281,7 +281,7 @@ class _Placing:
         if layout == "split" and (inside or outside == "zero") and self.draw.random() < 0.6:  # by rows of a vocabulary
             first = spread(self._first_row(x.shape[0]), at.shape, ())
             return taken(x, sub(at, first), "zero"), "partial"
-        return taken(self.at(node.args[0], "whole"), at, outside), "whole"
+        return taken(self.at(node.args[0], "whole"), self.at(at, "whole"), outside), "whole"
 
     def _dot(self, node: Node) -> Laid:
         x, layout = self.laid(node.args[0])

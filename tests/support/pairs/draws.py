@@ -268,7 +268,9 @@ class Drawing:
     def _ranked(self, depth: int) -> Node:
         """By the order of rows or columns: sorted, the first alone, those that are among the largest."""
         x, dim = self.matrix(depth - 1), self.draw.randrange(2)
-        choice = self.draw.randrange(3)
+        choice = self.draw.randrange(4)
+        if choice == 3:
+            return taken(x, self._row(x, depth), self.draw.choice(["zero", "nearest", "nan"]))
         if choice == 0:
             return mul(along("sort", x, dim), self.matrix(depth - 2))
         if choice == 1:
@@ -279,6 +281,15 @@ class Drawing:
         largest = named("top", (ROWS, k), "f", x, params=(k,))
         least = kept(reduced("smallest", largest, 1), self.shape, 1)
         return where(compared("ge", x, least), self.matrix(depth - 2), like(x, 0.0))
+
+    def _row(self, x: Node, depth: int) -> Node:
+        """The number of a row that values decide: by an argmax, a count or a cast."""
+        choice = self.draw.random()
+        if choice < 0.5:
+            return reduced("argmax", x, 1)
+        if choice < 0.9:
+            return reduced("sum", cast(self.mask(depth - 1), "i"), 1)
+        return cast(reduced("sum", x, 1), "i")
 
     def _gate(self, depth: int) -> Node:
         """A branch that hangs on what is known to be positive."""

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardkit._jax import compat
+
 AXIS = "d"
 INFINITE = 1e9  # constants beyond it are infinite in a proof, and so they are here
 NEAR = 1e-9  # two numbers that differ by less: rounding, not the program, would decide a comparison
@@ -245,6 +247,8 @@ def _scan(node: Node, x: Any) -> Any:
         return carry, carry
 
     first = lax.full(node.shape[1:], np.float32(0))
+    over = tuple(compat.varying_axes(x))
+    first = compat.cast_varying(first, over) if over else first
     return lax.scan(step, first, x)[1]
 
 

@@ -71,10 +71,10 @@ class Tally:
         truth = f"wrong: {kind}" if kind else "unknown"
         if not pair.mistake:
             truth = "right"
-            if kind is not None:
-                self.broken.append(pair)
         self.counts[truth, verdict.outcome] += 1
-        if kind is not None:
+        if kind is not None and not pair.mistake:
+            self.broken.append(pair)
+        elif kind is not None:
             self.mistakes[pair.mistake, verdict.outcome] += 1
             if verdict.outcome == "proved" and kind not in EXCUSED:
                 self.false.append((kind, pair))

@@ -11,7 +11,8 @@ the constants of the programs. A difference has one of these kinds:
 """
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,8 +20,9 @@ from support.pairs.language import Node, evaluated
 
 COUNT = 40
 GENERIC = 5 * COUNT
-CLEAR = 1e-6
-TRUSTED = 1e-9
+FINE = 2.0**20
+CLEAR = 1e-6  # by such a share two values differ
+TRUSTED = 1e-9  # by such a share they do not
 KINDS = ("value", "nan", "domain", "ties", "nan at ties")
 
 
@@ -32,59 +34,89 @@ def points(inputs: int, rows: int, columns: int) -> tuple[np.ndarray, ...]:
     found = []
     for _ in range(inputs):
         normal = rng.normal(size=(5, *shape))
-        wide = normal[3] * 2.0 ** rng.integers(-6, 7, shape)
+        wide = normal[3] * 2.0 ** rng.integers(-3, 7, shape)
         generic = [normal[0], np.abs(normal[1]) + 0.01, rng.random(shape), wide, -np.abs(normal[4]) - 0.01]
         whole = rng.integers(-2, 4, (2 * COUNT, rows, columns))
         halves = rng.integers(-4, 8, shape) / 2
         zeros = np.where(rng.random(shape) < 0.5, 0.0, rng.integers(-1, 3, shape))
         alike = np.broadcast_to(rng.integers(-8, 12, (COUNT, 1, 1)) / 4, shape)
         special = [whole, halves, zeros, alike]
-        found.append(np.concatenate([np.round(np.concatenate(generic) * 4096) / 4096, *special]))
+        generic = np.round(np.concatenate(generic) * FINE) / FINE
+        found.append(np.concatenate([np.where(generic == 0, 1 / FINE, generic), *special]))
     return tuple(found)
 
 
-def difference(
-    kernel: Node, reference: Node, split: tuple[bool, ...], devices: int, layout: str, shape: tuple[int, int]
-) -> str | None:
-    """The kind of the difference of both; None where no point shows one."""
-    given = points(len(split), *shape)
-    apart, numbers, unclear = _apart(kernel, reference, given, split, devices, layout, np.float64)
-    found = np.flatnonzero(apart & ~unclear)
+class _Sides:
+    """Both sides at some points.
+
+    Attributes:
+        values: those of the kernel and of the reference.
+        differ: [points]: whether they do.
+        numbers: [points]: whether they do where both are numbers.
+        unclear: [points]: whether rounding would say so.
+    """
+
+    def __init__(self, case: "Case", given: Sequence[np.ndarray], dtype: Any):
+        one = evaluated(case.kernel, given, case.split, case.devices, dtype)
+        other = evaluated(case.reference, given, (False,) * len(case.split), 1, dtype)
+        x, y = one.value.astype(dtype), other.value.astype(dtype)
+        if case.layout == "split":
+            x = x.reshape(len(x), 1, x.shape[1] * x.shape[2], *x.shape[3:])
+        with np.errstate(all="ignore"):
+            both = np.isfinite(x) & np.isfinite(y)
+            alike = (x == y) | (np.isnan(x) & np.isnan(y))
+            far = _apart(x, y, CLEAR)
+            near = both & _apart(x, y, TRUSTED) & ~far
+        self.values = x, y
+        self.differ, self.numbers = _any(np.where(both, far, ~alike)), _any(both & far)
+        self.unclear = one.unclear | other.unclear | _any(near)
+
+    def as_in(self, longer: "_Sides", few: np.ndarray) -> np.ndarray:
+        """At which of few points the values are those in a longer dtype: else they are only rounding."""
+        same = np.ones(len(few), bool)
+        for short, long in zip(self.values, longer.values, strict=True):
+            x = short[few].astype(long.dtype)
+            with np.errstate(all="ignore"):
+                same &= ~_any(np.isfinite(x) & np.isfinite(long) & _apart(x, long, TRUSTED))
+            same &= ~_any((np.isnan(x) != np.isnan(long)) | (np.isinf(x) != np.isinf(long)))
+        return same
+
+
+class Case(Protocol):
+    """What `verdicts.Pair` says of a pair."""
+
+    kernel: Node
+    reference: Node
+    devices: int
+    shape: tuple[int, int]
+    split: tuple[bool, ...]
+    layout: str
+
+
+def difference(case: Case) -> str | None:
+    """The kind of the difference of both sides; None where no point shows one."""
+    given = points(len(case.split), *case.shape)
+    sides = _Sides(case, given, np.float64)
+    found = np.flatnonzero(sides.differ & ~sides.unclear)
     if not len(found):
         return None
     few = np.concatenate([found[found < GENERIC][:12], found[found >= GENERIC][:12]])
-    chosen = tuple(x[few] for x in given)
-    again, alike, doubtful = _apart(kernel, reference, chosen, split, devices, layout, np.longdouble)
-    sure = few[again & ~doubtful & (alike == numbers[few])]
+    longer = _Sides(case, [x[few] for x in given], np.longdouble)
+    sure = few[longer.differ & ~longer.unclear & sides.as_in(longer, few)]
     generic = sure[sure < GENERIC]
     if len(generic) >= 2:
-        if numbers[generic].any():
+        if sides.numbers[generic].any():
             return "value"
-        clear = np.flatnonzero(~unclear[:GENERIC])
-        return "nan" if apart[clear].all() else "domain"
+        clear = np.flatnonzero(~sides.unclear[:GENERIC])
+        return "nan" if sides.differ[clear].all() else "domain"
     special = sure[sure >= GENERIC]
     if not len(special):
         return None
-    return "ties" if numbers[special].any() else "nan at ties"
+    return "ties" if sides.numbers[special].any() else "nan at ties"
 
 
-def _apart(
-    kernel: Node, reference: Node, given: Any, split: tuple[bool, ...], devices: int, layout: str, dtype: Any
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """By point: whether the sides differ, whether they do where both are numbers, and whether that is unclear."""
-    one = evaluated(kernel, given, split, devices, dtype)
-    other = evaluated(reference, given, (False,) * len(split), 1, dtype)
-    x, y = one.value.astype(dtype), other.value.astype(dtype)
-    if layout == "split":
-        x = x.reshape(len(x), 1, x.shape[1] * x.shape[2], *x.shape[3:])
-    with np.errstate(all="ignore"):
-        both = np.isfinite(x) & np.isfinite(y)
-        clear = np.abs(x - y) > CLEAR * (1 + np.abs(x) + np.abs(y))
-        near = (x != y) & ~clear & (np.abs(x - y) > TRUSTED * (1 + np.abs(x) + np.abs(y)))
-        alike = (x == y) | (np.isnan(x) & np.isnan(y))
-    differs = np.where(both, clear, ~alike)
-    unclear = one.unclear | other.unclear | _any(both & near)
-    return _any(differs), _any(differs & both), unclear
+def _apart(x: np.ndarray, y: np.ndarray, share: float) -> np.ndarray:
+    return np.asarray(np.abs(x - y) > share * (1 + np.abs(x) + np.abs(y)))
 
 
 def _any(mask: np.ndarray) -> np.ndarray:
