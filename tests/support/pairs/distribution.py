@@ -276,12 +276,12 @@ class _Placing:
 
     def _taken(self, node: Node) -> Laid:
         x, layout = self.laid(node.args[0])
-        at, [outside] = node.args[1], node.params
+        at, [outside] = self.at(node.args[1], "whole"), node.params
         inside = at.op == "constant" and bool((at.params[0] < node.args[0].shape[0]).all())
         if layout == "split" and (inside or outside == "zero") and self.draw.random() < 0.6:  # by rows of a vocabulary
             first = spread(self._first_row(x.shape[0]), at.shape, ())
             return taken(x, sub(at, first), "zero"), "partial"
-        return taken(self.at(node.args[0], "whole"), self.at(at, "whole"), outside), "whole"
+        return taken(self.at(node.args[0], "whole"), at, outside), "whole"
 
     def _dot(self, node: Node) -> Laid:
         x, layout = self.laid(node.args[0])

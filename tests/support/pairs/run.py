@@ -27,7 +27,7 @@ from support.pairs.verdicts import OUTCOMES, Pair, Verdict, cause_of_alarm, draw
 
 # Where a divisor is zero a certificate says nothing: those are told, and are no false proofs.
 EXCUSED = ("nan at ties",)
-_CLEARED = 2000  # jax keeps what it traced: after so many pairs it forgets
+_CLEARED = 1000  # jax keeps what it traced: after so many pairs it forgets
 
 
 @dataclasses.dataclass
