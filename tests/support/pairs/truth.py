@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from support.pairs.language import Node, evaluated
+from support.pairs.evaluation import evaluated
+from support.pairs.language import Node
 
 COUNT = 40
 GENERIC = 5 * COUNT

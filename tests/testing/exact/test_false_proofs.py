@@ -28,6 +28,10 @@ def fill(x, at):
     return jnp.take(x, np.array(at), axis=0, mode="fill")
 
 
+def next_to(x):
+    return jnp.roll(x, 1, 1)
+
+
 def whole(x):
     return x.astype(jnp.int32)
 

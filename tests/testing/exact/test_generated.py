@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from support.pairs import truth
-from support.pairs.language import AXIS, built, evaluated
+from support.pairs.evaluation import evaluated
+from support.pairs.language import AXIS, built
 from support.pairs.run import tallied
 from support.pairs.verdicts import drawn
 
