@@ -26,11 +26,13 @@ class Evaluated:
         value: [points, devices, *shape].
         unclear: [points]: where rounding or overflow, and not the program, would say what it is.
         unordered: [points]: where a maximum was taken of what has a NaN: it is NaN, but not to all compilers.
+        summed: [points]: the largest number that was added to another; what is far smaller may be its rounding.
     """
 
     value: np.ndarray
     unclear: np.ndarray
     unordered: np.ndarray
+    summed: np.ndarray
 
 
 def evaluated(
@@ -47,7 +49,8 @@ def evaluated(
             else:
                 values[id(node)] = evaluation(node, [values[id(each)] for each in node.args])
     whole = (len(points[0]), devices, *root.shape)
-    return Evaluated(np.broadcast_to(values[id(root)], whole), evaluation.unclear, evaluation.unordered)
+    value = np.broadcast_to(values[id(root)], whole)
+    return Evaluated(value, evaluation.unclear, evaluation.unordered, evaluation.summed)
 
 
 def _finite(x: np.ndarray) -> np.ndarray:
@@ -60,11 +63,13 @@ class Evaluation:
     Attributes:
         unclear: [points], as in `Evaluated`.
         unordered: likewise.
+        summed: likewise.
     """
 
     def __init__(self, devices: int, points: int, dtype: Any):
         self.devices, self.dtype = devices, dtype
         self.unclear, self.unordered = np.zeros(points, bool), np.zeros(points, bool)
+        self.summed = np.zeros(points, dtype)
 
     def dealt(self, x: np.ndarray, split: bool) -> np.ndarray:
         """A global input on the devices."""
@@ -82,6 +87,10 @@ class Evaluation:
         if name in _EXTREMES:
             for x in xs:
                 self.unordered |= np.isnan(x).reshape(len(x), -1).any(1)
+        elif name in _SUMS and node.kind == "f":
+            for x in xs:
+                size = np.where(np.isfinite(x), np.abs(x), 0).reshape(len(x), -1)
+                self.summed = np.maximum(self.summed, size.max(1, initial=0))
         if name in _UFUNCS:
             result = _UFUNCS[name](*xs)
             if name in ("add", "sub", "mul", "div", "exp") and node.kind == "f":
@@ -214,10 +223,15 @@ class Evaluation:
         return rows.reshape(*at.shape, *x.shape[3:])
 
     def _dot(self, node: Node, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return np.einsum("pdij,pdjk->pdik", *self._alike(x, y))
+        return self._product("pdij,pdjk->pdik", x, y)
 
     def _dot_of_rows(self, node: Node, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return np.einsum("pdji,pdjk->pdik", *self._alike(x, y))
+        return self._product("pdji,pdjk->pdik", x, y)
+
+    def _product(self, dims: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        x, y = self._alike(x, y)
+        self.summed = np.maximum(self.summed, np.abs(x).max((1, 2, 3), initial=0) * np.abs(y).max((1, 2, 3), initial=0))
+        return np.einsum(dims, x, y)
 
     def _alike(self, *xs: np.ndarray) -> list[np.ndarray]:
         front = np.broadcast_shapes(*(x.shape[:2] for x in xs))
@@ -271,6 +285,7 @@ class Evaluation:
 
 _COMPARISONS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
 _COMPARISONS |= {"eq": np.equal, "ne": np.not_equal}
+_SUMS = {"add", "sub", "sum", "cumsum", "dot", "dot of rows", "scan", "psum", "psum_scatter"}
 _EXTREMES = {"max", "min", "largest", "smallest", "pmax", "pmin"}
 _SENT = {"psum", "pmax", "pmin", "all_gather", "ppermute", "psum_scatter", "all_to_all"}
 _UFUNCS: dict[str, Callable[..., Any]] = {

@@ -24,6 +24,7 @@ GENERIC = 5 * COUNT
 FINE = 2.0**20
 CLEAR = 1e-6  # by such a share two values differ
 TRUSTED = 1e-9  # by such a share they do not
+ROUNDING = 1e-10  # of the largest number that was added: what sums may lose
 KINDS = ("value", "nan", "domain", "ties", "nan at ties")
 
 
@@ -66,7 +67,8 @@ class _Sides:
         with np.errstate(all="ignore"):
             both = np.isfinite(x) & np.isfinite(y)
             alike = (x == y) | (np.isnan(x) & np.isnan(y))
-            far = _apart(x, y, CLEAR)
+            summed = np.maximum(one.summed, other.summed).reshape(-1, *[1] * (x.ndim - 1))
+            far = _apart(x, y, CLEAR) & ~(np.abs(x - y) < ROUNDING * summed)
             near = both & _apart(x, y, TRUSTED) & ~far
         self.values = x, y
         self.differ, self.numbers = _any(np.where(both, far, ~alike)), _any(both & far)
