@@ -1,0 +1,99 @@
+"""Pairs that were proved once, and differ: what the drawn pairs of test_generated.py found, in the smallest form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.testing.exact.equality import UnprovableError
+
+relu = jax.nn.relu
+zeros = jnp.zeros_like
+MASK = np.array([[1, 0, 1]], np.float32)
+
+
+def received(x):
+    """The last row of the device before; zeros on the first."""
+    return lax.ppermute(x[-1:], "d", [(0, 1)])
+
+
+def shifted(x):
+    return jnp.concatenate([received(x), x[:-1]])
+
+
+def fill(x, at):
+    return jnp.take(x, np.array(at), axis=0, mode="fill")
+
+
+def next_to(x):
+    return jnp.roll(x, 1, 1)
+
+
+def whole(x):
+    return x.astype(jnp.int32)
+
+
+def lowest(x):
+    return jnp.where(MASK > 0, -jnp.inf, x)
+
+
+# Of a kernel on two devices, whose rows are split, and a reference that has all of them.
+SPLIT = {
+    # Nothing was between two constants.
+    "another threshold": (lambda x: jnp.where(x > 1, x, 0), lambda x: jnp.where(x > 0.5, x, 0)),
+    "between thresholds": (lambda x: jnp.where((x > 1) & (x < 2), x, 0), zeros),
+    "a sum of squares": (lambda x: jnp.where(lax.psum((x * x).sum(), "d") > 1, x, 2), lambda x: x),
+    "abs": (lambda x: jnp.where(lax.psum(jnp.abs(x).sum(), "d") > 0.25, x, 2), lambda x: x),
+    "exp": (lambda x: jnp.where(jnp.exp(x) > 1, x, 2), lambda x: jnp.where(jnp.exp(x) > 2, x, 2)),
+    # Decisions were the same by chance.
+    "twice as large": (
+        lambda x: jnp.where(lax.psum(x.sum(), "d") / 2 <= 0.5, x, 0),
+        lambda x: jnp.where(x.sum() <= 0.5, x, 0),
+    ),
+    "all negative": (lambda x: (x / jnp.where(x > 0, x, 1)).max(1), lambda x: jnp.ones_like(x[:, 0])),
+    # No random number was what a rounded one was compared with.
+    "floor": (lambda x: jnp.where(jnp.floor(x) == 2, x, 0), zeros),
+    "not floor": (lambda x: jnp.where(jnp.floor(x) != 3, x, 0), lambda x: x),
+    "int": (lambda x: jnp.where(whole(x) == 0, x, 0), zeros),
+    "int, ties": (
+        lambda x: jnp.where(x.astype(jnp.int32) > 2, x, 0),
+        lambda x: jnp.where(x.astype(jnp.int32) >= 2, x, 0),
+    ),
+    "equal": (lambda x: jnp.where(x == 2, x, 0), lambda x: jnp.where(x == 3, x, 0)),
+    # Ties.
+    "> for >=": (lambda x: jnp.where(x > 1.5, x, 0), lambda x: jnp.where(x >= 1.5, x, 0)),
+    "> for >= of two": (
+        lambda x: jnp.where(x > jnp.roll(x, 1, 1), x, 0),
+        lambda x: jnp.where(x >= jnp.roll(x, 1, 1), x, 0),
+    ),
+    # What is no number was one.
+    "0 log x": (lambda x: x + 0 * jnp.log(x), lambda x: x),
+    "0 log 0": (lambda x: x + MASK * jnp.log(MASK), lambda x: x),
+    "0 log of a mask": (lambda x: MASK * jnp.log(MASK * x), lambda x: jnp.where(MASK > 0, jnp.log(x), 0)),
+    "relu(x) log relu(x)": (
+        lambda x: relu(x) * jnp.log(relu(x)),
+        lambda x: jnp.where(x > 0, x * jnp.log(jnp.where(x > 0, x, 1)), 0),
+    ),
+    "0 rows out of bounds": (lambda x: x + 0 * fill(x, [0, 5]), lambda x: x),
+    "a share of rows out of bounds": (lambda x: fill(x, [5, 5]) / fill(x, [5, 5]), jnp.ones_like),
+    "0 / 0": (lambda x: x + 0 * x / (0 * x), lambda x: x),
+    "inf - inf": (lambda x: jnp.exp(lowest(x) - lowest(x)), jnp.ones_like),
+    "0 * inf": (lambda x: x + 0 * jnp.where(MASK > 0, jnp.inf, x), lambda x: x),
+    # Zeros that a device receives from none.
+    "log of what none sent": (lambda x: x + 0 * jnp.log(shifted(x)), lambda x: x),
+    "over what none sent": (lambda x: x + 0 / shifted(x), lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_what_differs_is_not_proved(name):
+    kernel, reference = SPLIT[name]
+    mesh = sk.abstract_mesh(d=2)
+    args = (jax.ShapeDtypeStruct((4, 3), jnp.float32),)
+    with jax.numpy_rank_promotion("allow"), pytest.raises((AssertionError, UnprovableError)):
+        sk.testing.assert_equal_for_all_inputs(
+            kernel, reference, mesh=mesh, in_specs=P("d"), out_specs=P("d"), args=args, grad=False
+        )

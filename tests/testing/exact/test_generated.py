@@ -1,0 +1,77 @@
+"""Pairs of programs that nobody chose: no wrong one is proved. `tests/support/pairs/run.py` prints the whole table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from support.pairs import truth
+from support.pairs.evaluation import evaluated
+from support.pairs.language import AXIS, built
+from support.pairs.run import tallied
+from support.pairs.verdicts import drawn
+
+FEW = 48
+TOLD = 5
+PARTS, EACH = 100, 1000  # of the deep tier: 100,000 pairs, of which each of ten shares has ten parts
+PROVED = 0.8  # of the right pairs, at least so many are; the rest are identities that the proof does not know
+PROGRAMS = 120
+
+
+def assert_no_false_proof(seeds):
+    tally = tallied(seeds)
+    false = [f"proved, and differs ({kind}): {pair}" for kind, pair in tally.false[:TOLD]]
+    broken = [f"right by construction, and differs: {pair}" for pair in tally.broken[:TOLD]]
+    assert not false + broken, "\n".join([*false, *broken, str(tally)])
+    crashed = {cause: seeds for cause, seeds in tally.refusals.items() if cause.startswith("crashed")}
+    assert not crashed
+    right = sum(count for (kind, _), count in tally.counts.items() if kind == "right")
+    assert tally.counts["right", "proved"] >= PROVED * right, str(tally)
+
+
+# proves N49 in part: a kernel with a mistake that changes a value is not proved
+def test_no_wrong_pair_is_proved():
+    assert_no_false_proof(range(FEW))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_wrong_pair_of_many_is_proved(part):
+    assert_no_false_proof(range(part * EACH, (part + 1) * EACH))
+
+
+# Its own evaluation says what is wrong: it must not have a mistake of its own.
+@pytest.mark.quick("0")
+@pytest.mark.parametrize("part", range(PROGRAMS // 8))
+def test_numpy_computes_what_jax_does(part):
+    for seed in range(8 * part, 8 * part + 8):
+        assert_as_jax(drawn(seed))
+
+
+def assert_as_jax(pair):
+    """Both sides at some points, but for those at which rounding decides, or the compiler loses a NaN in a maximum."""
+    at = [0, 1, truth.COUNT, 2 * truth.COUNT, truth.GENERIC, truth.GENERIC + 1, truth.GENERIC + 2 * truth.COUNT]
+    given = [x[at] for x in truth.points(len(pair.split), *pair.shape)]
+    specs = tuple(P(AXIS) if each else P() for each in pair.split)
+    mesh = sk.make_mesh(jax.devices()[: pair.devices], d=pair.devices)
+    by_device = jax.shard_map(
+        lambda *xs: built(pair.kernel)(*xs)[None], mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False
+    )
+    alone = (False,) * len(pair.split)
+    sides = [(pair.kernel, pair.split, pair.devices, by_device)]
+    sides.append((pair.reference, alone, 1, lambda *xs: built(pair.reference)(*xs)[None]))
+    for program, split, devices, function in sides:
+        if "noise" in str(program) or "1e+30" in str(program):  # which is infinite in a proof alone
+            continue
+        found = evaluated(program, given, split, devices)
+        single = evaluated(program, given, split, devices, np.float32)
+        run = jax.jit(function)
+        for number in range(len(at)):
+            wanted, same = found.value[number], single.value[number]
+            unclear = found.unclear[number] or single.unclear[number] or found.unordered[number]
+            if unclear or not np.allclose(wanted, same, 1e-3, 1e-3, True):
+                continue
+            got = run(*(jnp.asarray(x[number], jnp.float32) for x in given))
+            np.testing.assert_allclose(np.asarray(got, np.float64), wanted, 1e-2, 1e-2, err_msg=str(pair))
