@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -70,6 +71,19 @@ def ordered(q, k, bias):
     return jax.nn.softmax(q @ k.T + bias) @ k
 
 
+def rotated(q, k, cos, sin):
+    # wrong: first = 0
+    first = sk.axis_index("context") * len(q)
+    cos, sin = (lax.dynamic_slice_in_dim(table, first, len(q)) for table in (cos, sin))
+    q, k = (x * cos + jnp.concatenate([-x[:, 2:], x[:, :2]], 1) * sin for x in (q, k))
+    return jax.nn.softmax(q @ sk.all_gather(k, "context").T)
+
+
+def rotated_reference(q, k, cos, sin):
+    q, k = (x * cos + jnp.concatenate([-x[:, 2:], x[:, :2]], 1) * sin for x in (q, k))
+    return jax.nn.softmax(q @ k.T)
+
+
 QKVG = (floats(4, 3), floats(4, 3) ** 2, floats(4, 2), floats(4, 2) ** 2)
 CASES = [
     Case("ring's backward pass has a block's sum", MEGATRON + "1464", ring).against(
@@ -84,6 +98,12 @@ CASES = [
         (HEADS, HEADS, P(), HEADS, HEADS),
         (HEADS, P()),
         grad=False,
+    ),
+    Case("positions begin with 0 on each device", TITAN + "792", rotated).against(
+        rotated_reference,
+        (floats(4, 4), floats(4, 4) ** 2, floats(4, 4).T, floats(4, 4).T ** 2),
+        (CONTEXT, CONTEXT, P(), P()),
+        CONTEXT,
     ),
     Case("axes of a sequence in another order", CHANGELOG, ordered).against(
         lambda q, k, bias: jax.nn.softmax(q @ k.T + bias) @ k,

@@ -58,6 +58,19 @@ def biased(x, up, down, bias):
     return sk.all_reduce(jnp.tanh(x @ up) @ down, "model") + bias[None]
 
 
+def global_balance(x, gate, chosen):
+    """The shares of the experts are those of all tokens, the probabilities those of this device's."""
+    share = sk.all_reduce(jnp.mean(chosen, 0), "expert", op="mean")
+    probability = jnp.sum(jax.nn.softmax(x @ gate), 0)
+    # wrong: loss = jnp.sum(probability * share) / (len(x) * sk.axis_size("expert"))
+    loss = jnp.sum(probability * share) / len(x)
+    return sk.all_reduce(loss, "expert", op="mean")
+
+
+def global_balance_reference(x, gate, chosen):
+    return jnp.sum(jnp.mean(jax.nn.softmax(x @ gate), 0) * jnp.mean(chosen, 0))
+
+
 def gathering(backward):
     """An all-gather over the experts with a backward pass of its own."""
     gather = jax.custom_vjp(lambda x: sk.all_gather(x, "expert"))
@@ -81,6 +94,9 @@ CASES = [
         (TOKENS, EXPERTS, TOKENS),
         EXPERTS,
         grad=False,
+    ),
+    Case("global balance loss over the tokens of all", MEGATRON + "3672", global_balance).against(
+        global_balance_reference, (floats(4, 3), floats(3, 2), floats(4, 2) ** 2), (TOKENS, P(), TOKENS), P()
     ),
     Case("router's gradient of a device's hidden units", TITAN + "2416", router).against(
         router_reference,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -90,6 +91,61 @@ def frozen(x, w):
     return jnp.tanh(x @ whole)
 
 
+def unit(grad):
+    # wrong: norm = jnp.sqrt(sk.all_reduce((jnp.sqrt(jnp.sum(grad**2)) + 1e-6) ** 2, "data"))
+    norm = jnp.sqrt(sk.all_reduce(jnp.sum(grad**2), "data")) + 1e-6
+    return grad / norm
+
+
+def owned(expert, shared):
+    # wrong: norm = sk.all_reduce(jnp.sqrt(jnp.sum(expert**2) + jnp.sum(shared**2)), "model", op="mean")
+    norm = jnp.sqrt(sk.all_reduce(jnp.sum(expert**2), "model") + jnp.sum(shared**2))
+    return expert / norm, shared / norm
+
+
+def tied(x, g):
+    """Of an embedding that two stages use: after each has reduce-scattered its buffer, they have other parts of it."""
+    grad = jnp.tanh(x).T @ g
+    # wrong: grad = jnp.where(sk.axis_index("data") == sk.axis_index("stage"), sk.all_reduce(grad, "data"), grad)
+    grad = sk.all_reduce(grad, "data")
+    return sk.all_reduce(grad, "stage")
+
+
+def accumulated(w, x):
+    def add(total, x):
+        grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(sk.vary(w, "data"))
+        # wrong: return grad, None
+        return total + grad, None
+
+    total, _ = lax.scan(add, sk.vary(jnp.zeros_like(w), "data"), x.reshape(2, 2, -1))
+    return sk.all_reduce(total, "data")
+
+
+def column_sums(rows):
+    return jnp.sum(rows, 0, keepdims=True)
+
+
+def batch_norm_gradient(x, mask, g):
+    """Of the rows that are there: devices have other numbers of them."""
+    own = jnp.sum(mask)
+    count = sk.all_reduce(own, "data")
+    mean = sk.all_reduce(column_sums(x * mask), "data") / count
+    inverse = lax.rsqrt(sk.all_reduce(column_sums((x - mean) ** 2 * mask), "data") / count + 1e-5)
+    y = (x - mean) * inverse
+    sums = jnp.stack([column_sums(g * mask), column_sums(g * y * mask)])
+    # wrong: means = sk.all_reduce(sums / own, "data", op="mean")
+    means = sk.all_reduce(sums, "data") / count
+    return inverse * mask * (g - means[0] - y * means[1])
+
+
+def batch_norm_reference(x, mask, g):
+    count = jnp.sum(mask)
+    mean = column_sums(x * mask) / count
+    inverse = lax.rsqrt(column_sums((x - mean) ** 2 * mask) / count + 1e-5)
+    y = (x - mean) * inverse
+    return inverse * mask * (g - column_sums(g * mask) / count - y * column_sums(g * y * mask) / count)
+
+
 def gain_gradient(x, g):
     grad = jnp.sum(g * x, 0)  # of this device's tokens, in bfloat16
     # wrong: grad = sk.all_reduce(grad, "model").astype(jnp.float32)
@@ -136,6 +192,33 @@ CASES = [
     ),
     Case("frozen layer is trained", CHANGELOG, frozen).against(
         lambda x, w: jnp.tanh(x @ lax.stop_gradient(w)), (floats(4, 6), floats(6, 3)), (ROWS, ROWS), ROWS
+    ),
+    Case("epsilon added on each device", TORCH + "issues/149768", unit).against(
+        lambda grad: grad / (jnp.sqrt(jnp.sum(grad**2)) + 1e-6), (floats(4),), (ROWS,), ROWS
+    ),
+    Case("norms of other experts averaged", "https://github.com/deepspeedai/DeepSpeed/issues/8475", owned).against(
+        clipped, (floats(4), floats(3)), (SEQUENCE, P()), (SEQUENCE, P())
+    ),
+    Case("tied embedding's gradient after a reduce-scatter", MEGATRON + "844", tied).against(
+        lambda x, g: jnp.tanh(x).T @ g,
+        (floats(8, 3), floats(8, 2)),
+        (P(("data", "stage")), P(("data", "stage"))),
+        P(),
+        grad=False,
+    ),
+    Case("last microbatch's gradient alone", "https://github.com/NVIDIA-NeMo/Automodel/pull/3530", accumulated).against(
+        lambda w, x: jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w),
+        (floats(3), floats(8, 3)),
+        (P(), ROWS),
+        P(),
+        grad=False,
+    ),
+    Case("batch norm's backward pass averages means", TORCH + "pull/36382", batch_norm_gradient).against(
+        batch_norm_reference,
+        (floats(8, 3), np.array([[1]] * 6 + [[0]] * 2, np.float32), floats(8, 3) ** 2),
+        (ROWS, ROWS, ROWS),
+        ROWS,
+        grad=False,
     ),
     Case("gradient summed in bfloat16 over tensor parallelism", TORCH + "issues/190626", gain_gradient).against(
         gain_reference,

@@ -1,6 +1,7 @@
 """Arrays moved from one layout to another."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -27,6 +28,14 @@ def padded(x, w):
     return jnp.tanh(x @ w)
 
 
+def embedded(tokens, g):
+    """The rows of a table that this device has, of the tokens of all."""
+    grad = sk.vary(jnp.zeros((8, 3)), "model").at[tokens].add(g)
+    first = sk.axis_index("model") * 4
+    # wrong: return sk.all_reduce(lax.dynamic_slice_in_dim(grad, first, 4), "model")
+    return lax.dynamic_slice_in_dim(sk.all_reduce(grad, "model"), first, 4)
+
+
 CASES = [
     Case(
         "missing all-reduce beside a reduce-scatter", "https://github.com/openxla/xla/issues/40034", unreduced
@@ -37,6 +46,13 @@ CASES = [
         (P(), P()),
         P("model"),
         sizes={"data": 2, "model": 2},
+    ),
+    Case("rows are cut out before they are added", "https://github.com/openxla/xla/issues/42481", embedded).against(
+        lambda tokens, g: jnp.zeros((8, 3)).at[tokens].add(g),
+        (np.array([3, 7, 0, 5], np.int32), floats(4, 3)),
+        (P("model"), P("model")),
+        P("model"),
+        grad=False,
     ),
     Case("padding of another layout dropped", CHANGELOG, padded).against(
         lambda x, w: jnp.tanh(x @ w[:6]), (floats(4, 6), floats(8, 3) / 4), (BOTH, BOTH), BOTH

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from corpus.case import CHANGELOG, MEGATRON, TITAN, Case, floats
+from corpus.case import CHANGELOG, MEGATRON, TITAN, TORCH, Case, floats
 
 TARGETS = np.array([3, 7, 0, 5], np.int32)
 PADDED = np.array([3, 7, 0, -1], np.int32)
@@ -110,6 +110,55 @@ def padded_reference(x, w, targets):
     return jnp.sum(loss) / jnp.sum(jnp.float32(targets >= 0))
 
 
+def microbatched(x, mask):
+    """Of two microbatches, which have other numbers of tokens."""
+
+    def add(carry, microbatch):
+        x, mask = microbatch
+        total, count = jnp.sum(jnp.tanh(x) * mask), jnp.sum(mask)
+        # wrong: return (carry[0] + total / count, carry[1] + 1), None
+        return (carry[0] + total, carry[1] + count), None
+
+    microbatches = x.reshape(2, -1), mask.reshape(2, -1)
+    (total, count), _ = lax.scan(add, sk.vary_like((0.0, 0.0), x), microbatches)
+    return sk.all_reduce(total, "data") / sk.all_reduce(count, "data")
+
+
+def next_tokens(x, w, tokens):
+    """The target of a shard's last token is the first token of the next shard; the whole's last token has none."""
+    last = sk.axis_index("context") == sk.axis_size("context") - 1
+    # wrong: beyond = jnp.array([-1])
+    beyond = jnp.where(last, -1, sk.shift(tokens[:1], "context", by=-1))
+    targets = jnp.concatenate([tokens[1:], beyond])
+    valid = jnp.float32(targets >= 0)
+    loss = cross_entropy(x @ w, targets) * valid
+    return sk.all_reduce(jnp.sum(loss), "context") / sk.all_reduce(jnp.sum(valid), "context")
+
+
+def uneven(x):
+    """Three rows on two devices: the last device has one of them, and padding."""
+    rows = jnp.where(sk.axis_index("data") == 1, 1, 2)
+    y = jnp.tanh(x) * jnp.float32(jnp.arange(2) < rows)[:, None]
+    # wrong: return sk.all_reduce(jnp.sum(y) / (3 * rows), "data", op="mean")
+    return sk.all_reduce(jnp.sum(y), "data") / 9
+
+
+def log_softmax(x):
+    return x - jnp.log(sk.all_reduce(jnp.sum(jnp.exp(x), 1, keepdims=True), "model"))
+
+
+def preferred(x, weight):
+    """A loss that is no cross entropy, of log-softmax with a backward pass of its own."""
+
+    def backward(y, g):
+        # wrong: return (g,)
+        return (g - jnp.exp(y) * sk.all_reduce(jnp.sum(g, 1, keepdims=True), "model"),)
+
+    normalized = jax.custom_vjp(log_softmax)
+    normalized.defvjp(lambda x: (log_softmax(x),) * 2, backward)
+    return sk.all_reduce(jnp.sum(normalized(x) * weight, 1), "model")
+
+
 X, W = floats(4, 3), floats(3, 8)
 CASES = [
     Case("label smoothing over a device's vocabulary", MEGATRON + "7452", smoothed).against(
@@ -141,4 +190,26 @@ CASES = [
         chunks_reference, (X, W, TARGETS), (P(), COLUMNS, P()), P(), grad=False
     ),
     Case("negative targets count", CHANGELOG, padded).against(padded_reference, (X, W, PADDED), (ROWS, P(), ROWS), P()),
+    Case(
+        "mean of the means of microbatches", "https://github.com/marin-community/levanter/pull/842", microbatched
+    ).against(
+        lambda x, mask: jnp.sum(jnp.tanh(x) * mask) / jnp.sum(mask), (floats(8), floats(8) ** 2), (ROWS, ROWS), P()
+    ),
+    Case(
+        "target beyond the end of a shard", "https://github.com/huggingface/transformers/pull/48493", next_tokens
+    ).against(
+        lambda x, w, tokens: jnp.mean(cross_entropy(x[:-1] @ w, tokens[1:])),
+        (X, W, TARGETS),
+        (P("context"), P(), P("context")),
+        P(),
+    ),
+    Case("mean of the means of uneven shards", TORCH + "issues/162692", uneven).against(
+        lambda x: jnp.mean(jnp.tanh(x[:3])), (X,), (ROWS,), P()
+    ),
+    Case("log-softmax with cross entropy's gradient", TORCH + "issues/190746", preferred).against(
+        lambda x, weight: jnp.sum(jax.nn.log_softmax(x) * weight, 1),
+        (floats(4, 8), floats(8, 4).T),
+        (COLUMNS, COLUMNS),
+        P(),
+    ),
 ]
