@@ -306,7 +306,8 @@ def described(batch: Any) -> str:
     text = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items()) or "no array"
     if len(text) <= LONGEST_BATCH:
         return text
-    return f"{text[: LONGEST_BATCH - 30]}... (with hash {_digest(text)})"
+    ending = f"... (with hash {_digest(text)})"
+    return text[: LONGEST_BATCH - len(ending)] + ending
 
 
 def fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, Any]:
