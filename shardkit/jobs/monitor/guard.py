@@ -183,7 +183,8 @@ class Guard:
         """Returns the step, guarded: every call is under the deadline for steps.
 
         Before the first call, and again for each new shape of its batch, its program is compared with that of the other
-        processes. Within a phase, such as an evaluation, it is compared alone: the calls count as no steps.
+        processes. Within a phase, such as an evaluation, it is compared alone: the calls count as no steps. Where a
+        process calls a step with a batch of other global shapes or dtypes than the others, the job ends with both.
 
         Raises:
             TypeError: a function that cannot be lowered.
