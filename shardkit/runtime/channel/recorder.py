@@ -87,6 +87,7 @@ class Recorder:
             os.close(descriptor)
         self._lock = threading.Lock()
         self._count = self._loops = 0
+        self._packed: tuple[tuple[Batches, ...], bytes] = (), b""
         self.status: Status = Status()
         self.enter("start", 0)
 
@@ -133,9 +134,11 @@ class Recorder:
         s, start = status, _status_at(self._count)
         times = s.step, s.since, s.dispatched, s.done, s.device_since
         _STATUS.pack_into(self._memory, start, *times, s.phase.encode()[:24], len(s.batches))
-        for index, each in enumerate(s.batches):
-            at = start + _STATUS.size + index * _BATCHES.size
-            _BATCHES.pack_into(self._memory, at, each.program.encode(), each.batch.encode(), *each[2:])
+        if s.batches is not self._packed[0]:  # one write in three changes them
+            packed = (_BATCHES.pack(each.program.encode(), each.batch.encode(), *each[2:]) for each in s.batches)
+            self._packed = s.batches, b"".join(packed)
+        at, batches = start + _STATUS.size, self._packed[1]
+        self._memory[at : at + len(batches)] = batches
         self._count += 1
         _COUNT.pack_into(self._memory, 0, self._count)
 
@@ -196,7 +199,7 @@ def _status_at(count: int) -> int:
 def _with(batches: tuple[Batches, ...], called: Batches) -> tuple[Batches, ...]:
     """With one more call: of the last run if it is the next step of that, else of a new one."""
     last = batches[-1] if batches else None
-    if last is not None and called == last._replace(first=last.last + 1, last=last.last + 1):
+    if last is not None and (*called[:4], called.first) == (*last[:4], last.last + 1):
         return (*batches[:-1], last._replace(last=called.last))
     return (*batches[1 - RUNS :], called)
 
