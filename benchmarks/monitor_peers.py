@@ -34,7 +34,9 @@ from shardkit.runtime.channel.wire import Lines, encoded  # noqa: E402
 
 TIMEOUT = 300.0
 DEADLINES = [1800.0, 3.0, 900.0, 300.0, 1800.0, 30.0]  # of which a hanging rank meets that of a step
-STATUS = b'{"status": [%b], "stopped": false, "gone": false, "left": false, "cause": "", "host": ""}\n'
+BATCHES = b', [[1, 0, 5, "0123456789abcdef", "float32[512,1024]", true]]'
+STATUS = b'{"status": [%b' + BATCHES + b'], "stopped": false, "gone": false, "left": false, "cause": "", "host": "", '
+STATUS += b'"crash": ""}\n'
 HANGS, WAITS = b'"user code", 4, %.9f, 4, 4, %.9f', b'"step", 5, %.9f, 5, 4, %.9f'
 LINES = 2000  # of the program that all agree on
 

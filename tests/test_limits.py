@@ -34,13 +34,13 @@ LIMITS = {
     "bench": 2535,  # strategies with Muon
     "cli": 2745,  # prove; what stood beside the package while that imported jax; numbers of no run
     "cost": 1415,
-    "jobs": 2180,  # what the launcher killed, two jobs in one directory
+    "jobs": 2260,  # what the launcher killed, two jobs in one directory; who calls a step with another batch
     "meshes": 1725,  # the order of devices that loads links least: measured and predicted time, of all plans
     "models": 760,  # rows and columns of its matrices
     "planner": 2105,  # models of any config.json or loss; what a step holds, computes and sends; every axis; the code
     "reporting": 290,
     "resharding": 870,
-    "runtime": 4280,  # DiLoCo's workers in a checkpoint, records of other types
+    "runtime": 4310,  # DiLoCo's workers in a checkpoint, records of other types; what each step was called with
     "viz": 1470,  # tables of collectives
 }
 
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 55_700
+    assert sum(found.values()) <= 55_900
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

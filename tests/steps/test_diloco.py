@@ -124,6 +124,13 @@ def test_a_worker_that_sleeps_is_named(tmp_path):
         assert "shardkit guard: process 1 holds up the others: it has been in user code after step 2 for " in each.last
 
 
+# What a worker calls its step with is no other's business, once all have compared the program.
+@pytest.mark.deep
+def test_workers_may_take_the_same_shapes_in_another_order(tmp_path):
+    for each in jobs.run("diloco.py", tmp_path, "--fault", "turns", "--steps", 8, processes=2):
+        assert each.code == 0 and each.last.startswith("digest "), each.output
+
+
 # Catches a worker that sees another's examples, weights or state, and an outer step from another mean, or twice.
 @pytest.mark.parametrize("plan", PLANS)
 def test_workers_train_alone_and_meet_in_the_outer_optimizer(plan):

@@ -91,13 +91,14 @@ def _difference(name: str, ranks: list[int], model: int, heard: dict[int, Messag
     if name != "program":
         this, that = (_short(message["components"].get(name, "missing")) for message in (one, other))
         return f"{this} on {processes(ranks)}, {that} on {processes([model])}"
+    shapes = "" if one["batch"] == other["batch"] else f"a batch of {one['batch']} against {other['batch']}"
     counts: Counter[str] = Counter(one["collectives"])
     counts.subtract(other["collectives"])
     more = [f"{abs(n)} {'more' if n > 0 else 'fewer'} {kind}" for kind, n in sorted(counts.items()) if n]
     pairs = zip_longest(one["lines"], other["lines"])
     line = next((number for number, (a, b) in enumerate(pairs, 1) if a != b), 0)
     where = f"first difference at line {line} of the StableHLO"
-    return f"{processes(ranks)} against {processes([model])}: {', '.join([*more, where])}"
+    return f"{processes(ranks)} against {processes([model])}: {', '.join([*filter(None, [shapes]), *more, where])}"
 
 
 def _short(text: str, length: int = 100) -> str:

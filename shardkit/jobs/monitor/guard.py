@@ -27,11 +27,12 @@ from shardkit._arguments.typed import check_fields, typed
 from shardkit.jobs.monitor.judge import Deadlines
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place
-from shardkit.runtime.channel.recorder import Recorder
+from shardkit.runtime.channel.recorder import LONGEST_BATCH, Batches, Recorder
 
 _COLLECTIVE = re.compile(
     r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute|collective_broadcast)"
 )
+_PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")  # devices of a program, in its first line
 _LINE_BYTES = 4  # of each line's hash: enough to find the line; the text is compared by a longer hash
 # Paths, caches and process identities: these may differ between processes.
 _OWN = re.compile(r"cache|dir|dump|path|log|visible|process|profil|traceback|address|mtls|color|num_cpu_devices")
@@ -50,7 +51,8 @@ class StepClock:
         self._phases: list[tuple[str, int]] = []  # the ones that the loop is in, outermost first
         self._between = "user code"  # the phase outside of these
         self._dispatched: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        recorder.restart(first_step - 1)
+        self._loop = recorder.restart(first_step - 1)
+        self._counts = True  # whether the number of a step tells which call it is
         waiter = threading.Thread(target=self._note_ends, name="shardkit-steps", daemon=True)
         waiter.start()
 
@@ -75,6 +77,17 @@ class StepClock:
     def enter(self, phase: str) -> None:
         """The host begins something that belongs to the next step."""
         self._recorder.enter(phase, self.next_step)
+
+    def call(self, phase: str, batch: Batches) -> None:
+        """The host calls the next step, in this phase or after it; a call within another phase is no step."""
+        step = self.next_step
+        counts = self._counts and not self.in_phase
+        called = batch._replace(loop=self._loop, first=step, last=step) if counts else None
+        self._recorder.enter(phase, step, called)
+
+    def failed(self) -> None:
+        """A call raised an error. A loop that goes on may call the same step again, with a smaller batch."""
+        self._counts = False
 
     def resume(self, phase: str, step: int) -> None:
         """The host returns to the surrounding phase, else to this one."""
@@ -124,10 +137,10 @@ class StepClock:
 class Watched(Generic[P, R]):
     """A step, guarded: it is called, lowered and traced as the step is; `Guard.watch` creates one."""
 
-    def __init__(self, step: Callable[P, R], clock: StepClock, compare: Callable[[Any, int], None]):
+    def __init__(self, step: Callable[P, R], clock: StepClock, compare: Callable[[Any, str, int], Batches]):
         self._step, self._clock, self._compare = step, clock, compare
         self._jitted: Any = step
-        self._seen = set[Any]()
+        self._seen: dict[Any, Batches] = {}
 
     @property
     def lower(self) -> Callable[P, jax.stages.Lowered]:
@@ -141,15 +154,19 @@ class Watched(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """What the step returns."""
-        shapes = _shapes((args[1:], kwargs))
+        batch = args[1:], kwargs
+        shapes = _shapes(batch)
         if shapes not in self._seen:
             self._clock.enter("compile")
-            self._compare(self.lower(*args, **kwargs), len(self._seen))
-            self._seen.add(shapes)
+            self._seen[shapes] = self._compare(self.lower(*args, **kwargs), described(batch), len(self._seen))
             self._clock.resume("compile", self._clock.next_step)
         elif not self._clock.in_phase:
-            self._clock.enter("step")
-        result = self._step(*args, **kwargs)
+            self._clock.call("step", self._seen[shapes])
+        try:
+            result = self._step(*args, **kwargs)
+        except BaseException:
+            self._clock.failed()
+            raise
         if not self._clock.in_phase:
             self._clock.dispatched(result)
         return result
@@ -166,7 +183,8 @@ class Guard:
         """Returns the step, guarded: every call is under the deadline for steps.
 
         Before the first call, and again for each new shape of its batch, its program is compared with that of the other
-        processes. Within a phase, such as an evaluation, it is compared alone: the calls count as no steps.
+        processes. Within a phase, such as an evaluation, it is compared alone: the calls count as no steps. Where a
+        process calls a step with a batch of other global shapes or dtypes than the others, the job ends with both.
 
         Raises:
             TypeError: a function that cannot be lowered.
@@ -178,12 +196,14 @@ class Guard:
             )
         return Watched(step, self._clock, self._compare)
 
-    def _compare(self, lowered: Any, number: int) -> None:
+    def _compare(self, lowered: Any, batch: str, number: int) -> Batches:
         """Compares a program of the next step, the `number`th, with that of the other processes."""
         message = fingerprint(lowered, self._mesh, self._config)
-        self._clock.enter("compare")
+        called = Batches(message["hash"], batch, message["devices"] == jax.device_count())
+        self._clock.call("compare", called)  # told before it waits: perhaps nobody else compares
         step = self._clock.next_step
-        self._monitor.agree(f"{step}:{number}", message | {"step": step})
+        self._monitor.agree(f"{step}:{number}", message | {"step": step, "batch": batch})
+        return called
 
     def data(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterates over batches, with each wait for the next one under the deadline for data.
@@ -274,9 +294,27 @@ def _shapes(batch: Any) -> Any:
     return structure, tuple((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
+def described(batch: Any) -> str:
+    """The global shapes and dtypes of a batch's arrays, equal ones counted, for a sentence; of limited length.
+
+    As jax takes them: a NumPy array of int64 is one of int32, and what is no array has no shape.
+    """
+    counts: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(batch):
+        with contextlib.suppress(TypeError):
+            value = jax.typeof(leaf)
+            counts[f"{value.dtype}[{','.join(map(str, value.shape))}]"] += 1
+    text = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items()) or "no array"
+    if len(text) <= LONGEST_BATCH:
+        return text
+    ending = f"... (with hash {_digest(text)})"
+    return text[: LONGEST_BATCH - len(ending)] + ending
+
+
 def fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, Any]:
     """The components by name, and of the program a hash of every line and its collectives, to show where two differ."""
     text, versions = lowered.as_text(), {"python": platform.python_version()}
+    partitions = _PARTITIONS.search(text)
     for name in ("jax", "jaxlib", "shardkit", "libtpu", "jax-cuda13-plugin"):
         for distribution in metadata.distributions(name=name):
             versions.setdefault(name, distribution.version)
@@ -296,6 +334,8 @@ def fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dict[str
         "components": {name: json.dumps(value, default=_plain, sort_keys=True) for name, value in components.items()},
         "lines": [_digest(line)[: 2 * _LINE_BYTES] for line in text.splitlines()],
         "collectives": Counter(_COLLECTIVE.findall(text)),
+        "hash": _digest(text),
+        "devices": int(partitions[1]) if partitions else 1,
     }
 
 

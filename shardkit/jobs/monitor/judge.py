@@ -16,7 +16,9 @@ _ORDER |= {"after": 4, "commit": 7, "end": 8}
 _WAITING = ("compare", "step", "commit")
 _EXITED = 5.0  # seconds that a process may wait for one that has exited
 _HOSTS = 4  # in a sentence
+_GROUPS = 4  # of processes with equal batches, in a sentence
 _STACKS = 16  # processes that print their stacks
+_APART = 1.0  # seconds until all have told what they called: who is alone is said then
 _SILENT = 2.0  # seconds without a message after which a process is suspected, once another one is late
 # Errors of the collectives' libraries when the peer is gone: consequences of another process's end.
 _CONSEQUENCES = ("gloo", "nccl", "connection", "socket", "rendezvous", "coordination", "deadline exceeded", "heartbeat")
@@ -133,6 +135,49 @@ def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault
         return found
     silent = [rank for rank, each in known.items() if now - each.heard > deadlines.silence and not each.left]
     return Fault(unanswered(silent, known, now), lost=True) if silent else None
+
+
+def called_apart(known: Mapping[int, Known]) -> Fault | None:
+    """The fault that a process calls the same step with another batch, in another program, than process 0 does.
+
+    Only where all processes must run one program: it is on all devices of the job, or one of them waits for the others
+    to compare theirs, which have gone on. A process that is steps ahead is compared where the other one is. What is
+    compared is the program: jax drops an array that it does not use, whose shape may differ.
+    """
+    model = known[0].status
+    found = (_apart(model, each.status) for each in known.values() if each.status.batches != model.batches)
+    step = min(filter(None, found), default=None)
+    return Fault(_shapes_at(step, known), _APART, primary=True) if step else None
+
+
+def _apart(one: Status, other: Status) -> tuple[int, int] | None:
+    """The first loop and step that these two called with different batches; None if there is none."""
+    for a in one.batches:
+        for b in other.batches:
+            step = max(a.first, b.first)
+            if a.loop != b.loop or step > min(a.last, b.last) or a.program == b.program or a.batch == b.batch:
+                continue
+            waits = ("compare", step) in (one[:2], other[:2])
+            if waits or (a.everywhere and b.everywhere):
+                return a.loop, step
+    return None
+
+
+def _shapes_at(at: tuple[int, int], known: Mapping[int, Known]) -> str:
+    """The sentence about a loop's step that was called with different batches: those of the fewest processes first."""
+    loop, step = at
+    groups: dict[str, list[int]] = {}
+    for rank, each in known.items():
+        for called in each.status.batches:
+            if called.loop == loop and called.first <= step <= called.last:
+                groups.setdefault(called.batch, []).append(rank)
+    few = sorted(groups.items(), key=lambda group: (len(group[1]), -group[1][0]))  # in a tie process 0's last
+    said = ", ".join(f"{batch} ({_named(ranks, known)})" for batch, ranks in few[:_GROUPS])
+    more = f" and {len(few) - _GROUPS} more" if len(few) > _GROUPS else ""
+    return (
+        f"stopped in step {step}: all processes must call it with the same global shapes and dtypes of the batch; they "
+        f"called it with {said}{more}. Pad or drop a short batch, on all processes alike"
+    )
 
 
 def _state(each: Known, now: float) -> Health:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.jobs.monitor.agreement import Agreement, digest
-from shardkit.jobs.monitor.judge import Deadlines, Fault, Known, fault, unanswered
+from shardkit.jobs.monitor.judge import Deadlines, Fault, Known, called_apart, fault, unanswered
 from shardkit.jobs.monitor.rendezvous import Refused, meet
 from shardkit.runtime.channel.place import Place
-from shardkit.runtime.channel.recorder import RecordReader, Status, state
+from shardkit.runtime.channel.recorder import RecordReader, Status, state, told_batches
 from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, LOST, Lines, Message, as_line, encoded, plain
 
 _TICK = 0.1
@@ -162,8 +162,9 @@ class Monitor:
         known, own = self.known[rank], rank == self.place.rank
         known.heard = time.monotonic()
         if "status" in message:
-            phase, step, since, dispatched, done, began = message["status"]
-            known.status = Status(plain(phase), int(step), float(since), int(dispatched), int(done), float(began))
+            phase, step, since, dispatched, done, began, batches = message["status"]
+            times = int(step), float(since), int(dispatched), int(done), float(began)
+            known.status = Status(plain(phase), *times, told_batches(batches))
             known.stopped, known.gone, known.left = message["stopped"], message["gone"], message["left"]
             known.cause, known.host, known.crash = (plain(message[name]) for name in ("cause", "host", "crash"))
         elif "over" in message:
@@ -226,7 +227,9 @@ class Monitor:
         if now < self.rests:
             return
         begun = time.thread_time()
-        found = fault(self.known, self.deadlines, now) if now >= min(each.due for each in self.known.values()) else None
+        found = called_apart(self.known)
+        if found is None and now >= min(each.due for each in self.known.values()):
+            found = fault(self.known, self.deadlines, now)
         self.rests = now + _REST * (time.thread_time() - begun)
         if self.place.rank:
             hub = self.known[0]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from shardkit.runtime.channel.place import TOKEN, UNKNOWN, Place, allow_files, bind_address, processes
 from shardkit.runtime.channel.wire import LONGEST, Lines, Message, plain
 
-VERSION = 5
+VERSION = 6
 REJECTIONS = {"token": f"another {TOKEN}", "version": "another version of shardkit"}  # why a process is rejected
 _LONGEST_NAME = 255
 _MOST = 1 << 20  # processes

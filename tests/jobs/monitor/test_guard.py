@@ -111,6 +111,7 @@ def test_a_stranger_at_the_port_of_jax_is_the_fault_of_no_process(tmp_path):
 
 
 DIFFERENCES = {
+    "shape": r"program \(process 1 against process 0: a batch of float32\[2,4\] against float32\[4,4\], first .*",
     "psum": r"program \(process 1 against process 0: 1 more all_reduce, first difference at line \d+ of the .*",
     "constant": r"program \(process 1 against process 0: first difference at line \d+ of the StableHLO\)",
     "order": r"mesh devices \(id, process\) \(\[\[.* on process 1, \[\[.* on process 0\)",
@@ -123,12 +124,27 @@ DIFFERENCES = {
 # proves S103, S130: what differs is refused before the first step, by name
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=() if f == "psum" else pytest.mark.deep) for f in DIFFERENCES])
 def test_another_program_is_refused_before_the_first_step(fault):
-    ended = faulty(fault, 1, processes=2, devices=1)
+    ended = faulty(fault, 1, "--at", 0, processes=2, devices=1)
     agree(
         ended,
         1,
         "shardkit guard: stopped before step 0: all processes must run the same program with the same settings; they "
         f"differ in {DIFFERENCES[fault]}.*",
+    )
+
+
+# One waited for the others to compare its program, which had gone on; with a shape that all had compared before, the
+# processes summed gradients of batches of other sizes, and the job ended well.
+@pytest.mark.quick("seen")
+@pytest.mark.parametrize("words", [(), ("--short", 2)], ids=["new", "seen"])
+def test_who_calls_a_step_with_another_batch_is_named_before_the_deadline(words):
+    ended = jobs.run("loop.py", "--fault", "shape", "--deadline", 600, "--steps", 10**6, *words, processes=3, devices=2)
+    agree(
+        ended,
+        1,
+        r"shardkit guard: stopped in step 5: all processes must call it with the same global shapes and dtypes of the "
+        r"batch; they called it with float32\[6,4\] \(process 1\), float32\[12,4\] \(processes 0, 2\)\. Pad or drop a "
+        r"short batch, on all processes alike\.",
     )
 
 

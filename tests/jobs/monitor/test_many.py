@@ -24,7 +24,7 @@ LIMITS = Deadlines(compile=60, step=10, save=10, data=10, evaluate=10, silence=3
 
 
 def message(seed, **more):
-    return {"components": {"seed": seed}, "lines": ["a"], "collectives": {}, "step": 0} | more
+    return {"components": {"seed": seed}, "lines": ["a"], "collectives": {}, "step": 0, "batch": "float32[8]"} | more
 
 
 def test_agreement_waits_for_all():

@@ -240,6 +240,14 @@ def test_who_pretends_to_be_process_0_is_not_believed(token):
     assert "the program that listens there closes the connection" in message
 
 
+def status(draw):
+    """A status with batches, some of whose fields are none."""
+    batches = [["p", "float32[8]", True, 1, 0, 5] for _ in range(draw.randrange(20))]
+    for each in batches:
+        each[draw.randrange(6)] = draw.choice([*JUNK, each[0]])
+    return ["step", 5, 0.1, 5, 4, 0.1, draw.choice([batches, batches[:1], *JUNK])]
+
+
 def malicious(draw):
     """Bytes that somebody without the token might send."""
     kind = draw.randrange(8)
@@ -252,7 +260,7 @@ def malicious(draw):
         )
     if kind == 2:
         words = draw.choice(
-            [{"over": "stranger"}, {"status": [1] * 6}, {"welcome": True}, {"refused": "no"}, {"cause": "x"}]
+            [{"over": "stranger"}, {"status": status(draw)}, {"welcome": True}, {"refused": "no"}, {"cause": "x"}]
         )
         return json.dumps(words).encode() + b"\n"
     names = [*Hello._fields, "mac", "shardkit", "over"]

@@ -11,18 +11,29 @@ import time
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 import shardkit as sk
 from shardkit.jobs.monitor.agreement import compared
-from shardkit.jobs.monitor.guard import Guard, _plain
-from shardkit.jobs.monitor.judge import Deadlines, Known, fault
+from shardkit.jobs.monitor.guard import Guard, _plain, described
+from shardkit.jobs.monitor.judge import Deadlines, Known, called_apart, fault
 from shardkit.jobs.monitor.main import Monitor
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel import recorder as record
 from shardkit.runtime.channel.client import MonitorClient
 from shardkit.runtime.channel.place import Place
-from shardkit.runtime.channel.recorder import SIZE, SLOTS, Recorder, RecordReader, Status
+from shardkit.runtime.channel.recorder import (
+    LONGEST_BATCH,
+    RUNS,
+    SIZE,
+    SLOTS,
+    Batches,
+    Recorder,
+    RecordReader,
+    Status,
+    told_batches,
+)
 from shardkit.runtime.channel.wire import Lines, as_line, encoded
 from shardkit.runtime.checkpoint.orbax_io import Saving
 from support.refusals import refused
@@ -207,7 +218,8 @@ def test_who_is_silent_excuses_nobody_and_what_follows_is_given_time():
 
 
 def message(**components):
-    return {"components": components, "lines": components.pop("lines", ["a"]), "collectives": {}, "step": 0}
+    lines = components.pop("lines", ["a"])
+    return {"components": components, "lines": lines, "collectives": {}, "step": 0, "batch": "float32[8]"}
 
 
 def test_what_an_engine_may_start_again():
@@ -243,13 +255,161 @@ def test_what_differs_is_named():
 def test_sets_do_not_differ_and_a_program_that_does_is_told_by_line_and_collectives():
     assert _plain({"b", "a"}) == ["a", "b"]
     assert _plain(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
-    one = {"components": {"program": "p"}, "lines": ["a", "b", "c"], "collectives": {"all_reduce": 2}, "step": 3}
-    other = {"components": {"program": "q"}, "lines": ["a", "x"], "collectives": {"all_gather": 1}, "step": 3}
+    one = message(program="p", lines=["a", "b", "c"]) | {"collectives": {"all_reduce": 2}, "step": 3}
+    other = message(program="q", lines=["a", "x"]) | {"collectives": {"all_gather": 1}, "step": 3}
     assert compared({0: one, 1: other, 2: one}) == (
         "stopped before step 3: all processes must run the same program with the same settings; they differ in program "
         "(process 1 against process 0: 1 more all_gather, 2 fewer all_reduce, first difference at line 2 of the "
         "StableHLO)"
     )
+    # It said nothing of the batch, whose shape is most often why programs differ.
+    assert compared({0: one, 1: one | {"components": {"program": "q"}, "batch": "float32[6]"}}).endswith(
+        "program (process 1 against process 0: a batch of float32[6] against float32[8], first difference at line 0 of "
+        "the StableHLO)"
+    )
+
+
+def calls(*runs, phase="user code", everywhere=True, loop=1, host=""):
+    """A process that called its steps with these batches: `("a", 0, 4)`, steps 0 to 4, by a program of that name."""
+    batches = tuple(Batches(f"program {name}", name, everywhere, loop, *steps) for name, *steps in runs)
+    last = batches[-1].last
+    return Known(Status(phase, last, 1.0, last, last, 1.0, batches), NOW, host=host)
+
+
+def apart(*known):
+    found = called_apart(dict(enumerate(known)))
+    return found and found.text
+
+
+# All of them waited for a deadline, and then the process was named, and not its batch.
+def test_who_calls_a_step_with_another_batch_is_named():
+    usual, short = calls(("a", 0, 5)), calls(("a", 0, 4), ("b", 5, 5))
+    text = (
+        "stopped in step 5: all processes must call it with the same global shapes and dtypes of the batch; they "
+        "called it with {}. Pad or drop a short batch, on all processes alike"
+    )
+    assert apart(usual, short, usual) == text.format("b (process 1), a (processes 0, 2)")
+    assert apart(short, usual, usual) == text.format("b (process 0), a (processes 1, 2)")
+    assert apart(usual, short) == text.format("b (process 1), a (process 0)")  # process 0 is taken for right
+    # Who has not come to this step is not said to have called it.
+    assert apart(usual, short, calls(("a", 0, 4))) == text.format("b (process 1), a (process 0)")
+    many = [calls((name, 5, 5)) for name in "abcdef"]
+    assert apart(*many) == text.format("f (process 5), e (process 4), d (process 3), c (process 2) and 2 more")
+    hosts = [calls(("a", 0, 5), host="node1"), calls(("b", 5, 5), host="node2")]
+    assert apart(*hosts) == text.format("b (process 1 on node2), a (process 0 on node1)")
+    # Steps later, on both.
+    later = calls(("a", 0, 4), ("b", 5, 5), ("a", 6, 90))
+    assert apart(calls(("a", 0, 80)), later) == text.format("b (process 1), a (process 0)")
+    # A program on some devices, whose process waits for others that do not compare: it could never go on.
+    waits = calls(("a", 0, 4), ("b", 5, 5), phase="compare", everywhere=False)
+    assert apart(calls(("a", 0, 7), everywhere=False), waits) == text.format("b (process 1), a (process 0)")
+    found = called_apart({0: usual, 1: short})
+    assert found.primary and not found.lost and found.wait == 1.0
+
+
+def test_processes_that_call_the_same_are_not_told_apart():
+    usual = calls(("a", 0, 4), ("b", 5, 5), ("a", 6, 6))
+    for other in (
+        calls(("a", 0, 2)),  # is behind
+        calls(("a", 0, 4), ("b", 5, 5), ("a", 6, 7), ("b", 8, 8)),  # is ahead
+        calls(("a", 6, 9), ("b", 10, 10)),  # has forgotten what was before
+        calls(("c", 0, 6), loop=2),  # has begun the next loop
+        calls(("c", 0, 6), everywhere=False),  # on devices of its own, as a worker of DiLoCo
+        Known(),  # has no guard yet
+    ):
+        assert apart(usual, other) is None and apart(other, usual) is None
+    # An array that the program does not use may have another shape, and one batch may be that of two functions.
+    batches = Batches("p", "float32[8], int32[3]", True, 1, 0, 5)
+    for change in ({"batch": "float32[8], int32[4]"}, {"program": "q"}):
+        statuses = [Status(batches=(each,)) for each in (batches, batches._replace(**change))]
+        assert apart(*map(Known, statuses)) is None
+
+
+def test_the_other_batch_ends_a_job_before_any_deadline():
+    ours, theirs = socket.socketpair()
+    watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), Lines(0), None, [Lines(ours)])
+    with ours, theirs:
+        watching.known[0].status = calls(("a", 0, 5)).status
+        other = calls(("a", 0, 4), ("b", 5, 5)).status
+        theirs.sendall(encoded(watching._own() | {"status": other}))
+        watching.take(watching.peers[1])
+        assert watching.known[1].status == other
+        for after, over in ((0.0, False), (0.9, False), (1.1, True)):
+            watching.rests = 0.0
+            watching._judge(NOW + after)
+            assert bool(watching.over) == over
+        assert watching.over == apart(calls(("a", 0, 5)), calls(("b", 5, 5)))
+
+
+def test_batches_are_described_as_jax_takes_them():
+    batch = {
+        "x": np.ones((8, 4), np.int64),
+        "y": np.ones(3, bool),
+        "z": [np.ones((8, 4), np.int32), 2.0, None],
+        "name": "s",
+    }
+    assert described(batch) == "2 x int32[8,4], bool[3], float32[]"
+    assert described(()) == "no array"
+    one, other = (described([*map(np.ones, range(1, 40)), np.ones(last)]) for last in (50, 51))
+    assert one != other and one[:100] == other[:100] and len(one) <= LONGEST_BATCH
+
+
+class LoweredOnly:
+    """A step that is not compiled."""
+
+    lower = staticmethod(jax.jit(lambda state, batch: state + batch.sum()).lower)
+
+    def __call__(self, state, batch):
+        """Ends on an empty batch."""
+        return state / batch.size if batch.size else 1 / 0
+
+
+def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path):
+    recorder, compared = Recorder(str(tmp_path / "ring")), []
+    agree = lambda name, message: compared.append((name, message["batch"], recorder.status))  # noqa: E731
+    mesh = sk.make_mesh(jax.devices()[:1], data=1)
+    guard = Guard(SimpleNamespace(recorder=recorder, agree=agree), mesh, {}, 7)
+    step, evaluate = guard.watch(LoweredOnly()), guard.watch(LoweredOnly())
+
+    def told():
+        return [(each.batch, each.loop, each.first, each.last) for each in recorder.status.batches]
+
+    for size in (4, 4, 2, 4):
+        step(1.0, np.ones(size, np.float32))
+        with guard.phase("evaluate"):
+            evaluate(1.0, np.ones(5, np.float32))
+    steps = [("float32[4]", 1, 7, 8), ("float32[2]", 1, 9, 9), ("float32[4]", 1, 10, 10)]
+    assert told() == steps
+    # It is told before it is compared: who waits for others that do not compare is found by it.
+    assert [name for name, _, _ in compared] == ["7:0", "8:0", "9:1"]
+    _, batch, status = compared[2]
+    assert (batch, status.phase, status.step, status.batches[-1][1:]) == (
+        "float32[2]",
+        "compare",
+        9,
+        ("float32[2]", jax.device_count() == 1, 1, 9, 9),
+    )
+    assert len({each.program for each in recorder.status.batches}) == 2
+    # After an error that the loop has caught the same step may be called again: nothing is told of it.
+    with pytest.raises(ZeroDivisionError):
+        step(1.0, np.ones(0, np.float32))
+    step(1.0, np.ones(2, np.float32))
+    assert told() == [*steps, ("float32[0]", 1, 11, 11)]
+    again = Guard(SimpleNamespace(recorder=recorder, agree=agree), mesh, {}, 0).watch(LoweredOnly())
+    again(1.0, np.ones(4, np.float32))
+    assert told()[-1] == ("float32[4]", 2, 0, 0)
+
+
+def test_the_record_keeps_the_last_batches(tmp_path):
+    recorder = Recorder(str(tmp_path / "ring"))
+    reader = RecordReader(str(tmp_path / "ring"))
+    for step in range(3 * RUNS):
+        batch = "x" * LONGEST_BATCH if step // 2 % 2 else "float32[8]"
+        recorder.enter("step", step, Batches("0123456789abcdef", batch, step % 4 > 1, 1, step, step))
+        recorder.dispatched(step)
+        assert reader.status() == recorder.status
+    assert [each[3:] for each in recorder.status.batches] == [(1, step, step + 1) for step in range(8, 24, 2)]
+    assert told_batches([list(each) for each in reader.status().batches]) == recorder.status.batches
 
 
 def test_the_record_keeps_the_last_events(tmp_path):
@@ -372,11 +532,31 @@ def test_a_full_disk_is_a_sentence_and_no_signal(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+RIGHT_BATCH = ["p", "float32[8]", True, 1, 0, 5]
+WRONG_BATCHES = [
+    None,
+    {},
+    "batches",
+    [1],
+    [[]],
+    [RIGHT_BATCH[:-1]],
+    [[*RIGHT_BATCH, 0]],
+    [RIGHT_BATCH] * (RUNS + 1),
+    *[[[*RIGHT_BATCH[:at], None, *RIGHT_BATCH[at + 1 :]]] for at in range(len(RIGHT_BATCH))],
+    [["p", "float32[8]", 1, 1, 0, 5]],
+    [["p", "float32[8]", True, True, 0, 5]],
+    [["p" * 17, *RIGHT_BATCH[1:]]],
+    [["p", "x" * (LONGEST_BATCH + 1), *RIGHT_BATCH[2:]]],
+]
+
+
 def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
     for words in (
         {"status": 1},
-        {"status": ["x"] * 6},
-        {"status": ["x", *[math.inf] * 5]},
+        {"status": ["x"] * 7},
+        {"status": ["x", *[math.inf] * 5, []]},
+        {"status": ["x", *[0] * 5]},  # of an earlier version
+        *[{"status": ["x", *[0] * 5, batches]} for batches in WRONG_BATCHES],
         {"over": []},
         {"program": []},
     ):

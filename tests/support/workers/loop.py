@@ -13,6 +13,7 @@ parser.add_argument("--fault", default="")
 parser.add_argument("--at", type=int, default=5)
 parser.add_argument("--rank", type=int, default=1)
 parser.add_argument("--steps", type=int, default=8)
+parser.add_argument("--short", type=int, nargs="*", default=(), help="the steps whose batch is half as long everywhere")
 parser.add_argument("--pace", type=float, default=0.02)
 parser.add_argument("--deadline", type=float, default=3.0)
 parser.add_argument("--allowed", type=float, help="the deadline of a save; by default that of the rest")
@@ -134,7 +135,9 @@ def batches():
             planted()
             raise OSError("no such file")
         rng = np.random.default_rng(index)
-        x = rng.normal(size=(2 * len(devices), 4)).astype(np.float32)
+        short = here and index == given.at and given.fault == "shape"
+        rows = len(devices) if short or index in given.short else 2 * len(devices)
+        x = rng.normal(size=(rows, 4)).astype(np.float32)
         yield {"x": jax.make_array_from_callback(x.shape, layout, lambda where, x=x: x[where])}
 
 
