@@ -22,8 +22,8 @@ def layers(widths, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     return [
         {
-            "w": jnp.asarray(rng.normal(size=(rows, columns)) / np.sqrt(rows), dtype),
-            "b": jnp.asarray(rng.normal(size=columns) / 3, dtype),
+            "w": (rng.normal(size=(rows, columns)) / np.sqrt(rows)).astype(dtype),
+            "b": (rng.normal(size=columns) / 3).astype(dtype),
         }
         for rows, columns in pairwise(widths)
     ]
