@@ -203,7 +203,7 @@ def test_unequal_weights_and_tokens_that_enter():
     rng = np.random.default_rng(2)
     batch = {"tokens": rng.integers(0, 11, (8, 5)), "gain": rng.normal(size=8).astype("f")}
     targets = {"y": rng.normal(size=(8, 5, 3)).astype("f"), "mask": rng.integers(0, 2, (8, 5)).astype("f")}
-    params = [jnp.asarray(rng.normal(size=(11, 6)), jnp.float32), jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)]
+    params = [rng.normal(size=shape).astype(np.float32) for shape in ((11, 6), (6, 3))]
 
     def embed(p, batch):
         return p[batch["tokens"]] * batch["gain"][:, None, None]

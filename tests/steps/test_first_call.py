@@ -100,10 +100,11 @@ WAYS = {
 def test_under_every_option(way):
     """A loss that mixes is refused, one whose trace does not tell and one that adds train without a word."""
     assert "pairs every example with every other" in refused(contrastive, **WAYS[way])
-    for loss in (right, ordered):
-        step, state, batch = stepped(loss, **WAYS[way])
-        state, _ = step(state, batch)
-        step(state, batch)
+    step, state, batch = stepped(ordered, **WAYS[way])
+    state, _ = step(state, batch)
+    step(state, batch)
+    step, state, batch = stepped(right, **WAYS[way])  # as every other test's loss, which train after it
+    step._first(step.trace(state, batch), step._arguments(state, batch))
 
 
 def test_with_carried_state():

@@ -462,7 +462,7 @@ def quadratic(params, batch, keys):
 def quadratic_params():
     rng = np.random.default_rng(0)
     shapes = {"w": (16, 8), "b": (8,), "v": (8, 4)}
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) * 0.5 for name, shape in shapes.items()}
+    return {name: 0.5 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def quadratic_batch(step):
