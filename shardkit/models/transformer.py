@@ -188,9 +188,8 @@ def mlp(weights: Mapping[str, Any], x_btD: jax.Array, axes: Axes = ONE_DEVICE) -
 
     Example:
         >>> from shardkit.models import transformer
-        >>> weights = {"gate": (16, 32), "up": (16, 32), "down": (32, 16)}
-        >>> weights = {name: np.ones(shape, np.float32) for name, shape in weights.items()}
-        >>> jax.jit(transformer.mlp)(weights, np.ones((1, 4, 16), np.float32)).shape
+        >>> weights = {"gate": np.ones((16, 32), "f"), "up": np.ones((16, 32), "f"), "down": np.ones((32, 16), "f")}
+        >>> jax.jit(transformer.mlp)(weights, np.ones((1, 4, 16), "f")).shape
         (1, 4, 16)
     """
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
@@ -212,8 +211,7 @@ def experts(
         >>> from shardkit.models import transformer
         >>> config = transformer.Config(layers=1, dim=16, heads=2, experts=4)
         >>> layer = jax.tree.map(lambda x: np.asarray(x)[0], transformer.init(jax.random.key(0), config)["layers"])
-        >>> of_layer = jax.jit(transformer.experts, static_argnums=2)
-        >>> y, losses, dropped = of_layer(layer, np.ones((1, 4, 16), "f"), config)
+        >>> y, losses, dropped = jax.jit(transformer.experts, static_argnums=2)(layer, np.ones((1, 4, 16), "f"), config)
         >>> dropped.tolist()
         [0.0, 8.0]
     """
