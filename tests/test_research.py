@@ -40,8 +40,8 @@ def test_the_negatives_of_all_devices_and_a_slope_in_the_loss(row):
     same, of, key = sk.testing.assert_same_training, sk.value_and_grad, jax.random.key(0)
     given = {"optimizer": optax.sgd(0.1), "batches": BATCHES}
     critic = of(GAN["critic_loss"], trained={"critic": True, "generator": False})
-    same(critic, critic, params=GAN["init"](key), **on(row, "critic.layers"), **given)
-    same(of(CLIP["clip"](on(row)["plan"].batch_axes)), of(clip), params=CLIP["init"](key), **on(row), **given)
+    same(critic, critic, params=jax.jit(GAN["init"])(key), **on(row, "critic.layers"), **given)
+    same(of(CLIP["clip"](on(row)["plan"].batch_axes)), of(clip), params=jax.jit(CLIP["init"])(key), **on(row), **given)
 
 
 @each_row
@@ -58,7 +58,11 @@ def test_two_optimizers(row):
 
 
 def proved(grad_fn, reference, row, example, batches, carried, **options):
-    how = {"params": example["init"](jax.random.key(0)), "batches": batches, "optimizer": lenient(optax.adam(0.01))}
+    how = {
+        "params": jax.jit(example["init"])(jax.random.key(0)),
+        "batches": batches,
+        "optimizer": lenient(optax.adam(0.01)),
+    }
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         proof = testing.prove(grad_fn, reference, rows=[row], carry=example["carry"], carried=carried, **how, **options)
     return {each.law: each.note for each in proof.verdicts}

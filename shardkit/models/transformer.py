@@ -157,8 +157,8 @@ def attention(
     Example:
         >>> from shardkit.models import transformer
         >>> config = transformer.Config(layers=1, dim=16, heads=2)
-        >>> layer = jax.tree.map(lambda x: x[0], transformer.init(jax.random.key(0), config)["layers"])
-        >>> transformer.attention(layer, jnp.ones((1, 4, 16)), config).shape
+        >>> layer = jax.tree.map(lambda x: np.asarray(x)[0], transformer.init(jax.random.key(0), config)["layers"])
+        >>> jax.jit(transformer.attention, static_argnums=2)(layer, np.ones((1, 4, 16), "f"), config).shape
         (1, 4, 16)
     """
     shapes("attention", x_btD=(x_btD, "btD"))
@@ -188,8 +188,8 @@ def mlp(weights: Mapping[str, Any], x_btD: jax.Array, axes: Axes = ONE_DEVICE) -
 
     Example:
         >>> from shardkit.models import transformer
-        >>> weights = {"gate": jnp.ones((16, 32)), "up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
-        >>> transformer.mlp(weights, jnp.ones((1, 4, 16))).shape
+        >>> weights = {"gate": np.ones((16, 32), "f"), "up": np.ones((16, 32), "f"), "down": np.ones((32, 16), "f")}
+        >>> jax.jit(transformer.mlp)(weights, np.ones((1, 4, 16), "f")).shape
         (1, 4, 16)
     """
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
@@ -210,8 +210,8 @@ def experts(
     Example:
         >>> from shardkit.models import transformer
         >>> config = transformer.Config(layers=1, dim=16, heads=2, experts=4)
-        >>> layer = jax.tree.map(lambda x: x[0], transformer.init(jax.random.key(0), config)["layers"])
-        >>> y, losses, dropped = transformer.experts(layer, jnp.ones((1, 4, 16)), config)
+        >>> layer = jax.tree.map(lambda x: np.asarray(x)[0], transformer.init(jax.random.key(0), config)["layers"])
+        >>> y, losses, dropped = jax.jit(transformer.experts, static_argnums=2)(layer, np.ones((1, 4, 16), "f"), config)
         >>> dropped.tolist()
         [0.0, 8.0]
     """
@@ -301,7 +301,7 @@ def apply(
         >>> from shardkit.models import transformer
         >>> config = transformer.Config(layers=1, dim=16, heads=2)
         >>> params = transformer.init(jax.random.key(0), config)
-        >>> transformer.apply(params, jnp.zeros((1, 4), jnp.int32), config).shape
+        >>> jax.jit(transformer.apply, static_argnums=2)(params, np.zeros((1, 4), np.int32), config).shape
         (1, 4, 256)
     """
     stream = run(params, {"tokens": tokens_bT}, config, keys_b, axes)

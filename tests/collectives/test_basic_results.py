@@ -102,7 +102,7 @@ def test_results_that_are_equal_everywhere_are_typed_so(four):  # proves F74
 # proves F78: the same kernels run on one device under vmap with an axis name
 def test_kernels_run_under_vmap():
     x = np.arange(8, dtype=np.float32).reshape(4, 2)
-    over = lambda kernel: jax.vmap(kernel, axis_name="a")(x).tolist()  # noqa: E731
+    over = lambda kernel: jax.jit(jax.vmap(kernel, axis_name="a"))(x).tolist()  # noqa: E731
     assert over(lambda x: sk.all_reduce(x, "a")) == [[12, 16]] * 4
     assert over(lambda x: sk.all_gather(x, "a")) == [list(range(8))] * 4
     assert over(lambda x: sk.reduce_scatter(jnp.concatenate([x, x]), "a")) == [[12], [16], [12], [16]]

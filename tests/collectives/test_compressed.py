@@ -318,8 +318,8 @@ def test_gradient_is_that_of_the_exact_sum(dtype):
     for gradient in (jax.jit(on_mesh)(x, residual), jax.jit(jax.vmap(both(loss), axis_name="a"))(x, residual)):
         for leaf in gradient:
             np.testing.assert_array_equal(leaf, np.full((3, 6), 111))
-    by_vmap = jax.vmap(lambda x, r: compressed.all_reduce(x, "a", r, dtype=dtype), axis_name="a")(x, residual)
-    for got, wanted in zip(by_vmap, mapped(3, dtype=dtype)(x, residual), strict=True):
+    by_vmap = jax.jit(jax.vmap(lambda x, r: compressed.all_reduce(x, "a", r, dtype=dtype), axis_name="a"))
+    for got, wanted in zip(by_vmap(x, residual), mapped(3, dtype=dtype)(x, residual), strict=True):
         np.testing.assert_array_equal(got, np.broadcast_to(wanted, got.shape))
 
 

@@ -26,17 +26,18 @@ def loss_fn(params, batch, keys, bias, axis=None):
 # Catches gates that see the bias, are in another order, or have another gradient; choices that do not see it.
 def test_the_bias_chooses_and_the_scores_weigh():
     total = lambda params, bias: loss_fn(params, BATCH, None, bias)[0].total  # noqa: E731
-    runs = [jax.jit(lambda bias=bias: jax.value_and_grad(total)(PARAMS, bias))() for bias in (None, jnp.zeros(8))]
+    runs = [jax.jit(lambda bias=bias: jax.value_and_grad(total)(PARAMS, bias))() for bias in (None, np.zeros(8, "f"))]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), *runs)
-    assert not np.any(jax.jit(jax.grad(total, 1))(PARAMS, jnp.full(8, 0.1)))
+    assert not np.any(jax.jit(jax.grad(total, 1))(PARAMS, np.full(8, 0.1, "f")))
     logits, bias = RNG.normal(size=(20, 8)).astype("f"), RNG.normal(size=8).astype("f")
-    got = sk.layers.route(logits, top_k=2, bias_E=bias, normalize_gates=False)
-    scores = np.asarray(jax.nn.softmax(logits))
+    route = jax.jit(sk.layers.route, static_argnames=("top_k", "normalize_gates"))
+    got = route(logits, top_k=2, bias_E=bias, normalize_gates=False)
+    scores = np.asarray(jax.jit(jax.nn.softmax)(logits))
     np.testing.assert_array_equal(got.expert, np.argsort(-scores - bias, axis=1)[:, :2])
     np.testing.assert_array_equal(got.gate, np.take_along_axis(scores, np.asarray(got.expert), 1))
     # A bias that leaves only experts without any probability: the gates are those of their logits.
-    far = sk.layers.route(jnp.asarray([[300.0, 0, 1, 0]]), top_k=2, bias_E=jnp.asarray([-1.5, 0, 0, 0]))
-    np.testing.assert_allclose(far.gate.max(), jax.nn.softmax(jnp.asarray([1.0, 0])).max(), rtol=1e-6)
+    far = route(np.float32([[300, 0, 1, 0]]), top_k=2, bias_E=np.float32([-1.5, 0, 0, 0]))
+    np.testing.assert_allclose(np.max(far.gate), np.e / (np.e + 1), rtol=1e-6)  # of logits 1 and 0
 
 
 def trained(steps, accumulate=1, **sizes):

@@ -8,6 +8,7 @@ is left alone.
 import ast
 import random
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,6 +120,7 @@ def changes(tree: ast.Module) -> Iterator[Change]:
             yield Change(node, f"{ast.unparse(node.target)} = {ast.unparse(node.value)}", "an update that forgets")
 
 
+@cache
 def by_line(file: Path) -> list[list[Mutant]]:
     """The mutants of a file, those of one line together."""
     text = file.read_bytes()

@@ -80,7 +80,7 @@ def test_stages_of_different_widths():
 def test_the_losses_of_a_router_are_those_of_each_microbatch():  # proves F41
     E, m, ways = 4, 2, 2
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     stack = {"router": draw(2, D, E), "experts": draw(2, E, D, D) * 0.3}
 
     def make_pieces(expert: str | None, stages: str | None) -> Any:

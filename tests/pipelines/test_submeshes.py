@@ -22,8 +22,8 @@ def layers(widths, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     return [
         {
-            "w": jnp.asarray(rng.normal(size=(rows, columns)) / np.sqrt(rows), dtype),
-            "b": jnp.asarray(rng.normal(size=columns) / 3, dtype),
+            "w": (rng.normal(size=(rows, columns)) / np.sqrt(rows)).astype(dtype),
+            "b": (rng.normal(size=columns) / 3).astype(dtype),
         }
         for rows, columns in pairwise(widths)
     ]
@@ -203,7 +203,7 @@ def test_unequal_weights_and_tokens_that_enter():
     rng = np.random.default_rng(2)
     batch = {"tokens": rng.integers(0, 11, (8, 5)), "gain": rng.normal(size=8).astype("f")}
     targets = {"y": rng.normal(size=(8, 5, 3)).astype("f"), "mask": rng.integers(0, 2, (8, 5)).astype("f")}
-    params = [jnp.asarray(rng.normal(size=(11, 6)), jnp.float32), jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)]
+    params = [rng.normal(size=shape).astype(np.float32) for shape in ((11, 6), (6, 3))]
 
     def embed(p, batch):
         return p[batch["tokens"]] * batch["gain"][:, None, None]

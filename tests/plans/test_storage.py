@@ -51,7 +51,7 @@ def loss_fn(params, batch, keys):
 
 def make_params():
     rng = np.random.default_rng(0)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) * 0.5 for name, shape in SHAPES.items()}
+    return {name: 0.5 * rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 def make_batch(step=0):

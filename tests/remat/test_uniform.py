@@ -102,8 +102,8 @@ def test_what_is_proved_is_true(name):
     if matters(optimizer):
         return
     order, rng = np.array([2, 0, 3, 1]), np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), PARAMS)
-    grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), PARAMS)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), PARAMS)
+    grads = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), PARAMS)
 
     def run(params, grads):
         with jax.numpy_dtype_promotion("standard"):

@@ -195,20 +195,15 @@ def test_the_table_alone_runs_the_schedule(name, data):  # proves F39
 def test_slots_are_as_few_as_can_be(case):
     schedule, _, _ = case
     slots = schedule.slots()
-    most = [0] * 2
-    for tick in range(len(schedule.rows[0])):
-        for device in range(schedule.devices):
-            for n, (places, giver) in enumerate(((slots.input_of, -1), (slots.cotangent_of, 1))):
-                live = 0
-                for stage, i in places:
-                    if schedule.device(stage) == device:
-                        ops = "F" if giver < 0 else "BI"
-                        [sent] = [
-                            at for op in ops if (at := schedule.ticks.get(Action(stage + giver, op, i))) is not None
-                        ]
-                        [used] = [at for op in "BI" if (at := schedule.ticks.get(Action(stage, op, i))) is not None]
-                        live += sent < tick <= used
-                most[n] = max(most[n], live)
+    most = []
+    for places, giver in ((slots.input_of, -1), (slots.cotangent_of, 1)):
+        live = np.zeros((schedule.devices, len(schedule.rows[0])), int)
+        for stage, i in places:
+            ops = "F" if giver < 0 else "BI"
+            [sent] = [at for op in ops if (at := schedule.ticks.get(Action(stage + giver, op, i))) is not None]
+            [used] = [at for op in "BI" if (at := schedule.ticks.get(Action(stage, op, i))) is not None]
+            live[schedule.device(stage), sent + 1 : used + 1] += 1
+        most.append(live.max())
     assert most == [slots.inputs, slots.cotangents]
 
 

@@ -1,7 +1,7 @@
 """DiLoCo: each worker trains as one alone, and an exchange is the outer optimizer's step from what they moved."""
 
 import signal
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -131,12 +131,26 @@ def test_workers_may_take_the_same_shapes_in_another_order(tmp_path):
         assert each.code == 0 and each.last.startswith("digest "), each.output
 
 
+@cache
+def step_of_one() -> Any:
+    return step_on(sk.dp("data"), optax.adam(1e-2))(sk.make_mesh(jax.devices()[:1], data=1))
+
+
+@jax.jit
+def exchanged(meet: Any, outer: Any, workers: Any) -> Any:
+    """The outer step of optax from where the workers met, on one device."""
+    moved = jax.tree.map(lambda old, *new: sum(old - x for x in new) / WORKERS, meet, *workers)
+    updates, outer = OUTER.update(moved, outer, meet)
+    return optax.apply_updates(meet, updates), outer
+
+
 # Catches a worker that sees another's examples, weights or state, and an outer step from another mean, or twice.
+@pytest.mark.quick("zero1", "padded")  # the others are those of fragments and of one step a round
 @pytest.mark.parametrize("plan", PLANS)
 def test_workers_train_alone_and_meet_in_the_outer_optimizer(plan):
     run = run_of(PLANS[plan], optax.adam(1e-2))
     state = run.init(PARAMS, KEY)
-    one = step_on(sk.dp("data"), optax.adam(1e-2))(sk.make_mesh(jax.devices()[:1], data=1))
+    one = step_of_one()
     alone = [one.init(PARAMS, jax.random.fold_in(KEY, k)) for k in range(WORKERS)]
     meet, outer = PARAMS, OUTER.init(PARAMS)
     for index in range(4):
@@ -147,13 +161,9 @@ def test_workers_train_alone_and_meet_in_the_outer_optimizer(plan):
             np.testing.assert_allclose(metrics[k]["loss"], own["loss"], rtol=1e-5)
         if index % 2:
             state = run.exchange(state)
-            moved = jax.tree.map(
-                lambda old, *new: sum(old - x for x in new) / WORKERS, meet, *[s.params for s in alone]
-            )
-            updates, outer = OUTER.update(moved, outer, meet)
-            meet = optax.apply_updates(meet, updates)
+            meet, outer = exchanged(meet, outer, [each.params for each in alone])
             close(state.params, meet)
-            alone = [each._replace(params=jax.tree.map(jnp.copy, meet)) for each in alone]
+            alone = [each._replace(params=jax.tree.map(np.asarray, meet)) for each in alone]
     close(state.workers[1].params, meet)
 
 

@@ -207,9 +207,9 @@ def batch(step: int) -> Any:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
-def shrink(monkeypatch: Any) -> None:
+def shrink(monkeypatch: Any, batch_size: int = 24) -> None:
     """Makes the cases of a test of two layers and few tokens, which prove as much as many for all inputs."""
-    small = {"CONFIG": dataclasses.replace(CONFIG, layers=2), "LAYERS": 2, "TOKENS": 4, "BATCH": 24}
+    small = {"CONFIG": dataclasses.replace(CONFIG, layers=2), "LAYERS": 2, "TOKENS": 4, "BATCH": batch_size}
     for name, value in small.items():
         monkeypatch.setattr(sys.modules[__name__], name, value)
     monkeypatch.setattr(sys.modules[__name__], "batch", cache(batch.__wrapped__))

@@ -36,7 +36,7 @@ SOFTMAX = MODELS[0]
 
 def norm_args(dtype="float32"):
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(v, dtype) for v in (rng.normal(3, 2, (4, 16)), rng.normal(size=16)))
+    return tuple(v.astype(dtype) for v in (rng.normal(3, 2, (4, 16)), rng.normal(size=16)))
 
 
 # proves S43, F72: values and gradients of a sharded normalisation
