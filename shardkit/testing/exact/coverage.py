@@ -150,9 +150,9 @@ def _identify(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]
     zero = (difference == 0).all(0)
     nothing, none = field.is_zero(y), field.is_zero(x)
     opposite = (x.sign != 0) & (x.sign == -y.sign)
-    # What a float was rounded to is a constant of this draw alone.
-    constant = (ratio == 1) & (not field.rounds or not (x.degree.total or y.degree.total))
-    fixed = zero | constant | opposite | (nothing & (x.sign != 0)) | (none & (y.sign != 0))
+    fixed = zero | (ratio == 1) | opposite | (nothing & (x.sign != 0)) | (none & (y.sign != 0))
+    if field.rounds and (x.degree.total or y.degree.total):  # what floats were rounded to is so in this draw alone
+        fixed = np.zeros_like(fixed)
     return mixed(ratio), fixed
 
 

@@ -39,7 +39,7 @@ ASSUMED = (
     "functions of different arguments have independent values",
 )
 # Of programs that compare floats.
-SAMPLED = "what hangs on several comparisons at once, or on inputs that are equal, is seen as far as the draws show it"
+SAMPLED = "what hangs on several comparisons at once is seen as far as draws show it; gradients, where inputs differ"
 # Of logarithms that are multiplied.
 POSITIVE = "logarithms are of positive numbers"
 
@@ -174,7 +174,8 @@ def assert_equal_for_all_inputs(
     def run(side: int, field: Field, seen: Seen | None) -> list[Operand]:
         return Interpreter(field, seen=seen).run(traced[side], [symbol(field, f"{i}", x) for i, x in enumerate(given)])
 
-    evidence = equal(where, f"{where}: {on(mesh)}, ", names, (partial(run, 0), partial(run, 1)), points)
+    programs = partial(run, 0), partial(run, 1)
+    evidence = equal(where, f"{where}: {on(mesh)}, ", names, programs, points, values=len(values))
     degree = CONSTANT.plus(CONSTANT, *(x.degree for x in evidence.results if isinstance(x, Exact)))
     return Equality(
         f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}",
@@ -198,6 +199,8 @@ def _describe(evidence: Evidence) -> tuple[str, ...]:
         lines.append(f"comparisons: at {len(by_line)} {'line' if len(by_line) == 1 else 'lines'}, both ways in {runs}")
     for comparison in evidence.one_way:
         lines.append(f"never else than {comparison.outcome}: {comparison.what} at {comparison.line}")
+    if evidence.outside:
+        lines.append(f"not compared where a number is outside of a function's domain, as first at {evidence.outside}")
     for name, (elements, size) in evidence.no_number.items():
         lines.append(f"not a number on both sides: {elements} of {size} elements of the {name}")
     return tuple(lines)

@@ -11,8 +11,8 @@ that programs rely on hold exactly:
   log(exp x) is x and any multiple is linear, but the sign of what it is of is lost, and the highest prime.
 - `max`, sorts and comparisons are decided in one of two ways. In a draw, real inputs are drawn beside the numbers, and
   every operation is done on them too, in float64: they say which of two numbers is larger, so that what happens is what
-  happens for inputs that exist. In an order, a random total one, nothing but x < y when -y < -x, the known signs and the
-  order of constants holds: so a branch is taken that no draw has reached. Of any two numbers, one of them unknown, each
+  happens for inputs that exist. In an order, a random total one, nothing but x < y when -y < -x, the known signs and
+  the order of constants holds: so a branch is taken that no draw has reached. Of any two numbers, one of them unknown, each
   is above the other in one of the first four orders, unless their signs decide.
 - Not a number is a kind of its own: infinity less infinity, zero times infinity, 0 / 0, what a gather reads out of
   bounds. It spreads as in floats, and equals no number. What comes from outside of the domain of a function in a draw,
@@ -54,9 +54,11 @@ from shardkit.testing.exact.values import (
 # What real inputs are drawn as, draw by draw; in more draws each input is one of them.
 KINDS = ("normal", "positive", "wide", "unit")
 _WIDE = 16.0
-# Inputs of which rows, or elements, are equal, or are zero: a division by zero is then the draw's, not the program's.
+# Inputs of which rows, or elements, are equal, or are zero: a division by zero is then the draw's, not the program's,
+# and gradients are not compared, because the derivative of a maximum of equal numbers is a matter of convention.
 PLANTED = ("alike", "repeated", "zero")
 ROUNDING = {"round", "floor", "ceil", "to an integer"}
+_MOST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs are drawn as
 _PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
 _MOST_KEPT = 64  # elements of a constant that is kept
 _DIGITS = 34  # bits of a real value, by which numbers are put in order
@@ -200,11 +202,16 @@ class Field:
         if kind == "zero":
             return self.lifted(np.zeros(shape, np.float32))
         if kind == "repeated" and size:
-            # Every second element is one of the first half once more, and every fourth is zero.
+            # Many elements are one of the first half or the one before once more, or zero, or what is compared with.
             places = np.where(rng.uniform(size=size) < 0.5, rng.integers(0, (size + 1) // 2, size), np.arange(size))
-            zeros = (rng.uniform(size=size) < 0.25).reshape(shape)
+            places = np.where(rng.uniform(size=size) < 0.3, np.roll(places, 1), places)
             x = x.moved(lambda part: part.reshape(len(part), -1)[:, places].reshape(part.shape))
-            return self.where(zeros, self.lifted(np.zeros(shape, np.float32)), x)
+            constants = [0.0]
+            for centre in self.centres:
+                if abs(centre) < _MOST_PLANTED:
+                    constants += [math.exp(centre), -math.exp(centre)]
+            planted = self.lifted(rng.choice(constants, size=shape).astype(np.float32))
+            return self.where(rng.uniform(size=shape) < 0.4, planted, x)
         return x
 
     def lifted(self, x: Any) -> Exact:
@@ -482,8 +489,10 @@ class Field:
         """The square root: uninterpreted, but that its square is x."""
         x = self.plain(x)
         result = self.opaque("sqrt", x, sign=1)
-        for word, number in zip(_columns(result.number), _columns(x.number), strict=True):
-            self._of_roots[word.tobytes()] = number
+        numbers = zip(_columns(result.number), _columns(x.number), result.poison.reshape(-1), strict=True)
+        for word, number, poison in numbers:
+            if not poison:
+                self._of_roots[word.tobytes()] = number
         return result
 
     def _square_of_roots(self, x: Exact) -> Exact | None:
