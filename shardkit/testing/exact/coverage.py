@@ -118,15 +118,14 @@ class Coverage:
             self._add(key, replace(comparison), identified=bool(comparison.words))
         self.constants |= other.constants
 
-    def foreign(self) -> Iterator[tuple[Comparison, int]]:
-        """Comparisons that only one side makes, with their number of elements."""
+    def foreign(self) -> Iterator[Comparison]:
+        """Comparisons that only one side makes."""
         words: list[set[int]] = [set(), set()]
         for (side, *_), comparison in self.comparisons.items():
             words[side] |= comparison.words
         for (side, *_), comparison in self.comparisons.items():
-            alone = comparison.words - words[1 - side]
-            if alone:
-                yield comparison, len(alone)
+            if comparison.words - words[1 - side]:
+                yield comparison
 
     def open(self, integers: bool, exactly: bool) -> list[Comparison]:
         """Comparisons of a kind that could have gone both ways and have not."""

@@ -20,7 +20,7 @@ from shardkit.meshes.layout import check_spec, path_name
 from shardkit.on_device.gradient import kind
 from shardkit.testing._compare import UnequalError, is_float, is_spec_or_none, kinds_differ, on, shapes_differ
 from shardkit.testing._interpreter import of_floats
-from shardkit.testing.exact.draws import KERNEL, Evidence, UnprovableError, equal
+from shardkit.testing.exact.draws import Evidence, UnprovableError, equal, of_kernels
 from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.rules import ORDERED, Operand, held, is_key
@@ -28,6 +28,7 @@ from shardkit.testing.exact.tower import LEVELS
 from shardkit.testing.exact.values import CONSTANT, Exact
 
 # What a proof takes on one core, about: per element and component, and per product of a matmul.
+_DRAWS = 8  # about
 _SECONDS = {"element": 4e-8, "product": 4e-9, "equation": 2e-4}
 
 ASSUMED = (
@@ -165,7 +166,7 @@ def assert_equal_for_all_inputs(
     cotangents = [y for y in jax.tree.leaves(wanted) if is_float(y)] if grad else []
     sides = [_with_gradients(each, jax.tree.structure(shapes), grad) for each in (mapped, reference)]
     traced = [without_unused(jax.make_jaxpr(side)(jax.tree.leaves(shapes), cotangents)) for side in sides]
-    check_size(where, traced, points, KERNEL.draws)
+    seconds = check_size(where, traced, points, _DRAWS)
     values = [f"result{_behind(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
     inputs = [path for path, x in jax.tree_util.tree_leaves_with_path(shapes) if is_float(x)]
     names = [*values, *(f"gradient of argument {path_name(path)}" for path in inputs if grad)]
@@ -175,7 +176,7 @@ def assert_equal_for_all_inputs(
         return Interpreter(field, seen=seen).run(traced[side], [symbol(field, f"{i}", x) for i, x in enumerate(given)])
 
     programs = partial(run, 0), partial(run, 1)
-    evidence = equal(where, f"{where}: {on(mesh)}, ", names, programs, points, values=len(values))
+    evidence = equal(where, f"{where}: {on(mesh)}, ", names, programs, points, of_kernels(seconds), len(values))
     degree = CONSTANT.plus(CONSTANT, *(x.degree for x in evidence.results if isinstance(x, Exact)))
     return Equality(
         f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}",
@@ -234,8 +235,8 @@ def check_floats(where: str, shapes: Any) -> None:
         )
 
 
-def check_size(where: str, traced: Sequence[Any], points: int, draws: int, longest: float = 600.0) -> None:
-    """Refuses programs that would take more than so many seconds."""
+def check_size(where: str, traced: Sequence[Any], points: int, draws: int, longest: float = 600.0) -> float:
+    """Refuses programs that would take more than so many seconds; how many one draw takes."""
     seconds, runs, most = 0.0, 1, -1
     largest: Any = None  # the equation, whose line takes longer to find than all else here
     for closed in traced:
@@ -258,7 +259,7 @@ def check_size(where: str, traced: Sequence[Any], points: int, draws: int, longe
                 runs = draws
             seconds += (site.times or 1) * _SECONDS["equation"]
             seconds += times * LEVELS * points * size * (_SECONDS["element"] + inner * _SECONDS["product"])
-    seconds *= runs
+    once, seconds = seconds, seconds * runs
     if seconds > longest:
         shape = max((v.aval.shape for v in largest.equation.outvars if hasattr(v.aval, "shape")), key=np.prod)
         raise UnprovableError(
@@ -266,6 +267,7 @@ def check_size(where: str, traced: Sequence[Any], points: int, draws: int, longe
             f"take about {seconds / 60:,.0f} minutes, the largest array is {list(shape)} at {largest.source}. Shrink "
             "batch, sequence, widths and layers to a few elements per device, as testing.small does."
         )
+    return once
 
 
 def described(x: Any) -> jax.ShapeDtypeStruct:

@@ -12,8 +12,8 @@ that programs rely on hold exactly:
 - `max`, sorts and comparisons are decided in one of two ways. In a draw, real inputs are drawn beside the numbers, and
   every operation is done on them too, in float64: they say which of two numbers is larger, so that what happens is what
   happens for inputs that exist. In an order, a random total one, nothing but x < y when -y < -x, the known signs and
-  the order of constants holds: so a branch is taken that no draw has reached. Of any two numbers, one of them unknown, each
-  is above the other in one of the first four orders, unless their signs decide.
+  the order of constants holds: so a branch is taken that no draw has reached. Of any two numbers, one of them unknown,
+  each is above the other in one of the first four orders, unless their signs decide.
 - Not a number is a kind of its own: infinity less infinity, zero times infinity, 0 / 0, what a gather reads out of
   bounds. It spreads as in floats, and equals no number. What comes from outside of the domain of a function in a draw,
   as the logarithm of a number that happens to be negative, is told apart: nothing is compared there.
@@ -52,7 +52,7 @@ from shardkit.testing.exact.values import (
 )
 
 # What real inputs are drawn as, draw by draw; in more draws each input is one of them.
-KINDS = ("normal", "positive", "wide", "unit")
+KINDS = ("normal", "positive", "wide", "unit", "negative")
 _WIDE = 16.0
 # Inputs of which rows, or elements, are equal, or are zero: a division by zero is then the draw's, not the program's,
 # and gradients are not compared, because the derivative of a maximum of equal numbers is a matter of convention.
@@ -190,8 +190,8 @@ class Field:
         number = number.reshape(len(number), *shape)
         kind = self.kind or KINDS[rng.integers(len(KINDS))]
         real = rng.normal(size=(1, *shape)) * self.scale
-        if kind == "positive":
-            real = np.exp(real)
+        if kind in ("positive", "negative"):
+            real = np.exp(real) if kind == "positive" else -np.exp(real)
         elif kind == "wide":
             real = real * _WIDE
         elif kind == "unit":

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
-from shardkit.testing.exact.draws import UnprovableError, equal
+from shardkit.testing.exact.draws import STEP, UnprovableError, equal
 from shardkit.testing.exact.equality import ASSUMED, check_size
 from shardkit.testing.exact.field import RedrawError
 from shardkit.testing.exact.tower import PRIMES
@@ -146,7 +146,7 @@ def test_a_divisor_that_is_zero_at_every_draw():
         UnprovableError,
         "f: a divisor must not be zero for most inputs; at 8 draws one was. Remove a division by what is always zero.",
     ):
-        equal("f", "", [], (side, side), 1)
+        equal("f", "", [], (side, side), 1, STEP)
     assert seeds == list(range(8))
 
 

@@ -70,7 +70,6 @@ SPLIT = {
         lambda x: jnp.where(x >= jnp.roll(x, 1, 1), x, 0),
     ),
     # What is no number was one.
-    "0 log x": (lambda x: x + 0 * jnp.log(x), lambda x: x),
     "0 log 0": (lambda x: x + MASK * jnp.log(MASK), lambda x: x),
     "0 log of a mask": (lambda x: MASK * jnp.log(MASK * x), lambda x: jnp.where(MASK > 0, jnp.log(x), 0)),
     "relu(x) log relu(x)": (

@@ -106,7 +106,6 @@ UNKNOWN = {
     "tanh is odd": (lambda x: jnp.tanh(-x), lambda x: -jnp.tanh(x), "tanh"),
     "tanh by logistic": (jnp.tanh, lambda x: 2 * jax.nn.sigmoid(2 * x) - 1, "tanh"),
     "sin and cos": (lambda x: jnp.sin(x) ** 2 + jnp.cos(x) ** 2, jnp.ones_like, "cos or sin"),
-    "exp2": (jnp.exp2, lambda x: jnp.exp(x * jnp.log(jnp.float32(2))), "exp2"),
     "half a log in a log": (
         lambda x, y: jnp.log(jnp.log(x * y) / 2),
         lambda x, y: jnp.log(jnp.log(x) / 2 + jnp.log(y) / 2),
@@ -129,10 +128,12 @@ def test_it_knows(name):
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_it_does_not_know_and_says_which_function(name):
-    """A false alarm that reads as a mistake of the kernel."""
+    """In float64 both sides agree: it is no mistake of the kernel, but a law is missing."""
     left, right, names = UNKNOWN[name]
-    said = f". If only an identity of {names} is missing, write that part alike on both sides, or compare floats with "
-    assert refused(lambda: equal(left, right), AssertionError).endswith(f"{said}assert_matches_reference.")
+    message = refused(lambda: equal(left, right))
+    assert "not decided: the " in message and "is the reference's in float64 for the inputs that were drawn" in message
+    said = f". An identity of {names} is missing: write that part alike on both sides, or compare floats with "
+    assert message.endswith(f"{said}assert_matches_reference.")
     equal(left, left)  # alike on both sides
 
 
@@ -144,9 +145,9 @@ def test_it_does_not_decide_what_one_side_alone_compares(name):
     equal(left, left)
 
 
-def test_where_every_function_has_its_laws_a_difference_is_one():
-    message = refused(lambda: equal(jnp.exp, lambda x: 2 * jnp.exp(x)), AssertionError)
-    assert "If only" not in message and message.endswith(".")
+def test_a_difference_is_no_missing_identity():
+    message = refused(lambda: equal(jnp.tanh, lambda x: 2 * jnp.tanh(x)), AssertionError)
+    assert "not decided" not in message and "identity" not in message and message.endswith(".")
 
 
 # proves N49: every comparison of two numbers goes both ways, also where a single number decides
@@ -251,7 +252,9 @@ def test_a_logarithm_beside_the_last_exp_is_refused():
     ],
 )
 def test_what_is_no_number_and_no_infinity(left, right):
-    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+    with pytest.raises(
+        (AssertionError, ValueError), match="is not the reference's for all inputs|not decided: the result"
+    ):
         equal(left, right, grad=False)
 
 
