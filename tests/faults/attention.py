@@ -206,5 +206,5 @@ CASES = [
     planted(window, window_reference, [floats(6, 2) + i for i in range(3)], [SEQ] * 3, SEQ, sp=3, grad=0),
     planted(alibi, alibi_reference, [floats(3, 4, 2) + i for i in range(3)], [HEADS] * 3, HEADS, tp=2),
     planted(padding_mask, padding_reference, (*QKV, np.array([1, 1, 0, 1], "f")), [SEQ] * 4, SEQ, sp=2, grad=0),
-    planted(linear_attention, linear_attention_reference, QKV, [SEQ] * 3, SEQ, sp=4),
+    planted(linear_attention, linear_attention_reference, QKV, [SEQ] * 3, SEQ, sp=2),
 ]

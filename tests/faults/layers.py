@@ -59,9 +59,9 @@ def layer_norm(x, gain, bias):
 def layer_norm_width(x, gain, bias):
     # fault: width = x.shape[1]
     width = x.shape[1] * lax.axis_size("tp")
-    mean = lax.psum(x.sum(1, keepdims=True), "tp") / width
+    mean = lax.psum(x.sum(1, keepdims=True), "tp") / width  # wrong with it
     centred = x - mean
-    variance = lax.psum((centred**2).sum(1, keepdims=True), "tp") / width
+    variance = lax.psum((centred**2).sum(1, keepdims=True), "tp") / width  # wrong with it
     return centred * lax.rsqrt(variance + 1e-5) * gain[None] + bias[None]
 
 
@@ -110,7 +110,7 @@ def embedding_offset(table, tokens):
 
 def tied_head(table, h):
     logits = h @ table.T
-    # fault: return lax.all_gather(logits, "tp", axis=0, tiled=True)
+    # fault: return lax.all_gather(logits.T, "tp", axis=0, tiled=True).reshape(2, 4)
     return lax.all_gather(logits, "tp", axis=1, tiled=True)
 
 

@@ -77,7 +77,7 @@ def label_smoothing_reference(logits, targets):
 def info_nce(a, b):
     keys = lax.all_gather(b, "dp", tiled=True)
     scores = a @ keys.T / 0.5
-    rows = jnp.arange(a.shape[0])
+    rows = jnp.arange(a.shape[0])  # wrong with it
     # fault: labels = rows
     labels = rows + lax.axis_index("dp") * a.shape[0]
     picked = jnp.take_along_axis(scores, labels[:, None], 1)[:, 0]
@@ -155,7 +155,7 @@ def next_token(logps, tokens):
     n, i = lax.axis_size("sp"), lax.axis_index("sp")
     # fault: perm = [(j, (j + 1) % n) for j in range(n)]
     perm = [(j, (j - 1) % n) for j in range(n)]
-    border = lax.ppermute(tokens[:, :1], "sp", perm)
+    border = lax.ppermute(tokens[:, :1], "sp", perm)  # wrong with it
     labels = jnp.concatenate([tokens[:, 1:], border], 1)
     picked = jnp.take_along_axis(logps, labels[..., None], 2)[..., 0]
     width = tokens.shape[1]

@@ -1,61 +1,39 @@
-"""From a wrong result to the line: the first value that the reference does not have, and how it differs.
+"""From a wrong result to the line: which equation is the mistake, and how the result differs.
 
 Both programs run once more, keeping every value. A value of the distributed program is whole on every device, split
-along a dim, or a partial sum; put together in one of these ways it is looked up among the reference's values. From the
-wrong result backwards, through values that the reference does not have, to the equations whose operands it has: the
-first of them that has a partial sum as an operand, else the first.
+along a dim, or a partial sum; put together in one of these ways it is looked up among the reference's values. Then
+`search.py` tries what would repair the result. Where nothing does, the message names the first value that the reference
+does not have: from the wrong result backwards, through values that the reference does not have, to the equations whose
+operands it has; the first of them that has a partial sum as an operand, else the first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.jaxprs import source_line
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.field import Exact, Field
-from shardkit.testing.exact.interpreter import DiffersError, Seen
+from shardkit.testing.exact.interpreter import DiffersError, Interpreter
+from shardkit.testing.exact.repairs import Place
 from shardkit.testing.exact.rules import Operand
+from shardkit.testing.exact.search import Event, Found, Record, Runs, Search
 from shardkit.testing.exact.tower import PRIMES
 
 _MOST_FORMS = 64
-
-
-class Runs(NamedTuple):
-    """Both programs, in the field in which they differ."""
-
-    field: Field
-    on_mesh: Callable[[Field, Seen | None], list[Operand]]
-    alone: Callable[[Field, Seen | None], list[Operand]]
-
-
-class _Made(NamedTuple):
-    """How a value was made."""
-
-    equation: Any
-    operands: tuple[Any, ...]
-    value: Operand
-    axes: Mapping[str, int]
-    around: str
-
-    @property
-    def name(self) -> str:
-        """That of the primitive."""
-        return str(self.equation.primitive.name)
-
-    def __str__(self) -> str:
-        return f"{self.name} at {source_line(self.equation, self.around)}"
-
-
 # Equations that only pass elements on: a value's origin is behind them.
 _PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "scan", "shard_map", "squeeze", "transpose")
+_MOVES = (*_PASS, "concatenate", "dynamic_slice", "expand_dims", "gather", "pad", "rev", "slice", "split", "stack")
 _ZERO = "the reference's is zero"
+# How much less likely a mistake is where the reference has what was computed.
+_KNOWN, _KNOWN_ON_ONE = 3.0, 1.0
 
 
 def located(runs: Runs, index: int, wanted: Exact | None) -> str:
@@ -63,80 +41,166 @@ def located(runs: Runs, index: int, wanted: Exact | None) -> str:
 
     Without `wanted` it is the value that differs between devices.
     """
-    field = runs.field
-    known: set[bytes] = set()
-
-    def keep(equation: Any, operands: Any, results: Any, *_: Any) -> None:
-        known.update(_digest(_top(field, x)) for x in (*operands, *results) if _is_float(x))
-
-    runs.alone(field, keep)
-    made: dict[int, _Made] = {}
-
-    def note(equation: Any, operands: Any, results: Any, axes: Mapping[str, int], around: str) -> None:
-        known.update(_digest(_top(field, x)) for x in operands if isinstance(x, Exact) and id(x) not in made)  # inputs
-        summed = registered(equation.primitive.name).kind  # as a count of tokens
-        for x in results:
-            if id(x) not in made and (isinstance(x, Exact) or (summed and _is_float(x))):
-                made[id(x)] = _Made(equation, tuple(operands), x, axes, around)
-
+    reference, record = Record(), Record()
+    results = runs.alone(runs.field, reference)
     try:
-        got = runs.on_mesh(field, note)[index]
+        got = runs.on_mesh(runs.field, record)[index]
     except DiffersError as error:
         got = error.value
-    return _told(field, known, made, got, wanted)
+    values = _Values(runs.field, reference, record)
+    search = Search(runs, record, got, results, None if wanted is None else index)
+    return _Sentence(values, search, got, wanted).text()
+
+
+class _Values:
+    """The values of a run on the mesh, and which of them the reference has."""
+
+    def __init__(self, field: Field, reference: Record, record: Record):
+        self.field, self.record = field, record
+        self.computed: dict[bytes, Exact] = {}  # by the reference, and more than elements of inputs
+        self.known: set[bytes] = set()
+        self.made: dict[int, Event] = {}
+        self._held: dict[int, str | None] = {}
+        passed: set[int] = set()  # values that are elements of inputs alone
+        for event in reference.events:
+            passed.update(id(x) for x in event.operands if id(x) not in reference.maker)
+            if event.place.equation.primitive.name in _MOVES and passed.issuperset(map(id, event.operands)):
+                passed.update(map(id, event.results))
+            for x in filter(_is_float, (*event.operands, *event.results)):
+                top = _top(field, x)
+                self.known.add(_digest(top))
+                if isinstance(x, Exact) and id(x) not in passed and (top != top[:1]).any():
+                    self.computed.setdefault(_digest(top), x)
+        for event in record.events:
+            inputs = [x for x in event.operands if isinstance(x, Exact) and id(x) not in self.made]
+            self.known.update(_digest(_top(field, x)) for x in inputs)
+            summed = registered(event.place.equation.primitive.name).kind  # as a count of tokens
+            for x in event.results:
+                if isinstance(x, Exact) or (summed and _is_float(x)):
+                    self.made.setdefault(id(x), event)
+
+    def explained(self, x: Operand) -> str | None:
+        """As what the reference has a value, "" for whole or split; None if it does not."""
+        if id(x) not in self.made:
+            return ""
+        if id(x) not in self._held:
+            event = self.made[id(x)]
+            passed = event.place.equation.primitive.name in ("scan", "ppermute")
+            if passed and all(self.explained(y) is not None for y in event.operands):
+                self._held[id(x)] = ""
+            else:
+                self._held[id(x)] = self.form(x, event.place.axes, self.known)
+        return self._held[id(x)]
+
+    def form(self, x: Operand, axes: Mapping[str, int], known: Container[bytes]) -> str | None:
+        """How a value of the mesh must be put together to be a known one."""
+        return next((how for form, how in _forms(self.field, x, axes) if _digest(form) in known), None)
+
+    def origin(self, x: Operand) -> Place | None:
+        """The equation that made a value, behind those that only passed it on."""
+        event = self.made.get(id(x))
+        while event and event.place.equation.primitive.name in _PASS:
+            before = [self.made[id(y)] for y in event.operands if id(y) in self.made]
+            if not before:
+                break
+            event = before[0]
+        return event.place if event else None
+
+    def doubts(self, got: Operand) -> dict[int, float]:
+        """How unlikely the mistake is at the events before a value: the reference has what they gave, or led to."""
+        numbers = self.record.before([got])
+        doubts: dict[int, float] = {}
+        for doubt, knows in ((_KNOWN_ON_ONE, self._on_one), (_KNOWN, self._on_all)):
+            known = {number for number in numbers if knows(self.record.events[number])}
+            operands = [x for number in known for x in self.record.events[number].operands]
+            doubts.update(dict.fromkeys(known | self.record.before(operands), doubt))
+        return doubts
+
+    def _on_all(self, event: Event) -> bool:
+        """Whether the reference has what an equation gave on all devices."""
+        return self._varies(event) and self.form(event.results[0], event.place.axes, self.computed) == ""
+
+    def _on_one(self, event: Event) -> bool:
+        """Whether the reference has what an equation gave on one of the devices."""
+        if not self._varies(event):
+            return False
+        top, rank = _top(self.field, event.results[0]), len(event.place.axes)
+        devices = np.ndindex(*top.shape[1 : 1 + rank])
+        return any(_digest(top[(slice(None), *device)]) in self.computed for device in devices)
+
+    def _varies(self, event: Event) -> bool:
+        """Whether an equation gave one array that follows from an input."""
+        if len(event.results) != 1 or not isinstance(event.results[0], Exact) or not event.operands:
+            return False
+        top = _top(self.field, event.results[0])
+        return bool((top != top[:1]).any())
+
+
+class _Sentence:
+    """What a message says of a wrong result."""
+
+    def __init__(self, values: _Values, search: Search, got: Operand, wanted: Exact | None):
+        self.values, self.search, self.got, self.wanted = values, search, got, wanted
+        self.field = values.field
+
+    def text(self) -> str:
+        explained = self.values.explained
+        relation = "" if self.wanted is None else _relation(self.field, self.got, self.wanted)
+        if how := explained(self.got):
+            relation = f"only{how} it is a value of the reference"
+        last, entries = self.values.origin(self.got), self._entries()
+        doubts = self.values.doubts(self.got)
+        found = self.search.repaired(lambda number: doubts.get(number, 0.0))
+        if found:
+            return f": {relation}".rstrip(": ") + f". {self._repair(found)}"
+        if not entries or relation == _ZERO:
+            return (f": {relation}" if relation else "") + (f"; it comes from {last}" if last else "")
+        first = min(entries, key=lambda event: (not any(map(explained, event.operands)), self._number(event)))
+        partial = [how for how in map(explained, first.operands) if how]
+        text = f": {relation or self._factor(first)}".rstrip(": ")
+        uses = f", of a value that is the reference's only{partial[0]}" if partial else ""
+        ends = f"; the result comes from {last}" if relation and str(last) != str(first.place) else ""
+        return f"{text}. The first value that the reference does not have is that of {first.place}{uses}{ends}"
+
+    def _number(self, event: Event) -> int:
+        return next(i for i, other in enumerate(self.values.record.events) if other is event)
+
+    def _repair(self, found: list[Found]) -> str:
+        votes = Counter(repair.place.line for repair in found)
+        best = min(found, key=lambda repair: (repair.cost, -votes[repair.place.line], repair.number))
+        words = best.words if best.words.startswith("without") else f"with {best.words}"
+        return f"The mistake is at {best.place.line}: {words} it is right"
+
+    def _entries(self) -> list[Event]:
+        """The first equations whose results the reference does not have."""
+        made, explained = self.values.made, self.values.explained
+        entries: list[Event] = []
+        waiting, visited = [self.got], set()
+        while waiting:
+            x = waiting.pop()
+            if id(x) in visited or explained(x) is not None:
+                continue
+            visited.add(id(x))
+            unknown = [y for y in made[id(x)].operands if explained(y) is None]
+            if not unknown:
+                entries.append(made[id(x)])
+            varying = [y for y in unknown if max(y.shape[: len(made[id(y)].place.axes)], default=1) > 1]
+            waiting += (varying if self.wanted is None else []) or unknown
+        return entries
+
+    def _factor(self, event: Event) -> str:
+        x = next(y for y in event.results if id(y) in self.values.made)
+        forms = list(itertools.islice(_forms(self.field, x, event.place.axes), _MOST_FORMS))
+        for ratio, text in _ratios(event.place.axes):
+            inverse = _residue(self.field, 1 / ratio)
+            for form, how in forms:
+                if _digest(form * inverse % _prime(self.field)) in self.values.known:
+                    return f"it is {text} a value of the reference{how}"
+        return ""
 
 
 def _is_float(x: Operand) -> bool:
     return isinstance(x, Exact) or x.dtype.kind == "f"
-
-
-def _told(field: Field, known: set[bytes], made: dict[int, _Made], got: Any, wanted: Exact | None) -> str:
-    held: dict[int, str | None] = {}
-
-    def explained(x: Any) -> str | None:
-        """As what the reference has a value, "" for whole or split; None if it does not."""
-        if id(x) not in made:
-            return ""
-        if id(x) not in held:
-            step = made[id(x)]
-            if step.name in ("scan", "ppermute") and all(explained(y) is not None for y in step.operands):
-                held[id(x)] = ""
-            else:
-                held[id(x)] = next((how for form, how in _forms(field, x, step.axes) if _digest(form) in known), None)
-        return held[id(x)]
-
-    def origin(x: Any) -> _Made | None:
-        """The equation that made a value, behind those that only passed it on."""
-        step = made.get(id(x))
-        while step and step.name in _PASS and (before := [made[id(y)] for y in step.operands if id(y) in made]):
-            step = before[0]
-        return step
-
-    last = origin(got)
-    entries: list[_Made] = []
-    waiting, visited = [got], set()
-    while waiting:
-        x = waiting.pop()
-        if id(x) in visited or explained(x) is not None:
-            continue
-        visited.add(id(x))
-        own = [y for y in made[id(x)].operands if explained(y) is None]
-        if not own:
-            entries.append(last if made[id(x)].name == "shard_map" and last else made[id(x)])
-        varying = [y for y in own if max(y.shape[: len(made[id(y)].axes)], default=1) > 1]
-        waiting += (varying if wanted is None else []) or own
-    relation = "" if wanted is None else _relation(field, got, wanted)
-    if how := explained(got):
-        relation = f"only{how} it is a value of the reference"
-    if not entries or relation == _ZERO:
-        return (f": {relation}" if relation else "") + (f"; it comes from {last}" if last else "")
-    places = {id(step): place for place, step in enumerate(made.values())}
-    first = min(entries, key=lambda step: (not any(map(explained, step.operands)), places[id(step)]))
-    partial = [how for how in map(explained, first.operands) if how]
-    text = f": {relation or _factor(field, known, first)}".rstrip(": ")
-    uses = f", of a value that is the reference's only{partial[0]}" if partial else ""
-    ends = f"; the result comes from {last}" if relation and str(last) != str(first) else ""
-    return f"{text}. The first value that the reference does not have is that of {first}{uses}{ends}"
 
 
 def _relation(field: Field, got: Operand, wanted: Exact) -> str:
@@ -167,16 +231,6 @@ def _ratios(axes: Mapping[str, int]) -> Iterator[tuple[Fraction, str]]:
     for n in range(2, 65):
         yield Fraction(n), f"{n} times"
         yield Fraction(1, n), f"1/{n} of"
-
-
-def _factor(field: Field, known: set[bytes], step: _Made) -> str:
-    forms = list(itertools.islice(_forms(field, step.value, step.axes), _MOST_FORMS))
-    for ratio, text in _ratios(step.axes):
-        inverse = _residue(field, 1 / ratio)
-        for form, how in forms:
-            if _digest(form * inverse % _prime(field)) in known:
-                return f"it is {text} a value of the reference{how}"
-    return ""
 
 
 def _prime(field: Field) -> np.uint64:

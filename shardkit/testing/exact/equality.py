@@ -20,10 +20,11 @@ from shardkit.meshes.layout import check_spec, path_name
 from shardkit.on_device.gradient import kind
 from shardkit.testing._compare import UnequalError, is_float, is_spec_or_none, kinds_differ, on, shapes_differ
 from shardkit.testing._interpreter import of_floats
-from shardkit.testing.exact.difference import Runs, located
+from shardkit.testing.exact.difference import located
 from shardkit.testing.exact.field import CONSTANT, ORDERS, Exact, Field, RedrawError, TooDeepError
 from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
 from shardkit.testing.exact.rules import ORDERED, Operand, UnsupportedError, held, is_key
+from shardkit.testing.exact.search import Runs
 from shardkit.testing.exact.tower import LEVELS
 
 # What a proof takes on one core, about: per element and component, and per product of a matmul.

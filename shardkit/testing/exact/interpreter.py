@@ -25,8 +25,9 @@ from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, deciding, held, known, stacked
 
 Move = Callable[[Any, int], Any]
-# Called with each equation, its operands, its results, the bound axes and the line of the call around it.
-Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int], str], None]
+# Called with each equation, its operands, its results, the bound axes and the line of the call around it; returns other
+# results for it, or None.
+Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int], str], Sequence[Operand] | None]
 # Neither rounding nor places on devices are modelled.
 _AS_THEY_ARE = {
     *("seal", "unseal", "stop_gradient", "reduce_precision"),
@@ -74,13 +75,14 @@ class Interpreter:
             if error.line in ("", "unknown"):
                 error.line = source_line(equation)
             raise
-        if self.seen is not None and not compat.inner_jaxprs(equation):
-            self._tell(equation, operands, results)
+        if self.seen is not None and equation.primitive.name not in _HOLDING:
+            return self._tell(equation, operands, results) or results
         return results
 
-    def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> None:
-        if self.seen is not None:
-            self.seen(equation, operands, results, self.axes, self.around)
+    def _tell(
+        self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]
+    ) -> Sequence[Operand] | None:
+        return None if self.seen is None else self.seen(equation, operands, results, self.axes, self.around)
 
     def _results(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         name = equation.primitive.name
