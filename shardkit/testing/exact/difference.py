@@ -31,9 +31,11 @@ _MOST_FORMS = 64
 # Equations that only pass elements on: a value's origin is behind them.
 _PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "scan", "shard_map", "squeeze", "transpose")
 _MOVES = (*_PASS, "concatenate", "dynamic_slice", "expand_dims", "gather", "pad", "rev", "slice", "split", "stack")
+# Of whose operands a result may have only some elements.
+_PARTS = ("dynamic_slice", "gather", "select_n", "slice", "split")
 _ZERO = "the reference's is zero"
 # How much less likely a mistake is where the reference has what was computed.
-_KNOWN, _KNOWN_ON_ONE = 3.0, 1.0
+_KNOWN, _KNOWN_ON_ONE, _KNOWN_BEFORE = 3.0, 1.0, 0.5
 
 
 def located(runs: Runs, index: int, wanted: Exact | None) -> str:
@@ -61,6 +63,7 @@ class _Values:
         self.known: set[bytes] = set()
         self.made: dict[int, Event] = {}
         self._held: dict[int, str | None] = {}
+        self._masks: dict[int, bool] = {}
         passed: set[int] = set()  # values that are elements of inputs alone
         for event in reference.events:
             passed.update(id(x) for x in event.operands if id(x) not in reference.maker)
@@ -82,7 +85,7 @@ class _Values:
     def explained(self, x: Operand) -> str | None:
         """As what the reference has a value, "" for whole or split; None if it does not."""
         if id(x) not in self.made:
-            return ""
+            return None if self.behind_floats(x) else ""
         if id(x) not in self._held:
             event = self.made[id(x)]
             passed = event.place.equation.primitive.name in ("scan", "ppermute")
@@ -92,19 +95,28 @@ class _Values:
                 self._held[id(x)] = self.form(x, event.place.axes, self.known)
         return self._held[id(x)]
 
+    def behind_floats(self, x: Operand) -> bool:
+        """Whether a mask or an integer follows from a number that the reference does not have."""
+        number = self.record.maker.get(id(x))
+        if isinstance(x, Exact) or number is None:
+            return False
+        if id(x) not in self._masks:
+            self._masks[id(x)] = any(self.explained(y) is None for y in self.record.events[number].operands)
+        return self._masks[id(x)]
+
     def form(self, x: Operand, axes: Mapping[str, int], known: Container[bytes]) -> str | None:
         """How a value of the mesh must be put together to be a known one."""
         return next((how for form, how in _forms(self.field, x, axes) if _digest(form) in known), None)
 
     def origin(self, x: Operand) -> Place | None:
         """The equation that made a value, behind those that only passed it on."""
-        event = self.made.get(id(x))
-        while event and event.place.equation.primitive.name in _PASS:
-            before = [self.made[id(y)] for y in event.operands if id(y) in self.made]
-            if not before:
-                break
-            event = before[0]
-        return event.place if event else None
+        number = self.record.maker.get(id(x))
+        while number is not None:
+            event = self.record.events[number]
+            if event.place.equation.primitive.name not in _PASS:
+                return event.place
+            number = next((self.record.maker[id(y)] for y in event.operands if id(y) in self.record.maker), None)
+        return None
 
     def doubts(self, got: Operand) -> dict[int, float]:
         """How unlikely the mistake is at the events before a value: the reference has what they gave, or led to."""
@@ -112,9 +124,15 @@ class _Values:
         doubts: dict[int, float] = {}
         for doubt, knows in ((_KNOWN_ON_ONE, self._on_one), (_KNOWN, self._on_all)):
             known = {number for number in numbers if knows(self.record.events[number])}
-            operands = [x for number in known for x in self.record.events[number].operands]
-            doubts.update(dict.fromkeys(known | self.record.before(operands), doubt))
+            whole = [self.record.events[number] for number in known]
+            operands = [x for event in whole if event.place.name not in _PARTS for x in event.operands]
+            doubts.update(dict.fromkeys(known | self.record.before(operands, _PARTS), doubt))
         return doubts
+
+    def last_known(self, got: Operand, doubts: Mapping[int, float]) -> set[int]:
+        """The numbers of the events in doubt whose results are read where there is none."""
+        events = (self.record.events[number] for number in self.record.before([got]) if number not in doubts)
+        return {self.record.maker[id(x)] for event in events for x in event.operands if id(x) in self.record.maker}
 
     def _on_all(self, event: Event) -> bool:
         """Whether the reference has what an equation gave on all devices."""
@@ -142,6 +160,8 @@ class _Sentence:
     def __init__(self, values: _Values, search: Search, got: Operand, wanted: Exact | None):
         self.values, self.search, self.got, self.wanted = values, search, got, wanted
         self.field = values.field
+        places = [event.place for event in values.record.events]
+        self._sending = {place.line for place in places if registered(place.equation.primitive.name).kind}
 
     def text(self) -> str:
         explained = self.values.explained
@@ -150,7 +170,12 @@ class _Sentence:
             relation = f"only{how} it is a value of the reference"
         last, entries = self.values.origin(self.got), self._entries()
         doubts = self.values.doubts(self.got)
-        found = self.search.repaired(lambda number: doubts.get(number, 0.0))
+        behind = self.values.last_known(self.got, doubts)
+
+        def doubt(number: int, after: bool) -> float:
+            return min(doubts.get(number, 0.0), _KNOWN_BEFORE if after and number in behind else _KNOWN)
+
+        found = self.search.repaired(doubt)
         if found:
             return f": {relation}".rstrip(": ") + f". {self._repair(found)}"
         if not entries or relation == _ZERO:
@@ -158,6 +183,8 @@ class _Sentence:
         first = min(entries, key=lambda event: (not any(map(explained, event.operands)), self._number(event)))
         partial = [how for how in map(explained, first.operands) if how]
         text = f": {relation or self._factor(first)}".rstrip(": ")
+        if not text and (mask := self._mask(first)):
+            return f". The first value that the reference does not have is that of {first.place}, which reads {mask}"
         uses = f", of a value that is the reference's only{partial[0]}" if partial else ""
         ends = f"; the result comes from {last}" if relation and str(last) != str(first.place) else ""
         return f"{text}. The first value that the reference does not have is that of {first.place}{uses}{ends}"
@@ -167,13 +194,21 @@ class _Sentence:
 
     def _repair(self, found: list[Found]) -> str:
         votes = Counter(repair.place.line for repair in found)
-        best = min(found, key=lambda repair: (repair.cost, -votes[repair.place.line], repair.number))
+        best = min(found, key=lambda repair: (self._doubt(repair), -votes[repair.place.line], repair.number))
         words = best.words if best.words.startswith("without") else f"with {best.words}"
         return f"The mistake is at {best.place.line}: {words} it is right"
 
+    def _doubt(self, repair: Found) -> float:
+        """How unlikely a repair is: less so one that gives what the reference has, or is beside a collective."""
+        computed, doubt = self.values.computed, repair.cost
+        if isinstance(repair.value, Exact) and self.values.form(repair.value, repair.place.axes, computed) == "":
+            doubt -= 0.5
+        near = repair.number in self.search.near and not repair.behind
+        return doubt - (0.25 if near or (repair.behind and repair.place.line in self._sending) else 0.0)
+
     def _entries(self) -> list[Event]:
         """The first equations whose results the reference does not have."""
-        made, explained = self.values.made, self.values.explained
+        record, explained = self.values.record, self.values.explained
         entries: list[Event] = []
         waiting, visited = [self.got], set()
         while waiting:
@@ -181,12 +216,29 @@ class _Sentence:
             if id(x) in visited or explained(x) is not None:
                 continue
             visited.add(id(x))
-            unknown = [y for y in made[id(x)].operands if explained(y) is None]
+            event = record.events[record.maker[id(x)]]
+            unknown = [y for y in event.operands if explained(y) is None]
             if not unknown:
-                entries.append(made[id(x)])
-            varying = [y for y in unknown if max(y.shape[: len(made[id(y)].place.axes)], default=1) > 1]
+                entries.append(event)
+            varying = [y for y in unknown if max(y.shape[: len(self._maker(y).place.axes)], default=1) > 1]
             waiting += (varying if self.wanted is None else []) or unknown
         return entries
+
+    def _maker(self, x: Operand) -> Event:
+        return self.values.record.events[self.values.record.maker[id(x)]]
+
+    def _mask(self, event: Event) -> Place | None:
+        """The equation of the integers or the mask that an equation reads, if it reads only known numbers besides."""
+        record = self.values.record
+        for x in event.operands:
+            number = record.maker.get(id(x))
+            while not isinstance(x, Exact) and number is not None:
+                maker = record.events[number]
+                name = maker.place.equation.primitive.name
+                if name not in (*_PASS, "select_n") and maker.operands:
+                    return maker.place
+                number = next((record.maker[id(y)] for y in maker.operands if id(y) in record.maker), None)
+        return None
 
     def _factor(self, event: Event) -> str:
         x = next(y for y in event.results if id(y) in self.values.made)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -57,16 +58,25 @@ class Place(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """Other results for an equation, and how unlikely it is that this was the mistake."""
+    """Other results for an equation.
+
+    Attributes:
+        cost: how unlikely it is that this was the mistake.
+        words: what is done.
+        change: computes the results from operands, results and variables.
+        behind: whether it is done to the result, so that the mistake is behind the equation.
+    """
 
     cost: float
     words: str
     change: Change
+    behind: bool = False
 
 
 # How unlikely a mistake is: what communicates is mistaken more often than what does not.
 _COLLECTIVE, _INDEX, _SUM, _OPERATOR, _OPERAND, _SIZE, _FACTOR, _RARE = 0.0, 1.0, 1.0, 1.5, 2.0, 1.5, 2.5, 3.0
-_MOST_OTHERS, _MOST_STARTS = 12, 8
+_MOST_STARTS = 8
+_FUNCTIONS = (lax.sqrt, lax.rsqrt, lax.exp, lax.log, lax.tanh, lax.square)
 _OTHERS = {
     **{"add": ("sub",), "sub": ("add",), "mul": ("div",), "div": ("mul",), "max": ("min",), "min": ("max",)},
     **{"lt": ("le", "gt", "ge"), "le": ("lt", "ge", "gt"), "gt": ("ge", "lt", "le"), "ge": ("gt", "le", "lt")},
@@ -80,7 +90,9 @@ _BINARY = ("add", "sub", "mul", "div", "max", "min", "and", "or")
 _UNARY = ("neg", "sqrt", "exp", "log", "tanh", "logistic", "square", "integer_pow", "abs", "rev", "stop_gradient")
 # Whose results a sum over devices may be missing for. What only passes elements on has that of what made them.
 _SUMMED = ("reduce_sum", "dot_general", "add", "sub", "mul", "div", "neg", "select_n", "gather", "cumsum", "scatter-add")
-_SUMMED += ("integer_pow", "square", "psum", "psum_invariant", "shard_map")
+_SUMMED += ("dynamic_slice", "integer_pow", "square", "psum", "psum_invariant", "shard_map")
+# Equations that only pass elements on.
+PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_dims")
 _EXTREMES = {"reduce_max": "maximum", "max": "maximum", "reduce_min": "minimum", "min": "minimum"}
 
 
@@ -118,15 +130,19 @@ class _Tools:
             yield from self.integers()
         if not _is_mask(result):
             yield from self.sums()
-            yield from self.scales()
+            if self.place.equation.primitive.name not in PASSING:
+                yield from self.scales()
         if self.name != "shard_map":
             yield from self.moves()
             yield from self.operators()
             yield from self.substitutes(others)
+            if isinstance(result, Exact):
+                yield from self.functions()
+                yield from self.terms(others)
 
     def changed(self, cost: float, words: str, change: Callable[[Operand], Operand]) -> Repair:
         """A repair that changes the result."""
-        return Repair(cost, words, lambda operands, results, values: [change(results[0])])
+        return Repair(cost, words, lambda operands, results, values: [change(results[0])], behind=True)
 
     def instead(self, cost: float, words: str, change: Callable[[list[Operand]], Sequence[Operand]]) -> Repair:
         """A repair that computes another result from the operands."""
@@ -209,7 +225,8 @@ class _Tools:
         """Factors: sizes of axes and dims, the sign."""
         sizes = {n: f"the size of {name!r}" for name, n in self.axes.items() if n > 1}
         sizes.setdefault(math.prod(self.axes.values()), "the number of devices")
-        words = sizes | {n: "the size of a dim" for n in self.sizes if n not in sizes}
+        whole = {n * size for n in self.axes.values() for size in self.sizes}
+        words = sizes | {n: "the size of a dim" for n in sorted({*self.sizes, *whole}) if n not in sizes}
         for n, size in words.items():
             cost = _SIZE if n in sizes else _RARE
             if n > 1:
@@ -272,6 +289,10 @@ class _Tools:
             yield self.instead(_OPERATOR, f"{name} in the other direction", lambda xs: self.again(xs, reverse=reverse))
         if name == "transpose" and operands[0].shape == self.place.results[0].shape:
             yield self.instead(_OPERATOR, f"without {name}", lambda xs: xs)
+        if name == "dynamic_slice":
+            for names in _subsets(axis for axis, n in zip(self.axes, operands[0].shape, strict=False) if n > 1):
+                words = f"dynamic_slice of the sum over {quoted(names)}"
+                yield self.instead(0.5, words, lambda xs, n=names: self.again([self.reduced(xs[0], n), *xs[1:]]))
         if name in ("gather", "scatter", "dynamic_slice", "dynamic_update_slice"):
             yield from self.positions()
 
@@ -351,16 +372,35 @@ class _Tools:
             for power in sorted({1, 2, 3} - {self.params["y"]}):
                 yield self.instead(_OPERATOR, f"the power {power}", lambda xs, y=power: self.again(xs, y=y))
 
+    def functions(self) -> Iterator[Repair]:
+        """A function of the result."""
+        aval = self.place.equation.outvars[0].aval
+        for function in _FUNCTIONS:
+            equation = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).eqns[0]
+            words = f"the {equation.primitive.name} of {self.name}"
+            yield self.changed(_FACTOR, words, lambda x, e=equation: self.run.step(e, [x])[0])
+
+    def terms(self, others: Sequence[Any]) -> Iterator[Repair]:
+        """Another variable added to the result, or as its factor."""
+        aval = self.place.equation.outvars[0].aval
+        alike = [v for v in others if _alike(v.aval, aval)]
+        for v, function in itertools.product(_some(alike), (lax.add, lax.sub, lax.mul, lax.div)):
+            equation = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype)] * 2).eqns[0]
+            words = f"{equation.primitive.name} of {self.name} and another value"
+            yield Repair(
+                _FACTOR, words, lambda xs, ys, values, e=equation, v=v: self.run.step(e, [ys[0], values[v]]), True
+            )  # fmt: skip
+
     def substitutes(self, others: Sequence[Any]) -> Iterator[Repair]:
         """Other variables in place of an operand, or times it."""
         for at, operand in enumerate(self.place.equation.invars):
             alike = [v for v in others if v is not operand and _alike(v.aval, operand.aval)]
-            for v in alike[-_MOST_OTHERS:]:
+            for v in _some(alike):
                 words = f"another operand of {self.name}"
                 yield Repair(_OPERAND, words, lambda xs, ys, values, at=at, v=v: self.again(_with(xs, at, values[v])))
             if self.name not in ("add", "sub", "mul", "dot_general") or not isinstance(self.operands[at], Exact):
                 continue
-            for v in [*alike[-_MOST_OTHERS:], *([] if hasattr(operand, "val") else [operand])]:
+            for v in [*_some(alike), *([] if hasattr(operand, "val") else [operand])]:
                 words = f"another factor of {self.name}"
                 yield Repair(_FACTOR, words, lambda xs, ys, values, at=at, v=v: self.times(xs, at, values[v]))
 
@@ -376,6 +416,11 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _with(values: Sequence[Any], at: int, value: Any) -> Any:
     return type(values)((*values[:at], value, *values[at + 1 :]))
+
+
+def _some(variables: list[Any]) -> list[Any]:
+    """The first and the last ones: inputs, and what was computed just before."""
+    return variables if len(variables) < 7 else [*variables[:2], *variables[-4:]]
 
 
 def _subsets(names: Any) -> list[tuple[str, ...]]:

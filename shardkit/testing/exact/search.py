@@ -9,6 +9,7 @@ first. Equations of a Python loop that was unrolled are repaired together.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ from shardkit.testing.exact.repairs import Change, Place, Repair, Values, repair
 from shardkit.testing.exact.rules import Operand, UnsupportedError
 
 # How many runs are tried, and equations of all of them: a minute, of the largest programs that are proved.
-MOST_RUNS, _MOST_EQUATIONS, _MOST_REFERENCES = 600, 150_000, 80
+MOST_RUNS, _MOST_EQUATIONS, _MOST_REFERENCES = 600, 150_000, 40
 # How much less likely than the likeliest a repair may be that is looked at too.
-_MARGIN, _UNLIKELY = 0.5, 3.5
+_MARGIN, _UNLIKELY = 0.75, 3.5
 _PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "slice", "transpose", "expand_dims")
 _HOLDING = ("shard_map", "scan", "while", "cond")
 
@@ -97,14 +98,16 @@ class Record:
         if variable is not None:
             self.values[variable] = results[0]
 
-    def before(self, values: Iterable[Operand]) -> set[int]:
-        """The numbers of the events that values follow from."""
+    def before(self, values: Iterable[Operand], up_to: Sequence[str] = ()) -> set[int]:
+        """The numbers of the events that values follow from, not before equations of some names."""
         numbers: set[int] = set()
         waiting = [self.maker[id(x)] for x in values if id(x) in self.maker]
         while waiting:
             number = waiting.pop()
             if number not in numbers:
                 numbers.add(number)
+                if self.events[number].place.equation.primitive.name in up_to:
+                    continue
                 waiting += [self.maker[id(x)] for x in self.events[number].operands if id(x) in self.maker]
         return numbers
 
@@ -146,6 +149,7 @@ class Found(NamedTuple):
         number: that of the first event at its place.
         cost: how unlikely it is that this was the mistake.
         value: what the repaired equation gives.
+        behind: whether it is done to the result of the equation.
     """
 
     place: Place
@@ -153,6 +157,7 @@ class Found(NamedTuple):
     cost: float
     words: str
     value: Operand
+    behind: bool
 
 
 class _ReachedError(Exception):
@@ -224,8 +229,9 @@ class Search:
         self.programs, self.record, self.got, self.wanted, self.index = programs, record, got, wanted, index
         self.field = programs.field
         self.runs = 0
+        self._second: Search | None = None
         self._goal = self._behind_devices() if index is None else self._of_result()
-        self._behind_index, self._near = record.after("axis_index"), record.near_devices()
+        self._behind_index, self.near = record.after("axis_index"), record.near_devices()
         self._most = min(MOST_RUNS, _MOST_EQUATIONS // max(len(record.events), 1))
 
     def _of_result(self) -> tuple[Any, int, int | None]:
@@ -283,36 +289,67 @@ class Search:
         tries = itertools.islice(pieces, _MOST_REFERENCES)
         return any(self.tried({place.key: lambda *_, x=piece: [x]}) is not None for piece in tries)
 
-    def repaired(self, doubt: Callable[[int], float]) -> list[Found]:
+    def repaired(self, doubt: Callable[[int, bool], float]) -> list[Found]:
         """The repairs that make the result right, and are about as likely as the likeliest of them.
 
         `doubt` says how unlikely it is that the mistake is at a place.
         """
         suspects = self.suspects()
         sizes = sorted({n for event in self.record.events for x in event.results for n in x.shape} - {0, 1})[:6]
-        waiting: list[tuple[float, int, Place, str, dict[Any, Change]]] = []
+        waiting: list[tuple[float, int, Place, Repair, dict[Any, Change]]] = []
+        loops = _loops(suspects)
         for group in _together(suspects):
             ways = [self._repairs(suspects[number], sizes) for number in group]
             number, place = group[0], suspects[group[0]]
-            less = doubt(number) + (0.5 if place.around else 0.0) - (0.25 if number in self._near else 0.0)
+            more = (0.25 if place.around else 0.0) 
+            if len(group) > 1:
+                more += 0.25 if len(group) in loops else 1.0
             if number in self._behind_index and not isinstance(place.results[0], Exact):
-                less -= 0.5
+                more -= 0.5
             for same in zip(*ways, strict=False):
                 if len({repair.words for repair in same}) > 1:
                     break
+                cost = same[0].cost + more + doubt(number, same[0].behind)
                 changes = {suspects[n].key: repair.change for n, repair in zip(group, same, strict=True)}
-                waiting.append((same[0].cost + less, number, place, same[0].words, changes))
+                waiting.append((cost, number, place, same[0], changes))
         waiting.sort(key=lambda row: row[:2])
         found: list[Found] = []
-        for cost, number, place, words, changes in waiting:
+        for cost, number, place, repair, changes in waiting:
             if self.runs >= self._most or cost > min([_UNLIKELY, *(other.cost + _MARGIN for other in found)]):
                 break
-            if (changed := self.tried(changes)) is not None:
-                found.append(Found(place, number, cost, words, changed))
+            changed = self.tried(changes)
+            if changed is not None and self._confirmed(changes):
+                found.append(Found(place, number, cost, repair.words, changed, repair.behind))
         return found
+
+    def _confirmed(self, changes: Mapping[Any, Change]) -> bool:
+        """Whether it is right with other numbers too, of which others are larger."""
+        if self._second is None:
+            field = Field(self.field.points, self.field.seed + 1, self.field.shallow, self.field.order)
+            self._second = self._again(self.programs._replace(field=field))
+        return self._second is self or self._second.tried(changes) is not None
+
+    def _again(self, programs: Runs) -> Search:
+        """The search with other numbers; itself where these cannot be used."""
+        record = Record()
+        try:
+            wanted = programs.alone(programs.field, None)
+            results = programs.on_mesh(programs.field, record)
+        except DiffersError as error:
+            return Search(programs, record, error.value, wanted, None)
+        except (RedrawError, TooDeepError):
+            return self
+        return self if self.index is None else Search(programs, record, results[self.index], wanted, self.index)
 
     def _repairs(self, place: Place, sizes: Sequence[int]) -> list[Repair]:
         return list(repairs(self.field, place, self.record.readable.get(id(place.equation), ()), sizes))
+
+
+def _loops(suspects: Mapping[int, Place]) -> set[int]:
+    """How often loops may have been unrolled: so often several lines have the same equation."""
+    counts = Counter((place.line, place.name) for place in suspects.values())
+    lines = {(line, count // step) for (line, _), count in counts.items() for step in (1, 2, 3) if count % step == 0}
+    return {n for n, often in Counter(n for _, n in lines).items() if n > 1 and often > 1}
 
 
 def _together(suspects: Mapping[int, Place]) -> Iterator[list[int]]:
