@@ -64,7 +64,7 @@ def prove(case: Case, kernel: Any) -> None:
 
 
 def verdict(case: Case) -> Verdict:
-    """`line` where the planted one alone is named, `among` others, `other`, `none`; `proved` where no fault is seen."""
+    """`line` where the planted one is named first, `second`, `other`, `none`; `proved` where no fault is seen."""
     begun = time.monotonic()
     try:
         prove(case, case.wrong)
@@ -74,12 +74,12 @@ def verdict(case: Case) -> Verdict:
         return Verdict("proved", "", time.monotonic() - begun)
     seconds = time.monotonic() - begun
     file = Path(inspect.getfile(case.wrong)).name
-    lines = {int(line) for line in re.findall(rf"{file}:(\d+)", message)}
+    lines = [int(line) for line in re.findall(rf"{file}:(\d+)", message)]
     if not lines:
         return Verdict("none", message, seconds)
-    if not lines & case.lines:
-        return Verdict("other", message, seconds)
-    return Verdict("line" if lines <= case.lines else "among", message, seconds)
+    if lines[0] in case.lines:
+        return Verdict("line", message, seconds)
+    return Verdict("second" if case.lines.intersection(lines) else "other", message, seconds)
 
 
 def main() -> None:
@@ -96,8 +96,7 @@ def main() -> None:
             if not quiet:
                 wanted = sorted(BY_NAME[name].lines)
                 print(f"{name} {wanted}: {outcome.names}, {outcome.seconds:.1f} s\n    {outcome.message}", flush=True)
-        right = counts.get("line", 0) + counts.get("among", 0)
-        print(f"{' '.join(words)}: {right} of {math.fsum(counts.values()):.0f}; {counts}; longest {longest:.1f} s")
+        print(f"{' '.join(words)}: {counts.get('line', 0)} of {math.fsum(counts.values()):.0f}; {counts}; longest {longest:.1f} s")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ _PARTS = ("dynamic_slice", "gather", "select_n", "slice", "split")
 _ZERO = "the reference's is zero"
 # How much less likely a mistake is where the reference has what was computed.
 _KNOWN, _KNOWN_ON_ONE, _KNOWN_BEFORE = 3.0, 1.0, 0.5
+# Repairs that are about as likely.
+_ALIKE = 0.25
 
 
 def located(runs: Runs, index: int, wanted: Exact | None) -> str:
@@ -194,9 +196,30 @@ class _Sentence:
 
     def _repair(self, found: list[Found]) -> str:
         votes = Counter(repair.place.line for repair in found)
-        best = min(found, key=lambda repair: (self._doubt(repair), -votes[repair.place.line], repair.number))
+        doubts = {id(repair): self._doubt(repair) for repair in found}
+        best = min(found, key=lambda repair: (doubts[id(repair)], -votes[repair.place.line], repair.number))
         words = best.words if best.words.startswith("without") else f"with {best.words}"
-        return f"The mistake is at {best.place.line}: {words} it is right"
+        others = [x for x in found if x.place.line != best.place.line and doubts[id(x)] <= doubts[id(best)] + _ALIKE]
+        lines = [best.place.line]
+        if reader := self._reader(best):
+            lines.append(reader)
+        elif others:
+            lines.append(min(others, key=lambda repair: (doubts[id(repair)], -repair.number)).place.line)
+        return f"The mistake is at {' or '.join(lines)}: {words} it is right"
+
+    def _reader(self, repair: Found) -> str:
+        """The line that reads a value which is the reference's only summed: the sum may be missing there."""
+        events = self.values.record.events
+        [result] = events[repair.number].results
+        if not repair.behind or not self.values.explained(result):
+            return ""
+        for event in events[repair.number :]:
+            reads = any(x is result for x in event.operands)
+            if reads and event.place.equation.primitive.name in _PASS:
+                [result] = event.results
+            elif reads and event.place.line != repair.place.line:
+                return event.place.line
+        return ""
 
     def _doubt(self, repair: Found) -> float:
         """How unlikely a repair is: less so one that gives what the reference has, or is beside a collective."""

@@ -74,7 +74,7 @@ class Repair(NamedTuple):
 
 
 # How unlikely a mistake is: what communicates is mistaken more often than what does not.
-_COLLECTIVE, _INDEX, _SUM, _OPERATOR, _OPERAND, _SIZE, _FACTOR, _RARE = 0.0, 1.0, 1.0, 1.5, 2.0, 1.5, 2.5, 3.0
+_COLLECTIVE, _INDEX, _SUM, _OPERATOR, _SIZE, _OPERAND, _DIM, _FACTOR, _RARE = 0.0, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0, 2.5, 3.0
 _MOST_STARTS = 8
 _FUNCTIONS = (lax.sqrt, lax.rsqrt, lax.exp, lax.log, lax.tanh, lax.square)
 _OTHERS = {
@@ -228,7 +228,7 @@ class _Tools:
         whole = {n * size for n in self.axes.values() for size in self.sizes}
         words = sizes | {n: "the size of a dim" for n in sorted({*self.sizes, *whole}) if n not in sizes}
         for n, size in words.items():
-            cost = _SIZE if n in sizes else _RARE
+            cost = _SIZE if n in sizes else _DIM
             if n > 1:
                 yield self.changed(cost, f"{self.name} times {n}, {size}", lambda x, n=n: self.scaled(x, Fraction(n)))
             if n > 1 and not _is_whole(self.place.results[0]):
