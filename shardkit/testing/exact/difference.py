@@ -166,21 +166,26 @@ class _Sentence:
         self._sending = {place.line for place in places if registered(place.equation.primitive.name).kind}
 
     def text(self) -> str:
-        explained = self.values.explained
+        """How the result differs, and the line of the mistake."""
         relation = "" if self.wanted is None else _relation(self.field, self.got, self.wanted)
-        if how := explained(self.got):
+        if how := self.values.explained(self.got):
             relation = f"only{how} it is a value of the reference"
-        last, entries = self.values.origin(self.got), self._entries()
+        places = self._places() if not relation else ""
         doubts = self.values.doubts(self.got)
         behind = self.values.last_known(self.got, doubts)
 
         def doubt(number: int, after: bool) -> float:
             return min(doubts.get(number, 0.0), _KNOWN_BEFORE if after and number in behind else _KNOWN)
 
-        found = self.search.repaired(doubt)
-        if found:
-            return f": {relation}".rstrip(": ") + f". {self._repair(found)}"
-        if not entries or relation == _ZERO:
+        if relation != _ZERO and (found := self.search.repaired(doubt)):
+            return f"{places}: {relation}".rstrip(": ") + f". {self._repair(found)}"
+        return places + self._first(relation, doubts)
+
+    def _first(self, relation: str, doubts: Mapping[int, float]) -> str:
+        """The first value that the reference does not have."""
+        explained, last = self.values.explained, self.values.origin(self.got)
+        entries = [event for event in self._entries() if doubts.get(self._number(event), 0.0) < _KNOWN]
+        if relation == _ZERO or not entries:
             return (f": {relation}" if relation else "") + (f"; it comes from {last}" if last else "")
         first = min(entries, key=lambda event: (not any(map(explained, event.operands)), self._number(event)))
         partial = [how for how in map(explained, first.operands) if how]
@@ -190,6 +195,31 @@ class _Sentence:
         uses = f", of a value that is the reference's only{partial[0]}" if partial else ""
         ends = f"; the result comes from {last}" if relation and str(last) != str(first.place) else ""
         return f"{text}. The first value that the reference does not have is that of {first.place}{uses}{ends}"
+
+    def _places(self) -> str:
+        """On which devices and at which elements alone a result differs."""
+        if self.wanted is None or self.got.shape != self.wanted.shape:
+            return ""
+        got = self.got if isinstance(self.got, Exact) else self.field.lifted(self.got)
+        other = ~self.field.same(got, self.wanted)
+        number = self.values.record.maker.get(id(self.got))
+        event = self.values.record.events[number] if number is not None else None
+        names: list[Sequence[str]] = [()] * other.ndim
+        if event and event.place.equation.primitive.name == "shard_map":
+            specs = event.place.equation.params["out_specs"]
+            at = sum(x.place is event.place for x in self.values.record.events[:number])
+            names = [axes if axes is not None else () for axes in (*specs[at], *[None] * other.ndim)][: other.ndim]
+        words = []
+        for dim, axes in enumerate(names):
+            rows = np.flatnonzero(other.any(tuple(i for i in range(other.ndim) if i != dim)))
+            axis = (axes,) if isinstance(axes, str) else tuple(axes)
+            n = int(np.prod([event.place.equation.params["mesh"].shape[name] for name in axis])) if event and axis else 1
+            devices = sorted({int(row) * n // other.shape[dim] for row in rows})
+            if axis and len(devices) < n:
+                words.append(f"where {quoted(axis)} is {_listed(devices)}")
+            elif not axis and len(rows) < other.shape[dim]:
+                words.append(f"at {_listed(rows.tolist())} of dim {dim}")
+        return f", only {' and '.join(words)}" if words else ""
 
     def _number(self, event: Event) -> int:
         return next(i for i, other in enumerate(self.values.record.events) if other is event)
@@ -272,6 +302,13 @@ class _Sentence:
                 if _digest(form * inverse % _prime(self.field)) in self.values.known:
                     return f"it is {text} a value of the reference{how}"
         return ""
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Numbers in words: those in a row by the first and the last."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return " or ".join(map(str, numbers))
 
 
 def _is_float(x: Operand) -> bool:

@@ -296,7 +296,7 @@ class Search:
         """
         suspects = self.suspects()
         sizes = sorted({n for event in self.record.events for x in event.results for n in x.shape} - {0, 1})[:6]
-        waiting: list[tuple[float, int, Place, Repair, dict[Any, Change]]] = []
+        waiting: list[tuple[float, int, list[int], int, tuple[Repair, ...]]] = []
         loops = _loops(suspects)
         for group in _together(suspects):
             ways = [self._repairs(suspects[number], sizes) for number in group]
@@ -306,28 +306,32 @@ class Search:
                 more += 0.25 if len(group) in loops else 1.0
             if number in self._behind_index and not isinstance(place.results[0], Exact):
                 more -= 0.5
-            for same in zip(*ways, strict=False):
+            for way, same in enumerate(zip(*ways, strict=False)):
                 if len({repair.words for repair in same}) > 1:
                     break
                 cost = same[0].cost + more + doubt(number, same[0].behind)
-                changes = {suspects[n].key: repair.change for n, repair in zip(group, same, strict=True)}
-                waiting.append((cost, number, place, same[0], changes))
+                waiting.append((cost, number, group, way, same))
         waiting.sort(key=lambda row: row[:2])
         found: list[Found] = []
-        for cost, number, place, repair, changes in waiting:
+        for cost, number, group, way, same in waiting:
             if self.runs >= self._most or cost > min([_UNLIKELY, *(other.cost + _MARGIN for other in found)]):
                 break
+            places = [suspects[n] for n in group]
+            changes = {place.key: repair.change for place, repair in zip(places, same, strict=True)}
             changed = self.tried(changes)
-            if changed is not None and self._confirmed(changes):
-                found.append(Found(place, number, cost, repair.words, changed, repair.behind))
+            if changed is not None and self._confirmed(places, way, sizes):
+                found.append(Found(places[0], number, cost, same[0].words, changed, same[0].behind))
         return found
 
-    def _confirmed(self, changes: Mapping[Any, Change]) -> bool:
+    def _confirmed(self, places: Sequence[Place], way: int, sizes: Sequence[int]) -> bool:
         """Whether it is right with other numbers too, of which others are larger."""
         if self._second is None:
             field = Field(self.field.points, self.field.seed + 1, self.field.shallow, self.field.order)
             self._second = self._again(self.programs._replace(field=field))
-        return self._second is self or self._second.tried(changes) is not None
+        if self._second is self:
+            return True
+        changes = {place.key: self._second._repairs(place, sizes)[way].change for place in places}
+        return self._second.tried(changes) is not None
 
     def _again(self, programs: Runs) -> Search:
         """The search with other numbers; itself where these cannot be used."""
