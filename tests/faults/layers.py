@@ -163,7 +163,6 @@ def convolution(x, kernel):
 
 
 def same_neighbour(x, kernel):
-    n, i = lax.axis_size("sp"), lax.axis_index("sp")
     left = sk.shift(x[-1:], "sp", wrap=False)
     # fault: right = sk.shift(x[-1:], "sp", by=-1, wrap=False)
     right = sk.shift(x[:1], "sp", by=-1, wrap=False)

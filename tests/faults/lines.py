@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import random
 import re
 import sys
@@ -96,7 +95,8 @@ def main() -> None:
             if not quiet:
                 wanted = sorted(BY_NAME[name].lines)
                 print(f"{name} {wanted}: {outcome.names}, {outcome.seconds:.1f} s\n    {outcome.message}", flush=True)
-        print(f"{' '.join(words)}: {counts.get('line', 0)} of {math.fsum(counts.values()):.0f}; {counts}; longest {longest:.1f} s")
+        right = f"{counts.get('line', 0)} of {sum(counts.values())}"
+        print(f"{' '.join(words)}: {right}; {counts}; longest {longest:.1f} s")
 
 
 if __name__ == "__main__":

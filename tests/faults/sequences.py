@@ -1,6 +1,5 @@
 """Recurrences, scans and pipelines over devices."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -21,7 +22,7 @@ import numpy as np
 from shardkit._arguments.checks import quoted
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.field import Exact, Field
-from shardkit.testing.exact.interpreter import DiffersError, Interpreter
+from shardkit.testing.exact.interpreter import DiffersError
 from shardkit.testing.exact.repairs import Place
 from shardkit.testing.exact.rules import Operand
 from shardkit.testing.exact.search import Event, Found, Record, Runs, Search
@@ -178,7 +179,7 @@ class _Sentence:
             return min(doubts.get(number, 0.0), _KNOWN_BEFORE if after and number in behind else _KNOWN)
 
         if relation != _ZERO and (found := self.search.repaired(doubt)):
-            return f"{places}: {relation}".rstrip(": ") + f". {self._repair(found)}"
+            return f"{places}: {relation or self._factor_of(found)}".rstrip(": ") + f". {self._repair(found)}"
         return places + self._first(relation, doubts)
 
     def _first(self, relation: str, doubts: Mapping[int, float]) -> str:
@@ -208,12 +209,12 @@ class _Sentence:
         if event and event.place.equation.primitive.name == "shard_map":
             specs = event.place.equation.params["out_specs"]
             at = sum(x.place is event.place for x in self.values.record.events[:number])
-            names = [axes if axes is not None else () for axes in (*specs[at], *[None] * other.ndim)][: other.ndim]
+            names = [axes if axes is not None else () for axes in (*specs[at % len(specs)], *[None] * other.ndim)][: other.ndim]
         words = []
         for dim, axes in enumerate(names):
             rows = np.flatnonzero(other.any(tuple(i for i in range(other.ndim) if i != dim)))
             axis = (axes,) if isinstance(axes, str) else tuple(axes)
-            n = int(np.prod([event.place.equation.params["mesh"].shape[name] for name in axis])) if event and axis else 1
+            n = math.prod(event.place.equation.params["mesh"].shape[name] for name in axis) if event else 1
             devices = sorted({int(row) * n // other.shape[dim] for row in rows})
             if axis and len(devices) < n:
                 words.append(f"where {quoted(axis)} is {_listed(devices)}")
@@ -225,9 +226,7 @@ class _Sentence:
         return next(i for i, other in enumerate(self.values.record.events) if other is event)
 
     def _repair(self, found: list[Found]) -> str:
-        votes = Counter(repair.place.line for repair in found)
-        doubts = {id(repair): self._doubt(repair) for repair in found}
-        best = min(found, key=lambda repair: (doubts[id(repair)], -votes[repair.place.line], repair.number))
+        doubts, best = {id(repair): self._doubt(repair) for repair in found}, self._best(found)
         words = best.words if best.words.startswith("without") else f"with {best.words}"
         others = [x for x in found if x.place.line != best.place.line and doubts[id(x)] <= doubts[id(best)] + _ALIKE]
         lines = [best.place.line]
@@ -235,7 +234,19 @@ class _Sentence:
             lines.append(reader)
         elif others:
             lines.append(min(others, key=lambda repair: (doubts[id(repair)], -repair.number)).place.line)
-        return f"The mistake is at {' or '.join(lines)}: {words} it is right"
+        return f"The mistake is at {' or '.join(lines)}: {words}, it is right"
+
+    def _best(self, found: list[Found]) -> Found:
+        """The likeliest repair; of several the one on whose line there are most, then the first."""
+        votes = Counter(repair.place.line for repair in found)
+        return min(found, key=lambda repair: (self._doubt(repair), -votes[repair.place.line], repair.number))
+
+    def _factor_of(self, found: list[Found]) -> str:
+        event = self.values.record.events[self._best(found).number]
+        return self._factor(event) if self._known_factor(event) else ""
+
+    def _known_factor(self, event: Event) -> bool:
+        return all(isinstance(x, Exact) and self.values.explained(x) is None for x in event.results)
 
     def _reader(self, repair: Found) -> str:
         """The line that reads a value which is the reference's only summed: the sum may be missing there."""

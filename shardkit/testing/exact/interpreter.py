@@ -79,9 +79,7 @@ class Interpreter:
             return self._tell(equation, operands, results) or results
         return results
 
-    def _tell(
-        self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]
-    ) -> Sequence[Operand] | None:
+    def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> Sequence[Operand] | None:
         return None if self.seen is None else self.seen(equation, operands, results, self.axes, self.around)
 
     def _results(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:

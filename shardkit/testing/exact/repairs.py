@@ -26,7 +26,8 @@ from shardkit.testing.exact.rules import Operand
 
 # What each variable was last.
 Values = Mapping[Any, Operand]
-Change = Callable[[list[Operand], list[Operand], Values], Sequence[Operand]]
+# From operands, results and variables to other results.
+Change = Callable[..., Sequence[Operand]]
 
 
 class Place(NamedTuple):
@@ -74,23 +75,50 @@ class Repair(NamedTuple):
 
 
 # How unlikely a mistake is: what communicates is mistaken more often than what does not.
-_COLLECTIVE, _INDEX, _SUM, _OPERATOR, _SIZE, _OPERAND, _DIM, _FACTOR, _RARE = 0.0, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0, 2.5, 3.0
+_COLLECTIVE, _INDEX, _SUM, _OPERATOR, _SIZE, _OPERAND, _DIM, _FACTOR, _RARE = (
+    0.0,
+    1.0,
+    1.0,
+    1.5,
+    1.5,
+    2.0,
+    2.0,
+    2.5,
+    3.0,
+)
 _MOST_STARTS = 8
 _FUNCTIONS = (lax.sqrt, lax.rsqrt, lax.exp, lax.log, lax.tanh, lax.square)
 _OTHERS = {
-    **{"add": ("sub",), "sub": ("add",), "mul": ("div",), "div": ("mul",), "max": ("min",), "min": ("max",)},
-    **{"lt": ("le", "gt", "ge"), "le": ("lt", "ge", "gt"), "gt": ("ge", "lt", "le"), "ge": ("gt", "le", "lt")},
-    **{"eq": ("ne", "le", "ge"), "ne": ("eq",), "and": ("or",), "or": ("and",), "rem": ("div",)},
-    **{"reduce_sum": ("reduce_max",), "reduce_max": ("reduce_min", "reduce_sum"), "reduce_min": ("reduce_max",)},
-    **{"sqrt": ("rsqrt",), "rsqrt": ("sqrt",)},
+    "add": ("sub",),
+    "sub": ("add",),
+    "mul": ("div",),
+    "div": ("mul",),
+    "max": ("min",),
+    "min": ("max",),
+    "lt": ("le", "gt", "ge"),
+    "le": ("lt", "ge", "gt"),
+    "gt": ("ge", "lt", "le"),
+    "ge": ("gt", "le", "lt"),
+    "eq": ("ne", "le", "ge"),
+    "ne": ("eq",),
+    "and": ("or",),
+    "or": ("and",),
+    "rem": ("div",),
+    "reduce_sum": ("reduce_max",),
+    "reduce_max": ("reduce_min", "reduce_sum"),
+    "reduce_min": ("reduce_max",),
+    "sqrt": ("rsqrt",),
+    "rsqrt": ("sqrt",),
 }
 _PRIMITIVES = {name: getattr(lax, f"{name}_p") for name in {*_OTHERS, *itertools.chain(*_OTHERS.values())}}
 _SWAPPED = ("sub", "div", "dot_general", "lt", "le", "gt", "ge")
 _BINARY = ("add", "sub", "mul", "div", "max", "min", "and", "or")
 _UNARY = ("neg", "sqrt", "exp", "log", "tanh", "logistic", "square", "integer_pow", "abs", "rev", "stop_gradient")
 # Whose results a sum over devices may be missing for. What only passes elements on has that of what made them.
-_SUMMED = ("reduce_sum", "dot_general", "add", "sub", "mul", "div", "neg", "select_n", "gather", "cumsum", "scatter-add")
-_SUMMED += ("dynamic_slice", "integer_pow", "square", "psum", "psum_invariant", "shard_map")
+_SUMMED = {
+    *("add", "sub", "mul", "div", "neg", "integer_pow", "square", "reduce_sum", "dot_general", "cumsum", "scatter-add"),
+    *("select_n", "gather", "dynamic_slice", "psum", "psum_invariant", "shard_map"),
+}
 # Equations that only pass elements on.
 PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_dims")
 _EXTREMES = {"reduce_max": "maximum", "max": "maximum", "reduce_min": "minimum", "min": "minimum"}
@@ -140,11 +168,11 @@ class _Tools:
                 yield from self.functions()
                 yield from self.terms(others)
 
-    def changed(self, cost: float, words: str, change: Callable[[Operand], Operand]) -> Repair:
+    def changed(self, cost: float, words: str, change: Callable[..., Operand]) -> Repair:
         """A repair that changes the result."""
         return Repair(cost, words, lambda operands, results, values: [change(results[0])], behind=True)
 
-    def instead(self, cost: float, words: str, change: Callable[[list[Operand]], Sequence[Operand]]) -> Repair:
+    def instead(self, cost: float, words: str, change: Callable[..., Sequence[Operand]]) -> Repair:
         """A repair that computes another result from the operands."""
         return Repair(cost, words, lambda operands, results, values: change(operands))
 
@@ -215,15 +243,15 @@ class _Tools:
                     mean = lambda x, n=names, s=share: self.scaled(self.reduced(x, n), s)  # noqa: E731
                     yield self.changed(_SUM, f"the mean {over}", mean)
         for name in varying if self.name in _SUMMED else ():
-            n = self.axes[name]
-            for by in sorted({1, n - 1}):
-                pairs = [(i, (i + by) % n) for i in range(n)]
-                words = f"{self.name} of the device {n - by} further on along {name!r}"
+            devices = self.axes[name]
+            for step in sorted({1, devices - 1}):
+                pairs = [(i, (i + step) % devices) for i in range(devices)]
+                words = f"{self.name} of the device {devices - step} further on along {name!r}"
                 yield self.changed(_RARE, words, lambda x, p=pairs, m=name: self.permuted(x, p, [m]))
 
     def scales(self) -> Iterator[Repair]:
         """Factors: sizes of axes and dims, the sign."""
-        sizes = {n: f"the size of {name!r}" for name, n in self.axes.items() if n > 1}
+        sizes: dict[int, str] = {n: f"the size of {name!r}" for name, n in self.axes.items() if n > 1}
         sizes.setdefault(math.prod(self.axes.values()), "the number of devices")
         whole = {n * size for n in self.axes.values() for size in self.sizes}
         words = sizes | {n: "the size of a dim" for n in sorted({*self.sizes, *whole}) if n not in sizes}
@@ -261,10 +289,13 @@ class _Tools:
         for by in (1, -1):
             words = f"{self.name} {'plus' if by > 0 else 'minus'} 1"
             yield self.changed(_INDEX, words, lambda x, by=by: x + x.dtype.type(by))
-        sizes = sorted({1, *self.sizes})
+        like, sizes = self.place.results[0], sorted({1, *self.sizes})
         for name, size, sign in itertools.product(self.axes, sizes, (1, -1)):
             words = f"{self.name} {'plus' if sign > 0 else 'minus'} the index along {name!r}"
             words += f" times {size}" if size > 1 else ""
+            at, less = list(self.axes).index(name), self.place.results[0] + sign * size * self.index(name, like)
+            if like.shape[at] > 1 and (less == less.take([0], at)).all():
+                words = f"{self.name} that is the same along {name!r}"
             yield self.changed(_INDEX, words, lambda x, m=name, by=size * sign: x + self.index(m, x) * x.dtype.type(by))
 
     def index(self, name: str, like: np.ndarray) -> np.ndarray:
@@ -312,7 +343,9 @@ class _Tools:
         for name, n in self.axes.items():
             if n > 1 and n * width <= size < size + width:
                 words = f"a slice from the index along {name!r}{f' times {width}' if width > 1 else ''} of dim {dim}"
-                yield self.instead(_INDEX, words, lambda xs, m=name, n=n: [self.own(m, [at(xs[0], i * width) for i in range(n)])])
+                yield self.instead(
+                    _INDEX, words, lambda xs, m=name, n=n: [self.own(m, [at(xs[0], i * width) for i in range(n)])]
+                )
 
     def own(self, name: str, pieces: list[Operand]) -> Operand:
         """On each device along an axis its own one of the pieces."""
@@ -331,7 +364,7 @@ class _Tools:
                 words = f"{self.name} one place {'further on' if by > 0 else 'back'}"
                 yield self.instead(
                     _INDEX, words,
-                    lambda xs, at=at, by=by: self.again(_with(xs, at, (xs[at] + xs[at].dtype.type(by)) % most)),
+                    lambda xs, at=at, by=by, n=most: self.again(_with(xs, at, (xs[at] + xs[at].dtype.type(by)) % n)),
                 )  # fmt: skip
 
     # Operators and operands
@@ -415,7 +448,8 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _with(values: Sequence[Any], at: int, value: Any) -> Any:
-    return type(values)((*values[:at], value, *values[at + 1 :]))
+    changed = (*values[:at], value, *values[at + 1 :])
+    return list(changed) if isinstance(values, list) else changed
 
 
 def _some(variables: list[Any]) -> list[Any]:

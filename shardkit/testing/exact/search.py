@@ -301,7 +301,7 @@ class Search:
         for group in _together(suspects):
             ways = [self._repairs(suspects[number], sizes) for number in group]
             number, place = group[0], suspects[group[0]]
-            more = (0.25 if place.around else 0.0) 
+            more = 0.25 if place.around else 0.0
             if len(group) > 1:
                 more += 0.25 if len(group) in loops else 1.0
             if number in self._behind_index and not isinstance(place.results[0], Exact):
@@ -374,7 +374,8 @@ def _pieces(field: Field, value: Exact, place: Place) -> Iterator[Exact]:
     names = [name for name, n in place.axes.items() if n > 1]
     outside = Interpreter(field)
     for ways in itertools.product([None, *range(len(value.shape))], repeat=len(names)):
-        shape, spec = list(value.shape), [[] for _ in value.shape]
+        shape = list(value.shape)
+        spec: list[list[str]] = [[] for _ in shape]
         for name, dim in zip(names, ways, strict=True):
             if dim is not None:
                 spec[dim].append(name)
