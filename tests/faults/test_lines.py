@@ -1,4 +1,4 @@
-"""Kernels of the field with a planted fault each: the right ones are proved, and of the wrong ones the line is named."""
+"""Kernels of the field with a planted fault each: the right ones are proved, the wrong ones' lines are named."""
 
 import pytest
 

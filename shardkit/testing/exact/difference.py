@@ -209,7 +209,9 @@ class _Sentence:
         if event and event.place.equation.primitive.name == "shard_map":
             specs = event.place.equation.params["out_specs"]
             at = sum(x.place is event.place for x in self.values.record.events[:number])
-            names = [axes if axes is not None else () for axes in (*specs[at % len(specs)], *[None] * other.ndim)][: other.ndim]
+            names = [axes if axes is not None else () for axes in (*specs[at % len(specs)], *[None] * other.ndim)][
+                : other.ndim
+            ]
         words = []
         for dim, axes in enumerate(names):
             rows = np.flatnonzero(other.any(tuple(i for i in range(other.ndim) if i != dim)))
@@ -264,7 +266,9 @@ class _Sentence:
 
     def _doubt(self, repair: Found) -> float:
         """How unlikely a repair is: less so one that gives what the reference has, or is beside a collective."""
-        computed, doubt = self.values.computed, repair.cost
+        computed, doubt = self.values.computed.keys(), repair.cost
+        if repair.words.startswith(("the sum", "the mean")):  # of the last value, it gives the result
+            computed = computed - {_digest(_top(self.field, x)) for x in self.search.wanted}
         if isinstance(repair.value, Exact) and self.values.form(repair.value, repair.place.axes, computed) == "":
             doubt -= 0.5
         near = repair.number in self.search.near and not repair.behind

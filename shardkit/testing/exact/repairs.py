@@ -154,7 +154,7 @@ class _Tools:
         yield from self.collectives()
         if self.name == "axis_index":
             yield from self.indices()
-        elif _is_whole(result):
+        elif _is_whole(result) and result.dtype.kind == "i":
             yield from self.integers()
         if not _is_mask(result):
             yield from self.sums()
