@@ -19,10 +19,11 @@ import numpy as np
 from shardkit._jax.jaxprs import source_line
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import ALONE, ON_MESH, Comparison, Coverage
-from shardkit.testing.exact.difference import Runs, located
+from shardkit.testing.exact.difference import located
 from shardkit.testing.exact.field import KINDS, Field, RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.rules import Operand, UnsupportedError
+from shardkit.testing.exact.search import Runs
 from shardkit.testing.exact.tower import LEVELS
 from shardkit.testing.exact.values import NOT_A_NUMBER, OUTSIDE, Exact
 

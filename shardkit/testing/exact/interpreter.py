@@ -26,8 +26,9 @@ from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, decid
 from shardkit.testing.exact.values import Exact
 
 Move = Callable[[Any, int], Any]
-# Called with each equation, its operands, its results, the bound axes and the line of the call around it.
-Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int], str], None]
+# Called with each equation, its operands, its results, the bound axes and the line of the call around it; returns other
+# results for it, or None.
+Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int], str], Sequence[Operand] | None]
 # Neither rounding nor places on devices are modelled.
 _AS_THEY_ARE = {
     *("seal", "unseal", "stop_gradient", "reduce_precision"),
@@ -76,15 +77,14 @@ class Interpreter:
             if error.line in ("", "unknown"):
                 error.line = source_line(equation)
             raise
-        if not compat.inner_jaxprs(equation):
+        if equation.primitive.name not in _HOLDING:
             if any(self.field.follows(x) for x in operands):
                 results = [y if isinstance(y, Exact) else self.field.follow(np.asarray(y)) for y in results]
-            self._tell(equation, operands, results)
+            return self._tell(equation, operands, results) or results
         return results
 
-    def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> None:
-        if self.seen is not None:
-            self.seen(equation, operands, results, self.axes, self.around)
+    def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> Sequence[Operand] | None:
+        return None if self.seen is None else self.seen(equation, operands, results, self.axes, self.around)
 
     def _results(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         name = equation.primitive.name

@@ -1,0 +1,105 @@
+"""Whose lines a proof names, as a table: `python tests/faults/lines.py [development|held_out|NAME ...]`."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+import jax
+
+import shardkit as sk
+from corpus.case import Case
+from faults import attention, layers, losses, optimizers, sequences, statistics
+from shardkit.testing import assert_equal_for_all_inputs
+
+CASES = [case for module in (losses, layers, attention, sequences, optimizers, statistics) for case in module.CASES]
+BY_NAME = {case.name: case for case in CASES}
+# The halves were drawn once: the second was looked at for its count alone.
+DRAWN = random.Random(20261128).sample(sorted(BY_NAME), len(BY_NAME))
+DEVELOPMENT, HELD_OUT = DRAWN[: len(DRAWN) // 2], DRAWN[len(DRAWN) // 2 :]
+
+
+class Verdict(NamedTuple):
+    """What the message of a wrong kernel names, and after how many seconds."""
+
+    names: str
+    message: str
+    seconds: float
+
+
+def specs(case: Case) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a case, and how they are laid out."""
+    args, in_specs, out_specs = case.call
+    axes = jax.tree.leaves([tuple(spec) for spec in jax.tree.leaves((in_specs, out_specs))])
+    sizes = case.sizes or dict.fromkeys(axes, 2)
+    return args, {"mesh": sk.abstract_mesh(**sizes), "in_specs": in_specs, "out_specs": out_specs}
+
+
+def typed(case: Case, kernel: Any) -> bool:
+    """Whether jax can tell that its results are replicated where out_specs say so."""
+    args, layout = specs(case)
+    try:
+        jax.eval_shape(jax.shard_map(kernel, **layout), *args)
+    except ValueError as error:
+        if "out_specs" in str(error):
+            return False
+        raise
+    return True
+
+
+def prove(case: Case, kernel: Any) -> None:
+    """Raises where the kernel is not the reference."""
+    args, layout = specs(case)
+    checked = typed(case, kernel)
+    assert_equal_for_all_inputs(kernel, case.reference, args=args, grad=case.grad, check_vma=checked, **layout)
+
+
+def verdict(case: Case) -> Verdict:
+    """`line` where the planted one is named first, `second`, `other`, `none`; `proved` where no fault is seen."""
+    begun = time.monotonic()
+    try:
+        prove(case, case.wrong)
+    except (AssertionError, ValueError) as error:
+        message = str(error)
+    else:
+        return Verdict("proved", "", time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    file = Path(inspect.getfile(case.wrong)).name
+    lines = [int(line) for line in re.findall(rf"{file}:(\d+)", message)]
+    if not lines:
+        return Verdict("none", message, seconds)
+    if lines[0] in case.lines:
+        return Verdict("line", message, seconds)
+    return Verdict("second" if case.lines.intersection(lines) else "other", message, seconds)
+
+
+def main() -> None:
+    halves = {"development": DEVELOPMENT, "held_out": HELD_OUT}
+    quiet = sys.argv[1:] == ["held_out"]
+    for words in [sys.argv[1:]] if sys.argv[1:] else [[half] for half in halves]:
+        names = [name for word in words for name in halves.get(word, [word])]
+        counts: dict[str, int] = {}
+        longest = 0.0
+        for name in names:
+            outcome = verdict(BY_NAME[name])
+            counts[outcome.names] = counts.get(outcome.names, 0) + 1
+            longest = max(longest, outcome.seconds)
+            if not quiet:
+                wanted = sorted(BY_NAME[name].lines)
+                print(f"{name} {wanted}: {outcome.names}, {outcome.seconds:.1f} s\n    {outcome.message}", flush=True)
+        right = f"{counts.get('line', 0)} of {sum(counts.values())}"
+        print(f"{' '.join(words)}: {right}; {counts}; longest {longest:.1f} s")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    main()

@@ -1,0 +1,33 @@
+"""Kernels of the field with a planted fault each: the right ones are proved, the wrong ones' lines are named."""
+
+import pytest
+
+from faults import lines
+
+# What a run of `python tests/faults/lines.py` found: from these on it has become worse.
+FEWEST = {"development": 35, "held_out": 27}
+HALVES = {"development": lines.DEVELOPMENT, "held_out": lines.HELD_OUT}
+# One of a kind each: a collective over another axis, a local count, a mask, an offset, a permutation, a term.
+QUICK = ("sinkhorn", "k_means", "window", "embedding_offset", "next_token", "mlp_bias")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_line_is_named(name):
+    lines.prove(lines.BY_NAME[name], lines.BY_NAME[name].right)
+    outcome = lines.verdict(lines.BY_NAME[name])
+    assert outcome.names == "line", outcome.message
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", sorted(set(lines.BY_NAME) - set(QUICK)))
+def test_the_right_kernel_is_proved_and_the_wrong_one_refuted(name):
+    lines.prove(lines.BY_NAME[name], lines.BY_NAME[name].right)
+    assert lines.verdict(lines.BY_NAME[name]).names != "proved"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("half", FEWEST)
+def test_so_many_lines_are_named(half):
+    verdicts = [lines.verdict(lines.BY_NAME[name]) for name in HALVES[half]]
+    assert sum(outcome.names == "line" for outcome in verdicts) >= FEWEST[half]
+    assert not any("equality.py" in outcome.message for outcome in verdicts)
