@@ -26,7 +26,7 @@ LIMITS = {
     "schedules *": 1970,  # what all devices run together; a search under costs by stage; the optimum of small ones
     "steps *": 2250,  # DiLoCo; whose steps a guard takes
     "strategies *": 1405,  # Muon by owners
-    "testing *": 7500,  # the wire; small; carried state; from wrong to line, by what repairs the result
+    "testing *": 9000,  # from wrong to line, by what repairs the result; draws, coverage, what is no number
     "": 65,
     "_arguments": 710,  # keys that jax cannot sort; options of a compiler
     "_jax": 1270,  # sums of shares through gloo; the registry of primitives, with what emulates each
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 57_800
+    assert sum(found.values()) <= 58_600
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

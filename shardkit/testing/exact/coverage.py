@@ -25,7 +25,7 @@ _MOST_CONSTANTS = 16  # of one comparison
 
 
 @dataclass
-class Comparison:
+class Decision:
     """One comparison of one program, in all draws.
 
     Attributes:
@@ -71,7 +71,7 @@ class Coverage:
         identifies: whether the differences of numbers are told apart, which takes longer than all else here.
     """
 
-    comparisons: dict[Any, Comparison] = attribute(default_factory=dict)
+    comparisons: dict[Any, Decision] = attribute(default_factory=dict)
     constants: set[float] = attribute(default_factory=set)
     side: int = ALONE
     identifies: bool = True
@@ -84,7 +84,8 @@ class Coverage:
         key = self.side, id(equation), part
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)
-        words, decided = frozenset(), None
+        words: frozenset[int] = frozenset()
+        decided = None
         if self.identifies and field.points > 1:
             differences, fixed = _identify(field, x, y)
             decided = ~asked | fixed
@@ -93,16 +94,16 @@ class Coverage:
         what, exactly = equation.primitive.name + part, equation.primitive.name in ("eq", "ne")
         if decided is None:
             decided = ~asked
-        comparison = Comparison(line, what, False, exactly, truth & asked, ~truth & asked, decided, words)
+        comparison = Decision(line, what, False, exactly, truth & asked, ~truth & asked, decided, words)
         self._add(key, comparison, identified=bool(words))
 
     def note_known(self, equation: Any, line: str, truth: np.ndarray, part: str = "") -> None:
         """What a comparison of integers gave, or an `and` or `or` of comparisons."""
         key = self.side, id(equation), part
         never = np.zeros(truth.shape, bool)
-        self._add(key, Comparison(line, equation.primitive.name + part, True, False, truth, ~truth, never, frozenset()))
+        self._add(key, Decision(line, equation.primitive.name + part, True, False, truth, ~truth, never, frozenset()))
 
-    def _add(self, key: Any, new: Comparison, identified: bool = False) -> None:
+    def _add(self, key: Any, new: Decision, identified: bool = False) -> None:
         old = self.comparisons.get(key)
         if old is None or old.held.shape != new.held.shape:
             self.comparisons[key] = new
@@ -118,7 +119,7 @@ class Coverage:
             self._add(key, replace(comparison), identified=bool(comparison.words))
         self.constants |= other.constants
 
-    def foreign(self) -> Iterator[Comparison]:
+    def foreign(self) -> Iterator[Decision]:
         """Comparisons that only one side makes."""
         words: list[set[int]] = [set(), set()]
         for (side, *_), comparison in self.comparisons.items():
@@ -127,7 +128,7 @@ class Coverage:
             if comparison.words - words[1 - side]:
                 yield comparison
 
-    def open(self, integers: bool, exactly: bool) -> list[Comparison]:
+    def open(self, integers: bool, exactly: bool) -> list[Decision]:
         """Comparisons of a kind that could have gone both ways and have not."""
         kinds = [x for x in self.comparisons.values() if x.integers == integers and x.exactly == exactly]
         return [x for x in kinds if x.open]

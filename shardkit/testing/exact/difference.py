@@ -23,9 +23,9 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import DiffersError
-from shardkit.testing.exact.repairs import Place
+from shardkit.testing.exact.repairs import Call
 from shardkit.testing.exact.rules import Operand
-from shardkit.testing.exact.search import Event, Found, Record, Runs, Search
+from shardkit.testing.exact.search import Event, Record, Remedy, Runs, Search
 from shardkit.testing.exact.tower import PRIMES
 from shardkit.testing.exact.values import Exact
 
@@ -112,7 +112,7 @@ class _Values:
         """How a value of the mesh must be put together to be a known one."""
         return next((how for form, how in _forms(self.field, x, axes) if _digest(form) in known), None)
 
-    def origin(self, x: Operand) -> Place | None:
+    def origin(self, x: Operand) -> Call | None:
         """The equation that made a value, behind those that only passed it on."""
         number = self.record.maker.get(id(x))
         while number is not None:
@@ -228,7 +228,7 @@ class _Sentence:
     def _number(self, event: Event) -> int:
         return next(i for i, other in enumerate(self.values.record.events) if other is event)
 
-    def _repair(self, found: list[Found]) -> str:
+    def _repair(self, found: list[Remedy]) -> str:
         doubts, best = {id(repair): self._doubt(repair) for repair in found}, self._best(found)
         words = best.words if best.words.startswith("without") else f"with {best.words}"
         others = [x for x in found if x.place.line != best.place.line and doubts[id(x)] <= doubts[id(best)] + _ALIKE]
@@ -239,19 +239,19 @@ class _Sentence:
             lines.append(min(others, key=lambda repair: (doubts[id(repair)], -repair.number)).place.line)
         return f"The mistake is at {' or '.join(lines)}: {words}, it is right"
 
-    def _best(self, found: list[Found]) -> Found:
+    def _best(self, found: list[Remedy]) -> Remedy:
         """The likeliest repair; of several the one on whose line there are most, then the first."""
         votes = Counter(repair.place.line for repair in found)
         return min(found, key=lambda repair: (self._doubt(repair), -votes[repair.place.line], repair.number))
 
-    def _factor_of(self, found: list[Found]) -> str:
+    def _factor_of(self, found: list[Remedy]) -> str:
         event = self.values.record.events[self._best(found).number]
         return self._factor(event) if self._known_factor(event) else ""
 
     def _known_factor(self, event: Event) -> bool:
         return all(isinstance(x, Exact) and self.values.explained(x) is None for x in event.results)
 
-    def _reader(self, repair: Found) -> str:
+    def _reader(self, repair: Remedy) -> str:
         """The line that reads a value which is the reference's only summed: the sum may be missing there."""
         events = self.values.record.events
         [result] = events[repair.number].results
@@ -265,9 +265,9 @@ class _Sentence:
                 return event.place.line
         return ""
 
-    def _doubt(self, repair: Found) -> float:
+    def _doubt(self, repair: Remedy) -> float:
         """How unlikely a repair is: less so one that gives what the reference has, or is beside a collective."""
-        computed, doubt = self.values.computed.keys(), repair.cost
+        computed, doubt = set(self.values.computed), repair.cost
         if repair.words.startswith(("the sum", "the mean")):  # of the last value, it gives the result
             computed = computed - {_digest(_top(self.field, x)) for x in self.search.wanted}
         if isinstance(repair.value, Exact) and self.values.form(repair.value, repair.place.axes, computed) == "":
@@ -296,7 +296,7 @@ class _Sentence:
     def _maker(self, x: Operand) -> Event:
         return self.values.record.events[self.values.record.maker[id(x)]]
 
-    def _mask(self, event: Event) -> Place | None:
+    def _mask(self, event: Event) -> Call | None:
         """The equation of the integers or the mask that an equation reads, if it reads only known numbers besides."""
         record = self.values.record
         for x in event.operands:

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardkit._jax.jaxprs import source_line
 from shardkit.testing._compare import UnequalError
-from shardkit.testing.exact.coverage import ALONE, ON_MESH, Comparison, Coverage
+from shardkit.testing.exact.coverage import ALONE, ON_MESH, Coverage, Decision
 from shardkit.testing.exact.difference import located
 from shardkit.testing.exact.field import KINDS, Field, RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
@@ -89,8 +89,8 @@ class Evidence(NamedTuple):
     results: list[Operand]
     draws: int
     orders: int
-    comparisons: list[Comparison]
-    one_way: list[Comparison]
+    comparisons: list[Decision]
+    one_way: list[Decision]
     outside: str
     no_number: dict[str, tuple[int, int]]
 
@@ -185,7 +185,7 @@ def _refuse_open(trial: _Trial, orders: int) -> int:
     return orders
 
 
-def _undecided(where: str, comparison: Comparison, waiting: Sequence[Comparison]) -> str:
+def _undecided(where: str, comparison: Decision, waiting: Sequence[Decision]) -> str:
     how = "only one side makes this comparison, and the sides differ where it alone goes another way"
     if comparison in waiting:
         how = f"this comparison was {comparison.outcome} for all inputs that were drawn, but need not be for others"

@@ -29,12 +29,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from scipy import special
 
 from shardkit.testing.exact.tower import LEVELS, PRIMES, logarithm, powers
 from shardkit.testing.exact.values import (
@@ -62,21 +61,36 @@ _MOST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs are 
 _PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
 _MOST_KEPT = 64  # elements of a constant that is kept
 _DIGITS = 34  # bits of a real value, by which numbers are put in order
-# Functions that are uninterpreted but for their real values, in float64, and those that are 0 or 1 at 0.
-_REAL: dict[str, Callable[..., Any]] = {
-    **{name: getattr(np, name) for name in ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2", "sqrt")},
-    **{name: getattr(np, f"arc{name[1:]}") for name in ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")},
-    **{name: getattr(special, name) for name in ("erf", "erfc", "digamma")},
-    "erf_inv": special.erfinv,
-    "lgamma": special.gammaln,
-    "logistic": special.expit,
-    "pow": np.power,
-    "rem": np.fmod,
-    "nextafter": np.nextafter,
-    "div of integers": lambda x, y: np.trunc(x / y),
-}
+# Functions that are 0 or 1 at 0.
 _ZERO_AT_ZERO = {"tanh", "sin", "tan", "sinh", "cbrt", "sqrt", "asin", "atan", "asinh", "atanh", "erf", "erf_inv"}
 _ONE_AT_ZERO = {"cos", "cosh", "erfc", "exp2"}
+
+
+@cache
+def real_functions() -> dict[str, Callable[..., Any]]:
+    """Functions that are uninterpreted but for their real values, in float64."""
+    from scipy import special  # type: ignore[import-untyped]  # a proof alone needs it, which takes a moment
+
+    functions = {name: getattr(np, name) for name in ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2")}
+    for name in ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2"):
+        functions[name] = getattr(np, f"arc{name[1:]}")
+    for name in ("erf", "erfc", "digamma"):
+        functions[name] = getattr(special, name)
+    return {
+        **functions,
+        "erf_inv": special.erfinv,
+        "lgamma": special.gammaln,
+        "logistic": special.expit,
+        "sqrt": np.sqrt,
+        "pow": np.power,
+        "rem": np.fmod,
+        "nextafter": np.nextafter,
+        "div of integers": _divide_integers,
+    }
+
+
+def _divide_integers(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.trunc(x / y)
 
 
 class RedrawError(Exception):
@@ -225,8 +239,10 @@ class Field:
         return self._lifted[key]
 
     def _lift(self, x: np.ndarray) -> Exact:
-        one = x.reshape(-1), np.zeros(x.shape, np.int64)
-        values, where = np.unique(x, return_inverse=True) if x.size > 1 else one
+        values: Any = x.reshape(-1)
+        where: Any = np.zeros(x.shape, np.int64)
+        if x.size > 1:
+            values, where = np.unique(x, return_inverse=True)
         where = where.reshape(x.shape)
         constants = [self._constant(value, x.dtype) for value in values]
         table = np.stack([residues for residues, _ in constants], 1) if constants else self.moduli[:, None]
@@ -272,7 +288,7 @@ class Field:
         if factor is not None:
             factor = np.where(plain, np.uint64(1), factor)
         used = np.where(plain, 0, x.used)
-        known = facts(x.shape, np.where(plain, np.sign(infinite), x.sign), infinite, *used, x.poison)
+        known = facts(x.shape, np.where(plain, np.sign(infinite), x.sign), infinite, used[0], used[1], x.poison)
         known[1] = np.where(x.poison > 0, 0, infinite)
         return Exact(number, known, real, factor, x.degree)
 
@@ -322,13 +338,15 @@ class Field:
             used, poison = np.maximum(used, x.used[0]), np.maximum(poison, x.poison)
         if name in _ZERO_AT_ZERO or name in _ONE_AT_ZERO:
             number = np.where(self.is_zero(plain[0]), np.uint64(name in _ONE_AT_ZERO), number)
-        with np.errstate(all="ignore"):
-            real = _REAL[name](*(x.real for x in plain)) if name in _REAL else np.full((1, *number.shape[1:]), math.nan)
-            if name in _REAL and self.order is None:
+        real, function = np.full((1, *number.shape[1:]), math.nan), real_functions().get(name)
+        if function is not None:
+            with np.errstate(all="ignore"):
+                real = np.asarray(function(*(x.real for x in plain)))
+            if self.order is None:
                 defined = np.isfinite(sum(x.real for x in plain))[0]
                 poison = np.maximum(poison, np.where(np.isnan(real[0]) & defined, OUTSIDE, 0))
         result = Exact(number, facts(number.shape[1:], sign, 0, used, 0, poison), real, degree=INPUT)
-        if name in _REAL and any(x.special for x in plain):
+        if function is not None and any(x.special for x in plain):
             result = self._at_infinity(result, plain)
         return self.settled(result)
 
@@ -362,8 +380,8 @@ class Field:
             elif word.tobytes() in self._of_bits:
                 number[:, i], known[:, i], real[:, i] = self._of_bits[word.tobytes()]
         degree = self._bits_degree.plus(INPUT)
-        number, known, real = (new.reshape(old.shape) for new, old in zip((number, known, real), parts, strict=True))
-        return Exact(number, known, real, degree=degree)
+        shape = other.shape
+        return Exact(number.reshape(-1, *shape), known.reshape(-1, *shape), real.reshape(-1, *shape), degree=degree)
 
     # Arithmetic
 
@@ -383,16 +401,17 @@ class Field:
             infinite = np.where(first, x.infinite, np.where(second, y.infinite, infinite))
             apart = first & second & (x.infinite != y.infinite)
             poison = np.maximum(poison, np.where(apart, self._created, 0))
+        used = np.maximum(x.used, y.used)
         with np.errstate(all="ignore"):
             real = x.real + y.real
-        known = facts(number.shape[1:], sign, infinite, *np.maximum(x.used, y.used), poison)
+        known = facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
         return self.settled(Exact(number, known, real, factor, x.degree.plus(y.degree)))
 
     def negative(self, x: Exact) -> Exact:
         """-x."""
         p = self.p(x.number)
         factor = None if x.factor is None else self.inverted(x.factor, x.used[1])
-        known = facts(x.shape, -x.sign, -x.infinite, *x.used, x.poison)
+        known = facts(x.shape, -x.sign, -x.infinite, x.used[0], x.used[1], poison=x.poison)
         return replace(x, number=(p - x.number) % p, facts=known, real=-x.real, factor=factor)
 
     def sub(self, x: Exact, y: Exact) -> Exact:
@@ -422,7 +441,7 @@ class Field:
             infinite = np.where(first | second, TRULY * np.nan_to_num(turned), infinite)
         with np.errstate(all="ignore"):
             real = x.real * y.real
-        known = facts(number.shape[1:], x.sign * y.sign, infinite, used, 0, poison)
+        known = facts(number.shape[1:], x.sign * y.sign, infinite, used, 0, poison=poison)
         return self.settled(Exact(number, known, real, degree=x.degree.times(y.degree)))
 
     def _known_sign(self, x: Exact) -> np.ndarray:
@@ -439,14 +458,18 @@ class Field:
         if times is not None:
             factor = self.power(x.factor, abs(times))
             factor = self.inverted(factor, x.used[1]) if times < 0 else factor
-            known = facts(number.shape[1:], 0, x.infinite * np.sign(times), *x.used, x.poison)
+            known = facts(number.shape[1:], 0, x.infinite * np.sign(times), x.used[0], x.used[1], poison=x.poison)
             return Exact(number, known, real, np.broadcast_to(factor, number.shape), x.degree)
         ones = (y.number == 1).all(0)
         if y.degree.total or not (ones | (y.number == 0).all(0)).all():
             return None
-        factor = np.where(ones, x.factor, np.uint64(1))
-        known = facts(number.shape[1:], 0, x.infinite * ones, *x.used, x.poison)
+        factor = np.where(ones, self.factor_of(x), np.uint64(1))
+        known = facts(number.shape[1:], 0, x.infinite * ones, x.used[0], x.used[1], poison=x.poison)
         return Exact(number, known, real, factor, x.degree)
+
+    def factor_of(self, x: Exact) -> np.ndarray:
+        """What its logarithm is of, 1 for numbers."""
+        return np.ones_like(x.number) if x.factor is None else x.factor
 
     def whole(self, x: Exact) -> int | None:
         """The one small whole number that every element is; None if there is none."""
@@ -551,7 +574,7 @@ class Field:
         while tree[-1].shape[1] > 1:
             tree.append(tree[-1][:, ::2] * tree[-1][:, 1::2] % p)
         roots = [pow(int(value), -1, int(q)) for value, q in zip(tree[-1][:, 0], self.moduli, strict=True)]
-        inverse = np.array(roots, np.uint64)[:, None]
+        inverse: Any = np.array(roots, np.uint64)[:, None]
         for products in reversed(tree[:-1]):
             pairs = np.empty_like(products)
             pairs[:, ::2], pairs[:, 1::2] = inverse * products[:, 1::2] % p, inverse * products[:, ::2] % p
@@ -733,7 +756,7 @@ class Field:
             steepness = math.exp(rng.normal() + 1)
             middle = rng.choice(self.centres or (0.0,)) + rng.normal() / steepness
             with np.errstate(divide="ignore"):
-                spread = special.expit(steepness * (np.log(np.abs(ratio)) - middle))
+                spread = 1 / (1 + np.exp(np.clip(steepness * (middle - np.log(np.abs(ratio))), -700, 700)))
             place = 1.01 + 0.97 * spread + 0.01 * share  # the share tells apart what is spread to one place
         size = np.where(np.isnan(ratio), size, place)
         negative = np.where(np.isnan(ratio), negative, ratio < 0)
@@ -745,7 +768,7 @@ class Field:
         number = np.where(mask, x.number, y.number)
         factor = None
         if x.factor is not None or y.factor is not None:
-            factor = np.where(mask, *(np.ones_like(z.number) if z.factor is None else z.factor for z in (x, y)))
+            factor = np.where(mask, self.factor_of(x), self.factor_of(y))
         degree = x.degree if mask.all() else y.degree if not mask.any() else x.degree.plus(y.degree)
         return Exact(number, np.where(mask, x.facts, y.facts), np.where(mask, x.real, y.real), factor, degree)
 

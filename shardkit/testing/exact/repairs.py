@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -31,7 +32,7 @@ Values = Mapping[Any, Operand]
 Change = Callable[..., Sequence[Operand]]
 
 
-class Place(NamedTuple):
+class Call(NamedTuple):
     """An equation where it is called, with the operands and results that it had first."""
 
     equation: Any
@@ -125,7 +126,7 @@ PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_di
 _EXTREMES = {"reduce_max": "maximum", "max": "maximum", "reduce_min": "minimum", "min": "minimum"}
 
 
-def repairs(field: Field, place: Place, others: Sequence[Any], sizes: Sequence[int]) -> Iterator[Repair]:
+def repairs(field: Field, place: Call, others: Sequence[Any], sizes: Sequence[int]) -> Iterator[Repair]:
     """What may be tried for an equation that could read the variables `others`, in a program with dims of `sizes`."""
     if all(isinstance(x, Exact) or x.dtype.kind in "fiub" for x in (*place.operands, *place.results)):
         yield from _Tools(field, place, sizes).all(others)
@@ -142,7 +143,7 @@ def _is_mask(x: Operand) -> bool:
 class _Tools:
     """Makes the repairs of a place."""
 
-    def __init__(self, field: Field, place: Place, sizes: Sequence[int]):
+    def __init__(self, field: Field, place: Call, sizes: Sequence[int]):
         self.field, self.place, self.sizes = field, place, sizes
         self.name, self.axes, self.rank = place.name, place.axes, len(place.axes)
         self.params, self.operands = place.equation.params, place.operands
@@ -409,6 +410,8 @@ class _Tools:
     def functions(self) -> Iterator[Repair]:
         """A function of the result."""
         aval = self.place.equation.outvars[0].aval
+        if not jnp.issubdtype(aval.dtype, jnp.floating):
+            return
         for function in _FUNCTIONS:
             equation = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).eqns[0]
             words = f"the {equation.primitive.name} of {self.name}"

@@ -419,8 +419,8 @@ class Rules:
         results: list[Operand] = []
         for at in indices:
             factor = None if factors is None else _taken(factors, at, self.rank)
-            number, facts_of, real = (_taken(part, at, self.rank) for part in (numbers, known, reals))
-            results.append(Exact(number, facts_of, real, factor, degree))
+            taken = partial(_taken, at=at, rank=self.rank)
+            results.append(Exact(taken(numbers), taken(known), taken(reals), factor, degree))
         return results
 
     def selected(self, equation: Any, which: Operand, no: Operand, yes: Operand) -> Exact:
@@ -488,7 +488,7 @@ class Rules:
         near = np.rint(real)
         exactly = (np.abs(real - near) < _NEAR * np.maximum(np.abs(real), 1)) & field.same(x, field.lifted(near))
         ties = "round" if equation.params.get("rounding_method") == lax.RoundingMethod.AWAY_FROM_ZERO else "even"
-        steps = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
+        steps: dict[str, Callable[..., Any]] = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
         if name == "round" and ties == "round":
             steps["round"] = _round_away
         found = np.where(exactly, near, steps.get(name, np.trunc)(real))

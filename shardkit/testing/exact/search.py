@@ -20,7 +20,7 @@ from shardkit._jax.jaxprs import walk
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.field import Field, RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Interpreter, Seen
-from shardkit.testing.exact.repairs import Change, Place, Repair, Values, repairs
+from shardkit.testing.exact.repairs import Call, Change, Repair, Values, repairs
 from shardkit.testing.exact.rules import Operand, UnsupportedError
 from shardkit.testing.exact.values import Exact
 
@@ -43,7 +43,7 @@ class Runs(NamedTuple):
 class Event(NamedTuple):
     """An equation that ran."""
 
-    place: Place
+    place: Call
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
 
@@ -63,7 +63,7 @@ class Record:
         self.maker: dict[int, int] = {}
         self.values: dict[Any, Operand] = {}
         self.readable: dict[int, list[Any]] = {}
-        self._places: dict[Any, Place] = {}
+        self._places: dict[Any, Call] = {}
         self._inputs: dict[int, Iterator[Any]] = {}
 
     def __call__(
@@ -74,7 +74,7 @@ class Record:
         axes: Mapping[str, int],
         around: str,
     ) -> None:
-        place = Place(equation, around, axes, operands, results)
+        place = Call(equation, around, axes, operands, results)
         place = self._places.setdefault((*place.key, len(axes)), place)
         for x in results:
             if not any(x is y for y in operands):
@@ -143,7 +143,7 @@ def _assign(values: dict[Any, Operand], equation: Any, operands: Sequence[Operan
     values.update(zip(equation.outvars, results, strict=False))
 
 
-class Found(NamedTuple):
+class Remedy(NamedTuple):
     """A repair that makes the result right.
 
     Attributes:
@@ -153,7 +153,7 @@ class Found(NamedTuple):
         behind: whether it is done to the result of the equation.
     """
 
-    place: Place
+    place: Call
     number: int
     cost: float
     words: str
@@ -253,7 +253,9 @@ class Search:
     def right(self, x: Operand, index: int) -> bool:
         """Whether a result is the reference's."""
         a, b = (y if isinstance(y, Exact) else self.field.lifted(y) for y in (x, self.wanted[index]))
-        return a.shape == b.shape and bool(self.field.same(a, b).all())
+        if a.shape != b.shape or (a.poison != b.poison).any():  # what is outside of a domain is right nowhere
+            return False
+        return bool(self.field.same(a, b).all())
 
     def tried(self, changes: Mapping[Any, Change]) -> Operand | None:
         """What the changed equation gives, if that makes the result right."""
@@ -279,9 +281,9 @@ class Search:
             return None  # a change without a meaning, as of an operand that has another form there
         return None
 
-    def suspects(self) -> dict[int, Place]:
+    def suspects(self) -> dict[int, Call]:
         """The equations that the wrong result follows from, by the number of their first event."""
-        places: dict[int, Place] = {}
+        places: dict[int, Call] = {}
         seen: set[Any] = set()
         for number in sorted(self.record.before([self.got])):
             place = self.record.events[number].place
@@ -290,7 +292,7 @@ class Search:
                 places[number] = place
         return places
 
-    def replaceable(self, place: Place, values: Iterable[Exact]) -> bool:
+    def replaceable(self, place: Call, values: Iterable[Exact]) -> bool:
         """Whether a value of the reference, in place of what an equation gives, makes the result right."""
         if len(place.results) != 1 or not isinstance(place.results[0], Exact):
             return False
@@ -298,7 +300,7 @@ class Search:
         tries = itertools.islice(pieces, _MOST_REFERENCES)
         return any(self.tried({place.key: lambda *_, x=piece: [x]}) is not None for piece in tries)
 
-    def repaired(self, doubt: Callable[[int, bool], float]) -> list[Found]:
+    def repaired(self, doubt: Callable[[int, bool], float]) -> list[Remedy]:
         """The repairs that make the result right, and are about as likely as the likeliest of them.
 
         `doubt` says how unlikely it is that the mistake is at a place.
@@ -321,7 +323,7 @@ class Search:
                 cost = same[0].cost + more + doubt(number, same[0].behind)
                 waiting.append((cost, number, group, way, same))
         waiting.sort(key=lambda row: row[:2])
-        found: list[Found] = []
+        found: list[Remedy] = []
         for cost, number, group, way, same in waiting:
             if self.runs >= self._most or cost > min([_UNLIKELY, *(other.cost + _MARGIN for other in found)]):
                 break
@@ -329,14 +331,14 @@ class Search:
             changes = {place.key: repair.change for place, repair in zip(places, same, strict=True)}
             changed = self.tried(changes)
             if changed is not None and self._confirmed(places, way, sizes):
-                found.append(Found(places[0], number, cost, same[0].words, changed, same[0].behind))
+                found.append(Remedy(places[0], number, cost, same[0].words, changed, same[0].behind))
         return found
 
-    def _confirmed(self, places: Sequence[Place], way: int, sizes: Sequence[int]) -> bool:
+    def _confirmed(self, places: Sequence[Call], way: int, sizes: Sequence[int]) -> bool:
         """Whether it is right with other numbers too, of which others are larger."""
         if self._second is None:
-            points, seed, *others = self.field.settings
-            field = Field(points, seed + 1, *others)
+            settings: Any = self.field.settings
+            field = Field(settings[0], settings[1] + 1, *settings[2:])
             self._second = self._again(self.programs._replace(field=field))
         if self._second is self:
             return True
@@ -355,18 +357,18 @@ class Search:
             return self
         return self if self.index is None else Search(programs, record, results[self.index], wanted, self.index)
 
-    def _repairs(self, place: Place, sizes: Sequence[int]) -> list[Repair]:
+    def _repairs(self, place: Call, sizes: Sequence[int]) -> list[Repair]:
         return list(repairs(self.field, place, self.record.readable.get(id(place.equation), ()), sizes))
 
 
-def _loops(suspects: Mapping[int, Place]) -> set[int]:
+def _loops(suspects: Mapping[int, Call]) -> set[int]:
     """How often loops may have been unrolled: so often several lines have the same equation."""
     counts = Counter((place.line, place.name) for place in suspects.values())
     lines = {(line, count // step) for (line, _), count in counts.items() for step in (1, 2, 3) if count % step == 0}
     return {n for n, often in Counter(n for _, n in lines).items() if n > 1 and often > 1}
 
 
-def _together(suspects: Mapping[int, Place]) -> Iterator[list[int]]:
+def _together(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
     """Equations that are repaired together: each alone, and what a line has again and again, as an unrolled loop."""
     alike: dict[Any, list[int]] = {}
     for number, place in suspects.items():
@@ -378,7 +380,7 @@ def _together(suspects: Mapping[int, Place]) -> Iterator[list[int]]:
                 yield from (numbers[i::step] for i in range(step))
 
 
-def _pieces(field: Field, value: Exact, place: Place) -> Iterator[Exact]:
+def _pieces(field: Field, value: Exact, place: Call) -> Iterator[Exact]:
     """A value of the reference as what an equation may give on each device: whole, split, or as shares of a sum."""
     local = place.results[0].shape[len(place.axes) :]
     names = [name for name, n in place.axes.items() if n > 1]
@@ -402,7 +404,7 @@ def _pieces(field: Field, value: Exact, place: Place) -> Iterator[Exact]:
             yield _on_first(field, piece, place, varying)
 
 
-def _on_first(field: Field, piece: Exact, place: Place, dims: Sequence[int]) -> Exact:
+def _on_first(field: Field, piece: Exact, place: Call, dims: Sequence[int]) -> Exact:
     """The value on the first devices along some axes, nothing on the others."""
     first = np.ones((1,) * len(piece.shape), bool)
     for dim in dims:

@@ -126,7 +126,9 @@ class Exact:
 
     def signed(self, sign: int) -> Exact:
         """The same, known to have a sign."""
-        return replace(self, facts=facts(self.shape, sign, self.infinite, *self.used, self.poison))
+        return replace(
+            self, facts=facts(self.shape, sign, self.infinite, self.used[0], self.used[1], poison=self.poison)
+        )
 
 
 def facts(

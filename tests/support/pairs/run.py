@@ -25,8 +25,8 @@ from support.pairs.shrinking import shrunk
 from support.pairs.truth import KINDS
 from support.pairs.verdicts import OUTCOMES, Pair, Verdict, cause_of_alarm, drawn, judged
 
-# Where a divisor is zero, or a number outside of a function's domain for some inputs, a certificate says nothing, and says
-# that it does not: those are told, and are no false proofs.
+# Where a divisor is zero, or a number outside of a function's domain for some inputs, a certificate says nothing, and
+# says that it does not: those are told, and are no false proofs.
 EXCUSED = ("nan at ties", "domain")
 _CLEARED = 1000  # jax keeps what it traced: after so many pairs it forgets
 

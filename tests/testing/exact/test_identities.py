@@ -253,7 +253,7 @@ def test_a_logarithm_beside_the_last_exp_is_refused():
 )
 def test_what_is_no_number_and_no_infinity(left, right):
     with pytest.raises(
-        (AssertionError, ValueError), match="is not the reference's for all inputs|not decided: the result"
+        (AssertionError, ValueError), match=r"is not the reference's for all inputs|not decided: the result"
     ):
         equal(left, right, grad=False)
 
