@@ -1,9 +1,10 @@
 """Proof for all inputs: programs run with numbers of a finite field in place of floats.
 
 Start with `equality.py`, what users call; `law.py` says the same of a training step. `field.py` is the arithmetic over
-the primes of `tower.py`, `rules.py` what each primitive means in it, `interpreter.py` a whole program over all devices,
-`difference.py` the way from a wrong result to its line. Imports of `testing/` what knows no laws, because `laws.py`
-imports it.
+the primes of `tower.py` on the numbers of `values.py`, `rules.py` what each primitive means in it, `interpreter.py` a
+whole program over all devices. `draws.py` says how often both programs run until they are proved equal, by what
+`coverage.py` has seen of their comparisons. `difference.py` is the way from a wrong result to its line: `search.py`
+tries the `repairs.py` that could make it right. Imports of `testing/` what knows no laws, because `laws.py` imports it.
 """
 
 from shardkit.testing.exact.equality import Equality, assert_equal_for_all_inputs

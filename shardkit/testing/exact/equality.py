@@ -106,7 +106,9 @@ def assert_equal_for_all_inputs(
     Both are traced, and run with numbers of a finite field in place of floats: every float of `args` is an unknown,
     drawn at random, and only its shape and dtype matter. Integers, booleans and keys keep their values. Programs that
     agree there are the same function of real numbers, but for a chance that the result bounds; one that is wrong by a
-    part in 10^12 is found. Rounding is not seen: `assert_matches_reference` compares floats.
+    part in 10^12 is found. Comparisons are decided by real inputs that are drawn too, several times, and by random
+    orders where no draw reached a branch; the result says what was seen. NaN is a value of its own. Rounding is not
+    seen: `assert_matches_reference` compares floats.
 
     Args:
         kernel: the function that each device runs.
@@ -126,8 +128,9 @@ def assert_equal_for_all_inputs(
         AssertionError: a difference; names the result or gradient, the line of the first value that the reference does
             not have, and how it differs: a factor, a missing sum, another device's piece.
         TypeError: args that is not a tuple.
-        ValueError: no float among the arguments, what has no meaning in a field, by its name and line, or programs that
-            are nested deeper, or larger, than can be proved, with what to shrink.
+        ValueError: what is neither proved nor refuted: a comparison of which one branch was not met and may differ, a
+            missing law of a function, by its line; no float among the arguments, what has no meaning in a field, by its
+            name and line, or programs that are nested deeper, or larger, than can be proved, with what to shrink.
 
     Cost: seconds on the host for shapes of a few hundred elements; neither program is compiled.
 
