@@ -52,7 +52,14 @@ class Decision:
     def open(self) -> bool:
         """Whether it could go both ways, and did not for any element."""
         free = ~self.decided
+        if self.exactly:  # a number equals the largest of several where it is it: as the same number, which is decided
+            return bool(free.any()) and not (self.held.any() and self.failed.any())
         return bool(free.any()) and not ((self.held & free).any() and (self.failed & free).any())
+
+    @property
+    def combined(self) -> bool:
+        """Whether it joins others, as `x > 0.8 and x < 1.2` does."""
+        return self.what in ("and", "or") or self.what.endswith(" between")
 
     @property
     def outcome(self) -> str:
@@ -92,16 +99,23 @@ class Coverage:
             words = frozenset(np.broadcast_to(differences, asked.shape)[~decided].tolist())
             self.constants |= _constants(field, x) | _constants(field, y)
         what, exactly = equation.primitive.name + part, equation.primitive.name in ("eq", "ne")
+        if field.kind == "zero" and not exactly:  # what is wrong on a branch is not seen where all inputs are zero
+            return
         if decided is None:
             decided = ~asked
         comparison = Decision(line, what, False, exactly, truth & asked, ~truth & asked, decided, words)
         self._add(key, comparison, identified=bool(words))
 
-    def note_known(self, equation: Any, line: str, truth: np.ndarray, part: str = "") -> None:
+    def note_known(self, field: Field, equation: Any, line: str, truth: np.ndarray, part: str = "") -> None:
         """What a comparison of integers gave, or an `and` or `or` of comparisons."""
         key = self.side, id(equation), part
+        if field.kind == "zero":
+            return
         never = np.zeros(truth.shape, bool)
-        self._add(key, Decision(line, equation.primitive.name + part, True, False, truth, ~truth, never, frozenset()))
+        integers = not part and equation.primitive.name not in ("and", "or")
+        self._add(
+            key, Decision(line, equation.primitive.name + part, integers, False, truth, ~truth, never, frozenset())
+        )
 
     def _add(self, key: Any, new: Decision, identified: bool = False) -> None:
         old = self.comparisons.get(key)

@@ -49,6 +49,7 @@ class Effort(NamedTuple):
     Attributes:
         draws: of real inputs, at least.
         most: of real inputs, where a comparison has not gone both ways.
+        kinds: of the draws behind the first.
         ties: of inputs of which some are equal.
         orders: the numbers of random ones, in turn, until all comparisons have gone both ways.
         foreign: how many of these at least, where only one side makes a comparison.
@@ -56,6 +57,7 @@ class Effort(NamedTuple):
 
     draws: int
     most: int
+    kinds: tuple[str, ...]
     ties: int
     orders: Sequence[int]
     foreign: int
@@ -64,11 +66,12 @@ class Effort(NamedTuple):
 def of_kernels(seconds: float) -> Effort:
     """More where a run takes few seconds: what hangs on several comparisons of few elements is seen in few draws."""
     runs = int(min(32, max(8, 0.3 / max(seconds, 1e-3))))
-    return Effort(draws=runs // 2, most=runs // 2 + 8, ties=runs // 4, orders=range(64), foreign=runs)
+    draws = runs // 2
+    return Effort(draws, draws + 8, KINDS[1:], ties=runs // 4, orders=range(64), foreign=runs)
 
 
-# A step takes a second for each of these. Orders 4 and 7 turn round comparisons of positive numbers, and with zero.
-STEP = Effort(draws=1, most=1, ties=0, orders=(4, 7, 5, 6), foreign=1)
+# A step takes a second for each of these. Constants are above all positive numbers in order 1, and below in order 2.
+STEP = Effort(draws=1, most=1, kinds=("narrow",), ties=0, orders=(1, 2, 4, 7), foreign=1)
 
 
 class Evidence(NamedTuple):
@@ -133,10 +136,11 @@ def equal(
 def _draw(trial: _Trial, effort: Effort) -> int:
     """More draws of real inputs, until all comparisons have gone both ways; how many."""
     count, coverage = 0, trial.coverage
-    for kind in [*KINDS[1:], *[""] * effort.most]:
+    for kind in [*effort.kinds, *[""] * effort.most]:
         waiting = coverage.open(False, False) or coverage.open(True, False)
         enough = count + 1 >= (effort.most if waiting else effort.draws)
-        if (enough and not trial.excluded()) or count + 1 >= effort.most + len(KINDS):
+        missing = trial.excluded() or any(decision.combined for decision in waiting)
+        if (enough and not missing) or count + 1 >= effort.most + len(effort.kinds):
             break
         count += trial.tried(kind)
     # Integers that follow from floats, as how many tokens an expert has, are extreme where all rows are alike.
@@ -146,6 +150,8 @@ def _draw(trial: _Trial, effort: Effort) -> int:
         count += trial.tried("repeated")
     if coverage.open(False, True):
         count += trial.tried("zero")
+    if coverage.open(False, True):  # zeros may make that no number
+        count += trial.tried("")
     return count
 
 

@@ -52,7 +52,7 @@ from shardkit.testing.exact.values import (
 
 # What real inputs are drawn as, draw by draw; in more draws each input is one of them.
 KINDS = ("normal", "positive", "wide", "unit", "negative")
-_WIDE = 16.0
+_WIDTHS = {"wide": 16.0, "narrow": 0.1}
 # Inputs of which rows, or elements, are equal, or are zero: a division by zero is then the draw's, not the program's,
 # and gradients are not compared, because the derivative of a maximum of equal numbers is a matter of convention.
 PLANTED = ("alike", "repeated", "zero")
@@ -111,7 +111,7 @@ class Field:
     Attributes:
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
-        kind: as what the inputs of a draw are drawn, one of KINDS or PLANTED; "" for one of KINDS for each input.
+        kind: as what the inputs of a draw are drawn, one of KINDS or PLANTED, or "narrow"; "" for one of KINDS for each.
         scale: by what normal inputs are multiplied.
         levels: how many primes of the tower there are, the highest.
         uninterpreted: the functions that were applied without a law, by name.
@@ -150,11 +150,18 @@ class Field:
         self.outside = ""
         self.centres: tuple[float, ...] = ()
         self._following: dict[int, np.ndarray] = {}
+        self._decisions: set[int] = set()
 
-    def follow(self, x: np.ndarray) -> np.ndarray:
+    def follow(self, x: np.ndarray, decision: bool = False) -> np.ndarray:
         """The same integers or booleans, known to follow from a comparison or from rounding."""
         self._following[id(x)] = x  # which keeps it, so that no other array has its id
+        if decision:
+            self._decisions.add(id(x))
         return x
+
+    def is_decision(self, x: Any) -> bool:
+        """Whether booleans are what a comparison of floats gave, or several joined."""
+        return id(x) in self._decisions
 
     def follows(self, x: Any) -> bool:
         """Whether integers or booleans follow from floats."""
@@ -206,8 +213,8 @@ class Field:
         real = rng.normal(size=(1, *shape)) * self.scale
         if kind in ("positive", "negative"):
             real = np.exp(real) if kind == "positive" else -np.exp(real)
-        elif kind == "wide":
-            real = real * _WIDE
+        elif kind in _WIDTHS:
+            real = real * _WIDTHS[kind]
         elif kind == "unit":
             real = rng.uniform(size=(1, *shape))
         x = Exact(number, facts(shape), real, degree=INPUT)

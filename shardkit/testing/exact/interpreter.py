@@ -36,6 +36,7 @@ _AS_THEY_ARE = {
 }
 _QUIET = ("debug_callback", "debug_print")
 _MOST_ROUNDS = 1000  # of a loop that a float ends
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _HOLDING = ("shard_map", "scan", "while", "cond")
 
 
@@ -78,8 +79,16 @@ class Interpreter:
                 error.line = source_line(equation)
             raise
         if equation.primitive.name not in _HOLDING:
-            if any(self.field.follows(x) for x in operands):
-                results = [y if isinstance(y, Exact) else self.field.follow(np.asarray(y)) for y in results]
+            following = [x for x in operands if self.field.follows(x)]
+            if following:
+                decides = equation.primitive.name not in _COMPARISONS and all(map(self.field.is_decision, following))
+                known_ones = [y if isinstance(y, Exact) else np.asarray(y) for y in results]
+                results = [
+                    y
+                    if isinstance(y, Exact) or self.field.follows(y)
+                    else self.field.follow(y, decides and y.dtype == bool)
+                    for y in known_ones
+                ]
             return self._tell(equation, operands, results) or results
         return results
 
@@ -121,13 +130,12 @@ class Interpreter:
     def _known(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """Results of what is known; what follows from comparisons of floats is followed, and compared with care."""
         results = known(equation, operands, self.rank)
-        following = [self.field.follows(x) for x in operands]
-        if not any(following):
+        if not any(self.field.follows(x) for x in operands):
             return results
         name, coverage = equation.primitive.name, self.field.coverage
-        together = name in ("and", "or") and all(following) and results[0].dtype == bool
-        if coverage is not None and (together or name in ("eq", "ne", "lt", "le", "gt", "ge")):
-            coverage.note_known(equation, source_line(equation, self.around), results[0])
+        together = name in ("and", "or") and all(self.field.is_decision(x) for x in operands)
+        if coverage is not None and (together or name in _COMPARISONS):
+            coverage.note_known(self.field, equation, source_line(equation, self.around), results[0])
         return results
 
     # Devices

@@ -434,7 +434,7 @@ class Rules:
         """The truth of a comparison, noted: what follows from it follows from floats."""
         if self.field.coverage is not None:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
-        return self.field.follow(np.asarray(truth))
+        return self.field.follow(np.asarray(truth), decision=True)
 
     def line(self, equation: Any) -> str:
         """Where an equation stands in the user's program."""
@@ -801,7 +801,9 @@ class Rules:
         below = self.decide(equation, key < lowest, x, low, " from below")
         above = self.decide(equation, key > highest, x, high, " from above")
         if field.coverage is not None:
-            field.coverage.note_known(equation, self.line(equation), ~below & ~above & ~np.isnan(key), " between")
+            field.coverage.note_known(
+                field, equation, self.line(equation), ~below & ~above & ~np.isnan(key), " between"
+            )
         return field.where(above, high, field.where(below, low, x))
 
 

@@ -188,3 +188,30 @@ def test_what_would_take_too_long_is_refused_with_its_largest_array():
         assert message.endswith(
             "Shrink batch, sequence, widths and layers to a few elements per device, as testing.small does."
         )
+
+
+# The collective of one device waits for ever for the others: a proof of the numbers alone would pass.
+def test_a_collective_that_not_all_devices_come_to():
+    def alone(x):
+        return lax.cond(lax.axis_index("data") == 0, lambda y: lax.psum(y, "data") * 0 + y, lambda y: y, x)
+
+    def loop(x):
+        rounds = lax.axis_index("data") + 1
+        return lax.fori_loop(0, rounds, lambda _, y: y + 0 * lax.psum(y, "data"), x)
+
+    for kernel, name in ((alone, "psum"), (loop, "psum")):
+        message = refused(lambda kernel=kernel: proved(kernel, lambda x: x, check_vma=False), AssertionError)
+        assert "the branch at test_equality.py:" in message
+        assert message.endswith(f"must be the same along 'data': its {name} waits for all devices")
+
+
+def test_a_certificate_says_what_was_seen_of_comparisons():
+    found = proved(lambda x: jnp.where(x > 1, x, 1.0), lambda x: jnp.maximum(x, 1.0))
+    [line] = found.compared
+    assert line.startswith("comparisons: at ") and " draws of real inputs" in line
+    assert "that a difference on the branches of the first draw was missed" in str(found)
+    assert found.assumed[-1].startswith("what hangs on several comparisons at once")
+    kept = proved(lambda x: jnp.where(x * x < 0, 1.0, jnp.log(x)), jnp.log)
+    assert any("not compared where a number is outside" in line for line in kept.compared)
+    with pytest.raises(AssertionError, match="where some inputs are equal"):  # as they are to the constants
+        proved(lambda x: jnp.where(x > 1, x, 1.0), lambda x: jnp.where(x > 1 + 1e-6, x, 1.0))

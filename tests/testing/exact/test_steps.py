@@ -188,3 +188,33 @@ def test_a_relative_error_of_a_part_in_10_to_the_12_is_found():
     grad_fn, alone = sk.value_and_grad(loss), sk.value_and_grad(model.loss(None))
     with pytest.raises(AssertionError, match="the loss of step 0 is not the reference's for all inputs"):
         holds(Row({"data": 2}, sk.dp("data")), grad_fn, alone, model.params(), [model.batch(0)])
+
+
+# proves N49: what is wrong inside a clipping alone is found, where few examples go
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_surrogate_that_is_clipped(wrong):
+    def clipped(ratio):
+        inside = (ratio > 0.8) & (ratio < 1.2)
+        return jnp.where(inside, 0.0 if wrong else ratio, jnp.clip(ratio, 0.8, 1.2))
+
+    def loss(clip):
+        def loss_fn(params, batch, keys):
+            ratio = jnp.exp(batch["x"] @ params["w"] - batch["old"])
+            return sk.Mean.of(-jnp.minimum(ratio * batch["gain"], clip(ratio) * batch["gain"]))
+
+        return sk.value_and_grad(loss_fn)
+
+    params = {"w": np.ones(3, "f")}
+    batch = {"x": np.ones((8, 3), "f"), "old": np.ones(8, "f"), "gain": np.ones(8, "f")}
+    args = (
+        Row({"data": 4}, sk.dp("data")),
+        loss(clipped),
+        loss(lambda ratio: jnp.clip(ratio, 0.8, 1.2)),
+        params,
+        [batch],
+    )
+    if wrong:
+        with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+            holds(*args)
+    else:
+        holds(*args)
