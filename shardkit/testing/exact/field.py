@@ -111,7 +111,7 @@ class Field:
     Attributes:
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
-        kind: as what the inputs of a draw are drawn, one of KINDS or PLANTED, or "narrow"; "" for one of KINDS for each.
+        kind: what the inputs of a draw are, one of KINDS or PLANTED, or "narrow"; "" for one of KINDS for each.
         scale: by what normal inputs are multiplied.
         levels: how many primes of the tower there are, the highest.
         uninterpreted: the functions that were applied without a law, by name.
