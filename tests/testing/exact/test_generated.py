@@ -1,4 +1,4 @@
-"""Pairs of programs that nobody chose: how many wrong ones are proved. `tests/support/pairs/run.py` prints the whole table."""
+"""Pairs of programs that nobody chose: how many wrong ones are proved. `tests/support/pairs/run.py` prints a table."""
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,9 @@ PROVED = 0.8  # of the right pairs, at least so many are; the rest are identitie
 PROGRAMS = 120
 
 
-# Of wrong pairs, at most so many are proved: those that differ for a few inputs in a hundred, behind several comparisons,
-# or only where inputs are equal, which a certificate says. It was 1.5% of seeds 0 to 1499 and 1.3% of 2000 to 2999.
+# Of wrong pairs, at most so many are proved: those that differ for a few inputs in a hundred, behind several
+# comparisons, or only where inputs are equal, which a certificate says. It was 1.5% of seeds 0 to 1499 and 1.3% of 2000
+# to 2999.
 FALSE = 0.03
 
 
