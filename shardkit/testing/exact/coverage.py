@@ -143,9 +143,19 @@ class Coverage:
                 yield comparison
 
     def open(self, integers: bool, exactly: bool) -> list[Decision]:
-        """Comparisons of a kind that could have gone both ways and have not."""
-        kinds = [x for x in self.comparisons.values() if x.integers == integers and x.exactly == exactly]
-        return [x for x in kinds if x.open]
+        """Comparisons of a kind that could have gone both ways and have not.
+
+        One for equality is none of them where the same numbers are put in order, as where the derivative of a maximum
+        asks for ties: inputs that are equal are drawn for their own sake.
+        """
+        kinds = [x for x in self.comparisons.values() if x.integers == integers and x.exactly == exactly and x.open]
+        if not exactly:
+            return kinds
+        ordered: set[int] = set()
+        for comparison in self.comparisons.values():
+            if not comparison.exactly:
+                ordered |= comparison.words
+        return [x for x in kinds if not x.words or x.words - ordered]
 
 
 def _constants(field: Field, x: Exact) -> set[float]:

@@ -161,14 +161,15 @@ def _order(trial: _Trial, effort: Effort) -> int:
     # An order rounds nothing: there, what is computed from integers of floats is of unknown integers.
     foreign = [] if trial.rounds else list(coverage.foreign())
     waiting = coverage.open(False, False)
-    if not foreign and not waiting:
-        return _refuse_open(trial, 0)
+    if not foreign and not waiting and not coverage.open(False, True):
+        return 0
     count = effort.foreign if foreign else 0
-    suspects = [*waiting, *foreign]
+    suspects = [*waiting, *foreign, *coverage.open(False, True)]
     done = 0
     try:
         for order in effort.orders:
-            if done >= count and not coverage.open(False, False):
+            # An order may choose another largest number, which then equals it.
+            if done >= count and not coverage.open(False, False) and not coverage.open(False, True):
                 break
             trial.run(_POINTS, order=order)
             done += 1
