@@ -266,7 +266,7 @@ class _Sentence:
 
     def _doubt(self, repair: Found) -> float:
         """How unlikely a repair is: less so one that gives what the reference has, or is beside a collective."""
-        computed, doubt = self.values.computed.keys(), repair.cost
+        computed, doubt = set(self.values.computed), repair.cost
         if repair.words.startswith(("the sum", "the mean")):  # of the last value, it gives the result
             computed = computed - {_digest(_top(self.field, x)) for x in self.search.wanted}
         if isinstance(repair.value, Exact) and self.values.form(repair.value, repair.place.axes, computed) == "":
