@@ -187,6 +187,8 @@ class _Sentence:
         """The first value that the reference does not have."""
         explained, last = self.values.explained, self.values.origin(self.got)
         entries = [event for event in self._entries() if doubts.get(self._number(event), 0.0) < _KNOWN]
+        # The line of a shard_map is the library's own.
+        entries = [event for event in entries if event.place.equation.primitive.name != "shard_map"]
         if relation == _ZERO or not entries:
             return (f": {relation}" if relation else "") + (f"; it comes from {last}" if last else "")
         first = min(entries, key=lambda event: (not any(map(explained, event.operands)), self._number(event)))

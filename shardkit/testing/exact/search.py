@@ -1,31 +1,26 @@
 """Which equation of a wrong program is the mistake: one whose repair makes the result right.
 
 A run of the program is recorded, every value with the equation that made it. Suspected is what the wrong result follows
-from. Where a value of the reference in place of one of the program's makes the result right, the mistake is there or
-before it. Of the equations that are left the repairs of `repairs.py` are tried, each by one more run, likely mistakes
-first. Equations of a Python loop that was unrolled are repaired together.
+from. Of these equations the repairs of `repairs.py` are tried, each by one more run, likely mistakes first; what makes
+the result right must do so with other numbers too. Equations of a Python loop that was unrolled are repaired together.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-from jax.sharding import PartitionSpec
-
 from shardkit._jax.jaxprs import walk
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.field import Field, RedrawError, TooDeepError, UnknownValueError
-from shardkit.testing.exact.interpreter import DiffersError, HangsError, Interpreter, Seen
+from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.repairs import Call, Change, Repair, Values, repairs
 from shardkit.testing.exact.rules import Operand, UnsupportedError
 from shardkit.testing.exact.values import Exact
 
 # How many runs are tried, and equations of all of them: a minute, of the largest programs that are proved.
-MOST_RUNS, _MOST_EQUATIONS, _MOST_REFERENCES = 600, 150_000, 40
+MOST_RUNS, _MOST_EQUATIONS = 600, 150_000
 # How much less likely than the likeliest a repair may be that is looked at too.
 _MARGIN, _UNLIKELY = 0.75, 3.5
 _PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "slice", "transpose", "expand_dims")
@@ -292,14 +287,6 @@ class Search:
                 places[number] = place
         return places
 
-    def replaceable(self, place: Call, values: Iterable[Exact]) -> bool:
-        """Whether a value of the reference, in place of what an equation gives, makes the result right."""
-        if len(place.results) != 1 or not isinstance(place.results[0], Exact):
-            return False
-        pieces = (piece for value in values for piece in _pieces(self.field, value, place))
-        tries = itertools.islice(pieces, _MOST_REFERENCES)
-        return any(self.tried({place.key: lambda *_, x=piece: [x]}) is not None for piece in tries)
-
     def repaired(self, doubt: Callable[[int, bool], float]) -> list[Remedy]:
         """The repairs that make the result right, and are about as likely as the likeliest of them.
 
@@ -378,39 +365,3 @@ def _together(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
         for step in (1, 2, 3):
             if len(numbers) % step == 0 and len(numbers) > step:
                 yield from (numbers[i::step] for i in range(step))
-
-
-def _pieces(field: Field, value: Exact, place: Call) -> Iterator[Exact]:
-    """A value of the reference as what an equation may give on each device: whole, split, or as shares of a sum."""
-    local = place.results[0].shape[len(place.axes) :]
-    names = [name for name, n in place.axes.items() if n > 1]
-    outside = Interpreter(field)
-    for ways in itertools.product([None, *range(len(value.shape))], repeat=len(names)):
-        shape = list(value.shape)
-        spec: list[list[str]] = [[] for _ in shape]
-        for name, dim in zip(names, ways, strict=True):
-            if dim is not None:
-                spec[dim].append(name)
-                shape[dim] = shape[dim] // place.axes[name] if shape[dim] % place.axes[name] == 0 else 0
-        if [n for n in shape if n != 1] != [n for n in local if n != 1]:
-            continue
-        parts = PartitionSpec(*(tuple(part) or None for part in spec))
-        piece = outside._pieces(value, parts, dict(place.axes))
-        lead = piece.shape[: len(place.axes)]
-        piece = piece.moved(lambda part, lead=lead: part.reshape(len(part), *lead, *local))
-        yield piece
-        varying = [at for at, n in enumerate(place.results[0].shape[: len(lead)]) if n > 1 and lead[at] == 1]
-        if varying:
-            yield _on_first(field, piece, place, varying)
-
-
-def _on_first(field: Field, piece: Exact, place: Call, dims: Sequence[int]) -> Exact:
-    """The value on the first devices along some axes, nothing on the others."""
-    first = np.ones((1,) * len(piece.shape), bool)
-    for dim in dims:
-        n = list(place.axes.values())[dim]
-        index = np.arange(n).reshape([n if at == dim else 1 for at in range(len(piece.shape))])
-        first = first & (index == 0)
-    lead = np.broadcast_shapes(first.shape, piece.shape)
-    whole = piece.moved(lambda part: np.broadcast_to(part, (len(part), *lead)))
-    return field.where(np.broadcast_to(first, lead), whole, field.lifted(np.zeros(lead, np.float32)))
