@@ -9,7 +9,6 @@ a draw sees both branches of both; where one compares x with 1 and the other wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from dataclasses import field as attribute
 from typing import Any
@@ -21,6 +20,8 @@ from shardkit.testing.exact.tower import PRIMES
 from shardkit.testing.exact.values import Exact
 
 ON_MESH, ALONE = 0, 1
+# What a decision is about: two numbers, which is larger; whether they are equal; integers that follow from others.
+ORDER, EQUALITY, INTEGERS = "order", "equality", "integers"
 _MOST_CONSTANTS = 16  # of one comparison
 
 
@@ -31,8 +32,7 @@ class Decision:
     Attributes:
         line: where it stands.
         what: the primitive, and which part of it.
-        integers: whether it compares integers that follow from a comparison of floats.
-        exactly: whether it asks if two numbers are equal.
+        kind: ORDER, EQUALITY or INTEGERS.
         held: bool [...], where it was true in some draw.
         failed: where it was false.
         decided: where its operands leave no choice, as for a square and zero.
@@ -41,23 +41,24 @@ class Decision:
 
     line: str
     what: str
-    integers: bool
-    exactly: bool
+    kind: str
     held: np.ndarray
     failed: np.ndarray
     decided: np.ndarray
-    words: frozenset[int]
+    words: frozenset[int] = frozenset()
 
     @property
     def open(self) -> bool:
         """Whether it could go both ways, and did not for any element."""
         free = ~self.decided
-        if self.exactly:  # a number equals the largest of several where it is it: as the same number, which is decided
-            return bool(free.any()) and not (self.held.any() and self.failed.any())
-        return bool(free.any()) and not ((self.held & free).any() and (self.failed & free).any())
+        if not free.any():
+            return False
+        # A number equals the largest of several where it is it: as the same number, which is decided.
+        counted = np.ones_like(free) if self.kind == EQUALITY else free
+        return not ((self.held & counted).any() and (self.failed & counted).any())
 
     @property
-    def combined(self) -> bool:
+    def joined(self) -> bool:
         """Whether it joins others, as `x > 0.8 and x < 1.2` does."""
         return self.what in ("and", "or") or self.what.endswith(" between")
 
@@ -66,19 +67,26 @@ class Decision:
         """What it always was."""
         return "true" if self.held.any() else "false"
 
+    def add(self, other: Decision) -> None:
+        """What it was in another draw."""
+        self.held, self.failed = self.held | other.held, self.failed | other.failed
+        if other.words:  # else nothing was told apart, and nothing is known to be decided
+            self.decided = self.decided & other.decided
+        self.words = self.words | other.words
+
 
 @dataclass
 class Coverage:
     """All comparisons of two programs.
 
     Attributes:
-        comparisons: by side, equation and part of it.
+        decisions: by side, equation, part of it and number of dims.
         constants: the logarithms of constants that are compared, but for their signs.
         side: that of the program that runs.
         identifies: whether the differences of numbers are told apart, which takes longer than all else here.
     """
 
-    comparisons: dict[Any, Decision] = attribute(default_factory=dict)
+    decisions: dict[Any, Decision] = attribute(default_factory=dict)
     constants: set[float] = attribute(default_factory=set)
     side: int = ALONE
     identifies: bool = True
@@ -88,74 +96,71 @@ class Coverage:
     ) -> None:
         """What a comparison of floats gave."""
         x, y = operands
-        key = self.side, id(equation), part
+        kind = EQUALITY if equation.primitive.name in ("eq", "ne") else ORDER
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)
-        words: frozenset[int] = frozenset()
-        decided = None
+        decision = Decision(line, equation.primitive.name + part, kind, truth & asked, ~truth & asked, ~asked)
         if self.identifies and field.points > 1:
             differences, fixed = _identify(field, x, y)
-            decided = ~asked | fixed
-            words = frozenset(np.broadcast_to(differences, asked.shape)[~decided].tolist())
+            decision.decided = decision.decided | fixed
+            decision.words = frozenset(np.broadcast_to(differences, asked.shape)[~decision.decided].tolist())
             self.constants |= _constants(field, x) | _constants(field, y)
-        what, exactly = equation.primitive.name + part, equation.primitive.name in ("eq", "ne")
-        if field.kind == "zero" and not exactly:  # what is wrong on a branch is not seen where all inputs are zero
+        if field.kind == "zero" and kind == ORDER:  # a wrong branch is not seen where all inputs are zero
             return
-        if decided is None:
-            decided = ~asked
-        comparison = Decision(line, what, False, exactly, truth & asked, ~truth & asked, decided, words)
-        self._add(key, comparison, identified=bool(words))
+        self._add(equation, part, decision)
 
-    def note_known(self, field: Field, equation: Any, line: str, truth: np.ndarray, part: str = "") -> None:
-        """What a comparison of integers gave, or an `and` or `or` of comparisons."""
-        key = self.side, id(equation), part
-        if field.kind == "zero":
-            return
-        never = np.zeros(truth.shape, bool)
-        integers = not part and equation.primitive.name not in ("and", "or")
-        self._add(
-            key, Decision(line, equation.primitive.name + part, integers, False, truth, ~truth, never, frozenset())
-        )
+    def note_integers(self, field: Field, equation: Any, line: str, truth: np.ndarray) -> None:
+        """What a comparison of integers gave that follow from floats."""
+        if field.kind != "zero":
+            never = np.zeros(truth.shape, bool)
+            self._add(equation, "", Decision(line, equation.primitive.name, INTEGERS, truth, ~truth, never))
 
-    def _add(self, key: Any, new: Decision, identified: bool = False) -> None:
-        old = self.comparisons.get(key)
-        if old is None or old.held.shape != new.held.shape:
-            self.comparisons[key] = new
-            return
-        old.held, old.failed = old.held | new.held, old.failed | new.failed
-        if identified:
-            old.decided = old.decided & new.decided
-        old.words = old.words | new.words
+    def note_joined(self, field: Field, equation: Any, line: str, truth: np.ndarray, part: str = "") -> None:
+        """What several comparisons of floats gave together."""
+        if field.kind != "zero":
+            never = np.zeros(truth.shape, bool)
+            self._add(equation, part, Decision(line, equation.primitive.name + part, ORDER, truth, ~truth, never))
+
+    def _add(self, equation: Any, part: str, decision: Decision) -> None:
+        key = self.side, id(equation), part, decision.held.ndim
+        if key in self.decisions:
+            self.decisions[key].add(decision)
+        else:
+            self.decisions[key] = decision
 
     def merge(self, other: Coverage) -> None:
         """What another run of a side noted."""
-        for key, comparison in other.comparisons.items():
-            self._add(key, replace(comparison), identified=bool(comparison.words))
+        for key, decision in other.decisions.items():
+            if key in self.decisions:
+                self.decisions[key].add(decision)
+            else:
+                self.decisions[key] = replace(decision)
         self.constants |= other.constants
 
-    def foreign(self) -> Iterator[Decision]:
+    def free(self) -> list[Decision]:
+        """Those that could go both ways."""
+        return [decision for decision in self.decisions.values() if not decision.decided.all()]
+
+    def foreign(self) -> list[Decision]:
         """Comparisons that only one side makes."""
         words: list[set[int]] = [set(), set()]
-        for (side, *_), comparison in self.comparisons.items():
-            words[side] |= comparison.words
-        for (side, *_), comparison in self.comparisons.items():
-            if comparison.words - words[1 - side]:
-                yield comparison
+        for (side, *_), decision in self.decisions.items():
+            words[side] |= decision.words
+        return [decision for (side, *_), decision in self.decisions.items() if decision.words - words[1 - side]]
 
-    def open(self, integers: bool, exactly: bool) -> list[Decision]:
+    def open(self, kind: str) -> list[Decision]:
         """Comparisons of a kind that could have gone both ways and have not.
 
         One for equality is none of them where the same numbers are put in order, as where the derivative of a maximum
         asks for ties: inputs that are equal are drawn for their own sake.
         """
-        kinds = [x for x in self.comparisons.values() if x.integers == integers and x.exactly == exactly and x.open]
-        if not exactly:
-            return kinds
         ordered: set[int] = set()
-        for comparison in self.comparisons.values():
-            if not comparison.exactly:
-                ordered |= comparison.words
-        return [x for x in kinds if not x.words or x.words - ordered]
+        if kind == EQUALITY:
+            for decision in self.decisions.values():
+                if decision.kind == ORDER:
+                    ordered |= decision.words
+        decisions = [decision for decision in self.decisions.values() if decision.kind == kind and decision.open]
+        return [decision for decision in decisions if not decision.words or decision.words - ordered]
 
 
 def _constants(field: Field, x: Exact) -> set[float]:

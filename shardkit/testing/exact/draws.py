@@ -10,6 +10,7 @@ or that none of the draws did, which is no proof: "not decided", with the line.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from typing import Any, NamedTuple
@@ -18,20 +19,21 @@ import numpy as np
 
 from shardkit._jax.jaxprs import source_line
 from shardkit.testing._compare import UnequalError
-from shardkit.testing.exact.coverage import ALONE, ON_MESH, Coverage, Decision
+from shardkit.testing.exact.coverage import ALONE, EQUALITY, INTEGERS, ON_MESH, ORDER, Coverage, Decision
 from shardkit.testing.exact.difference import located
 from shardkit.testing.exact.field import KINDS, Field, RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.rules import Operand, UnsupportedError
 from shardkit.testing.exact.search import Runs
 from shardkit.testing.exact.tower import LEVELS
-from shardkit.testing.exact.values import NOT_A_NUMBER, OUTSIDE, Exact
+from shardkit.testing.exact.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degree, Exact
 
 _SEEDS = 8
 _SCALES = (1.0, 0.3, 0.1, 0.03)
 _POINTS = 2  # of the first draw at least, and of orders: two tell a constant from an unknown
 _ROUNDS = 1e-13  # by how much real values may differ that are equal, but for rounding
 _FEWEST = 1  # of further draws
+_MOST_IN_VAIN = 8
 Side = Callable[[Field, Seen | None], list[Operand]]
 
 
@@ -78,22 +80,22 @@ class Evidence(NamedTuple):
     """What two equal programs were seen to do.
 
     Attributes:
-        field: of the first draw.
-        results: of the program on the mesh, in it.
+        field: of the first run.
+        degree: bounds of that of the results, in all draws.
         draws: of real inputs.
         orders: random ones.
-        comparisons: all that could go both ways.
-        one_way: those that never did.
+        decisions: all comparisons that could go both ways.
+        foreign: those of them that only one side makes.
         outside: the line where a value was outside of the domain of a function in a draw; "" if none was.
         no_number: by result, in how many of its elements both sides are no number, and how many it has.
     """
 
     field: Field
-    results: list[Operand]
+    degree: Degree
     draws: int
     orders: int
-    comparisons: list[Decision]
-    one_way: list[Decision]
+    decisions: list[Decision]
+    foreign: list[Decision]
     outside: str
     no_number: dict[str, tuple[int, int]]
 
@@ -114,103 +116,78 @@ def equal(
     """
     trial = _Trial(where, subject, names, sides, len(names) if values is None else values)
     try:
-        field, results = trial.run(max(points, _POINTS), kind=KINDS[0])
-    except UnknownValueError:
-        return _ordered(trial, max(points, _POINTS), effort)
-    draws, orders = 1, 0
+        trial.run(max(points, _POINTS), kind=KINDS[0])
+    except UnknownValueError:  # values beyond floats, or a function that has none here: orders alone
+        trial.run(max(points, _POINTS), order=effort.orders[0])
     trial.coverage.identifies = False
-    if field.compared or trial.excluded():
-        draws += _draw(trial, effort)
-        orders = _order(trial, effort)
+    if trial.field.order is None and (trial.field.compared or trial.excluded()):
+        _draw(trial, effort)
+    _order(trial, effort)
     if name := trial.excluded():
         raise UndecidedError(
             f"{where}: not decided at {trial.outside or 'an unknown line'}: in every draw the {name} is outside of the "
             "domain of a function, as of the logarithm of a negative number. Write it so that both sides take it of "
             "the same sign, or compare floats with assert_matches_reference."
         )
-    comparisons = [x for x in trial.coverage.comparisons.values() if not x.decided.all()]
-    one_way = [x for x in comparisons if x.open]
-    return Evidence(field, results, draws, orders, comparisons, one_way, trial.outside, trial.no_number)
+    return trial.evidence()
 
 
-def _draw(trial: _Trial, effort: Effort) -> int:
-    """More draws of real inputs, until all comparisons have gone both ways; how many."""
-    count, coverage = 0, trial.coverage
+def _draw(trial: _Trial, effort: Effort) -> None:
+    """More draws of real inputs, until all comparisons have gone both ways."""
+    coverage = trial.coverage
     for kind in [*effort.kinds, *[""] * effort.most]:
-        waiting = coverage.open(False, False) or coverage.open(True, False)
-        enough = count + 1 >= (effort.most if waiting else effort.draws)
-        missing = trial.excluded() or any(decision.combined for decision in waiting)
-        if (enough and not missing) or count + 1 >= effort.most + len(effort.kinds):
+        waiting = coverage.open(ORDER) or coverage.open(INTEGERS)
+        enough = trial.draws >= (effort.most if waiting else effort.draws)
+        missing = trial.excluded() or any(decision.joined for decision in waiting)
+        if (enough and not missing) or trial.draws >= effort.most + len(effort.kinds):
             break
-        count += trial.tried(kind)
+        trial.draw(kind)
     # Integers that follow from floats, as how many tokens an expert has, are extreme where all rows are alike.
-    if effort.ties and coverage.open(True, False):
-        count += trial.tried("alike")
+    if effort.ties and coverage.open(INTEGERS):
+        trial.draw("alike")
     for _ in range(effort.ties):
-        count += trial.tried("repeated")
-    if coverage.open(False, True):
-        count += trial.tried("zero")
-    if coverage.open(False, True):  # zeros may make that no number
-        count += trial.tried("")
-    return count
+        trial.draw("repeated")
+    if coverage.open(EQUALITY):
+        trial.draw("zero")
+    if coverage.open(EQUALITY):  # zeros may make that no number
+        trial.draw("")
 
 
-def _order(trial: _Trial, effort: Effort) -> int:
-    """Random orders, where a comparison went one way or only one side makes it; how many."""
+def _order(trial: _Trial, effort: Effort) -> None:
+    """Random orders, where a comparison went one way or only one side makes it."""
     coverage = trial.coverage
     # An order rounds nothing: there, what is computed from integers of floats is of unknown integers.
-    foreign = [] if trial.rounds else list(coverage.foreign())
-    waiting = coverage.open(False, False)
-    if not foreign and not waiting and not coverage.open(False, True):
-        return 0
+    foreign = [] if trial.rounds else coverage.foreign()
+    waiting = coverage.open(ORDER)
+    suspects = [*waiting, *foreign, *coverage.open(EQUALITY)]
+    if not suspects:
+        return
     count = effort.foreign if foreign else 0
-    suspects = [*waiting, *foreign, *coverage.open(False, True)]
-    done = 0
     try:
         for order in effort.orders:
-            # An order may choose another largest number, which then equals it.
-            if done >= count and not coverage.open(False, False) and not coverage.open(False, True):
+            # An order may choose another largest number, which then equals it. What eight orders leave open, all do.
+            still = coverage.open(ORDER) or coverage.open(EQUALITY)
+            if trial.orders >= count and (not still or trial.orders >= _MOST_IN_VAIN):
                 break
             trial.run(_POINTS, order=order)
-            done += 1
-            if done >= max(count, 8):  # what has not gone both ways in eight orders cannot
-                break
     except UnequalError as error:
         raise UndecidedError(_undecided(trial.where, suspects[0], waiting)) from error
     except UnprovableError as error:
         if waiting:
             raise UndecidedError(_undecided(trial.where, suspects[0], waiting)) from error
-        return 0
-    return _refuse_open(trial, done)
-
-
-def _refuse_open(trial: _Trial, orders: int) -> int:
-    """Refuses numbers that were never seen equal, which no order can make so."""
-    never = trial.coverage.open(False, True)
+    never = coverage.open(EQUALITY)
     if never:
         raise UndecidedError(_undecided(trial.where, never[0], never))
-    return orders
 
 
-def _undecided(where: str, comparison: Decision, waiting: Sequence[Decision]) -> str:
+def _undecided(where: str, decision: Decision, waiting: Sequence[Decision]) -> str:
     how = "only one side makes this comparison, and the sides differ where it alone goes another way"
-    if comparison in waiting:
-        how = f"this comparison was {comparison.outcome} for all inputs that were drawn, but need not be for others"
+    if decision in waiting:
+        how = f"this comparison was {decision.outcome} for all inputs that were drawn, but need not be for others"
     return (
-        f"{where}: not decided at {comparison.line} ({comparison.what}): {how}. Compare alike on both sides, or "
-        "compare floats for inputs of both kinds with assert_matches_reference."
+        f"{where}: not decided at {decision.line} ({decision.what}): {how}. Compare alike on both sides, or compare "
+        "floats for inputs of both kinds with assert_matches_reference."
     )
-
-
-def _ordered(trial: _Trial, points: int, effort: Effort) -> Evidence:
-    """Orders alone, for programs whose values are beyond floats, or of functions that have none here."""
-    first, *orders = effort.orders[:16]
-    field, results = trial.run(points, order=first)
-    for order in orders:
-        trial.run(_POINTS, order=order)
-    comparisons = [x for x in trial.coverage.comparisons.values() if not x.decided.all()]
-    one_way = [x for x in comparisons if x.open]
-    return Evidence(field, results, 0, 1 + len(orders), comparisons, one_way, "", trial.no_number)
 
 
 @dataclass
@@ -219,6 +196,9 @@ class _Trial:
 
     Attributes:
         values: how many of the results are no gradients.
+        draws: how many of real inputs there were.
+        orders: how many random ones.
+        degree: bounds of that of the results, in all draws.
         levels: how many primes a further run needs.
         included: by result, which elements were compared.
         outside: the line where a value was first outside of the domain of a function.
@@ -231,6 +211,10 @@ class _Trial:
     sides: tuple[Side, Side]
     values: int
     coverage: Coverage = attribute(default_factory=Coverage)
+    field: Field = attribute(init=False)  # of the first run
+    draws: int = 0
+    orders: int = 0
+    degree: Degree = CONSTANT
     seed: int = 0
     levels: int = LEVELS
     shallow: bool = False
@@ -239,15 +223,19 @@ class _Trial:
     outside: str = ""
     rounds: bool = False
 
-    def tried(self, kind: str) -> int:
-        """One more draw; 0 if its values are beyond floats."""
-        try:
+    def draw(self, kind: str) -> None:
+        """One more draw, which counts unless its values are beyond floats."""
+        with suppress(UnknownValueError):
             self.run(_FEWEST, kind=kind)
-        except UnknownValueError:
-            return 0
-        return 1
 
-    def run(self, points: int, order: int | None = None, kind: str = "") -> tuple[Field, list[Operand]]:
+    def evidence(self) -> Evidence:
+        """What all runs have shown."""
+        decisions, foreign = self.coverage.free(), self.coverage.foreign()
+        return Evidence(
+            self.field, self.degree, self.draws, self.orders, decisions, foreign, self.outside, self.no_number
+        )
+
+    def run(self, points: int, order: int | None = None, kind: str = "") -> None:
         """Both programs in one field, drawn until no divisor is zero by chance, and values are within floats."""
         scale, redrawn = 0, 0
         while redrawn < _SEEDS:
@@ -255,7 +243,7 @@ class _Trial:
             field.coverage, field.centres = self.coverage, tuple(sorted(self.coverage.constants))
             self.seed += order is None
             try:
-                results = self._compared(field)
+                self._compare_all(field)
             except RedrawError:
                 redrawn += 1
             except UnknownValueError:
@@ -265,13 +253,20 @@ class _Trial:
             except TooDeepError:
                 self._deeper()
             else:
-                self.levels = min(self.levels, field.deepest + 3)
-                self.outside, self.rounds = self.outside or field.outside, self.rounds or field.rounds
-                return field, results
+                self._count(field)
+                return
         raise UnprovableError(
             f"{self.where}: a divisor must not be zero for most inputs; at {_SEEDS} draws one was. Remove a division "
             "by what is always zero."
         )
+
+    def _count(self, field: Field) -> None:
+        if not self.draws + self.orders:
+            self.field = field
+        self.draws += field.order is None
+        self.orders += field.order is not None
+        self.levels = min(self.levels, field.deepest + 3)
+        self.outside, self.rounds = self.outside or field.outside, self.rounds or field.rounds
 
     def _deeper(self) -> None:
         """More primes; where there are none, `logistic` is left uninterpreted."""
@@ -289,8 +284,8 @@ class _Trial:
         """The name of a result of which an element was never compared; "" if there is none."""
         return next((name for name, done in self.included.items() if not done.all()), "")
 
-    def _compared(self, field: Field) -> list[Operand]:
-        """The results of the program on the mesh, where they are those of the one alone."""
+    def _compare_all(self, field: Field) -> None:
+        """Refuses results of the program on the mesh that are not those of the one alone."""
         on_mesh, alone = self.sides
         try:
             self.coverage.side = ALONE
@@ -311,7 +306,6 @@ class _Trial:
         for index, (name, x, y) in enumerate(zip(self.names, got, wanted, strict=True)):
             if index < self.values or not field.planted:
                 self._compare(field, index, name, x, y)
-        return got
 
     def _compare(self, field: Field, index: int, name: str, x: Operand, y: Operand) -> None:
         a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
@@ -321,7 +315,7 @@ class _Trial:
         if most + logs >= field.levels:
             raise TooDeepError
         if not field.same(a, b).all():
-            agree, hint = _agree(field, a, b), perhaps(field)
+            agree, hint = _agree(field, a, b), _missing_law(field)
             text = _of_no_number(self._runs(field), a, b) or located(self._runs(field), index, b)
             if agree:
                 raise UndecidedError(
@@ -330,11 +324,12 @@ class _Trial:
                 )
             equal = ", where some inputs are equal" if field.planted else ""
             raise UnequalError(f"{self.subject}the {name} is not the reference's for all inputs{equal}{text}.")
-        if field.order is None:
+        if field.order is None and not field.planted:  # else it is compared for inputs that are equal alone
+            self.degree = self.degree.plus(a.degree)
             done = (a.poison != OUTSIDE) & (b.poison != OUTSIDE)
             self.included[name] = done | self.included.get(name, False)
             both = int(((a.poison > 0) & (b.poison > 0) & done).sum())
-            if both and not field.planted:
+            if both:
                 self.no_number[name] = both, a.poison.size
 
     def _runs(self, field: Field) -> Runs:
@@ -379,7 +374,7 @@ def _has_no_number(x: Operand) -> bool:
     return x.dtype.kind == "f" and bool(np.isnan(x).any())
 
 
-def perhaps(field: Field) -> str:
+def _missing_law(field: Field) -> str:
     """Ends the message: what to do where a law is missing, by the functions of which few are known."""
     names = sorted({*field.uninterpreted, *(["log"] if field.logs else [])}) or ["constants"]
     listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

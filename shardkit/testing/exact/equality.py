@@ -25,7 +25,6 @@ from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.rules import ORDERED, Operand, held, is_key
 from shardkit.testing.exact.tower import LEVELS
-from shardkit.testing.exact.values import CONSTANT, Exact
 
 # What a proof takes on one core, about: per element and component, and per product of a matmul.
 _DRAWS = 8  # about
@@ -180,29 +179,32 @@ def assert_equal_for_all_inputs(
 
     programs = partial(run, 0), partial(run, 1)
     evidence = equal(where, f"{where}: {on(mesh)}, ", names, programs, points, of_kernels(seconds), len(values))
-    degree = CONSTANT.plus(CONSTANT, *(x.degree for x in evidence.results if isinstance(x, Exact)))
     return Equality(
         f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}",
         tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shapes)),
         evidence.field.points,
-        evidence.field.chance(degree),
+        evidence.field.chance(evidence.degree),
         tuple(sorted(evidence.field.uninterpreted)),
         _describe(evidence),
-        (*ASSUMED, *([POSITIVE] if evidence.field.logs else []), *([SAMPLED] if evidence.comparisons else [])),
+        (*ASSUMED, *([POSITIVE] if evidence.field.logs else []), *([SAMPLED] if evidence.decisions else [])),
     )
 
 
 def _describe(evidence: Evidence) -> tuple[str, ...]:
     """What was seen of comparisons, as sentences."""
     lines = []
-    if evidence.comparisons:
-        by_line = {comparison.line for comparison in evidence.comparisons}
+    if evidence.decisions:
+        by_line = {decision.line for decision in evidence.decisions if not decision.open}
         runs = f"{evidence.draws} draws of real inputs"
         if evidence.orders:
             runs += f" and {evidence.orders} random orders"
         lines.append(f"comparisons: at {len(by_line)} {'line' if len(by_line) == 1 else 'lines'}, both ways in {runs}")
-    for comparison in evidence.one_way:
-        lines.append(f"never else than {comparison.outcome}: {comparison.what} at {comparison.line}")
+    for decision in evidence.decisions:
+        if decision.open:
+            lines.append(f"never else than {decision.outcome}: {decision.what} at {decision.line}")
+    if not evidence.orders:
+        for decision in evidence.foreign:
+            lines.append(f"only one side compares, and only draws say that it may: {decision.what} at {decision.line}")
     if evidence.outside:
         lines.append(f"not compared where a number is outside of a function's domain, as first at {evidence.outside}")
     for name, (elements, size) in evidence.no_number.items():

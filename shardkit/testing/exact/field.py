@@ -67,7 +67,7 @@ _ONE_AT_ZERO = {"cos", "cosh", "erfc", "exp2"}
 
 
 @cache
-def real_functions() -> dict[str, Callable[..., Any]]:
+def _real_functions() -> dict[str, Callable[..., Any]]:
     """Functions that are uninterpreted but for their real values, in float64."""
     from scipy import special  # type: ignore[import-untyped]  # a proof alone needs it, which takes a moment
 
@@ -178,7 +178,8 @@ class Field:
         return self.order is None and self.kind in PLANTED
 
     @property
-    def _created(self) -> int:
+    def created(self) -> int:
+        """What becomes of infinity less infinity, and its like."""
         return OUTSIDE if self.planted else NOT_A_NUMBER
 
     def p(self, x: np.ndarray) -> np.ndarray:
@@ -345,7 +346,7 @@ class Field:
             used, poison = np.maximum(used, x.used[0]), np.maximum(poison, x.poison)
         if name in _ZERO_AT_ZERO or name in _ONE_AT_ZERO:
             number = np.where(self.is_zero(plain[0]), np.uint64(name in _ONE_AT_ZERO), number)
-        real, function = np.full((1, *number.shape[1:]), math.nan), real_functions().get(name)
+        real, function = np.full((1, *number.shape[1:]), math.nan), _real_functions().get(name)
         if function is not None:
             with np.errstate(all="ignore"):
                 real = np.asarray(function(*(x.real for x in plain)))
@@ -407,7 +408,7 @@ class Field:
             first, second = np.abs(x.infinite) == TRULY, np.abs(y.infinite) == TRULY
             infinite = np.where(first, x.infinite, np.where(second, y.infinite, infinite))
             apart = first & second & (x.infinite != y.infinite)
-            poison = np.maximum(poison, np.where(apart, self._created, 0))
+            poison = np.maximum(poison, np.where(apart, self.created, 0))
         used = np.maximum(x.used, y.used)
         with np.errstate(all="ignore"):
             real = x.real + y.real
@@ -443,7 +444,7 @@ class Field:
         if x.special or y.special:
             first, second = np.abs(x.infinite) == TRULY, np.abs(y.infinite) == TRULY
             nothing = (first & self.is_zero(y)) | (second & self.is_zero(x))
-            poison = np.maximum(poison, np.where(nothing, self._created, 0))
+            poison = np.maximum(poison, np.where(nothing, self.created, 0))
             turned = np.sign(self.key(x)) * np.sign(self.key(y))
             infinite = np.where(first | second, TRULY * np.nan_to_num(turned), infinite)
         with np.errstate(all="ignore"):
@@ -502,6 +503,8 @@ class Field:
     def to_the(self, x: Exact, n: int) -> Exact:
         """x to a whole power; an even one of a square root is one of what it is the root of."""
         x = self.plain(x)
+        if n == 0:  # of what is no number too
+            return self.lifted(np.ones(x.shape, np.float32))
         if n < 0:
             return self.inverse(self.to_the(x, -n))
         square = self._square_of_roots(x) if n >= 2 else None
@@ -538,10 +541,6 @@ class Field:
         known = facts(x.shape, 1, infinite, x.used[0], 0, x.poison)
         with np.errstate(all="ignore"):
             return self.settled(Exact(number, known, x.real**2, degree=INPUT))
-
-    def squared(self, x: Exact) -> Exact:
-        """x * x, which is positive."""
-        return self.to_the(x, 2)
 
     def inverse(self, x: Exact) -> Exact:
         """1 / x; that of zero is infinite, that of infinity zero."""
@@ -605,7 +604,7 @@ class Field:
         if x.special:
             up, down = highest == TRULY, lowest == -TRULY
             infinite = np.where(up, TRULY, np.where(down, -TRULY, infinite))
-            poison = np.maximum(poison, np.where(up & down, self._created, 0))
+            poison = np.maximum(poison, np.where(up & down, self.created, 0))
         sign = np.where(positive, 1, np.where(negative, -1, 0))
         with np.errstate(all="ignore"):
             real = x.real.sum(behind, keepdims=keep)
@@ -652,7 +651,7 @@ class Field:
         plus = terms(up, other_above) | terms(down, other_below) | terms(above, other_up) | terms(below, other_down)
         minus = terms(up, other_below) | terms(down, other_above) | terms(above, other_down) | terms(below, other_up)
         nothing = terms(up | down, self.is_zero(y)) | terms(self.is_zero(x), other_up | other_down) | (plus & minus)
-        poison = np.where(nothing, self._created, 0)
+        poison = np.where(nothing, self.created, 0)
         for code in (NOT_A_NUMBER, OUTSIDE):
             everywhere = [np.ones(z.shape, bool) for z in (x, y)]
             spread = terms(x.poison == code, everywhere[1]) | terms(everywhere[0], y.poison == code)

@@ -78,19 +78,24 @@ class Interpreter:
             if error.line in ("", "unknown"):
                 error.line = source_line(equation)
             raise
-        if equation.primitive.name not in _HOLDING:
-            following = [x for x in operands if self.field.follows(x)]
-            if following:
-                decides = equation.primitive.name not in _COMPARISONS and all(map(self.field.is_decision, following))
-                known_ones = [y if isinstance(y, Exact) else np.asarray(y) for y in results]
-                results = [
-                    y
-                    if isinstance(y, Exact) or self.field.follows(y)
-                    else self.field.follow(y, decides and y.dtype == bool)
-                    for y in known_ones
-                ]
-            return self._tell(equation, operands, results) or results
-        return results
+        if equation.primitive.name in _HOLDING:
+            return results
+        results = self._followed(equation, operands, results)
+        return self._tell(equation, operands, results) or results
+
+    def _followed(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> Sequence[Operand]:
+        """The results, of which what is known follows from floats where an operand does."""
+        following = [x for x in operands if self.field.follows(x)]
+        if not following:
+            return results
+        joins = equation.primitive.name not in _COMPARISONS and all(self.field.is_decision(x) for x in following)
+        followed: list[Operand] = []
+        for y in results:
+            if not isinstance(y, Exact) and not self.field.follows(y):
+                y = np.asarray(y)
+                self.field.follow(y, decision=joins and y.dtype == bool)
+            followed.append(y)
+        return followed
 
     def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> Sequence[Operand] | None:
         return None if self.seen is None else self.seen(equation, operands, results, self.axes, self.around)
@@ -133,9 +138,11 @@ class Interpreter:
         if not any(self.field.follows(x) for x in operands):
             return results
         name, coverage = equation.primitive.name, self.field.coverage
-        together = name in ("and", "or") and all(self.field.is_decision(x) for x in operands)
-        if coverage is not None and (together or name in _COMPARISONS):
-            coverage.note_known(self.field, equation, source_line(equation, self.around), results[0])
+        line = source_line(equation, self.around)
+        if coverage is not None and name in _COMPARISONS:
+            coverage.note_integers(self.field, equation, line, results[0])
+        if coverage is not None and name in ("and", "or") and all(self.field.is_decision(x) for x in operands):
+            coverage.note_joined(self.field, equation, line, results[0])
         return results
 
     # Devices
@@ -249,7 +256,7 @@ class Interpreter:
                 raise UnsupportedError(f"a while loop that a float ends, after more than {_MOST_ROUNDS} rounds,")
             if not going.any():
                 return held
-            self._agree(equation, going, [body])
+            self._refuse_waiting(equation, going, [body])
             after = self.run(body, [*of_body, *held])
             held = after if going.all() else self._either(equation, going, after, held)
 
@@ -258,22 +265,22 @@ class Interpreter:
         which = np.clip(np.asarray(deciding(which, "cond"), np.int64), 0, len(branches) - 1)
         taken = sorted(set(which.reshape(-1).tolist()))
         if len(taken) > 1:
-            self._agree(equation, which, branches)
+            self._refuse_waiting(equation, which, branches)
         results = self.run(branches[taken[0]], operands)
         for number in taken[1:]:
             results = self._either(equation, which == number, self.run(branches[number], operands), results)
         return results
 
-    def _agree(self, equation: Any, which: np.ndarray, bodies: Sequence[Any]) -> None:
+    def _refuse_waiting(self, equation: Any, which: np.ndarray, bodies: Sequence[Any]) -> None:
         """Refuses a collective that some of its devices do not come to: the others would wait for them."""
         for body in bodies:
             for site in walk(body.jaxpr):
                 row = registered(site.name)
                 if row.kind is None or row.cast or row.same:
                     continue
-                for name in mesh_axes(site.equation):
-                    dim = list(self.axes).index(name) if name in self.axes else -1
-                    if dim >= 0 and which.shape[dim] > 1 and (which != np.take(which, [0], dim)).any():
+                for name in set(mesh_axes(site.equation)) & set(self.axes):
+                    first = np.take(which, [0], list(self.axes).index(name))
+                    if (which != first).any():
                         raise HangsError(site.name, name, source_line(equation, self.around))
 
     def _either(self, equation: Any, mask: Any, xs: Sequence[Operand], ys: Sequence[Operand]) -> list[Operand]:

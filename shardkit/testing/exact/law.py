@@ -32,6 +32,7 @@ from shardkit.testing.program import Program
 
 _STEPS = 2
 _POINTS = 2
+_RUNS = 4  # of a step that compares floats, about
 
 
 def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
@@ -39,8 +40,8 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
 
     So does carried state, from the one that it begins with. Integers of the batch, as tokens, and keys keep their
     values. There is no tolerance: floats are unknowns in a finite field, as in `assert_equal_for_all_inputs`. Rounding
-    is not seen. What has no meaning in a field, or would take more
-    than about a minute, is told in a note.
+    is not seen. What is neither proved nor refuted, has no meaning in a field, or would take more than about a minute,
+    is told in a note.
 
     Example:
         >>> laws = [sk.testing.laws.equal_for_all_inputs]  # for `prove(..., laws=laws)`
@@ -55,7 +56,7 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
     try:
         check_floats("law", jax.eval_shape(lambda: (given.params, given.batches[0])))
         traced = _Traced.of(program)
-        check_size("law", [traced.program] * calls, _POINTS, STEP.draws, longest=60.0)
+        check_size("law", [traced.program] * calls, _POINTS, _RUNS, longest=60.0)
         losses, means, params, carried = _traced_alone(given, steps)[1]
         if given.carry:
             told = {"loss": losses[0], "weight": losses[0], **means[0]}

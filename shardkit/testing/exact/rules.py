@@ -487,15 +487,14 @@ class Rules:
         real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
         near = np.rint(real)
         exactly = (np.abs(real - near) < _NEAR * np.maximum(np.abs(real), 1)) & field.same(x, field.lifted(near))
-        ties = "round" if equation.params.get("rounding_method") == lax.RoundingMethod.AWAY_FROM_ZERO else "even"
         steps: dict[str, Callable[..., Any]] = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
-        if name == "round" and ties == "round":
+        if equation.params.get("rounding_method") == lax.RoundingMethod.AWAY_FROM_ZERO:
             steps["round"] = _round_away
-        found = np.where(exactly, near, steps.get(name, np.trunc)(real))
+        integers = np.where(exactly, near, steps.get(name, np.trunc)(real))
         if whole:
             with np.errstate(all="ignore"):
-                return field.follow(found.astype(equation.params["new_dtype"]))
-        constant = replace(field.lifted(found).signed(0), degree=INPUT)  # its sign is that of this draw
+                return field.follow(integers.astype(equation.params["new_dtype"]))
+        constant = replace(field.lifted(integers).signed(0), degree=INPUT)  # its sign is that of this draw
         return field.where((x.poison > 0) | (np.abs(x.infinite) == TRULY), x, constant)
 
     def _zero(self, x: Exact) -> Exact:
@@ -511,9 +510,9 @@ class Rules:
         """A product; of a value with itself it is a square, which is positive."""
         same = equation.invars[0] is equation.invars[1]
         x, y = self.exact(x, y)
-        if same or (x.number.shape == y.number.shape and x.factor is None and np.array_equal(x.number, y.number)):
-            return self.field.squared(x)
-        return self.field.mul(x, y)
+        if x.factor is None and y.factor is None:  # a root and itself, computed twice
+            same = same or (np.array_equal(x.number, y.number) and np.array_equal(x.facts, y.facts))
+        return self.field.to_the(x, 2) if same else self.field.mul(x, y)
 
     def divided(self, equation: Any, x: Operand, y: Operand) -> Exact:
         """A quotient; that of integers drops its rest, and is uninterpreted."""
@@ -547,7 +546,7 @@ class Rules:
         field = self.field
         one = field.lifted(np.ones((1,) * len(x.shape), np.float32))
         if equation.primitive.name == "one_minus_square":
-            return field.sub(one, field.squared(x))
+            return field.sub(one, field.to_the(x, 2))
         return field.log(field.add(x, one)) if equation.primitive.name == "log1p" else field.sub(field.exp(x), one)
 
     def absolute(self, equation: Any, x: Exact) -> Exact:
@@ -758,8 +757,8 @@ class Rules:
 
         up = somewhere(operand.infinite == TRULY, updates.infinite == TRULY)
         down = somewhere(operand.infinite == -TRULY, updates.infinite == -TRULY)
-        poison = np.where(up & down, NOT_A_NUMBER, 0)
-        for code in np.unique(np.concatenate([operand.poison.reshape(-1), updates.poison.reshape(-1)])):
+        poison = np.where(up & down, self.field.created, 0)
+        for code in (NOT_A_NUMBER, OUTSIDE):
             poison = np.maximum(poison, np.where(somewhere(operand.poison == code, updates.poison == code), code, 0))
         return np.where(up, TRULY, 0) + np.where(down, -TRULY, 0), poison
 
@@ -801,9 +800,8 @@ class Rules:
         below = self.decide(equation, key < lowest, x, low, " from below")
         above = self.decide(equation, key > highest, x, high, " from above")
         if field.coverage is not None:
-            field.coverage.note_known(
-                field, equation, self.line(equation), ~below & ~above & ~np.isnan(key), " between"
-            )
+            between = ~below & ~above & ~np.isnan(key)
+            field.coverage.note_joined(field, equation, self.line(equation), between, " between")
         return field.where(above, high, field.where(below, low, x))
 
 
@@ -862,7 +860,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "neg": lambda rules, _, x: rules.field.negative(x),
     "exp": lambda rules, _, x: rules.field.exp(x),
     "log": lambda rules, _, x: rules.field.log(x),
-    "square": lambda rules, _, x: rules.field.squared(x),
+    "square": lambda rules, _, x: rules.field.to_the(x, 2),
     "is_finite": Rules.finite,
     "bitcast_convert_type": Rules.bits,
     "mul": Rules.multiplied,

@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
+from shardkit.testing.exact.coverage import EQUALITY, Coverage
 from shardkit.testing.exact.draws import STEP, UnprovableError, equal
 from shardkit.testing.exact.equality import ASSUMED, check_size
-from shardkit.testing.exact.field import RedrawError
+from shardkit.testing.exact.field import Field, RedrawError
+from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.tower import PRIMES
 from support.refusals import raises, refusals, refused, value_error
 
@@ -203,6 +205,28 @@ def test_a_collective_that_not_all_devices_come_to():
         message = refused(lambda kernel=kernel: proved(kernel, lambda x: x, check_vma=False), AssertionError)
         assert "the branch at test_equality.py:" in message
         assert message.endswith(f"must be the same along 'data': its {name} waits for all devices")
+
+
+def test_not_a_number_on_one_device_is_not_replicated():
+    def kernel(x, n):
+        first = lax.axis_index("data") == 0
+        return n.astype("f") * jnp.where(first, 1.0, 0.0) / jnp.where(first, 1.0, 0.0), x
+
+    def reference(x, n):
+        return n.astype("f"), x
+
+    options = {"in_specs": (P("data"), P()), "out_specs": (P(), P("data")), "args": (X, np.int32(5))}
+    message = refused(lambda: proved(kernel, reference, check_vma=False, **options), AssertionError)
+    assert "a result that is replicated along 'data' differs between devices" in message
+
+
+def test_what_a_float_was_rounded_to_may_be_another_integer():
+    field = Field(2, 3)
+    field.coverage = Coverage()
+    program = jax.make_jaxpr(lambda x: jnp.where(jnp.floor(x) == 7, 0.0, x))(0.5)
+    Interpreter(field).run(program, [field.drawn("x", ())])
+    [decision] = field.coverage.decisions.values()
+    assert decision.kind == EQUALITY and decision.open and not decision.decided.any()
 
 
 def test_a_certificate_says_what_was_seen_of_comparisons():

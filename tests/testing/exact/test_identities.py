@@ -165,6 +165,8 @@ def test_a_difference_is_no_missing_identity():
         (lambda x: jnp.where(x == 0, 1.0, x), lambda x: x),
         (lambda x: jnp.where(jnp.floor(x) == 1, 0.0, x), lambda x: x),
         (lambda x: jnp.where((x * 4).astype(int) == 1, 0.0, x), lambda x: x),
+        (lambda x: jnp.where(x > 1e5, 2 * x, x), lambda x: jnp.where(x > 1e5, 3 * x, x)),
+        (lambda x, y: jnp.where(x + y == 3.7, 0.0, x), lambda x, y: x),
         (lambda x, y: jnp.where(3 * x < 2 * y, x, y), lambda x, y: jnp.where(3 * x < 2.5 * y, x, y)),
         (lambda x, y: jnp.where((3 * x < 2 * y) & (x + 2 * y > 0), x, y), lambda x, y: jnp.where(3 * x < 2 * y, x, y)),
         (lambda x: jnp.where(jnp.abs(x) < 5, x, 5 * x / jnp.abs(x)), lambda x: x),
@@ -195,6 +197,30 @@ def test_what_is_known_of_a_logarithm_of_a_negative_number():
         assert "not decided at test_identities.py:" in said and "logarithm of a negative number" in said
     with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
         equal(lambda x: 0.3 * jnp.log(x) + 0.700001 * jnp.log(x), jnp.log, grad=False)
+
+
+# A root of what is negative, but for inputs that are zero: those alone were compared, which is no proof either.
+def test_what_is_in_its_domain_for_zeros_alone():
+    assert "not decided at" in refused(lambda: equal(lambda x: x + jnp.sqrt(-x * x), lambda x: x, grad=False))
+
+
+def test_what_a_device_receives_that_nobody_sent_to_is_no_logarithm():
+    def kernel(x):
+        return jnp.exp(lax.ppermute(jnp.log(x), "data", [(0, 1)]))
+
+    equal(kernel, lambda x: jnp.concatenate([jnp.ones_like(x[:2]), x[:2]]), grad=False)
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        equal(kernel, lambda x: jnp.concatenate([jnp.zeros_like(x[:2]), x[:2]]), grad=False)
+
+
+def test_a_key_is_not_what_is_folded_from_it():
+    def noise(change):
+        return lambda x: x * jax.random.normal(change(jax.random.key(0)), (1, 3))
+
+    same = noise(lambda key: key)
+    equal(same, noise(lambda key: jax.random.wrap_key_data(jax.random.key_data(key))), grad=False)
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        equal(same, noise(lambda key: jax.random.fold_in(key, 0)), grad=False)
 
 
 # Each is NaN, or infinite, in floats where the other side has a number; the message says where it comes from.
@@ -245,6 +271,7 @@ def test_a_logarithm_beside_the_last_exp_is_refused():
         (lambda x, y: jnp.exp(x + (1 - y) * -1e9), lambda x, y: jnp.exp(2 * x + (1 - y) * -1e9)),
         (lambda x: x - jnp.where(MASK > 0, -1e9, 0), lambda x: x),
         (lambda x: -(2.0**31) * 3 * jnp.exp(x), lambda x: -(2.0**31) * jnp.exp(x)),
+        (lambda x, y: x * (x + jnp.log(y * y)), lambda x, y: x * x),  # a number and that with a logarithm
         (lambda x: jnp.exp(-(x - 1e9)), jnp.zeros_like),
         (lambda x: (x - 1e9) / -1e9, lambda x: (3 * x - 1e9) / -1e9),
         (lambda x: jnp.exp(x + MASK * -1e9), jnp.zeros_like),
