@@ -115,6 +115,12 @@ def equal(
     by default none is.
     """
     trial = _Trial(where, subject, names, sides, len(names) if values is None else values)
+    # Real values may overflow, or be no numbers, in a branch that is not taken: what that means is decided afterwards.
+    with np.errstate(all="ignore"):
+        return _run_all(trial, points, effort)
+
+
+def _run_all(trial: _Trial, points: int, effort: Effort) -> Evidence:
     try:
         trial.run(max(points, _POINTS), kind=KINDS[0])
     except UnknownValueError:  # values beyond floats, or a function that has none here: orders alone
@@ -125,7 +131,7 @@ def equal(
     _order(trial, effort)
     if name := trial.excluded():
         raise UndecidedError(
-            f"{where}: not decided at {trial.outside or 'an unknown line'}: in every draw the {name} is outside of the "
+            f"{trial.where}: not decided at {trial.outside or 'an unknown line'}: in every draw the {name} is outside of the "
             "domain of a function, as of the logarithm of a negative number. Write it so that both sides take it of "
             "the same sign, or compare floats with assert_matches_reference."
         )

@@ -258,8 +258,7 @@ class Field:
         number = np.take(table, where.reshape(-1), 1).reshape(len(table), *x.shape)
         wide = np.asarray(values, np.float64)
         huge = (np.abs(wide) >= INFINITE) & jnp.issubdtype(x.dtype, jnp.floating)
-        with np.errstate(invalid="ignore"):
-            sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
+        sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
         infinite = np.where(np.isinf(wide), TRULY, np.where(huge, HUGE, 0)) * sign
         poison = np.where(np.isnan(wide), NOT_A_NUMBER, 0)
         rows = (np.take(row, where) for row in (sign, infinite, np.zeros_like(sign), np.zeros_like(sign), poison))
@@ -348,8 +347,7 @@ class Field:
             number = np.where(self.is_zero(plain[0]), np.uint64(name in _ONE_AT_ZERO), number)
         real, function = np.full((1, *number.shape[1:]), math.nan), _real_functions().get(name)
         if function is not None:
-            with np.errstate(all="ignore"):
-                real = np.asarray(function(*(x.real for x in plain)))
+            real = np.asarray(function(*(x.real for x in plain)))
             if self.order is None:
                 defined = np.isfinite(sum(x.real for x in plain))[0]
                 poison = np.maximum(poison, np.where(np.isnan(real[0]) & defined, OUTSIDE, 0))
@@ -410,8 +408,7 @@ class Field:
             apart = first & second & (x.infinite != y.infinite)
             poison = np.maximum(poison, np.where(apart, self.created, 0))
         used = np.maximum(x.used, y.used)
-        with np.errstate(all="ignore"):
-            real = x.real + y.real
+        real = x.real + y.real
         known = facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
         return self.settled(Exact(number, known, real, factor, x.degree.plus(y.degree)))
 
@@ -447,8 +444,7 @@ class Field:
             poison = np.maximum(poison, np.where(nothing, self.created, 0))
             turned = np.sign(self.key(x)) * np.sign(self.key(y))
             infinite = np.where(first | second, TRULY * np.nan_to_num(turned), infinite)
-        with np.errstate(all="ignore"):
-            real = x.real * y.real
+        real = x.real * y.real
         known = facts(number.shape[1:], x.sign * y.sign, infinite, used, 0, poison=poison)
         return self.settled(Exact(number, known, real, degree=x.degree.times(y.degree)))
 
@@ -460,8 +456,7 @@ class Field:
     def _multiple(self, x: Exact, y: Exact) -> Exact | None:
         """A logarithm times a small whole number or a mask; None for other products."""
         number = x.number * y.number % self.p(x.number)
-        with np.errstate(all="ignore"):
-            real = x.real * y.real
+        real = x.real * y.real
         times = self.whole(y)
         if times is not None:
             factor = self.power(x.factor, abs(times))
@@ -513,8 +508,7 @@ class Field:
             return self.mul(whole, x).signed(1) if n % 2 else whole
         sign: Any = 1 if n % 2 == 0 else x.sign
         infinite = np.where(np.abs(x.infinite) == TRULY, TRULY * np.sign(x.infinite) ** n, 0)
-        with np.errstate(all="ignore"):
-            real = x.real**n
+        real = x.real**n
         known = facts(x.shape, sign, infinite, x.used[0], 0, x.poison)
         return self.settled(Exact(self.power(x.number, n), known, real, degree=x.degree.to_the(n)))
 
@@ -539,8 +533,7 @@ class Field:
         number = np.stack(squares, 1).reshape(x.number.shape)  # type: ignore[arg-type]
         infinite = np.where(np.abs(x.infinite) == TRULY, TRULY, 0)
         known = facts(x.shape, 1, infinite, x.used[0], 0, x.poison)
-        with np.errstate(all="ignore"):
-            return self.settled(Exact(number, known, x.real**2, degree=INPUT))
+        return self.settled(Exact(number, known, x.real**2, degree=INPUT))
 
     def inverse(self, x: Exact) -> Exact:
         """1 / x; that of zero is infinite, that of infinity zero."""
@@ -554,8 +547,7 @@ class Field:
         infinite, poison = np.where(zero, TRULY, 0), x.poison
         if self.planted:
             infinite, poison = np.zeros_like(infinite), np.where(zero, OUTSIDE, poison)
-        with np.errstate(all="ignore"):
-            real = 1 / x.real
+        real = 1 / x.real
         number = np.where(truly, np.uint64(0), number)
         known = facts(x.shape, x.sign, infinite, np.where(truly, 0, x.used[0]), 0, poison)
         return self.settled(Exact(number, known, real, degree=degree))
@@ -606,8 +598,7 @@ class Field:
             infinite = np.where(up, TRULY, np.where(down, -TRULY, infinite))
             poison = np.maximum(poison, np.where(up & down, self.created, 0))
         sign = np.where(positive, 1, np.where(negative, -1, 0))
-        with np.errstate(all="ignore"):
-            real = x.real.sum(behind, keepdims=keep)
+        real = x.real.sum(behind, keepdims=keep)
         known = facts(number.shape[1:], sign, infinite, most[2], most[3], poison)
         return self.settled(Exact(number % self.p(number), known, real, factor, x.degree))
 
@@ -630,8 +621,7 @@ class Field:
         same = [bool(np.all(x.sign == s) and np.all(y.sign == t)) for s, t in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
         sign = 1 if same[0] or same[3] else -1 if same[1] or same[2] else 0
         used = np.maximum(x.used[0].max(-1, keepdims=True, initial=0), y.used[0].max(-2, keepdims=True, initial=0))
-        with np.errstate(all="ignore"):
-            real = np.matmul(x.real, y.real)
+        real = np.matmul(x.real, y.real)
         known = facts(number.shape[1:], sign, 0, used)
         if x.special or y.special:
             known[1], known[4] = self._special_sums(x, y)
@@ -678,8 +668,7 @@ class Field:
             used, degree = np.maximum(used, x.used[1]), degree.times(x.degree)
         result = np.where(x.low, np.uint64(0), result)
         used = np.where(x.low, 0, np.minimum(used, LEVELS))
-        with np.errstate(all="ignore"):
-            real = np.where(x.low, 0.0, np.exp(x.real))
+        real = np.where(x.low, 0.0, np.exp(x.real))
         infinite = np.where(x.infinite == TRULY, TRULY, 0)
         return self.settled(Exact(result, facts(x.shape, 1, infinite, used, 0, x.poison), real, degree=degree))
 
@@ -700,8 +689,7 @@ class Field:
             infinite, poison = np.where(zero, 0, infinite), np.where(zero, OUTSIDE, poison)
         if self.order is None:
             poison = np.maximum(poison, np.where(~zero & (x.real[0] < 0) & (poison == 0), OUTSIDE, 0))
-        with np.errstate(all="ignore"):
-            real = np.log(x.real)
+        real = np.log(x.real)
         factor = np.where(zero, np.uint64(1), x.number)
         known = facts(x.shape, 0, infinite, 0, x.used[0], poison)
         return self.settled(Exact(np.zeros_like(x.number), known, real, factor, x.degree))
@@ -728,9 +716,8 @@ class Field:
         return self._rounded(real)
 
     def _rounded(self, real: np.ndarray) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            mantissa, exponent = np.frexp(real)
-            return np.asarray(np.ldexp(np.rint(mantissa * 2.0**_DIGITS), exponent - _DIGITS))
+        mantissa, exponent = np.frexp(real)
+        return np.asarray(np.ldexp(np.rint(mantissa * 2.0**_DIGITS), exponent - _DIGITS))
 
     def _random_key(self, x: Exact, order: int) -> np.ndarray:
         """A random total order.
@@ -761,8 +748,7 @@ class Field:
             rng = np.random.default_rng([self.seed, order])
             steepness = math.exp(rng.normal() + 1)
             middle = rng.choice(self.centres or (0.0,)) + rng.normal() / steepness
-            with np.errstate(divide="ignore"):
-                spread = 1 / (1 + np.exp(np.clip(steepness * (middle - np.log(np.abs(ratio))), -700, 700)))
+            spread = 1 / (1 + np.exp(np.clip(steepness * (middle - np.log(np.abs(ratio))), -700, 700)))
             place = 1.01 + 0.97 * spread + 0.01 * share  # the share tells apart what is spread to one place
         size = np.where(np.isnan(ratio), size, place)
         negative = np.where(np.isnan(ratio), negative, ratio < 0)
@@ -820,8 +806,7 @@ def _columns(x: np.ndarray) -> np.ndarray:
 
 def mixed(*words: Any) -> Any:
     """A sum of 64-bit words, every bit of it spread (the finalizer of splitmix64 behind its increment)."""
-    with np.errstate(over="ignore"):  # of 0-d arrays
-        x = sum(words[1:], words[0]) + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = sum(words[1:], words[0]) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -170,11 +170,9 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     name, params = equation.primitive.name, equation.params
     out: Any = equation.outvars[0].aval if equation.outvars else None
     if name in _NUMPY:
-        with np.errstate(all="ignore"):
-            return [np.asarray(_NUMPY[name](*_aligned(operands, rank)), _long(out.dtype))]
+        return [np.asarray(_NUMPY[name](*_aligned(operands, rank)), _long(out.dtype))]
     if name == "div" and jnp.issubdtype(out.dtype, jnp.floating):
-        with np.errstate(all="ignore"):
-            return [np.asarray(np.divide(*_aligned(operands, rank)), _long(out.dtype))]
+        return [np.asarray(np.divide(*_aligned(operands, rank)), _long(out.dtype))]
     if name in _NUMPY_REDUCTIONS and not is_key(out):
         over = tuple(rank + dim for dim in params["axes"])
         return [np.asarray(_NUMPY_REDUCTIONS[name](operands[0], axis=over), _long(out.dtype))]
@@ -492,8 +490,7 @@ class Rules:
             steps["round"] = _round_away
         integers = np.where(exactly, near, steps.get(name, np.trunc)(real))
         if whole:
-            with np.errstate(all="ignore"):
-                return field.follow(integers.astype(equation.params["new_dtype"]))
+            return field.follow(integers.astype(equation.params["new_dtype"]))
         constant = replace(field.lifted(integers).signed(0), degree=INPUT)  # its sign is that of this draw
         return field.where((x.poison > 0) | (np.abs(x.infinite) == TRULY), x, constant)
 
@@ -734,8 +731,7 @@ class Rules:
             return result[..., :-1].reshape(len(old), *lead, *own)
 
         number = written(operand.number, updates.number, adds)
-        with np.errstate(all="ignore"):
-            real = written(operand.real, updates.real, adds)
+        real = written(operand.real, updates.real, adds)
         known = written(operand.facts, updates.facts, False)
         if adds:
             known[0] = (operand.sign == 1).all() and (updates.sign == 1).all()

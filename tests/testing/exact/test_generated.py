@@ -11,7 +11,7 @@ from support.pairs import truth
 from support.pairs.evaluation import evaluated
 from support.pairs.language import AXIS, built
 from support.pairs.run import tallied
-from support.pairs.verdicts import drawn
+from support.pairs.verdicts import drawn, judged
 
 FEW = 32
 TOLD = 5
@@ -43,6 +43,12 @@ def assert_few_false_proofs(seeds, share):
 # proves N49 in part: a kernel with a mistake that changes a value is not proved
 def test_no_wrong_pair_is_proved():
     assert_few_false_proofs(range(FEW), 0)
+
+
+# Real values of a branch that is not taken overflow, or are cast to integers as NaN: this warns nobody.
+@pytest.mark.parametrize("seed", (128, 745))
+def test_a_pair_that_overflows_is_refuted(seed):
+    assert judged(drawn(seed)).outcome == "refuted"
 
 
 @pytest.mark.deep
