@@ -130,10 +130,11 @@ def _run_all(trial: _Trial, points: int, effort: Effort) -> Evidence:
         _draw(trial, effort)
     _order(trial, effort)
     if name := trial.excluded():
+        line = trial.outside or "an unknown line"
         raise UndecidedError(
-            f"{trial.where}: not decided at {trial.outside or 'an unknown line'}: in every draw the {name} is outside of the "
-            "domain of a function, as of the logarithm of a negative number. Write it so that both sides take it of "
-            "the same sign, or compare floats with assert_matches_reference."
+            f"{trial.where}: not decided at {line}: in every draw the {name} is outside of the domain of a function, "
+            "as of the logarithm of a negative number. Write it so that both sides take it of the same sign, or compare "
+            "floats with assert_matches_reference."
         )
     return trial.evidence()
 
