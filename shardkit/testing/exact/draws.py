@@ -133,8 +133,8 @@ def _run_all(trial: _Trial, points: int, effort: Effort) -> Evidence:
         line = trial.outside or "an unknown line"
         raise UndecidedError(
             f"{trial.where}: not decided at {line}: in every draw the {name} is outside of the domain of a function, "
-            "as of the logarithm of a negative number. Write it so that both sides take it of the same sign, or compare "
-            "floats with assert_matches_reference."
+            "as of the logarithm of a negative number. Write it so that both sides take it of the same sign, or "
+            "compare floats with assert_matches_reference."
         )
     return trial.evidence()
 
