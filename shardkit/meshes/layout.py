@@ -219,12 +219,11 @@ def broadcast_specs(specs: Any, tree: Any, where: str = "specs") -> Any:
         ) from None
 
 
-def check_spec(where: str, spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
+def check_spec(where: str, spec: PartitionSpec, mesh: Mesh | AbstractMesh, ndim: int) -> None:
     """Refuses a spec that is longer than the array's rank, names an unknown axis, or uses an axis twice."""
     if len(spec) > ndim:
-        raise ValueError(
-            f"{where}: the spec {spec} has {len(spec)} entries for an array of rank {ndim}. Drop an entry."
-        )
+        entries = "1 entry" if len(spec) == 1 else f"{len(spec)} entries"
+        raise ValueError(f"{where}: the spec {spec} has {entries} for an array of rank {ndim}. Drop an entry.")
     for axis in sorted(all_axes(spec)):
         if axis not in mesh.shape:
             raise ValueError(

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from shardkit._arguments.checks import mesh_in_context
 from shardkit._arguments.typed import Specs, typed
-from shardkit.meshes.layout import check_spec, path_name
-from shardkit.on_device.gradient import kind
+from shardkit.meshes.layout import path_name
 from shardkit.testing._compare import (
     first_gap,
     is_float,
@@ -28,9 +27,17 @@ from shardkit.testing._compare import (
     unequal_replicas,
 )
 from shardkit.testing._interpreter import of_floats
+from shardkit.testing._kernels import (
+    check_args,
+    check_arity,
+    check_axes_of_specs,
+    checked_kernel,
+    checked_reference,
+)
 
 # So that coarse dtypes and long sums do not hide a wrong factor or sign.
 LARGEST_RELATIVE = 0.25
+_WHERE = "assert_matches_reference"
 
 
 @typed
@@ -84,18 +91,16 @@ def assert_matches_reference(
         ...     mesh=mesh, in_specs=P("data"), out_specs=P(), args=(np.arange(4, dtype="f"),),
         ... )
     """
-    mesh = mesh_in_context("assert_matches_reference", mesh)
+    mesh = mesh_in_context(_WHERE, mesh)
     if kernel.__hash__ is None:  # an instance of a class with its own __eq__
         kernel = partial(kernel)
-    for spec in jax.tree.leaves((in_specs, out_specs), is_leaf=lambda x: isinstance(x, PartitionSpec)):
-        check_spec("assert_matches_reference", spec, mesh, len(spec))
+    check_axes_of_specs(_WHERE, mesh, in_specs, out_specs)
+    check_args(_WHERE, mesh, in_specs, args)
+    check_arity(_WHERE, "kernel", kernel, args)
+    check_arity(_WHERE, "reference", reference, args)
     mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs), check_vma)
-    if not isinstance(args, tuple | list):
-        raise TypeError(
-            f"assert_matches_reference: args must be a tuple of the arguments; got {kind(args)}. Pass args=(x,) for "
-            "one argument."
-        )
-    wanted = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), reference(*args))
+    results = checked_reference(_WHERE, reference)(*args)
+    wanted = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), results)
     comparison = _comparison(mesh, args, wanted, summands)
     modes = ["under jit", "eagerly"] if eager else ["under jit"]
     for mode in modes:
@@ -190,6 +195,7 @@ def _mapped(
     kernel: Any, mesh: Mesh, ins: Any, in_tree: Any, outs: Any, out_tree: Any, check_vma: bool
 ) -> Callable[..., Any]:
     in_specs, out_specs = jax.tree.unflatten(in_tree, ins), jax.tree.unflatten(out_tree, outs)
+    kernel = checked_kernel(_WHERE, kernel, mesh, out_specs, check_vma)
     return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 

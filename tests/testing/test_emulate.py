@@ -234,7 +234,7 @@ def test_errors_in_full():
         "one PartitionSpec for all."
     )
     assert message(lambda x: x[0], P("b"), P("b"), x) == (
-        "emulate: result (the whole tree): the spec P('b',) has 1 entries for an array of rank 0. Drop an entry."
+        "emulate: result (the whole tree): the spec P('b',) has 1 entry for an array of rank 0. Drop an entry."
     )
     assert message(lambda x: lax.all_gather(x, "a", axis_index_groups=[[0], [1]]), P("b"), P(), x) == (
         "emulate: all_gather must run over whole axes; got axis_index_groups ((0,), (1,)). Make the groups an axis of "

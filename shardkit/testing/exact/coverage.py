@@ -9,6 +9,7 @@ a draw sees both branches of both; where one compares x with 1 and the other wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as attribute
 from typing import Any
@@ -109,8 +110,13 @@ class Coverage:
             return
         self._add(equation, part, decision)
 
-    def note_integers(self, field: Field, equation: Any, line: str, truth: np.ndarray) -> None:
+    def note_integers(
+        self, field: Field, equation: Any, line: str, truth: np.ndarray, operands: Sequence[np.ndarray]
+    ) -> None:
         """What a comparison of integers gave that follow from floats."""
+        for x in operands:
+            if not field.follows(x):
+                self.constants |= _logarithms(np.abs(x[x != 0].astype(np.float64)))
         if field.kind != "zero":
             never = np.zeros(truth.shape, bool)
             self._add(equation, "", Decision(line, equation.primitive.name, INTEGERS, truth, ~truth, never))
@@ -164,10 +170,16 @@ class Coverage:
 
 
 def _constants(field: Field, x: Exact) -> set[float]:
+    if field.rounds and x.degree.total:  # integers that inputs were rounded to are no constants
+        return set()
     top = field.plain(x).number[-2 * field.points : -field.points]
     constant = (top == top[0]).all(0) & (x.real[0] != 0) & np.isfinite(x.real[0])
-    values = np.unique(np.abs(x.real[0][constant]))
-    return set(np.log(values).tolist()) if len(values) <= _MOST_CONSTANTS else set()
+    return _logarithms(np.abs(x.real[0][constant]))
+
+
+def _logarithms(values: np.ndarray) -> set[float]:
+    distinct = np.unique(values)
+    return set(np.log(distinct).tolist()) if len(distinct) <= _MOST_CONSTANTS else set()
 
 
 def _identify(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:

@@ -10,16 +10,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from shardkit._arguments.checks import at_least, mesh_in_context, quoted
 from shardkit._arguments.typed import Specs, typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk, without_unused
-from shardkit.meshes.layout import check_spec, path_name
-from shardkit.on_device.gradient import kind
-from shardkit.testing._compare import UnequalError, is_float, is_spec_or_none, kinds_differ, on, shapes_differ
+from shardkit.meshes.layout import path_name
+from shardkit.testing._compare import UnequalError, is_float, kinds_differ, on, shapes_differ
 from shardkit.testing._interpreter import of_floats
+from shardkit.testing._kernels import (
+    check_args,
+    check_arity,
+    check_axes_of_specs,
+    checked_kernel,
+    checked_reference,
+)
 from shardkit.testing.exact.draws import Evidence, UnprovableError, equal, of_kernels
 from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
@@ -31,9 +37,9 @@ _DRAWS = 8  # about
 _SECONDS = {"element": 4e-8, "product": 4e-9, "equation": 2e-4}
 
 ASSUMED = (
-    "numbers are real and inputs finite: nothing is said about rounding, overflow, the compiler, or inputs for which a "
-    "divisor is zero",
-    "integers, booleans and keys are as they were passed",
+    "numbers are real and inputs finite: nothing is said about rounding, overflow, the compiler, second derivatives, or "
+    "inputs for which a divisor is zero",
+    "integers, booleans, keys and all arrays that a function closes over are as they were",
     "a float constant is the simplest rational that rounds to it",
     "constants beyond 1e9 and -1e9 are infinite",
     "functions of different arguments have independent values",
@@ -116,7 +122,8 @@ def assert_equal_for_all_inputs(
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees of arrays or ShapeDtypeStructs; small shapes prove as much.
-        grad: compare gradients too, for unknown cotangents.
+        grad: compare gradients too, for unknown cotangents; where a loop has no known end, derivatives along an unknown
+            direction, which are equal if gradients are.
         points: the number of random points, at least two; each multiplies the chance of a wrong verdict by that of one.
         check_vma: as for `jax.shard_map`; False for a kernel of others that does not type what varies.
 
@@ -126,9 +133,10 @@ def assert_equal_for_all_inputs(
     Raises:
         AssertionError: a difference; names the result or gradient, the line of the first value that the reference does
             not have, and how it differs: a factor, a missing sum, another device's piece.
-        TypeError: args that is not a tuple.
+        TypeError: args that is not a tuple, or what is no array among arguments or results. What the functions raise
+            themselves stays, with a note that says what they were called with.
         ValueError: what is neither proved nor refuted: a comparison of which one branch was not met and may differ, a
-            missing law of a function, by its line; no float among the arguments, what has no meaning in a field, by its
+            missing law of a function, by its line; specs that do not fit arguments or results; no float among the arguments, what has no meaning in a field, by its
             name and line, or programs that are nested deeper, or larger, than can be proved, with what to shrink.
 
     Cost: seconds on the host for shapes of a few hundred elements; neither program is compiled.
@@ -147,40 +155,42 @@ def assert_equal_for_all_inputs(
     where = "assert_equal_for_all_inputs"
     mesh = mesh_in_context(where, mesh)
     at_least(where, 1, points=points)
-    for spec in jax.tree.leaves((in_specs, out_specs), is_leaf=is_spec_or_none):
-        if isinstance(spec, PartitionSpec):
-            check_spec(where, spec, mesh, len(spec))
-    if not isinstance(args, tuple | list):
-        raise TypeError(
-            f"{where}: args must be a tuple of the arguments; got {kind(args)}. Pass args=(x,) for one argument."
-        )
+    check_axes_of_specs(where, mesh, in_specs, out_specs)
+    check_args(where, mesh, in_specs, args, symbolic=True)
     args = tuple(args)
-    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    check_arity(where, "kernel", kernel, args)
+    check_arity(where, "reference", reference, args)
+    mapped = jax.shard_map(
+        checked_kernel(where, kernel, mesh, out_specs, check_vma),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=check_vma,
+    )
     shapes = jax.tree.map(described, args)
     check_floats(where, shapes)
-    got, wanted = jax.eval_shape(mapped, *shapes), jax.eval_shape(reference, *shapes)
-    for wrong in (shapes_differ(got, wanted), kinds_differ(got, wanted)):
-        if wrong:
-            raise UnequalError(
-                f"{where}: {on(mesh)}, the result must have the reference's structure, shapes and kinds of dtype; "
-                f"{wrong}. Check out_specs and the gathers."
-            )
-    cotangents = [y for y in jax.tree.leaves(wanted) if is_float(y)] if grad else []
-    sides = [_with_gradients(each, jax.tree.structure(shapes), grad) for each in (mapped, reference)]
-    traced = [without_unused(jax.make_jaxpr(side)(jax.tree.leaves(shapes), cotangents)) for side in sides]
-    seconds = check_size(where, traced, points, _DRAWS)
+    plain = checked_reference(where, reference)
+    got, wanted = jax.eval_shape(mapped, *shapes), jax.eval_shape(plain, *shapes)
+    wrong = shapes_differ(got, wanted) or kinds_differ(got, wanted)
+    if wrong:
+        raise UnequalError(
+            f"{where}: {on(mesh)}, the result must have the reference's structure, shapes and kinds of dtype; "
+            f"{wrong}. Check out_specs and the gathers."
+        )
     values = [f"result{_behind(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
-    inputs = [path for path, x in jax.tree_util.tree_leaves_with_path(shapes) if is_float(x)]
-    names = [*values, *(f"gradient of argument {path_name(path)}" for path in inputs if grad)]
-    given = [*jax.tree.leaves(args), *cotangents]
+    traced, vectors, derivatives, compared = _trace((mapped, plain), shapes, wanted, grad)
+    seconds = check_size(where, traced, points, _DRAWS)
+    names = [*values, *derivatives]
+    symbols = [*jax.tree.leaves(args), *vectors]
 
     def run(side: int, field: Field, seen: Seen | None) -> list[Operand]:
-        return Interpreter(field, seen=seen).run(traced[side], [symbol(field, f"{i}", x) for i, x in enumerate(given)])
+        inputs = [symbol(field, f"{i}", x) for i, x in enumerate(symbols)]
+        return Interpreter(field, seen=seen).run(traced[side], inputs)
 
     programs = partial(run, 0), partial(run, 1)
     evidence = equal(where, f"{where}: {on(mesh)}, ", names, programs, points, of_kernels(seconds), len(values))
     return Equality(
-        f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {'values and gradients' if grad else 'values'}",
+        f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {compared}",
         tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shapes)),
         evidence.field.points,
         evidence.field.chance(evidence.degree),
@@ -289,17 +299,84 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _with_gradients(function: Callable[..., Any], structure: Any, grad: bool) -> Callable[..., Any]:
-    """`(leaves, cotangents) -> [results, then gradients]` of a function, all flat."""
+class _Traced(NamedTuple):
+    """Two functions, traced with their derivatives.
+
+    Attributes:
+        programs: (leaves of the arguments, vectors) -> [results, then derivatives], of both functions.
+        vectors: the shapes of cotangents, or of tangents.
+        derivatives: their names.
+        compared: what all that is, in words.
+    """
+
+    programs: list[Any]
+    vectors: list[Any]
+    derivatives: list[str]
+    compared: str
+
+
+def _trace(functions: Sequence[Callable[..., Any]], shapes: Any, results: Any, grad: bool) -> _Traced:
+    """Both functions with their gradients, or, where a loop has no known end, with their forward derivatives.
+
+    A loop that numbers end cannot be run backwards. Forwards it can, and derivatives along one unknown direction are
+    equal for all directions, so gradients are too.
+    """
+    leaves, structure = jax.tree.flatten(shapes)
+    floats = [x for x in leaves if is_float(x)]
+    cotangents = [y for y in jax.tree.leaves(results) if is_float(y)]
+    flat = [_flat(function, structure) for function in functions]
+    if not grad:
+        programs = [_values(function) for function in flat]
+        return _Traced([_jaxpr(program, leaves, []) for program in programs], [], [], "values")
+    try:
+        programs = [_with_gradients(function) for function in flat]
+        paths = [path for path, x in jax.tree_util.tree_leaves_with_path(shapes) if is_float(x)]
+        names = [f"gradient of argument {path_name(path)}" for path in paths]
+        traced = [_jaxpr(program, leaves, cotangents) for program in programs]
+        return _Traced(traced, cotangents, names, "values and gradients")
+    except ValueError:
+        loops = [site for function in flat for site in walk(jax.make_jaxpr(function)(*leaves).jaxpr)]
+        if not any(site.name == "while" for site in loops):
+            raise
+    programs = [_with_derivatives(function) for function in flat]
+    paths = [path for path, y in jax.tree_util.tree_leaves_with_path(results) if is_float(y)]
+    names = [f"derivative of the result{_behind(path)}" for path in paths]
+    traced = [_jaxpr(program, leaves, floats) for program in programs]
+    return _Traced(traced, floats, names, "values and forward derivatives, because a loop has no known end")
+
+
+def _jaxpr(program: Callable[..., Any], leaves: list[Any], vectors: list[Any]) -> Any:
+    return without_unused(jax.make_jaxpr(program)(leaves, vectors))
+
+
+def _flat(function: Callable[..., Any], structure: Any) -> Callable[..., list[Any]]:
+    """The same function of leaves, with a list of results."""
 
     def flat(*leaves: Any) -> list[Any]:
         return [jnp.asarray(y) for y in jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))]
 
+    return flat
+
+
+def _values(flat: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def values(leaves: list[Any], _: list[Any]) -> list[Any]:
+        return flat(*leaves)
+
+    return values
+
+
+def _with_gradients(flat: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def both(leaves: list[Any], cotangents: list[Any]) -> list[Any]:
-        results = flat(*leaves)
-        if not grad:
-            return results
         _, pull = jax.vjp(of_floats(flat, leaves), [x for x in leaves if is_float(x)])
-        return [*results, *pull(list(cotangents))[0]]
+        return [*flat(*leaves), *pull(list(cotangents))[0]]
+
+    return both
+
+
+def _with_derivatives(flat: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def both(leaves: list[Any], tangents: list[Any]) -> list[Any]:
+        floats = [x for x in leaves if is_float(x)]
+        _, derivatives = jax.jvp(of_floats(flat, leaves), [floats], [tangents])
+        return [*flat(*leaves), *derivatives]
 
     return both

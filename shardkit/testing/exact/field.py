@@ -685,8 +685,6 @@ class Field:
         below = ~zero & (x.sign < 0) & (x.infinite == 0)
         poison = np.maximum(x.poison, np.where(below, NOT_A_NUMBER, 0))
         infinite = np.where(x.infinite == TRULY, TRULY, np.where(zero, -TRULY, 0))
-        if self.planted:
-            infinite, poison = np.where(zero, 0, infinite), np.where(zero, OUTSIDE, poison)
         if self.order is None:
             poison = np.maximum(poison, np.where(~zero & (x.real[0] < 0) & (poison == 0), OUTSIDE, 0))
         real = np.log(x.real)

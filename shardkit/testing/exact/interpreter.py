@@ -140,7 +140,7 @@ class Interpreter:
         name, coverage = equation.primitive.name, self.field.coverage
         line = source_line(equation, self.around)
         if coverage is not None and name in _COMPARISONS:
-            coverage.note_integers(self.field, equation, line, results[0])
+            coverage.note_integers(self.field, equation, line, results[0], operands)
         if coverage is not None and name in ("and", "or") and all(self.field.is_decision(x) for x in operands):
             coverage.note_joined(self.field, equation, line, results[0])
         return results

@@ -38,6 +38,26 @@ def wave(x):
     return jnp.sin(x) + jnp.tanh(x)
 
 
+def halve(x, total):
+    return lax.while_loop(lambda y: total(y * y) > 0.5, lambda y: y / 2, x)
+
+
+# A loop that floats end has no gradient backwards: derivatives along an unknown direction are compared in its place.
+def test_a_loop_that_floats_end_is_compared_forwards():
+    def kernel(x):
+        return halve(x, lambda y: lax.psum(y.sum(), "data"))
+
+    def reference(x):
+        return halve(x, jnp.sum)
+
+    equality = proved(kernel, reference, grad=True)
+    assert equality.what.endswith("values and forward derivatives, because a loop has no known end")
+    with pytest.raises(AssertionError, match="the derivative of the result is not the reference's"):
+        proved(lambda x: kernel(lax.stop_gradient(x)) + x - lax.stop_gradient(x), reference, grad=True)
+    with pytest.raises(ValueError, match="Pure callbacks"):  # jax's own errors of other causes stay
+        proved(lambda x: jax.pure_callback(np.sin, x, x), grad=True)
+
+
 # proves N49: a certificate claims no more than was proved, and its chance is the bound of Schwartz and Zippel
 def test_what_a_certificate_says():
     found = proved(squared)

@@ -15,22 +15,20 @@ from support.pairs.verdicts import drawn, judged
 
 FEW = 32
 TOLD = 5
-PARTS, EACH = 100, 1000  # of the deep tier: 100,000 pairs, of which each of ten shares has ten parts
+PARTS, EACH = 500, 200  # of the deep tier: 100,000 pairs, of which each of ten shares has fifty parts
 PROVED = 0.8  # of the right pairs, at least so many are; the rest are identities that the proof does not know
 PROGRAMS = 120
 
 
-# Of wrong pairs, at most so many are proved: those that differ for a few inputs in a hundred, behind several
-# comparisons, or only where inputs are equal, which a certificate says. It was 1.5% of seeds 0 to 1499 and 1.3% of 2000
-# to 2999.
-FALSE = 0.03
+# Of the wrong pairs of a part at most so many are proved: those that differ for a few inputs in a hundred, behind several
+# comparisons, or only where inputs are equal, which a certificate says. It was one of 420 in seeds 0 to 1999.
+MOST_FALSE = 3
 
 
-def assert_few_false_proofs(seeds, share):
+def assert_few_false_proofs(seeds, most):
     tally = tallied(seeds)
-    wrong = sum(count for (kind, _), count in tally.counts.items() if kind.startswith("wrong"))
     false = []
-    if len(tally.false) > share * wrong:
+    if len(tally.false) > most:
         false = [f"proved, and differs ({kind}): {pair}" for kind, pair in tally.false[:TOLD]]
     broken = [f"right by construction, and differs: {pair}" for pair in tally.broken[:TOLD]]
     assert not false + broken, "\n".join([*false, *broken, str(tally)])
@@ -54,7 +52,7 @@ def test_a_pair_that_overflows_is_refuted(seed):
 @pytest.mark.deep
 @pytest.mark.parametrize("part", range(PARTS))
 def test_few_wrong_pairs_of_many_are_proved(part):
-    assert_few_false_proofs(range(part * EACH, (part + 1) * EACH), FALSE)
+    assert_few_false_proofs(range(part * EACH, (part + 1) * EACH), MOST_FALSE)
 
 
 # Its own evaluation says what is wrong: it must not have a mistake of its own.

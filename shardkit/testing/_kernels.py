@@ -1,0 +1,204 @@
+"""A kernel and its reference, as an assertion calls them: specs, arguments and results that do not fit are refused.
+
+`jax.shard_map` refuses them too, at more length, after it has traced the kernel, and in terms of its own arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.tree_util import keystr
+
+from shardkit._arguments.checks import counted, divides, named, quoted, sized
+from shardkit._jax import compat
+from shardkit.meshes.layout import all_axes, check_spec, split_dims
+from shardkit.on_device.gradient import kind
+from shardkit.testing._compare import is_spec_or_none
+
+
+def check_axes_of_specs(where: str, mesh: Mesh | AbstractMesh, *specs: Any) -> None:
+    """Refuses axes that the mesh does not have, before anything is looked at that a kernel computes."""
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec_or_none):
+        if isinstance(spec, PartitionSpec):
+            check_spec(where, spec, mesh, len(spec))
+
+
+def check_args(
+    where: str, mesh: Mesh | AbstractMesh, in_specs: Any, args: Sequence[Any], symbolic: bool = False
+) -> None:
+    """Refuses arguments that are no arrays, and specs that do not fit their structure, ranks or sizes.
+
+    Shapes without values are taken where `symbolic`.
+    """
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"{where}: args must be a tuple of the arguments; got {kind(args)}. Pass args=(x,) for one argument."
+        )
+    args = tuple(args)
+    for path, x in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(x, jax.ShapeDtypeStruct) and not symbolic:
+            raise TypeError(
+                f"{where}: args must be arrays, because both functions run with their values; args{keystr(path)} is a "
+                "ShapeDtypeStruct. Pass an array of that shape."
+            )
+        if not _is_array(x):
+            raise TypeError(
+                f"{where}: the leaves of args must be arrays or numbers; args{keystr(path)} is {_described(x)}. "
+                "Close over it instead, or pass an array."
+            )
+    if in_specs is None:  # jax takes them from the arguments
+        return
+    specs = _broadcast(in_specs, args)
+    if specs is None:
+        raise ValueError(
+            f"{where}: in_specs must be one spec for all arguments, or a tuple with one for each of them; got "
+            f"{_entries(in_specs)} for {counted(len(args), 'argument')}. Pass for example in_specs=(P(), P('data'))."
+        )
+    for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(args), specs, strict=True):
+        _check_sizes(f"{where}, args{keystr(path)}", mesh, spec, np.shape(x))
+
+
+def check_arity(where: str, role: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Refuses a function that does not take as many arguments as there are."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise TypeError(
+            f"{where}: the {role} must take the arguments in args, of which there {_are(len(args))}; it is "
+            f"called as {getattr(function, '__name__', role)}{signature}. Pass as many as it takes."
+        ) from error
+
+
+def checked_kernel(
+    where: str, kernel: Callable[..., Any], mesh: Mesh | AbstractMesh, out_specs: Any, check_vma: bool
+) -> Callable[..., Any]:
+    """The same function of a device, which refuses its own results where out_specs do not fit them."""
+
+    @wraps(kernel)
+    def call(*shards: Any) -> Any:
+        try:
+            results = kernel(*shards)
+        except Exception as error:
+            error.add_note(
+                f"{where}: raised by the kernel, which was called on mesh {sized(mesh.shape.items())} with what one "
+                f"device has: {_shapes(shards)}."
+            )
+            raise
+        _check_arrays(where, "kernel", results)
+        specs = _broadcast(out_specs, results)
+        if specs is None:
+            raise ValueError(
+                f"{where}: out_specs must be one spec for all results of the kernel, or have their structure; got "
+                f"{_entries(out_specs)} for {_entries(results)}. Pass a spec for each result."
+            )
+        for (path, y), spec in zip(jax.tree_util.tree_leaves_with_path(results), specs, strict=True):
+            label = f"{where}, the kernel's result{keystr(path)}"
+            _check_sizes(label, mesh, spec, np.shape(y), divided=False)
+            if check_vma:
+                _check_replicated(label, spec, y)
+        return results
+
+    return call
+
+
+def checked_reference(where: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of the global arrays, whose errors say what it was called with."""
+
+    @wraps(reference)
+    def call(*args: Any) -> Any:
+        try:
+            results = reference(*args)
+        except Exception as error:
+            error.add_note(
+                f"{where}: raised by the reference, which was called with the global arrays: {_shapes(args)}. It runs "
+                "without a mesh, so it must not send anything."
+            )
+            raise
+        _check_arrays(where, "reference", results)
+        return results
+
+    return call
+
+
+def _check_arrays(where: str, role: str, results: Any) -> None:
+    for path, y in jax.tree_util.tree_leaves_with_path(results):
+        if not _is_array(y):
+            raise TypeError(
+                f"{where}: the {role} must return arrays; its result{keystr(path)} is {_described(y)}. Return what "
+                "is compared, and nothing else."
+            )
+
+
+def _check_sizes(where: str, mesh: Mesh | AbstractMesh, spec: Any, shape: Sequence[int], divided: bool = True) -> None:
+    if spec is None:
+        return
+    check_spec(where, spec, mesh, len(shape))
+    if not divided:  # a result is a device's piece, of any size
+        return
+    for dim, axes in split_dims(spec).items():
+        divides(where, dim, shape[dim], axes, math.prod(mesh.shape[axis] for axis in axes))
+
+
+def _check_replicated(where: str, spec: Any, y: Any) -> None:
+    varies = compat.varying_axes(y)
+    hidden = sorted(varies - all_axes(PartitionSpec() if spec is None else spec))
+    if hidden:
+        raise ValueError(
+            f"{where}: a result must be the same on all devices along an axis that out_specs does not name; it varies "
+            f"along {quoted(hidden)}, and its spec is {spec}. Reduce or gather it over {named(hidden)}, or name "
+            "the axis in out_specs."
+        )
+
+
+def _broadcast(specs: Any, tree: Any) -> list[Any] | None:
+    """The spec of each leaf; None if they do not have the structure of the tree."""
+    leaves: list[Any] = []
+
+    def spread(spec: Any, part: Any) -> None:
+        leaves.extend([spec] * len(jax.tree.leaves(part)))
+
+    try:
+        jax.tree.map(spread, specs, tree, is_leaf=is_spec_or_none)
+    except ValueError:
+        return None
+    return leaves
+
+
+def _is_array(x: Any) -> bool:
+    try:
+        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        return bool(jnp.issubdtype(dtype, jax.dtypes.extended)) or dtype.kind in "biufcV"
+    except (TypeError, ValueError):
+        return False
+
+
+def _described(x: Any) -> str:
+    return repr(x) if isinstance(x, str) else f"a {type(x).__name__}"
+
+
+def _shapes(args: Any) -> str:
+    return ", ".join(kind(x) for x in jax.tree.leaves(args)) or "nothing"
+
+
+def _entries(specs: Any) -> str:
+    if is_spec_or_none(specs):
+        return str(specs)
+    if isinstance(specs, tuple | list):
+        return f"a {type(specs).__name__} of {len(specs)}"
+    return f"a {type(specs).__name__}"
+
+
+def _are(count: int) -> str:
+    return f"are {count}" if count != 1 else "is 1"
