@@ -37,8 +37,8 @@ _DRAWS = 8  # about
 _SECONDS = {"element": 4e-8, "product": 4e-9, "equation": 2e-4}
 
 ASSUMED = (
-    "numbers are real and inputs finite: nothing is said about rounding, overflow, the compiler, second derivatives, or "
-    "inputs for which a divisor is zero",
+    "numbers are real and inputs finite: nothing is said about rounding, overflow, the compiler, second derivatives, "
+    "or inputs for which a divisor is zero",
     "integers, booleans, keys and all arrays that a function closes over are as they were",
     "a float constant is the simplest rational that rounds to it",
     "constants beyond 1e9 and -1e9 are infinite",
@@ -136,8 +136,9 @@ def assert_equal_for_all_inputs(
         TypeError: args that is not a tuple, or what is no array among arguments or results. What the functions raise
             themselves stays, with a note that says what they were called with.
         ValueError: what is neither proved nor refuted: a comparison of which one branch was not met and may differ, a
-            missing law of a function, by its line; specs that do not fit arguments or results; no float among the arguments, what has no meaning in a field, by its
-            name and line, or programs that are nested deeper, or larger, than can be proved, with what to shrink.
+            missing law of a function, by its line; specs that do not fit arguments or results; no float among the
+            arguments; what has no meaning in a field, by its name and line; programs that are nested deeper, or larger,
+            than can be proved, with what to shrink.
 
     Cost: seconds on the host for shapes of a few hundred elements; neither program is compiled.
 

@@ -20,8 +20,8 @@ PROVED = 0.8  # of the right pairs, at least so many are; the rest are identitie
 PROGRAMS = 120
 
 
-# Of the wrong pairs of a part at most so many are proved: those that differ for a few inputs in a hundred, behind several
-# comparisons, or only where inputs are equal, which a certificate says. It was one of 420 in seeds 0 to 1999.
+# Of the wrong pairs of a part at most so many are proved: those that differ for a few inputs in a hundred, behind
+# several comparisons, or only where inputs are equal, which a certificate says. It was one in 200 of seeds 0 to 1999.
 MOST_FALSE = 3
 
 
