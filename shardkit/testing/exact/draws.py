@@ -308,7 +308,7 @@ class _Trial:
         except HangsError as error:
             raise UnequalError(f"{self.subject}{error}") from error
         except DiffersError as error:
-            line = located(self._runs(field), 0, None)
+            line = self._locate(field, 0, None)
             raise UnequalError(f"{self.subject}{error} differs between devices{line}.") from error
         for index, (name, x, y) in enumerate(zip(self.names, got, wanted, strict=True)):
             if index < self.values or not field.planted:
@@ -323,7 +323,7 @@ class _Trial:
             raise TooDeepError
         if not field.same(a, b).all():
             agree, hint = _agree(field, a, b), _missing_law(field)
-            text = _of_no_number(self._runs(field), a, b) or located(self._runs(field), index, b)
+            text = _of_no_number(self._runs(field), a, b) or self._locate(field, index, b)
             if agree:
                 raise UndecidedError(
                     f"{self.subject}not decided: the {name} is the reference's in float64 for the inputs that were "
@@ -338,6 +338,12 @@ class _Trial:
             both = int(((a.poison > 0) & (b.poison > 0) & done).sum())
             if both:
                 self.no_number[name] = both, a.poison.size
+
+    def _locate(self, field: Field, index: int, wanted: Exact | None) -> str:
+        """How and where a result differs; "" in an order behind draws, whose differences say what is not decided."""
+        if field.order is not None and self.draws:
+            return ""
+        return located(self._runs(field), index, wanted)
 
     def _runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""

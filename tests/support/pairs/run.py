@@ -138,7 +138,7 @@ def main() -> int:
     sk.simulate_devices(8)
     if options.count == 1:
         pair = drawn(options.seed)
-        print(pair, f"\n  truth: {pair.truth()}\n  {judged(pair)}")
+        print(pair, f"\n  truth: {pair.truth()}\n  {judged(pair, line=True)}")
     tally = tallied(range(options.seed, options.seed + options.count), causes=True)
     print(tally)
     for pair in tally.broken[: options.shrink]:
