@@ -210,7 +210,12 @@ def reaches_others(equation: Any) -> bool:
 
 def user_frames(equation: Any) -> list[tuple[str, int, str]]:
     """File, line and function of an equation's frames outside jax, innermost first."""
-    frames = private("source_info_util.user_frames")(equation.source_info.traceback)
+    return frames_of(equation.source_info.traceback)
+
+
+def frames_of(traceback: Any) -> list[tuple[str, int, str]]:
+    """The same of a traceback, as an equation keeps it."""
+    frames = private("source_info_util.user_frames")(traceback)
     return [(frame.file_name, frame.start_line, frame.function_name) for frame in frames]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -231,16 +231,26 @@ def source_line(equation: Any, around: str = "") -> str:
     Where only a kernel's line is known, as inside a function with a custom derivative, it is that of the equation
     `around` it.
     """
-    frames = [frame for frame in compat.user_frames(equation) if not Path(frame[0]).is_relative_to(_TESTING)]
+    return _line_behind(equation.source_info.traceback, around)
+
+
+# A proof asks for the line of each comparison in each of its runs.
+@lru_cache(maxsize=4096)
+def _line_behind(traceback: Any, around: str) -> str:
+    frames = [frame for frame in compat.frames_of(traceback) if not Path(frame[0]).is_relative_to(_TESTING)]
     above = [f for f in frames if not is_kernel(f[0])]
     if not above:
         return around or (_written(frames[0]) if frames else "unknown")
-    return user_line(equation) or _written(above[0])
+    return _user_line(traceback) or _written(above[0])
 
 
 def user_line(equation: Any) -> str:
     """The innermost line that led to an equation in the user's own code, else outside jax and shardkit; "" if none."""
-    outside = [frame for frame in compat.user_frames(equation) if not _is_ours(frame[0])]
+    return _user_line(equation.source_info.traceback)
+
+
+def _user_line(traceback: Any) -> str:
+    outside = [frame for frame in compat.frames_of(traceback) if not _is_ours(frame[0])]
     own = [frame for frame in outside if _own(frame[0])]
     return next(map(_written, own or outside), "")
 

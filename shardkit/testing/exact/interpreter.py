@@ -138,11 +138,13 @@ class Interpreter:
         if not any(self.field.follows(x) for x in operands):
             return results
         name, coverage = equation.primitive.name, self.field.coverage
-        line = source_line(equation, self.around)
-        if coverage is not None and name in _COMPARISONS:
+        if coverage is None:
+            return results
+        if name in _COMPARISONS:
+            line = source_line(equation, self.around)
             coverage.note_integers(self.field, equation, line, results[0], operands)
-        if coverage is not None and name in ("and", "or") and all(self.field.is_decision(x) for x in operands):
-            coverage.note_joined(self.field, equation, line, results[0])
+        if name in ("and", "or") and all(self.field.is_decision(x) for x in operands):
+            coverage.note_joined(self.field, equation, source_line(equation, self.around), results[0])
         return results
 
     # Devices
