@@ -252,11 +252,20 @@ def first_cut(layout: LeafLayout) -> int:
 
     A dim is padded for all its cuts at once, so that it is before the first cut of a padded dim, too.
     """
-    cuts, padded = layout.cuts(scatter=("step",)), dict(layout.padded)
-    first = next((i for i, cut in enumerate(cuts) if cut.reduce_by.feedback), len(cuts))
-    while again := [i for i in range(first) if cuts[i].dim in padded and cuts[i].dim in {c.dim for c in cuts[first:]}]:
-        first = again[0]
-    return first
+    cuts, padded_dims = layout.cuts(scatter=("step",)), dict(layout.padded)
+    first = len(cuts)
+    for number, cut in enumerate(cuts):
+        if cut.reduce_by.feedback:
+            first = number
+            break
+    # Worked example: cuts of dims 0, 1, 0, of which the last has feedback, and dim 0 is padded. The residual comes in
+    # before all three: at cut 2 the gradient has its padding already, which is for both cuts of dim 0.
+    while True:
+        later_dims = {cut.dim for cut in cuts[first:]}
+        earlier = [i for i in range(first) if cuts[i].dim in padded_dims and cuts[i].dim in later_dims]
+        if not earlier:
+            return first
+        first = earlier[0]
 
 
 def residual_specs(residuals: Any, params: Any, placement: Placement) -> Any:

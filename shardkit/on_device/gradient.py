@@ -453,31 +453,36 @@ def means_by_path(means: Any) -> list[tuple[str, Mean]]:
 
 
 def _aux(name: Any, value: Any) -> Any:
+    """A metric as a Mean, or a tree of metrics as one of Means.
+
+    Worked example: `Mean({"mean": m, "variance": v}, count)` is `{"mean": Mean(m, count), "variance": Mean(v, count)}`.
+    """
     if not isinstance(name, str):
         raise TypeError(
             f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Use a string."
         )
 
-    def leaf(x: Any) -> bool:
+    def is_metric(x: Any) -> bool:
         return x is None or isinstance(x, Mean | Sum)
 
-    def one(path: Any, value: Any) -> Any:
-        at = path_name((jax.tree_util.DictKey(name), *path))
-        if is_mean(value) and not jax.tree_util.all_leaves([value.total], leaf):
+    def convert(path: Any, metric: Any) -> Any:
+        if is_mean(metric) and not jax.tree_util.all_leaves([metric.total], is_metric):
 
-            def each(below: Any, total: Any) -> Any:
-                return one((*path, *below), Mean(total, value.weight))
+            def convert_total(path_in_total: Any, total: Any) -> Any:
+                return convert((*path, *path_in_total), Mean(total, metric.weight))
 
-            return jax.tree_util.tree_map_with_path(each, value.total, is_leaf=leaf)
-        mean = _as_mean(value, f"value_and_grad: aux {at!r} must be a scalar or Mean(total, weight)", is_mean(value))
+            return jax.tree_util.tree_map_with_path(convert_total, metric.total, is_leaf=is_metric)
+        label = path_name((jax.tree_util.DictKey(name), *path))
+        rule = f"value_and_grad: aux {label!r} must be a scalar or Mean(total, weight)"
+        mean = _as_mean(metric, rule, shaped=is_mean(metric))
         if mean.weight.shape not in ((), mean.total.shape):
             raise ValueError(
-                f"Mean {at!r}: the weight must be a scalar or have the shape of the total; got {kind(mean)}. "
+                f"Mean {label!r}: the weight must be a scalar or have the shape of the total; got {kind(mean)}. "
                 "Broadcast it with jnp.broadcast_to(weight, total.shape)."
             )
         return mean
 
-    return jax.tree_util.tree_map_with_path(one, value, is_leaf=leaf)
+    return jax.tree_util.tree_map_with_path(convert, value, is_leaf=is_metric)
 
 
 def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:

@@ -99,36 +99,51 @@ def leave(
     divisor = divisor_of(largest_weight(means["loss"])) * scale
     with jax.named_scope(PLAN):
         layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
-        several = [
-            _scattered(leaf, layout, policy.reduce)
-            for layout, leaf in zip(layouts, with_residuals(grads, residuals, divisor), strict=True)
-        ]
-        several = [begun(leaf) for leaf in _summed_by_algorithms(several, layouts, policy.reduce)]
+        leaves = []
+        for layout, leaf in zip(layouts, with_residuals(grads, residuals, divisor), strict=True):
+            leaves.append(_scattered(leaf, layout, policy.reduce))
+        leaves = [begun(leaf) for leaf in _sum_by_algorithms(leaves, layouts, policy.reduce)]
         reduced = []
-        for layout, leaf in zip(layouts, several, strict=True):
-            grad, over = leaf.grad, tuple(sorted(varying_axes(leaf.grad) - all_axes(layout.update)))
-            if over:
-                grad, split = grad.astype(policy.reduce), split_dims(layout.automatic)
-                grad = in_parts(partial(all_reduce, axis=over), grad, split) if split else all_reduce(grad, over)
+        for layout, leaf in zip(layouts, leaves, strict=True):
+            grad = _sum_what_varies(leaf.grad, layout, policy.reduce)
             reduced.append(as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows))
     grads = jax.tree.unflatten(jax.tree.structure(grads), reduced)
-    return means, grads, residuals_after(residuals, several, divisor)
+    return means, grads, residuals_after(residuals, leaves, divisor)
 
 
-def _summed_by_algorithms(several: list[Reduced], layouts: list[LeafLayout], dtype: Any) -> list[Reduced]:
+def _sum_what_varies(grad: jax.Array, layout: LeafLayout, dtype: Any) -> jax.Array:
+    """The gradient, summed over the axes that its type names and the layout of its update does not."""
+    axes = tuple(sorted(varying_axes(grad) - all_axes(layout.update)))
+    if not axes:
+        return grad
+    grad = grad.astype(dtype)
+    split = split_dims(layout.automatic)
+    if split:
+        return in_parts(partial(all_reduce, axis=axes), grad, split)
+    return all_reduce(grad, axes)
+
+
+def _sum_by_algorithms(leaves: list[Reduced], layouts: list[LeafLayout], dtype: Any) -> list[Reduced]:
     """The gradients after the sums for which a strategy has an algorithm of its own, those with feedback last."""
-    together: dict[Any, list[int]] = {}
-    for i, layout in enumerate(layouts):
+    groups: dict[Any, list[int]] = {}
+    for number, layout in enumerate(layouts):
         for axes, algorithm in layout.sums:
             # An algorithm may concatenate leaves, which must be partial sums alike.
-            varying = varying_axes(several[i].grad)
+            varying = varying_axes(leaves[number].grad)
             axes = tuple(axis for axis in axes if axis in varying)
             if axes:
-                together.setdefault((axes, algorithm, varying), []).append(i)
-    for (axes, algorithm, _), those in sorted(together.items(), key=lambda each: each[0][1].feedback):
-        sums = summed(algorithm, [several[i] for i in those], axes, dtype)
-        several = [sums[those.index(i)] if i in those else leaf for i, leaf in enumerate(several)]
-    return several
+                groups.setdefault((axes, algorithm, varying), []).append(number)
+
+    def has_feedback(group: Any) -> bool:
+        (_, algorithm, _), _ = group
+        return bool(algorithm.feedback)
+
+    leaves = list(leaves)
+    for (axes, algorithm, _), numbers in sorted(groups.items(), key=has_feedback):
+        sums = summed(algorithm, [leaves[number] for number in numbers], axes, dtype)
+        for number, leaf in zip(numbers, sums, strict=True):
+            leaves[number] = leaf
+    return leaves
 
 
 @jax.named_scope(PLAN)

@@ -116,26 +116,39 @@ class Pieces:
                 f"{model.where}: a spread embedding must return the same on all devices of {named(axes)}; got each "
                 "device's own. Look tokens up with vocab_embed, or sum what the parts give."
             )
-        known = None
-        while known != (
-            known := jax.tree.map(varying_axes, tree)
-        ):  # until input and output of a stage have the same type
-            try:
-                out = eval_shape(self._through, given, tree)
-            except Exception as error:
-                if not layers_in_a_list(given.layers):
-                    raise
-                raise TypeError(
-                    f"{model.where}: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got "
-                    f"a list of {len(given.layers)}. Stack them once, before init, with "
-                    "jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)."
-                ) from error
-            self._check(tree, out)
-            tree = eval_shape(lambda x, y: jax.tree.map(vary_like, x, y), tree, out)
-        self.x, self._structure = jax.tree.flatten(tree)
+        self.x, self._structure = jax.tree.flatten(self._find_activations(tree))
         self.moving = Mask([learnable(x) for x in self.x])
         self.embed = Piece(self._embedded, shared, common)
         self.stage = Piece(lambda given, x: self._flat(self._through(given, self._tree(x))), given, self.x)
+
+    def _find_activations(self, embedded: Any) -> Any:
+        """Shapes and types that a stage takes and gives, from those of the embedding.
+
+        What a stage gives may vary over more axes than what it took, as over that of experts; the next one takes that.
+        Worked example: embedded varies over "pipe"; a stage makes it vary over "pipe" and "expert"; what varies over
+        both is given back as it is, so that is the type of all.
+        """
+        activations = embedded
+        while True:
+            out = self._eval_stage(activations)
+            self._check(activations, out)
+            widened = eval_shape(lambda x, y: jax.tree.map(vary_like, x, y), activations, out)
+            if jax.tree.map(varying_axes, widened) == jax.tree.map(varying_axes, activations):
+                return widened
+            activations = widened
+
+    def _eval_stage(self, activations: Any) -> Any:
+        try:
+            return eval_shape(self._through, self._given, activations)
+        except Exception as error:
+            where, layers = self._model.where, self._given.layers
+            if not layers_in_a_list(layers):
+                raise
+            raise TypeError(
+                f"{where}: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
+                f"{len(layers)}. Stack them once, before init, with "
+                "jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)."
+            ) from error
 
     @cached_property
     def _halves(self) -> tuple[list[Any], Halves]:

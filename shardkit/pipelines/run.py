@@ -194,30 +194,43 @@ class Executor(NamedTuple):
 
     def run(self, layers: list[jax.Array], device: Any) -> Sums:
         """All ticks of this device; `layers` are the parts of the stack, `[chunks, layers, ...]`."""
-        sizes, p, train, split = self.table.buffers, self.ops.pieces, self.ops.train, self.ops.split
-        buffers = (
-            (sizes["inputs"], p.x),
-            (sizes["saved"], [*p.forward.out[1], *p.x] if self.ops.saves else []),
-            (sizes["cotangents"], p.moving.split(p.x)[0]),
-            (sizes["kept"], split.residuals if split else []),
-        )
-        means = p.head_backward.out[0] if train else p.head.out
-        wide = partial(jax.tree.map, wide_zeros)
-        learned = (layers, parts(self.ops.shared)) if train else ([], [])
-        sums = Sums(wide(learned[0]), wide(learned[1]), wide(means))
-        inputs, saved, cotangents, residuals = (
-            [typed_zeros(x, shape=(count, *x.shape)) for x in leaves] for count, leaves in buffers
-        )
-        state = LoopState(inputs, saved, cotangents, residuals, sums)
+        state = self._first_state(layers)
         # A constant of the program, in as few bytes as hold its numbers, of which a device reads its column once.
-        rows = jnp.asarray(self.table.rows.astype(np.min_scalar_type(self.table.rows.max())))
-        mine = lax.dynamic_index_in_dim(rows, device, 1, keepdims=False).astype(jnp.int32)
+        table = jnp.asarray(self.table.rows.astype(np.min_scalar_type(self.table.rows.max())))
+        column = lax.dynamic_index_in_dim(table, device, 1, keepdims=False).astype(jnp.int32)
         ends = jnp.asarray(self.table.ends) if self.ops.common else None
         for segments, times in _rounds(self.table.segments):
             begin, ticks = segments[0].begin, sum(segment.ticks for segment in segments)
-            some, once = _part((mine, ends), begin, times * ticks), partial(self._round, segments)
-            state, _ = once(state, some) if times == 1 else lax.scan(once, state, _repeated(some, times))
+            rows = _part((column, ends), begin, times * ticks)
+            run_round = partial(self._round, segments)
+            if times == 1:
+                state, _ = run_round(state, rows)
+            else:
+                state, _ = lax.scan(run_round, state, _repeated(rows, times))
         return state.sums
+
+    def _first_state(self, layers: list[jax.Array]) -> LoopState:
+        """Buffers with as many slots as the table needs, and sums, all of zeros."""
+        slots, pieces, split = self.table.buffers, self.ops.pieces, self.ops.split
+
+        def allocate(count: int, leaves: Sequence[Any]) -> list[jax.Array]:
+            return [typed_zeros(x, shape=(count, *x.shape)) for x in leaves]
+
+        zeros_like = partial(jax.tree.map, wide_zeros)
+        if self.ops.train:
+            means = pieces.head_backward.out[0]
+            sums = Sums(zeros_like(layers), zeros_like(parts(self.ops.shared)), zeros_like(means))
+        else:
+            sums = Sums([], [], zeros_like(pieces.head.out))
+        saved = [*pieces.forward.out[1], *pieces.x] if self.ops.saves else []
+        moving, _ = pieces.moving.split(pieces.x)
+        return LoopState(
+            allocate(slots["inputs"], pieces.x),
+            allocate(slots["saved"], saved),
+            allocate(slots["cotangents"], moving),
+            allocate(slots["kept"], split.residuals if split else []),
+            sums,
+        )
 
     def _round(self, segments: Sequence[Segment], state: LoopState, rows: Any) -> tuple[LoopState, None]:
         for segment in segments:

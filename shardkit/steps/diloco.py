@@ -59,20 +59,34 @@ class WorkerSteps:
 
     def __call__(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
         """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
-        new = [each.step(own, batch) if each else (None, None) for each, own, batch in self._given(state, batches)]
-        return state._replace(workers=tuple(own for own, _ in new)), [metrics for _, metrics in new]
+        workers, metrics = [], []
+        for train_step, worker, batch in self._match(state, batches):
+            values = None
+            if train_step is not None:
+                worker, values = train_step.step(worker, batch)
+            workers.append(worker)
+            metrics.append(values)
+        return state._replace(workers=tuple(workers)), metrics
 
     def lower(self, state: DilocoState, batches: Sequence[Any]) -> jax.stages.Lowered:
         """The program of the first worker of this process: all workers have one program, as a guard makes sure."""
-        step, own, batch = next(given for given in self._given(state, batches) if given[0])
-        return step.step.lower(own, batch)
+        train_step, worker, batch = self._first(state, batches)
+        return train_step.step.lower(worker, batch)
 
     def trace(self, state: DilocoState, batches: Sequence[Any]) -> jax.stages.Traced:
         """The same, as a jaxpr, for a census."""
-        step, own, batch = next(given for given in self._given(state, batches) if given[0])
-        return step.step.trace(own, batch)
+        train_step, worker, batch = self._first(state, batches)
+        return train_step.step.trace(worker, batch)
 
-    def _given(self, state: DilocoState, batches: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+    def _first(self, state: DilocoState, batches: Sequence[Any]) -> tuple[TrainStep, TrainState, Any]:
+        """Step, state and batch of the first worker of this process."""
+        for train_step, worker, batch in self._match(state, batches):
+            if train_step is not None:
+                return train_step, worker, batch
+        raise AssertionError("every process of a mesh has a worker")
+
+    def _match(self, state: DilocoState, batches: Sequence[Any]) -> list[tuple[TrainStep | None, Any, Any]]:
+        """Step, state and batch of every worker; the first two are None for workers of other processes."""
         check_kind("diloco", "state", state, kinds_of(DilocoState))
         got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
         if got != len(self.train_steps):
@@ -96,19 +110,30 @@ class Diloco:
 
     def init(self, params: Any, key: jax.Array, carried: Any = None) -> DilocoState:
         """The first state: workers begin with the same parameters of `key`, and draw with keys of their own."""
-        alike = [each and each.init(params, key, carried) for each in self.train_steps]
-        made = [each and each._replace(key=jax.random.fold_in(each.key, k)) for k, each in enumerate(alike)]
-        if any(isinstance(each.opt_state, Master) for each in made if each):
+        workers: list[TrainState | None] = []
+        copies: list[dict[str, jax.Array] | None] = []
+        for number, train_step in enumerate(self.train_steps):
+            worker = copy = None
+            if train_step is not None:
+                worker = train_step.init(params, key, carried)
+                worker = worker._replace(key=jax.random.fold_in(worker.key, number))
+                copy = named_arrays(jax.tree.map(jnp.copy, worker.params))
+                first = worker.params
+            workers.append(worker)
+            copies.append(copy)
+        if any(isinstance(worker.opt_state, Master) for worker in workers if worker is not None):
             raise ValueError(
                 "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision "
                 "with a master copy, from which the next step would go on. Pass make_train_step precision='bf16'."
             )
-        first = next(each.params for each in made if each)
-        copies = [each and named_arrays(jax.tree.map(jnp.copy, each.params)) for each in made]
         whole = joined(copies, self.mesh, self._specs(first))
-        parts = [_part(whole, members) for members in self._fragments(first)]
-        outer = jax.jit(lambda part: self._outer_pinned(self.outer.init(part), part, first))
-        return DilocoState(tuple(made), with_arrays(first, whole), tuple(map(outer, parts)))
+
+        def init_outer(fragment: dict[str, jax.Array]) -> Any:
+            return self._pin_outer(self.outer.init(fragment), fragment, first)
+
+        init_outer = jax.jit(init_outer)
+        outer = [init_outer(_part(whole, members)) for members in self._fragments(first)]
+        return DilocoState(tuple(workers), with_arrays(first, whole), tuple(outer))
 
     @property
     def step(self) -> WorkerSteps:
@@ -184,7 +209,7 @@ class Diloco:
             mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(row_specs, specs), out_specs=row_specs)
             layout = {path: NamedSharding(self.mesh, spec) for path, spec in specs.items()}
             pinned = lax.with_sharding_constraint(whole, layout)  # another would compile the next exchange again
-            return mapped(rows, whole), with_arrays(params, pinned), self._outer_pinned(outer, old, params)
+            return mapped(rows, whole), with_arrays(params, pinned), self._pin_outer(outer, old, params)
 
         return jax.jit(finish, static_argnums=5, donate_argnums=(1, 2))
 
@@ -220,7 +245,7 @@ class Diloco:
             own[path] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, here)
         return state._replace(params=with_arrays(state.params, own))
 
-    def _outer_pinned(self, outer: Any, part: dict[str, jax.Array], params: Any) -> Any:
+    def _pin_outer(self, outer: Any, part: dict[str, jax.Array], params: Any) -> Any:
         """The outer state of a fragment: what mirrors a parameter, in its layout."""
         specs = self._specs(params)
         held = optimizer_held(outer, part, {path: Held(specs[path]) for path in part})

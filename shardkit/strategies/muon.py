@@ -85,8 +85,11 @@ def muon(
 
     Source: Jordan, Muon (https://kellerjordan.github.io/posts/muon/); Liu et al. (arXiv:2502.16982), section 3.
     """
-    given = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "learning_rate": learning_rate}
-    numbers = {name: float(x) for name, x in given.items() if isinstance(x, float | int | np.number)}  # others: arrays
+    hyperparameters = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "learning_rate": learning_rate}
+    numbers = {}
+    for name, value in hyperparameters.items():
+        if isinstance(value, float | int | np.number):  # others are arrays, or schedules
+            numbers[name] = float(value)
     at_least_zero("muon", consistent_rms=consistent_rms or 0.0, **numbers)
     if not isinstance(ns_steps, jax.Array):
         whole("muon", ns_steps=ns_steps)
@@ -105,24 +108,25 @@ def muon(
 
     def dims_of(params: Any) -> Any:
         """The dims of each leaf: None for those of the other optimizer."""
-        given = muon_weight_dimension_numbers
-        if given is None:
+        numbers = muon_weight_dimension_numbers
+        if numbers is None:
             return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if jnp.ndim(x) == 2 else None, params)
-        given = given(params) if is_function(given) else given
-        return jax.tree.map(lambda dims, tree: jax.tree.map(lambda _: dims, tree), given, params, is_leaf=_is_dims)
+        if is_function(numbers):
+            numbers = numbers(params)
+        return jax.tree.map(lambda dims, tree: jax.tree.map(lambda _: dims, tree), numbers, params, is_leaf=_is_dims)
 
-    def labels(params: Any) -> Any:
+    def label_leaves(params: Any) -> Any:
         return jax.tree.map(lambda dims: "muon" if dims else "adam", dims_of(params), is_leaf=_is_dims)
 
-    def made(specs: dict[str, PartitionSpec], dims: dict[str, Any]) -> optax.GradientTransformation:
-        by_shape = partial(jax.tree_util.tree_map_with_path, _by_shape(dims, consistent_rms))
+    def make_optimizer(specs: dict[str, PartitionSpec], dims: dict[str, Any]) -> optax.GradientTransformation:
+        by_shape = partial(jax.tree_util.tree_map_with_path, _scale_by_shape(dims, consistent_rms))
         matrices = optax.chain(
             _by_owners(_Owners(auto_mesh(mesh), plan.axes, specs, dims), beta, nesterov, options),
             optax.stateless(lambda updates, _: by_shape(updates)),
             optax.add_decayed_weights(weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
-        return optax.partition({"muon": matrices, "adam": others}, labels)
+        return optax.partition({"muon": matrices, "adam": others}, label_leaves)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
@@ -130,9 +134,10 @@ def muon(
         specs = named_arrays(plan.placement(params, mesh).update)
         leaves = jax.tree_util.tree_leaves_with_path(dims_of(params), is_leaf=_is_dims)
         with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
-            return made(specs, {path_name(path): dims for path, dims in leaves}).update(updates, state, params)
+            optimizer = make_optimizer(specs, {path_name(path): dims for path, dims in leaves})
+            return optimizer.update(updates, state, params)
 
-    return optax.GradientTransformation(made({}, {}).init, update)
+    return optax.GradientTransformation(make_optimizer({}, {}).init, update)
 
 
 def _coefficients(given: Any, steps: Any) -> Any:
@@ -161,41 +166,54 @@ def _is_dims(x: Any) -> bool:
     return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
 
 
-class _Dims(NamedTuple):
+class _MatrixDims(NamedTuple):
     """The dims of a leaf, from the front."""
 
     batch: tuple[int, ...]  # one matrix for each entry
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All of them: matrices behind what they are stacked along."""
+        return self.batch + self.rows + self.columns
 
-def _dims(path: str, ndim: int, dims: Any) -> _Dims:
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """Those of one matrix."""
+        return self.rows + self.columns
+
+
+def _matrix_dims(path: str, ndim: int, numbers: Any) -> _MatrixDims:
     """The dims that optax's numbers name."""
-
-    def several(given: Any) -> tuple[int, ...]:
-        each = (given,) if isinstance(given, int) else given
-        return tuple(dim_of(f"muon: leaf {path}", dim, ndim) for dim in each)
-
-    rows, columns = several(dims.reduction_axis), several(dims.output_axis)
+    rows = _from_the_front(path, ndim, numbers.reduction_axis)
+    columns = _from_the_front(path, ndim, numbers.output_axis)
     if not rows or not columns or set(rows) & set(columns):
         raise ValueError(
             f"muon: rows and columns of leaf {path} must be different dims; got {rows} and {columns}. Name others, or "
             "None for adam."
         )
-    return _Dims(tuple(sorted(set(range(ndim)) - {*rows, *columns})), rows, columns)
+    batch = set(range(ndim)) - {*rows, *columns}
+    return _MatrixDims(tuple(sorted(batch)), rows, columns)
 
 
-def _by_shape(dims: dict[str, Any], consistent_rms: float | None) -> Callable[[Any, jax.Array], jax.Array]:
-    """The factor of an update by the shape of its matrix, as optax has it."""
+def _from_the_front(path: str, ndim: int, dims: int | Sequence[int]) -> tuple[int, ...]:
+    dims = (dims,) if isinstance(dims, int) else dims
+    return tuple(dim_of(f"muon: leaf {path}", dim, ndim) for dim in dims)
 
-    def scaled(path: Any, x: jax.Array) -> jax.Array:
-        found = _dims(path_name(path), x.ndim, dims[path_name(path)])
-        fan_in, fan_out = (math.prod(x.shape[dim] for dim in each) for each in (found.rows, found.columns))
+
+def _scale_by_shape(dims: dict[str, Any], consistent_rms: float | None) -> Callable[[Any, jax.Array], jax.Array]:
+    """Multiplies an update by the factor that optax has for the shape of its matrix."""
+
+    def scale(path: Any, x: jax.Array) -> jax.Array:
+        matrix = _matrix_dims(path_name(path), x.ndim, dims[path_name(path)])
+        fan_in = math.prod(x.shape[dim] for dim in matrix.rows)
+        fan_out = math.prod(x.shape[dim] for dim in matrix.columns)
         if consistent_rms is None:
             return jnp.sqrt(jnp.maximum(1, fan_out / fan_in)) * x
         return jnp.sqrt(jnp.maximum(fan_in, fan_out)) * consistent_rms * x
 
-    return scaled
+    return scale
 
 
 def _by_owners(owners: _Owners, beta: Any, nesterov: bool, options: dict[str, Any]) -> optax.GradientTransformation:
@@ -208,10 +226,10 @@ def _by_owners(owners: _Owners, beta: Any, nesterov: bool, options: dict[str, An
         if nesterov:
             now = optax.tree_utils.tree_bias_correction(updates, beta, count)
             corrected = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, corrected, now)
-        return owners.orthogonalized(corrected, options), state._replace(count=count, mu=mu)
+        return owners.orthogonalize(corrected, options), state._replace(count=count, mu=mu)
 
-    optaxs = optax.contrib.scale_by_muon(beta=beta, nesterov=nesterov, **options)
-    return optax.GradientTransformation(optaxs.init, update)
+    transformation = optax.contrib.scale_by_muon(beta=beta, nesterov=nesterov, **options)
+    return optax.GradientTransformation(transformation.init, update)
 
 
 class _Member(NamedTuple):
@@ -219,8 +237,14 @@ class _Member(NamedTuple):
 
     path: str
     shape: tuple[int, ...]  # its global shape
-    dims: _Dims
+    dims: _MatrixDims
     spec: tuple[tuple[str, ...], ...]  # the mesh axes of each dim
+
+    def group(self, dtype: Any) -> Any:
+        """What leaves have in common whose matrices are stacked: their shape, how they are split, and their dtype."""
+        matrix = tuple((self.shape[dim], self.spec[dim]) for dim in self.dims.matrix)
+        layer_axes = frozenset(axis for dim in self.dims.batch for axis in self.spec[dim])
+        return matrix, len(self.dims.rows), layer_axes, dtype
 
 
 class _Owners(NamedTuple):
@@ -231,87 +255,112 @@ class _Owners(NamedTuple):
     specs: dict[str, PartitionSpec]  # how the leaves are split, by path
     dims: dict[str, Any]  # optax's numbers of their dims
 
-    def orthogonalized(self, tree: Any, options: dict[str, Any]) -> Any:
+    def orthogonalize(self, tree: Any, options: dict[str, Any]) -> Any:
         """The Newton-Schulz iterations of each matrix of a tree of global arrays, which stay as they are split."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         members = [self._member(path_name(path), x.shape) for path, x in leaves]
-        groups: dict[Any, list[int]] = {}
-        for k, (member, (_, x)) in enumerate(zip(members, leaves, strict=True)):
-            matrix = tuple((member.shape[dim], member.spec[dim]) for dim in member.dims.rows + member.dims.columns)
-            layers = frozenset(axis for dim in member.dims.batch for axis in member.spec[dim])
-            groups.setdefault((matrix, len(member.dims.rows), layers, x.dtype), []).append(k)
-
-        def on_device(parts: list[jax.Array]) -> list[jax.Array]:
-            # The groups are independent of each other: while a device computes one, the next may be on its way.
-            for group in groups.values():
-                found = self._group([members[k] for k in group], [parts[k] for k in group], options)
-                for k, part in zip(group, found, strict=True):
-                    parts[k] = part
-            return parts
-
         specs = [canonical(PartitionSpec(*member.spec)) for member in members]
-        padded = [_padded(x, spec, self.mesh) for (_, x), spec in zip(leaves, specs, strict=True)]
-        mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(specs,), out_specs=specs)
-        found = zip(mapped(padded), members, strict=True)
-        out = [x[tuple(slice(size) for size in member.shape)] for x, member in found]
-        return jax.tree.unflatten(structure, out)
+        padded = [_pad(x, spec, self.mesh) for (_, x), spec in zip(leaves, specs, strict=True)]
+        groups: dict[Any, list[int]] = {}
+        for number, (member, (_, x)) in enumerate(zip(members, leaves, strict=True)):
+            groups.setdefault(member.group(x.dtype), []).append(number)
+
+        def on_device(shards: list[jax.Array]) -> list[jax.Array]:
+            # The groups are independent of each other: while a device computes one, the next may be on its way.
+            for numbers in groups.values():
+                group = [members[number] for number in numbers]
+                results = self._orthogonalize_group(group, [shards[number] for number in numbers], options)
+                for number, result in zip(numbers, results, strict=True):
+                    shards[number] = result
+            return shards
+
+        results = jax.shard_map(on_device, mesh=self.mesh, in_specs=(specs,), out_specs=specs)(padded)
+        unpadded = []
+        for x, member in zip(results, members, strict=True):
+            unpadded.append(x[tuple(slice(size) for size in member.shape)])
+        return jax.tree.unflatten(structure, unpadded)
 
     def _member(self, path: str, shape: tuple[int, ...]) -> _Member:
-        spec = [tuple(axis for axis in axes if self.mesh.shape[axis] > 1) for axes in spec_axes(self.specs[path])]
-        return _Member(path, shape, _dims(path, len(shape), self.dims[path]), (*spec, *[()] * (len(shape) - len(spec))))
+        spec: list[tuple[str, ...]] = [()] * len(shape)
+        for dim, axes in enumerate(spec_axes(self.specs[path])):
+            spec[dim] = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        return _Member(path, shape, _matrix_dims(path, len(shape), self.dims[path]), tuple(spec))
 
-    def _group(
-        self, members: Sequence[_Member], parts: Sequence[jax.Array], options: dict[str, Any]
+    def _devices(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def _orthogonalize_group(
+        self, members: Sequence[_Member], shards: Sequence[jax.Array], options: dict[str, Any]
     ) -> list[jax.Array]:
-        """The results for the parts of leaves whose matrices have one shape, split alike."""
-        member = members[0]
-        matrix = member.dims.rows + member.dims.columns
-        cuts = [(1 + at, member.spec[dim]) for at, dim in enumerate(matrix) if member.spec[dim]]
-        used = {axis for axes in member.spec for axis in axes}
-        same = tuple(axis for axis in self.axes if axis not in used and self.mesh.shape[axis] > 1)
-        stacks = [_stacked(part, each.dims) for part, each in zip(parts, members, strict=True)]
+        """The results for the shards of leaves whose matrices have one shape, split alike.
+
+        Worked example: ten 8x6 matrices, rows over "fsdp" of 4 devices. A device has ten pieces of 2x6, and stacks two
+        more of zeros: [12, 2, 6]. The all_to_all leaves it three whole matrices, [3, 8, 6]. They are orthogonalized
+        there, once in the mesh, and the way back gives each device its ten pieces again.
+        """
+        first = members[0]
+        split_dims = [(1 + at, first.spec[dim]) for at, dim in enumerate(first.dims.matrix) if first.spec[dim]]
+        split_axes = {axis for axes in first.spec for axis in axes}
+        replicated_axes = tuple(axis for axis in self.axes if axis not in split_axes and self.mesh.shape[axis] > 1)
+        owners = self._devices(replicated_axes)
+        for _, axes in split_dims:
+            owners *= self._devices(axes)
+
+        stacks = [_stack(x, member.dims) for x, member in zip(shards, members, strict=True)]
         x = jnp.concatenate(stacks)
-        ways = math.prod(self.mesh.shape[axis] for axes in (same, *dict(cuts).values()) for axis in axes)
-        count = x.shape[0]
-        x = jnp.pad(x, [(0, -count % ways), *[(0, 0)] * (x.ndim - 1)])
-        if same:
+        matrices = x.shape[0]
+        x = jnp.pad(x, [(0, -matrices % owners), *[(0, 0)] * (x.ndim - 1)])
+        if replicated_axes:
             # Devices that have the same parts take different matrices. Nothing is sent: each has all of them.
-            size = x.shape[0] // math.prod(self.mesh.shape[axis] for axis in same)
-            x = lax.dynamic_slice_in_dim(x, axis_index(same) * size, size)
+            size = x.shape[0] // self._devices(replicated_axes)
+            x = lax.dynamic_slice_in_dim(x, axis_index(replicated_axes) * size, size)
         # Whole matrices come together here, and only here: a device gives away its part of each matrix that is not its
         # own, and gets the other parts of its own, over one split dim after the other. An all_gather would bring every
         # matrix to every device, n times the bytes, and all of them would compute the same.
-        for dim, axes in cuts:
+        for dim, axes in split_dims:
             x = all_to_all(x, axes, split_dim=0, concat_dim=dim)
-        full, rows = x.shape, 1 + len(member.dims.rows)
-        x = x[(..., *(slice(member.shape[dim]) for dim in matrix))]  # a padded one may be taller than wide, and is not
-        numbers = optax.contrib.MuonDimensionNumbers(tuple(range(1, rows)), tuple(range(rows, x.ndim)))
-        # Without momentum optax's transformation is the iterations alone.
-        iterations = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers, **options)
-        x, _ = iterations.update(x, iterations.init(x))
-        x = jnp.pad(x, [(0, size - has) for size, has in zip(full, x.shape, strict=True)])
-        for dim, axes in reversed(cuts):
+        padded_shape = x.shape
+        # A padded matrix may be taller than wide where the matrix itself is not, which optax would transpose.
+        x = x[(..., *(slice(first.shape[dim]) for dim in first.dims.matrix))]
+        x = _iterate(x, len(first.dims.rows), options)
+        x = jnp.pad(x, [(0, size - unpadded) for size, unpadded in zip(padded_shape, x.shape, strict=True)])
+        for dim, axes in reversed(split_dims):
             x = all_to_all(x, axes, split_dim=dim, concat_dim=0)
-        if same:
-            x = all_gather(x, same, replicated=True)
-        ends = [sum(stack.shape[0] for stack in stacks[:k]) for k in range(1, len(stacks))]
-        pieces = jnp.split(x[:count], ends)
-        return [_unstacked(*each) for each in zip(pieces, parts, members, strict=True)]
+        if replicated_axes:
+            x = all_gather(x, replicated_axes, replicated=True)
+
+        ends = np.cumsum([stack.shape[0] for stack in stacks])[:-1]
+        pieces = jnp.split(x[:matrices], ends)
+        results = []
+        for piece, shard, member in zip(pieces, shards, members, strict=True):
+            results.append(_unstack(piece, shard.shape, member.dims))
+        return results
 
 
-def _padded(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+def _iterate(x: jax.Array, row_dims: int, options: dict[str, Any]) -> jax.Array:
+    """optax's Newton-Schulz iterations of stacked matrices [matrices, rows..., columns...]."""
+    rows, columns = tuple(range(1, 1 + row_dims)), tuple(range(1 + row_dims, x.ndim))
+    numbers = optax.contrib.MuonDimensionNumbers(rows, columns)
+    # Without momentum optax's transformation is the iterations alone.
+    iterations = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers, **options)
+    x, _ = iterations.update(x, iterations.init(x))
+    return x
+
+
+def _pad(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """With zeros where a dim does not divide: rows and columns of zeros change nothing in the others."""
     shape = padded_shape(x.shape, spec, mesh)
     return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
 
 
-def _stacked(x: jax.Array, dims: _Dims) -> jax.Array:
-    x = x.transpose(dims.batch + dims.rows + dims.columns)
+def _stack(x: jax.Array, dims: _MatrixDims) -> jax.Array:
+    """All matrices of a leaf, one behind the other: [matrices, rows..., columns...]."""
+    x = x.transpose(dims.order)
     batch = len(dims.batch)
     return x.reshape(math.prod(x.shape[:batch]), *x.shape[batch:])
 
 
-def _unstacked(x: jax.Array, like: jax.Array, member: _Member) -> jax.Array:
-    order = member.dims.batch + member.dims.rows + member.dims.columns
-    x = x.reshape([like.shape[dim] for dim in order])
-    return x.transpose([order.index(dim) for dim in range(len(order))])
+def _unstack(x: jax.Array, shape: Sequence[int], dims: _MatrixDims) -> jax.Array:
+    """The leaf of that shape again."""
+    x = x.reshape([shape[dim] for dim in dims.order])
+    return x.transpose([dims.order.index(dim) for dim in range(len(shape))])

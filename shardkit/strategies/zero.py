@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NoReturn
 
 from shardkit._arguments.checks import Axis, at_least, axis_names, named, quoted
 from shardkit._arguments.typed import typed
@@ -261,50 +261,72 @@ class _Zero:
         """Which dim of a leaf is split, or why none."""
         axes = axis_names(self.name, self.axis)
         dim = None if self.rules is None else dim_chooser(self.name, axes, self.rules)
-        return partial(self._dim, dim)
+        return partial(self._choose_dim, dim)
 
-    def _dim(self, dim: Callable[[str, tuple[int, ...]], int | None] | None, leaf: Leaf) -> int | str:
-        size = math.prod(leaf.shape)
-        first = 1 if leaf.stack or dim0_counts_layers(leaf.path, self.layerwise) else 0  # scan removes dim 0
+    def _choose_dim(self, choose: Callable[[str, tuple[int, ...]], int | None] | None, leaf: Leaf) -> int | str:
+        """The dim of a leaf that is split, or in words why none is; `choose` is that of rules that a user gave."""
         if leaf.ways == 1:
             return "the axis has one device"
         if not leaf.shape:
             return "a scalar, which has no dim"
+        size = math.prod(leaf.shape)
         if size < self.min_size:
             return f"{size:,} element{'s' * (size != 1)}, fewer than min_size={self.min_size:,}"
-        fixed = leaf.split | leaf.automatic
-        pads = [] if self.uneven != "pad" else [d for d, rows in enumerate(leaf.shape) if rows and d not in fixed]
-        divide = [d for d, rows in enumerate(leaf.shape) if rows and rows % leaf.ways == 0]
-        fits = [d for d in range(first, len(leaf.shape)) if d in pads or d in divide]
-
-        def price(d: int) -> tuple[bool, float, bool, bool, int]:
-            """What splitting a dim costs: the factor by which padding lengthens it, then what collectives need."""
-            # The TPU compiler runs a reduce_scatter over a dim in the middle as an all_reduce, of twice the bytes. Over
-            # the last dim of a stack, parts are less contiguous: on CPU a reduce_scatter takes 1.4 times as long.
-            middle, last = first < d < len(leaf.shape) - 2, 2 <= d == len(leaf.shape) - 1
-            factor = -(-leaf.shape[d] // leaf.ways) * leaf.ways / leaf.shape[d]
-            return d in leaf.automatic, factor, middle, last, -leaf.shape[d]
-
-        at = dim(leaf.path, leaf.shape) if dim else min(fits, key=price, default=None)
-        if at in fits:
-            return at
-        if dim and at is None:
-            return "no dim was chosen"
-        if dim or self.uneven == "refuse":
-            over, rule, remedy = (
-                named(axis_names(self.name, self.axis)),
-                "",
-                "Choose another dim, or pass uneven='pad'.",
-            )
-            if not dim:
-                remedy = "Pass uneven='pad' or uneven='replicate'."
-            elif self.uneven == "pad":
-                rule = " or one that can be padded, which a layer dim, or a dim that another strategy splits, cannot"
-                remedy = "Choose another dim."
-            raise ValueError(
-                f"{self.name}: {f'dim {at}' if dim else 'one dim'} of leaf {leaf.path} must be divisible by {over}"
-                f"{rule}; got shape {leaf.shape} over {leaf.ways} devices. {remedy}"
-            )
+        first = 1 if leaf.stack or dim0_counts_layers(leaf.path, self.layerwise) else 0  # scan removes dim 0
+        candidates = self._find_candidates(leaf, first)
+        if choose is not None:
+            dim = choose(leaf.path, leaf.shape)
+            if dim is None:
+                return "no dim was chosen"
+            if dim not in candidates:
+                self._refuse_chosen_dim(leaf, dim)
+            return dim
+        if candidates:
+            return min(candidates, key=partial(_price, leaf, first))
         if self.uneven == "pad":
             return "no dim is left to pad"
+        if self.uneven == "refuse":
+            raise ValueError(
+                f"{self.name}: one dim of leaf {leaf.path} must be divisible by {self._axes_in_words()}; got shape "
+                f"{leaf.shape} over {leaf.ways} devices. Pass uneven='pad' or uneven='replicate'."
+            )
         return f"no dim{' except the layer' if first else ''} divides by {leaf.ways}"
+
+    def _find_candidates(self, leaf: Leaf, first: int) -> list[int]:
+        """The dims, from the first that may be split, that divide or can be padded.
+
+        Of a stack `[4 layers, 6, 8]` over 4 devices: dim 2, which divides; with uneven="pad" dim 1 too, padded to 8.
+        """
+        fixed = leaf.split | leaf.automatic  # other strategies split them, and know their sizes
+        candidates = []
+        for dim in range(first, len(leaf.shape)):
+            rows = leaf.shape[dim]
+            divides = rows % leaf.ways == 0
+            can_be_padded = self.uneven == "pad" and dim not in fixed
+            if rows and (divides or can_be_padded):
+                candidates.append(dim)
+        return candidates
+
+    def _refuse_chosen_dim(self, leaf: Leaf, dim: int) -> NoReturn:
+        rule, remedy = "", "Choose another dim, or pass uneven='pad'."
+        if self.uneven == "pad":
+            rule = " or one that can be padded, which a layer dim, or a dim that another strategy splits, cannot"
+            remedy = "Choose another dim."
+        raise ValueError(
+            f"{self.name}: dim {dim} of leaf {leaf.path} must be divisible by {self._axes_in_words()}{rule}; got shape "
+            f"{leaf.shape} over {leaf.ways} devices. {remedy}"
+        )
+
+    def _axes_in_words(self) -> str:
+        return named(axis_names(self.name, self.axis))
+
+
+def _price(leaf: Leaf, first: int, dim: int) -> tuple[bool, float, bool, bool, int]:
+    """What splitting a dim costs: the factor by which padding lengthens it, then what collectives need."""
+    rows = leaf.shape[dim]
+    padded = -(-rows // leaf.ways) * leaf.ways
+    # The TPU compiler runs a reduce_scatter over a dim in the middle as an all_reduce, of twice the bytes. Over the
+    # last dim of a stack, parts are less contiguous: on CPU a reduce_scatter takes 1.4 times as long.
+    in_the_middle = first < dim < len(leaf.shape) - 2
+    last_of_a_stack = 2 <= dim == len(leaf.shape) - 1
+    return dim in leaf.automatic, padded / rows, in_the_middle, last_of_a_stack, -rows
