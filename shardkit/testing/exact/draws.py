@@ -52,6 +52,7 @@ class Effort(NamedTuple):
         draws: of real inputs, at least.
         most: of real inputs, where a comparison has not gone both ways.
         kinds: of the draws behind the first.
+        identified: of the draws, in how many it is found out which differences are compared.
         ties: of inputs of which some are equal.
         orders: the numbers of random ones, in turn, until all comparisons have gone both ways.
         foreign: how many of these at least, where only one side makes a comparison.
@@ -60,6 +61,7 @@ class Effort(NamedTuple):
     draws: int
     most: int
     kinds: tuple[str, ...]
+    identified: int
     ties: int
     orders: Sequence[int]
     foreign: int
@@ -69,11 +71,12 @@ def of_kernels(seconds: float) -> Effort:
     """More where a run takes few seconds: what hangs on several comparisons of few elements is seen in few draws."""
     runs = int(min(32, max(8, 0.3 / max(seconds, 1e-3))))
     draws = runs // 2
-    return Effort(draws, draws + 8, KINDS[1:], ties=runs // 4, orders=range(64), foreign=runs)
+    kinds = (*KINDS[1:], "near")
+    return Effort(draws, draws + 8, kinds, identified=4, ties=runs // 4, orders=range(64), foreign=runs)
 
 
 # A step takes a second for each of these. Constants are above all positive numbers in order 1, and below in order 2.
-STEP = Effort(draws=1, most=1, kinds=("narrow",), ties=0, orders=(1, 2, 4, 7), foreign=1)
+STEP = Effort(draws=1, most=1, kinds=("narrow",), identified=1, ties=0, orders=(1, 2, 4, 7), foreign=1)
 
 
 class Evidence(NamedTuple):
@@ -125,9 +128,9 @@ def _run_all(trial: _Trial, points: int, effort: Effort) -> Evidence:
         trial.run(max(points, _POINTS), kind=KINDS[0])
     except UnknownValueError:  # values beyond floats, or a function that has none here: orders alone
         trial.run(max(points, _POINTS), order=effort.orders[0])
-    trial.coverage.identifies = False
     if trial.field.order is None and (trial.field.compared or trial.excluded()):
         _draw(trial, effort)
+    trial.coverage.identifies = False
     _order(trial, effort)
     if name := trial.excluded():
         line = trial.outside or "an unknown line"
@@ -148,7 +151,9 @@ def _draw(trial: _Trial, effort: Effort) -> None:
         missing = trial.excluded() or any(decision.joined for decision in waiting)
         if (enough and not missing) or trial.draws >= effort.most + len(effort.kinds):
             break
+        coverage.identifies = trial.draws < effort.identified
         trial.draw(kind)
+    coverage.identifies = False
     # Integers that follow from floats, as how many tokens an expert has, are extreme where all rows are alike.
     if effort.ties and coverage.open(INTEGERS):
         trial.draw("alike")
@@ -163,8 +168,7 @@ def _draw(trial: _Trial, effort: Effort) -> None:
 def _order(trial: _Trial, effort: Effort) -> None:
     """Random orders, where a comparison went one way or only one side makes it."""
     coverage = trial.coverage
-    # An order rounds nothing: there, what is computed from integers of floats is of unknown integers.
-    foreign = [] if trial.rounds else coverage.foreign()
+    foreign = coverage.foreign()
     waiting = coverage.open(ORDER)
     suspects = [*waiting, *foreign, *coverage.open(EQUALITY)]
     if not suspects:
@@ -233,7 +237,7 @@ class _Trial:
     def draw(self, kind: str) -> None:
         """One more draw, which counts unless its values are beyond floats."""
         with suppress(UnknownValueError):
-            self.run(_FEWEST, kind=kind)
+            self.run(_POINTS if self.coverage.identifies else _FEWEST, kind=kind)
 
     def evidence(self) -> Evidence:
         """What all runs have shown."""

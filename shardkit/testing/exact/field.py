@@ -51,7 +51,7 @@ from shardkit.testing.exact.values import (
 )
 
 # What real inputs are drawn as, draw by draw; in more draws each input is one of them.
-KINDS = ("normal", "positive", "wide", "unit", "negative")
+KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
 _WIDTHS = {"wide": 16.0, "narrow": 0.1}
 # Inputs of which rows, or elements, are equal, or are zero: a division by zero is then the draw's, not the program's,
 # and gradients are not compared, because the derivative of a maximum of equal numbers is a matter of convention.
@@ -218,6 +218,9 @@ class Field:
             real = real * _WIDTHS[kind]
         elif kind == "unit":
             real = rng.uniform(size=(1, *shape))
+        elif kind == "near":  # the constants that are compared with, so that what is between two of them is met
+            centre = rng.choice(self._compared_constants(), size=(1, *shape))
+            real = centre + 0.3 * np.maximum(np.abs(centre), 1) * real
         x = Exact(number, facts(shape), real, degree=INPUT)
         if kind == "alike" and len(shape) and size:
             return x.moved(lambda part: np.broadcast_to(part[:, :1], part.shape))
@@ -228,13 +231,17 @@ class Field:
             places = np.where(rng.uniform(size=size) < 0.5, rng.integers(0, (size + 1) // 2, size), np.arange(size))
             places = np.where(rng.uniform(size=size) < 0.3, np.roll(places, 1), places)
             x = x.moved(lambda part: part.reshape(len(part), -1)[:, places].reshape(part.shape))
-            constants = [0.0]
-            for centre in self.centres:
-                if abs(centre) < _MOST_PLANTED:
-                    constants += [math.exp(centre), -math.exp(centre)]
-            planted = self.lifted(rng.choice(constants, size=shape).astype(np.float32))
+            planted = self.lifted(rng.choice(self._compared_constants(), size=shape).astype(np.float32))
             return self.where(rng.uniform(size=shape) < 0.4, planted, x)
         return x
+
+    def _compared_constants(self) -> list[float]:
+        """Zero, and the constants that were compared, with both signs."""
+        constants = [0.0]
+        for logarithm_of_constant in self.centres:
+            if abs(logarithm_of_constant) < _MOST_PLANTED:
+                constants += [math.exp(logarithm_of_constant), -math.exp(logarithm_of_constant)]
+        return constants
 
     def lifted(self, x: Any) -> Exact:
         """A constant array of floats, integers or booleans."""
@@ -682,7 +689,7 @@ class Field:
         """log, kept as what it is of; that of zero is minus infinity."""
         x = self.plain(x)
         zero = self.is_zero(x)
-        below = ~zero & (x.sign < 0) & (x.infinite == 0)
+        below = ~zero & ((x.sign < 0) & (x.infinite == 0) | (x.infinite < 0))
         poison = np.maximum(x.poison, np.where(below, NOT_A_NUMBER, 0))
         infinite = np.where(x.infinite == TRULY, TRULY, np.where(zero, -TRULY, 0))
         if self.order is None:

@@ -473,14 +473,15 @@ class Rules:
         """floor, ceil, round, a cast to integers and a remainder's quotient: constants between the steps.
 
         In a draw it is the integer of the real value; where that is next to one, the field knows whether it is it. In
-        an order it is uninterpreted.
+        an order it is uninterpreted, but for constants, as how many comparisons held.
         """
         field, name = self.field, equation.primitive.name
         whole = name == "convert_element_type"
-        if field.order is not None:
-            return field.opaque("to an integer" if whole else name, x)
-        field.uninterpreted.add("to an integer" if whole else name)
         x = field.plain(x)
+        if x.degree.total:
+            if field.order is not None:
+                return field.opaque("to an integer" if whole else name, x)
+            field.uninterpreted.add("to an integer" if whole else name)
         field.key(x)  # refuses values beyond floats
         real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
         near = np.rint(real)
