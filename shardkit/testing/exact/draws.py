@@ -213,7 +213,6 @@ class _Trial:
         levels: how many primes a further run needs.
         included: by result, which elements were compared.
         outside: the line where a value was first outside of the domain of a function.
-        rounds: whether floats were rounded to integers.
     """
 
     where: str
@@ -232,7 +231,6 @@ class _Trial:
     included: dict[str, np.ndarray] = attribute(default_factory=dict)
     no_number: dict[str, tuple[int, int]] = attribute(default_factory=dict)
     outside: str = ""
-    rounds: bool = False
 
     def draw(self, kind: str) -> None:
         """One more draw, which counts unless its values are beyond floats."""
@@ -277,7 +275,7 @@ class _Trial:
         self.draws += field.order is None
         self.orders += field.order is not None
         self.levels = min(self.levels, field.deepest + 3)
-        self.outside, self.rounds = self.outside or field.outside, self.rounds or field.rounds
+        self.outside = self.outside or field.outside
 
     def _deeper(self) -> None:
         """More primes; where there are none, `logistic` is left uninterpreted."""

@@ -478,9 +478,9 @@ class Rules:
         field, name = self.field, equation.primitive.name
         whole = name == "convert_element_type"
         x = field.plain(x)
+        if x.degree.total and field.order is not None:
+            return self._rounded_in_an_order("trunc" if whole else name, x)
         if x.degree.total:
-            if field.order is not None:
-                return field.opaque("to an integer" if whole else name, x)
             field.uninterpreted.add("to an integer" if whole else name)
         field.key(x)  # refuses values beyond floats
         real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
@@ -494,6 +494,17 @@ class Rules:
             return field.follow(integers.astype(equation.params["new_dtype"]))
         constant = replace(field.lifted(integers).signed(0), degree=INPUT)  # its sign is that of this draw
         return field.where((x.poison > 0) | (np.abs(x.infinite) == TRULY), x, constant)
+
+    def _rounded_in_an_order(self, name: str, x: Exact) -> Exact:
+        """An uninterpreted floor, and what follows from it: ceil(x) is -floor(-x), trunc one of them by the sign."""
+        field = self.field
+        if name == "round":
+            return field.opaque("round", x)
+        down = field.opaque("floor", x)
+        up = field.negative(field.opaque("floor", field.negative(x)))
+        if name == "trunc":
+            return field.where(field.key(x) < 0, up, down)
+        return up if name == "ceil" else down
 
     def _zero(self, x: Exact) -> Exact:
         return self.field.lifted(np.zeros((1,) * len(x.shape), np.float32))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _silent_floats():
+@pytest.fixture
+def silent_floats():
     with np.errstate(all="ignore"):
         yield

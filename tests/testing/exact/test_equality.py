@@ -240,6 +240,7 @@ def test_not_a_number_on_one_device_is_not_replicated():
     assert "a result that is replicated along 'data' differs between devices" in message
 
 
+@pytest.mark.usefixtures("silent_floats")
 def test_what_a_float_was_rounded_to_may_be_another_integer():
     field = Field(2, 3)
     field.coverage = Coverage()

@@ -20,7 +20,7 @@ from shardkit.testing.exact.values import (
     simplest,
 )
 
-pytestmark = pytest.mark.check
+pytestmark = [pytest.mark.check, pytest.mark.usefixtures("silent_floats")]
 
 FIELD = Field(2, 7)
 X, Y = FIELD.drawn("x", (2, 3)), FIELD.drawn("y", (2, 3))

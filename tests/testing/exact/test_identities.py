@@ -273,6 +273,7 @@ def test_a_logarithm_beside_the_last_exp_is_refused():
         (lambda x: -(2.0**31) * 3 * jnp.exp(x), lambda x: -(2.0**31) * jnp.exp(x)),
         (lambda x, y: x * (x + jnp.log(y * y)), lambda x, y: x * x),  # a number and that with a logarithm
         (lambda x: jnp.exp(-(x - 1e9)), jnp.zeros_like),
+        (lambda x: x + 0 * jnp.log(jnp.where(MASK > 0, -jnp.inf, jnp.exp(x))), lambda x: x),
         (lambda x: (x - 1e9) / -1e9, lambda x: (3 * x - 1e9) / -1e9),
         (lambda x: jnp.exp(x + MASK * -1e9), jnp.zeros_like),
         (lambda x: x.at[:, np.array([2, 3])].add(1.0, mode="clip"), lambda x: x.at[:, np.array([2, 3])].add(1.0)),
