@@ -191,9 +191,8 @@ def _elements(rules: Rules, x: Exact, places: np.ndarray) -> Exact:
 
 def reduce_windows(rules: Rules, equation: Any, *operands: Operand) -> Exact:
     """reduce_window by a sum, product, maximum or minimum of a window and the number that it begins with."""
-    body, field = equation.params["jaxpr"], rules.field
-    name = body.eqns[0].primitive.name if len(body.eqns) == 1 else "several operations"
-    if len(operands) != 2 or name not in _NEUTRAL or set(body.eqns[0].invars) != set(body.invars):
+    field, name = rules.field, _reducer(equation.params["jaxpr"])
+    if len(operands) != 2 or name not in _NEUTRAL:
         raise UnsupportedError(f"reduce_window by {name}")
     x, first = (z if isinstance(z, Exact) else field.lifted(z) for z in operands)
     first = field.plain(_shaped(first, rules.rank, (1,) * len(equation.outvars[0].aval.shape)))
@@ -205,6 +204,13 @@ def reduce_windows(rules: Rules, equation: Any, *operands: Operand) -> Exact:
     key, other = field.key(result), field.key(first)
     stays = rules.decide(equation, key >= other if name == "max" else key <= other, result, first)
     return field.where(stays | np.isnan(key), result, first)
+
+
+def _reducer(body: Any) -> str:
+    """The primitive that joins two numbers."""
+    equation = body.eqns[0]
+    alone = len(body.eqns) == 1 and set(equation.invars) == set(body.invars)
+    return equation.primitive.name if alone else "another function"
 
 
 # Gradients of pooling
