@@ -235,7 +235,10 @@ def scatter_to_extremes(rules: Rules, equation: Any, source: Operand, x: Operand
 
 
 def gather_from_extremes(rules: Rules, equation: Any, tangents: Operand, x: Operand) -> Exact:
-    """select_and_gather_add: the tangent of each window's largest, or smallest, element."""
+    """select_and_gather_add: the tangent of each window's largest, or smallest, element, of equal ones the first.
+
+    Compilers choose among equal ones as they like: what a proof says of gradients, it says where inputs differ.
+    """
     places = _pooled(equation, equation.invars[1], equation.outvars[0])
     chosen = _first_extremes(rules, equation, x, places)
     source = _filled(rules.field, _flat(rules.exact(tangents)[0], rules.rank), 0.0)

@@ -96,7 +96,7 @@ ROWS = {
     ],
     "convolved": lambda x, y: [convolved(x, y), with_gradients(convolved, x + 0 * y, y + 0 * x)],
     "pooled": lambda x, y: [
-        [with_gradients(pool, x), with_gradients(pool, x - y), jax.jvp(pool, (x,), (x,))] for pool in POOLS
+        [with_gradients(pool, x), with_gradients(pool, x - y), jax.jvp(pool, (x + 10 * ROW,), (y,))] for pool in POOLS
     ],
     "pooled, from": lambda x, y: [lax.reduce_window(x * y, y[0, 0], by, (2, 2), (1, 1), "SAME") for by in WINDOWED],
     "ragged": lambda x, y: [ragged(x, y), ragged_transposed(x, y)],
