@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,14 +21,24 @@ from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.operands import Operand, UnsupportedError, elements_at, stacked
 from shardkit.testing.exact.values import Exact
 
-if TYPE_CHECKING:
-    from shardkit.testing.exact.rules import Rules
-
 # What padding is, by how a window is reduced: what changes no result.
 _NEUTRAL = {"add": 0.0, "mul": 1.0, "max": -math.inf, "min": math.inf}
 
 
-class Dim(NamedTuple):
+class MeshRules(Protocol):
+    """What a rule needs of `Rules`."""
+
+    field: Field
+    rank: int
+
+    def exact(self, *operands: Operand) -> list[Exact]:
+        """Operands in the field."""
+
+    def decide(self, equation: Any, truth: np.ndarray, x: Exact, y: Exact) -> np.ndarray:
+        """The truth of a comparison, noted."""
+
+
+class WindowDim(NamedTuple):
     """Windows along one dim.
 
     Attributes:
@@ -50,7 +60,7 @@ class Dim(NamedTuple):
     step: int = 1
 
 
-def places_of(dims: Sequence[Dim]) -> np.ndarray:
+def places_of(dims: Sequence[WindowDim]) -> np.ndarray:
     """int64 [windows, elements of one]: places in the flat array, its size for what is none of its elements."""
     places, inside = np.zeros((1, 1), np.int64), np.ones((1, 1), bool)
     for dim in dims:
@@ -93,7 +103,7 @@ def _read(field: Field, x: Exact, places: np.ndarray, filling: float) -> Exact:
 # Convolutions
 
 
-def convolve(rules: Rules, equation: Any, x: Operand, kernel: Operand) -> Exact:
+def convolve(rules: MeshRules, equation: Any, x: Operand, kernel: Operand) -> Exact:
     """conv_general_dilated: a matmul of what windows read, for each group of features and of examples."""
     field, rank, params = rules.field, rules.rank, equation.params
     numbers = params["dimension_numbers"]
@@ -120,7 +130,9 @@ def convolve(rules: Rules, equation: Any, x: Operand, kernel: Operand) -> Exact:
 def _convolved(params: Any, sizes: Sequence[int], windows: Sequence[int], reads: Sequence[int]) -> np.ndarray:
     """The places of a convolution's windows in the dims that it runs over."""
     names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
-    return places_of([Dim(*dim) for dim in zip(sizes, windows, reads, *(params[name] for name in names), strict=True)])
+    return places_of(
+        [WindowDim(*dim) for dim in zip(sizes, windows, reads, *(params[name] for name in names), strict=True)]
+    )
 
 
 # Pooling
@@ -131,25 +143,22 @@ def _pooled(equation: Any, array: Any, windows: Any) -> np.ndarray:
     params, sizes = equation.params, array.aval.shape
     ones = (1,) * len(sizes)
     spreads, steps = params.get("base_dilation", ones), params.get("window_dilation", ones)
-    strides, padding = params["window_strides"], params["padding"]
-    rows = zip(
-        sizes, windows.aval.shape, params["window_dimensions"], strides, padding, spreads, steps, strict=True
-    )  # fmt: skip
-    return places_of([Dim(*row) for row in rows])
+    options = params["window_dimensions"], params["window_strides"], params["padding"], spreads, steps
+    return places_of([WindowDim(*row) for row in zip(sizes, windows.aval.shape, *options, strict=True)])
 
 
-def _result(rules: Rules, equation: Any, x: Exact) -> Exact:
+def _result(rules: MeshRules, equation: Any, x: Exact) -> Exact:
     return _shaped(x, rules.rank, equation.outvars[0].aval.shape)
 
 
-def add_windows(rules: Rules, equation: Any, x: Exact) -> Exact:
+def add_windows(rules: MeshRules, equation: Any, x: Exact) -> Exact:
     """reduce_window_sum."""
     places = _pooled(equation, equation.invars[0], equation.outvars[0])
     reads = _read(rules.field, _flat(x, rules.rank), places, _NEUTRAL["add"])
     return _result(rules, equation, rules.field.total(reads, [rules.rank + 1]))
 
 
-def _multiply_windows(rules: Rules, equation: Any, x: Exact) -> Exact:
+def _multiply_windows(rules: MeshRules, equation: Any, x: Exact) -> Exact:
     places = _pooled(equation, equation.invars[0], equation.outvars[0])
     reads = _read(rules.field, _flat(x, rules.rank), places, _NEUTRAL["mul"])
     product = reads.row(rules.rank + 1, 0)
@@ -158,12 +167,12 @@ def _multiply_windows(rules: Rules, equation: Any, x: Exact) -> Exact:
     return _result(rules, equation, product)
 
 
-def take_extremes(rules: Rules, equation: Any, x: Exact) -> Exact:
+def take_extremes(rules: MeshRules, equation: Any, x: Exact) -> Exact:
     """reduce_window_max and reduce_window_min."""
     return _take_extremes(rules, equation, x, "max" if equation.primitive.name == "reduce_window_max" else "min")
 
 
-def _take_extremes(rules: Rules, equation: Any, x: Exact, by: str) -> Exact:
+def _take_extremes(rules: MeshRules, equation: Any, x: Exact, by: str) -> Exact:
     places = _pooled(equation, equation.invars[0], equation.outvars[0])
     keys = _keys(rules, x, places, _NEUTRAL[by])
     at = keys.argmax(-1) if by == "max" else keys.argmin(-1)
@@ -171,7 +180,7 @@ def _take_extremes(rules: Rules, equation: Any, x: Exact, by: str) -> Exact:
     return _result(rules, equation, _elements(rules, source, _chosen(places, at)))
 
 
-def _keys(rules: Rules, x: Operand, places: np.ndarray, filling: float) -> np.ndarray:
+def _keys(rules: MeshRules, x: Operand, places: np.ndarray, filling: float) -> np.ndarray:
     """float64 [..., windows, elements of one]: the order of what windows read."""
     keys = rules.field.key(x) if isinstance(x, Exact) else np.asarray(x, np.float64)
     keys = keys.reshape(*keys.shape[: rules.rank], -1)
@@ -184,12 +193,12 @@ def _chosen(places: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.take_along_axis(every, at[..., None], -1)[..., 0]
 
 
-def _elements(rules: Rules, x: Exact, places: np.ndarray) -> Exact:
+def _elements(rules: MeshRules, x: Exact, places: np.ndarray) -> Exact:
     """Elements along the last dim, at other places on each device."""
     return x.moved(partial(elements_at, at=places, rank=rules.rank))
 
 
-def reduce_windows(rules: Rules, equation: Any, *operands: Operand) -> Exact:
+def reduce_windows(rules: MeshRules, equation: Any, *operands: Operand) -> Exact:
     """reduce_window by a sum, product, maximum or minimum of a window and the number that it begins with."""
     field, name = rules.field, _reducer(equation.params["jaxpr"])
     if len(operands) != 2 or name not in _NEUTRAL:
@@ -208,15 +217,14 @@ def reduce_windows(rules: Rules, equation: Any, *operands: Operand) -> Exact:
 
 def _reducer(body: Any) -> str:
     """The primitive that joins two numbers."""
-    equation = body.eqns[0]
-    alone = len(body.eqns) == 1 and set(equation.invars) == set(body.invars)
-    return equation.primitive.name if alone else "another function"
+    joins = len(body.eqns) == 1 and all(v in body.eqns[0].invars for v in body.invars)
+    return body.eqns[0].primitive.name if joins else "another function"
 
 
 # Gradients of pooling
 
 
-def scatter_to_extremes(rules: Rules, equation: Any, source: Operand, x: Operand) -> Exact:
+def scatter_to_extremes(rules: MeshRules, equation: Any, source: Operand, x: Operand) -> Exact:
     """select_and_scatter_add: the sum of what is given by all windows whose largest, or smallest, an element is."""
     rank, (given, array) = rules.rank, equation.invars
     places = _pooled(equation, array, given)
@@ -234,7 +242,7 @@ def scatter_to_extremes(rules: Rules, equation: Any, source: Operand, x: Operand
     return _result(rules, equation, rules.field.total(terms, [rank]))
 
 
-def gather_from_extremes(rules: Rules, equation: Any, tangents: Operand, x: Operand) -> Exact:
+def gather_from_extremes(rules: MeshRules, equation: Any, tangents: Operand, x: Operand) -> Exact:
     """select_and_gather_add: the tangent of each window's largest, or smallest, element, of equal ones the first.
 
     Compilers choose among equal ones as they like: what a proof says of gradients, it says where inputs differ.
@@ -245,7 +253,7 @@ def gather_from_extremes(rules: Rules, equation: Any, tangents: Operand, x: Oper
     return _result(rules, equation, _elements(rules, source, chosen))
 
 
-def _first_extremes(rules: Rules, equation: Any, x: Operand, places: np.ndarray) -> np.ndarray:
+def _first_extremes(rules: MeshRules, equation: Any, x: Operand, places: np.ndarray) -> np.ndarray:
     """int64 [..., windows]: the place of the largest, or smallest, element of each, of equal ones the first.
 
     Noted as a comparison of all elements of a window with that one, as the gradient of `reduce_max` makes it.
@@ -270,12 +278,12 @@ def _first_extremes(rules: Rules, equation: Any, x: Operand, places: np.ndarray)
 # Sums of exps
 
 
-def cumulate_logs(rules: Rules, equation: Any, x: Exact) -> Exact:
+def cumulate_logs(rules: MeshRules, equation: Any, x: Exact) -> Exact:
     """cumlogsumexp: logarithms of sums of exps, by windows that end, or begin, at each element."""
     field, dim = rules.field, 1 + rules.rank + equation.params["axis"]
     size = x.shape[dim - 1]
     padding = (0, size) if equation.params["reverse"] else (size - 1, 0)
     powers = field.exp(x).moved(lambda part: np.moveaxis(part, dim, -1))
-    reads = _read(field, powers, places_of([Dim(size, size, size, padding=padding)]), 0.0)
+    reads = _read(field, powers, places_of([WindowDim(size, size, size, padding=padding)]), 0.0)
     logs = field.log(field.total(reads, [len(x.shape)]))
     return logs.moved(lambda part: np.moveaxis(part, -1, dim))

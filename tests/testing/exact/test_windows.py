@@ -366,6 +366,8 @@ def test_which_window_an_element_is_the_largest_of_is_a_comparison():
     [
         (0.0, lambda x, y: x + 2 * y, "reduce_window by another function"),
         (0.0, lambda x, y: x + x, "reduce_window by another function"),
+        (0.0, lambda x, y: x * 2.0, "reduce_window by another function"),
+        (0.0, lambda x, y: y, "reduce_window by another function"),
         (0.0, lax.sub, "reduce_window by sub"),
     ],
 )
