@@ -23,6 +23,8 @@ from shardkit.testing.exact.values import Exact
 ON_MESH, ALONE = 0, 1
 # What a decision is about: two numbers, which is larger; whether they are equal; integers that follow from others.
 ORDER, EQUALITY, INTEGERS = "order", "equality", "integers"
+# What asks which number is the largest, as `x == max(x)` does.
+_EQUALITIES = ("eq", "ne", "select_and_scatter_add", "select_and_gather_add")
 _MOST_CONSTANTS = 16  # of one comparison
 
 
@@ -97,7 +99,7 @@ class Coverage:
     ) -> None:
         """What a comparison of floats gave."""
         x, y = operands
-        kind = EQUALITY if equation.primitive.name in ("eq", "ne") else ORDER
+        kind = EQUALITY if equation.primitive.name in _EQUALITIES else ORDER
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)
         decision = Decision(line, equation.primitive.name + part, kind, truth & asked, ~truth & asked, ~asked)

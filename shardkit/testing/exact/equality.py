@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -267,10 +268,7 @@ def check_size(where: str, traced: Sequence[Any], points: int, draws: int, longe
             size = max((int(np.prod(shape)) for shape in shapes), default=0)
             if size > most:
                 most, largest = size, site
-            inner = 1
-            if site.name == "dot_general":
-                contracted = site.equation.params["dimension_numbers"][0][0]
-                inner = int(np.prod([site.equation.invars[0].aval.shape[dim] for dim in contracted]))
+            inner = _products(site.equation)
             if site.name in ORDERED and is_float(site.equation.invars[0].aval):
                 runs = draws
             seconds += (site.times or 1) * _SECONDS["equation"]
@@ -284,6 +282,18 @@ def check_size(where: str, traced: Sequence[Any], points: int, draws: int, longe
             "batch, sequence, widths and layers to a few elements per device, as testing.small does."
         )
     return once
+
+
+def _products(equation: Any) -> int:
+    """Of how many products, or of how many elements of a window, one element of the result is made."""
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        sizes = equation.invars[0].aval.shape
+        return math.prod(sizes[dim] for dim in params["dimension_numbers"][0][0])
+    if name == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        return math.prod(kernel[dim] for dim in params["dimension_numbers"].rhs_spec[1:])
+    return math.prod(params["window_dimensions"]) if name.startswith("reduce_window") else 1
 
 
 def described(x: Any) -> jax.ShapeDtypeStruct:

@@ -121,6 +121,7 @@ _UNARY = ("neg", "sqrt", "exp", "log", "tanh", "logistic", "square", "integer_po
 _SUMMED = {
     *("add", "sub", "mul", "div", "neg", "integer_pow", "square", "reduce_sum", "dot_general", "cumsum", "scatter-add"),
     *("select_n", "gather", "dynamic_slice", "psum", "psum_invariant", "shard_map"),
+    *("conv_general_dilated", "reduce_window_sum"),
 }
 # Equations that only pass elements on.
 PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_dims")

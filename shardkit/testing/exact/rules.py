@@ -19,31 +19,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from shardkit._jax.jaxprs import source_line
+from shardkit.testing.exact import windows
 from shardkit.testing.exact.field import Field, mixed
+from shardkit.testing.exact.operands import Known, Operand, UnsupportedError, deciding, elements_at, joined, stacked
 from shardkit.testing.exact.values import INPUT, NOT_A_NUMBER, OUTSIDE, TRULY, Exact, widened
 
 _NEAR = 1e-6  # how far from an integer a real value is looked at more closely
-
-# Arrays of integers and booleans, of floats that follow from no input, and of keys, a word each.
-Known = np.ndarray
-Operand = Any  # Exact or Known
-
-
-class UnsupportedError(Exception):
-    """A primitive that has no meaning in the field.
-
-    Attributes:
-        line: that of the innermost equation that knows its own.
-    """
-
-    line: str = ""
-
-
-def deciding(x: Operand, what: str) -> Known:
-    """An operand that says which elements or which branch; it must not follow from a float."""
-    if isinstance(x, Exact):
-        raise UnsupportedError(f"{what} that a float decides")
-    return x
 
 
 def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
@@ -203,7 +184,7 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
         lead = np.broadcast_shapes(*(operands[i].shape[:rank] for i in data))
         flat = [np.broadcast_to(operands[i], lead + operands[i].shape[rank:]).reshape(*lead, -1) for i in data]
         source = np.concatenate([*flat, np.full((*lead, 1), _outside(equation), flat[0].dtype)], -1)[None]
-        return [_taken(source, at, rank)[0] for at in _places(equation, operands, data, rank)]
+        return [elements_at(source, at, rank)[0] for at in _places(equation, operands, data, rank)]
     return bound(equation, operands, rank)
 
 
@@ -305,19 +286,6 @@ def _windows(equation: Any, places: Sequence[np.ndarray], data: int, rank: int) 
     return np.stack(rows).reshape(*lead, *rows[0].shape)
 
 
-def _taken(source: np.ndarray, at: np.ndarray, rank: int) -> np.ndarray:
-    """Elements of [components, *lead, n] at places [*lead, ...]."""
-    lead, own = source.shape[1:-1], at.shape[rank:]
-    flat = at.reshape(*at.shape[:rank], -1)
-    if math.prod(at.shape[:rank]) == 1:
-        return source[..., flat.reshape(-1)].reshape(*source.shape[:-1], *own)
-    over = np.broadcast_shapes(lead, at.shape[:rank])
-    components = source.shape[0]
-    source = np.broadcast_to(source, (components, *over, source.shape[-1]))
-    flat = np.broadcast_to(flat, (components, *over, flat.shape[-1]))
-    return np.take_along_axis(source, flat, -1).reshape(components, *over, *own)
-
-
 def _is_short(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
 
@@ -416,9 +384,9 @@ class Rules:
             factors = flat([np.ones_like(x.number) if x.factor is None else x.factor for x in sources])
         results: list[Operand] = []
         for at in indices:
-            factor = None if factors is None else _taken(factors, at, self.rank)
-            taken = partial(_taken, at=at, rank=self.rank)
-            results.append(Exact(taken(numbers), taken(known), taken(reals), factor, degree))
+            factor = None if factors is None else elements_at(factors, at, self.rank)
+            here = partial(elements_at, at=at, rank=self.rank)
+            results.append(Exact(here(numbers), here(known), here(reals), factor, degree))
         return results
 
     def selected(self, equation: Any, which: Operand, no: Operand, yes: Operand) -> Exact:
@@ -813,36 +781,11 @@ class Rules:
         return field.where(above, high, field.where(below, low, x))
 
 
-def joined(parts: Sequence[np.ndarray], dim: int, new: bool, behind: int = 0) -> np.ndarray:
-    """Arrays stacked or concatenated along a dim, behind others; their other dims broadcast."""
-    own = [x.shape[behind:] for x in parts]
-    shape = np.broadcast_shapes(*(each if new else (*each[:dim], 1, *each[dim + 1 :]) for each in own))
-    whole = []
-    for part, each in zip(parts, own, strict=True):
-        full = shape if new else (*shape[:dim], each[dim], *shape[dim + 1 :])
-        whole.append(np.broadcast_to(part, (*part.shape[:behind], *full)))
-    return np.stack(whole, behind + dim) if new else np.concatenate(whole, behind + dim)
-
-
-def stacked(field: Field, rows: Sequence[Operand], dim: int, new: bool = False) -> Operand:
-    """Operands joined along a dim, `new` or their own."""
-    if not any(isinstance(x, Exact) for x in rows):
-        return joined(rows, dim, new)
-    exact = [x if isinstance(x, Exact) else field.lifted(x) for x in rows]
-    factor = None
-    if any(x.factor is not None for x in exact):
-        factor = joined([np.ones_like(x.number) if x.factor is None else x.factor for x in exact], dim, new, 1)
-    degree = exact[0].degree.plus(*(x.degree for x in exact))
-    number = joined([x.number for x in exact], dim, new, 1)
-    known = joined([x.facts for x in exact], dim, new, 1)
-    real = joined([x.real for x in exact], dim, new, 1)
-    return Exact(number, known, real, factor, degree)
-
-
 # Primitives that put floats in order.
 ORDERED = {
     *("max", "min", "clamp", "abs", "sign", "sort", "top_k", "eq", "ne", "lt", "le", "gt", "ge"),
     *("reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin", "pmax", "pmin"),
+    *("reduce_window_max", "reduce_window_min", "reduce_window", "select_and_scatter_add", "select_and_gather_add"),
 }
 
 
@@ -895,6 +838,13 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("argmax", "argmin"), Rules.arg),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), Rules.cumulated),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), Rules.scattered),
+    "conv_general_dilated": windows.convolve,
+    "reduce_window": windows.reduce_windows,
+    "reduce_window_sum": windows.add_windows,
+    "select_and_scatter_add": windows.scatter_to_extremes,
+    "select_and_gather_add": windows.gather_from_extremes,
+    "cumlogsumexp": windows.cumulate_logs,
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), windows.take_extremes),
     **dict.fromkeys(("floor", "ceil", "round"), Rules.rounded),
     **dict.fromkeys(
         [

@@ -156,6 +156,13 @@ def test_random_numbers_that_need_jaxs_own_keys():
     assert message.endswith(" has none. Prove the part before it, or compare floats with assert_matches_reference.")
 
 
+# The bits of a float are unknown integers: which row they mean is too.
+def test_a_row_that_the_bits_of_a_float_choose():
+    rows = np.arange(4, dtype=np.float32)
+    message = refused(lambda: proved(lambda x: x * jnp.asarray(rows)[lax.bitcast_convert_type(x, np.int32)]))
+    assert "gather that a float decides at test_equality.py:" in message
+
+
 # Each draw has other numbers, and there is a last one.
 def test_a_divisor_that_is_zero_at_every_draw():
     seeds = []

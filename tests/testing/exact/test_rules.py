@@ -54,6 +54,22 @@ def sorted_together(x, y):
     return lax.sort((jnp.abs(x), y + 0 * x, x), dimension=0, num_keys=2)
 
 
+def convolved(x, y):
+    """[1, 2, 4] of x as an image of 3 channels and y as a kernel of 2 features."""
+    return lax.conv(x.T[None], y.reshape(2, 3, 2), (1,), "SAME")
+
+
+def with_gradients(function, *args):
+    result, pull = jax.vjp(function, *args)
+    return result, pull(3 * result)
+
+
+def pooled(init, by):
+    return lambda x: lax.reduce_window(x, init, by, (3, 2), (2, 1), ((1, 0), (0, 1)))
+
+
+POOLS = [pooled(0.0, lax.add), pooled(-jnp.inf, lax.max), pooled(jnp.inf, lax.min)]
+WINDOWED = (lax.add, lax.mul, lax.max, lax.min)
 CUMULATED = (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin)
 ROW = np.arange(12).reshape(4, 3)
 ROWS = {
@@ -78,6 +94,11 @@ ROWS = {
         jnp.einsum("bi,bj->bij", x, y), jnp.einsum("bi,ci->cb", x, y), jnp.einsum("ab,ab->", x, y),
         jnp.einsum("abc,cab->b", x[..., None] * y[:, None], y.reshape(3, 4, 1) * jnp.ones((3, 4, 3))),
     ],
+    "convolved": lambda x, y: [convolved(x, y), with_gradients(convolved, x + 0 * y, y + 0 * x)],
+    "pooled": lambda x, y: [
+        [with_gradients(pool, x), with_gradients(pool, x - y), jax.jvp(pool, (x + 10 * ROW,), (y,))] for pool in POOLS
+    ],
+    "pooled, from": lambda x, y: [lax.reduce_window(x * y, y[0, 0], by, (2, 2), (1, 1), "SAME") for by in WINDOWED],
     "ragged": lambda x, y: [ragged(x, y), ragged_transposed(x, y)],
     "shapes": lambda x, y: [
         x.reshape(3, 4), lax.reshape(x, (12,), (1, 0)), y.T, jnp.flip(x, 1), x[1:4:2, ::-1], x[None, :, None],
