@@ -150,6 +150,7 @@ def test_a_gradient_of_pooling_whose_cotangents_or_array_is_known():
     means_what_jax_computes(lambda t: jax.jvp(largest, (distinct,), (t,)), x)
 
 
+@pytest.mark.usefixtures("silent_floats")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_spreads_as_in_jax(value):
     def every(x, kernel):
