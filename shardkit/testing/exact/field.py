@@ -105,6 +105,16 @@ class UnknownValueError(Exception):
     """A comparison of a number whose real value is beyond floats, or of a function that has none."""
 
 
+class UnsupportedError(Exception):
+    """A primitive that has no meaning in the field.
+
+    Attributes:
+        line: that of the innermost equation that knows its own.
+    """
+
+    line: str = ""
+
+
 class Field:
     """The arithmetic, at `points` random points that `seed` draws.
 
@@ -121,6 +131,7 @@ class Field:
         centres: logarithms of the constants that are compared.
         settings: the arguments it was made of.
         coverage: what notes which way comparisons went, if any does.
+        grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
     """
 
@@ -146,18 +157,31 @@ class Field:
         self._of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
         self._of_roots: dict[bytes, np.ndarray] = {}
         self._bits_degree = CONSTANT
+        self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
         self.coverage: Any = None
         self.outside = ""
         self.centres: tuple[float, ...] = ()
         self._following: dict[int, np.ndarray] = {}
         self._decisions: set[int] = set()
+        self._naturals: set[int] = set()
 
-    def follow(self, x: np.ndarray, decision: bool = False) -> np.ndarray:
-        """The same integers or booleans, known to follow from a comparison or from rounding."""
+    def follow(self, x: np.ndarray, decision: bool = False, natural: bool = False) -> np.ndarray:
+        """The same integers or booleans, known to follow from a comparison or from rounding.
+
+        A `natural` one is not negative whatever floats are, as the place of an element is not.
+        """
         self._following[id(x)] = x  # which keeps it, so that no other array has its id
         if decision:
             self._decisions.add(id(x))
+        if natural:
+            self._naturals.add(id(x))
         return x
+
+    def is_natural(self, x: np.ndarray) -> bool:
+        """Whether integers or booleans are not negative, whatever floats are."""
+        if self.follows(x):
+            return x.dtype == bool or id(x) in self._naturals
+        return bool((x >= 0).all())
 
     def is_decision(self, x: Any) -> bool:
         """Whether booleans are what a comparison of floats gave, or several joined."""
@@ -538,11 +562,7 @@ class Field:
     def inverse(self, x: Exact) -> Exact:
         """1 / x; that of zero is infinite, that of infinity zero."""
         x = self.plain(x)
-        degree = CONSTANT
-        if x.degree.total:
-            self._divisions += 1
-            weight = x.degree.total * x.number[0].size
-            degree = Degree(1, {**x.degree.inverses, self._divisions: (1, weight)})
+        degree = self.inverse_degree(x.degree, x.number[0].size)
         number, zero, truly = self.inverted(x.number, x.used[0]), self.is_zero(x), np.abs(x.infinite) == TRULY
         infinite, poison = np.where(zero, TRULY, 0), x.poison
         if self.planted:
@@ -551,6 +571,13 @@ class Field:
         number = np.where(truly, np.uint64(0), number)
         known = facts(x.shape, x.sign, infinite, np.where(truly, 0, x.used[0]), 0, poison)
         return self.settled(Exact(number, known, real, degree=degree))
+
+    def inverse_degree(self, degree: Degree, elements: int) -> Degree:
+        """That of the inverses of so many elements of a degree."""
+        if not degree.total:
+            return CONSTANT
+        self._divisions += 1
+        return Degree(1, {**degree.inverses, self._divisions: (1, degree.total * elements)})
 
     def inverted(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
         """The inverses of numbers: of all of them at the price of one, by the products of a tree."""
