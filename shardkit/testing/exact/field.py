@@ -405,6 +405,8 @@ class Field:
         parts = (other.number, other.facts, other.real)
         number, known, real = (part.reshape(len(part), -1).copy() for part in parts)
         for i, word in enumerate(x.number.reshape(len(x.number), -1).T):
+            if known[4, i]:  # what is no number arrives as none
+                continue
             if not word.any():
                 number[:, i], known[:, i], real[:, i] = 0, 0, 0
             elif word.tobytes() in self._of_bits:
