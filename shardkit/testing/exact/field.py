@@ -132,6 +132,7 @@ class Field:
         settings: the arguments it was made of.
         coverage: what notes which way comparisons went, if any does.
         grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
+        halves: what A^-1 B is, and its degree, for L^-1 B where A is L L^T: by the residues of both factors.
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
     """
 
@@ -158,6 +159,7 @@ class Field:
         self._of_roots: dict[bytes, np.ndarray] = {}
         self._bits_degree = CONSTANT
         self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
+        self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
         self.coverage: Any = None
         self.outside = ""
         self.centres: tuple[float, ...] = ()

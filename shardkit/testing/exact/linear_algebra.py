@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardkit.testing.exact.field import Field, UnsupportedError, mixed
-from shardkit.testing.exact.values import CONSTANT, INPUT, OUTSIDE, Degree, Exact, facts
+from shardkit.testing.exact.values import CONSTANT, INPUT, OUTSIDE, TRULY, Degree, Exact, facts
 
 if TYPE_CHECKING:
     from shardkit.testing.exact.rules import Rules
@@ -46,6 +46,8 @@ def solve_triangular(rules: Rules, equation: Any, a: Any, b: Any) -> Exact:
     if transposed:
         a, lower = _transposed(a), not lower
     x = _substituted(rules.field, a, b, lower, params["unit_diagonal"])
+    if rules.field.grams and not params["unit_diagonal"]:
+        x = _known_solution(rules.field, a, b, x, lower)
     return x if params["left_side"] else _transposed(x)
 
 
@@ -88,9 +90,7 @@ def factor_qr(rules: Rules, equation: Any, a: Exact) -> list[Any]:
     if n > m:
         rest = _solved(field, left, _part(a, slice(None), slice(m, n)))
         r = _joined([r, field.matmul(r, rest)], -1)
-    q, r = replace(q, real=real_q), replace(r, real=real_r)
-    singular = (factor.poison == OUTSIDE).any((-2, -1))
-    q, r = (_spoiled(field, x, singular) for x in (q, r))
+    q, r = (field.settled(replace(x, real=real)) for x, real in ((q, real_q), (r, real_r)))
     if n <= m:
         for kept in (upper, r):
             _keep_gram(field, kept, squares)
@@ -190,6 +190,52 @@ def known_product(field: Field, x: Exact, y: Exact) -> Exact | None:
         return None
     same = x.number.shape == _transposed(y).number.shape and np.array_equal(x.number, _transposed(y).number)
     return gram(field, y) if same else None
+
+
+def _known_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -> Exact:
+    """x of a x = b, where a is a factor L or L^T of a matrix that is kept.
+
+    The product of L^-1 b with itself is b^T A^-1 b, and L^-T of it is A^-1 b.
+    """
+    a = a.moved(lambda part: np.broadcast_to(part, (len(part), *x.shape[:-2], *part.shape[-2:])))
+    upper, n = _transposed(a) if lower else a, a.shape[-1]
+    factors, parts = _masked(field, upper), _masked(field, x if lower else b)
+    places = [(slice(None), *place) for place in np.ndindex(*x.shape[:-2])]
+    kept = [field.grams.get((n, n, factors[at].tobytes())) for at in places]
+    if x.special or not n or any(each is None for each in kept):
+        return x
+    if lower:
+        squares = field.matmul(a, upper)
+        for at, (number, degree) in zip(places, kept, strict=True):  # type: ignore[misc]
+            squares.number[at] = number
+            squares = replace(squares, degree=squares.degree.plus(degree))
+        whole = _solved(field, squares, b)
+        _keep_gram(field, x, field.matmul(_transposed(field.plain(b)), whole))
+        _keep_halves(field, factors, parts, whole)
+        return x
+    return _with_halves(field, factors, parts, x)
+
+
+def _keep_halves(field: Field, factors: np.ndarray, parts: np.ndarray, whole: Exact) -> None:
+    """Keeps A^-1 b for the factor of A and L^-1 b, column by column."""
+    for place in np.ndindex(*whole.shape[:-2]):
+        at = (slice(None), *place)
+        for column in range(whole.shape[-1]):
+            key = factors[at].tobytes(), parts[at][..., column].tobytes()
+            field.halves[key] = whole.number[at][..., column], whole.degree
+
+
+def _with_halves(field: Field, factors: np.ndarray, parts: np.ndarray, x: Exact) -> Exact:
+    """L^-T of columns, of which A^-1 b is kept."""
+    number, degree = x.number.copy(), x.degree
+    for place in np.ndindex(*x.shape[:-2]):
+        at = (slice(None), *place)
+        for column in range(x.shape[-1]):
+            half = field.halves.get((factors[at].tobytes(), parts[at][..., column].tobytes()))
+            if half is not None:
+                number[(*at, slice(None), column)] = half[0]
+                degree = degree.plus(half[1])
+    return replace(x, number=number, degree=degree)
 
 
 def _product(field: Field, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -325,11 +371,11 @@ def _cholesky(field: Field, a: Exact) -> Exact:
     x = field.where(rows == columns, _one(field, x), x)
     x = field.where(rows < columns, field.lifted(np.zeros((1,) * len(a.shape), np.float32)), x)
     x = field.mul(x, field.root(_joined(pivots, -1)))
-    spoiled = (a.poison > 0) | (a.infinite != 0)
-    code = np.where(singular, OUTSIDE, 0)
-    code = np.where(spoiled.any((-2, -1)), np.maximum(a.poison.max((-2, -1)), code), code)
+    code = np.maximum(np.where(singular, OUTSIDE, 0), _spoiled_by(field, a))
     degree = _over_determinants(field, a, n, n).times(a.degree.to_the(n)).times(INPUT)
-    return _spoiled(field, replace(x, degree=degree), code > 0, code)
+    known = x.facts.copy()
+    known[4] = np.maximum(known[4], code[..., None, None])
+    return field.settled(replace(x, facts=known, degree=degree))
 
 
 def _over_determinants(field: Field, a: Exact, n: int, count: int) -> Degree:
@@ -394,12 +440,16 @@ def _opaque(field: Field, name: str, a: Exact, word: np.ndarray, real: np.ndarra
     number = number % field.p(number)
 
     def whole(part: np.ndarray) -> np.ndarray:
-        most = part.max((-2, -1), initial=0)
-        return np.broadcast_to(most.reshape(*most.shape, *[1] * len(own)), number.shape[1:])
+        return np.broadcast_to(part.reshape(*part.shape, *[1] * len(own)), number.shape[1:])
 
-    poison = np.maximum(whole(a.poison), np.where(whole(np.abs(a.infinite)) > 0, field.created, 0))
-    known = facts(number.shape[1:], sign, 0, whole(a.used[0]), 0, poison)
+    known = facts(number.shape[1:], sign, 0, whole(a.used[0].max((-2, -1))), 0, whole(_spoiled_by(field, a)))
     return field.settled(Exact(number, known, real, degree=INPUT))
+
+
+def _spoiled_by(field: Field, a: Exact) -> np.ndarray:
+    """The poison that each matrix has from its elements."""
+    infinite = (np.abs(a.infinite) == TRULY).any((-2, -1))
+    return np.maximum(a.poison.max((-2, -1), initial=0), np.where(infinite, field.created, 0))
 
 
 def _with_zeros(field: Field, x: Exact, zero: np.ndarray) -> Exact:
@@ -470,11 +520,3 @@ def _joined(parts: Sequence[Exact], dim: int) -> Exact:
         np.concatenate([getattr(x, name) for x in parts], dim) for name in ("number", "facts", "real")
     )
     return Exact(number, known, real, degree=degree)
-
-
-def _spoiled(field: Field, a: Exact, where: np.ndarray, code: Any = OUTSIDE) -> Exact:
-    """Matrices that are no numbers in some places of the batch."""
-    known = a.facts.copy()
-    code = np.where(where, code, 0)[..., None, None]
-    known[4] = np.maximum(known[4], code)
-    return field.settled(replace(a, facts=known))
