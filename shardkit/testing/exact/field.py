@@ -71,7 +71,9 @@ def _real_functions() -> dict[str, Callable[..., Any]]:
     """Functions that are uninterpreted but for their real values, in float64."""
     from scipy import special  # type: ignore[import-untyped]  # a proof alone needs it, which takes a moment
 
-    functions = {name: getattr(np, name) for name in ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2")}
+    functions = {
+        name: getattr(np, name) for name in ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2", "log2")
+    }
     for name in ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2"):
         functions[name] = getattr(np, f"arc{name[1:]}")
     for name in ("erf", "erfc", "digamma"):

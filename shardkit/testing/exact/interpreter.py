@@ -131,6 +131,8 @@ class Interpreter:
             return self._collective(equation, operands)
         if name in _QUIET:
             return []
+        if name == compat.HIGH_LEVEL:
+            return replace(self, around=source_line(equation, self.around)).run(compat.expanded(equation), operands)
         if name not in _HOLDING and name not in compat.CALLS and name != _SOLVE:
             if not any(isinstance(x, Exact) for x in operands):
                 return self._known(equation, operands)

@@ -942,6 +942,7 @@ _RULES: dict[str, Callable[..., Any]] = {
             "erf_inv",
             "cbrt",
             "exp2",
+            "log2",
             "rem",
             "lgamma",
             "digamma",

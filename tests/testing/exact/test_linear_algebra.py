@@ -71,6 +71,7 @@ ROWS = {
     "order": lambda a, b, t, w: [
         jnp.argsort(a), lax.sort((a, b[..., :1] + a), num_keys=1), lax.top_k(t, 2), lax.approx_max_k(a, 2),
         lax.approx_min_k(a, 3, reduction_dimension=1), jnp.lexsort((a[0, 0], a[0, 1])),
+        jnp.searchsorted(jnp.sort(a[0, 0]), a[0, 1]), jsl.expm(a[0]),
     ],
     "gradients": lambda a, b, t, w: [
         jax.grad(lambda a: jnp.sin(jnp.linalg.solve(a, b)).sum())(a), jax.grad(lambda a: jnp.linalg.det(a).sum())(a),
