@@ -200,8 +200,11 @@ LAWS = {
     "qr": Case(lambda a: whole(jnp.linalg.qr(a)), lambda a: a, (zeros(5, 3),)),
     "qr of a wide matrix": Case(lambda a: whole(jnp.linalg.qr(a)), lambda a: a, (zeros(3, 5),), grad=False),
     "Q is orthonormal": Case(
-        lambda a: whole([x.T if i == 0 else x for i, x in enumerate([jnp.linalg.qr(a)[0]] * 2)]),
-        lambda a: jnp.eye(3) + 0 * a[:3], (zeros(5, 3),), grad=False,
+        lambda a: (lambda q: q.T @ q)(jnp.linalg.qr(a)[0]), lambda a: jnp.eye(3) + 0 * a[:3], (zeros(5, 3),),
+        grad=False,
+    ),
+    "Q is orthogonal": Case(
+        lambda a: (lambda q: q @ q.T)(jnp.linalg.qr(a)[0]), lambda a: jnp.eye(4) + 0 * a, (A,), grad=False
     ),
     "cholesky": Case(
         lambda a: (lambda lower: lower @ lower.T)(jnp.linalg.cholesky(positive(a))), positive, (A,), grad=False
