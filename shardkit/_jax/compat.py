@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,8 @@ def arguments_used(jaxpr: Any) -> list[bool]:
 
 # The primitive of `as_on_one_device`.
 ONE_DEVICE = "as_on_one_device"
+# The primitive of equations that `expanded` expands.
+HIGH_LEVEL = "call_hi_primitive"
 # Primitives that call their only jaxpr with their operands.
 CALLS = {
     *(ONE_DEVICE, "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
@@ -186,6 +188,17 @@ def _programs(equation: Any) -> Iterator[tuple[str, Any]]:
         for each in value if isinstance(value, tuple | list) else (value,):
             if hasattr(getattr(each, "jaxpr", each), "eqns"):
                 yield name, each
+
+
+@lru_cache(64)
+def expanded(equation: Any) -> Any:
+    """The closed jaxpr that an equation of a high-level primitive stands for, as searchsorted is one in jax 0.12."""
+    primitive = equation.params["_prim"]
+
+    def program(*operands: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))
+
+    return jax.make_jaxpr(program)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
 
 
 def reaches_others(equation: Any) -> bool:

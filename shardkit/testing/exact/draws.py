@@ -21,9 +21,10 @@ from shardkit._jax.jaxprs import source_line
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import ALONE, EQUALITY, INTEGERS, ON_MESH, ORDER, Coverage, Decision
 from shardkit.testing.exact.difference import located
-from shardkit.testing.exact.field import KINDS, Field, RedrawError, TooDeepError, UnknownValueError
+from shardkit.testing.exact.field import KINDS, Field, RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
-from shardkit.testing.exact.rules import Operand, UnsupportedError
+from shardkit.testing.exact.linear_algebra import FACTORS
+from shardkit.testing.exact.rules import Operand
 from shardkit.testing.exact.search import Runs
 from shardkit.testing.exact.tower import LEVELS
 from shardkit.testing.exact.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degree, Exact
@@ -31,7 +32,8 @@ from shardkit.testing.exact.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degre
 _SEEDS = 8
 _SCALES = (1.0, 0.3, 0.1, 0.03)
 _POINTS = 2  # of the first draw at least, and of orders: two tell a constant from an unknown
-_ROUNDS = 1e-13  # by how much real values may differ that are equal, but for rounding
+# By how much real values may differ that are equal, but for rounding; and where factors of matrices magnify it.
+_ROUNDS, _ROUNDS_OF_FACTORS = 1e-13, 1e-9
 _FEWEST = 1  # of further draws
 _MOST_IN_VAIN = 8
 Side = Callable[[Field, Seen | None], list[Operand]]
@@ -380,7 +382,8 @@ def _agree(field: Field, x: Exact, y: Exact) -> bool:
     a, b = x.real[0][here], y.real[0][here]
     if field.order is not None or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return False
-    return bool((np.abs(a - b) <= _ROUNDS * np.maximum(np.abs(b), np.abs(b).max(initial=0.0))).all())
+    rounds = _ROUNDS_OF_FACTORS if field.uninterpreted & FACTORS else _ROUNDS
+    return bool((np.abs(a - b) <= rounds * np.maximum(np.abs(b), np.abs(b).max(initial=0.0))).all())
 
 
 def _has_no_number(x: Operand) -> bool:

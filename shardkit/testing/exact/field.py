@@ -71,7 +71,9 @@ def _real_functions() -> dict[str, Callable[..., Any]]:
     """Functions that are uninterpreted but for their real values, in float64."""
     from scipy import special  # type: ignore[import-untyped]  # a proof alone needs it, which takes a moment
 
-    functions = {name: getattr(np, name) for name in ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2")}
+    functions = {
+        name: getattr(np, name) for name in ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2", "log2")
+    }
     for name in ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2"):
         functions[name] = getattr(np, f"arc{name[1:]}")
     for name in ("erf", "erfc", "digamma"):
@@ -105,6 +107,16 @@ class UnknownValueError(Exception):
     """A comparison of a number whose real value is beyond floats, or of a function that has none."""
 
 
+class UnsupportedError(Exception):
+    """A primitive that has no meaning in the field.
+
+    Attributes:
+        line: that of the innermost equation that knows its own.
+    """
+
+    line: str = ""
+
+
 class Field:
     """The arithmetic, at `points` random points that `seed` draws.
 
@@ -121,6 +133,8 @@ class Field:
         centres: logarithms of the constants that are compared.
         settings: the arguments it was made of.
         coverage: what notes which way comparisons went, if any does.
+        grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
+        halves: what A^-1 B is, and its degree, for L^-1 B where A is L L^T: by the residues of both factors.
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
     """
 
@@ -146,18 +160,32 @@ class Field:
         self._of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
         self._of_roots: dict[bytes, np.ndarray] = {}
         self._bits_degree = CONSTANT
+        self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
+        self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
         self.coverage: Any = None
         self.outside = ""
         self.centres: tuple[float, ...] = ()
         self._following: dict[int, np.ndarray] = {}
         self._decisions: set[int] = set()
+        self._naturals: set[int] = set()
 
-    def follow(self, x: np.ndarray, decision: bool = False) -> np.ndarray:
-        """The same integers or booleans, known to follow from a comparison or from rounding."""
+    def follow(self, x: np.ndarray, decision: bool = False, natural: bool = False) -> np.ndarray:
+        """The same integers or booleans, known to follow from a comparison or from rounding.
+
+        A `natural` one is not negative whatever floats are, as the place of an element is not.
+        """
         self._following[id(x)] = x  # which keeps it, so that no other array has its id
         if decision:
             self._decisions.add(id(x))
+        if natural:
+            self._naturals.add(id(x))
         return x
+
+    def is_natural(self, x: np.ndarray) -> bool:
+        """Whether integers or booleans are not negative, whatever floats are."""
+        if self.follows(x):
+            return x.dtype == bool or id(x) in self._naturals
+        return bool((x >= 0).all())
 
     def is_decision(self, x: Any) -> bool:
         """Whether booleans are what a comparison of floats gave, or several joined."""
@@ -388,6 +416,8 @@ class Field:
         parts = (other.number, other.facts, other.real)
         number, known, real = (part.reshape(len(part), -1).copy() for part in parts)
         for i, word in enumerate(x.number.reshape(len(x.number), -1).T):
+            if known[4, i]:  # what is no number arrives as none
+                continue
             if not word.any():
                 number[:, i], known[:, i], real[:, i] = 0, 0, 0
             elif word.tobytes() in self._of_bits:
@@ -545,11 +575,7 @@ class Field:
     def inverse(self, x: Exact) -> Exact:
         """1 / x; that of zero is infinite, that of infinity zero."""
         x = self.plain(x)
-        degree = CONSTANT
-        if x.degree.total:
-            self._divisions += 1
-            weight = x.degree.total * x.number[0].size
-            degree = Degree(1, {**x.degree.inverses, self._divisions: (1, weight)})
+        degree = self.inverse_degree(x.degree, x.number[0].size)
         number, zero, truly = self.inverted(x.number, x.used[0]), self.is_zero(x), np.abs(x.infinite) == TRULY
         infinite, poison = np.where(zero, TRULY, 0), x.poison
         if self.planted:
@@ -558,6 +584,13 @@ class Field:
         number = np.where(truly, np.uint64(0), number)
         known = facts(x.shape, x.sign, infinite, np.where(truly, 0, x.used[0]), 0, poison)
         return self.settled(Exact(number, known, real, degree=degree))
+
+    def inverse_degree(self, degree: Degree, elements: int) -> Degree:
+        """That of the inverses of so many elements of a degree."""
+        if not degree.total:
+            return CONSTANT
+        self._divisions += 1
+        return Degree(1, {**degree.inverses, self._divisions: (1, degree.total * elements)})
 
     def inverted(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
         """The inverses of numbers: of all of them at the price of one, by the products of a tree."""

@@ -21,8 +21,8 @@ from shardkit._jax.jaxprs import flow, mesh_axes, scan_operands, source_line, wa
 from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.meshes.layout import all_axes
 from shardkit.testing._interpreter import joined, pieces_of
-from shardkit.testing.exact.field import Field
-from shardkit.testing.exact.rules import Operand, Rules, UnsupportedError, deciding, held, known, stacked
+from shardkit.testing.exact.field import Field, UnsupportedError
+from shardkit.testing.exact.rules import Operand, Rules, deciding, held, known, stacked
 from shardkit.testing.exact.values import Exact
 
 Move = Callable[[Any, int], Any]
@@ -36,7 +36,14 @@ _AS_THEY_ARE = {
 }
 _QUIET = ("debug_callback", "debug_print")
 _MOST_ROUNDS = 1000  # of a loop that a float ends
+# What integers that are not negative give, none that is.
+_NATURAL = {
+    *("add", "mul", "max", "min", "rem", "reduce_sum", "reduce_max", "cumsum", "convert_element_type", "select_n"),
+    *("reshape", "broadcast_in_dim", "squeeze", "transpose", "concatenate", "slice", "dynamic_slice", "sort"),
+    "lu_pivots_to_permutation",
+}
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_SOLVE = "custom_linear_solve"
 _HOLDING = ("shard_map", "scan", "while", "cond")
 
 
@@ -86,16 +93,27 @@ class Interpreter:
     def _followed(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> Sequence[Operand]:
         """The results, of which what is known follows from floats where an operand does."""
         following = [x for x in operands if self.field.follows(x)]
-        if not following:
+        if not following or self._is_forced(equation, operands):
             return results
+        natural = equation.primitive.name in _NATURAL and self._are_natural(operands)
         joins = equation.primitive.name not in _COMPARISONS and all(self.field.is_decision(x) for x in following)
         followed: list[Operand] = []
         for y in results:
             if not isinstance(y, Exact) and not self.field.follows(y):
                 y = np.asarray(y)
-                self.field.follow(y, decision=joins and y.dtype == bool)
+                self.field.follow(y, decision=joins and y.dtype == bool, natural=natural)
             followed.append(y)
         return followed
+
+    def _are_natural(self, operands: Sequence[Operand]) -> bool:
+        return all(not isinstance(x, Exact) and self.field.is_natural(np.asarray(x)) for x in operands)
+
+    def _is_forced(self, equation: Any, operands: Sequence[Operand]) -> bool:
+        """Whether what is not negative is asked whether it is less than zero."""
+        if equation.primitive.name not in ("lt", "ge") or any(isinstance(x, Exact) for x in operands):
+            return False
+        x, y = operands
+        return not self.field.follows(y) and bool((np.asarray(y) <= 0).all()) and self.field.is_natural(x)
 
     def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> Sequence[Operand] | None:
         return None if self.seen is None else self.seen(equation, operands, results, self.axes, self.around)
@@ -113,7 +131,9 @@ class Interpreter:
             return self._collective(equation, operands)
         if name in _QUIET:
             return []
-        if name not in _HOLDING and name not in compat.CALLS:
+        if name == compat.HIGH_LEVEL:
+            return replace(self, around=source_line(equation, self.around)).run(compat.expanded(equation), operands)
+        if name not in _HOLDING and name not in compat.CALLS and name != _SOLVE:
             if not any(isinstance(x, Exact) for x in operands):
                 return self._known(equation, operands)
             return Rules(self.field, self.rank, self.around)(equation, operands)
@@ -129,13 +149,18 @@ class Interpreter:
             return self._while(equation, operands)
         if name == "cond":
             return self._cond(equation, inner, operands)
-        within = self if self.seen is None else replace(self, around=source_line(equation, self.around))
+        within = replace(self, around=source_line(equation, self.around))
+        if name == _SOLVE:  # what it reads stands between what the functions read that say what its derivatives are
+            lengths = equation.params["const_lengths"]
+            start = lengths.matvec + lengths.vecmat
+            right = operands[sum(lengths) :]
+            return within.run(inner[0], [*operands[start : start + lengths.solve], *right])
         return within.run(inner[0], operands[len(operands) - len(inner[0].jaxpr.invars) :])
 
     def _known(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """Results of what is known; what follows from comparisons of floats is followed, and compared with care."""
         results = known(equation, operands, self.rank)
-        if not any(self.field.follows(x) for x in operands):
+        if not any(self.field.follows(x) for x in operands) or self._is_forced(equation, operands):
             return results
         name, coverage = equation.primitive.name, self.field.coverage
         if coverage is None:

@@ -8,22 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.testing.exact.field import Field
+from shardkit.testing.exact.field import Field, UnsupportedError
 from shardkit.testing.exact.values import Exact
 
 # Arrays of integers and booleans, of floats that follow from no input, and of keys, a word each.
 Known = np.ndarray
 Operand = Any  # Exact or Known
-
-
-class UnsupportedError(Exception):
-    """A primitive that has no meaning in the field.
-
-    Attributes:
-        line: that of the innermost equation that knows its own.
-    """
-
-    line: str = ""
 
 
 def deciding(x: Operand, what: str) -> Known:

@@ -19,9 +19,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from shardkit._jax.jaxprs import source_line
-from shardkit.testing.exact import windows
-from shardkit.testing.exact.field import Field, mixed
-from shardkit.testing.exact.operands import Known, Operand, UnsupportedError, deciding, elements_at, joined, stacked
+from shardkit.testing.exact import linear_algebra, windows
+from shardkit.testing.exact.field import Field, UnsupportedError, mixed
+from shardkit.testing.exact.operands import Known, Operand, deciding, elements_at, joined, stacked
 from shardkit.testing.exact.values import INPUT, NOT_A_NUMBER, OUTSIDE, TRULY, Exact, widened
 
 _NEAR = 1e-6  # how far from an integer a real value is looked at more closely
@@ -164,7 +164,9 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     if name == "iota" and not operands:
         shape = [size if dim == params["dimension"] else 1 for dim, size in enumerate(out.shape)]
         return [
-            np.broadcast_to(np.arange(max(shape), dtype=_long(out.dtype)).reshape(shape), out.shape)[(None,) * rank]
+            np.broadcast_to(np.arange(shape[params["dimension"]], dtype=_long(out.dtype)).reshape(shape), out.shape)[
+                (None,) * rank
+            ]
         ]
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(out):
         return [operands[0].astype(_long(out.dtype))]
@@ -307,6 +309,20 @@ def _is_outside(x: Operand) -> bool:
     return isinstance(x, Exact) and bool((x.poison == OUTSIDE).any())
 
 
+def _is_complex(variable: Any) -> bool:
+    return bool(jnp.issubdtype(variable.aval.dtype, jnp.complexfloating))
+
+
+def _refused(equation: Any) -> str:
+    """What has no meaning, and for what reason."""
+    name = equation.primitive.name
+    if name in _WITHOUT_MEANING:
+        return f"{name}, {_WITHOUT_MEANING[name]},"
+    if any(_is_complex(v) for v in (*equation.invars, *equation.outvars)):
+        return f"{name} of complex numbers, which two real arrays in their place would have,"
+    return name
+
+
 def _round_away(x: np.ndarray) -> np.ndarray:
     """Rounded, halves away from zero."""
     return np.trunc(x + np.copysign(0.5, x))
@@ -339,8 +355,8 @@ class Rules:
         if name in _MOVES and not (name == "select_n" and len(operands) == 3):
             return self.moved(equation, operands)
         rule = _RULES.get(name)
-        if rule is None:
-            raise UnsupportedError(name)
+        if rule is None or any(_is_complex(v) for v in (*equation.invars, *equation.outvars)):
+            raise UnsupportedError(_refused(equation))
         results = rule(self, equation, *operands)
         results = results if isinstance(results, list) else [results]
         if not self.field.outside and any(_is_outside(x) for x in results):
@@ -409,11 +425,14 @@ class Rules:
     def compared(self, equation: Any, x: Operand, y: Operand) -> Known:
         """A comparison; numbers are equal where they are so in the field."""
         x, y = self.exact(x, y)
-        name = equation.primitive.name
+        name = equation.primitive.name.removesuffix("_to")  # of searchsorted: a total order, NaN last
         if name in ("eq", "ne"):
             equal = self.field.same(x, y) & (self.field.key(x) == self.field.key(y))
             return self.decide(equation, equal if name == "eq" else ~equal, x, y)
-        return self.decide(equation, _NUMPY[name](self.field.key(x), self.field.key(y)), x, y)
+        keys = [self.field.key(x), self.field.key(y)]
+        if name != equation.primitive.name:
+            keys = [np.where(np.isnan(key), math.inf, key) for key in keys]
+        return self.decide(equation, _NUMPY[name](*keys), x, y)
 
     def larger(self, equation: Any, x: Operand, y: Operand) -> Exact:
         """max or min; of what is no number and a number it is none."""
@@ -585,7 +604,7 @@ class Rules:
         """argmax and argmin."""
         largest = equation.primitive.name == "argmax"
         at = self._place(self.field.key(x), self.dims(equation), largest)
-        return self.field.follow(at.astype(equation.params["index_dtype"]))
+        return self.field.follow(at.astype(equation.params["index_dtype"]), natural=True)
 
     def cumulated(self, equation: Any, x: Exact) -> Exact:
         """cumsum, cumprod, cummax and cummin, term by term."""
@@ -626,7 +645,7 @@ class Rules:
             sizes = [math.prod(mine[dim] for dim in dims) for dims in (batch, free, contracted)]
             shape = [sizes[0], *((sizes[1], sizes[2]) if last else (sizes[2], sizes[1]))]
             kept.append(z.moved(partial(self._matrix, order=order, shape=shape)))
-        product = self.field.matmul(*kept)
+        product = linear_algebra.known_product(self.field, *kept) or self.field.matmul(*kept)
         own = [x.shape[self.rank + dim] for dim in bx]
         for z, contracted, batch in zip((x, y), (cx, cy), (bx, by), strict=True):
             mine = z.shape[self.rank :]
@@ -748,7 +767,12 @@ class Rules:
         at = np.moveaxis(at, -1, dim)
         by_floats = any(isinstance(x, Exact) for x in operands[:keyed])
         results = [self._along(x, at, dim, shape) for x in operands]
-        return [self.field.follow(y) if by_floats and not isinstance(y, Exact) else y for y in results]
+        if not by_floats:
+            return results
+        for x, y in zip(operands, results, strict=True):
+            if not isinstance(y, Exact):
+                self.field.follow(y, natural=self.field.is_natural(x))
+        return results
 
     def _along(self, x: Operand, at: np.ndarray, dim: int, shape: tuple[int, ...]) -> Operand:
         if isinstance(x, Exact):
@@ -760,13 +784,18 @@ class Rules:
         return np.take_along_axis(np.broadcast_to(x, shape), at, dim)
 
     def top(self, equation: Any, x: Exact) -> list[Operand]:
-        """top_k over the last dim."""
-        k = equation.params["k"]
-        dim = self.rank + equation.params.get("axis", len(x.shape) - self.rank - 1) % (len(x.shape) - self.rank)
+        """top_k, and approx_top_k as if it missed none."""
+        params, dims = equation.params, len(x.shape) - self.rank
+        k, last = params["k"], params.get("reduction_dimension", dims - 1)
+        dim = self.rank + params.get("axis", last) % dims
+        if not params.get("aggregate_to_topk", True):
+            raise UnsupportedError("approx_top_k with aggregate_to_topk=False")
         keys = self.field.key(x)
+        if not params.get("is_max_k", True):
+            keys = -keys
         keys = np.where(np.isnan(keys), math.inf, keys)  # what is no number comes first
         at = np.take(np.argsort(-keys, axis=dim, kind="stable"), range(k), dim)
-        return [self._along(x, at, dim, x.shape), self.field.follow(at.astype(np.int32))]
+        return [self._along(x, at, dim, x.shape), self.field.follow(at.astype(np.int32), natural=True)]
 
     def clamped(self, equation: Any, low: Operand, x: Operand, high: Operand) -> Exact:
         """clamp: below, between and above are three cases."""
@@ -804,6 +833,16 @@ _MOVES: dict[str, Callable[[int], range]] = {
     "dynamic_update_slice": lambda n: range(2),
     "select_n": lambda n: range(1, n),
 }
+# Primitives that are refused, and what to know of them.
+_WITHOUT_MEANING = {
+    "fft": "whose numbers are complex (a product with matrices of cosines and sines has one)",
+    "eig": "whose values may be complex (eigh of a symmetric matrix has one)",
+    "schur": "which is one of many (eigh of a symmetric matrix has a meaning)",
+    "hessenberg": "which is one of many (qr has a meaning)",
+    "geqrf": "a form of qr that its library chooses (qr has a meaning)",
+    "geqp3": "whose order of columns follows from floats (qr has a meaning)",
+    "householder_product": "of a form of qr that its library chooses (qr has a meaning)",
+}
 _RULES: dict[str, Callable[..., Any]] = {
     "add": lambda rules, _, x, y: rules.field.add(*rules.exact(x, y)),
     "add_any": lambda rules, _, x, y: rules.field.add(*rules.exact(x, y)),
@@ -830,10 +869,18 @@ _RULES: dict[str, Callable[..., Any]] = {
     "ragged_dot_general": Rules.grouped,
     "sort": Rules.sorted,
     "top_k": Rules.top,
+    "approx_top_k": Rules.top,
+    "triangular_solve": linear_algebra.solve_triangular,
+    "tridiagonal_solve": linear_algebra.solve_tridiagonal,
+    "lu": linear_algebra.factor_lu,
+    "cholesky": linear_algebra.factor_cholesky,
+    "qr": linear_algebra.factor_qr,
+    "eigh": linear_algebra.factor_symmetric,
+    "svd": linear_algebra.factor_singular,
     **dict.fromkeys(("log1p", "expm1", "one_minus_square"), Rules.shifted),
     **dict.fromkeys(("sqrt", "rsqrt"), Rules.root),
     **dict.fromkeys(("max", "min"), Rules.larger),
-    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), Rules.compared),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "lt_to", "le_to"), Rules.compared),
     **dict.fromkeys(("reduce_max", "reduce_min"), Rules.extreme),
     **dict.fromkeys(("argmax", "argmin"), Rules.arg),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), Rules.cumulated),
@@ -866,6 +913,7 @@ _RULES: dict[str, Callable[..., Any]] = {
             "erf_inv",
             "cbrt",
             "exp2",
+            "log2",
             "rem",
             "lgamma",
             "digamma",

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shardkit.testing.exact.field import Field
-from shardkit.testing.exact.operands import Operand, UnsupportedError, elements_at, stacked
+from shardkit.testing.exact.field import Field, UnsupportedError
+from shardkit.testing.exact.operands import Operand, elements_at, stacked
 from shardkit.testing.exact.values import Exact
 
 # What padding is, by how a window is reduced: what changes no result.

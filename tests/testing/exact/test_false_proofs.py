@@ -77,6 +77,7 @@ SPLIT = {
         lambda x: jnp.where(x > 0, x * jnp.log(jnp.where(x > 0, x, 1)), 0),
     ),
     "0 rows out of bounds": (lambda x: x + 0 * fill(x, [0, 5]), lambda x: x),
+    "rows out of bounds, sent as bits": (lambda x: sk.broadcast(fill(x, [5, 5]), "d", source=0), zeros),
     "a share of rows out of bounds": (lambda x: fill(x, [5, 5]) / fill(x, [5, 5]), jnp.ones_like),
     "0 / 0": (lambda x: x + 0 * x / (0 * x), lambda x: x),
     "inf - inf": (lambda x: jnp.exp(lowest(x) - lowest(x)), jnp.ones_like),
