@@ -26,10 +26,10 @@ LIMITS = {
     "schedules *": 1970,  # what all devices run together; a search under costs by stage; the optimum of small ones
     "steps *": 2250,  # DiLoCo; whose steps a guard takes
     "strategies *": 1405,  # Muon by owners
-    "testing *": 9000,  # from wrong to line, by what repairs the result; draws, coverage, what is no number
+    "testing *": 9200,  # from wrong to line, by what repairs the result; draws, coverage, NaN; linear algebra
     "": 65,
     "_arguments": 710,  # keys that jax cannot sort; options of a compiler
-    "_jax": 1270,  # sums of shares through gloo; the registry of primitives, with what emulates each
+    "_jax": 1285,  # sums of shares through gloo; the registry of primitives, with what emulates each
     "analysis": 6710,  # FLOPs and kept bytes of any traced loss; what a step raises; what foreign calls send, as said
     "bench": 2535,  # strategies with Muon
     "cli": 2745,  # prove; what stood beside the package while that imported jax; numbers of no run
@@ -59,7 +59,7 @@ def test_every_room_keeps_to_its_limit():
     assert limits.keys() == rooms | {""}
     found = {name: lines(PACKAGE / name) if name else own(PACKAGE) for name in limits}
     above = {name or "shardkit/*.py": (found[name], limits[name]) for name in limits if found[name] > limits[name]}
-    assert sum(found.values()) <= 58_600
+    assert sum(found.values()) <= 58_700
     assert not above, f"answer the three questions of CONTRIBUTING.md, then raise the limit: {above}"
 
 

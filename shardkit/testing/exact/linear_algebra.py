@@ -3,8 +3,9 @@
 - Triangular solves and LU are sums, products and quotients. The pivots are those of the real values, as LAPACK chooses
   them; what is solved does not depend on them.
 - Cholesky's factor of A = U D U^T, U with ones on its diagonal, is L = U sqrt(D): U and D are rational, and the
-  square of a root is known. So the diagonal squared, and the factor of a leading part, are exact. Products of roots with
-  others are not known to cancel, but the field keeps of which A this is the factor: L L^T is A, L^-T of L^-1 b is A^-1 b.
+  square of a root is known. So the diagonal squared, and the factor of a leading part, are exact. Products of roots
+  with others are not known to cancel, but the field keeps of which A this is the factor: L L^T is A, and L^-T of
+  L^-1 b is A^-1 b.
 - R of QR is the transposed Cholesky factor of A^T A but for signs, which are those of the real R, so LAPACK's; Q is
   A R^-1. So Q R = A, and Q^T Q = I is kept too. The product with itself of what is made of such matrices by rows, as
   the R of all devices are, is the sum of what is kept: so the R of these R is that of the whole.
@@ -21,15 +22,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardkit.testing.exact.field import Field, UnsupportedError, mixed
 from shardkit.testing.exact.values import CONSTANT, INPUT, OUTSIDE, TRULY, Degree, Exact, facts
 
-if TYPE_CHECKING:
-    from shardkit.testing.exact.rules import Rules
+Rules = Any  # of rules.py, which imports this file
 
 # What is not only sums, products and quotients.
 FACTORS = {"cholesky", "qr", "eigh", "svd"}
