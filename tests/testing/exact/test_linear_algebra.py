@@ -287,6 +287,7 @@ def test_other_matrices_have_other_factors():
         assert differs[np.tril_indices(4)].all() if len(x.shape) == 2 else differs.all()
 
 
+@pytest.mark.usefixtures("silent_floats")
 def test_what_is_singular_is_no_number():
     def singular(x, y):
         outer = jnp.outer(x, y)
