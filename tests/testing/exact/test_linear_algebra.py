@@ -259,7 +259,9 @@ UNKNOWN = {
     "transposed": (
         lambda a: jnp.linalg.svd(a.T, compute_uv=False), lambda a: jnp.linalg.svd(a, compute_uv=False), "svd",
     ),
-    "cholesky of no positive matrix": (jnp.linalg.cholesky, lambda a: jnp.linalg.cholesky(a), "outside"),
+    "cholesky of no positive matrix": (
+        lambda a: jnp.linalg.cholesky(-positive(a)), lambda a: jnp.linalg.cholesky(-positive(a)), "outside",
+    ),
 }  # fmt: skip
 
 
