@@ -67,6 +67,11 @@ def is_spec_or_none(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec)
 
 
+def none_is_whole(specs: Any) -> Any:
+    """Specs with P() in place of None."""
+    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_spec_or_none)
+
+
 def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:
     """Paths and values, on the host; keys as their data, and ShapeDtypeStructs as they are."""
     return [(path_name(path), _on_host(x)) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]

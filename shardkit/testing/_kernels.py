@@ -19,9 +19,9 @@ from jax.tree_util import keystr
 
 from shardkit._arguments.checks import counted, divides, named, quoted, sized
 from shardkit._jax import compat
-from shardkit.meshes.layout import all_axes, check_spec, split_dims
+from shardkit.meshes.layout import all_axes, broadcast_specs, check_spec, split_dims
 from shardkit.on_device.gradient import kind
-from shardkit.testing._compare import is_spec_or_none
+from shardkit.testing._compare import is_spec_or_none, none_is_whole
 
 
 def check_axes_of_specs(where: str, mesh: Mesh | AbstractMesh, *specs: Any) -> None:
@@ -141,9 +141,9 @@ def _check_arrays(where: str, role: str, results: Any) -> None:
             )
 
 
-def _check_sizes(where: str, mesh: Mesh | AbstractMesh, spec: Any, shape: Sequence[int], divided: bool = True) -> None:
-    if spec is None:
-        return
+def _check_sizes(
+    where: str, mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: Sequence[int], divided: bool = True
+) -> None:
     check_spec(where, spec, mesh, len(shape))
     if not divided:  # a result is a device's piece, of any size
         return
@@ -151,9 +151,9 @@ def _check_sizes(where: str, mesh: Mesh | AbstractMesh, spec: Any, shape: Sequen
         divides(where, dim, shape[dim], axes, math.prod(mesh.shape[axis] for axis in axes))
 
 
-def _check_replicated(where: str, spec: Any, y: Any) -> None:
+def _check_replicated(where: str, spec: PartitionSpec, y: Any) -> None:
     varies = compat.varying_axes(y)
-    hidden = sorted(varies - all_axes(PartitionSpec() if spec is None else spec))
+    hidden = sorted(varies - all_axes(spec))
     if hidden:
         raise ValueError(
             f"{where}: a result must be the same on all devices along an axis that out_specs does not name; it varies "
@@ -162,18 +162,13 @@ def _check_replicated(where: str, spec: Any, y: Any) -> None:
         )
 
 
-def _broadcast(specs: Any, tree: Any) -> list[Any] | None:
+def _broadcast(specs: Any, tree: Any) -> list[PartitionSpec] | None:
     """The spec of each leaf; None if they do not have the structure of the tree."""
-    leaves: list[Any] = []
-
-    def spread(spec: Any, part: Any) -> None:
-        leaves.extend([spec] * len(jax.tree.leaves(part)))
-
     try:
-        jax.tree.map(spread, specs, tree, is_leaf=is_spec_or_none)
+        whole = broadcast_specs(none_is_whole(specs), tree)
     except ValueError:
         return None
-    return leaves
+    return jax.tree.leaves(whole, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _is_array(x: Any) -> bool:

@@ -24,8 +24,8 @@ from shardkit.testing._compare import (
     constant_factor,
     distance,
     is_float,
-    is_spec_or_none,
     magnitude,
+    none_is_whole,
     times,
 )
 from shardkit.testing._interpreter import pieces_of, stackable
@@ -102,7 +102,7 @@ def certify_gradients(
             )
     if batch_spec is None:
         batch_spec = jax.tree.map(lambda x: PartitionSpec(axes[0]) if np.ndim(x) else PartitionSpec(), batch)
-    batch_spec, param_specs = _none_is_whole(batch_spec), _none_is_whole(param_specs)
+    batch_spec, param_specs = none_is_whole(batch_spec), none_is_whole(param_specs)
     check_axes("certify_gradients", (batch_spec, param_specs), axes)
     arguments = params, batch
     specs = broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch)
@@ -127,11 +127,6 @@ def certify_gradients(
     if found:
         raise AssertionError(_report(found))
     return Certificate(tuple(proved), len(jax.tree.leaves(expected)))
-
-
-def _none_is_whole(specs: Any) -> Any:
-    """Specs with P() in place of None."""
-    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_spec_or_none)
 
 
 def _count(devices: int | None) -> int:

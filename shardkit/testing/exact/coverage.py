@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardkit.testing.exact.field import Field, mixed
-from shardkit.testing.exact.tower import PRIMES
+from shardkit.testing.exact.tower import PRIMES, inverses
 from shardkit.testing.exact.values import Exact
 
 ON_MESH, ALONE = 0, 1
@@ -117,7 +117,7 @@ class Coverage:
     ) -> None:
         """What a comparison of integers gave that follow from floats."""
         for x in operands:
-            if not field.follows(x):
+            if self.identifies and not field.follows(x):
                 self.constants |= _logarithms(np.abs(x[x != 0].astype(np.float64)))
         if field.kind != "zero":
             never = np.zeros(truth.shape, bool)
@@ -189,7 +189,7 @@ def _identify(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]
     p = np.uint64(PRIMES[-2])
     difference = field.plain(field.sub(x, y)).number[-2 * field.points : -field.points]
     # c d(a) / (c d(b)) is d(a) / d(b) for every constant c, at points a and b; it is 1 for constants.
-    ratio = difference[0] * _inverses(difference[1], p) % p
+    ratio = difference[0] * inverses(difference[1], p) % p
     zero = (difference == 0).all(0)
     nothing, none = field.is_zero(y), field.is_zero(x)
     opposite = (x.sign != 0) & (x.sign == -y.sign)
@@ -197,13 +197,3 @@ def _identify(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]
     if field.rounds and (x.degree.total or y.degree.total):  # what floats were rounded to is so in this draw alone
         fixed = np.zeros_like(fixed)
     return mixed(ratio), fixed
-
-
-def _inverses(x: np.ndarray, p: np.uint64) -> np.ndarray:
-    """x to the power p - 2, which is its inverse."""
-    result, exponent = np.ones_like(x), int(p) - 2
-    for bit in bin(exponent)[2:]:
-        result = result * result % p
-        if bit == "1":
-            result = result * x % p
-    return result

@@ -23,8 +23,8 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import DiffersError
+from shardkit.testing.exact.operands import Operand
 from shardkit.testing.exact.repairs import Call
-from shardkit.testing.exact.rules import Operand
 from shardkit.testing.exact.search import Event, Record, Remedy, Runs, Search
 from shardkit.testing.exact.tower import PRIMES
 from shardkit.testing.exact.values import Exact

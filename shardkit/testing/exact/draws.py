@@ -24,7 +24,7 @@ from shardkit.testing.exact.difference import located
 from shardkit.testing.exact.field import KINDS, Field, RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.linear_algebra import FACTORS
-from shardkit.testing.exact.rules import Operand
+from shardkit.testing.exact.operands import Operand
 from shardkit.testing.exact.search import Runs
 from shardkit.testing.exact.tower import LEVELS
 from shardkit.testing.exact.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degree, Exact

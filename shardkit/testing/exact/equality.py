@@ -30,7 +30,8 @@ from shardkit.testing._kernels import (
 from shardkit.testing.exact.draws import Evidence, UnprovableError, equal, of_kernels
 from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
-from shardkit.testing.exact.rules import ORDERED, Operand, held, is_key
+from shardkit.testing.exact.operands import Operand
+from shardkit.testing.exact.rules import ORDERED, held, is_key
 from shardkit.testing.exact.tower import LEVELS
 
 # What a proof takes on one core, about: per element and component, and per product of a matmul.

@@ -22,7 +22,8 @@ from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.meshes.layout import all_axes
 from shardkit.testing._interpreter import joined, pieces_of
 from shardkit.testing.exact.field import Field, UnsupportedError
-from shardkit.testing.exact.rules import Operand, Rules, deciding, held, known, stacked
+from shardkit.testing.exact.operands import Operand, deciding, stacked
+from shardkit.testing.exact.rules import Rules, held, known
 from shardkit.testing.exact.values import Exact
 
 Move = Callable[[Any, int], Any]

@@ -25,7 +25,8 @@ from shardkit.testing.exact.draws import STEP, UnprovableError, equal
 from shardkit.testing.exact.equality import check_floats, check_size, symbol
 from shardkit.testing.exact.field import ROUNDING, Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
-from shardkit.testing.exact.rules import ORDERED, Operand, held, stacked
+from shardkit.testing.exact.operands import Operand, stacked
+from shardkit.testing.exact.rules import ORDERED, held
 from shardkit.testing.exact.values import Exact
 from shardkit.testing.one_device import Reference, Training, gradient_of, update_of
 from shardkit.testing.program import Program

@@ -27,16 +27,16 @@ from typing import Any
 import numpy as np
 
 from shardkit.testing.exact.field import Field, UnsupportedError, mixed
+from shardkit.testing.exact.operands import MeshRules, stacked
+from shardkit.testing.exact.tower import inverses
 from shardkit.testing.exact.values import CONSTANT, INPUT, OUTSIDE, TRULY, Degree, Exact, facts
-
-Rules = Any  # of rules.py, which imports this file
 
 # What is not only sums, products and quotients.
 FACTORS = {"cholesky", "qr", "eigh", "svd"}
 _ROW = 2**20  # the distance of the places of two rows
 
 
-def solve_triangular(rules: Rules, equation: Any, a: Any, b: Any) -> Exact:
+def solve_triangular(rules: MeshRules, equation: Any, a: Any, b: Any) -> Exact:
     """triangular_solve, by substitution."""
     params = equation.params
     a, b = rules.exact(a, b)
@@ -51,14 +51,14 @@ def solve_triangular(rules: Rules, equation: Any, a: Any, b: Any) -> Exact:
     return x if params["left_side"] else _transposed(x)
 
 
-def factor_lu(rules: Rules, equation: Any, a: Exact) -> list[Any]:
+def factor_lu(rules: MeshRules, equation: Any, a: Exact) -> list[Any]:
     """lu: the factors in one matrix, the rows that were swapped, and the order of all rows."""
     field = rules.field
     lu, swaps, order = _eliminated(field, field.plain(a))
     return [lu, field.follow(swaps, natural=True), field.follow(order, natural=True)]
 
 
-def factor_cholesky(rules: Rules, equation: Any, a: Exact) -> Exact:
+def factor_cholesky(rules: MeshRules, equation: Any, a: Exact) -> Exact:
     """cholesky: the lower factor, of the lower triangle."""
     field = rules.field
     field.uninterpreted.add("cholesky")
@@ -68,7 +68,7 @@ def factor_cholesky(rules: Rules, equation: Any, a: Exact) -> Exact:
     return factor
 
 
-def factor_qr(rules: Rules, equation: Any, a: Exact) -> list[Any]:
+def factor_qr(rules: MeshRules, equation: Any, a: Exact) -> list[Any]:
     """qr, of wide matrices too."""
     field, params = rules.field, equation.params
     a = field.plain(a)
@@ -89,7 +89,7 @@ def factor_qr(rules: Rules, equation: Any, a: Exact) -> list[Any]:
     r = field.where(positive[..., :, None], upper, field.negative(upper))
     if n > m:
         rest = _solved(field, left, _part(a, slice(None), slice(m, n)))
-        r = _joined([r, field.matmul(r, rest)], -1)
+        r = stacked(field, [r, field.matmul(r, rest)], len(r.shape) - 1)
     q, r = (field.settled(replace(x, real=real)) for x, real in ((q, real_q), (r, real_r)))
     if n <= m:
         for kept in (upper, r):
@@ -100,7 +100,7 @@ def factor_qr(rules: Rules, equation: Any, a: Exact) -> list[Any]:
     return [q, r]
 
 
-def factor_symmetric(rules: Rules, equation: Any, a: Exact) -> list[Any]:
+def factor_symmetric(rules: MeshRules, equation: Any, a: Exact) -> list[Any]:
     """eigh: vectors, then values."""
     n = a.shape[-1]
     if equation.params.get("subset_by_index") not in (None, (0, n)):
@@ -118,7 +118,7 @@ def factor_symmetric(rules: Rules, equation: Any, a: Exact) -> list[Any]:
     return [v, _with_zeros(field, w, zero)]
 
 
-def factor_singular(rules: Rules, equation: Any, a: Exact) -> list[Any]:
+def factor_singular(rules: MeshRules, equation: Any, a: Exact) -> list[Any]:
     """svd: values, and vectors of both sides."""
     params = equation.params
     m, n = a.shape[-2:]
@@ -146,7 +146,7 @@ def factor_singular(rules: Rules, equation: Any, a: Exact) -> list[Any]:
     return [s, u, vt]
 
 
-def solve_tridiagonal(rules: Rules, equation: Any, lower: Any, diagonal: Any, upper: Any, b: Any) -> Exact:
+def solve_tridiagonal(rules: MeshRules, equation: Any, lower: Any, diagonal: Any, upper: Any, b: Any) -> Exact:
     """tridiagonal_solve."""
     field = rules.field
     lower, diagonal, upper = (field.plain(x) for x in rules.exact(lower, diagonal, upper))
@@ -300,14 +300,14 @@ def _substituted(field: Field, a: Exact, b: Exact, lower: bool, unit: bool) -> E
         row = _part(b, slice(i, i + 1), slice(None))
         if rows:
             ready = slice(0, i) if lower else slice(i + 1, n)
-            before = _joined(rows if lower else rows[::-1], -2)
+            before = stacked(field, rows if lower else rows[::-1], len(b.shape) - 2)
             row = field.sub(row, field.matmul(_part(a, slice(i, i + 1), ready), before))
         if inverses is not None:
             row = field.mul(row, _part(inverses, slice(i, i + 1), slice(None)))
         rows.append(row)
     if not rows:
         return b
-    whole = _joined(rows if lower else rows[::-1], -2)
+    whole = stacked(field, rows if lower else rows[::-1], len(b.shape) - 2)
     degree = _over_determinants(field, a, n, 1).times(a.degree.to_the(n - 1)).times(b.degree)
     return replace(whole, degree=degree)
 
@@ -371,7 +371,7 @@ def _cholesky(field: Field, a: Exact) -> Exact:
         return a
     x = field.where(rows == columns, _one(field, x), x)
     x = field.where(rows < columns, field.lifted(np.zeros((1,) * len(a.shape), np.float32)), x)
-    x = field.mul(x, field.root(_joined(pivots, -1)))
+    x = field.mul(x, field.root(stacked(field, pivots, len(x.shape) - 1)))
     code = np.maximum(np.where(singular, OUTSIDE, 0), _spoiled_by(field, a))
     degree = _over_determinants(field, a, n, n).times(a.degree.to_the(n)).times(INPUT)
     known = x.facts.copy()
@@ -397,21 +397,12 @@ def _rank(field: Field, a: Exact) -> np.ndarray:
         at = (column != 0).argmax(-2)[..., None]
         pivot = np.take_along_axis(column, at, -2)
         row = np.take_along_axis(x, at, -2)
-        factors = column * _inverse_power(pivot, p) % p
+        factors = column * inverses(pivot, p) % p
         here = (np.arange(m)[:, None] == at) & (pivot != 0)
         free = free & ~here
         less = (x + p * p - factors * row % p) % p
         x = np.where(free & (pivot != 0), less, x)
     return np.asarray(np.where(valid, (~free).sum((-2, -1)), 0).max(0))
-
-
-def _inverse_power(x: np.ndarray, p: np.ndarray) -> np.ndarray:
-    """x to the power p - 2, which is its inverse, of each component's prime."""
-    result, exponent = np.ones_like(x), p - np.uint64(2)
-    while exponent.any():
-        result = np.where(exponent & np.uint64(1) == 1, result * x % p, result)
-        x, exponent = x * x % p, exponent >> np.uint64(1)
-    return result
 
 
 # Uninterpreted functions of a matrix
@@ -457,7 +448,7 @@ def _with_zeros(field: Field, x: Exact, zero: np.ndarray) -> Exact:
     return field.where(zero & (x.poison == 0), field.lifted(np.zeros((1,) * len(x.shape), np.float32)), x)
 
 
-def _signs(rules: Rules, equation: Any, a: Exact, diagonal: np.ndarray) -> np.ndarray:
+def _signs(rules: MeshRules, equation: Any, a: Exact, diagonal: np.ndarray) -> np.ndarray:
     """Whether each element of R's diagonal is positive, which follows from all of A."""
     word = _word(rules.field, "signs of qr", a.number.reshape(*a.number.shape[:-2], -1))
     x = _opaque(rules.field, "sign of qr", a, word, diagonal)
@@ -512,12 +503,3 @@ def _reordered(a: Exact, order: np.ndarray) -> Exact:
 
 def _one(field: Field, like: Exact) -> Exact:
     return field.lifted(np.ones((1,) * len(like.shape), np.float32))
-
-
-def _joined(parts: Sequence[Exact], dim: int) -> Exact:
-    """Matrices side by side."""
-    degree = parts[0].degree.plus(*(x.degree for x in parts))
-    number, known, real = (
-        np.concatenate([getattr(x, name) for x in parts], dim) for name in ("number", "facts", "real")
-    )
-    return Exact(number, known, real, degree=degree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,6 +14,19 @@ from shardkit.testing.exact.values import Exact
 # Arrays of integers and booleans, of floats that follow from no input, and of keys, a word each.
 Known = np.ndarray
 Operand = Any  # Exact or Known
+
+
+class MeshRules(Protocol):
+    """What a rule needs of `Rules`."""
+
+    field: Field
+    rank: int
+
+    def exact(self, *operands: Operand) -> list[Exact]:
+        """Operands in the field."""
+
+    def decide(self, equation: Any, truth: np.ndarray, x: Exact, y: Exact) -> np.ndarray:
+        """The truth of a comparison, noted."""
 
 
 def deciding(x: Operand, what: str) -> Known:

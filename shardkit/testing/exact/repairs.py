@@ -24,7 +24,7 @@ from shardkit._jax.primitives import registered
 from shardkit.testing._compare import is_float
 from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.exact.rules import Operand
+from shardkit.testing.exact.operands import Operand
 from shardkit.testing.exact.values import Exact
 
 # What each variable was last.

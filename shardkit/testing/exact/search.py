@@ -15,8 +15,8 @@ from shardkit._jax.jaxprs import walk
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.field import Field, RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
+from shardkit.testing.exact.operands import Operand
 from shardkit.testing.exact.repairs import Call, Change, Repair, Values, repairs
-from shardkit.testing.exact.rules import Operand
 from shardkit.testing.exact.values import Exact
 
 # How many runs are tried, and equations of all of them: a minute, of the largest programs that are proved.

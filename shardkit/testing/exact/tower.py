@@ -51,3 +51,12 @@ def logarithm(level: int, value: int) -> int:
     at = np.minimum(np.searchsorted(small, wanted[near]), len(small) - 1)
     found = int(np.flatnonzero(small[at] == wanted[near])[0])
     return (int(near[found]) * _SMALL_STEPS + int(exponents[at[found]])) * (p + 1) // 2 % p
+
+
+def inverses(x: np.ndarray, p: np.ndarray | np.uint64) -> np.ndarray:
+    """x to the power p - 2, which is its inverse modulo a prime, or modulo one for each component; 0 of 0."""
+    result, exponent = np.ones_like(x), np.asarray(p - np.uint64(2))
+    while exponent.any():
+        result = np.where(exponent & np.uint64(1) == 1, result * x % p, result)
+        x, exponent = x * x % p, exponent >> np.uint64(1)
+    return result

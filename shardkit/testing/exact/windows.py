@@ -13,29 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardkit.testing.exact.field import Field, UnsupportedError
-from shardkit.testing.exact.operands import Operand, elements_at, stacked
+from shardkit.testing.exact.operands import MeshRules, Operand, elements_at, stacked
 from shardkit.testing.exact.values import Exact
 
 # What padding is, by how a window is reduced: what changes no result.
 _NEUTRAL = {"add": 0.0, "mul": 1.0, "max": -math.inf, "min": math.inf}
-
-
-class MeshRules(Protocol):
-    """What a rule needs of `Rules`."""
-
-    field: Field
-    rank: int
-
-    def exact(self, *operands: Operand) -> list[Exact]:
-        """Operands in the field."""
-
-    def decide(self, equation: Any, truth: np.ndarray, x: Exact, y: Exact) -> np.ndarray:
-        """The truth of a comparison, noted."""
 
 
 class WindowDim(NamedTuple):
