@@ -44,7 +44,7 @@ from shardkit.strategies.pipeline import pp as pp
 from shardkit.plans.plan import chain as chain
 from shardkit.plans.plan import strategy as strategy
 from shardkit.plans.plan import Plan as Plan
-from shardkit.plans.placement import Split as Split
+from shardkit.plans.splits import Split as Split
 
 # pipelines
 from shardkit.strategies.pipeline import pipeline as pipeline

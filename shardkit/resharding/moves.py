@@ -20,7 +20,7 @@ from shardkit.collectives import all_gather, all_to_all, vary
 from shardkit.collectives.permute import permuted
 from shardkit.meshes.layout import canonical, check_spec, local_shape, local_shape_of, spec_axes, table
 from shardkit.on_device.cuts import own_part
-from shardkit.plans.storage import Held, in_rows, is_padded, padded_shape, stored_array
+from shardkit.plans.storage import Storage, is_padded, padded_shape, stored_array, stored_shape
 from shardkit.resharding.redistribution import (
     Axes,
     DimAxes,
@@ -105,14 +105,16 @@ class Moves(NamedTuple):
         return f"{table(rows)}\n{self.sent:,} bytes sent by each device; some device must receive {self.least:,}"
 
 
-def move_of(where: str, path: str, x: Any, before: tuple[Held, bool], after: tuple[Held, bool], mesh: Any) -> Move:
+def move_of(
+    where: str, path: str, x: Any, before: tuple[Storage, bool], after: tuple[Storage, bool], mesh: Any
+) -> Move:
     """The steps of one leaf; the padding of either layout counts."""
     if before[0].rows != after[0].rows:
         raise ValueError(
             f"{where} is stored in the order of the stages of a pipeline, which source and target do not share. Pass "
             "unpadded(...) of it to the init of the other plan."
         )
-    original = in_rows(tuple(x.shape), before[0].rows)
+    original = stored_shape(tuple(x.shape), before[0].rows)
     shapes = []
     for held, by_plan in (before, after):
         check_spec(where, held.spec, mesh, len(original))

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import path_name
-from shardkit.plans.placement import LeafLayout, map_layouts
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import Held, as_stored, in_rows, is_padded, padding, stored_array
+from shardkit.plans.splits import LeafLayout, map_layouts
+from shardkit.plans.storage import Storage, is_padded, padding, stored_array, stored_shape, wrap_stored
 from shardkit.resharding.moves import Move, Moves, move_of, program
 from shardkit.steps.state import TrainState, state_held
 
@@ -84,7 +84,7 @@ def reshard(
     moved = []
     for x, move, (after, _) in zip(leaves, moves, afters, strict=True):
         array = _moved(stored_array(x), move, mesh, piece_bytes, donate)
-        moved.append(as_stored(array, padding(in_rows(x.shape, after.rows), after.spec, mesh), after.rows))
+        moved.append(wrap_stored(array, padding(stored_shape(x.shape, after.rows), after.spec, mesh), after.rows))
     return jax.tree.unflatten(structure, moved)
 
 
@@ -114,7 +114,7 @@ def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh 
     return Moves(_moves("reshard_steps", tree, *_both("reshard_steps", tree, source, target, mesh), mesh))
 
 
-Stored = list[tuple[Held, bool]]  # for each leaf how it is stored, and whether a plan says so, which may pad it
+Stored = list[tuple[Storage, bool]]  # for each leaf how it is stored, and whether a plan says so, which may pad it
 
 
 def _both(where: str, tree: Any, source: Layouts, target: Layouts, mesh: Any) -> tuple[Stored, Stored]:
@@ -137,7 +137,7 @@ def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stor
         ) from None
     specs = [_spec(where, name, layout, mesh) for layout in jax.tree.leaves(each, is_leaf=_is_layout)]
     rows = [x.rows if is_padded(x) else () for x in _leaves(tree)]
-    return [(Held(*both), False) for both in zip(specs, rows, strict=True)]
+    return [(Storage(*both), False) for both in zip(specs, rows, strict=True)]
 
 
 def _leaves(tree: Any) -> list[Any]:

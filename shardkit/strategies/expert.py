@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shardkit._arguments.checks import Axis, axis_names, named
 from shardkit._arguments.typed import typed
-from shardkit.plans.dim_rules import DimRules, dim0_counts_layers, dim_chooser
-from shardkit.plans.placement import Leaf, Split
+from shardkit.plans.dim_rules import DimRules, is_stacked, make_dim_chooser
 from shardkit.plans.plan import Plan, strategy
+from shardkit.plans.splits import Leaf, Split
 
 
 def _experts_dim(path: str, shape: tuple[int, ...]) -> int | None:
@@ -15,7 +15,7 @@ def _experts_dim(path: str, shape: tuple[int, ...]) -> int | None:
     if "experts" not in names:
         return None
     before = names[: names.index("experts")]
-    return int("layers" in before and dim0_counts_layers(".".join(names[before.index("layers") :]), ("layers",)))
+    return int("layers" in before and is_stacked(".".join(names[before.index("layers") :]), ("layers",)))
 
 
 @typed
@@ -53,7 +53,7 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
     Source: Lepikhin et al., GShard (arXiv:2006.16668), section 3.
     """
     names = axis_names("ep", axis)
-    choose = dim_chooser("ep", names, rules)
+    choose = make_dim_chooser("ep", names, rules)
 
     def place(leaf: Leaf) -> Split | str:
         dim = choose(leaf.path, leaf.shape)

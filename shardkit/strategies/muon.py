@@ -26,7 +26,7 @@ from shardkit.meshes.layout import canonical, path_name, spec_axes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.dim_rules import is_function
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import named_arrays, padded_shape
+from shardkit.plans.storage import collect_arrays, padded_shape
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -131,7 +131,7 @@ def muon(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
-        specs = named_arrays(plan.placement(params, mesh).update)
+        specs = collect_arrays(plan.placement(params, mesh).update)
         leaves = jax.tree_util.tree_leaves_with_path(dims_of(params), is_leaf=_is_dims)
         with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
             optimizer = make_optimizer(specs, {path_name(path): dims for path, dims in leaves})

@@ -39,9 +39,9 @@ from typing import Literal, NoReturn
 from shardkit._arguments.checks import Axis, at_least, axis_names, named, quoted
 from shardkit._arguments.typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.plans.dim_rules import DimRules, dim0_counts_layers, dim_chooser, in_subtrees
-from shardkit.plans.placement import Gather, Leaf, Scatter, Split
+from shardkit.plans.dim_rules import DimRules, is_in_subtrees, is_stacked, make_dim_chooser
 from shardkit.plans.plan import Plan, strategy
+from shardkit.plans.splits import Gather, Leaf, Scatter, Split
 
 MIN_SIZE = 1024
 Uneven = Literal["replicate", "refuse", "pad"]
@@ -231,14 +231,14 @@ class _Zero:
             dim = choose(leaf)
             if isinstance(dim, str):
                 return dim
-            gather, scatter = layer if in_subtrees(leaf.path, self.layerwise) else whole
+            gather, scatter = layer if is_in_subtrees(leaf.path, self.layerwise) else whole
             return Split(
                 dim,
                 gather,
                 scatter,
                 once=once,
                 pad=self.uneven == "pad",
-                stack=dim0_counts_layers(leaf.path, self.layerwise),
+                stack=is_stacked(leaf.path, self.layerwise),
                 secondary=secondary,
             )
 
@@ -260,7 +260,7 @@ class _Zero:
     def _chooser(self) -> Callable[[Leaf], int | str]:
         """Which dim of a leaf is split, or why none."""
         axes = axis_names(self.name, self.axis)
-        dim = None if self.rules is None else dim_chooser(self.name, axes, self.rules)
+        dim = None if self.rules is None else make_dim_chooser(self.name, axes, self.rules)
         return partial(self._choose_dim, dim)
 
     def _choose_dim(self, choose: Callable[[str, tuple[int, ...]], int | None] | None, leaf: Leaf) -> int | str:
@@ -272,7 +272,7 @@ class _Zero:
         size = math.prod(leaf.shape)
         if size < self.min_size:
             return f"{size:,} element{'s' * (size != 1)}, fewer than min_size={self.min_size:,}"
-        first = 1 if leaf.stack or dim0_counts_layers(leaf.path, self.layerwise) else 0  # scan removes dim 0
+        first = 1 if leaf.stack or is_stacked(leaf.path, self.layerwise) else 0  # scan removes dim 0
         candidates = self._find_candidates(leaf, first)
         if choose is not None:
             dim = choose(leaf.path, leaf.shape)
