@@ -5,7 +5,7 @@ from shardkit.meshes.mesh import make_mesh as make_mesh
 from shardkit.meshes.mesh import abstract_mesh as abstract_mesh
 from shardkit.meshes.mesh import make_hybrid_mesh as make_hybrid_mesh
 from shardkit.meshes.simulated import simulate_devices as simulate_devices
-from shardkit.strategies.config import DistributedConfig as DistributedConfig
+from shardkit.runtime.cluster.config import DistributedConfig as DistributedConfig
 from shardkit.meshes.inspection import describe as describe
 
 # layouts
@@ -39,7 +39,7 @@ from shardkit.strategies.zero import fsdp as fsdp
 from shardkit.strategies.tensor import tp as tp
 from shardkit.strategies.context import cp as cp
 from shardkit.strategies.expert import ep as ep
-from shardkit.strategies.muon import muon as muon
+from shardkit.optimizers.muon import muon as muon
 from shardkit.strategies.pipeline import pp as pp
 from shardkit.plans.plan import chain as chain
 from shardkit.plans.plan import strategy as strategy

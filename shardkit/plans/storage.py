@@ -169,7 +169,7 @@ def _restore_array(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -
     # A stable sort of (0, 2, 1, -1) puts the rows of padding first: [3, 0, 2, 1]. Behind them is the inverse.
     zeros = rows.count(-1)
     inverse = np.argsort(rows, kind="stable")[zeros:]
-    return _take_rows(array, tuple(inverse.tolist()), zeros > 0)
+    return _rows(array, tuple(inverse.tolist()), zeros > 0)
 
 
 def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
@@ -177,7 +177,7 @@ def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) ->
 
     def pad(form: Storage, x: Any) -> Any:
         if _must_reorder(form.rows, in_order):
-            x = _take_rows(x, form.rows, -1 in form.rows)
+            x = _rows(x, form.rows, -1 in form.rows)
         sizes = padding(x.shape, form.spec, mesh)
         if sizes:
             shape = padded_shape(x.shape, form.spec, mesh)
@@ -188,7 +188,7 @@ def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) ->
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _take_rows(x: Any, rows: Rows, uneven: bool) -> Any:
+def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
     """These rows, with zeros for those below 0: by one gather, or for uneven stages as slices.
 
     The gather sends least, but XLA's partitioner fails with an internal error if it changes the number of rows and two
