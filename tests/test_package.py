@@ -162,12 +162,9 @@ def test_submodules_are_reached_from_the_top():
         _ = sk.nothing
 
 
-def test_the_face_is_small_and_says_where_the_rest_went():
+def test_the_face_is_small():
     """What few need lives in its module: another name in `sk` takes the place of one that leaves."""
     assert len(dir(sk)) <= 90 and all(hasattr(sk, name) for name in dir(sk))
-    for name, face in sk._MOVED.items():
-        with pytest.warns(DeprecationWarning, match=re.escape(f"sk.{name} has moved: use sk.{face}.{name}.")):
-            assert getattr(sk, name) is getattr(getattr(sk, face), name)
     with raises(AttributeError, "module 'shardkit' has no attribute 'all_gather_uneven'"):  # which never stood here
         _ = sk.all_gather_uneven
 

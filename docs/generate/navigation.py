@@ -47,6 +47,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "understand/keys.md",
         "understand/layouts.md",
         "understand/how_it_is_proved.md",
+        "understand/bets.md",
         "corpus.md",
         "understand/",
         "proved.md",
