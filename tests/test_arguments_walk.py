@@ -7,7 +7,7 @@ import re
 import pytest
 
 import shardkit as sk
-from shardkit import analysis, collectives, cost, planner, reporting, runtime, schedules, testing, viz
+from shardkit import analysis, collectives, cost, planner, runtime, schedules, testing, viz
 from shardkit.collectives import compressed, hierarchical, ring
 from shardkit.models import transformer
 from support import calls, walk
@@ -20,7 +20,6 @@ ROOMS = (
     collectives,
     collectives.tables,
     cost,
-    reporting,
     runtime,
     schedules,
     testing,

@@ -52,7 +52,6 @@ FLOORS = [
     ["jobs/monitor"],
     ["jobs"],
     ["bench"],
-    ["reporting"],
     ["cli"],
     ["__main__"],
 ]
@@ -136,7 +135,7 @@ def test_an_import_loads_what_it_names():
     """A room that the face or the runtime imports at once, which every training script would wait for."""
     code = "import sys, shardkit; print([n for n in sys.modules if n.split('.')[0] in ('jax', 'numpy', 'shardkit')])"
     assert printed(code) == "['shardkit']\n"
-    late = tuple(f"shardkit.{name}" for name in ("analysis", "bench", "jobs", "reporting", "testing", "viz"))
+    late = tuple(f"shardkit.{name}" for name in ("analysis", "bench", "jobs", "testing", "viz"))
     code = (
         f"import sys, shardkit.runtime as r; print([n for n in sys.modules if n.startswith({late})], r.guard, r.launch)"
     )
@@ -229,7 +228,7 @@ def test_no_two_files_import_each_other():
 
 
 # What users import from. `sk` is the face of the folders below it, such as collectives and strategies.
-FACES = ("", "analysis", "cost", "layers", "models.transformer", "planner", "reporting", "runtime", "schedules")
+FACES = ("", "analysis", "cost", "layers", "models.transformer", "planner", "runtime", "schedules")
 FACES += ("testing", "viz")
 
 

@@ -1,6 +1,6 @@
 """Measurements that a shared machine cannot easily spoil: what `shardkit bench` runs, for kernels of your own too.
 
-Start with `measure.py`. Imports everything but `cli/`; `reporting/` and `cli/` import it.
+Start with `measure.py`. Imports everything but `cli/`, which imports it.
 """
 
 from shardkit.bench.comm import comm

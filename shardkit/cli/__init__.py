@@ -47,7 +47,6 @@ COMMANDS = (
     Command("audit", "what a function sends, and what hangs, is wrong or wasted", "shardkit.cli.audit"),
     Command("plan", "the layouts of a model that fit a machine, and their code", "shardkit.cli.plan"),
     Command("aot", "compile a step for chips that are not attached", "shardkit.cli.aot"),
-    Command("report", "a step as one HTML page, to read or to mail", "shardkit.cli.report"),
 )
 BENCH = (
     Command("comm", "collectives, as nccl-tests measures them", "shardkit.cli.bench.comm"),

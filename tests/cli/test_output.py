@@ -11,7 +11,6 @@ from shardkit import bench
 from shardkit.bench.trace import ExecutionTrace
 from shardkit.cli import doctor, output, train
 from shardkit.jobs.launch import launch
-from shardkit.reporting import page
 from shardkit.viz import style
 
 pytestmark = pytest.mark.check
@@ -40,7 +39,6 @@ WRITERS = {
     "more.json": lambda file: output.writing(file, append=True).__enter__(),
     "a.jsonl": lambda file: bench.write([{}], file),
     "a.csv": lambda file: bench.write_csv([{"environment": {}}], file),
-    "a.html": lambda file: page.write(file, ""),
     "a.svg": lambda file: style.saved(Figure(), file),
     "a.png": lambda file: style.saved(Figure(), file),
     "groups.json": lambda file: ExecutionTrace((), {}).write(file.parent),

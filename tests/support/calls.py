@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import analysis, collectives, cost, planner, reporting, runtime, schedules, testing, viz
+from shardkit import analysis, collectives, cost, planner, runtime, schedules, testing, viz
 from shardkit.analysis.hlo import aot
 from shardkit.collectives import compressed, hierarchical, ring, tables
 from shardkit.models import parameters, transformer
@@ -242,7 +242,6 @@ def builders():
         (testing.specs, {"shape": (4, 4), "sizes": {"a": 2}}),
         (testing.wire, {"step": lambda state, batch: state, "state": batch, "batch": batch}),
         (analysis.audit, {"step": traced["fn"], "args": ()}),
-        (reporting.report, {"step": traced["fn"], "args": (), "file": path / "step.html"}),
         *((each, traced) for each in (analysis.census, analysis.explain, analysis.lint)),
         (analysis.collective, {"kind": "all_reduce", "axis": "data"}),
         (analysis.expects, {"rows": ()}),
