@@ -33,7 +33,6 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/resume_elsewhere.md",
         "howto/benchmark_my_mesh.md",
         "howto/compile_for_absent_chips.md",
-        "howto/report_a_step.md",
         "howto/add_a_strategy.md",
         "howto/add_a_schedule.md",
         "howto/add_a_rule.md",
