@@ -150,6 +150,26 @@ def _specs_by_path(name: str, axes: tuple[str, ...], rules: Any) -> dict[str, Pa
     return by_path(f"{name}: rules", leaves)
 
 
+def choose_in_subtree(subtree: str, stack: str) -> ChooseDim:
+    """Rules that split dim 0 of the leaves in a subtree, or dim 1 where dim 0 counts the layers of a stack.
+
+    Of the subtree "experts" and the stack "layers": dim 0 of experts.up and, in a list of layers, of
+    layers.3.experts.up; dim 1 of layers.experts.up; no dim of layers.router.
+    """
+
+    def choose(path: str, shape: tuple[int, ...]) -> int | None:
+        names = path.split(".")
+        if subtree not in names:
+            return None
+        outer = names[: names.index(subtree)]
+        if stack not in outer:
+            return 0
+        from_stack = ".".join(names[outer.index(stack) :])
+        return 1 if is_stacked(from_stack, (stack,)) else 0
+
+    return choose
+
+
 def is_in_subtrees(path: str, subtrees: tuple[str, ...]) -> bool:
     """Whether a leaf is in one of the named subtrees."""
     return any(path == name or path.startswith(f"{name}.") for name in subtrees)
