@@ -13,7 +13,7 @@ import shardkit as sk
 from shardkit.analysis.hlo import aot, proto, trip_counts
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.compute import ModuleWork, Work
-from shardkit.analysis.hlo.differences import _run_as_all_reduce, _Traffic, account, compiled
+from shardkit.analysis.hlo.differences import _find_scatters_run_as_sums, _Traffic, account, compiled
 from shardkit.analysis.hlo.topology import device_memory, device_of
 from shardkit.analysis.jaxpr.census import Census
 from support.commands import deep
@@ -243,7 +243,7 @@ def test_what_a_merged_sum_saves_is_no_negative_traffic():
     """Sums that run as one all_reduce may send up to a tenth less than both; the rest was -251,911,650 bytes."""
     scatter, reduce = ("reduce_scatter", ("data",)), ("all_reduce", ("data",))
     before = {scatter: _Traffic(1, Fraction(100)), reduce: _Traffic(1, Fraction(3))}
-    found, restored = _run_as_all_reduce(before, {reduce: _Traffic(1, Fraction(190))})
+    found, restored = _find_scatters_run_as_sums(before, {reduce: _Traffic(1, Fraction(190))})
     assert len(found) == 1 and restored == before
 
 
