@@ -52,8 +52,6 @@ BENCH = (
     Command("comm", "collectives, as nccl-tests measures them", "shardkit.cli.bench.comm"),
     Command("strategies", "one model under every plan that fits a mesh", "shardkit.cli.bench.strategies"),
     Command("compare", "what became slower between two files of results", "shardkit.cli.bench.compare"),
-    Command("plot", "results as a picture", "shardkit.cli.bench.plot"),
-    Command("trace", "a step as execution traces for network simulators", "shardkit.cli.bench.trace"),
 )
 _BENCH = "measure communication and plans, and compare measurements"
 _SHELLS = ("bash", "zsh", "fish")

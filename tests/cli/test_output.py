@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from shardkit import bench
-from shardkit.bench.trace import ExecutionTrace
 from shardkit.cli import doctor, output, train
 from shardkit.jobs.launch import launch
 from shardkit.viz import style
@@ -41,7 +40,6 @@ WRITERS = {
     "a.csv": lambda file: bench.write_csv([{"environment": {}}], file),
     "a.svg": lambda file: style.saved(Figure(), file),
     "a.png": lambda file: style.saved(Figure(), file),
-    "groups.json": lambda file: ExecutionTrace((), {}).write(file.parent),
     "0.out": lambda file: launch(["true"], processes=1, output=file.parent),
 }
 
