@@ -97,10 +97,10 @@ def test_the_layers_of_an_unrolled_body_are_not_walked(data8, monkeypatch):
 def test_a_number_that_is_zero_is_read_and_a_config_that_is_no_json_left_alone():
     """A message leaves out a number that is 0."""
     instruction = b"\x0a\x01a" + b"\x12\x08constant" + b"\x1a\x02\x10\x04" + b"\x98\x02\x00"
-    read = proto._computation(b"\x0a\x01c" + b"\x12" + bytes([len(instruction)]) + instruction, {})
+    read = proto._read_computation(b"\x0a\x01c" + b"\x12" + bytes([len(instruction)]) + instruction, {})
     assert (read.id, read.root, read.instructions[0].opcode) == (0, 0, "constant")
     name, shape_, config = b"\x0a\x01a" + b"\x12\x0bcustom-call", b"\x1a\x02\x10\x04", b"{n = 1 : i64}"
-    read = proto._instruction(name + shape_ + b"\xda\x02" + bytes([len(config)]) + config)
+    read = proto._read_instruction(name + shape_ + b"\xda\x02" + bytes([len(config)]) + config)
     assert read.opcode == "custom-call" and read.config == {}
 
 
