@@ -17,7 +17,7 @@ from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
 from shardkit.collectives._sums import dot_dtype, saved_as_dot
 from shardkit.layers.matmul import alike
-from shardkit.on_device.gradient import kind
+from shardkit.on_device.means import kind
 
 MASKED = -1e30  # finite: a row of -inf would make NaN gradients
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardkit.collectives import all_gather, all_to_all, vary
 from shardkit.collectives.permute import permuted
 from shardkit.meshes.layout import canonical, check_spec, local_shape, local_shape_of, spec_axes, table
-from shardkit.on_device.cuts import own_part
+from shardkit.on_device.cuts import take_part
 from shardkit.plans.storage import Held, in_rows, is_padded, padded_shape, stored_array
 from shardkit.resharding.redistribution import (
     Axes,
@@ -261,7 +261,7 @@ def run_steps(x: jax.Array, found: Redistribution, varying: tuple[str, ...], pie
 
 def _slice(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
     for dim, axes in enumerate(step.arriving()):
-        x = own_part(x, axes, dim=dim) if axes else x
+        x = take_part(x, axes, dim=dim) if axes else x
     return x
 
 
