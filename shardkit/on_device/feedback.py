@@ -29,7 +29,7 @@ from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis,
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.cuts import axes_along, check_shape, count_from_end, part_shape, scatter_cuts
-from shardkit.plans.placement import Cut, LeafLayout
+from shardkit.plans.splits import Cut, LeafLayout
 from shardkit.plans.storage import is_padded, stored_array
 
 
@@ -96,9 +96,9 @@ def scatter_with_feedback(gradient: PartialGradient, layout: LeafLayout, dtype: 
     gradient = add_residual(gradient)
     for dim in {cut.dim for cut in after}:
         rows = gradient.grad.shape[dim]
-        padded = pad_to_axis(gradient.grad, axes_along(after, dim), dim=dim)
+        padded_grad = pad_to_axis(gradient.grad, axes_along(after, dim), dim=dim)
         take_rows = partial(lax.slice_in_dim, start_index=0, limit_index=rows, axis=dim)
-        gradient = _advance(gradient, padded, take_rows)
+        gradient = _advance(gradient, padded_grad, take_rows)
     for cut in after:
         gradient = _scatter_cut(gradient, cut, dtype)
     return gradient

@@ -43,9 +43,9 @@ from shardkit.on_device.means import divisor_of
 from shardkit.on_device.metrics import means_of_groups
 from shardkit.on_device.microbatches import Leaves, OfExamples, OfLeaves, TracedOnce, split_leaves
 from shardkit.on_device.precision import Precision
-from shardkit.plans.placement import Cuts, LeafLayout, is_layout, map_layouts
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.storage import as_stored
+from shardkit.plans.splits import Cuts, LeafLayout, is_layout, map_layouts
+from shardkit.plans.storage import wrap_stored
 
 _PRODUCTS = ("dot_general", "conv_general")
 _SUMS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "scatter-add")
@@ -144,7 +144,7 @@ class Groups(NamedTuple):
 
         def leave_leaf(layout: LeafLayout, grad: jax.Array) -> Any:
             grad = _sum_in_order(grad, layout.cuts(scatter=("step",)), axes)
-            return as_stored(grad / divisor, layout.padded, layout.rows)
+            return wrap_stored(grad / divisor, layout.padded, layout.rows)
 
         return means, map_layouts(leave_leaf, placement.layouts, grads), residuals
 

@@ -22,7 +22,7 @@ from shardkit._jax.sealed import misused, seal, unseal
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.cuts import gather_cuts, scatter_cuts
-from shardkit.plans.placement import Cuts, kept_cuts
+from shardkit.plans.splits import Cuts, separate_kept_cuts
 from shardkit.plans.storage import Sizes
 
 _FIELDS = ["gathers", "scatters", "compute", "reduce", "entry", "sizes", "path"]
@@ -113,7 +113,7 @@ def gather_kept(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any
     for number, node in enumerate(nodes):
         if not is_handle(node):
             continue
-        first, later = kept_cuts(node.gathers)
+        first, later = separate_kept_cuts(node.gathers)
         if not first:
             continue
         if saved is not None:

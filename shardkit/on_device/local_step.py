@@ -144,7 +144,7 @@ def note_split_leaf(
     run: Callable[[Any], Any], params: Any, placement: Placement, compute: Any
 ) -> AbstractContextManager[None]:
     """Where `run(params)` inside of it cannot be traced, and could with all leaves whole, a note says so."""
-    leaf = placement.split_leaf
+    leaf = placement.part_in_loss
     if not leaf:
         return nullcontext()
 
@@ -196,7 +196,7 @@ def _layout_bound(placement: Placement) -> AbstractContextManager[None]:
     """Binds, while the loss is traced, the axes that split the tokens, and a leaf of which a device has a part."""
     batch_axes = spec_axes(placement.batch)
     token_axes = batch_axes[1] if len(batch_axes) > 1 else ()
-    return tokens_split(token_axes, placement.split_leaf)
+    return tokens_split(token_axes, placement.part_in_loss)
 
 
 def _first_split(batch_spec: PartitionSpec) -> int:

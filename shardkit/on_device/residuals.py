@@ -20,9 +20,9 @@ from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import all_axes, by_path, canonical, spec_axes
 from shardkit.on_device.feedback import find_first_cut
-from shardkit.plans.placement import LeafLayout, map_layouts
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.storage import Held, as_stored, is_padded, padded_shape, padding, stored_array
+from shardkit.plans.splits import LeafLayout, map_layouts
+from shardkit.plans.storage import Storage, is_padded, padded_shape, padding, stored_array, wrap_stored
 
 
 @typed
@@ -87,7 +87,7 @@ def residual_shapes(params: Any, placement: Placement) -> Any:
         spec = canonical(PartitionSpec(axes, *grad_spec))
         stored = padded_shape(shape, spec, mesh)
         residual = jax.ShapeDtypeStruct(stored, jnp.float32, sharding=NamedSharding(mesh, spec))
-        return as_stored(residual, padding(shape, spec, mesh))
+        return wrap_stored(residual, padding(shape, spec, mesh))
 
     shapes = map_layouts(shape_of, placement.layouts, params)
     return shapes if jax.tree.leaves(shapes) else None
@@ -152,7 +152,7 @@ def residual_layouts(where: str, residuals: Any, params: Any, placement: Placeme
             f"under the plan and {ours} in the state. Save a checkpoint and restore it for the target, which keeps the "
             "sum of the residuals, or pass state._replace(residuals=None), which drops them."
         )
-    return jax.tree.map(Held, _specs(shapes))
+    return jax.tree.map(Storage, _specs(shapes))
 
 
 def _specs(shapes: Any) -> Any:

@@ -41,9 +41,9 @@ from shardkit.on_device.handles import Handle, cast_floating
 from shardkit.on_device.mean_sums import global_means
 from shardkit.on_device.means import divisor_of, largest_weight
 from shardkit.on_device.precision import Precision
-from shardkit.plans.placement import Cuts, LeafLayout, is_layout, map_layouts
 from shardkit.plans.plan import Placement
-from shardkit.plans.storage import as_stored, is_padded, stored_array
+from shardkit.plans.splits import Cuts, LeafLayout, is_layout, map_layouts
+from shardkit.plans.storage import is_padded, stored_array, wrap_stored
 
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
 
@@ -141,7 +141,7 @@ def leave(
         for layout, gradient in zip(layouts, gradients, strict=True):
             grad = _sum_what_varies(gradient.grad, layout, policy.reduce)
             grad = grad.astype(jnp.float32) / divisor
-            updates.append(as_stored(grad, layout.padded, layout.rows))
+            updates.append(wrap_stored(grad, layout.padded, layout.rows))
     residuals = collect_residuals(residuals, gradients, divisor)
     return means, jax.tree.unflatten(structure, updates), residuals
 
@@ -218,6 +218,6 @@ def to_rest(params: Any, placement: Placement) -> Any:
         padded_at_rest = layout.padding(layout.cuts(gather=("never", "layer", "step")))
         padded_in_update = set(layout.padded) - set(padded_at_rest)
         x = gather_cuts(stored_array(x), layout.cuts(gather=("update",)), padded_in_update, replicated=True)
-        return as_stored(x, padded_at_rest, layout.rows)
+        return wrap_stored(x, padded_at_rest, layout.rows)
 
     return map_layouts(gather_update, placement.layouts, params)

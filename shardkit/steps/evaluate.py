@@ -18,10 +18,10 @@ from shardkit.on_device.metrics import cast_metrics, metrics_of
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipelines.stages import arranged
-from shardkit.plans.axis_types import auto_mesh, retyped, with_auto_axes
-from shardkit.plans.manual import AsLaidOut, leaving_automatic, manual_axes
+from shardkit.plans.axis_types import auto_mesh, change_axis_types, wrap_for_explicit_axes
+from shardkit.plans.manual import JitByLayouts, manual_axes, record_automatic_splits
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import check_held, padded
+from shardkit.plans.storage import check_storage, pad_leaves
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried
 from shardkit.steps.state import TrainState, described, made_by, makes, shardings
@@ -71,9 +71,9 @@ class Evaluate:
         mesh = auto_mesh(self._mesh)
         if makes(params):
             params = jax.eval_shape(partial(made_by, params), jax.random.key(0))
-        rest = leaving_automatic(self._plan, params, self._manual).placement(params, mesh).at_rest
-        shapes = jax.eval_shape(lambda params: padded(params, rest, mesh), params)
-        return retyped(described(shapes, shardings(mesh, rest)), self._mesh)
+        rest = record_automatic_splits(self._plan, params, self._manual).placement(params, mesh).at_rest
+        shapes = jax.eval_shape(lambda params: pad_leaves(params, rest, mesh), params)
+        return change_axis_types(described(shapes, shardings(mesh, rest)), self._mesh)
 
 
 @typed
@@ -125,7 +125,7 @@ def make_eval_step(
 
     def evaluate(plan: Plan, params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
         placement = plan.placement(params, mesh)
-        check_held("evaluate: the parameters", params, placement.at_rest, mesh)
+        check_storage("evaluate: the parameters", params, placement.at_rest, mesh)
         if reads != (carried is not None):
             raise ValueError(_CARRIED_MISSING if reads else _CARRIED_UNUSED)
         state = Carried("evaluate", carried, params, placement)
@@ -154,8 +154,8 @@ def make_eval_step(
 
     def build(plan: Plan, layouts: Any = None) -> Any:
         out = None if callers_mesh is mesh else NamedSharding(callers_mesh, _REPLICATED)
-        return jax.jit(with_auto_axes(partial(evaluate, plan), callers_mesh), out_shardings=out)
+        return jax.jit(wrap_for_explicit_axes(partial(evaluate, plan), callers_mesh), out_shardings=out)
 
     all_manual = set(axes) == set(mesh.axis_names)
-    run: Any = build(plan) if all_manual else AsLaidOut(build, plan, axes, lambda params: params)
+    run: Any = build(plan) if all_manual else JitByLayouts(build, plan, axes, lambda params: params)
     return Evaluate(run, plan, callers_mesh, axes)
