@@ -32,7 +32,7 @@ from shardkit._jax.jaxprs import PLAN, communicates, walk
 from shardkit.collectives import vary
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.collectives.axes import axis_size
-from shardkit.collectives.deterministic import pairwise, sum_of_pieces
+from shardkit.collectives.deterministic import sum_pairwise, sum_pieces
 from shardkit.meshes.layout import all_axes, path_name, spec_axes
 from shardkit.on_device.batch import split_microbatches, split_over
 from shardkit.on_device.gradient import divisor_of
@@ -223,7 +223,7 @@ def sums_of_groups(call: Callable[[Leaves], Any], arrays: Leaves, always: jax.Ar
 def _summed(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     """The sum over dim 0 of all devices' `[runs, ...]`, of which each device keeps its part by these cuts."""
     if not axes:
-        return pairwise(x)
+        return sum_pairwise(x)
     ways = {axis: axis_size(axis) for axis in axes}
     over = {cut.dim: [axis for axis in cut.axes if axis in ways] for cut in cuts}
     shape, widths = [len(x)], [(0, 0)]
@@ -250,7 +250,7 @@ def _summed(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     x = jnp.transpose(x, (*(given.index(axis) for axis in axes), len(axes), len(axes) + 1))
     # An all_to_all and a sum in a fixed order, in place of a reduce_scatter: the order in which a reduction adds is the
     # backend's choice, and another one for each number of devices. The bytes are the same.
-    total = sum_of_pieces(x.reshape(-1, *x.shape[-2:]), axes)
+    total = sum_pieces(x.reshape(-1, *x.shape[-2:]), axes)
     if rest:
         total = compat.all_gather_replicated(total, rest, 0)
     return total[:size].reshape(part)

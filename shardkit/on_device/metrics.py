@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce
-from shardkit.collectives.deterministic import pairwise
+from shardkit.collectives.deterministic import sum_pairwise
 from shardkit.on_device.gradient import divisor_of, is_mean, largest_weight, terms_of
 
 
@@ -53,4 +53,4 @@ def means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str
     """
     sums = jax.vmap(lambda each: ravel_pytree(each)[0])(dict(means))
     restored = ravel_pytree(jax.tree.map(lambda x: x[0], dict(means)))[1]
-    return restored(all_reduce(sums, axes, deterministic=True) if axes else pairwise(sums))
+    return restored(all_reduce(sums, axes, deterministic=True) if axes else sum_pairwise(sums))

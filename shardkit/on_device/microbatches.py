@@ -18,7 +18,7 @@ from jax import lax
 from shardkit._arguments.checks import quoted
 from shardkit._jax.compat import on_this_mesh
 from shardkit._jax.jaxprs import PER_MICROBATCH, PLAN, kind_of, mesh_axes, walk
-from shardkit.collectives._sums import added, typed_zeros
+from shardkit.collectives._sums import add_terms, typed_zeros
 from shardkit.on_device.batch import split_microbatches, split_over, take_microbatch
 from shardkit.on_device.seam import leave
 from shardkit.plans.plan import Placement
@@ -54,7 +54,7 @@ class Microbatches:
         shapes = _of_microbatch(of_examples, first, self.parts, split_over(placement.batch))
 
         def add(total: Any, arrays: Arrays) -> tuple[Any, None]:
-            return added(total, call(arrays)), None
+            return add_terms(total, call(arrays)), None
 
         return lax.scan(add, jax.tree.map(lambda x: typed_zeros(x, dtype=jnp.float32), shapes), arrays)[0]
 

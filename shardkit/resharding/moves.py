@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit.collectives import all_gather, all_to_all, vary
-from shardkit.collectives.permute import permuted
+from shardkit.collectives.permute import permute
 from shardkit.meshes.layout import canonical, check_spec, local_shape, local_shape_of, spec_axes, table
 from shardkit.on_device.cuts import own_part
 from shardkit.plans.storage import Held, in_rows, is_padded, padded_shape, stored_array
@@ -272,7 +272,7 @@ def _gather(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array
 
 
 def _permute(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
-    return permuted(x, *permutation(step, sizes))
+    return permute(x, *permutation(step, sizes))
 
 
 def _exchange(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:

@@ -16,7 +16,7 @@ from shardkit._arguments.checks import named
 from shardkit._jax import compat
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import axis_index, axis_size, varies, vary
-from shardkit.collectives.permute import permuted
+from shardkit.collectives.permute import permute
 from shardkit.collectives.replicated import assume_replicated
 from shardkit.collectives.tables.messages import Message, consecutive
 from shardkit.collectives.tables.table import Op, SendTable
@@ -176,7 +176,7 @@ def _step(sent: tuple[Message, ...], names: _Names, buffer: jax.Array, places: A
     # is one call of all devices, also of those that take no part in it, whose rows then go to the scratch rows. It
     # stands in no branch: devices would wait for those that skip it.
     taken = [_taken(buffer, rows, message.taken) for message, (rows, _) in zip(sent, places, strict=True)]
-    arrived = [permuted(rows, names, list(message.pairs)) for message, rows in zip(sent, taken, strict=True)]
+    arrived = [permute(rows, names, list(message.pairs)) for message, rows in zip(sent, taken, strict=True)]
     for message, new, (_, rows) in zip(sent, arrived, places, strict=True):
         if message.reduce:
             new = _taken(buffer, rows, message.put) + new
