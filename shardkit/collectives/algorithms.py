@@ -67,8 +67,8 @@ class Algorithm(NamedTuple):
         if getattr(self, kernel) is None:
             kernels = [name for name in _KERNELS if getattr(self, name) is not None]
             raise ValueError(
-                f"{where}: {argument}= must be an Algorithm with {kernel}; got {self}, which has {quoted(kernels)}. Pass "
-                "for example sk.algorithms.ring()."
+                f"{where}: {argument}= must be an Algorithm with {kernel}; got {self}, which has {quoted(kernels)}. "
+                "Pass for example sk.algorithms.ring()."
             )
         if self.fits is not None:
             self.fits(where, axes)
@@ -356,17 +356,17 @@ def compressed(
         fast, slow = _split_levels(axes, fast_axes)
         residual = zero_residual(x)
         if not fast or not slow:
-            sums, left = quantized.reduce_scatter(x, axes, residual, dim=dim, **options)
+            sums, remainder = quantized.reduce_scatter(x, axes, residual, dim=dim, **options)
         else:
-            sums, left = quantized.reduce_scatter_two_level(
+            sums, remainder = quantized.reduce_scatter_two_level(
                 x, fast, slow, residual, dim=dim, inner_dtype=inner_dtype, **options
             )
-        return (sums, left) if feedback else sums
+        return (sums, remainder) if feedback else sums
 
     def all_reduce(leaves: Any, axes: tuple[str, ...]) -> Any:
         residual = zero_residual(leaves)
-        sums, left = quantized.all_reduce(leaves, axes, residual, compress_result=compress_result, **options)
-        return (sums, left) if feedback else sums
+        sums, remainder = quantized.all_reduce(leaves, axes, residual, compress_result=compress_result, **options)
+        return (sums, remainder) if feedback else sums
 
     def count_bytes(sizes: Sequence[int], sent_dtype: str | None) -> int:
         """The bytes of messages of these many elements; without a dtype in float32."""

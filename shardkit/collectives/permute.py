@@ -122,9 +122,8 @@ def _convert_to_mesh_order(names: _Names, pairs: Pairs) -> tuple[_Names, Pairs]:
     return mesh_names, [(convert(source), convert(target)) for source, target in pairs]
 
 
-# A broadcast is a masked all_reduce: all devices but the source add zeros. A ppermute from the source to all others does
-# not exist, and an all_gather would send n times the bytes; and of both the result would vary, so that `out_specs=P()`
-# refused it.
+# A broadcast is a masked all_reduce: all devices but the source add zeros. No ppermute goes from one source to several
+# targets, and an all_gather sends n/2 times the bytes. The result of both would vary, and `out_specs=P()` refuse it.
 
 
 def _broadcast_leaf(x: jax.Array, names: _Names, source: int) -> jax.Array:
