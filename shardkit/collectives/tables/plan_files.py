@@ -323,7 +323,7 @@ class _PlanReader:
 
     def run_blocks(self) -> None:
         """Runs all thread blocks until each has ended, each as far as it can go before it waits for another."""
-        blocks = []
+        blocks: list[_Block] = []
         for gpu in self.gpus:
             for program in gpu["threadblocks"]:
                 blocks.append(_Block(gpu["id"], len(blocks), program))
