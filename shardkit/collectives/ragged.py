@@ -98,9 +98,8 @@ def _exchange_blocks(x: jax.Array, sent: jax.Array, starts: jax.Array, names: tu
 def _are_invalid(counts: Any, has: int, rows: int, limit: int) -> Any:
     """Whether the counts are invalid on any device; every device gets the same answer."""
     out_of_range = (counts < 0).any() | (counts > limit).any()
-    sends_too_much = (counts.sum(axis=1) > has).any()
-    receives_too_much = (counts.sum(axis=0) > rows).any()
-    return out_of_range | sends_too_much | receives_too_much
+    invalid = out_of_range | (counts.sum(axis=1) > has).any()  # a device sends more than it has
+    return invalid | (counts.sum(axis=0) > rows).any()  # or receives more than there is room for
 
 
 def _invalid_value(dtype: Any) -> jax.Array:
