@@ -36,7 +36,7 @@ from shardkit._jax.jaxprs import PLAN, communicates, walk
 from shardkit.collectives import vary
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.collectives.axes import axis_size
-from shardkit.collectives.deterministic import pairwise, sum_of_pieces
+from shardkit.collectives.deterministic import sum_pairwise, sum_pieces
 from shardkit.meshes.layout import all_axes, path_name, spec_axes
 from shardkit.on_device.batch import split_microbatches, split_over
 from shardkit.on_device.means import divisor_of
@@ -245,7 +245,7 @@ def _sum_in_order(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     # Each device gets its piece of all, [8, runs, 6], sums it in order, and gathers over "data" the two pieces of its
     # part: [12] -> [2, 6].
     if not axes:
-        return pairwise(x)
+        return sum_pairwise(x)
     x, cutting, part = _parts_in_front(x, cuts, axes)
     others = tuple(axis for axis in axes if axis not in cutting)
     size = math.prod(part)
@@ -256,7 +256,7 @@ def _sum_in_order(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     pieces = jnp.transpose(pieces, (*order, len(axes), len(axes) + 1))
     # An all_to_all and a sum in a fixed order, in place of a reduce_scatter: the order in which a reduction adds is the
     # backend's choice, and another one for each number of devices. The bytes are the same.
-    total = sum_of_pieces(pieces.reshape(-1, *pieces.shape[-2:]), axes)
+    total = sum_pieces(pieces.reshape(-1, *pieces.shape[-2:]), axes)
     if others:
         total = compat.all_gather_replicated(total, others, 0)
     return total[:size].reshape(part)

@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce
-from shardkit.collectives.deterministic import pairwise
+from shardkit.collectives.deterministic import sum_pairwise
 from shardkit.on_device.means import Mean, divisor_of, is_mean, largest_weight, terms_of
 
 
@@ -65,4 +65,4 @@ def means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str
     _, restore = ravel_pytree(jax.tree.map(lambda x: x[0], means))
     if axes:
         return restore(all_reduce(flat, axes, deterministic=True))
-    return restore(pairwise(flat))
+    return restore(sum_pairwise(flat))

@@ -23,7 +23,7 @@ from jax import lax
 from shardkit._arguments.checks import quoted
 from shardkit._jax.compat import on_this_mesh
 from shardkit._jax.jaxprs import PER_MICROBATCH, PLAN, kind_of, mesh_axes, walk
-from shardkit.collectives._sums import added, typed_zeros
+from shardkit.collectives._sums import add_terms, typed_zeros
 from shardkit.on_device.batch import split_microbatches, split_over, take_microbatch
 from shardkit.on_device.seam import leave
 from shardkit.plans.plan import Placement
@@ -62,7 +62,7 @@ class Microbatches:
         _warn_of_mixing(traced.jaxpr, self.parts, split_over(placement.batch))
 
         def add_microbatch(total: Any, leaves: Leaves) -> tuple[Any, None]:
-            return added(total, traced(leaves)), None
+            return add_terms(total, traced(leaves)), None
 
         zeros = jax.tree.map(lambda x: typed_zeros(x, dtype=jnp.float32), on_this_mesh(traced.shapes))
         total, _ = lax.scan(add_microbatch, zeros, leaves)

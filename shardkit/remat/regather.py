@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._jax.compat import eval_shape, varying_axes
-from shardkit.collectives._sums import added, typed_zeros, wide_zeros
+from shardkit.collectives._sums import add_terms, typed_zeros, wide_zeros
 from shardkit.on_device.batch import row
 from shardkit.on_device.handles import gather_kept, is_handle, open_handles, parts, reduce_to_part
 from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable, some_of
@@ -186,7 +186,7 @@ def _prefetched_back(
         grads, dx = passes.backward(weights, shared, residuals, dy)
         found = _part_gradients(nodes, grads[: len(nodes)])
         stores = [jax.lax.dynamic_update_index_in_dim(s, g, i, 0) for s, g in zip(stores, found, strict=True)]
-        return dx, stores, added(sums, grads[len(nodes) :])
+        return dx, stores, add_terms(sums, grads[len(nodes) :])
 
     def body(carry: Any, i: jax.Array) -> Any:
         weights, carry = carry
