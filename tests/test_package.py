@@ -33,7 +33,7 @@ FLOORS = [
     ["remat"],
     ["layers"],
     ["pipelines"],
-    ["strategies"],
+    ["strategies", "optimizers"],
     ["analysis/jaxpr"],
     ["analysis/rules"],
     ["steps"],
