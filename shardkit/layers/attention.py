@@ -224,9 +224,9 @@ def make_mask(
     """
     mask = None
     if ahead is not None:
-        query_T = jnp.arange(q.shape[-2])
-        key_S = jnp.arange(k.shape[-2])
-        mask = (query_T[:, None] + ahead >= key_S[None, :])[None]
+        position_T1 = jnp.arange(q.shape[-2])[:, None] + ahead
+        position_1S = jnp.arange(k.shape[-2])[None, :]
+        mask = (position_T1 >= position_1S)[None]
     if q_labels_btC is not None and k_labels_bsC is not None:
         rows = q_labels_btC[:, :, None]
         columns = k_labels_bsC[:, None]
