@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
-from shardkit.collectives._sums import dot_dtype, saved_as_dot
+from shardkit.collectives._sums import dot_dtype, save_as_dot
 from shardkit.layers.matmul import vary_alike
-from shardkit.on_device.gradient import kind
+from shardkit.on_device.means import kind
 
 MASKED = -1e30  # finite: a row of -inf would make NaN gradients
 
@@ -99,7 +99,7 @@ def _attend_forward(
     # A division by the denominator would need the float32 weights as an array first.
     largest = jnp.max(scores, axis=-1, keepdims=True)
     log_total = largest + jnp.log(jnp.sum(jnp.exp(scores - largest), axis=-1, keepdims=True))
-    weights = saved_as_dot(jnp.exp(scores - log_total).astype(v.dtype))
+    weights = save_as_dot(jnp.exp(scores - log_total).astype(v.dtype))
     y = jnp.einsum("bGRts,bGsK->bGRtK", weights, v, preferred_element_type=dot_dtype(v))
     y = y.astype(q.dtype)
     return y, (q, k, v, weights, y)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit.collectives import axis_index, axis_size, shift
-from shardkit.collectives._sums import saved_as_dot, wide_zeros
+from shardkit.collectives._sums import save_as_dot, wide_zeros
 from shardkit.layers.attention import (
     MASKED,
     attention_gradients,
@@ -116,8 +116,8 @@ def _forward(
 
     softmax = _visit_all_keys(visit, Softmax.empty(q), (k, v, labels), form)
     y, log_total = softmax.result()
-    y = saved_as_dot(y.astype(q.dtype))
-    log_total = saved_as_dot(log_total)
+    y = save_as_dot(y.astype(q.dtype))
+    log_total = save_as_dot(log_total)
     return y, (q, k, v, labels, y, log_total)
 
 

@@ -24,7 +24,7 @@ from shardkit.layers.experts import (
     spread,
 )
 from shardkit.layers.routing import Capacity, Dropless, Exchange, Routing, RoutingStats, route, routing_stats
-from shardkit.on_device.gradient import kind
+from shardkit.on_device.means import kind
 
 
 @typed

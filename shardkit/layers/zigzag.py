@@ -14,7 +14,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives import axis_index, axis_size
-from shardkit.collectives.permute import permuted
+from shardkit.collectives.permute import permute
 from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import in_plan_order
 
@@ -107,7 +107,7 @@ def _find_route(chunks: np.ndarray, half: int, inverse: bool) -> list[tuple[int,
 def _send(x: jax.Array, names: tuple[str, ...], route: list[tuple[int, int]]) -> jax.Array:
     if all(source == target for source, target in route):  # on two devices, one of the halves stays
         return x
-    return permuted(x, names, route)
+    return permute(x, names, route)
 
 
 @typed

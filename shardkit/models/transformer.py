@@ -38,7 +38,7 @@ from shardkit.models.blocks import (
     token_positions,
 )
 from shardkit.models.parameters import Config, init, logical_axes, muon_dims, tensor_rules
-from shardkit.on_device.gradient import Mean
+from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import Staged
 from shardkit.remat.layers import gathered, scan_layers
 
