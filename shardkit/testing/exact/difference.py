@@ -21,13 +21,15 @@ import numpy as np
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax.primitives import registered
-from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import DiffersError
-from shardkit.testing.exact.operands import Operand
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.tower import PRIMES
+from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.repairs import Call
+from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.search import Event, Record, Remedy, Runs, Search
-from shardkit.testing.exact.tower import PRIMES
-from shardkit.testing.exact.values import Exact
 
 _MOST_FORMS = 64
 # Equations that only pass elements on: a value's origin is behind them.
@@ -204,8 +206,8 @@ class _Sentence:
         """On which devices and at which elements alone a result differs."""
         if self.wanted is None or self.got.shape != self.wanted.shape:
             return ""
-        got = self.got if isinstance(self.got, Exact) else self.field.lifted(self.got)
-        other = ~self.field.same(got, self.wanted)
+        got = self.got if isinstance(self.got, Exact) else self.field.lift(self.got)
+        other = ~find_equal(self.field, got, self.wanted)
         number = self.values.record.maker.get(id(self.got))
         event = self.values.record.events[number] if number is not None else None
         names: list[Sequence[str]] = [()] * other.ndim
@@ -375,7 +377,7 @@ def _residue(field: Field, ratio: Fraction) -> np.uint64:
 
 def _top(field: Field, x: Operand) -> np.ndarray:
     """The components that every value has."""
-    return field.plain(x if isinstance(x, Exact) else field.lifted(x)).number[-2 * field.points : -field.points]
+    return to_number(field, x if isinstance(x, Exact) else field.lift(x)).number[-2 * field.points : -field.points]
 
 
 def _forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tuple[np.ndarray, str]]:

@@ -21,13 +21,15 @@ from shardkit._jax.jaxprs import source_line
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import ALONE, EQUALITY, INTEGERS, ON_MESH, ORDER, Coverage, Decision
 from shardkit.testing.exact.difference import located
-from shardkit.testing.exact.field import KINDS, Field, RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
-from shardkit.testing.exact.linear_algebra import FACTORS
-from shardkit.testing.exact.operands import Operand
+from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
+from shardkit.testing.exact.numbers.field import KINDS, Field
+from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.tower import LEVELS
+from shardkit.testing.exact.numbers.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degree, Exact
+from shardkit.testing.exact.rules.linear_algebra import FACTORS
+from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.search import Runs
-from shardkit.testing.exact.tower import LEVELS
-from shardkit.testing.exact.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degree, Exact
 
 _SEEDS = 8
 _SCALES = (1.0, 0.3, 0.1, 0.03)
@@ -320,13 +322,13 @@ class _Trial:
                 self._compare(field, index, name, x, y)
 
     def _compare(self, field: Field, index: int, name: str, x: Operand, y: Operand) -> None:
-        a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
+        a, b = (z if isinstance(z, Exact) else field.lift(z) for z in (x, y))
         logs = field.logs or a.factor is not None or b.factor is not None  # whose exps are compared
         most = max(a.used.max(initial=0), b.used.max(initial=0))
         field.deepest = max(field.deepest, int(most))
         if most + logs >= field.levels:
             raise TooDeepError
-        if not field.same(a, b).all():
+        if not find_equal(field, a, b).all():
             agree, hint = _agree(field, a, b), _missing_law(field)
             text = _of_no_number(self._runs(field), a, b) or self._locate(field, index, b)
             if agree:

@@ -28,11 +28,13 @@ from shardkit.testing._kernels import (
     checked_reference,
 )
 from shardkit.testing.exact.draws import Evidence, UnprovableError, equal, of_kernels
-from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
-from shardkit.testing.exact.operands import Operand
-from shardkit.testing.exact.rules import ORDERED, held, is_key
-from shardkit.testing.exact.tower import LEVELS
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.inputs import draw_input
+from shardkit.testing.exact.numbers.tower import LEVELS
+from shardkit.testing.exact.rules.known import to_known
+from shardkit.testing.exact.rules.operands import Operand, is_key
+from shardkit.testing.exact.rules.primitive_rules import ORDERED
 
 # What a proof takes on one core, about: per element and component, and per product of a matmul.
 _DRAWS = 8  # about
@@ -228,13 +230,13 @@ def _describe(evidence: Evidence) -> tuple[str, ...]:
 def symbol(field: Field, name: str, x: Any) -> Operand:
     """An input: unknown if it is a float, else what it is."""
     if is_float(x):
-        return field.drawn(name, np.shape(x))
+        return draw_input(field, name, np.shape(x))
     if isinstance(x, jax.ShapeDtypeStruct):
         raise UnprovableError(
             "assert_equal_for_all_inputs: integers, booleans and keys must be given, because a proof holds for their "
             f"values; got the shape {x.dtype}{list(x.shape)}. Pass an array."
         )
-    return held(x)
+    return to_known(x)
 
 
 def check_floats(where: str, shapes: Any) -> None:

@@ -15,9 +15,11 @@ from shardkit.testing import assert_equal_for_all_inputs
 from shardkit.testing.exact.coverage import EQUALITY, Coverage
 from shardkit.testing.exact.draws import STEP, UnprovableError, equal
 from shardkit.testing.exact.equality import ASSUMED, check_size
-from shardkit.testing.exact.field import Field, RedrawError
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.exact.tower import PRIMES
+from shardkit.testing.exact.numbers.errors import RedrawError
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.inputs import draw_input
+from shardkit.testing.exact.numbers.tower import PRIMES
 from support.refusals import raises, refusals, refused, value_error
 
 MESH = sk.abstract_mesh(data=2)
@@ -252,7 +254,7 @@ def test_what_a_float_was_rounded_to_may_be_another_integer():
     field = Field(2, 3)
     field.coverage = Coverage()
     program = jax.make_jaxpr(lambda x: jnp.where(jnp.floor(x) == 7, 0.0, x))(0.5)
-    Interpreter(field).run(program, [field.drawn("x", ())])
+    Interpreter(field).run(program, [draw_input(field, "x", ())])
     [decision] = field.coverage.decisions.values()
     assert decision.kind == EQUALITY and decision.open and not decision.decided.any()
 
