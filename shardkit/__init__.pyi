@@ -5,7 +5,7 @@ from shardkit.meshes.mesh import make_mesh as make_mesh
 from shardkit.meshes.mesh import abstract_mesh as abstract_mesh
 from shardkit.meshes.mesh import make_hybrid_mesh as make_hybrid_mesh
 from shardkit.meshes.simulated import simulate_devices as simulate_devices
-from shardkit.strategies.config import DistributedConfig as DistributedConfig
+from shardkit.runtime.cluster.config import DistributedConfig as DistributedConfig
 from shardkit.meshes.inspection import describe as describe
 
 # layouts
@@ -39,12 +39,12 @@ from shardkit.strategies.zero import fsdp as fsdp
 from shardkit.strategies.tensor import tp as tp
 from shardkit.strategies.context import cp as cp
 from shardkit.strategies.expert import ep as ep
-from shardkit.strategies.muon import muon as muon
+from shardkit.optimizers.muon import muon as muon
 from shardkit.strategies.pipeline import pp as pp
 from shardkit.plans.plan import chain as chain
 from shardkit.plans.plan import strategy as strategy
 from shardkit.plans.plan import Plan as Plan
-from shardkit.plans.placement import Split as Split
+from shardkit.plans.splits import Split as Split
 
 # pipelines
 from shardkit.strategies.pipeline import pipeline as pipeline
@@ -94,7 +94,6 @@ from shardkit.analysis import expects as expects
 from shardkit.analysis import explain as explain
 from shardkit.analysis import Finding as Finding
 from shardkit.analysis import lint as lint
-from shardkit.reporting import report as report
 
 # rooms, which `from shardkit import *` leaves out
 from shardkit import analysis as analysis
@@ -104,7 +103,6 @@ from shardkit import cost as cost
 from shardkit import layers as layers
 from shardkit import models as models
 from shardkit import planner as planner
-from shardkit import reporting as reporting
 from shardkit import runtime as runtime
 from shardkit import schedules as schedules
 from shardkit import testing as testing

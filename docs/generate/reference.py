@@ -23,7 +23,6 @@ FACES = {
     "sk.schedules": "shardkit.schedules",
     "sk.analysis": "shardkit.analysis",
     "sk.aot": "shardkit.analysis.hlo.aot",
-    "sk.reporting": "shardkit.reporting",
     "sk.testing": "shardkit.testing",
     "sk.testing.reference": "shardkit.testing.reference",
     "sk.testing.laws": "shardkit.testing.laws",
@@ -42,18 +41,17 @@ INSIDE = {
     "sk.compressed": "sk.collectives",
     "sk.algorithms": "sk.collectives",
     "sk.aot": "sk.analysis",
-    "sk.reporting": "sk.analysis",
     "sk.testing.reference": "sk.testing",
     "sk.testing.laws": "sk.testing",
 }
 # Groups of the names of `sk`, a page each, by the files that define them.
 GROUPS = {
-    "meshes and layouts": ("meshes", "strategies.config", "resharding"),
+    "meshes and layouts": ("meshes", "runtime.cluster.config", "resharding"),
     "train steps and keys": ("meshes.rng", "steps", "on_device", "plans.storage"),
-    "plans": ("strategies", "plans", "remat"),
+    "plans": ("strategies", "optimizers", "plans", "remat"),
     "pipelines": ("strategies.pipeline", "on_device.pipelines", "pipelines"),
     "collectives": ("collectives",),
-    "reading programs": ("analysis", "reporting"),
+    "reading programs": ("analysis",),
 }
 
 

@@ -14,7 +14,7 @@ from shardkit._jax.compat import varying_axes
 from shardkit._jax.jaxprs import PLAN
 from shardkit.collectives import axis_index, axis_size, pad_to_axis
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.plans.placement import Cuts
+from shardkit.plans.splits import Cuts
 from shardkit.plans.storage import cut_padding
 
 

@@ -30,9 +30,9 @@ from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis,
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.layout import all_axes, by_path, canonical, path_name, spec_axes
 from shardkit.on_device.cuts import check_shape, from_end, part_shape, to_parts
-from shardkit.plans.placement import Cut, LeafLayout, map_layouts
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.storage import Held, as_stored, is_padded, padded_shape, padding, stored_array
+from shardkit.plans.splits import Cut, LeafLayout, map_layouts
+from shardkit.plans.storage import Storage, is_padded, padded_shape, padding, stored_array, wrap_stored
 
 
 class Reduced(NamedTuple):
@@ -223,7 +223,7 @@ def residual_shapes(params: Any, placement: Placement) -> Any:
         shape = (math.prod(mesh.shape[axis] for axis in axes), *x.shape)
         spec = canonical(PartitionSpec(axes, *spec))
         held = jax.ShapeDtypeStruct(padded_shape(shape, spec, mesh), jnp.float32, sharding=NamedSharding(mesh, spec))
-        return as_stored(held, padding(shape, spec, mesh))
+        return wrap_stored(held, padding(shape, spec, mesh))
 
     shapes = map_layouts(one, placement.layouts, params)
     return shapes if jax.tree.leaves(shapes) else None
@@ -303,7 +303,7 @@ def residuals_held(where: str, residuals: Any, params: Any, placement: Placement
             f"under the plan and {ours} in the state. Save a checkpoint and restore it for the target, which keeps the "
             "sum of the residuals, or pass state._replace(residuals=None), which drops them."
         )
-    return jax.tree.map(Held, _specs(shapes))
+    return jax.tree.map(Storage, _specs(shapes))
 
 
 def _specs(shapes: Any) -> Any:

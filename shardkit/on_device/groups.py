@@ -39,9 +39,9 @@ from shardkit.on_device.gradient import divisor_of
 from shardkit.on_device.metrics import means_of_groups
 from shardkit.on_device.microbatches import OfExamples, of_arrays
 from shardkit.on_device.precision import Precision
-from shardkit.plans.placement import Cuts, LeafLayout, is_layout, map_layouts
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.storage import as_stored
+from shardkit.plans.splits import Cuts, LeafLayout, is_layout, map_layouts
+from shardkit.plans.storage import wrap_stored
 
 Leaves = list[jax.Array]
 _PRODUCTS = ("dot_general", "conv_general")
@@ -139,7 +139,7 @@ class Groups(NamedTuple):
 
         def one(layout: LeafLayout, grad: jax.Array) -> Any:
             grad = _summed(grad, layout.cuts(scatter=("step",)), axes)
-            return as_stored(grad / divisor, layout.padded, layout.rows)
+            return wrap_stored(grad / divisor, layout.padded, layout.rows)
 
         return means, map_layouts(one, placement.layouts, grads), residuals
 

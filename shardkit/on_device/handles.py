@@ -22,7 +22,7 @@ from shardkit._jax.sealed import misused, seal, unseal
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.cuts import to_parts, whole
-from shardkit.plans.placement import Cuts, kept_cuts
+from shardkit.plans.splits import Cuts, separate_kept_cuts
 from shardkit.plans.storage import Sizes
 
 _FIELDS = ["gathers", "scatters", "compute", "reduce", "entry", "sizes", "path"]
@@ -110,7 +110,7 @@ def near(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any, list[
     found, given = [], None if kept is None else iter(kept)
 
     def one(x: Any) -> Any:
-        first, gathers = kept_cuts(x.gathers) if is_handle(x) else ((), ())
+        first, gathers = separate_kept_cuts(x.gathers) if is_handle(x) else ((), ())
         if not first:
             return x
         held = x.part if x.whole is None else x.whole

@@ -74,7 +74,7 @@ def local_gradients(
     def first_means(batch: Any) -> dict[str, Any]:
         return of_examples(*take_microbatch(split_microbatches((batch, keys), microbatches.parts), 0))[0]
 
-    with tokens_split(_token_axes(placement.batch), placement.split_leaf):
+    with tokens_split(_token_axes(placement.batch), placement.part_in_loss):
         once = not microbatches.words and _sees_all(placement.batch, grad_fn)
         reads, split = "carried" in getattr(grad_fn, "keywords", {}), _first_split(placement.batch)
         batch = in_compute(first_means, batch, policy.compute, once=once, split=split, reads=reads)
@@ -98,7 +98,7 @@ def local_loss(
     def first_means(batch: Any) -> dict[str, Any]:
         return {f"{number}": mean for number, mean in enumerate(terms_of(loss_of(batch)))}
 
-    with tokens_split(_token_axes(placement.batch), placement.split_leaf):
+    with tokens_split(_token_axes(placement.batch), placement.part_in_loss):
         reads = "carried" in getattr(grad_fn, "keywords", {})
         split = _first_split(placement.batch)
         batch = in_compute(first_means, batch, policy.compute, once=False, split=split, reads=reads)
@@ -123,7 +123,7 @@ def local_means(
         with noting_types(partial(called, alone, batch), partial(called, untyped, batch)):
             return named_means(call_loss(loss_fn, own[0], batch, None, *own[1:]))
 
-    with tokens_split(_token_axes(placement.batch), placement.split_leaf):
+    with tokens_split(_token_axes(placement.batch), placement.part_in_loss):
         once, split = _sees_all(placement.batch, loss_fn), _first_split(placement.batch)
         return means(in_compute(means, batch, policy.compute, once=once, split=split, reads=bool(carried)))
 
@@ -132,7 +132,7 @@ def noting_whole(
     run: Callable[[Any], Any], params: Any, placement: Placement, compute: Any
 ) -> AbstractContextManager[None]:
     """Where `run(seen)` inside of it cannot be traced, and could with all leaves of `params` whole, a note says so."""
-    leaf = placement.split_leaf
+    leaf = placement.part_in_loss
 
     def whole() -> Any:
         return jax.eval_shape(run, jax.eval_shape(lambda params: cast_floating(unpadded(params), compute), params))

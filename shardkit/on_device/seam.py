@@ -21,9 +21,9 @@ from shardkit.on_device.feedback import Reduced, begun, residuals_after, scatter
 from shardkit.on_device.gradient import divisor_of, global_means, largest_weight
 from shardkit.on_device.handles import Handle, cast_floating
 from shardkit.on_device.precision import Precision
-from shardkit.plans.placement import LeafLayout, is_layout, map_layouts
 from shardkit.plans.plan import Placement
-from shardkit.plans.storage import as_stored, is_padded, stored_array
+from shardkit.plans.splits import LeafLayout, is_layout, map_layouts
+from shardkit.plans.storage import is_padded, stored_array, wrap_stored
 
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
 
@@ -106,7 +106,7 @@ def leave(
         reduced = []
         for layout, leaf in zip(layouts, leaves, strict=True):
             grad = _sum_what_varies(leaf.grad, layout, policy.reduce)
-            reduced.append(as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows))
+            reduced.append(wrap_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows))
     grads = jax.tree.unflatten(jax.tree.structure(grads), reduced)
     return means, grads, residuals_after(residuals, leaves, divisor)
 
@@ -160,7 +160,7 @@ def to_rest(params: Any, placement: Placement) -> Any:
     def one(layout: LeafLayout, x: Any) -> Any:
         still = layout.padding(layout.cuts(gather=("never", "layer", "step")))
         x = whole(stored_array(x), layout.cuts(gather=("update",)), set(layout.padded) - set(still), replicated=True)
-        return as_stored(x, still, layout.rows)
+        return wrap_stored(x, still, layout.rows)
 
     return map_layouts(one, placement.layouts, params)
 

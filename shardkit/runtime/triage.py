@@ -27,10 +27,10 @@ from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipelines.stages import arranged
-from shardkit.plans.axis_types import auto_mesh, with_auto_axes
-from shardkit.plans.manual import AsLaidOut, manual_axes
-from shardkit.plans.placement import map_layouts
+from shardkit.plans.axis_types import auto_mesh, wrap_for_explicit_axes
+from shardkit.plans.manual import JitByLayouts, manual_axes
 from shardkit.plans.plan import Plan
+from shardkit.plans.splits import map_layouts
 from shardkit.plans.storage import stored_array
 from shardkit.runtime.data.reading import from_every_device, on_mesh
 from shardkit.steps.arguments import check_function
@@ -215,16 +215,16 @@ def triage(
         return on_mesh(state.params, carried.tree, batch, step_key(state.key, state.step), scale)
 
     def build(plan: Plan, _: Any) -> Any:
-        return jax.jit(with_auto_axes(partial(observed, plan), given))
+        return jax.jit(wrap_for_explicit_axes(partial(observed, plan), given))
 
-    compiled = AsLaidOut(build, plan, axes, lambda state: state.params)
+    compiled = JitByLayouts(build, plan, axes, lambda state: state.params)
     return Triage(compiled, sizes)
 
 
 class Triage:
     """`run(state, batch) -> TriageReport`, as `triage` builds it."""
 
-    def __init__(self, compiled: AsLaidOut, sizes: Mapping[str, int]):
+    def __init__(self, compiled: JitByLayouts, sizes: Mapping[str, int]):
         self._compiled, self._sizes = compiled, sizes
 
     def __call__(self, state: TrainState, batch: Any) -> TriageReport:

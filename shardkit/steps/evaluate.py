@@ -17,10 +17,10 @@ from shardkit.on_device.metrics import metrics_of, returned
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipelines.stages import arranged
-from shardkit.plans.axis_types import auto_mesh, retyped, with_auto_axes
-from shardkit.plans.manual import AsLaidOut, leaving_automatic, manual_axes
+from shardkit.plans.axis_types import auto_mesh, change_axis_types, wrap_for_explicit_axes
+from shardkit.plans.manual import JitByLayouts, manual_axes, record_automatic_splits
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import check_held, padded
+from shardkit.plans.storage import check_storage, pad_leaves
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried
 from shardkit.steps.state import TrainState, described, made_by, makes, shardings
@@ -64,9 +64,9 @@ class Evaluate:
         """The shapes and layouts of the parameters, for `runtime.load_params`."""
         mesh = auto_mesh(self._mesh)
         params = jax.eval_shape(partial(made_by, params), jax.random.key(0)) if makes(params) else params
-        rest = leaving_automatic(self._plan, params, self._manual).placement(params, mesh).at_rest
-        shapes = jax.eval_shape(lambda params: padded(params, rest, mesh), params)
-        return retyped(described(shapes, shardings(mesh, rest)), self._mesh)
+        rest = record_automatic_splits(self._plan, params, self._manual).placement(params, mesh).at_rest
+        shapes = jax.eval_shape(lambda params: pad_leaves(params, rest, mesh), params)
+        return change_axis_types(described(shapes, shardings(mesh, rest)), self._mesh)
 
 
 @typed
@@ -117,7 +117,7 @@ def make_eval_step(
 
     def evaluate(plan: Plan, params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
         placement = plan.placement(params, mesh)
-        check_held("evaluate: the parameters", params, placement.at_rest, mesh)
+        check_storage("evaluate: the parameters", params, placement.at_rest, mesh)
         if reads != (carried is not None):
             raise ValueError(_EVALUATED[reads])
         kept = Carried("evaluate", carried, params, placement)
@@ -139,9 +139,11 @@ def make_eval_step(
 
     def compiled(plan: Plan, laid_out: Any = None) -> Any:
         out = None if given is mesh else NamedSharding(given, _REPLICATED)
-        return jax.jit(with_auto_axes(partial(evaluate, plan), given), out_shardings=out)
+        return jax.jit(wrap_for_explicit_axes(partial(evaluate, plan), given), out_shardings=out)
 
     run: Any = (
-        compiled(plan) if set(axes) == set(mesh.axis_names) else AsLaidOut(compiled, plan, axes, lambda params: params)
+        compiled(plan)
+        if set(axes) == set(mesh.axis_names)
+        else JitByLayouts(compiled, plan, axes, lambda params: params)
     )
     return Evaluate(run, plan, given, axes)

@@ -35,7 +35,7 @@ from shardkit.on_device.precision import Precision
 from shardkit.on_device.seam import enter, to_rest
 from shardkit.on_device.trained import frozen_leaves, noting_trained
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.storage import check_held, is_padded
+from shardkit.plans.storage import check_storage, is_padded
 from shardkit.steps.carry import Carried, Update, check_carried
 from shardkit.steps.state import TrainState, shardings, updated
 
@@ -62,7 +62,7 @@ class TrainProgram:
 
     def __call__(self, state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, Metrics]:
         placement = self.plan.placement(state.params, self.mesh)
-        check_held("step: the parameters", state.params, placement.at_rest, self.mesh)
+        check_storage("step: the parameters", state.params, placement.at_rest, self.mesh)
         check_carried("step", self.reads, self.carry, state.carried)
         if self.in_loop:  # else the partitioner splits the parameters that a loop carries further, and gathers them
             state = state._replace(params=self._pinned(state.params, placement))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.on_device import seam
 from shardkit.on_device.cuts import to_parts
-from shardkit.plans.placement import Cut
+from shardkit.plans.splits import Cut
 
 STACK = {"layers": jnp.asarray(np.random.default_rng(0).normal(size=(3, 8, 4)), jnp.float32)}
 

@@ -19,7 +19,7 @@ from shardkit._jax.jaxprs import walk
 from shardkit.analysis.hlo.differences import compiled, written
 from shardkit.models import transformer
 from shardkit.on_device.handles import Handle
-from shardkit.plans.placement import Cut
+from shardkit.plans.splits import Cut
 from shardkit.testing import assert_same_training
 from support.conformance import BATCH, TRANSFORMER, text_batch
 from support.layouts import Specs, specs
