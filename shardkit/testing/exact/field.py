@@ -45,6 +45,7 @@ from shardkit.testing.exact.values import (
     OUTSIDE,
     TRULY,
     Degree,
+    Element,
     Exact,
     facts,
     simplest,
@@ -52,13 +53,18 @@ from shardkit.testing.exact.values import (
 
 # What real inputs are drawn as, draw by draw; in more draws each input is one of them.
 KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
+MIXED = "mixed"  # of which each element is one of the kinds
 _WIDTHS = {"wide": 16.0, "narrow": 0.1}
-# Inputs of which rows, or elements, are equal, or are zero: a division by zero is then the draw's, not the program's,
-# and gradients are not compared, because the derivative of a maximum of equal numbers is a matter of convention.
-PLANTED = ("alike", "repeated", "zero")
+# Inputs of which rows, or elements, are equal, or are zero, or where a comparison changes: a division by zero is then
+# the draw's, not the program's, and gradients are not compared, because the derivative of a maximum of equal numbers is
+# a matter of convention.
+CROSSED = "crossed"
+PLANTED = ("alike", "repeated", "zero", CROSSED)
 ROUNDING = {"round", "floor", "ceil", "to an integer"}
 _MOST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs are drawn as
 _PRODUCTS = 2**15  # of 32 bits and 16, whose sum fits a word
+SEEDS = 8  # of which one must have no divisor that is zero by chance
+_SMALLEST = float(np.finfo(np.float64).smallest_subnormal)
 _MOST_KEPT = 64  # elements of a constant that is kept
 _DIGITS = 34  # bits of a real value, by which numbers are put in order
 # Functions that are 0 or 1 at 0.
@@ -123,7 +129,8 @@ class Field:
     Attributes:
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
-        kind: what the inputs of a draw are, one of KINDS or PLANTED, or "narrow"; "" for one of KINDS for each.
+        kind: what the inputs of a draw are, one of KINDS or PLANTED, or MIXED, "narrow"; "" for one of KINDS for each.
+            "crossed wide" and its like say what the elements are that are not put where a comparison changes.
         scale: by what normal inputs are multiplied.
         levels: how many primes of the tower there are, the highest.
         uninterpreted: the functions that were applied without a law, by name.
@@ -133,9 +140,13 @@ class Field:
         centres: logarithms of the constants that are compared.
         settings: the arguments it was made of.
         coverage: what notes which way comparisons went, if any does.
+        inputs: what was drawn, by name.
+        elements: of inputs, what they are to be.
+        chances: whether random bits of keys were used, which are others in each draw.
         grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
         halves: what A^-1 B is, and its degree, for L^-1 B where A is L L^T: by the residues of both factors.
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
+        exps: whether one was taken.
     """
 
     def __init__(
@@ -153,18 +164,21 @@ class Field:
         self.kind, self.scale, self.levels = kind, scale, levels
         self.moduli = np.repeat(np.array(PRIMES[-levels:], np.uint64), points)
         self.uninterpreted: set[str] = set()
-        self.compared, self.deepest, self._divisions, self.logs = 0, 0, 0, False
+        self.compared, self.deepest, self._divisions, self.logs, self.exps = 0, 0, 0, False, False
         self._constants: dict[Any, tuple[np.ndarray, float]] = {}
         self._lifted: dict[Any, Exact] = {}
         self._salts: dict[str, np.ndarray] = {}
         self._of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
         self._of_roots: dict[bytes, np.ndarray] = {}
-        self._bits_degree = CONSTANT
+        self._bits_degree, self._squares_degree = CONSTANT, CONSTANT
         self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
         self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
         self.coverage: Any = None
         self.outside = ""
         self.centres: tuple[float, ...] = ()
+        self.inputs: dict[str, Exact] = {}
+        self.elements: tuple[Element, ...] = ()
+        self.chances = False
         self._following: dict[int, np.ndarray] = {}
         self._decisions: set[int] = set()
         self._naturals: set[int] = set()
@@ -203,7 +217,7 @@ class Field:
     @property
     def planted(self) -> bool:
         """Whether inputs are equal, or zero, by the draw: what is no number then is so for these inputs alone."""
-        return self.order is None and self.kind in PLANTED
+        return self.order is None and self.kind.partition(" ")[0] in PLANTED
 
     @property
     def created(self) -> int:
@@ -238,30 +252,54 @@ class Field:
         )
         number = rng.integers(1, self.moduli[:, None], (len(self.moduli), size), np.uint64)
         number = number.reshape(len(number), *shape)
-        kind = self.kind or KINDS[rng.integers(len(KINDS))]
-        real = rng.normal(size=(1, *shape)) * self.scale
-        if kind in ("positive", "negative"):
-            real = np.exp(real) if kind == "positive" else -np.exp(real)
-        elif kind in _WIDTHS:
-            real = real * _WIDTHS[kind]
-        elif kind == "unit":
-            real = rng.uniform(size=(1, *shape))
-        elif kind == "near":  # the constants that are compared with, so that what is between two of them is met
-            centre = rng.choice(self._compared_constants(), size=(1, *shape))
-            real = centre + 0.3 * np.maximum(np.abs(centre), 1) * real
+        kind = self.kind.removeprefix(CROSSED).strip()
+        real = self._reals(kind or KINDS[rng.integers(len(KINDS))], rng, (1, *shape))
         x = Exact(number, facts(shape), real, degree=INPUT)
         if kind == "alike" and len(shape) and size:
-            return x.moved(lambda part: np.broadcast_to(part[:, :1], part.shape))
-        if kind == "zero":
-            return self.lifted(np.zeros(shape, np.float32))
-        if kind == "repeated" and size:
-            # Many elements are one of the first half or the one before once more, or zero, or what is compared with.
-            places = np.where(rng.uniform(size=size) < 0.5, rng.integers(0, (size + 1) // 2, size), np.arange(size))
-            places = np.where(rng.uniform(size=size) < 0.3, np.roll(places, 1), places)
-            x = x.moved(lambda part: part.reshape(len(part), -1)[:, places].reshape(part.shape))
-            planted = self.lifted(rng.choice(self._compared_constants(), size=shape).astype(np.float32))
-            return self.where(rng.uniform(size=shape) < 0.4, planted, x)
+            x = x.moved(lambda part: np.broadcast_to(part[:, :1], part.shape))
+        elif kind == "zero":
+            x = self.lifted(np.zeros(shape, np.float32))
+        elif kind == "repeated" and size:
+            x = self._repeated(x, rng)
+        x = self._plant(name, x)
+        self.inputs[name] = x
         return x
+
+    def _reals(self, kind: str, rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+        """Real values of a kind."""
+        if kind == MIXED:
+            rows = np.stack([self._reals(other, rng, shape) for other in KINDS])
+            return np.asarray(np.take_along_axis(rows, rng.integers(len(KINDS), size=(1, *shape)), 0)[0])
+        real = rng.normal(size=shape) * self.scale
+        if kind in ("positive", "negative"):
+            return np.exp(real) if kind == "positive" else -np.exp(real)
+        if kind in _WIDTHS:
+            return np.asarray(real * _WIDTHS[kind])
+        if kind == "unit":
+            return rng.uniform(size=shape)
+        if kind == "near":  # the constants that are compared with, so that what is between two of them is met
+            centre = rng.choice(self._compared_constants(), size=shape)
+            return np.asarray(centre + 0.3 * np.maximum(np.abs(centre), 1) * real)
+        return np.asarray(real)
+
+    def _repeated(self, x: Exact, rng: np.random.Generator) -> Exact:
+        """Many elements are one of the first half or the one before once more, or zero, or what is compared with."""
+        size, shape = x.number[0].size, x.shape
+        places = np.where(rng.uniform(size=size) < 0.5, rng.integers(0, (size + 1) // 2, size), np.arange(size))
+        places = np.where(rng.uniform(size=size) < 0.3, np.roll(places, 1), places)
+        x = x.moved(lambda part: part.reshape(len(part), -1)[:, places].reshape(part.shape))
+        planted = self.lifted(rng.choice(self._compared_constants(), size=shape).astype(np.float32))
+        return self.where(rng.uniform(size=shape) < 0.4, planted, x)
+
+    def _plant(self, name: str, x: Exact) -> Exact:
+        """With the elements that are to be something."""
+        elements = [element for element in self.elements if element.name == name]
+        if not elements:
+            return x
+        number, real = x.number.reshape(len(x.number), -1).copy(), x.real.reshape(1, -1).copy()
+        for element in elements:
+            number[:, element.place], real[:, element.place] = element.number, element.real
+        return replace(x, number=number.reshape(x.number.shape), real=real.reshape(x.real.shape))
 
     def _compared_constants(self) -> list[float]:
         """Zero, and the constants that were compared, with both signs."""
@@ -382,7 +420,8 @@ class Field:
             number = np.where(self.is_zero(plain[0]), np.uint64(name in _ONE_AT_ZERO), number)
         real, function = np.full((1, *number.shape[1:]), math.nan), _real_functions().get(name)
         if function is not None:
-            real = np.asarray(function(*(x.real for x in plain)))
+            # A sum that cancels may be rounded to a number below zero, of which there is no root.
+            real = np.asarray(function(*(np.where(self.is_zero(x), 0.0, x.real) for x in plain)))
             if self.order is None:
                 defined = np.isfinite(sum(x.real for x in plain))[0]
                 poison = np.maximum(poison, np.where(np.isnan(real[0]) & defined, OUTSIDE, 0))
@@ -557,6 +596,7 @@ class Field:
         for word, number, poison in numbers:
             if not poison:
                 self._of_roots[word.tobytes()] = number
+        self._squares_degree = self._squares_degree.plus(x.degree)
         return result
 
     def _square_of_roots(self, x: Exact) -> Exact | None:
@@ -570,7 +610,7 @@ class Field:
         number = np.stack(squares, 1).reshape(x.number.shape)  # type: ignore[arg-type]
         infinite = np.where(np.abs(x.infinite) == TRULY, TRULY, 0)
         known = facts(x.shape, 1, infinite, x.used[0], 0, x.poison)
-        return self.settled(Exact(number, known, x.real**2, degree=INPUT))
+        return self.settled(Exact(number, known, x.real**2, degree=self._squares_degree))
 
     def inverse(self, x: Exact) -> Exact:
         """1 / x; that of zero is infinite, that of infinity zero."""
@@ -692,6 +732,7 @@ class Field:
 
     def exp(self, x: Exact) -> Exact:
         """exp, one prime higher."""
+        self.exps = True
         p = self.p(x.number)
         exponents = x.number[: -self.points] * self._generator.reshape(p.shape)[self.points :] % p[: -self.points]
         result, byte = np.ones((len(x.number), *x.shape), np.uint64), np.uint64(0xFF)
@@ -751,7 +792,9 @@ class Field:
         real = x.real[0]
         if (~np.isfinite(real) & ~self.is_zero(x) & (x.poison == 0) & (np.abs(x.infinite) != TRULY)).any():
             raise UnknownValueError
-        return self._rounded(real)
+        # What is too small for a float, as a product of exps, still has its sign.
+        lost = (real == 0) & (x.sign != 0)
+        return np.where(lost, x.sign * _SMALLEST, self._rounded(real))
 
     def _rounded(self, real: np.ndarray) -> np.ndarray:
         mantissa, exponent = np.frexp(real)
@@ -806,11 +849,24 @@ class Field:
         """A bound of the chance that two different results of this degree agree at all points.
 
         Their difference is a polynomial of inputs, inverses and values of functions. Multiplied by each divisor as
-        often as its inverse may occur in one term, it is one of inputs and values alone, which at one point is zero
-        with a chance of at most its degree over the smallest prime.
+        often as its inverse may occur in one term, it is one of inputs and values alone. All primes are compared, so
+        the largest one bounds how rarely it is zero at one point: its degree over the number of values that a variable
+        may have there. Points at which a divisor is zero are drawn again, which is as rare a zero.
         """
+        weights = sum(weight for _, weight in degree.inverses.values())
         total = degree.total + sum(most * weight for most, weight in degree.inverses.values())
-        return min(1.0, total / int(self.moduli[0])) ** self.points
+        agreeing = min(1.0, total / self.variety) ** self.points
+        redrawn = 2 * self.points * weights / int(self.moduli[0])  # all primes together: each is twice the last
+        return min(1.0, agreeing / max(1 - redrawn, 1 / SEEDS))
+
+    @property
+    def variety(self) -> int:
+        """How many values a variable may have, at least, modulo the largest prime that is compared.
+
+        An input is no zero there. An exp is a power of an element of the order of the prime below.
+        """
+        largest = LEVELS - 1 - self.logs
+        return PRIMES[largest - self.exps] - 1
 
     def same(self, x: Exact, y: Exact) -> np.ndarray:
         """bool [...]: where arrays are equal in the components of both; logarithms as their exps, or all as numbers.

@@ -160,7 +160,8 @@ class Interpreter:
 
     def _known(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """Results of what is known; what follows from comparisons of floats is followed, and compared with care."""
-        results = known(equation, operands, self.rank)
+        results = known(equation, operands, self.rank, self.field.seed)
+        self.field.chances |= equation.primitive.name == "random_bits"
         if not any(self.field.follows(x) for x in operands) or self._is_forced(equation, operands):
             return results
         name, coverage = equation.primitive.name, self.field.coverage

@@ -93,7 +93,7 @@ def _worded(data: np.ndarray) -> np.ndarray:
 
 # Random numbers are hashes of a key and a place. jax's own are so too, by another hash that takes longer to compile
 # than all the rest; a program that is right is right for any.
-def _random(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
+def _random(equation: Any, operands: Sequence[np.ndarray], draw: int) -> np.ndarray | None:
     name, params = equation.primitive.name, equation.params
     x = operands[0]
     if name == "random_seed":
@@ -111,7 +111,11 @@ def _random(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
         shape = params["shape"]
         count = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) << np.uint64(32)
         words = mixed(x.reshape(x.shape + (1,) * len(shape)), count.reshape(shape))
-        return words if name == "random_split" else words.astype(f"uint{params['bit_width']}")
+        if name == "random_split":
+            return words
+        # Others in each draw: a comparison of random numbers goes both ways too.
+        words = mixed(words, np.uint64(draw)) if draw else words
+        return words.astype(f"uint{params['bit_width']}")
     return None
 
 
@@ -146,8 +150,8 @@ _NUMPY_REDUCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
-    """The results of an equation whose operands are all known, for every device."""
+def known(equation: Any, operands: Sequence[Known], rank: int, draw: int = 0) -> list[Known]:
+    """The results of an equation whose operands are all known, for every device, in a draw of that seed."""
     name, params = equation.primitive.name, equation.params
     out: Any = equation.outvars[0].aval if equation.outvars else None
     if name in _NUMPY:
@@ -175,7 +179,7 @@ def known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     if name == "select_n" and len(operands) == 3 and operands[0].dtype == bool:
         which, *cases = _aligned(operands, rank)
         return [np.where(which, cases[1], cases[0])]
-    if name.startswith("random_") and (words := _random(equation, operands)) is not None:
+    if name.startswith("random_") and (words := _random(equation, operands, draw)) is not None:
         return [words]
     if name in ("concatenate", "stack"):
         return [
