@@ -10,7 +10,6 @@ B batch, T tokens, D model, F hidden, H heads, K head size, V vocabulary, L laye
 import ast as _ast
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
-from warnings import warn as _warn
 
 __version__ = "0.1.0"
 
@@ -19,25 +18,10 @@ _STUB = _ast.parse(_Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8
 _NAMES = {alias.name: node.module for node in _STUB if isinstance(node, _ast.ImportFrom) for alias in node.names}
 __all__ = [name for name, module in _NAMES.items() if module != __name__]
 
-_LAYERS = """
-Capacity Dropless column_linear device_major_qkv dot_attention local_groups moe positions ring_attention route
-routing_stats row_linear sharded_layer_norm sharded_moments sharded_rms_norm ulysses_attention vocab_cross_entropy
-vocab_cross_entropy_and_hits vocab_embed zigzag
-"""
-_COLLECTIVES = "assume_replicated debug_print gather_to_one halo_exchange prefix_scan"
-_MOVED = {  # names that stood here; they warn until 0.2
-    **dict.fromkeys(_LAYERS.split(), "layers"),
-    **dict.fromkeys(_COLLECTIVES.split(), "collectives"),
-    "Algorithm": "algorithms",
-}
-_DEPRECATED = ("pipeline_loss", "pipeline_value_and_grad")  # they warn when they are called
+_DEPRECATED = ("pipeline_value_and_grad",)  # warns when it is called
 
 
 def __getattr__(name):
-    if name in _MOVED:
-        face = _MOVED[name]
-        _warn(f"sk.{name} has moved: use sk.{face}.{name}.", DeprecationWarning, stacklevel=2)
-        return getattr(__getattr__(face), name)
     module = "shardkit.strategies.pipeline" if name in _DEPRECATED else _NAMES.get(name)
     if module is None:
         raise AttributeError(f"module 'shardkit' has no attribute {name!r}")

@@ -94,7 +94,6 @@ from shardkit.analysis import expects as expects
 from shardkit.analysis import explain as explain
 from shardkit.analysis import Finding as Finding
 from shardkit.analysis import lint as lint
-from shardkit.reporting import report as report
 
 # rooms, which `from shardkit import *` leaves out
 from shardkit import analysis as analysis
@@ -104,7 +103,6 @@ from shardkit import cost as cost
 from shardkit import layers as layers
 from shardkit import models as models
 from shardkit import planner as planner
-from shardkit import reporting as reporting
 from shardkit import runtime as runtime
 from shardkit import schedules as schedules
 from shardkit import testing as testing

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import shardkit as sk
-from shardkit import analysis, collectives, cost, planner, reporting, runtime, schedules, testing, viz
+from shardkit import analysis, collectives, cost, planner, runtime, schedules, testing, viz
 from shardkit.collectives import compressed, hierarchical, ring
 from shardkit.models import transformer
 from support import calls, walk
@@ -20,7 +20,6 @@ ROOMS = (
     collectives,
     collectives.tables,
     cost,
-    reporting,
     runtime,
     schedules,
     testing,
@@ -81,12 +80,7 @@ UNWALKED = {
     "models.transformer.in_order": "a function of what pieces gives",
     "models.transformer.mlp": "a layer of the model, walked with apply",
     "analysis.hlo.differences.compiled": "compiles",
-    "analysis.profiling.profile.trace": "starts the profiler",
     "cost.hardware.chip_of": "any name may be one of a chip without figures",
-    "viz.bench.results": "of records, which bench.read gives; tests/viz/test_bench.py has its sentences",
-    "viz.traffic.census": "of a census, which sk.census gives; tests/viz/test_traffic.py has its sentences",
-    "viz.traffic.overlap": "of a report, which aot.compile gives; tests/viz/test_traffic.py has its sentences",
-    "viz.memories.memory": "of what others return; tests/viz/test_memories.py has its sentences",
     "viz.schedule.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",
     "viz.schedule.title": "of a schedule",

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 
 # What the public names are reached through; a name that several of them export is checked once.
-FACES = ("", "collectives", "analysis", "cost", "models.transformer", "planner", "reporting", "runtime", "schedules")
+FACES = ("", "collectives", "analysis", "cost", "models.transformer", "planner", "runtime", "schedules")
 FACES += ("testing", "viz")
 
 

@@ -40,7 +40,6 @@ FLOORS = [
     ["resharding"],
     ["analysis/hlo"],
     ["analysis/compiled_rules"],
-    ["analysis/profiling"],
     ["analysis"],
     ["testing"],
     ["models", "viz", "runtime/channel"],
@@ -52,7 +51,6 @@ FLOORS = [
     ["jobs/monitor"],
     ["jobs"],
     ["bench"],
-    ["reporting"],
     ["cli"],
     ["__main__"],
 ]
@@ -136,7 +134,7 @@ def test_an_import_loads_what_it_names():
     """A room that the face or the runtime imports at once, which every training script would wait for."""
     code = "import sys, shardkit; print([n for n in sys.modules if n.split('.')[0] in ('jax', 'numpy', 'shardkit')])"
     assert printed(code) == "['shardkit']\n"
-    late = tuple(f"shardkit.{name}" for name in ("analysis", "bench", "jobs", "reporting", "testing", "viz"))
+    late = tuple(f"shardkit.{name}" for name in ("analysis", "bench", "jobs", "testing", "viz"))
     code = (
         f"import sys, shardkit.runtime as r; print([n for n in sys.modules if n.startswith({late})], r.guard, r.launch)"
     )
@@ -163,12 +161,9 @@ def test_submodules_are_reached_from_the_top():
         _ = sk.nothing
 
 
-def test_the_face_is_small_and_says_where_the_rest_went():
+def test_the_face_is_small():
     """What few need lives in its module: another name in `sk` takes the place of one that leaves."""
     assert len(dir(sk)) <= 90 and all(hasattr(sk, name) for name in dir(sk))
-    for name, face in sk._MOVED.items():
-        with pytest.warns(DeprecationWarning, match=re.escape(f"sk.{name} has moved: use sk.{face}.{name}.")):
-            assert getattr(sk, name) is getattr(getattr(sk, face), name)
     with raises(AttributeError, "module 'shardkit' has no attribute 'all_gather_uneven'"):  # which never stood here
         _ = sk.all_gather_uneven
 
@@ -216,7 +211,7 @@ def test_one_class_name_has_one_meaning_and_no_error_is_known_by_its_words():
     twins = {name for name in names if names.count(name) > 1 and not name.startswith("_")}
     assert twins == {"Options"}, "of which each command has its own"
     reads = re.compile(r"str\(error\)\.startswith|\" (not )?in str\(error\)|error\.args")
-    assert [path.name for path in modules() if reads.search(path.read_text())] == ["profile.py"], "jax has only words"
+    assert [path.name for path in modules() if reads.search(path.read_text())] == []
 
 
 def test_no_two_files_import_each_other():
@@ -232,7 +227,7 @@ def test_no_two_files_import_each_other():
 
 
 # What users import from. `sk` is the face of the folders below it, such as collectives and strategies.
-FACES = ("", "analysis", "cost", "layers", "models.transformer", "planner", "reporting", "runtime", "schedules")
+FACES = ("", "analysis", "cost", "layers", "models.transformer", "planner", "runtime", "schedules")
 FACES += ("testing", "viz")
 
 

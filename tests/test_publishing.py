@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import shardkit as sk
 
@@ -49,11 +50,16 @@ def install(python, what):
 # A target that was renamed, which only a server would notice.
 @pytest.mark.check
 def test_continuous_integration_calls_what_is_there():
-    calls = (ROOT / ".github" / "workflows" / "ci.yml").read_text() + (ROOT / ".ci" / "run").read_text()
+    workflows = {path.name: path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    assert set(workflows) == {"ci.yml", "docs.yml", "release.yml"}
+    for text in workflows.values():
+        assert yaml.safe_load(text)["permissions"] == {"contents": "read"}  # a job that writes asks for it by itself
+    calls = "".join(workflows.values()) + (ROOT / ".ci" / "run").read_text()
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     called = re.findall(r"\bmake ([\w-]+)", calls)
     assert {"test", "docs", "package"} <= set(called) <= set(targets)
-    assert "- run: .ci/run\n" in calls and os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert "- run: .ci/run\n" in workflows["ci.yml"] and "- run: .ci/run\n" in workflows["release.yml"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
 # A release of which one file still names the last.

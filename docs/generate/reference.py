@@ -23,7 +23,6 @@ FACES = {
     "sk.schedules": "shardkit.schedules",
     "sk.analysis": "shardkit.analysis",
     "sk.aot": "shardkit.analysis.hlo.aot",
-    "sk.reporting": "shardkit.reporting",
     "sk.testing": "shardkit.testing",
     "sk.testing.reference": "shardkit.testing.reference",
     "sk.testing.laws": "shardkit.testing.laws",
@@ -42,7 +41,6 @@ INSIDE = {
     "sk.compressed": "sk.collectives",
     "sk.algorithms": "sk.collectives",
     "sk.aot": "sk.analysis",
-    "sk.reporting": "sk.analysis",
     "sk.testing.reference": "sk.testing",
     "sk.testing.laws": "sk.testing",
 }
@@ -53,7 +51,7 @@ GROUPS = {
     "plans": ("strategies", "plans", "remat"),
     "pipelines": ("strategies.pipeline", "on_device.pipelines", "pipelines"),
     "collectives": ("collectives",),
-    "reading programs": ("analysis", "reporting"),
+    "reading programs": ("analysis",),
 }
 
 

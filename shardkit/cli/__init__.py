@@ -47,14 +47,11 @@ COMMANDS = (
     Command("audit", "what a function sends, and what hangs, is wrong or wasted", "shardkit.cli.audit"),
     Command("plan", "the layouts of a model that fit a machine, and their code", "shardkit.cli.plan"),
     Command("aot", "compile a step for chips that are not attached", "shardkit.cli.aot"),
-    Command("report", "a step as one HTML page, to read or to mail", "shardkit.cli.report"),
 )
 BENCH = (
     Command("comm", "collectives, as nccl-tests measures them", "shardkit.cli.bench.comm"),
     Command("strategies", "one model under every plan that fits a mesh", "shardkit.cli.bench.strategies"),
     Command("compare", "what became slower between two files of results", "shardkit.cli.bench.compare"),
-    Command("plot", "results as a picture", "shardkit.cli.bench.plot"),
-    Command("trace", "a step as execution traces for network simulators", "shardkit.cli.bench.trace"),
 )
 _BENCH = "measure communication and plans, and compare measurements"
 _SHELLS = ("bash", "zsh", "fish")

@@ -10,11 +10,13 @@ from typing import Annotated
 import tyro
 
 from shardkit._arguments.files import read_file, why
+from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.jaxpr.explain import explain as explain_backward
 from shardkit.analysis.judge import GROWTH, SMALL, Audit, OtherFormatError
 from shardkit.analysis.judge import audit as read
-from shardkit.cli.output import write_json, writing
-from shardkit.cli.target import StepOptions, step_of
+from shardkit.cli.output import WithJson, write_json, writing
+from shardkit.cli.target import Target, step_at
+from shardkit.meshes.simulated import offer_cpu_devices
 
 EXAMPLES = {
     "shardkit audit train.py:make": "make() returns the function and its arguments; it is traced",
@@ -28,9 +30,21 @@ _LARGEST_SNAPSHOT = 2**28  # bytes; a finding or a collective has some hundreds
 
 
 @dataclass(frozen=True)
-class Options(StepOptions):
+class Options(WithJson):
     """Options of `shardkit audit`."""
 
+    make: Target
+    """A function without parameters that returns (step, *args) or (step, args); with --args, the step itself."""
+    args: tuple[str, ...] = ()
+    """Types of the step's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
+    target: str | None = None
+    """Chips to compile for, as 'v5e:2x4'; without it, the devices of this process."""
+    devices: int = 8
+    """CPU devices to simulate without an accelerator."""
+    ignore: tuple[str, ...] = ()
+    """Rules to skip."""
+    timeout: float = 1800.0
+    """Seconds after which the compiler of a target is stopped."""
     compiled: bool = False
     """Also compile it: what it holds, what the compiler adds, and the rules that need to see that. --target implies
     it."""
@@ -59,7 +73,10 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     The exit code is 1 if there are findings; with --against, if there are new ones or bytes grew.
     """
     before = _read(options.against) if options.against else None
-    step, args = step_of("audit", options)
+    if options.target is not None:
+        parse_topology(options.target)  # before the devices start: a mistake is refused at once
+    offer_cpu_devices(options.devices)
+    step, args = step_at("audit", options.make, options.args)
     found = read(step, *args, **{name: getattr(options, name) for name in _OF_READING})
     print(found)
     if options.explain:

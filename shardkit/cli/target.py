@@ -8,7 +8,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, cast
@@ -18,9 +17,6 @@ import jax.numpy as jnp
 import tyro
 
 from shardkit._arguments.checks import raised
-from shardkit.analysis.hlo.topology import parse_topology
-from shardkit.cli.output import WithJson
-from shardkit.meshes.simulated import offer_cpu_devices
 
 Target = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODULE:FUNCTION|FILE.py:FUNCTION")]
 
@@ -56,32 +52,6 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
             "Return the function to trace, followed by its arguments."
         )
     return made[0], made[1:]
-
-
-@dataclass(frozen=True)
-class StepOptions(WithJson):
-    """The options of every command that reads steps."""
-
-    make: Target
-    """A function without parameters that returns (step, *args) or (step, args); with --args, the step itself."""
-    args: tuple[str, ...] = ()
-    """Types of the step's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
-    target: str | None = None
-    """Chips to compile for, as 'v5e:2x4'; without it, the devices of this process."""
-    devices: int = 8
-    """CPU devices to simulate without an accelerator."""
-    ignore: tuple[str, ...] = ()
-    """Rules to skip."""
-    timeout: float = 1800.0
-    """Seconds after which the compiler of a target is stopped."""
-
-
-def step_of(where: str, options: StepOptions) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step that a command reads, over simulated devices if need be."""
-    if options.target is not None:
-        parse_topology(options.target)
-    offer_cpu_devices(options.devices)
-    return step_at(where, options.make, options.args)
 
 
 def step_at(where: str, text: str, args: Sequence[str]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

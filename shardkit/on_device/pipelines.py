@@ -17,7 +17,7 @@ class Staged:
 
     stages: Stages  # the stages; `make_train_step` and `make_eval_step` give them to the plan's `pp`
     function: Callable[..., Any]  # the function. `dataclasses.replace(self, function=mine)` wraps it.
-    # the schedule that the function runs, which `sk.report` draws; None if it is not known
+    # the schedule that the function runs; None if it is not known
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:

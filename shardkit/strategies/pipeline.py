@@ -232,33 +232,12 @@ def pipeline_value_and_grad(
     trained: Any = None,
 ) -> PipelineGradFn:
     """Deprecated: `pipeline(schedule, axis, layers_per_stage=...).value_and_grad(embed, stage, head, ...)`."""
-    _warn_of("value_and_grad")
+    warnings.warn(
+        "sk.pipeline_value_and_grad(embed, stage, head, schedule, axis) is deprecated: use "
+        "sk.pipeline(schedule, axis).value_and_grad(embed, stage, head).",
+        DeprecationWarning,
+        stacklevel=2,
+    )
     return pipeline(schedule, axis, layers_per_stage=layers_per_stage).value_and_grad(
         embed, stage, head, mode=mode, recompute=recompute, layer_numbers=layer_numbers, trained=trained
-    )
-
-
-def pipeline_loss(
-    embed: Piece,
-    stage: Piece,
-    head: Piece,
-    schedule: Schedule,
-    axis: str,
-    *,
-    mode: Mode = "masked",
-    layers_per_stage: tuple[int, ...] | None = None,
-    layer_numbers: bool = False,
-) -> PipelineLoss:
-    """Deprecated: `pipeline(schedule, axis, layers_per_stage=...).loss(embed, stage, head, ...)`."""
-    _warn_of("loss")
-    pipe = pipeline(schedule, axis, layers_per_stage=layers_per_stage)
-    return pipe.loss(embed, stage, head, mode=mode, layer_numbers=layer_numbers)
-
-
-def _warn_of(method: str) -> None:
-    warnings.warn(
-        f"sk.pipeline_{method}(embed, stage, head, schedule, axis) is deprecated: use "
-        f"sk.pipeline(schedule, axis).{method}(embed, stage, head).",
-        DeprecationWarning,
-        stacklevel=3,
     )

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from shardkit import cli
-from shardkit.cli import aot, doctor, plans, prove, target
+from shardkit.cli import aot, audit, doctor, plans, prove
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def inside(monkeypatch, capsys):
     def offer(n):
         monkeypatch.setattr(jax, "devices", lambda *_: devices[:n])
 
-    for module in (aot, doctor, plans, prove, target):
+    for module in (aot, audit, doctor, plans, prove):
         monkeypatch.setattr(module, "offer_cpu_devices", offer)
     monkeypatch.setenv("COLUMNS", "100")
 

@@ -197,7 +197,7 @@ WRONG = {
     "Change one of them.",
     "aot {}:raises --topology v5e:2x4": "aot: {}:raises must return a step and its arguments; it raises "
     "ZeroDivisionError: division by zero. Run it with python to see the traceback.",
-    "bench trace {}:fails --args i32[] --output out": "trace: the step must be traced with these arguments; it raises "
+    "audit {}:fails --args i32[]": "audit: the step must be traced with these arguments; it raises "
     "ZeroDivisionError: integer division or modulo by zero. Check the arguments, and the mesh context "
     "that the step needs.",
     "train --data /dev/zero": "--data: the path must be a file or a directory; /dev/zero is neither. Pass one that is.",

@@ -8,10 +8,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from shardkit import bench
-from shardkit.bench.trace import ExecutionTrace
 from shardkit.cli import doctor, output, train
 from shardkit.jobs.launch import launch
-from shardkit.reporting import page
 from shardkit.viz import style
 
 pytestmark = pytest.mark.check
@@ -40,10 +38,8 @@ WRITERS = {
     "more.json": lambda file: output.writing(file, append=True).__enter__(),
     "a.jsonl": lambda file: bench.write([{}], file),
     "a.csv": lambda file: bench.write_csv([{"environment": {}}], file),
-    "a.html": lambda file: page.write(file, ""),
     "a.svg": lambda file: style.saved(Figure(), file),
     "a.png": lambda file: style.saved(Figure(), file),
-    "groups.json": lambda file: ExecutionTrace((), {}).write(file.parent),
     "0.out": lambda file: launch(["true"], processes=1, output=file.parent),
 }
 

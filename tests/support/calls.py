@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import analysis, collectives, cost, planner, reporting, runtime, schedules, testing, viz
+from shardkit import analysis, collectives, cost, planner, runtime, schedules, testing, viz
 from shardkit.analysis.hlo import aot
 from shardkit.collectives import compressed, hierarchical, ring, tables
 from shardkit.models import parameters, transformer
@@ -242,11 +242,9 @@ def builders():
         (testing.specs, {"shape": (4, 4), "sizes": {"a": 2}}),
         (testing.wire, {"step": lambda state, batch: state, "state": batch, "batch": batch}),
         (analysis.audit, {"step": traced["fn"], "args": ()}),
-        (reporting.report, {"step": traced["fn"], "args": (), "file": path / "step.html"}),
         *((each, traced) for each in (analysis.census, analysis.explain, analysis.lint)),
         (analysis.collective, {"kind": "all_reduce", "axis": "data"}),
         (analysis.expects, {"rows": ()}),
-        (analysis.profile, traced | {"folder": path}),
         (aot.compile, {"step": jax.jit(lambda x: x), "args": (ones(4),), "topology": "v5e:2x4"}),
         (aot.parse_topology, {"text": "v5e:2x4"}),
         (planner.estimate, {"model": model, "layout": planner.Layout(data=8)} | place),
@@ -311,7 +309,6 @@ def builders():
         (viz.draw, {"schedule": schedule, "output": path / "a.svg"}),
         (viz.array, {"x": laid, "output": path / "b.svg", "after": laid}),
         (viz.table, {"table": sk.tables.ring("all_gather", 2), "output": path / "t.svg"}),
-        (viz.losses, {"losses": {"a": [1.0]}, "output": path / "e.svg"}),
         (transformer.loss_fn, {"config": config}),
         (transformer.pieces, {"config": config}),
         (parameters.logical_axes, {"config": config}),

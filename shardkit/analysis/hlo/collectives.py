@@ -82,10 +82,14 @@ class CompiledRow:
 
 @dataclass
 class _Slot:
-    """A scheduled instruction's compute, and how much of that is left to hide collectives, by their links."""
+    """One scheduled instruction: its compute, and how many seconds of that can still hide a collective.
+
+    Collectives over different links run at the same time, and each may be hidden by the same compute. Collectives over
+    the same links share it: `unused` holds the seconds that are left, by links.
+    """
 
     work: Work
-    left: dict[tuple[tuple[str, ...], bool], float] = field(default_factory=dict)
+    unused: dict[tuple[tuple[str, ...], bool], float] = field(default_factory=dict)
 
 
 def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
@@ -105,85 +109,144 @@ class Reader:
     """Reads the scheduled computations of a module, one instruction after the other."""
 
     def __init__(self, module: proto.Module, sizes: dict[str, int], clock: Clock):
-        self.module, self.sizes, self.clock = module, sizes, clock
-        self.workload, self.pairs = ModuleWork(module, clock.compute), Pairs(module)
+        self.module = module
+        self.sizes = sizes
+        self.clock = clock
+        self.workload = ModuleWork(module, clock.compute)
+        self.pairs = Pairs(module)
 
-    def rows(self, number: int, times: int | None, known: Mapping[int, int], branch: str) -> Iterator[CompiledRow]:
-        """Rows of a computation that runs `times` times; `known` are constants in its parameter's tuple."""
+    def rows(self, number: int, times: int | None, constants: Mapping[int, int], branch: str) -> Iterator[CompiledRow]:
+        """The rows of a computation that runs `times` times; `constants` are those in its parameter's tuple."""
         computation = self.module.computations[number]
-        instructions = computation.instructions.values()
-        runs, unended = self.pairs.paired(computation)
-        slots = [_Slot(self.workload.of(computation, each)) for each in instructions]
-        for at, each in enumerate(instructions):
-            run = runs.get(at)
-            if run is not None:
-                found, start = run
-                yield self._row(found, times, branch, None if start is None else slots[start + 1 : at])
-            elif at not in runs:
-                for call in self._calls(computation, each, times, known, branch):
+        instructions = list(computation.instructions.values())
+        pairings, unended = self.pairs.pair(computation)
+        slots = [_Slot(self.workload.of(computation, instruction)) for instruction in instructions]
+        for position, instruction in enumerate(instructions):
+            if position not in pairings:
+                for call in self._calls(computation, instruction, times, constants, branch):
                     yield from self.rows(*call)
-        for found in unended:  # nothing is known to hide it
-            yield self._row(found, times, branch, None)
+                continue
+            pairing = pairings[position]
+            if pairing is None:  # an asynchronous collective starts or continues here; its row stands at its end
+                continue
+            collective, start = pairing
+            between = None if start is None else slots[start + 1 : position]
+            yield self._row(collective, times, branch, between)
+        for collective in unended:  # nothing is known to hide it
+            yield self._row(collective, times, branch, None)
 
     def _calls(
         self,
         computation: proto.Computation,
-        each: proto.Instruction,
+        instruction: proto.Instruction,
         times: int | None,
-        known: Mapping[int, int],
+        constants: Mapping[int, int],
         branch: str,
     ) -> Iterator[tuple[int, int | None, Mapping[int, int], str]]:
         """The computations that an instruction runs, with the other arguments of `rows`."""
-        if each.opcode == "while":
-            length, inside = trip_count(self.module, computation, each, known)
-            for call, tests in zip(each.calls, (0, 1), strict=True):  # the condition is evaluated once more
-                yield call, None if length is None or times is None else times * (length + tests), inside, branch
-        elif each.opcode == "conditional":
-            for i, call in enumerate(each.calls):
-                yield call, times, {}, f"{branch + ', ' if branch else ''}branch {i + 1} of {len(each.calls)}"
-        elif each.opcode in ("call", "async-start"):
-            for call in each.calls:
+        if instruction.opcode == "while":
+            body, condition = instruction.calls
+            length, loop_constants = trip_count(self.module, computation, instruction, constants)
+            if length is None or times is None:
+                yield body, None, loop_constants, branch
+                yield condition, None, loop_constants, branch
+            else:
+                yield body, times * length, loop_constants, branch
+                yield condition, times * (length + 1), loop_constants, branch  # once more, to end the loop
+        elif instruction.opcode == "conditional":
+            prefix = f"{branch}, " if branch else ""
+            for i, call in enumerate(instruction.calls):
+                yield call, times, {}, f"{prefix}branch {i + 1} of {len(instruction.calls)}"
+        elif instruction.opcode in ("call", "async-start"):
+            for call in instruction.calls:
                 yield call, times, {}, branch
 
-    def _row(self, found: FoundCollective, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
-        """The row of a collective, hidden by the compute between its start and its end."""
-        each, kind = found.instruction, found.kind
-        operands = [_unpadded(found.computation, o) for o in each.operands]
-        if kind == "ppermute":
-            operands = [shape for shape in operands if shape.dims] or operands[:1]  # without its flags
-        axes, n = axes_of(kind, found.groups, tuple(self.sizes.items()))
-        moved = bytes_in = sum(shape.bytes for shape in operands)
-        if each.opcode.startswith("ragged"):  # rows, the buffer they go to, sizes and offsets; one of the two is full
-            moved, operands = min(shape.bytes for shape in operands[:2]), operands[:1]
+    def _row(
+        self, collective: FoundCollective, times: int | None, branch: str, between: list[_Slot] | None
+    ) -> CompiledRow:
+        """The row of a collective; `between` is the compute between its start and its end; None if synchronous."""
+        instruction = collective.instruction
+        kind = collective.kind
+        operands = _operands(collective)
+        bytes_in = sum(shape.bytes for shape in operands)
+        payload = bytes_in
+        if instruction.opcode.startswith("ragged"):
+            # Operands: the rows, the buffer that receives them, sizes and offsets. Either the rows or the buffer has
+            # the padding of the larger one, so no more than the smaller one is sent.
+            payload = min(shape.bytes for shape in operands[:2])
+            operands = operands[:1]
             bytes_in = operands[0].bytes
-        sent = wire(kind, moved, n, each.pairs).sent
+        axes, n = axes_of(kind, collective.groups, tuple(self.sizes.items()))
+        sent = wire(kind, payload, n, instruction.pairs).sent
+
         # The GPU compiler marks a pair that it does not overlap.
-        marked = found.carrier.config.get("collective_backend_config", {}).get("is_sync")
-        asynchronous = between is not None and not marked
-        seconds = exposed = self.clock.wire(kind, found.groups, sent)
-        flops = 0
-        # Those over the same links, in the same direction, share the compute that hides them.
-        links = (axes, kind == "ppermute" and direction(found.groups) < 0)
+        synchronous_pair = collective.carrier.config.get("collective_backend_config", {}).get("is_sync")
+        asynchronous = between is not None and not synchronous_pair
+        seconds = self.clock.wire(kind, collective.groups, sent)
+        exposed = seconds
+        hidden_flops = 0
         if asynchronous and between:
-            flops = sum(slot.work.flops for slot in between)
-            for slot in between:
-                left = slot.left.setdefault(links, slot.work.seconds)
-                covered = min(exposed, left)
-                slot.left[links] -= covered
-                exposed -= covered
-        out = {"all_gather": bytes_in * n, "reduce_scatter": bytes_in // n}.get(kind, bytes_in)
-        source = self.module.source(each) or self.module.source(found.carrier)
+            links = (axes, kind == "ppermute" and direction(collective.groups) < 0)
+            exposed = _hide(seconds, between, links)
+            hidden_flops = sum(slot.work.flops for slot in between)
+
+        bytes_out = bytes_in
+        if kind == "all_gather":
+            bytes_out = bytes_in * n
+        elif kind == "reduce_scatter":
+            bytes_out = bytes_in // n
         return CompiledRow(
-            kind, each.name, axes, n, times, max(len(operands), 1), bytes_in, out, sent, asynchronous,
-            flops, seconds, exposed, each.op_name or found.carrier.op_name, source, branch,
-        )  # fmt: skip
+            kind=kind,
+            name=instruction.name,
+            axes=axes,
+            n=n,
+            count=times,
+            arrays=max(len(operands), 1),
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            sent=sent,
+            asynchronous=asynchronous,
+            hidden_flops=hidden_flops,
+            seconds=seconds,
+            exposed=exposed,
+            op_name=instruction.op_name or collective.carrier.op_name,
+            source=self.module.source(instruction) or self.module.source(collective.carrier),
+            branch=branch,
+        )
 
 
-def _unpadded(computation: proto.Computation, at: int) -> proto.Shape:
+def _hide(seconds: float, between: list[_Slot], links: tuple[tuple[str, ...], bool]) -> float:
+    """The seconds of a collective that the compute between its start and its end does not hide.
+
+    What hides it is taken from the slots, for the next collective over the same links in the same direction. For
+    example two gathers of 3 s over "fsdp" around one product of 4 s: the first is hidden, the second for 1 s.
+    """
+    exposed = seconds
+    for slot in between:
+        unused = slot.unused.setdefault(links, slot.work.seconds)
+        covered = min(exposed, unused)
+        slot.unused[links] = unused - covered
+        exposed -= covered
+    return exposed
+
+
+def _operands(collective: FoundCollective) -> list[proto.Shape]:
+    """The shapes of the operands, before the compiler's own padding and without a permute's flags."""
+    computation = collective.computation
+    shapes = [_shape_before_padding(computation, number) for number in collective.instruction.operands]
+    if collective.kind != "ppermute":
+        return shapes
+    arrays = [shape for shape in shapes if shape.dims]
+    return arrays or shapes[:1]
+
+
+def _shape_before_padding(computation: proto.Computation, number: int) -> proto.Shape:
     """The shape of an operand before the compiler padded it for its own reduce-scatter; a pad that is written stays."""
-    each = computation.instructions[at]
-    own = each.opcode == "pad" and not each.op_name.endswith("/pad")
-    return computation.instructions[each.operands[0]].shape if own else each.shape
+    operand = computation.instructions[number]
+    is_written = operand.op_name.endswith("/pad")
+    if operand.opcode == "pad" and not is_written:
+        return computation.instructions[operand.operands[0]].shape
+    return operand.shape
 
 
 @dataclass
@@ -207,63 +270,104 @@ class Pairs:
     def __init__(self, module: proto.Module):
         self.module = module
 
-    def paired(self, computation: proto.Computation) -> tuple[dict[int, Pairing | None], list[FoundCollective]]:
+    def pair(self, computation: proto.Computation) -> tuple[dict[int, Pairing | None], list[FoundCollective]]:
         """The collectives of a computation, each asynchronous start paired with its end.
 
         Returns:
-            Runs by the position of the instruction that ends them, None where one starts or continues; and the
-            collectives without an end.
-        """
-        runs: dict[int, Pairing | None] = {}
-        started: dict[int, Pairing] = {}
-        carries: dict[int, int] = {}  # what continues a started collective, and its start
-        for at, each in enumerate(computation.instructions.values()):
-            found = self.collective_of(computation, each)
-            start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
-            if start is not None and self._continues(each, found, started[start][0]):
-                carries[each.id] = start
-                ends = each.opcode.endswith("-done") or self._has_target(each, "AsyncCollectiveDone")
-                runs[at] = started.pop(start) if ends else None
-            elif found and self._starts(each):
-                started[each.id], carries[each.id], runs[at] = (found, at), each.id, None
-            elif found:
-                runs[at] = found, None
-        return runs, [found for found, _ in started.values()]
+            Pairings by the position of the instruction that ends them, None where one starts or continues; and the
+            collectives without an end. For example
 
-    def collective_of(self, computation: proto.Computation, each: proto.Instruction) -> FoundCollective | None:
+                0  all-gather-start          None
+                1  dot
+                2  all-gather-done           (the all-gather, 0)
+                3  all-reduce                (the all-reduce, None)
+        """
+        pairings: dict[int, Pairing | None] = {}
+        started: dict[int, Pairing] = {}  # by the id of the instruction that starts it
+        start_of: dict[int, int] = {}  # that id, by the id of what starts or continues the collective
+        for position, instruction in enumerate(computation.instructions.values()):
+            collective = self.collective_of(computation, instruction)
+            start = _find_start(instruction, start_of, started)
+            if start is not None and self._continues(instruction, collective, started[start][0]):
+                start_of[instruction.id] = start
+                pairings[position] = None
+                if self._ends(instruction):
+                    pairings[position] = started.pop(start)
+            elif collective is None:
+                continue
+            elif self._starts(instruction):
+                started[instruction.id] = (collective, position)
+                start_of[instruction.id] = instruction.id
+                pairings[position] = None
+            else:
+                pairings[position] = (collective, None)
+        return pairings, [collective for collective, _ in started.values()]
+
+    def collective_of(self, computation: proto.Computation, instruction: proto.Instruction) -> FoundCollective | None:
         """The collective that an instruction is, starts or contains."""
-        opcode = each.opcode.removesuffix("-start")
+        opcode = instruction.opcode.removesuffix("-start")
         if opcode in KIND_OF_OPCODE:
-            return FoundCollective(computation, each, each, KIND_OF_OPCODE[opcode], each.groups or each.pairs)
-        if each.opcode not in ("fusion", "async-start"):
+            groups = instruction.groups or instruction.pairs
+            return FoundCollective(computation, instruction, instruction, KIND_OF_OPCODE[opcode], groups)
+        if instruction.opcode not in ("fusion", "async-start"):
             return None
-        for call in each.calls:
-            inner = self.module.computations[call]
-            for other in inner.instructions.values():
-                found = self.collective_of(inner, other)
-                if found is None and other.opcode == "call":  # inside an asynchronous computation: it is searched too
-                    found = self.collective_of(inner, replace(other, opcode="async-start"))
-                if found:
-                    if found.kind == "all_reduce" and 0 < each.shape.bytes < found.instruction.shape.bytes:
-                        found.kind = "reduce_scatter"  # the fusion returns only this device's slice
-                    found.carrier = each
-                    return found
+        for call in instruction.calls:
+            collective = self._collective_in(self.module.computations[call])
+            if collective is not None:
+                returned = instruction.shape.bytes
+                if collective.kind == "all_reduce" and 0 < returned < collective.instruction.shape.bytes:
+                    collective.kind = "reduce_scatter"  # the fusion returns only this device's slice
+                collective.carrier = instruction
+                return collective
         return None
 
-    def _starts(self, each: proto.Instruction) -> bool:
-        if each.opcode == "fusion":
-            return self._has_target(each, "AsyncCollectiveStart")
-        return each.opcode.endswith("-start")
+    def _collective_in(self, computation: proto.Computation) -> FoundCollective | None:
+        """The first collective of a computation that is part of an instruction."""
+        for instruction in computation.instructions.values():
+            collective = self.collective_of(computation, instruction)
+            if collective is None and instruction.opcode == "call":
+                # A call inside of an asynchronous computation is part of it, and is searched as that is.
+                collective = self.collective_of(computation, replace(instruction, opcode="async-start"))
+            if collective is not None:
+                return collective
+        return None
 
-    def _has_target(self, each: proto.Instruction, target: str) -> bool:
-        inner = (i for call in each.calls for i in self.module.computations[call].instructions.values())
-        return any(i.target == target for i in inner)
+    def _starts(self, instruction: proto.Instruction) -> bool:
+        if instruction.opcode == "fusion":
+            return self._has_target(instruction, "AsyncCollectiveStart")
+        return instruction.opcode.endswith("-start")
 
-    def _continues(self, each: proto.Instruction, found: FoundCollective | None, start: FoundCollective) -> bool:
+    def _ends(self, instruction: proto.Instruction) -> bool:
+        return instruction.opcode.endswith("-done") or self._has_target(instruction, "AsyncCollectiveDone")
+
+    def _has_target(self, instruction: proto.Instruction, target: str) -> bool:
+        for call in instruction.calls:
+            for inner in self.module.computations[call].instructions.values():
+                if inner.target == target:
+                    return True
+        return False
+
+    def _continues(
+        self, instruction: proto.Instruction, collective: FoundCollective | None, start: FoundCollective
+    ) -> bool:
         """Whether an instruction that reads a started collective continues or ends it."""
-        if each.opcode != "fusion":
-            return each.opcode == "get-tuple-element" or each.opcode.endswith(("-update", "-done"))
-        if found is None or self._starts(each):
+        opcode = instruction.opcode
+        if opcode != "fusion":
+            return opcode == "get-tuple-element" or opcode.endswith(("-update", "-done"))
+        if collective is None or self._starts(instruction):
             return False
-        copy, first = found.instruction, start.instruction
-        return (copy.opcode, copy.shape.dims, found.groups) == (first.opcode, first.shape.dims, start.groups)
+        # On TPU each fusion between start and end holds a copy of the collective.
+        copy = collective.instruction
+        first = start.instruction
+        return copy.opcode == first.opcode and copy.shape.dims == first.shape.dims and collective.groups == start.groups
+
+
+def _find_start(
+    instruction: proto.Instruction, start_of: Mapping[int, int], started: Mapping[int, Pairing]
+) -> int | None:
+    """The id of the started collective that an instruction reads, None if it reads none."""
+    for operand in instruction.operands:
+        start = start_of.get(operand)
+        if start in started:
+            return start
+    return None

@@ -24,12 +24,14 @@ from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.analysis.jaxpr.counts import taps
 from shardkit.cost import Chip, group_bandwidth
 
+# Instructions that name a value and compute nothing.
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _KERNELS = re.compile(r"tpu_custom_call|__cublas|__cudnn|__gpu\$xla\.gpu\.triton|triton_kernel|mosaic_gpu")
-_MOVED = ("copy-done", "all-", "reduce-scatter", "collective-", "ragged-all", "async-", "send", "recv")
-_DEVICE, _HOST = 0, 5  # xla's numbers of memories; all others are on the chip
-_HALVES = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # of an asynchronous collective, in fusions
+_MOVES_DATA = ("copy-done", "all-", "reduce-scatter", "collective-", "ragged-all", "async-", "send", "recv")
+_DEVICE = 0  # xla's number of the device's large memory
+_HOST = 5  # and of the host's; all others are memories on the chip
+_ASYNC_TARGETS = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # a fusion that starts or ends a collective on TPU
 
 
 class Work(NamedTuple):
@@ -45,7 +47,12 @@ class Work(NamedTuple):
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """This and `times` times another."""
-        return Work._make(mine + times * more for mine, more in zip(self, other, strict=True))
+        return Work(
+            self.flops + times * other.flops,
+            self.bytes + times * other.bytes,
+            self.seconds + times * other.seconds,
+            self.kernels + times * other.kernels,
+        )
 
 
 NO_WORK = Work()
@@ -68,124 +75,163 @@ class ModuleWork:
     counts as the slice. Collectives are not work, nor is an asynchronous copy to or from memory on the chip: its bytes
     are those that its reader reads, or its writer has written. Of one to or from the host, the bytes of the device's
     memory count, and not the way between.
+
+    For example a fusion reads one layer of a stack f32[12, 64, 64], multiplies it by 2 and writes it into a stack of
+    results in place: 16 KB read and 16 KB written, not twelve times as much.
     """
 
     def __init__(self, module: proto.Module, seconds: Callable[[int, int], float]):
-        self.module, self.seconds = module, seconds
-        self._known: dict[int, Work] = {}
+        self.module = module
+        self.seconds = seconds
+        self._work_by_number: dict[int, Work] = {}
 
     def of_computation(self, number: int) -> Work:
         """The work of one run of a computation."""
-        if number not in self._known:
+        if number not in self._work_by_number:
             computation = self.module.computations[number]
             total = NO_WORK
-            for each in computation.instructions.values():
-                total = total.plus(self.of(computation, each))
-            self._known[number] = total
-        return self._known[number]
+            for instruction in computation.instructions.values():
+                total = total.plus(self.of(computation, instruction))
+            self._work_by_number[number] = total
+        return self._work_by_number[number]
 
-    def of(self, computation: proto.Computation, each: proto.Instruction) -> Work:
-        """The work of one instruction, a loop with all its iterations; an unknown length counts once.
-
-        Of a conditional's branches each figure is the largest: one may have the FLOPs and another the memory traffic.
-        """
-        if each.opcode in _FREE or _moves(each):
+    def of(self, computation: proto.Computation, instruction: proto.Instruction) -> Work:
+        """The work of one instruction, a loop with all its iterations; an unknown length counts once."""
+        opcode = instruction.opcode
+        if opcode in _FREE or _moves_data(instruction):
             return NO_WORK
-        if each.opcode == "while":
-            times = trip_count(self.module, computation, each, {})[0]
-            return NO_WORK.plus(self.of_computation(each.calls[0]), 1 if times is None else times)
-        if each.opcode == "conditional":
-            return Work._make(map(max, zip(*map(self.of_computation, each.calls), strict=True)))
-        if each.opcode == "call":
-            return self.of_computation(each.calls[0])
-        if each.opcode == "copy-start":
-            ends = each.shape.parts[:2]
-            on_chip = any(end.space not in (_DEVICE, _HOST) for end in ends)
-            size = 0 if on_chip else sum(end.bytes for end in ends if end.space == _DEVICE)
+        if opcode == "while":
+            times, _ = trip_count(self.module, computation, instruction, {})
+            body = self.of_computation(instruction.calls[0])
+            return NO_WORK.plus(body, 1 if times is None else times)
+        if opcode == "conditional":
+            return self._largest_branch(instruction)
+        if opcode == "call":
+            return self.of_computation(instruction.calls[0])
+        if opcode == "copy-start":
+            size = _copied_bytes(instruction)
             return Work(0, size, self.seconds(0, size))
-        flops = self.flops(computation, each)
-        size = _written(self.module, computation, each) + sum(
-            self._read(computation, each, number) for number in range(len(each.operands))
+        flops = self.flops(computation, instruction)
+        size = _bytes_written(self.module, computation, instruction)
+        for number in range(len(instruction.operands)):
+            size += self._bytes_read(computation, instruction, number)
+        kernels = 1 if _KERNELS.match(instruction.target) else 0
+        return Work(flops, size, self.seconds(flops, size), kernels)
+
+    def _largest_branch(self, conditional: proto.Instruction) -> Work:
+        """Of each figure the largest: one branch may have the FLOPs and another the memory traffic."""
+        branches = [self.of_computation(call) for call in conditional.calls]
+        return Work(
+            max(branch.flops for branch in branches),
+            max(branch.bytes for branch in branches),
+            max(branch.seconds for branch in branches),
+            max(branch.kernels for branch in branches),
         )
-        return Work(flops, size, self.seconds(flops, size), int(bool(_KERNELS.match(each.target))))
 
-    def flops(self, computation: proto.Computation, each: proto.Instruction) -> int:
+    def flops(self, computation: proto.Computation, instruction: proto.Instruction) -> int:
         """FLOPs of the matmuls in an instruction; one multiply and one add are two."""
-        if each.opcode == "dot":
-            left = computation.instructions[each.operands[0]].shape
-            return 2 * each.shape.size * math.prod(left.dims[d] for d in each.contracting)
-        if each.opcode == "convolution":
-            return _convolution(each, *(computation.instructions[o].shape for o in each.operands[:2]))
-        if each.opcode != "fusion":
+        if instruction.opcode == "dot":
+            left = computation.instructions[instruction.operands[0]].shape
+            contracted = math.prod(left.dims[dim] for dim in instruction.contracting)
+            return 2 * instruction.shape.size * contracted
+        if instruction.opcode == "convolution":
+            left, right = (computation.instructions[operand].shape for operand in instruction.operands[:2])
+            return _convolution_flops(instruction, left, right)
+        if instruction.opcode != "fusion":
             return 0
-        inner = self.module.computations[each.calls[0]]
-        return sum(self.flops(inner, other) for other in inner.instructions.values())
+        fused = self.module.computations[instruction.calls[0]]
+        return sum(self.flops(fused, part) for part in fused.instructions.values())
 
-    def _read(self, computation: proto.Computation, each: proto.Instruction, number: int) -> int:
-        """Bytes that an instruction reads of one operand."""
-        if _moves(each):  # in a fusion, beside the compute that hides it
+    def _bytes_read(self, computation: proto.Computation, instruction: proto.Instruction, number: int) -> int:
+        """Bytes that an instruction reads of operand `number`."""
+        if _moves_data(instruction):  # in a fusion, beside the compute that hides it
             return 0
-        whole = computation.instructions[each.operands[number]].shape.bytes
-        if each.opcode in _SLICES:
-            return min(whole, each.shape.bytes) if number == 0 else 0
-        if each.opcode == "dynamic-update-slice" and number == 0:
+        size = computation.instructions[instruction.operands[number]].shape.bytes
+        if instruction.opcode in _SLICES:
+            return min(size, instruction.shape.bytes) if number == 0 else 0
+        if instruction.opcode == "dynamic-update-slice" and number == 0:
             return 0
-        if each.opcode != "fusion":
-            return whole
-        inner = self.module.computations[each.calls[0]]
-        parameter = inner.parameters.get(number)
-        return whole if parameter is None else min(whole, self._touched(inner, parameter))
+        if instruction.opcode != "fusion":
+            return size
+        fused = self.module.computations[instruction.calls[0]]
+        parameter = fused.parameters.get(number)
+        if parameter is None:
+            return size
+        return min(size, self._bytes_read_inside(fused, parameter))
 
-    def _touched(self, computation: proto.Computation, value: proto.Instruction) -> int:
+    def _bytes_read_inside(self, fused: proto.Computation, value: proto.Instruction) -> int:
         """Bytes that the users of a value inside a fusion read of it, fusions inside the fusion included."""
         size = 0
-        for user in computation.instructions.values():
+        for user in fused.instructions.values():
             for number, operand in enumerate(user.operands):
-                if operand == value.id:
-                    seen = user.opcode == "bitcast"
-                    size += self._touched(computation, user) if seen else self._read(computation, user, number)
+                if operand != value.id:
+                    continue
+                if user.opcode == "bitcast":
+                    size += self._bytes_read_inside(fused, user)
+                else:
+                    size += self._bytes_read(fused, user, number)
         return size
 
 
-def _written(module: proto.Module, computation: proto.Computation, each: proto.Instruction) -> int:
+def _bytes_written(module: proto.Module, computation: proto.Computation, instruction: proto.Instruction) -> int:
     """Bytes that an instruction writes; an update in place writes what it updates."""
-    if _moves(each) or each.opcode == "parameter":  # a parameter that a fusion hands on
+    opcode = instruction.opcode
+    if _moves_data(instruction) or opcode == "parameter":  # a parameter that a fusion hands on
         return 0
-    if each.opcode == "fusion":
-        inner = module.computations[each.calls[0]]
-        return _written(module, inner, inner.instructions[inner.root])
-    if each.opcode == "dynamic-update-slice":
-        return computation.instructions[each.operands[1]].shape.bytes
-    if each.opcode in ("bitcast", "tuple"):  # the root of a fusion
-        return sum(_written(module, computation, computation.instructions[o]) for o in each.operands)
-    return each.shape.bytes
+    if opcode == "fusion":
+        fused = module.computations[instruction.calls[0]]
+        return _bytes_written(module, fused, fused.instructions[fused.root])
+    if opcode == "dynamic-update-slice":
+        return computation.instructions[instruction.operands[1]].shape.bytes
+    if opcode in ("bitcast", "tuple"):  # the root of a fusion
+        parts = [computation.instructions[operand] for operand in instruction.operands]
+        return sum(_bytes_written(module, computation, part) for part in parts)
+    return instruction.shape.bytes
 
 
-def _moves(each: proto.Instruction) -> bool:
+def _copied_bytes(copy: proto.Instruction) -> int:
+    """Bytes of the device's large memory that an asynchronous copy reads or writes; none to or from the chip's."""
+    ends = copy.shape.parts[:2]
+    if any(end.space not in (_DEVICE, _HOST) for end in ends):
+        return 0
+    return sum(end.bytes for end in ends if end.space == _DEVICE)
+
+
+def _moves_data(instruction: proto.Instruction) -> bool:
     """Whether an instruction moves data between devices or memories, and does no work of its own."""
-    return each.opcode.startswith(_MOVED) or each.target in _HALVES
+    return instruction.opcode.startswith(_MOVES_DATA) or instruction.target in _ASYNC_TARGETS
 
 
-def _convolution(each: proto.Instruction, left: proto.Shape, right: proto.Shape) -> int:
+def _convolution_flops(convolution: proto.Instruction, left: proto.Shape, right: proto.Shape) -> int:
     """FLOPs of a convolution without those that padding and dilation holes would cost.
 
     The TPU compiler writes every matmul as a convolution, and a batch dim as a window over holes.
     """
-    numbers = each.convolution
+    # Numbers of fields of xla's ConvolutionDimensionNumbers and WindowDimension.
+    numbers = convolution.convolution
+    input_dims = numbers[11]
+    kernel_dims = numbers[6]
+    output_dims = numbers[12]
     pairs = 1
-    for at, kernel, result, window in zip(numbers[11], numbers[6], numbers[12], each.window, strict=True):
+    for input_dim, kernel_dim, output_dim, window in zip(
+        input_dims, kernel_dims, output_dims, convolution.window, strict=True
+    ):
         low = window.get(3, 0)
+        if low >= 1 << 63:  # a negative number
+            low -= 1 << 64
         pairs *= taps(
-            left.dims[at],
-            right.dims[kernel],
-            each.shape.dims[result],
+            left.dims[input_dim],
+            right.dims[kernel_dim],
+            convolution.shape.dims[output_dim],
             stride=window.get(2, 1),
-            low=low - (1 << 64) if low >= 1 << 63 else low,
+            low=low,
             step=window.get(5, 1),
             holes=window.get(6, 1),
         )
-    features = right.dims[numbers[3]]
-    return 2 * pairs * each.shape.dims[numbers[9]] * each.shape.dims[numbers[10]] * features
+    input_features = right.dims[numbers[3]]
+    batch = convolution.shape.dims[numbers[9]]
+    output_features = convolution.shape.dims[numbers[10]]
+    return 2 * pairs * batch * output_features * input_features
 
 
 def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Clock:
@@ -197,21 +243,36 @@ def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Cloc
     @lru_cache(maxsize=1024)
     def bandwidth(kind: str, groups: Groups) -> float:
         groups = groups or (tuple(range(len(places))),)
-        spans = {
-            dim
-            for group in groups
-            for device in group[1:]
-            for dim, (a, b) in enumerate(zip(places[group[0]], places[device], strict=True))
-            if a != b
-        }
-        if platform == "cuda":
-            if not spans & {0, 1}:
-                return chip.link_bandwidth
-            together = min(min(Counter(tuple(places[device][:2]) for device in group).values()) for group in groups)
-            return min(chip.link_bandwidth, chip.network_bandwidth * (1 if kind == "ppermute" else together))
-        return chip.link_bandwidth if kind == "ppermute" else group_bandwidth(chip, max(1, len(spans)))
+        dims = _spanned_dims(groups, places)
+        if platform != "cuda":
+            return chip.link_bandwidth if kind == "ppermute" else group_bandwidth(chip, max(1, len(dims)))
+        if not dims & {0, 1}:  # one host of one slice
+            return chip.link_bandwidth
+        adapters = 1 if kind == "ppermute" else _fewest_members_on_a_host(groups, places)
+        return min(chip.link_bandwidth, chip.network_bandwidth * adapters)
 
     def wire(kind: str, groups: Groups, sent: Fraction) -> float:
         return float(sent) / bandwidth(kind, groups)
 
     return Clock(compute, wire)
+
+
+def _spanned_dims(groups: Groups, places: Sequence[Sequence[int]]) -> set[int]:
+    """The dims of the torus, or of (slice, host, GPU), along which members of a group differ."""
+    dims = set()
+    for group in groups:
+        first = places[group[0]]
+        for device in group[1:]:
+            for dim, coordinate in enumerate(places[device]):
+                if coordinate != first[dim]:
+                    dims.add(dim)
+    return dims
+
+
+def _fewest_members_on_a_host(groups: Groups, places: Sequence[Sequence[int]]) -> int:
+    """How many network adapters every group has on each of its hosts: one for each of its GPUs there."""
+    fewest = len(places)
+    for group in groups:
+        members = Counter(tuple(places[device][:2]) for device in group)
+        fewest = min(fewest, *members.values())
+    return fewest

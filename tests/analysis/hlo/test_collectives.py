@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo import aot, groups, proto
-from shardkit.analysis.hlo.collectives import Reader, _Slot, _unpadded, collectives_of, total_work
+from shardkit.analysis.hlo.collectives import Reader, _shape_before_padding, _Slot, collectives_of, total_work
 from shardkit.analysis.hlo.compute import Clock, Work
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes
@@ -209,7 +209,7 @@ def test_bytes_that_are_no_module_are_refused():
 
 def test_groups_in_every_form_that_compilers_write():
     """An iota whose dims are reordered, a mesh's axes, parts of an axis, a mesh whose devices are permuted."""
-    assert groups._iota(2, 4, (2, 2, 2), (1, 0, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert groups._cut_iota(2, 4, (2, 2, 2), (1, 0, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert groups._mesh_groups([4, 2], [b"\x08\x00"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert groups._mesh_groups([4, 2], [b"\x08\x00", b"\x08\x01"]) == ((0, 1, 2, 3, 4, 5, 6, 7),)
     part = b"\x08\x00\x12\x04\x08\x02\x10\x04"  # of axis 0, pre_size 2, size 4: the minor digit of eight
@@ -233,7 +233,7 @@ def test_a_pad_before_a_reduce_scatter_is_the_compilers_or_written():
     for op_name, shape in (("jit(f)/shard_map/psum_scatter", part), ("", part), ("jit(f)/shard_map/pad", whole)):
         pad = proto.Instruction(2, "pad.1", "pad", whole, operands=(1,), op_name=op_name)
         held = proto.Computation(1, "main", 2, {1: proto.Instruction(1, "x", "parameter", part), 2: pad})
-        assert (_unpadded(held, 2), _unpadded(held, 1)) == (shape, part)
+        assert (_shape_before_padding(held, 2), _shape_before_padding(held, 1)) == (shape, part)
 
 
 def test_taps_of_a_convolution_leave_out_padding_and_holes():
