@@ -126,13 +126,15 @@ def equal(
     points: int,
     effort: Effort,
     values: int | None = None,
+    with_unused: Side | None = None,
 ) -> Evidence:
     """Runs the program on the mesh and the one alone in the same fields, and refuses results that differ.
 
     Errors begin with `where`, those of a difference with `subject`. The first `values` of the results are no gradients;
-    by default none is.
+    by default none is. `with_unused` is the program on the mesh with what no result needs, in which a line is looked
+    for.
     """
-    trial = _Trial(where, subject, names, sides, len(names) if values is None else values)
+    trial = _Trial(where, subject, names, sides, len(names) if values is None else values, with_unused)
     # Real values may overflow, or be no numbers, in a branch that is not taken: what that means is decided afterwards.
     with np.errstate(all="ignore"):
         return _run_all(trial, points, effort)
@@ -245,6 +247,7 @@ class _Trial:
 
     Attributes:
         values: how many of the results are no gradients.
+        with_unused: the program on the mesh with what no result needs.
         draws: how many of real inputs there were.
         orders: how many random ones.
         degree: bounds of that of the results, in all draws.
@@ -259,6 +262,7 @@ class _Trial:
     names: Sequence[str]
     sides: tuple[Side, Side]
     values: int
+    with_unused: Side | None = None
     coverage: Coverage = attribute(default_factory=Coverage)
     field: Field = attribute(init=False)  # of the first run
     draws: int = 0
@@ -448,7 +452,11 @@ class _Trial:
         """How and where a result differs; "" in an order behind draws, whose differences say what is not decided."""
         if field.order is not None and self.draws:
             return ""
-        return located(self._runs(field), index, wanted)
+        runs = self._runs(field)
+        if self.with_unused is not None:
+            with suppress(UnsupportedError, RedrawError, TooDeepError, UnknownValueError, HangsError):
+                return located(runs._replace(on_mesh=self.with_unused), index, wanted)
+        return located(runs, index, wanted)
 
     def _runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""
