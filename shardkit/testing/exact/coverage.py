@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from shardkit.testing.exact.crossings import Differences
 from shardkit.testing.exact.numbers.arithmetic import subtract
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.hashing import mix
@@ -90,18 +91,22 @@ class Coverage:
         constants: the logarithms of constants that are compared, but for their signs.
         side: that of the program that runs.
         identifies: whether the differences of numbers are told apart, which takes longer than all else here.
+        differences: those of the run, where they are asked for.
     """
 
     decisions: dict[Any, Decision] = attribute(default_factory=dict)
     constants: set[float] = attribute(default_factory=set)
     side: int = ALONE
     identifies: bool = True
+    differences: Differences | None = None
 
     def note(
         self, field: Field, equation: Any, line: str, truth: np.ndarray, operands: tuple[Exact, Exact], part: str = ""
     ) -> None:
         """What a comparison of floats gave."""
         x, y = operands
+        if self.differences is not None:
+            self.differences.note((self.side, id(equation), part), field, x, y)
         kind = EQUALITY if equation.primitive.name in _EQUALITIES else ORDER
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)

@@ -178,7 +178,9 @@ class Interpreter:
 
     def _compute_known(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """Results of what is known; what follows from comparisons of floats is compared with care."""
-        results = compute_known(equation, operands, self.rank)
+        results = compute_known(equation, operands, self.rank, self.field.seed)
+        if equation.primitive.name == "random_bits":
+            self.field.chances = True
         coverage = self.field.coverage
         if coverage is None or not self._follows_floats(equation, operands):
             return results

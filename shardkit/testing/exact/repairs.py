@@ -24,6 +24,7 @@ from shardkit._jax.primitives import registered
 from shardkit.testing._compare import is_float
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.arithmetic import multiply
+from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.exchanges import Devices
@@ -159,6 +160,7 @@ class _Tools:
             return
         [result] = self.place.results
         yield from self.collectives()
+        yield from self.masks(others)
         if self.name == "axis_index":
             yield from self.indices()
         elif _is_whole(result) and result.dtype.kind == "i":
@@ -270,6 +272,33 @@ class _Tools:
         if not isinstance(x, Exact):
             return np.asarray(x * x.dtype.type(float(ratio)), x.dtype)
         return multiply(self.field, x, self.field.lift(np.full((1,) * len(x.shape), float(ratio))))
+
+    # Masks
+
+    def masks(self, others: Sequence[Any]) -> Iterator[Repair]:
+        """Zero where a mask is false: of what is summed over devices, or of a result."""
+        [result] = self.place.results
+        sends = registered(self.place.equation.primitive.name).kind in ("all_reduce", "reduce_scatter")
+        operand = self.operands[0] if self.operands else result
+        if not isinstance(operand if sends else result, Exact):
+            return
+        for v in others:
+            shape = getattr(v.aval, "shape", None)
+            if getattr(v.aval, "dtype", None) != np.dtype("bool") or shape is None:
+                continue
+            words = f"{self.name} of what is zero where a mask is false"
+            if sends and _fits(shape, operand.shape[self.rank :]):
+                masked = lambda xs, ys, values, v=v: self.again([self.masked(xs[0], values[v])])  # noqa: E731
+                yield Repair(_SUM, words, masked)
+            elif not sends and _fits(shape, result.shape[self.rank :]):
+                masked = lambda xs, ys, values, v=v: [self.masked(ys[0], values[v])]  # noqa: E731
+                yield Repair(_FACTOR, words, masked, behind=True)
+
+    def masked(self, x: Exact, mask: Operand) -> Operand:
+        """x, zero where a mask of its first dims is false."""
+        own = x.shape[self.rank :]
+        mask = mask.reshape(mask.shape + (1,) * (len(own) - (mask.ndim - self.rank)))
+        return where(mask, x, self.field.lift(np.zeros((1,) * len(x.shape), np.float32)))
 
     # Integers
 
@@ -445,6 +474,11 @@ class _Tools:
         """The equation with an operand times another value."""
         factors = (y if isinstance(y, Exact) else self.field.lift(y) for y in (xs[at], other))
         return self.again(_with(xs, at, multiply(self.field, *factors)))
+
+
+def _fits(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    """Whether a mask of a shape says something of the first dims of another."""
+    return bool(shape) and shape == of[: len(shape)]
 
 
 def _alike(a: Any, b: Any) -> bool:

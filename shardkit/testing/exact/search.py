@@ -325,6 +325,8 @@ class Search:
 
     def _confirmed(self, places: Sequence[Call], way: int, sizes: Sequence[int]) -> bool:
         """Whether it is right with other numbers too, of which others are larger."""
+        if self.field.elements:  # with other numbers they would be no special ones
+            return True
         if self._second is None:
             settings: Any = self.field.settings
             field = Field(settings[0], settings[1] + 1, *settings[2:])

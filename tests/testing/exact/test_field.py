@@ -11,7 +11,7 @@ from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
 from shardkit.testing.exact.numbers.constants import simplest
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import SEEDS, Field
 from shardkit.testing.exact.numbers.functions import apply_function, square_root
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.logarithms import exp, find_whole_number, log, to_number
@@ -329,6 +329,39 @@ def test_exps_and_logarithms_keep_their_laws_and_no_other():
             assert find_logarithm(level, pow(4, exponent, q)) == exponent
 
 
+def test_the_bound_is_that_of_the_largest_prime_that_is_compared():
+    field = Field(1, 3)
+    x = draw_input(field, "x", (5,))
+    assert field.variety == PRIMES[-1] - 1
+    # A polynomial of this degree is one at every power: the bound must say so.
+    power = exp(field, x)
+    order = PRIMES[-2]
+    assert all(pow(int(value), order, PRIMES[-1]) == 1 for value in power.number[-1])
+    assert Field(1, 3).chance(Degree(order)) < 1 and field.chance(Degree(order)) == 1
+    assert field.variety == PRIMES[-2] - 1
+    # What a logarithm becomes has no component of the largest prime.
+    to_number(field, log(field, x))
+    assert field.variety == PRIMES[-3] - 1
+    only_logs = Field(1, 3)
+    to_number(only_logs, log(only_logs, draw_input(only_logs, "x", (5,))))
+    assert only_logs.variety == PRIMES[-2] - 1
+
+
+def test_points_that_are_drawn_again_are_more_chances():
+    field = Field(2, 3)
+    often = Degree(1, {1: (1, PRIMES[0] // 16)})  # a divisor that is zero at one in eight draws of two points
+    rare = Degree(1 + PRIMES[0] // 16)
+    assert field.chance(often) == pytest.approx(field.chance(rare) / (1 - 2 * 2 / 16), rel=1e-3)
+    always = Degree(1, {1: (1, PRIMES[0])})
+    assert field.chance(always) == pytest.approx(SEEDS * ((1 + PRIMES[0]) / (PRIMES[-1] - 1)) ** 2)
+
+
+def test_the_square_of_a_root_has_the_degree_of_what_it_is_the_root_of():
+    field = Field(1, 3)
+    tenth = power(field, draw_input(field, "x", (5,)), 10)
+    assert power(field, square_root(field, tenth), 2).degree.total >= 10
+
+
 def test_degrees_bound_the_chance_of_a_wrong_verdict():
     """Too low a bound claims too much."""
     field = Field(1, 3)
@@ -345,9 +378,9 @@ def test_degrees_bound_the_chance_of_a_wrong_verdict():
     cubed = multiply(field, once, multiply(field, once, invert(field, y))).degree
     assert cubed == Degree(3, {1: (2, 10), 2: (1, 5)}) and cubed.to_the(2) == Degree(6, {1: (4, 10), 2: (2, 5)})
     assert once.degree.plus(cubed) == cubed.plus(once.degree) == cubed
-    assert field.chance(cubed) == (3 + 2 * 10 + 5) / PRIMES[0]
-    assert Field(3, 3).chance(cubed) == pytest.approx((28 / PRIMES[0]) ** 3)
-    assert field.chance(Degree(2 * PRIMES[0])) == 1
+    assert field.chance(cubed) == pytest.approx((3 + 2 * 10 + 5) / (PRIMES[-1] - 1), rel=1e-5)
+    assert Field(3, 3).chance(cubed) == pytest.approx((28 / (PRIMES[-1] - 1)) ** 3, rel=1e-5)
+    assert field.chance(Degree(2 * PRIMES[-1])) == 1
     assert exp(field, square).degree == apply_function(field, "f", square).degree == log(field, x).degree == INPUT
     assert (
         exp(field, field.lift(np.float32(2))).degree == CONSTANT

@@ -23,7 +23,7 @@ from shardkit.testing.exact.numbers.constants import LEAST_INFINITE, simplest
 from shardkit.testing.exact.numbers.errors import RedrawError
 from shardkit.testing.exact.numbers.marks import Marks
 from shardkit.testing.exact.numbers.residues import Residues
-from shardkit.testing.exact.numbers.tower import LEVELS
+from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES
 from shardkit.testing.exact.numbers.values import (
     CONSTANT,
     HUGE,
@@ -31,15 +31,20 @@ from shardkit.testing.exact.numbers.values import (
     OUTSIDE,
     TRULY,
     Degree,
+    Element,
     Exact,
     build_facts,
 )
 
 # What real inputs are drawn as, draw by draw; in more draws each input is one of them.
 KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
-# Inputs of which rows, or elements, are equal, or are zero: a division by zero is then the draw's, not the program's,
-# and gradients are not compared, because the derivative of a maximum of equal numbers is a matter of convention.
-PLANTED = ("alike", "repeated", "zero")
+MIXED = "mixed"  # of which each element is one of the kinds
+# Inputs of which rows, or elements, are equal, or are zero, or where a comparison changes: a division by zero is then
+# the draw's, not the program's, and gradients are not compared, because the derivative of a maximum of equal numbers is
+# a matter of convention.
+CROSSED = "crossed"
+PLANTED = ("alike", "repeated", "zero", CROSSED)
+SEEDS = 8  # of which one must have no divisor that is zero by chance
 ROUNDING = {"round", "floor", "ceil", "to an integer"}
 _MOST_KEPT = 64  # elements of a constant that is kept
 
@@ -51,7 +56,8 @@ class Field:
         residues: the primes and the points, with the arithmetic of residues.
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
-        kind: what the inputs of a draw are, one of KINDS or PLANTED, or "narrow"; "" for one of KINDS for each.
+        kind: what the inputs of a draw are, one of KINDS or PLANTED, or MIXED, "narrow"; "" for one of KINDS for each.
+            "crossed wide" and its like say what the elements are that are not put where a comparison changes.
         scale: by what normal inputs are multiplied.
         levels: how many primes of the tower there are, the highest.
         settings: the arguments it was made of.
@@ -61,11 +67,16 @@ class Field:
         deepest: the most primes that exps used up, on the way to what was compared.
         outside: the line where a value was first outside of the domain of a function.
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
+        exps: whether an exp was taken.
+        chances: whether random bits of keys were used, which are others in each draw.
         centres: logarithms of the constants that are compared.
+        inputs: what was drawn, by name.
+        elements: of inputs, what they are to be.
         coverage: what notes which way comparisons went, if any does.
         numbers_of_bits: by the residues of a word that stands for bits, the float: residues, facts and real value.
         degree_of_bits: bounds of the degree of all floats that became bits.
         squares_of_roots: what a square root is of: by its residues, those of its square.
+        degree_of_squares: bounds of the degree of all numbers that a root was taken of.
         grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
         halves: what A^-1 B is, and its degree, for L^-1 B where A is L L^T: by the residues of both factors.
     """
@@ -97,13 +108,18 @@ class Field:
         self.deepest = 0
         self.outside = ""
         self.logs = False
+        self.exps = False
+        self.chances = False
+        self.inputs: dict[str, Exact] = {}
         self.centres: tuple[float, ...] = ()
+        self.elements: tuple[Element, ...] = ()
         self.coverage: Any = None
 
         # Laws between numbers that their residues do not show.
         self.numbers_of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
         self.degree_of_bits = CONSTANT
         self.squares_of_roots: dict[bytes, np.ndarray] = {}
+        self.degree_of_squares = CONSTANT
         self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
         self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
 
@@ -119,7 +135,7 @@ class Field:
     @property
     def planted(self) -> bool:
         """Whether inputs are equal, or zero, by the draw: what is no number then is so for these inputs alone."""
-        return self.order is None and self.kind in PLANTED
+        return self.order is None and self.kind.partition(" ")[0] in PLANTED
 
     @property
     def undefined(self) -> int:
@@ -260,15 +276,29 @@ class Field:
         self._divisions += 1
         return Degree(1, {**degree.inverses, self._divisions: (1, degree.total * elements)})
 
+    @property
+    def variety(self) -> int:
+        """How many values a variable may have, at least, modulo the largest prime that is compared.
+
+        An input is no zero there. An exp is a power of an element of the order of the prime below.
+        """
+        largest = LEVELS - 1 - self.logs
+        return PRIMES[largest - self.exps] - 1
+
     def chance(self, degree: Degree) -> float:
         """A bound of the chance that two different results of this degree agree at all points.
 
         Their difference is a polynomial of inputs, inverses and values of functions. Multiplied by each divisor as
-        often as its inverse may occur in one term, it is one of inputs and values alone, which at one point is zero
-        with a chance of at most its degree over the smallest prime.
+        often as its inverse may occur in one term, it is one of inputs and values alone. All primes are compared, so
+        the largest one bounds how rarely it is zero at one point: its degree over the number of values that a variable
+        may have there. Points at which a divisor is zero are drawn again, which is as rare a zero.
         """
         total = degree.total
+        weights = 0
         for power, weight in degree.inverses.values():
             total += power * weight
+            weights += weight
+        agreeing = min(1.0, total / self.variety) ** self.points
         smallest = int(self.residues.moduli[0])
-        return min(1.0, total / smallest) ** self.points
+        redrawn = 2 * self.points * weights / smallest  # all primes together: each is twice the last
+        return min(1.0, agreeing / max(1 - redrawn, 1 / SEEDS))

@@ -77,7 +77,9 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
         facts = build_facts(shape, sign, 0, used, poison=poison)
         real = np.full((1, *shape), math.nan)
         return field.settle(Exact(number, facts, real, degree=INPUT))
-    real = np.asarray(function(*(x.real for x in arguments)))
+    # A sum that cancels may be rounded to a number below zero, of which there is no root.
+    reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
+    real = np.asarray(function(*reals))
     if field.order is None:
         is_defined = np.isfinite(sum(x.real for x in arguments))[0]
         poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
@@ -105,6 +107,7 @@ def square_root(field: Field, x: Exact) -> Exact:
     for word, square, poison in elements:
         if not poison:
             field.squares_of_roots[word.tobytes()] = square
+    field.degree_of_squares = field.degree_of_squares.plus(x.degree)
     return root
 
 
@@ -123,7 +126,7 @@ def find_squares(field: Field, x: Exact) -> Exact | None:
     number = np.stack(squares, 1).reshape(x.number.shape)
     infinite = np.where(x.is_truly_infinite, TRULY, 0)
     facts = build_facts(x.shape, 1, infinite, x.used[0], poison=x.poison)
-    return field.settle(Exact(number, facts, x.real**2, degree=INPUT))
+    return field.settle(Exact(number, facts, x.real**2, degree=field.degree_of_squares))
 
 
 def list_columns(x: np.ndarray) -> np.ndarray:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from shardkit.testing.exact.numbers.assembly import where
-from shardkit.testing.exact.numbers.field import KINDS, Field
+from shardkit.testing.exact.numbers.field import CROSSED, KINDS, MIXED, Field
 from shardkit.testing.exact.numbers.values import INPUT, Exact, build_facts
 
 _WIDTHS = {"wide": 16.0, "narrow": 0.1}
@@ -28,33 +29,52 @@ def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     moduli = field.residues.moduli
     number = rng.integers(1, moduli[:, None], (len(moduli), size), np.uint64)
     number = number.reshape(len(number), *shape)
-    kind = field.kind or KINDS[rng.integers(len(KINDS))]
-    real = _draw_real(field, rng, kind, shape)
+    kind = field.kind.removeprefix(CROSSED).strip()
+    real = _draw_real(field, rng, kind or KINDS[rng.integers(len(KINDS))], (1, *shape))
     x = Exact(number, build_facts(shape), real, degree=INPUT)
     if kind == "alike" and len(shape) and size:
-        return x.move(lambda part: np.broadcast_to(part[:, :1], part.shape))
-    if kind == "zero":
-        return field.lift(np.zeros(shape, np.float32))
-    if kind == "repeated" and size:
-        return _repeat_elements(field, rng, x)
+        x = x.move(lambda part: np.broadcast_to(part[:, :1], part.shape))
+    elif kind == "zero":
+        x = field.lift(np.zeros(shape, np.float32))
+    elif kind == "repeated" and size:
+        x = _repeat_elements(field, rng, x)
+    x = _place_elements(field, name, x)
+    field.inputs[name] = x
     return x
 
 
 def _draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:
-    """float64 [1, ...]."""
-    real = rng.normal(size=(1, *shape)) * field.scale
+    """Real values of a kind."""
+    if kind == MIXED:
+        rows = np.stack([_draw_real(field, rng, other, shape) for other in KINDS])
+        chosen = rng.integers(len(KINDS), size=(1, *shape))
+        return np.asarray(np.take_along_axis(rows, chosen, 0)[0])
+    real = rng.normal(size=shape) * field.scale
     if kind == "positive":
-        return np.exp(real)
+        return np.asarray(np.exp(real))
     if kind == "negative":
-        return -np.exp(real)
+        return np.asarray(-np.exp(real))
     if kind in _WIDTHS:
-        return real * _WIDTHS[kind]
+        return np.asarray(real * _WIDTHS[kind])
     if kind == "unit":
-        return rng.uniform(size=(1, *shape))
+        return rng.uniform(size=shape)
     if kind == "near":  # the constants that are compared with, so that what is between two of them is met
-        centre = rng.choice(_list_compared_constants(field), size=(1, *shape))
-        return centre + 0.3 * np.maximum(np.abs(centre), 1) * real
-    return real
+        centre = rng.choice(_list_compared_constants(field), size=shape)
+        return np.asarray(centre + 0.3 * np.maximum(np.abs(centre), 1) * real)
+    return np.asarray(real)
+
+
+def _place_elements(field: Field, name: str, x: Exact) -> Exact:
+    """An input with the elements that are to be something."""
+    elements = [element for element in field.elements if element.name == name]
+    if not elements:
+        return x
+    number = x.number.reshape(len(x.number), -1).copy()
+    real = x.real.reshape(1, -1).copy()
+    for element in elements:
+        number[:, element.place] = element.number
+        real[:, element.place] = element.real
+    return replace(x, number=number.reshape(x.number.shape), real=real.reshape(x.real.shape))
 
 
 def _repeat_elements(field: Field, rng: np.random.Generator, x: Exact) -> Exact:

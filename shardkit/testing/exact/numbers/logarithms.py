@@ -39,6 +39,7 @@ _LARGEST_WHOLE = 64  # multiples of a logarithm up to which it stays one
 
 def exp(field: Field, x: Exact) -> Exact:
     """exp, one prime higher; 0 where x is minus infinity."""
+    field.exps = True
     number = field.residues.exp(x.number)
     used = x.used[0] + 1
     degree = CONSTANT

@@ -28,6 +28,7 @@ from shardkit.testing.exact.numbers.tower import PRIMES
 from shardkit.testing.exact.numbers.values import HUGE, OUTSIDE, TRULY, Exact
 
 _DIGITS = 34  # bits of a real value, by which numbers are put in order
+_SMALLEST = float(np.finfo(np.float64).smallest_subnormal)
 
 
 def find_keys(field: Field, x: Exact) -> np.ndarray:
@@ -54,7 +55,9 @@ def _find_real_keys(field: Field, x: Exact) -> np.ndarray:
     is_number = ~field.is_zero(x) & (x.poison == 0) & ~x.is_truly_infinite
     if (~np.isfinite(real) & is_number).any():
         raise UnknownValueError
-    return _drop_last_digits(real)
+    # What is too small for a float, as a product of exps, still has its sign.
+    is_lost = (real == 0) & (x.sign != 0)
+    return np.where(is_lost, x.sign * _SMALLEST, _drop_last_digits(real))
 
 
 def _drop_last_digits(real: np.ndarray) -> np.ndarray:

@@ -70,6 +70,22 @@ CONSTANT = Degree()
 INPUT = Degree(1)
 
 
+class Element(NamedTuple):
+    """What one element of an input is to be.
+
+    Attributes:
+        name: the name of the input.
+        place: of the element, in row-major order.
+        number: uint64 [components].
+        real: its real value.
+    """
+
+    name: str
+    place: int
+    number: np.ndarray
+    real: float
+
+
 @dataclass(frozen=True, eq=False)
 class Exact:
     """An array of numbers of the field, `number + log(factor)`.

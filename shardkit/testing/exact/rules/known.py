@@ -59,11 +59,15 @@ def to_known(x: Any) -> Known:
     return widen(np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)))
 
 
-def compute_known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
-    """The results of an equation whose operands are all known, for every device."""
+def compute_known(equation: Any, operands: Sequence[Known], rank: int, draw: int = 0) -> list[Known]:
+    """The results of an equation whose operands are all known, for every device, in a draw of that seed."""
     name = equation.primitive.name
     if name in MOVED_OPERANDS and not _is_plain_select(equation, operands):
         return move_known(equation, operands, rank)
+    if name.startswith("random_"):
+        words = apply_random(equation, operands, draw)
+        if words is not None:
+            return [words]
     result = _compute_by_numpy(equation, operands, rank)
     if result is not None:
         return [result]
@@ -103,8 +107,6 @@ def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Kn
     if name == "select_n":
         which, no, yes = _align(operands, rank)
         return np.where(which, yes, no)
-    if name.startswith("random_"):
-        return apply_random(equation, operands)
     if name == "concatenate":
         return join_arrays(operands, rank + params["dimension"], new=False)
     if name == "stack":

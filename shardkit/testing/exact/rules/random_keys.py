@@ -4,7 +4,8 @@ jax's own random numbers are hashes too, by another function that takes longer t
 A program that is right is right for any hash.
 
 Worked example: `random.split(key, 2)` of the word w gives mix(w + 2**32) and mix(w + 2 * 2**32). `random.bits(key)` of
-a key gives mix(w + 2**32), cut to 32 bits.
+a key gives mix(w + 2**32), cut to 32 bits. In further draws of inputs the bits are hashed with the seed of the draw:
+so a comparison of random numbers goes both ways too.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def make_words(data: np.ndarray) -> np.ndarray:
     return word
 
 
-def apply_random(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
-    """The result of a primitive of random keys; None for one that has no meaning here."""
+def apply_random(equation: Any, operands: Sequence[np.ndarray], draw: int) -> np.ndarray | None:
+    """The result of a primitive of random keys, in a draw of that seed; None for one that has no meaning here."""
     name = equation.primitive.name
     x = operands[0]
     if name == "random_seed":
@@ -56,6 +57,8 @@ def apply_random(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | 
         return _hash_places(x, equation.params["shape"])
     if name == "random_bits":
         words = _hash_places(x, equation.params["shape"])
+        if draw:
+            words = mix(words, np.uint64(draw))
         return words.astype(f"uint{equation.params['bit_width']}")
     return None
 
