@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._jax.compat import eval_shape
-from shardkit.collectives._sums import added, typed_zeros
+from shardkit.collectives._sums import add_terms, typed_zeros
 from shardkit.on_device.batch import row
 from shardkit.pipelines.pieces import Given, Piece, Pieces
 from shardkit.pipelines.split_backward import TwoHalves
@@ -93,7 +93,7 @@ class Ops(NamedTuple):
         if not self.train:
             means, last = state.sums.means, (at["forward_stage"] == self.last) & (at["forward_on"] > 0)
             given, last = self._end(at, "head", given, last)
-            means = self._choose(last, lambda: added(means, p.head(self.shared, given, y)), lambda: means, p.head)
+            means = self._choose(last, lambda: add_terms(means, p.head(self.shared, given, y)), lambda: means, p.head)
             state = state._replace(sums=state.sums._replace(means=means))
         return state, y
 
@@ -152,7 +152,7 @@ class Ops(NamedTuple):
 
             def head() -> Any:
                 means, grads, dy = p.head_backward(self.shared, given_head, y, self.scale)
-                return added(sums.means, means), added(sums.shared, grads), self._own(last, dy, received)
+                return add_terms(sums.means, means), add_terms(sums.shared, grads), self._own(last, dy, received)
 
             means, shared, dy = self._choose(heads, head, lambda: (sums.means, sums.shared, received), p.head_backward)
             layers, dx, found = through(sums.layers, given, residuals, dy)
@@ -160,7 +160,7 @@ class Ops(NamedTuple):
 
             def embed() -> Leaves:
                 leaving = self._own(first, dx, [jnp.zeros_like(x) for x in dx])
-                return added(shared, p.embed_backward(self.shared, given_embed, leaving))
+                return add_terms(shared, p.embed_backward(self.shared, given_embed, leaving))
 
             shared = self._choose(embeds, embed, lambda: shared, p.embed_backward)
             return Sums(layers, shared, means), dx, found
@@ -185,7 +185,7 @@ class Ops(NamedTuple):
         out = []
         for total, grad in zip(layers, grads, strict=True):
             here = 0 if total.shape[0] == 1 else chunk
-            new = self.exclusion.update(on, added(total[here], grad), total[here])
+            new = self.exclusion.update(on, add_terms(total[here], grad), total[here])
             out.append(lax.dynamic_update_index_in_dim(total, new, here, 0))
         return out
 

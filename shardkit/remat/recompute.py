@@ -18,7 +18,7 @@ from jax.interpreters import partial_eval
 from shardkit._arguments.checks import quoted
 from shardkit._jax.compat import eval_shape, on_this_mesh
 from shardkit._jax.jaxprs import not_reached
-from shardkit.collectives._sums import DOT, added, wide_zeros
+from shardkit.collectives._sums import DOT, add_terms, wide_zeros
 
 POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -180,7 +180,7 @@ def halves(layer: Traced, policy: Any, microbatches: int, examples: Sequence[Lea
 
         def add(sums: list[Any], each: Any) -> tuple[list[Any], list[Any]]:
             grads, dx = one(*each)
-            return added(sums, grads), dx
+            return add_terms(sums, grads), dx
 
         shapes, _ = eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (residuals, dy)))
         return jax.lax.scan(add, [wide_zeros(g) for g in shapes], (residuals, dy))

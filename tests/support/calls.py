@@ -166,7 +166,6 @@ def builders():
     place = {"chip": "v5e", "batch": 64, "sequence": 128}
     found = planner.estimate(model, planner.Layout(data=8), **place)
     rooms = {"batch": 1, "sequence": 8, "hidden": 8}
-    links = tables.torus_links((2, 2))
     traced = {"fn": lambda x: x + 1, "args": (ones(4),)}
     placed = {"tree": batch, "mesh": mesh, "spec": P("data")}
     return [
@@ -210,7 +209,6 @@ def builders():
         (tables.torus, {"op": "all_gather", "sizes": (2, 2)}),
         (tables.torus_links, {"sizes": (2, 2)}),
         (tables.tree, {"devices": 4}),
-        *((each, {"links": links, "op": "all_gather", "size": 8.0}) for each in (tables.search, tables.least_seconds)),
         (tables.to_mscclpp, {"table": tables.ring("all_gather", 4)}),
         (tables.from_mscclpp, {"text": tables.to_mscclpp(tables.ring("all_gather", 2))}),
         (schedules.Schedule.from_csv, {"text": schedule.to_csv()}),
