@@ -68,7 +68,7 @@ def imports_of(path):
 
 
 def rooms_imported(path):
-    """The room of a file, and the others that it imports; `sk.runtime` has names of jobs, imported at their first use."""
+    """The room of a file, and the others that it imports; `sk.runtime` imports names of jobs at their first use."""
     here = room(path.relative_to(PACKAGE).with_suffix("").parts)
     rooms = {room(name.split(".")[1:]) for name in imports_of(path) if name != "shardkit"}
     if path == PACKAGE / "runtime" / "__init__.py":
