@@ -21,7 +21,7 @@ class Text(NamedTuple):
 
 
 def standard_library() -> Text:
-    """The files of the library on this machine, without tests and installed packages; a hash of the path splits them."""
+    """The files of the library on this machine, without tests and installed packages; a hash of the path splits."""
     root = Path(sysconfig.get_path("stdlib"))
     train, validation = [], []
     for path in sorted(root.rglob("*.py")):
