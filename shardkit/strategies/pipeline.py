@@ -12,7 +12,7 @@ from shardkit._arguments.checks import Axis
 from shardkit._arguments.typed import typed
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.pipelines.pieces import StagedModel
-from shardkit.pipelines.run import Mode, gradient_of, loss_of
+from shardkit.pipelines.run import Mode, build_grad_fn, build_loss
 from shardkit.pipelines.stages import stack_plan
 from shardkit.plans.dim_rules import DimRules
 from shardkit.plans.plan import Plan
@@ -140,7 +140,7 @@ class Pipeline:
         """
         self._check("pipeline.value_and_grad", mode)
         model = StagedModel(embed, stage, head, layer_numbers, "pipeline.value_and_grad")
-        return gradient_of(model, self.schedule, self.stages, mode, recompute, trained)
+        return build_grad_fn(model, self.schedule, self.stages, mode, recompute, trained)
 
     @partial(typed, where="pipeline.loss")
     def loss(
@@ -161,7 +161,7 @@ class Pipeline:
         """
         self._check("pipeline.loss", mode)
         model = StagedModel(embed, stage, head, layer_numbers, "pipeline.loss")
-        return loss_of(model, self.schedule, self.stages, mode)
+        return build_loss(model, self.schedule, self.stages, mode)
 
     def _check(self, where: str, mode: Mode) -> None:
         if self.spread is not None and mode == "branch":
