@@ -16,7 +16,7 @@ from shardkit.on_device.local_step import local_means, noting_whole
 from shardkit.on_device.metrics import metrics_of, returned
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
-from shardkit.pipelines.stages import arranged
+from shardkit.pipelines.stages import fit_plan
 from shardkit.plans.axis_types import auto_mesh, retyped, with_auto_axes
 from shardkit.plans.manual import AsLaidOut, leaving_automatic, manual_axes
 from shardkit.plans.plan import Plan
@@ -108,7 +108,7 @@ def make_eval_step(
     """
     mesh = mesh_in_context("make_eval_step", mesh)
     check_function("make_eval_step", loss_fn)
-    plan = arranged(plan, loss_fn)
+    plan = fit_plan(plan, loss_fn)
     plan.check(mesh)
     policy = precision_of(precision)
     reads = takes_carried(loss_fn)

@@ -13,7 +13,7 @@ from shardkit._arguments.typed import typed
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.pipelines.pieces import StagedModel
 from shardkit.pipelines.run import Mode, build_grad_fn, build_loss
-from shardkit.pipelines.stages import stack_plan
+from shardkit.pipelines.stages import build_stack_plan
 from shardkit.plans.dim_rules import DimRules
 from shardkit.plans.plan import Plan
 from shardkit.schedules import Schedule, Stages
@@ -53,7 +53,7 @@ def pp(axis: Axis) -> Plan:
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2.
     """
-    return stack_plan(Stages(axis))
+    return build_stack_plan(Stages(axis))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """`pp(axis)` with these stages; `chain` joins it with other plans."""
-        return stack_plan(self.stages)
+        return build_stack_plan(self.stages)
 
     @partial(typed, where="pipeline.value_and_grad")
     def value_and_grad(
