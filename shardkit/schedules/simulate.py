@@ -241,7 +241,7 @@ def _bound_makespan(p: int, m: int, v: int, placement: StagePlacement, costs: Co
 
     Worked example: p = 2, m = 4, v = 1, F = I = W = 1, no communication. One microbatch there and back takes 5: F, F, I
     of stage 1, I and W of stage 0. The first device works 4 (1 + 2) = 12 from the begin on, the second as long after
-    the first F, 13. With memory for one microbatch, each is in flight for 5 on the first device, four times in turn: 20.
+    the first F, 13. With memory for one microbatch, each is in flight for 5 on the first device, four in turn: 20.
     """
     forward = costs.of["F"]
     # A backward is whole or in two halves, whichever is less; and so is what the stage before waits for.

@@ -98,8 +98,8 @@ class Actions:
             device 0   0F0 0F1 .   0I0 0W0 .   0I1 0W1
             device 1   .   1F0 1I0 1W0 1F1 1I1 1W1 .
 
-        Then each to its latest, from the end on: 1W0, for which nothing waits, gives way to 1F1, and the first actions
-        wait no longer than they must. The makespan was 10, then 8, and is 7.
+        Then each to its latest, from the end on: 1W0, for which nothing waits, gives way to 1F1, and 0F1 moves next to
+        what follows it. The makespan was 10, then 8, and is 7.
 
             device 0   0F0 .   0F1 0I0 0W0 0I1 0W1
             device 1   .   1F0 1I0 1F1 1I1 1W0 1W1
