@@ -28,7 +28,7 @@ from shardkit import bench
 from shardkit.bench.strategies import partitioned
 from shardkit.cli.doctor import self_test
 from shardkit.models import transformer
-from shardkit.plans.placement import map_layouts
+from shardkit.plans.splits import map_layouts
 
 LARGE = transformer.Config(vocabulary=32_000, layers=20, dim=1024, heads=16, remat=None)  # 346 million parameters
 SMALL = transformer.Config(layers=2, dim=64, heads=4)

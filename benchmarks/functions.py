@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from shardkit.bench import Record, Sample, calibration, interleaved
-from shardkit.bench.measure import recorded
+from shardkit.bench.measure import make_records
 
 
 def measure_functions(
@@ -27,7 +27,7 @@ def measure_functions(
     for results in interleaved({name: partial(_whole, function) for name, function in functions.items()}, rounds):
         samples.append(results)
         calibrations.append(round(calibration(), 1))
-    return recorded(benchmark, row, samples, calibrations, {"mode": "function", "calls": 1}, {})
+    return make_records(benchmark, row, samples, calibrations, {"mode": "function", "calls": 1}, {})
 
 
 def _whole(function: Callable[[], Any]) -> Sample:

@@ -25,8 +25,8 @@ from jax.sharding import AbstractMesh, Mesh
 import shardkit as sk
 from shardkit.models import transformer
 from shardkit.models.transformer import Config, rms_norm
-from shardkit.plans.placement import Leaf, Split
 from shardkit.plans.plan import strategy
+from shardkit.plans.splits import Leaf, Split
 
 MODELS = {
     "tiny": Config(vocabulary=512, layers=2, dim=256, heads=4, kv_heads=2, hidden=512),

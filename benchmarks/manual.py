@@ -25,7 +25,7 @@ from benchmarks.strategies import beside
 from shardkit import bench
 from shardkit.bench.strategies import LAYERS, LEARNING_RATE, cases_of, text
 from shardkit.models import transformer
-from shardkit.plans.placement import map_layouts
+from shardkit.plans.splits import map_layouts
 
 CONSTRAINED = "jit, constraints: fsdp x tp"
 HELD = ("jit: fsdp x tp", CONSTRAINED, "fsdp x tp", "jit: fsdp x rules", "fsdp x rules")

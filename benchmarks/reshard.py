@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         x = sk.shard(jnp.arange(size * size, dtype=jnp.float32).reshape(size, size), mesh, source)
         [move] = sk.reshard_steps(x, source, target, mesh=mesh).leaves
-        both = (move.legs[0].found.held[0] + move.legs[-1].found.held[-1]) * 4
+        both = (move.legs[0].route.shard_sizes[0] + move.legs[-1].route.shard_sizes[-1]) * 4
         each = moves(mesh, source, target)
         records: list[bench.Record] = [
             {"benchmark": "reshard", "row": row, "case": name, "least_bytes": move.least, "shards_bytes": both}

@@ -37,7 +37,7 @@ from shardkit.bench.strategies import (
 from shardkit.layers.attention import dot_attention
 from shardkit.models import transformer
 from shardkit.models.transformer import Axes
-from shardkit.plans.placement import map_layouts
+from shardkit.plans.splits import map_layouts
 
 
 def beside(work: bench.Workload, mesh: Mesh) -> dict[str, Callable[[], bench.Case]]:

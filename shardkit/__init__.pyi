@@ -5,7 +5,7 @@ from shardkit.meshes.mesh import make_mesh as make_mesh
 from shardkit.meshes.mesh import abstract_mesh as abstract_mesh
 from shardkit.meshes.mesh import make_hybrid_mesh as make_hybrid_mesh
 from shardkit.meshes.simulated import simulate_devices as simulate_devices
-from shardkit.strategies.config import DistributedConfig as DistributedConfig
+from shardkit.runtime.cluster.config import DistributedConfig as DistributedConfig
 from shardkit.meshes.inspection import describe as describe
 
 # layouts
@@ -23,12 +23,12 @@ from shardkit.steps.evaluate import make_eval_step as make_eval_step
 from shardkit.steps.diloco import diloco as diloco
 from shardkit.on_device.gradient import value_and_grad as value_and_grad
 from shardkit.on_device.gradient import GradFn as GradFn
-from shardkit.on_device.gradient import Mean as Mean
+from shardkit.on_device.means import Mean as Mean
 from shardkit.on_device.precision import Precision as Precision
 from shardkit.steps.state import TrainState as TrainState
 from shardkit.steps.builder import TrainStep as TrainStep
 from shardkit.steps.step import NonFiniteError as NonFiniteError
-from shardkit.on_device.feedback import init_residuals as init_residuals
+from shardkit.on_device.residuals import init_residuals as init_residuals
 from shardkit.plans.storage import unpadded as unpadded
 
 # plans
@@ -39,12 +39,12 @@ from shardkit.strategies.zero import fsdp as fsdp
 from shardkit.strategies.tensor import tp as tp
 from shardkit.strategies.context import cp as cp
 from shardkit.strategies.expert import ep as ep
-from shardkit.strategies.muon import muon as muon
+from shardkit.optimizers.muon import muon as muon
 from shardkit.strategies.pipeline import pp as pp
 from shardkit.plans.plan import chain as chain
 from shardkit.plans.plan import strategy as strategy
 from shardkit.plans.plan import Plan as Plan
-from shardkit.plans.placement import Split as Split
+from shardkit.plans.splits import Split as Split
 
 # pipelines
 from shardkit.strategies.pipeline import pipeline as pipeline

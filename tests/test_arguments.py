@@ -16,7 +16,7 @@ from shardkit import planner, runtime
 from shardkit._arguments.typed import typed
 from shardkit.cli import train
 from shardkit.on_device.precision import precision_of
-from shardkit.strategies.config import DistributedConfig
+from shardkit.runtime.cluster.config import DistributedConfig
 from support.refusals import type_error, value_error
 
 pytestmark = pytest.mark.check

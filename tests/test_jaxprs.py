@@ -160,6 +160,6 @@ def test_a_primitive_of_ones_own_is_one_row(monkeypatch):
     emulated = emulate(swap, {"data": 4}, P("data"), P("data"))
     np.testing.assert_array_equal(emulated(x), x.reshape(4, 4).T.ravel())
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.vdot(emulated(x), w))(x), w.reshape(4, 4).T.ravel())
-    assert differences.written(SimpleNamespace(op_name="jit(step)/swap"))
+    assert differences.is_written(SimpleNamespace(op_name="jit(step)/swap"))
     compiled = proto.Instruction(id=1, opcode="swap-start")
     assert collectives.Pairs(None).collective_of(None, compiled).kind == "all_to_all"

@@ -130,8 +130,8 @@ def test_formulas_become_mathml():
 def test_the_help_of_every_command_is_shown():
     """As it is printed, whatever terminal builds the manual."""
     made = dict(commands.helps())
-    assert {"train", "launch", "aot", "bench comm", "bench plot"} <= set(made)
-    assert "--verify" in made["train"] and "usage: shardkit bench comm" in made["bench comm"]
+    assert {"launch", "aot", "bench comm", "bench compare"} <= set(made)
+    assert "--topology" in made["aot"] and "usage: shardkit bench comm" in made["bench comm"]
     assert max(len(line) for text in made.values() for line in text.splitlines()) <= 84
     one_page = (ROOT / "docs" / "one_page.md").read_text().partition("## The command")[2]
     assert [name for name in made if not re.search(rf"[` ]{name.split()[-1]}[` ]", one_page)] == []

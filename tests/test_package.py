@@ -33,14 +33,13 @@ FLOORS = [
     ["remat"],
     ["layers"],
     ["pipelines"],
-    ["strategies"],
+    ["strategies", "optimizers"],
     ["analysis/jaxpr"],
     ["analysis/rules"],
     ["steps"],
     ["resharding"],
     ["analysis/hlo"],
     ["analysis/compiled_rules"],
-    ["analysis/profiling"],
     ["analysis"],
     ["testing"],
     ["models", "viz", "runtime/channel"],
@@ -212,7 +211,7 @@ def test_one_class_name_has_one_meaning_and_no_error_is_known_by_its_words():
     twins = {name for name in names if names.count(name) > 1 and not name.startswith("_")}
     assert twins == {"Options"}, "of which each command has its own"
     reads = re.compile(r"str\(error\)\.startswith|\" (not )?in str\(error\)|error\.args")
-    assert [path.name for path in modules() if reads.search(path.read_text())] == ["profile.py"], "jax has only words"
+    assert [path.name for path in modules() if reads.search(path.read_text())] == []
 
 
 def test_no_two_files_import_each_other():

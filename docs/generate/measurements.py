@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,55 @@ def shown(text: str, root: Path) -> str:
 
 def pictures(root: Path) -> Iterator[tuple[str, bytes]]:
     """Name and SVG of each picture that the pages of docs/benchmarks ask for."""
-    from shardkit import bench, viz
+    from shardkit import bench
 
     text = "".join(page.read_text() for page in sorted((root / "docs" / "benchmarks").glob("*.md")))
     for name, key, value, _ in PLOT.findall(text):
         records = [each for each in bench.read(root / FOLDER / f"{name}.jsonl") if not key or each[key] == value]
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"{name}.svg"
-            viz.results(records, file)
-            yield f"{name}.svg", file.read_bytes()
+        yield f"{name}.svg", picture(records).encode()
+
+
+def picture(records: Sequence[Mapping[str, Any]]) -> str:
+    """The bandwidth and latency of collectives against their size, or ratios to a baseline as bars, as SVG."""
+    from shardkit.viz.style import blank, look, svg_of
+
+    with look():
+        if any("busbw_GBps" in record for record in records):
+            figure = blank(9, 3)
+            _draw_sizes(figure.subplots(1, 2), records)
+        else:
+            rows = list(dict.fromkeys(record["row"] for record in records))
+            figure = blank(7, 0.3 * len(records) + 0.7 * len(rows))
+            _draw_ratios(figure.subplots(len(rows), 1, squeeze=False)[:, 0], rows, records)
+        figure.tight_layout()
+        return svg_of(figure)
+
+
+def _draw_sizes(plots: Any, records: Sequence[Mapping[str, Any]]) -> None:
+    """A line for each implementation: bus bandwidth, and the time of small sizes, which is mostly latency."""
+    keys = (("bus bandwidth, GB/s", "busbw_GBps", math.inf), ("time, us", "wall_us_median", 2**16))
+    for axes, (title, key, largest) in zip(plots, keys, strict=True):
+        for impl in dict.fromkeys(record["impl"] for record in records):
+            chosen = [each for each in records if each["impl"] == impl and each["size"] <= largest]
+            axes.loglog([each["size"] for each in chosen], [each[key] for each in chosen], "o-", base=2, label=impl)
+        axes.set(title=title, xlabel="bytes")
+        axes.grid()
+        axes.legend()
+
+
+def _draw_ratios(plots: Any, rows: Sequence[str], records: Sequence[Mapping[str, Any]]) -> None:
+    """A plot for each row: two bars for each case, with a line at the baseline."""
+    for axes, row in zip(plots, rows, strict=True):
+        cases = [record for record in records if record["row"] == row]
+        for clock, shift in (("cpu", -0.2), ("wall", 0.2)):
+            places = [number + shift for number in range(len(cases))]
+            bars = axes.barh(places, [case[f"{clock}_ratio_median"] for case in cases], 0.4, label=f"{clock} time")
+            axes.bar_label(bars, fmt=" %.2f", fontsize=5)
+        axes.set_yticks(range(len(cases)), [case["case"] for case in cases])
+        axes.axvline(1, color="0.5", linewidth=0.8)
+        axes.set_title(f"{row}: over {cases[0]['baseline']}")
+        axes.invert_yaxis()
+        axes.legend()
 
 
 def table(results: Path) -> str:

@@ -46,9 +46,9 @@ INSIDE = {
 }
 # Groups of the names of `sk`, a page each, by the files that define them.
 GROUPS = {
-    "meshes and layouts": ("meshes", "strategies.config", "resharding"),
+    "meshes and layouts": ("meshes", "runtime.cluster.config", "resharding"),
     "train steps and keys": ("meshes.rng", "steps", "on_device", "plans.storage"),
-    "plans": ("strategies", "plans", "remat"),
+    "plans": ("strategies", "optimizers", "plans", "remat"),
     "pipelines": ("strategies.pipeline", "on_device.pipelines", "pipelines"),
     "collectives": ("collectives",),
     "reading programs": ("analysis",),

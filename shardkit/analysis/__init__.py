@@ -1,7 +1,7 @@
 """What a program communicates, read from the program itself.
 
-`jaxpr/` reads the traced program, `hlo/` the compiled one, `profiling/` a run; `judge.py` holds any function against
-the rules in `rules/` and `compiled_rules/`, and `contracts.py` against the collectives that it should run. Start with
+`jaxpr/` reads the traced program, `hlo/` the compiled one; `judge.py` holds any function against the rules in
+`rules/` and `compiled_rules/`, and `contracts.py` against the collectives that it should run. Start with
 `jaxpr/census.py`.
 Imports cost, meshes and on_device; steps
 imports its readers of traced programs and their rules.
@@ -14,8 +14,6 @@ from shardkit.analysis.jaxpr.census import Census, CensusRow, census
 from shardkit.analysis.jaxpr.explain import Explanation, Reason, explain
 from shardkit.analysis.jaxpr.foreign import sends
 from shardkit.analysis.judge import RULES, Audit, audit, lint
-from shardkit.analysis.profiling.profile import profile, trace
-from shardkit.analysis.profiling.timings import Profile, Timing
 from shardkit.analysis.rules import Finding, Rule
 
 __all__ = [
@@ -27,10 +25,8 @@ __all__ = [
     "Compiled",
     "Explanation",
     "Finding",
-    "Profile",
     "Reason",
     "Rule",
-    "Timing",
     "aot",
     "audit",
     "census",
@@ -39,7 +35,5 @@ __all__ = [
     "expects",
     "explain",
     "lint",
-    "profile",
     "sends",
-    "trace",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -26,8 +27,10 @@ class Collective(NamedTuple):
 
     def __str__(self) -> str:
         times = "at least one" if self.times is None else f"{self.times} x"
-        sent = "" if self.sent is None else f", {float(self.sent):,.0f} bytes sent"
-        return f"{times} {self.kind} over {quoted(self.axes)}{sent}"
+        text = f"{times} {self.kind} over {quoted(self.axes)}"
+        if self.sent is None:
+            return text
+        return f"{text}, {float(self.sent):,.0f} bytes sent"
 
 
 @typed
@@ -92,15 +95,14 @@ class expects:
                     f"expects: each row must be a collective; got {row!r}. Pass for example "
                     "sk.collective('all_reduce', 'data')."
                 )
-        keys = [(row.kind, row.axes) for row in rows]
-        for key in keys:
-            if keys.count(key) > 1:
+        keys = Counter((row.kind, row.axes) for row in rows)
+        for (kind, axes), count in keys.items():
+            if count > 1:
                 raise ValueError(
-                    f"expects: a kind over the same axes must have one row; got two for {key[0]} over "
-                    f"{quoted(key[1])}. Add them up."
+                    f"expects: a kind over the same axes must have one row; got two for {kind} over {quoted(axes)}. "
+                    "Add them up."
                 )
-        each = sums.values() if isinstance(sums, Mapping) else () if sums is None else (sums,)
-        for dtype in each:
+        for dtype in _list_dtypes(sums):
             if not DTYPE.test(dtype) or not jnp.issubdtype(dtype, jnp.floating):
                 raise TypeError(
                     f"expects: sums must be a dtype of floats, or a dict of them by axis; got {short(sums)}. Pass for "
@@ -112,16 +114,21 @@ class expects:
 
     def check(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
         """Traces one call of `fn`, compares its collectives with the expected ones and returns the census."""
+        __tracebackhide__ = True
         self._checked = True
-        found = census(fn, *args, **kwargs)
-        wrong = differences(found.rows, self.rows) if self.rows or self.sums is None else []
+        actual = census(fn, *args, **kwargs)
+        lines = []
+        if self.rows or self.sums is None:
+            lines += differences(actual.rows, self.rows)
         if isinstance(self.sums, Mapping):
-            idle = [axis for axis in self.sums if not found.select(axis=axis)]
-            wrong += [f"- expected sums over {axis!r}; nothing is sent over it" for axis in idle]
-        wrong += narrow_sums(found.rows, self.sums) if self.sums is not None else []
-        if wrong:
-            raise AssertionError("the program does not communicate as expected:\n" + "\n".join(wrong))
-        return found
+            for axis in self.sums:
+                if not actual.select(axis=axis):
+                    lines.append(f"- expected sums over {axis!r}; nothing is sent over it")
+        if self.sums is not None:
+            lines += narrow_sums(actual.rows, self.sums)
+        if lines:
+            raise AssertionError("\n".join(["the program does not communicate as expected:", *lines]))
+        return actual
 
     def check_compiled(self, program: Any, *args: Any, **kwargs: Any) -> tuple[CompiledRow, ...]:
         """Compares a compiled program with the expected collectives and returns its collectives.
@@ -135,6 +142,7 @@ class expects:
             AssertionError: the compiled program runs other collectives; the message lists every difference, and what
                 the compiler added, merged, dropped or changed.
         """
+        __tracebackhide__ = True
         self._checked = True
         if self.sums is not None:
             raise ValueError(
@@ -146,15 +154,18 @@ class expects:
                 f"expects: check_compiled takes a function, or a Report of aot.compile; got {short(program)}. Pass the "
                 "step, and its arguments."
             )
-        made = compiled(program, *args, **kwargs) if callable(program) else program
-        wrong = differences(made.rows, self.rows)
-        if wrong:
-            changes = [f"- {line}" for line in made.differences()]
-            by_compiler = ["what the compiler changed:", *changes] if changes else ["the compiler changed nothing"]
-            lines = ["the compiled program does not communicate as expected:", *wrong, *by_compiler]
-            raise AssertionError("\n".join(lines))
-        rows: tuple[CompiledRow, ...] = made.rows
-        return rows
+        report = compiled(program, *args, **kwargs) if callable(program) else program
+        rows: tuple[CompiledRow, ...] = report.rows
+        lines = differences(rows, self.rows)
+        if not lines:
+            return rows
+        changes = [f"- {line}" for line in report.differences()]
+        if changes:
+            changes.insert(0, "what the compiler changed:")
+        else:
+            changes.append("the compiler changed nothing")
+        heading = "the compiled program does not communicate as expected:"
+        raise AssertionError("\n".join([heading, *lines, *changes]))
 
     def __enter__(self) -> Callable[..., Census]:
         self._checked = False
@@ -167,64 +178,84 @@ class expects:
             )
 
 
-def differences(found: Sequence[CensusRow | CompiledRow], expected: tuple[Collective, ...]) -> list[str]:
+def _list_dtypes(sums: Any) -> list[Any]:
+    """The dtypes that `sums` of `expects` names."""
+    if sums is None:
+        return []
+    if isinstance(sums, Mapping):
+        return list(sums.values())
+    return [sums]
+
+
+def differences(rows: Sequence[CensusRow | CompiledRow], expected: Sequence[Collective]) -> list[str]:
     """The differences between a program's collectives and the expected ones, one line each, with source lines."""
     groups: dict[tuple[str, tuple[str, ...]], list[CensusRow | CompiledRow]] = {}
-    for row in found:
+    for row in rows:
         groups.setdefault((row.kind, tuple(sorted(row.axes))), []).append(row)
-    wrong = []
-    for want in expected:
-        rows = groups.pop((want.kind, want.axes), [])
-        got = _together(want.kind, want.axes, rows)
-        if not rows and want.times != 0:
-            wrong.append(f"- expected {want}; there is none")
-        elif want.times not in (None, got.times) or want.sent not in (None, got.sent):
-            shown = got if want.sent is not None else got._replace(sent=None)
-            wrong.append(f"- expected {want}; found {shown}{_places(rows)}")
-    for (kind, axes), rows in sorted(groups.items()):
-        wrong.append(f"- not expected: {_together(kind, axes, rows)}{_places(rows)}")
-    return wrong
+    lines = []
+    for contract in expected:
+        group = groups.pop((contract.kind, contract.axes), [])
+        actual = _add_up(contract.kind, contract.axes, group)
+        if not group and contract.times != 0:
+            lines.append(f"- expected {contract}; there is none")
+        elif contract.times not in (None, actual.times) or contract.sent not in (None, actual.sent):
+            if contract.sent is None:
+                actual = actual._replace(sent=None)
+            lines.append(f"- expected {contract}; found {actual}{_list_places(group)}")
+    for (kind, axes), group in sorted(groups.items()):
+        lines.append(f"- not expected: {_add_up(kind, axes, group)}{_list_places(group)}")
+    return lines
 
 
-def narrow_sums(found: Sequence[CensusRow], asked: Any) -> list[str]:
-    """The sums of floats in a dtype that is narrower than what is asked for, one line each, with source lines.
+def narrow_sums(rows: Sequence[CensusRow], expected: Any) -> list[str]:
+    """The sums of floats in a dtype that is narrower than expected, one line each, with source lines.
 
-    `asked` is a dtype, or a dtype for each axis by name.
+    `expected` is a dtype, or a dtype for each axis by name.
     """
     groups: dict[tuple[str, tuple[str, ...], str, str], list[CensusRow]] = {}
-    for row in found:
-        for dtype in _asked_for(row, asked):
+    for row in rows:
+        for dtype in _expected_dtypes(row, expected):
             if not at_least_as_wide(row.sums, dtype):
                 groups.setdefault((str(jnp.dtype(dtype)), row.axes, row.kind, row.sums), []).append(row)
                 break
-    return [
-        f"- expected sums in {dtype}; {kind} over {quoted(axes)} adds in {sums}{_places(rows)}"
-        for (dtype, axes, kind, sums), rows in groups.items()
-    ]
+    lines = []
+    for (dtype, axes, kind, sums), group in groups.items():
+        line = f"- expected sums in {dtype}; {kind} over {quoted(axes)} adds in {sums}"
+        lines.append(line + _list_places(group))
+    return lines
 
 
-def _asked_for(row: CensusRow, asked: Any) -> list[Any]:
+def _expected_dtypes(row: CensusRow, expected: Any) -> list[Any]:
     """The dtypes that are asked of what a row adds; none where one device adds nothing."""
     if row.n == 1 or not row.sums:
         return []
-    return [asked[axis] for axis in row.axes if axis in asked] if isinstance(asked, Mapping) else [asked]
+    if isinstance(expected, Mapping):
+        return [expected[axis] for axis in row.axes if axis in expected]
+    return [expected]
 
 
-def at_least_as_wide(sums: str, asked: Any) -> bool:
+def at_least_as_wide(sums: str, expected: Any) -> bool:
     """Whether a sum in this dtype loses no more than one in the other; integers are added exactly."""
     if not jnp.issubdtype(sums, jnp.inexact):
         return True
-    return jnp.dtype(sums) == jnp.dtype(asked) or jnp.finfo(sums).bits > jnp.finfo(asked).bits
+    return jnp.dtype(sums) == jnp.dtype(expected) or jnp.finfo(sums).bits > jnp.finfo(expected).bits
 
 
-def _together(kind: str, axes: tuple[str, ...], rows: Sequence[CensusRow | CompiledRow]) -> Collective:
-    return Collective(kind, axes, sum(row.times for row in rows), sum((row.total for row in rows), Fraction(0)))
+def _add_up(kind: str, axes: tuple[str, ...], rows: Sequence[CensusRow | CompiledRow]) -> Collective:
+    """One row for several call sites."""
+    times = sum(row.times for row in rows)
+    sent = sum((row.total for row in rows), Fraction(0))
+    return Collective(kind, axes, times, sent)
 
 
-def _places(rows: Sequence[CensusRow | CompiledRow]) -> str:
-    places: dict[str, int | None] = {}
+def _list_places(rows: Sequence[CensusRow | CompiledRow]) -> str:
+    """The lines of rows, each on a line of its own with the number of executions; "?" where it is not known."""
+    counts: dict[str, int | None] = {}
     for row in rows:
         source = row.source if isinstance(row, CensusRow) else row.place
-        before = places.get(source, 0)
-        places[source] = None if row.count is None or before is None else before + row.count
-    return "".join(f"\n    {'?' if count is None else count} x at {source}" for source, count in places.items())
+        before = counts.get(source, 0)
+        counts[source] = None if row.count is None or before is None else before + row.count
+    text = ""
+    for source, count in counts.items():
+        text += f"\n    {'?' if count is None else count} x at {source}"
+    return text

@@ -74,16 +74,26 @@ class Audit:
 
     def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
         """Bytes sent per device and call: as compiled, or as written if it was only traced."""
-        rows = (r for r in self._sent() if axis in (None, *r.axes) and kind in (None, r.kind))
-        return sum((r.total for r in rows), Fraction(0))
+        total = Fraction(0)
+        for row in self._sending_rows():
+            if axis in (None, *row.axes) and kind in (None, row.kind):
+                total += row.total
+        return total
 
     def to_json(self) -> str:
         """Everything in the audit; `from_json` reads it back."""
-        data = asdict(self) | {"format": FORMAT, "findings": [each._asdict() for each in self.findings]}
-        data |= {"rows": [plain_row(r) for r in self.rows], "census": [plain_row(r) for r in self.census.rows]}
-        held = {"held": self.memory.held, "temp": self.memory.temp} if self.memory else {}
-        derived = held | {"sent": float(self.sent())}
-        return json.dumps(data | {"derived": derived}, indent=1)
+        data = asdict(self)
+        data["format"] = FORMAT
+        data["findings"] = [finding._asdict() for finding in self.findings]
+        data["rows"] = [plain_row(row) for row in self.rows]
+        data["census"] = [plain_row(row) for row in self.census.rows]
+        derived: dict[str, float] = {}
+        if self.memory:
+            derived["held"] = self.memory.held
+            derived["temp"] = self.memory.temp
+        derived["sent"] = float(self.sent())
+        data["derived"] = derived
+        return json.dumps(data, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Audit:
@@ -94,15 +104,18 @@ class Audit:
         """
         data: dict[str, Any] = json.loads(text)
         data.pop("derived")
-        if (found := data.pop("format")) != FORMAT:
+        version = data.pop("format")
+        if version != FORMAT:
             raise OtherFormatError(
-                f"audit: the snapshot must have format {FORMAT}; got {found}. Write it again with this version."
+                f"audit: the snapshot must have format {FORMAT}; got {version}. Write it again with this version."
             )
-        data["memory"] = data["memory"] and Memory(**data["memory"])
-        data["census"] = Census(tuple(CensusRow(**read_row(r)) for r in data["census"]))
-        data["rows"] = tuple(CompiledRow(**read_row(r)) for r in data["rows"])
-        data["findings"] = tuple(Finding(**f) for f in data["findings"])
-        return Audit(**data | {"skipped": tuple(data["skipped"])})
+        if data["memory"] is not None:
+            data["memory"] = Memory(**data["memory"])
+        data["census"] = Census(tuple(CensusRow(**read_row(row)) for row in data["census"]))
+        data["rows"] = tuple(CompiledRow(**read_row(row)) for row in data["rows"])
+        data["findings"] = tuple(Finding(**finding) for finding in data["findings"])
+        data["skipped"] = tuple(data["skipped"])
+        return Audit(**data)
 
     def compare(self, before: Audit, growth: float = GROWTH) -> list[str]:
         """What is worse than before, one line each: new findings, and bytes that grew by more than a share `growth`.
@@ -114,55 +127,65 @@ class Audit:
                 negative.
         """
         at_least("audit", 0, growth=growth)
-        mine, theirs = ((a.target, sized(a.mesh.items()), a.devices) for a in (self, before))
-        if mine != theirs:
-            named = (f"{_on(devices, target)}, {mesh}" for target, mesh, devices in (theirs, mine))
+        if self._devices() != before._devices():
             raise ValueError(
-                f"audit: the snapshot must be of the same devices; it has {next(named)}, and this run {next(named)}. "
-                "Write a snapshot for each."
+                f"audit: the snapshot must be of the same devices; it has {before._devices()}, and this run "
+                f"{self._devices()}. Write a snapshot for each."
             )
-        known = Counter(map(_place, before.findings))
         lines = []
-        for each in self.findings:
-            known[_place(each)] -= 1
-            if known[_place(each)] < 0:
-                lines.append(f"new: {each}")
-        old = before._bytes()
-        for name, count in self._bytes().items():
-            if count > old.get(name, 0) * (1 + growth) and count - old.get(name, 0) >= SMALL:
-                lines.append(f"{name}: {size(old.get(name, 0))} before, {size(count)} now")
+        remaining = Counter(_identify(finding) for finding in before.findings)
+        for finding in self.findings:
+            remaining[_identify(finding)] -= 1
+            if remaining[_identify(finding)] < 0:
+                lines.append(f"new: {finding}")
+        old_sizes = before._sizes()
+        for name, new in self._sizes().items():
+            old = old_sizes.get(name, Fraction(0))
+            if new > old * (1 + growth) and new - old >= SMALL:
+                lines.append(f"{name}: {size(old)} before, {size(new)} now")
         return lines
 
-    def _sent(self) -> tuple[CensusRow | CompiledRow, ...]:
+    def _devices(self) -> str:
+        """The devices and the mesh, in words."""
+        return f"{_describe_devices(self.devices, self.target)}, {sized(self.mesh.items())}"
+
+    def _sending_rows(self) -> tuple[CensusRow | CompiledRow, ...]:
         return self.rows if self.memory else self.census.rows
 
-    def _bytes(self) -> dict[str, Fraction]:
-        out: dict[str, Fraction] = {}
+    def _sizes(self) -> dict[str, Fraction]:
+        """Bytes per device, by what they are for."""
+        sizes: dict[str, Fraction] = {}
         if self.memory:
-            out = {"held": Fraction(self.memory.held), "temp": Fraction(self.memory.temp)}
-        for row in self._sent():
+            sizes["held"] = Fraction(self.memory.held)
+            sizes["temp"] = Fraction(self.memory.temp)
+        for row in self._sending_rows():
             name = f"sent by {row.kind} over {quoted(row.axes)}"
-            out[name] = out.get(name, Fraction(0)) + row.total
-        return out
+            sizes[name] = sizes.get(name, Fraction(0)) + row.total
+        return sizes
 
     def __str__(self) -> str:
-        versions = ", ".join(f"{k} {v.splitlines()[0]}" for k, v in self.versions.items())
-        lines = [f"{self.step} on {_on(self.devices, self.target)} ({versions})", f"mesh: {sized(self.mesh.items())}"]
+        versions = ", ".join(f"{name} {version.splitlines()[0]}" for name, version in self.versions.items())
+        lines = [f"{self.step} on {_describe_devices(self.devices, self.target)} ({versions})"]
+        lines.append(f"mesh: {sized(self.mesh.items())}")
         if self.memory:
-            lines += [f"held: {size(self.memory.held)} per device", f"temp: {size(self.memory.temp)} per device"]
+            lines.append(f"held: {size(self.memory.held)} per device")
+            lines.append(f"temp: {size(self.memory.temp)} per device")
         lines.append(f"as written:\n{self.census}")
         if self.memory:
             lines.append(f"as compiled:\n{Compiled(self.census, self.rows, self.memory)}")
         lines.append(counted(len(self.findings), "finding") if self.findings else "no findings")
-        lines += [*map(str, self.findings), *(f"not tried: {each}" for each in self.skipped)]
+        lines += [str(finding) for finding in self.findings]
+        lines += [f"not tried: {reason}" for reason in self.skipped]
         return "\n".join(lines)
 
 
-def _on(devices: int, target: str) -> str:
-    return f"{counted(devices, 'device')} {f'of {target}' if target else 'as traced'}"
+def _describe_devices(devices: int, target: str) -> str:
+    kind = f"of {target}" if target else "as traced"
+    return f"{counted(devices, 'device')} {kind}"
 
 
-def _place(finding: Finding) -> tuple[str, str]:
+def _identify(finding: Finding) -> tuple[str, str]:
+    """What stays of a finding when lines move: its rule, file and function."""
     return finding.rule, re.sub(r":\d+", "", finding.source)
 
 
@@ -285,10 +308,11 @@ def check_rules(where: str, ignore: Collection[str]) -> None:
 
 def findings_of(program: TracedProgram, ignore: Collection[str]) -> list[Finding]:
     """What breaks the rules: those on a compiled program, if it is one, then those on a trace."""
-    left_out, reads = set(ignore), ["trace"]
+    ignored = set(ignore)
+    rules = [rule for rule in TRACE_RULES.values() if rule.name not in ignored]
     if isinstance(program, CompiledProgram):
-        left_out, reads = left_out | {"large-replicated"}, ["compiled", "trace"]  # replicated-leaf covers it
-    rules = [rule for each in reads for rule in RULES.values() if rule.reads == each and rule.name not in left_out]
+        ignored.add("large-replicated")  # replicated-leaf covers it
+        rules = [rule for rule in (*COMPILED_RULES.values(), *TRACE_RULES.values()) if rule.name not in ignored]
     return findings(rules, program)
 
 
@@ -296,28 +320,49 @@ def audit_of(program: TracedProgram, ignore: Collection[str], call: bool = True)
     """The audit of a program: every rule on it."""
     name = f"{program.step.name} ({program.step.source})"
     if not isinstance(program, CompiledProgram):
-        mesh, versions = mesh_sizes(program.step.jaxpr, program.step.args), {"jax": jax.__version__}
-        findings, devices = tuple(findings_of(program, ignore)), math.prod(mesh.values())
-        return Audit(name, "", mesh, devices, None, program.census, (), findings, (), versions)
-    why = why_not_called(program) if call else "call is False"
-    twice: list[Finding] = []
-    if not why and "second-compile" not in ignore:
-        try:
-            twice = list(second_call(program))
-        except Exception as error:
-            why = f"the step raises {type(error).__name__} when it is called"
-    found = [*findings_of(program, {*ignore, "second-compile"}), *twice]
-    # pmap has no line of its own here: the step is its function.
-    found = [each._replace(source=program.step.source) if each.rule == "pmap" else each for each in found]
+        mesh = mesh_sizes(program.step.jaxpr, program.step.args)
+        return Audit(
+            step=name,
+            target="",
+            mesh=mesh,
+            devices=math.prod(mesh.values()),
+            memory=None,
+            census=program.census,
+            rows=(),
+            findings=tuple(findings_of(program, ignore)),
+            skipped=(),
+            versions={"jax": jax.__version__},
+        )
+    results = findings_of(program, {*ignore, "second-compile"})
+    skipped: tuple[str, ...] = ()
+    if "second-compile" not in ignore:
+        second_findings, reason = _try_second_call(program, call)
+        results += second_findings
+        if reason:
+            skipped = (f"second-compile: {reason}",)
+    for i, finding in enumerate(results):
+        if finding.rule == "pmap":  # it has no line of its own here: the step is its function
+            results[i] = finding._replace(source=program.step.source)
     return Audit(
-        name,
-        program.target or jax.default_backend(),
-        program.mesh,
-        program.devices,
-        program.memory,
-        program.census,
-        program.rows,
-        tuple(found),
-        (f"second-compile: {why}",) if why and "second-compile" not in ignore else (),
-        dict(program.versions),
+        step=name,
+        target=program.target or jax.default_backend(),
+        mesh=program.mesh,
+        devices=program.devices,
+        memory=program.memory,
+        census=program.census,
+        rows=program.rows,
+        findings=tuple(results),
+        skipped=skipped,
+        versions=dict(program.versions),
     )
+
+
+def _try_second_call(program: CompiledProgram, call: bool) -> tuple[list[Finding], str]:
+    """The findings of the rule `second-compile`, and why it could not be tried ("" if it was)."""
+    reason = why_not_called(program) if call else "call is False"
+    if reason:
+        return [], reason
+    try:
+        return list(second_call(program)), ""
+    except Exception as error:
+        return [], f"the step raises {type(error).__name__} when it is called"

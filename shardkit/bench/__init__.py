@@ -10,7 +10,6 @@ from shardkit.bench.fit import Crossover, Fit, alpha_beta, crossovers, links
 from shardkit.bench.measure import MODES, Case, Sample, interleaved, measure, summarise
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.strategies import Workload, reference, strategies
-from shardkit.bench.trace import ExecutionTrace, execution_trace
 
 __all__ = [
     "FORMAT",
@@ -19,7 +18,6 @@ __all__ = [
     "Change",
     "Comparison",
     "Crossover",
-    "ExecutionTrace",
     "Fit",
     "Record",
     "Sample",
@@ -30,7 +28,6 @@ __all__ = [
     "compare",
     "crossovers",
     "environment",
-    "execution_trace",
     "interleaved",
     "links",
     "measure",

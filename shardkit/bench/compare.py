@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit._arguments import checks
-from shardkit.bench.measure import divided, midmean
+from shardkit.bench.measure import divide_by_round, midmean
 from shardkit.bench.records import Record
 from shardkit.meshes.layout import table
 
@@ -56,19 +56,29 @@ class Comparison(NamedTuple):
     @property
     def regressed(self) -> bool:
         """Whether a case became slower than the threshold allows, or gave wrong elements."""
-        return bool(self.wrong) or any(each.verdict == "slower" for each in self.changes)
+        return bool(self.wrong) or any(change.verdict == "slower" for change in self.changes)
 
     def __str__(self) -> str:
-        rows = [("row", "case", "ratio to", "old", "new", "change", "99 % interval", "verdict")]
-        for c in self.changes:
-            numbers = ("", "", "", "")
-            if not math.isnan(c.change):  # of a case that one run alone has, all numbers are missing
-                numbers = (f"{c.old:.3f}", f"{c.new:.3f}", f"{c.change:+.1%}", f"{c.low:+.1%} to {c.high:+.1%}")
-            where = f"{c.benchmark}: {c.row}" + (f" ({c.mode})" if c.mode else "")
-            rows.append((where, c.case, c.measure, *numbers, c.verdict))
-        slower = sum(c.verdict == "slower" for c in self.changes)
-        last = f"{slower} of {len(self.changes)} slower by more than {self.threshold:.0%}"
-        return "\n".join([table(rows), *(f"wrong elements: {each}" for each in self.wrong), last])
+        lines = [("row", "case", "ratio to", "old", "new", "change", "99 % interval", "verdict")]
+        for change in self.changes:
+            lines.append(_table_line(change))
+        slower = sum(change.verdict == "slower" for change in self.changes)
+        total = f"{slower} of {len(self.changes)} slower by more than {self.threshold:.0%}"
+        wrong = [f"wrong elements: {case}" for case in self.wrong]
+        return "\n".join([table(lines), *wrong, total])
+
+
+def _table_line(change: Change) -> tuple[str, str, str, str, str, str, str, str]:
+    where = f"{change.benchmark}: {change.row}"
+    if change.mode:
+        where += f" ({change.mode})"
+    old = new = relative = interval = ""
+    if not math.isnan(change.change):  # of a case that one run alone has, all numbers are missing
+        old = f"{change.old:.3f}"
+        new = f"{change.new:.3f}"
+        relative = f"{change.change:+.1%}"
+        interval = f"{change.low:+.1%} to {change.high:+.1%}"
+    return where, change.case, change.measure, old, new, relative, interval, change.verdict
 
 
 def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 0.05) -> Comparison:
@@ -95,63 +105,94 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: the percentile interval.
     """
     [threshold] = checks.positive("compare", threshold=threshold)
-    before, after = _pairs(old), _pairs(new)
+    before = _collect_times(old)
+    after = _collect_times(new)
     generator = np.random.default_rng(0)
-    changes = [_change(key, before.get(key), after.get(key), threshold, generator) for key in before | after]
-    wrong = [f"{r['row']}, {r['case']}: {r['wrong']}" for r in new if r.get("wrong")]
+    changes = [_compare_case(key, before.get(key), after.get(key), threshold, generator) for key in before | after]
+    wrong = [f"{record['row']}, {record['case']}: {record['wrong']}" for record in new if record.get("wrong")]
     return Comparison(tuple(changes), threshold, tuple(wrong))
 
 
-def _pairs(records: Sequence[Record]) -> dict[_Key, tuple[str, np.ndarray]]:
-    """By case what its ratio is to, and the times of both in each round."""
-    timed = [r for r in records if "samples" in r]
-    runs: dict[tuple[str, str, str], list[dict[str, Record]]] = {}
-    for record in timed:  # a case that comes again belongs to another run
-        each = runs.setdefault(_key(record)[:3], [])
-        if not each or record["case"] in each[-1]:
-            each.append({})
-        each[-1][record["case"]] = record
-    out: dict[_Key, tuple[str, list[np.ndarray]]] = {}
-    for run in (run for each in runs.values() for run in each):
+class _Times(NamedTuple):
+    """The times of a case and of what its ratio is to, [2, rounds]."""
+
+    measure: str
+    pairs: np.ndarray
+
+
+def _collect_times(records: Sequence[Record]) -> dict[_Key, _Times]:
+    """By case its times in each round and those of what its ratio is to, over all runs in a file."""
+    measures: dict[_Key, str] = {}
+    pairs: dict[_Key, list[np.ndarray]] = {}
+    for run in _separate_runs(records):
         for name, record in run.items():
-            clock = "cpu_us" if record["environment"].get("platform") == "cpu" else "wall_us"
-            of_machine = name == record["baseline"] or record["baseline"] not in run
-            times = {n: r["samples"][clock] for n, r in run.items()}
-            if of_machine:
-                times = {name: times[name], "calibration": record["samples"]["calibration_cpu_us"]}
-            steady = divided(times)
-            what = f"{clock.removesuffix('_us')}, {'calibration' if of_machine else record['baseline']}"
-            both = np.stack([steady[name], steady["calibration" if of_machine else record["baseline"]]])
-            out.setdefault(_key(record), (what, []))[1].append(both)
-    return {key: (what, np.concatenate(each, axis=-1)) for key, (what, each) in out.items()}
+            key = _key(record)
+            times = _read_times(name, record, run)
+            measures.setdefault(key, times.measure)
+            pairs.setdefault(key, []).append(times.pairs)
+    return {key: _Times(measures[key], np.concatenate(parts, axis=-1)) for key, parts in pairs.items()}
+
+
+def _separate_runs(records: Sequence[Record]) -> list[dict[str, Record]]:
+    """The records by run and case: a case that comes again belongs to another run of the same row."""
+    runs: dict[tuple[str, str, str], list[dict[str, Record]]] = {}
+    for record in records:
+        if "samples" not in record:
+            continue
+        benchmark, row, mode, case = _key(record)
+        row_runs = runs.setdefault((benchmark, row, mode), [])
+        if not row_runs or case in row_runs[-1]:
+            row_runs.append({})
+        row_runs[-1][case] = record
+    return [run for row_runs in runs.values() for run in row_runs]
+
+
+def _read_times(name: str, record: Record, run: dict[str, Record]) -> _Times:
+    """The times of one case in one run, beside those of its baseline; of the baseline, beside the calibration loop."""
+    clock = "cpu" if record["environment"].get("platform") == "cpu" else "wall"
+    baseline = record["baseline"]
+    if name == baseline or baseline not in run:
+        baseline = "calibration"
+        times = {name: record["samples"][f"{clock}_us"], baseline: record["samples"]["calibration_cpu_us"]}
+    else:
+        times = {case: other["samples"][f"{clock}_us"] for case, other in run.items()}
+    relative = divide_by_round(times)
+    return _Times(f"{clock}, {baseline}", np.stack([relative[name], relative[baseline]]))
 
 
 def _key(record: Record) -> _Key:
     return record["benchmark"], record["row"], record.get("mode", ""), record["case"]
 
 
-def _change(
-    key: _Key,
-    before: tuple[str, np.ndarray] | None,
-    after: tuple[str, np.ndarray] | None,
-    threshold: float,
-    generator: np.random.Generator,
+def _compare_case(
+    key: _Key, before: _Times | None, after: _Times | None, threshold: float, generator: np.random.Generator
 ) -> Change:
     if before is None or after is None:
-        there = "new" if before is None else "old"
-        none = float("nan")
-        return Change(*key, "", none, none, none, none, none, f"only in {there}")
-    what, (old, new) = after[0], (before[1], after[1])
-    low, high = np.percentile(_resampled(new, generator) / _resampled(old, generator) - 1, _LEVEL)
-    ratios = [float(midmean(own) / midmean(base)) for own, base in (old, new)]
-    change = ratios[1] / ratios[0] - 1
-    slower, faster = change > threshold and low > 0, change < -threshold and high < 0
-    verdict = "slower" if slower else "faster" if faster else "equal"
-    return Change(*key, what, ratios[0], ratios[1], change, float(low), float(high), verdict)
+        file = "new" if before is None else "old"
+        nan = float("nan")
+        return Change(*key, "", nan, nan, nan, nan, nan, f"only in {file}")
+    new_ratios = _resample_ratios(after.pairs, generator)
+    old_ratios = _resample_ratios(before.pairs, generator)
+    low, high = np.percentile(new_ratios / old_ratios - 1, _LEVEL)
+    old = _ratio(before.pairs)
+    new = _ratio(after.pairs)
+    change = new / old - 1
+    verdict = "equal"
+    if change > threshold and low > 0:
+        verdict = "slower"
+    elif change < -threshold and high < 0:
+        verdict = "faster"
+    return Change(*key, after.measure, old, new, change, float(low), float(high), verdict)
 
 
-def _resampled(pair: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def _ratio(pairs: np.ndarray) -> float:
+    case, baseline = pairs
+    return float(midmean(case) / midmean(baseline))
+
+
+def _resample_ratios(pairs: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Ratios of midmeans of rounds that are drawn again, the same rounds for both."""
-    rounds = pair.shape[-1]
-    drawn = generator.integers(rounds, size=(_RESAMPLES, rounds))
-    return midmean(pair[0][drawn]) / midmean(pair[1][drawn])
+    case, baseline = pairs
+    rounds = pairs.shape[-1]
+    numbers = generator.integers(rounds, size=(_RESAMPLES, rounds))
+    return midmean(case[numbers]) / midmean(baseline[numbers])

@@ -20,6 +20,7 @@ from shardkit._arguments import checks
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.records import FORMAT, VERSION, Record
 
+_SHORTEST = 1e-9  # microseconds, in place of a time of 0
 STATISTICS = (("median", 50), ("p10", 10), ("p90", 90), ("p99", 99), ("min", 0), ("max", 100))
 T = TypeVar("T")
 
@@ -68,35 +69,44 @@ def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[st
         >>> sk.bench.summarise(rounds, "a")["b"]["wall_ratio_median"]
         2.0
     """
-    out: dict[str, dict[str, float]] = {}
-    times = {c: {n: [getattr(each[n], f"{c}_us") for each in samples] for n in samples[0]} for c in ("wall", "cpu")}
-    steady = {clock: divided(each) for clock, each in times.items()}
-    for name in samples[0]:
-        out[name] = {}
-        for clock in ("wall", "cpu"):
-            own, base = (np.array(times[clock][each]) for each in (name, baseline))
-            for kind, values in (("us", own), ("ratio", own / np.maximum(base, 1e-9))):
-                for label, q in STATISTICS:
-                    out[name][f"{clock}_{kind}_{label}"] = round(float(np.percentile(values, q)), 4)
-            ratio = midmean(steady[clock][name]) / midmean(steady[clock][baseline])
-            out[name][f"{clock}_ratio"] = round(float(ratio), 4)
-    return out
+    statistics: dict[str, dict[str, float]] = {name: {} for name in samples[0]}
+    for clock in ("wall", "cpu"):
+        times = {}
+        for name in samples[0]:
+            times[name] = np.array([getattr(sample[name], f"{clock}_us") for sample in samples])
+        relative = divide_by_round(times)
+        for name, row in statistics.items():
+            row |= _describe(f"{clock}_us", times[name])
+            row |= _describe(f"{clock}_ratio", times[name] / np.maximum(times[baseline], _SHORTEST))
+            ratio = midmean(relative[name]) / midmean(relative[baseline])
+            row[f"{clock}_ratio"] = round(float(ratio), 4)
+    return statistics
 
 
-def divided(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The times of each case in each round, over the geometric mean of the round."""
-    logs = {name: np.log(np.maximum(np.asarray(each, float), 1e-9)) for name, each in times.items()}
-    mean = np.mean(list(logs.values()), axis=0)
-    return {name: np.exp(each - mean) for name, each in logs.items()}
+def _describe(prefix: str, values: np.ndarray) -> dict[str, float]:
+    """Median, percentiles and extremes of some values, by name."""
+    return {f"{prefix}_{label}": round(float(np.percentile(values, q)), 4) for label, q in STATISTICS}
+
+
+def divide_by_round(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The times of each case in each round, over the geometric mean of the round.
+
+    For example a=[1, 10], b=[4, 40], where the second round fell on a busy moment: the means are 2 and 20, and both
+    rounds give a=0.5, b=2.
+    """
+    logs = {name: np.log(np.maximum(np.asarray(values, float), _SHORTEST)) for name, values in times.items()}
+    round_means = np.mean(list(logs.values()), axis=0)
+    return {name: np.exp(values - round_means) for name, values in logs.items()}
 
 
 def midmean(values: np.ndarray) -> Any:
     """The mean of the middle half, along the last dim."""
-    ordered, n = np.sort(values, axis=-1), np.shape(values)[-1]
+    ordered = np.sort(values, axis=-1)
+    n = ordered.shape[-1]
     return np.mean(ordered[..., n // 4 : n - n // 4], axis=-1)
 
 
-def recorded(
+def make_records(
     benchmark: str,
     row: str,
     samples: Sequence[Mapping[str, Sample]],
@@ -106,9 +116,15 @@ def recorded(
 ) -> list[Record]:
     """The records of a row: for each case what is shared, its statistics, its own fields and its samples."""
     baseline = next(iter(samples[0]))
-    numbers, here = summarise(samples, baseline), environment()
-    return [
-        {
+    statistics = summarise(samples, baseline)
+    where = environment()
+    records = []
+    for name in samples[0]:
+        times: dict[str, list[float]] = {}
+        for field in Sample._fields:
+            times[field] = [round(getattr(sample[name], field), 3) for sample in samples]
+        times["calibration_cpu_us"] = list(calibrations)
+        record = {
             "format": FORMAT,
             "version": VERSION,
             "benchmark": benchmark,
@@ -117,16 +133,13 @@ def recorded(
             "baseline": baseline,
             "rounds": len(samples),
             **shared,
-            **numbers[name],
+            **statistics[name],
             **fields.get(name, {}),
-            "samples": {
-                **{key: [round(getattr(each[name], key), 3) for each in samples] for key in Sample._fields},
-                "calibration_cpu_us": list(calibrations),
-            },
-            "environment": here,
+            "samples": times,
+            "environment": where,
         }
-        for name in samples[0]
-    ]
+        records.append(record)
+    return records
 
 
 MODES = ("inside", "dispatched")
@@ -210,28 +223,30 @@ def measure(
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"measure: cases must have different names; got {names}. Name each of them.")
-    prepare = _inside if mode == "inside" else _dispatched
-    runs = {case.name: _timed(case, prepare(case, calls, donate), calls) for case in cases}
+    make_loop = _loop_inside_jit if mode == "inside" else _loop_of_calls
+    runs = {case.name: _make_timed_run(case, make_loop(case, calls, donate), calls) for case in cases}
     expected = {case.name: case.expected for case in cases if case.expected is not None}
     samples: list[dict[str, Sample]] = []
     calibrations: list[float] = []
-    worst = dict.fromkeys(names, (0.0, 0))
+    largest_error = dict.fromkeys(names, 0.0)
+    most_wrong = dict.fromkeys(names, 0)
     for number, results in enumerate(interleaved(runs, rounds + 1)):
-        known = dict.fromkeys(names, results[names[0]][1]) | expected
+        _, baseline_value = results[names[0]]
         for name, (_, value) in results.items():
-            error, path, wrong = difference(value, known[name], tolerance)
+            error, path, wrong = difference(value, expected.get(name, baseline_value), tolerance)
             if wrong and refuse:
-                raise _wrong(f"{row} ({mode})", name, names[0], name in expected, error, path, tolerance)
-            worst[name] = (max(worst[name][0], error), max(worst[name][1], wrong))
-        if number:  # the first one compiled
+                raise _disagreement(f"{row} ({mode})", name, names[0], name in expected, error, path, tolerance)
+            largest_error[name] = max(largest_error[name], error)
+            most_wrong[name] = max(most_wrong[name], wrong)
+        if number > 0:  # the first round compiled
             samples.append({name: sample for name, (sample, _) in results.items()})
             calibrations.append(round(calibration(), 1))
     shared = {"mode": mode, "calls": calls, "donate": donate, "tolerance_relative": tolerance}
-    own = {
-        name: {"disagreement_relative_max": worst[name][0], "wrong": worst[name][1], **(fields or {}).get(name, {})}
-        for name in names
-    }
-    return recorded(benchmark, row, samples, calibrations, shared, own)
+    fields_by_case: dict[str, dict[str, Any]] = {}
+    for name in names:
+        fields_by_case[name] = {"disagreement_relative_max": largest_error[name], "wrong": most_wrong[name]}
+        fields_by_case[name] |= (fields or {}).get(name, {})
+    return make_records(benchmark, row, samples, calibrations, shared, fields_by_case)
 
 
 def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str, int]:
@@ -241,29 +256,44 @@ def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str
         The largest difference, relative to the largest element of the reference's leaf, infinite where a leaf is
         missing, has another shape, or is not finite; that leaf's path; the number of elements outside of the tolerance.
     """
-    found, known = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (value, reference))
-    if found.keys() != known.keys():
-        return np.inf, "(another tree)", sum(np.size(x) for x in known.values()) or 1
-    errors = [(*_relative(found[path], known[path], tolerance), jax.tree_util.keystr(path)) for path in known]
-    worst = max(errors, default=(0.0, 0, ""), key=lambda each: each[0])
-    return worst[0], worst[2], sum(wrong for _, wrong, _ in errors)
+    leaves = dict(jax.tree_util.tree_leaves_with_path(value))
+    expected_leaves = dict(jax.tree_util.tree_leaves_with_path(reference))
+    if leaves.keys() != expected_leaves.keys():
+        return np.inf, "(another tree)", sum(np.size(x) for x in expected_leaves.values()) or 1
+    largest = 0.0
+    largest_path = ""
+    total_wrong = 0
+    for path, expected in expected_leaves.items():
+        error, wrong = _relative_error(leaves[path], expected, tolerance)
+        total_wrong += wrong
+        if not largest_path or error > largest:
+            largest = error
+            largest_path = jax.tree_util.keystr(path)
+    return largest, largest_path, total_wrong
 
 
-def _inside(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
+def _loop_inside_jit(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
     if case.repeated is not None:
         return case.repeated(calls)
 
     def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
-        shapes = jax.eval_shape(case.step, carry, *args)[1]
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return jax.lax.fori_loop(0, calls, lambda _, both: case.step(both[0], *args), (carry, nothing))
+        _, shapes = jax.eval_shape(case.step, carry, *args)
+        value = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+        def call(_: Any, carry_and_value: tuple[Any, Any]) -> tuple[Any, Any]:
+            carry, _ = carry_and_value
+            return case.step(carry, *args)
+
+        return jax.lax.fori_loop(0, calls, call, (carry, value))
 
     return jax.jit(loop, donate_argnums=(0,) if donate else ())
 
 
-def _dispatched(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
-    jitted = isinstance(case.step, jax.stages.Compiled) or hasattr(case.step, "lower")
-    step = case.step if jitted else jax.jit(case.step, donate_argnums=(0,) if donate else ())
+def _loop_of_calls(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
+    step = case.step
+    is_jitted = isinstance(step, jax.stages.Compiled) or hasattr(step, "lower")
+    if not is_jitted:
+        step = jax.jit(step, donate_argnums=(0,) if donate else ())
 
     def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
         value = None
@@ -274,7 +304,7 @@ def _dispatched(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any
     return loop
 
 
-def _timed(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int) -> Callable[[], tuple[Sample, Any]]:
+def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int) -> Callable[[], tuple[Sample, Any]]:
     shardings = jax.tree.map(lambda x: x.sharding, case.carry)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
 
@@ -282,30 +312,41 @@ def _timed(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int) -> Call
         carry = jax.block_until_ready(copy(case.carry))
         gc.disable()  # as timeit does: a collection would fall on one case by chance
         try:
-            wall, cpu = time.perf_counter(), time.process_time()
-            out = jax.block_until_ready(loop(carry, *case.args))
-            sample = Sample((time.perf_counter() - wall) * 1e6 / calls, (time.process_time() - cpu) * 1e6 / calls)
+            wall_start = time.perf_counter()
+            cpu_start = time.process_time()
+            carry, value = jax.block_until_ready(loop(carry, *case.args))
+            wall = time.perf_counter() - wall_start
+            cpu = time.process_time() - cpu_start
         finally:
             gc.enable()
-        return sample, jax.tree.map(np.asarray, case.checked(*out))
+        sample = Sample(wall * 1e6 / calls, cpu * 1e6 / calls)
+        return sample, jax.tree.map(np.asarray, case.checked(carry, value))
 
     return run
 
 
-def _wrong(row: str, name: str, baseline: str, known: bool, error: float, path: str, tolerance: float) -> ValueError:
-    other = "what is expected" if known else repr(baseline)
+def _disagreement(
+    row: str, name: str, baseline: str, is_expected: bool, error: float, path: str, tolerance: float
+) -> ValueError:
+    """The error for a case that is wrong: by what is expected of it, or by what the baseline returns."""
+    subject = "results" if is_expected else "cases"
+    other = "what is expected" if is_expected else repr(baseline)
+    leaf = f" in leaf {path}" if path else ""
     return ValueError(
-        f"measure: {'results' if known else 'cases'} must agree within {tolerance:.1e} of the largest element; in row "
-        f"{row!r}, {name!r} differs from {other} by {error:.1e}{f' in leaf {path}' if path else ''}. No time is "
-        "reported: make both compute the same, or pass a larger tolerance."
+        f"measure: {subject} must agree within {tolerance:.1e} of the largest element; in row {row!r}, {name!r} "
+        f"differs from {other} by {error:.1e}{leaf}. No time is reported: make both compute the same, or pass a larger "
+        "tolerance."
     )
 
 
-def _relative(value: Any, reference: Any, tolerance: float) -> tuple[float, int]:
-    a, b = (np.asarray(x).astype(np.float64) for x in (value, reference))
-    if a.shape != b.shape or not np.isfinite(b).all():
-        return np.inf, max(1, b.size)
-    errors, size = np.abs(a - b), np.abs(b).max(initial=0)
-    relative = np.where(errors == 0, 0.0, errors / size if size else np.inf)
-    relative = np.where(np.isfinite(a), relative, np.inf)
+def _relative_error(value: Any, reference: Any, tolerance: float) -> tuple[float, int]:
+    """The largest difference of two arrays, and the number of elements outside of the tolerance."""
+    array = np.asarray(value).astype(np.float64)
+    expected = np.asarray(reference).astype(np.float64)
+    if array.shape != expected.shape or not np.isfinite(expected).all():
+        return np.inf, max(1, expected.size)
+    errors = np.abs(array - expected)
+    scale = np.abs(expected).max(initial=0)
+    relative = errors / scale if scale else np.where(errors == 0, 0.0, np.inf)
+    relative = np.where(np.isfinite(array), relative, np.inf)
     return float(relative.max(initial=0)), int((relative > tolerance).sum())

@@ -47,13 +47,16 @@ def read(file: Path | str) -> list[Record]:
         raise ValueError(
             f"bench: {file} must be a file of results; it cannot be read ({why(error)}). Check the path."
         ) from error
-    found = [_parsed(line, number, file) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    records = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            records.append(_parse(line, number, file))
+    if not records:
         raise ValueError(f"bench: {file} must hold at least one result; it has none. Run the benchmark with --json.")
-    return found
+    return records
 
 
-def _parsed(line: str, number: int, file: Path | str) -> Record:
+def _parse(line: str, number: int, file: Path | str) -> Record:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -84,14 +87,17 @@ def write_csv(records: Sequence[Record], file: Path) -> None:
         records: of `measure` or `read`.
         file: the file; what it held is replaced.
     """
-    rows = [
-        {key: value for key, value in record.items() if not isinstance(value, dict | list)}
-        | {f"environment_{key}": value for key, value in record["environment"].items()}
-        for record in records
-    ]
+    rows = []
+    columns: dict[str, None] = {}  # in the order in which records have them
+    for record in records:
+        row = {key: value for key, value in record.items() if not isinstance(value, dict | list)}
+        for key, value in record["environment"].items():
+            row[f"environment_{key}"] = value
+        rows.append(row)
+        columns |= dict.fromkeys(row)
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w", newline="", opener=open_file) as out:
-        writer = csv.DictWriter(out, list(dict.fromkeys(key for row in rows for key in row)))
+        writer = csv.DictWriter(out, list(columns))
         writer.writeheader()
         writer.writerows(rows)
 
@@ -104,7 +110,10 @@ def report(records: Sequence[Record], file: Path | None = None, line: Callable[[
         file: where to append them.
         line: a record as a line of a table.
     """
-    print("\n".join(map(line, records)) if line else "\n" + table(records), flush=True)  # noqa: T201
+    text = "\n" + table(records)
+    if line is not None:
+        text = "\n".join(line(record) for record in records)
+    print(text, flush=True)  # noqa: T201
     if file is not None:
         write(records, file)
 
@@ -115,13 +124,23 @@ def table(records: Sequence[Record]) -> str:
     Args:
         records: of one call of `measure`.
     """
-    columns = (("wall_us", 1), ("cpu_us", 1), ("wall_ratio", 3), ("cpu_ratio", 3))
     lines = [("case", "wall us", "CPU us", "wall ratio", "CPU ratio")]
-    lines += [(r["case"], *(_spread(r, *column) for column in columns)) for r in records]
-    r = records[0]
-    return "\n".join([f"{r['row']} ({r['mode']}, {r['calls']} calls x {r['rounds']} rounds)", layout.table(lines)])
+    for record in records:
+        line = (
+            record["case"],
+            _spread(record, "wall_us", 1),
+            _spread(record, "cpu_us", 1),
+            _spread(record, "wall_ratio", 3),
+            _spread(record, "cpu_ratio", 3),
+        )
+        lines.append(line)
+    first = records[0]
+    heading = f"{first['row']} ({first['mode']}, {first['calls']} calls x {first['rounds']} rounds)"
+    return "\n".join([heading, layout.table(lines)])
 
 
 def _spread(record: Record, key: str, digits: int) -> str:
-    median, low, high = (f"{record[f'{key}_{label}']:.{digits}f}" for label in ("median", "p10", "p90"))
-    return f"{median} [{low}, {high}]"
+    median = record[f"{key}_median"]
+    low = record[f"{key}_p10"]
+    high = record[f"{key}_p90"]
+    return f"{median:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

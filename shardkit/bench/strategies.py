@@ -28,7 +28,7 @@ from shardkit.bench.records import Record
 from shardkit.meshes.layout import table
 from shardkit.models import transformer
 from shardkit.models.transformer import ONE_DEVICE, Axes
-from shardkit.plans.placement import map_layouts
+from shardkit.plans.splits import map_layouts
 
 Loss = Callable[[Any, Any, Any], Any]
 OptimizerName = Literal["adamw", "muon"]

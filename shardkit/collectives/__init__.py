@@ -15,7 +15,6 @@ from shardkit.collectives.permute import broadcast, shift
 from shardkit.collectives.ragged import ragged_all_to_all
 from shardkit.collectives.replicated import assume_replicated
 from shardkit.collectives.shapes import gather_to_one, halo_exchange, prefix_scan
-from shardkit.collectives.tables import search
 
 gloo.mend()  # before any program with a collective can be lowered
 
@@ -43,7 +42,6 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_uneven",
     "ring",
-    "search",
     "shift",
     "tables",
     "unpad_from_axis",

@@ -25,12 +25,15 @@ def wide(dtype: Any) -> Any:
 
 def dot_dtype(*operands: Any) -> Any:
     """The dtype of a complete matmul: the wider of its operands' dtypes."""
-    return max((x.dtype for x in operands), key=lambda dtype: dtype.itemsize)
+    dtypes = [x.dtype for x in operands]
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def typed_zeros(like: Any, *, shape: tuple[int, ...] | None = None, dtype: Any = None) -> jax.Array:
     """Zeros of the shape and dtype of `like`, or of the given ones, that vary over the same axes."""
-    return vary_like(jnp.zeros(like.shape if shape is None else shape, dtype or like.dtype), like)
+    if shape is None:
+        shape = like.shape
+    return vary_like(jnp.zeros(shape, dtype or like.dtype), like)
 
 
 def wide_zeros(x: Any) -> jax.Array:
@@ -38,11 +41,11 @@ def wide_zeros(x: Any) -> jax.Array:
     return typed_zeros(x, dtype=wide(x.dtype))
 
 
-def added(sums: Any, terms: Any) -> Any:
-    """A pytree of sums with further terms, in the dtypes of the sums."""
-    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, terms)
+def add_terms(sums: Any, terms: Any) -> Any:
+    """Adds a pytree of terms to a pytree of sums, in the dtypes of the sums: float32 however wide the terms are."""
+    return jax.tree.map(lambda total, term: total + term.astype(total.dtype), sums, terms)
 
 
-def saved_as_dot(x: jax.Array) -> jax.Array:
-    """Names the value that `remat="dots"` saves instead of the wider matmuls, or partial sums, that it is made of."""
+def save_as_dot(x: jax.Array) -> jax.Array:
+    """Marks the value that `remat="dots"` saves instead of the wider matmuls, or partial sums, that compute it."""
     return checkpoint_name(x, DOT)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, partial
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 
@@ -65,17 +65,30 @@ class Algorithm(NamedTuple):
     def check(self, where: str, argument: str, kernel: str, axes: tuple[str, ...]) -> None:
         """Refuses it for a strategy that uses this kernel over these axes."""
         if getattr(self, kernel) is None:
-            has = [name for name in _KERNELS if getattr(self, name)]
+            kernels = [name for name in _KERNELS if getattr(self, name) is not None]
             raise ValueError(
-                f"{where}: {argument}= must be an Algorithm with {kernel}; got {self}, which has {quoted(has)}. Pass "
-                "for example sk.algorithms.ring()."
+                f"{where}: {argument}= must be an Algorithm with {kernel}; got {self}, which has {quoted(kernels)}. "
+                "Pass for example sk.algorithms.ring()."
             )
-        if self.fits:
+        if self.fits is not None:
             self.fits(where, axes)
 
 
 def _plain_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
-    return {tuple(ways): wire(kernel, sum(elements) * itemsize, math.prod(ways.values())).sent}
+    traffic = wire(kernel, sum(elements) * itemsize, math.prod(ways.values()))
+    return {tuple(ways): traffic.sent}
+
+
+def _padded_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+    """The bytes of plain collectives; each array of an all_reduce is padded to a multiple of the devices."""
+    if kernel == "all_reduce":
+        n = math.prod(ways.values())
+        elements = [_round_up(size, n) for size in elements]
+    return _plain_cost(kernel, elements, itemsize, ways)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 PLAIN = Algorithm("plain", basic.all_gather, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
@@ -99,10 +112,13 @@ def ring(*, bidirectional: bool = False) -> Algorithm:
         >>> print(plan.strategies[0].reduce)
         ring()
     """
-    kernels = (partial(getattr(rings, name), bidirectional=bidirectional) for name in _KERNELS)
-    gather, scatter, reduce = kernels
-    name = f"ring({'bidirectional=True' * bidirectional})"
-    return Algorithm(name, gather, scatter, partial(reduce, replicated=True), cost=_padded_cost)
+    return Algorithm(
+        name="ring(bidirectional=True)" if bidirectional else "ring()",
+        all_gather=partial(rings.all_gather, bidirectional=bidirectional),
+        reduce_scatter=partial(rings.reduce_scatter, bidirectional=bidirectional),
+        all_reduce=partial(rings.all_reduce, bidirectional=bidirectional, replicated=True),
+        cost=_padded_cost,
+    )
 
 
 @typed
@@ -127,33 +143,48 @@ def hierarchical(inner: Axis) -> Algorithm:
         >>> print(plan.strategies[0].reduce)
         hierarchical('model')
     """
-    fast = axis_names("hierarchical", inner)
-    name = f"hierarchical({quoted(fast)})"
+    fast_axes = axis_names("hierarchical", inner)
+    name = f"hierarchical({quoted(fast_axes)})"
 
-    def kernel(kind: str) -> Callable[..., Any]:
+    def make_kernel(kind: str) -> Callable[..., Any]:
+        one_level_kernel = getattr(basic, kind)
+        two_level_kernel = getattr(two_level, kind)
+
         def run(x: Any, axes: tuple[str, ...], **options: Any) -> Any:
-            here, slow = _levels(axes, fast)
-            if not here or not slow:
-                return getattr(basic, kind)(x, axes, **options)
-            return getattr(two_level, kind)(x, here, slow, **options)
+            fast, slow = _split_levels(axes, fast_axes)
+            if not fast or not slow:  # the mesh has one device along all axes of a level
+                return one_level_kernel(x, axes, **options)
+            return two_level_kernel(x, fast, slow, **options)
 
         return run
 
-    gather, scatter, reduce = map(kernel, _KERNELS)
+    return Algorithm(
+        name,
+        all_gather=make_kernel("all_gather"),
+        reduce_scatter=make_kernel("reduce_scatter"),
+        all_reduce=make_kernel("all_reduce"),
+        fits=partial(_check_ends_in, name, fast_axes),
+        cost=partial(_two_level_cost, fast_axes),
+    )
 
-    def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
-        inside, outside = ({axis: ways[axis] for axis in axes} for axes in _levels(tuple(ways), fast))
-        if not inside or not outside:
-            return _plain_cost(kernel, elements, itemsize, ways)
-        n = math.prod(inside.values())
-        if kernel == "all_gather":
-            slow = _plain_cost(kernel, elements, itemsize, outside)
-            return slow | _plain_cost(kernel, [e * math.prod(outside.values()) for e in elements], itemsize, inside)
-        padded = [-(-e // n) * n for e in elements] if kernel == "all_reduce" else elements
-        slow = _plain_cost(kernel, [e // n for e in padded], itemsize, outside)
-        return _plain_cost(kernel, padded, itemsize, inside) | slow
 
-    return Algorithm(name, gather, scatter, reduce, partial(_ends_in, name, fast), cost)
+def _two_level_cost(
+    fast_axes: tuple[str, ...], kernel: str, elements: Sequence[int], itemsize: int, ways: Ways
+) -> Sent:
+    fast, slow = _split_levels(tuple(ways), fast_axes)
+    if not fast or not slow:
+        return _plain_cost(kernel, elements, itemsize, ways)
+    inside = {axis: ways[axis] for axis in fast}
+    outside = {axis: ways[axis] for axis in slow}
+    if kernel == "all_gather":  # over the slow links first, so that the fast ones carry what all machines have
+        machines = math.prod(outside.values())
+        columns = [size * machines for size in elements]
+        return _plain_cost(kernel, elements, itemsize, outside) | _plain_cost(kernel, columns, itemsize, inside)
+    devices = math.prod(inside.values())
+    if kernel == "all_reduce":
+        elements = [_round_up(size, devices) for size in elements]
+    shards = [size // devices for size in elements]
+    return _plain_cost(kernel, elements, itemsize, inside) | _plain_cost(kernel, shards, itemsize, outside)
 
 
 @typed
@@ -178,30 +209,44 @@ def table(build: Callable[[Op, int], SendTable], *, name: str = "own") -> Algori
         >>> print(plan.strategies[0].gather)
         table(bruck)
     """
-    made = cache(build)
+    build_once = cache(build)
 
-    def kernel(kind: Op) -> Callable[..., Any]:
+    def make_kernel(kind: Op) -> Callable[..., Any]:
+        kernel = getattr(basic, kind)
+
         def run(x: Any, axes: tuple[str, ...], **options: Any) -> Any:
-            found = made(kind, axis_size(axes))
-            if not isinstance(found, SendTable):
+            built = build_once(kind, axis_size(axes))
+            if not isinstance(built, SendTable):
                 raise TypeError(
-                    f"table: build must return a SendTable; got {found!r} for {kind!r} over {axis_size(axes)} devices. "
+                    f"table: build must return a SendTable; got {built!r} for {kind!r} over {axis_size(axes)} devices. "
                     "Return for example sk.tables.bruck(op, devices)."
                 )
-            return getattr(basic, kind)(x, axes, table=found, **options)
+            return kernel(x, axes, table=built, **options)
 
         return run
 
     def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
         n = math.prod(ways.values())
-        of = made(cast(Op, kernel), n)
-        shards, each = (1, of.chunks) if kernel == "all_reduce" else (n, of.chunks // n)
-        own = [e if kernel == "all_gather" else e // shards for e in elements]
-        padded = sum(-(-e // each) * each for e in own) * (1 if kernel == "all_gather" else shards)
-        return {tuple(ways): of.traffic(padded * itemsize).sent}
+        built = build_once(cast(Op, kernel), n)
+        # The table's chunks are pieces of a shard, or of the array for an all_reduce.
+        shards = 1 if kernel == "all_reduce" else n
+        chunks = built.chunks // shards
+        operand_bytes = 0
+        for size in elements:
+            if kernel == "all_gather":  # its operand is a shard already
+                padded = _round_up(size, chunks)
+            else:
+                padded = _round_up(size // shards, chunks) * shards
+            operand_bytes += padded * itemsize
+        return {tuple(ways): built.traffic(operand_bytes).sent}
 
-    gather, scatter, reduce = map(kernel, get_args(Op))
-    return Algorithm(f"table({name})", gather, scatter, reduce, cost=cost)
+    return Algorithm(
+        f"table({name})",
+        all_gather=make_kernel("all_gather"),
+        reduce_scatter=make_kernel("reduce_scatter"),
+        all_reduce=make_kernel("all_reduce"),
+        cost=cost,
+    )
 
 
 @typed
@@ -231,9 +276,13 @@ def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: float = 8 * 2**20) -
 
     def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
         n = math.prod(ways.values())
-        buckets = [sum(each) for each in bucketed.filled([e * itemsize for e in elements], bucket_bytes)]
-        padded = [-(-b // (n * itemsize)) * n * itemsize if b >= scatter_from else b for b in buckets]
-        return _plain_cost(kernel, padded, 1, ways)
+        sizes = [size * itemsize for size in elements]
+        sent_bytes = []
+        for bucket in bucketed.fill_buckets(sizes, bucket_bytes):
+            total = sum(bucket)
+            is_scattered = total >= scatter_from
+            sent_bytes.append(_round_up(total, n * itemsize) if is_scattered else total)
+        return _plain_cost(kernel, sent_bytes, 1, ways)
 
     return Algorithm(f"bucket({bucket_bytes:,} bytes)", all_reduce=reduce, cost=cost)
 
@@ -283,74 +332,103 @@ def compressed(
     Source: Wang et al., ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3; for feedback Seide et al., 1-Bit Stochastic
     Gradient Descent (2014), and Karimireddy et al., Error Feedback Fixes SignSGD (2019).
     """
-    name, inside = jnp.dtype(dtype).name, None if inner_dtype is None else jnp.dtype(inner_dtype).name
-    one_of("compressed", "dtype", name, tuple(FORMATS))
-    if inside is not None:
-        one_of("compressed", "inner_dtype", inside, tuple(FORMATS))
+    dtype_name = jnp.dtype(dtype).name
+    one_of("compressed", "dtype", dtype_name, tuple(FORMATS))
+    inner_name = None
+    if inner_dtype is not None:
+        inner_name = jnp.dtype(inner_dtype).name
+        one_of("compressed", "inner_dtype", inner_name, tuple(FORMATS))
         if inner is None:
             raise ValueError(
-                f"compressed: inner_dtype={inside} needs an inner axis, over which it is sent; got inner=None. "
+                f"compressed: inner_dtype={inner_name} needs an inner axis, over which it is sent; got inner=None. "
                 "Pass inner=, the axis of the fast links, or leave out inner_dtype."
             )
     at_least("compressed", 1, block=block)
-    fast = () if inner is None else axis_names("compressed", inner)
+    fast_axes = () if inner is None else axis_names("compressed", inner)
+    name = _describe_compression(dtype_name, fast_axes, inner_name, feedback)
     options: dict[str, Any] = {"dtype": dtype, "block": block}
-    text = f"compressed({name}{f', inner={quoted(fast)}' if fast else ''}{f' in {inside}' if inside else ''})"
-    text += " with feedback" * feedback
+
+    def zero_residual(x: Any) -> Any:
+        # A step adds the residual of the last one to the gradient before it gets here, in float32.
+        return quantized.init_residual(x) if feedback else None
 
     def reduce_scatter(x: Any, axes: tuple[str, ...], *, dim: int) -> Any:
-        (here, slow), zero = _levels(axes, fast), quantized.init_residual(x) if feedback else None
-        if not here or not slow:
-            out = quantized.reduce_scatter(x, axes, zero, dim=dim, **options)
+        fast, slow = _split_levels(axes, fast_axes)
+        residual = zero_residual(x)
+        if not fast or not slow:
+            sums, remainder = quantized.reduce_scatter(x, axes, residual, dim=dim, **options)
         else:
-            levels: dict[str, Any] = {"inner": here, "outer": slow, "inner_dtype": inner_dtype}
-            out = quantized.reduce_scatter_two_level(x, residual=zero, dim=dim, **levels, **options)
-        return out if feedback else out[0]
+            sums, remainder = quantized.reduce_scatter_two_level(
+                x, fast, slow, residual, dim=dim, inner_dtype=inner_dtype, **options
+            )
+        return (sums, remainder) if feedback else sums
 
     def all_reduce(leaves: Any, axes: tuple[str, ...]) -> Any:
-        zero = quantized.init_residual(leaves) if feedback else None
-        out = quantized.all_reduce(leaves, axes, zero, compress_result=compress_result, **options)
-        return out if feedback else out[0]
+        residual = zero_residual(leaves)
+        sums, remainder = quantized.all_reduce(leaves, axes, residual, compress_result=compress_result, **options)
+        return (sums, remainder) if feedback else sums
 
-    def message(elements: int, dtype: str | None = name) -> int:
-        return 4 * elements if dtype is None else quantized_bytes(elements, dtype, block=block)
+    def count_bytes(sizes: Sequence[int], sent_dtype: str | None) -> int:
+        """The bytes of messages of these many elements; without a dtype in float32."""
+        if sent_dtype is None:
+            return 4 * sum(sizes)
+        return sum(quantized_bytes(size, sent_dtype, block=block) for size in sizes)
 
     def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
         n = math.prod(ways.values())
+        axes = tuple(ways)
         if kernel == "all_gather":
-            return {tuple(ways): Fraction((n - 1) * sum(message(e) for e in elements))}
+            return {axes: Fraction((n - 1) * count_bytes(elements, dtype_name))}
         if kernel == "all_reduce":
-            parts = [-(-e // n) for e in elements]
-            sums = [message(e) if compress_result else e * itemsize for e in parts]
-            return {tuple(ways): Fraction((n - 1) * (sum(message(e) for e in parts) + sum(sums)))}
-        here, slow = _levels(tuple(ways), fast)
-        if not here or not slow:
-            return {tuple(ways): Fraction((n - 1) * sum(message(e // n) for e in elements))}
-        i, o = (math.prod(ways[axis] for axis in axes) for axes in (here, slow))
+            parts = [_round_up(size, n) // n for size in elements]
+            addends = count_bytes(parts, dtype_name)
+            sums = addends if compress_result else sum(parts) * itemsize
+            return {axes: Fraction((n - 1) * (addends + sums))}
+        parts = [size // n for size in elements]
+        fast, slow = _split_levels(axes, fast_axes)
+        if not fast or not slow:
+            return {axes: Fraction((n - 1) * count_bytes(parts, dtype_name))}
+        devices = math.prod(ways[axis] for axis in fast)
+        machines = math.prod(ways[axis] for axis in slow)
+        inner_parts = [size // devices for size in elements]
         return {
-            here: Fraction((i - 1) * sum(message(e // i, inside) for e in elements)),
-            slow: Fraction((o - 1) * sum(message(e // n) for e in elements)),
+            fast: Fraction((devices - 1) * count_bytes(inner_parts, inner_name)),
+            slow: Fraction((machines - 1) * count_bytes(parts, dtype_name)),
         }
 
-    gather = None if feedback else partial(quantized.all_gather, **options)
-    fits = partial(_ends_in, text, fast) if fast else None
-    return Algorithm(text, gather, reduce_scatter, all_reduce, fits, cost, feedback)
+    return Algorithm(
+        name,
+        all_gather=None if feedback else partial(quantized.all_gather, **options),
+        reduce_scatter=reduce_scatter,
+        all_reduce=all_reduce,
+        fits=partial(_check_ends_in, name, fast_axes) if fast_axes else None,
+        cost=cost,
+        feedback=feedback,
+    )
 
 
-def _levels(axes: tuple[str, ...], fast: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes of fast links, and the others; an axis of one device may be missing."""
-    return tuple(axis for axis in axes if axis in fast), tuple(axis for axis in axes if axis not in fast)
+def _describe_compression(dtype: str, fast_axes: tuple[str, ...], inner_dtype: str | None, feedback: bool) -> str:
+    """`compressed(int4, inner='model' in int8) with feedback`."""
+    inner = ""
+    if fast_axes:
+        inner = f", inner={quoted(fast_axes)}"
+    if inner_dtype is not None:
+        inner += f" in {inner_dtype}"
+    description = f"compressed({dtype}{inner})"
+    return f"{description} with feedback" if feedback else description
 
 
-def _ends_in(name: str, fast: tuple[str, ...], where: str, axes: tuple[str, ...]) -> None:
-    if axes[-len(fast) :] != fast or len(axes) == len(fast):
+def _split_levels(axes: tuple[str, ...], fast_axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes of fast links, and those of slow ones; an axis of one device may be missing in `axes`."""
+    fast = tuple(axis for axis in axes if axis in fast_axes)
+    slow = tuple(axis for axis in axes if axis not in fast_axes)
+    return fast, slow
+
+
+def _check_ends_in(name: str, fast_axes: tuple[str, ...], where: str, axes: tuple[str, ...]) -> None:
+    """Refuses axes that do not end in the fast ones: a shard's index counts the fast links' devices fastest."""
+    if axes[-len(fast_axes) :] != fast_axes or len(axes) == len(fast_axes):
         raise ValueError(
-            f"{where}: {name} needs the axes of slow links, then {named(fast)}; got {quoted(axes)}. Pass for example "
-            f"axis=('node', {quoted(fast)})."
+            f"{where}: {name} needs the axes of slow links, then {named(fast_axes)}; got {quoted(axes)}. Pass for "
+            f"example axis=('node', {quoted(fast_axes)})."
         )
-
-
-def _padded_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
-    """The bytes of plain collectives, of an all_reduce padded to a multiple of the devices."""
-    n = math.prod(ways.values())
-    return _plain_cost(kernel, [-(-e // n) * n if kernel == "all_reduce" else e for e in elements], itemsize, ways)

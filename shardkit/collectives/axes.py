@@ -26,8 +26,8 @@ def axis_size(axis: Axis) -> int:
         >>> print(jax.shard_map(size, mesh=mesh, in_specs=P(), out_specs=P())(1))
         8
     """
-    known = compat.bound_axes()
-    return math.prod(known[name] for name in bound("axis_size", axis))
+    sizes = compat.bound_axes()
+    return math.prod(sizes[name] for name in bound("axis_size", axis))
 
 
 @typed
@@ -71,21 +71,25 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
         >>> print(both(jnp.ones(1), jnp.array([2.0, 3.0])))
         [2. 3.]
     """
+    if axes == ():
+        return tree
     tracked = compat.tracked_axes()
-    names = tuple(name for name in bound("vary", axes) if name in tracked) if axes != () else ()
+    names = [name for name in bound("vary", axes) if name in tracked]
 
-    def cast(x: Any) -> jax.Array:
-        missing = tuple(name for name in names if name not in compat.varying_axes(x))
-        return compat.cast_varying(x, missing) if missing else x
+    def cast_leaf(leaf: Any) -> jax.Array:
+        # Only what is missing: jax refuses to cast to an axis over which a value varies already.
+        varying = compat.varying_axes(leaf)
+        missing = tuple(name for name in names if name not in varying)
+        return compat.cast_varying(leaf, missing) if missing else leaf
 
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(cast_leaf, tree)
 
 
 @typed
 def vary_like(tree: Arrays | None, like: Arrays) -> Any:
     """Casts every leaf to vary over each axis over which some leaf of `like` varies: as `vary`, on any mesh.
 
-    For what a loop begins with: jax refuses a carry that begins the same on all devices and ends as data of each.
+    For the initial carry of a loop: jax refuses a carry that is invariant before an iteration and varies after it.
 
     Layout: `X[...] -> X[...] {varying as like}`
     Args:
@@ -100,11 +104,13 @@ def vary_like(tree: Arrays | None, like: Arrays) -> Any:
     Example:
         >>> def total(x):
         ...     return jax.lax.scan(lambda sum, row: (sum + row, None), sk.vary_like(jnp.zeros(1), x), x)[0]
-        >>> split, each = P("data", "model"), P(("data", "model"))
-        >>> print(jax.shard_map(total, mesh=mesh, in_specs=split, out_specs=each)(jnp.ones((6, 4))))
+        >>> kernel = jax.shard_map(total, mesh=mesh, in_specs=P("data", "model"), out_specs=P(("data", "model")))
+        >>> print(kernel(jnp.ones((6, 4))))
         [3. 3. 3. 3. 3. 3. 3. 3.]
     """
-    axes = frozenset[str]().union(*map(compat.varying_axes, jax.tree.leaves(like)))
+    axes: set[str] = set()
+    for leaf in jax.tree.leaves(like):
+        axes |= compat.varying_axes(leaf)
     return vary(tree, tuple(sorted(axes)))
 
 
@@ -113,7 +119,7 @@ def varies(x: Any, axes: tuple[str, ...]) -> bool:
     return compat.varying_axes(x).issuperset(axes)
 
 
-def countable(x: Any) -> jax.Array:
+def as_numbers(x: Any) -> jax.Array:
     """`x` as an array of a dtype that can be summed: booleans as int32, as psum takes them.
 
     Raises:

@@ -17,12 +17,45 @@ from shardkit._arguments.checks import Axis, dim_of, divides
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
-from shardkit.collectives.axes import axis_size, countable, vary
-from shardkit.collectives.deterministic import blocks_sum
+from shardkit.collectives.axes import as_numbers, axis_size, vary
+from shardkit.collectives.deterministic import sum_blocks
 from shardkit.collectives.tables import execute
 from shardkit.collectives.tables.table import SendTable
 
 Op = Literal["sum", "mean", "max", "min", "any", "all"]
+_Names = tuple[str, ...]
+
+# What the backward pass sends. Each row is a linear function and its transpose, with the types that check_vma tracks:
+# a value that varies over the axis may differ on each device, one that is invariant is the same on all.
+#
+# | forward                 | input -> result        | transpose                  | which sends, for n devices  |
+# |-------------------------|------------------------|----------------------------|-----------------------------|
+# | vary                    | invariant -> varying   | all_reduce                 | 2 B (n-1)/n                 |
+# | all_reduce              | varying -> invariant   | vary                       | nothing                     |
+# | all_gather              | varying -> varying     | reduce_scatter             | B (n-1), B one shard        |
+# | all_gather(replicated)  | varying -> invariant   | this device's slice        | nothing                     |
+# | reduce_scatter          | varying -> varying     | all_gather                 | B (n-1)/n, B the input      |
+# | all_to_all              | varying -> varying     | all_to_all, dims swapped   | as much as forward          |
+# | shift                   | varying -> varying     | shift the other way        | as much as forward          |
+# | broadcast               | varying -> invariant   | vary, zero but at source   | nothing                     |
+#
+# Here a gradient is easily counted twice. The shards [1 | 2] of two devices, and the loss sum(whole ** 2):
+#
+#   whole = all_gather(x, "a"). Every device computes the loss 5, and its gradient with respect to the whole, [2 4].
+#   To jax these are two losses, which vary over "a", and the derivative is that of their sum: the transpose adds the
+#   two gradients, and scatters them. x gets [4 | 8].
+#
+#   whole = all_gather(x, "a", replicated=True). The loss is invariant, so to jax it is one. Its gradient [2 4] is on
+#   every device already, and the transpose takes this device's slice. x gets [2 | 4].
+#
+# The first form is right where each device goes on with data of its own, as in a loss of its own examples: then the
+# gradients with respect to the whole differ, and only their sum is the gradient. The second is right where all devices
+# compute the same. Dividing the first by n gives the right number here, and a wrong one as soon as the devices' losses
+# differ.
+#
+# With weights it is the same: where an invariant w meets varying data, jax casts w to vary, and the transpose of that
+# cast is the all_reduce of w's gradient. An all_reduce of that gradient would be the second. A function that casts w
+# with `vary` before jax.grad gets the gradient of this device alone, and the all_reduce is left to it.
 
 
 @typed
@@ -64,40 +97,72 @@ def all_reduce(
         [12. 16.]
     """
     names = bound("all_reduce", axis)
-    if deterministic and op not in ("sum", "mean"):
+    is_sum = op in ("sum", "mean")
+    if deterministic and not is_sum:
         raise ValueError(
             f"all_reduce: deterministic=True needs op 'sum' or 'mean'; got {op!r}. Leave deterministic out: the order "
             "changes no bit of this op."
         )
     if table is not None:
-        if op not in ("sum", "mean") or deterministic:
+        if deterministic or not is_sum:
             raise ValueError(
                 f"all_reduce: a table adds in its own order, so it needs op 'sum' or 'mean' without deterministic; got "
                 f"op={op!r}, deterministic={deterministic}. Leave table out."
             )
         execute.check_table("all_reduce", table, "all_reduce", names)
 
-    def reduce(leaf: jax.Array) -> jax.Array:
+    def reduce_leaf(leaf: jax.Array) -> jax.Array:
         leaf = vary(leaf, names)
-        if table is not None:
-            total = execute.all_reduce(countable(leaf), names, table)
-            return total / table.devices if op == "mean" else total
         if op in ("any", "all"):
-            if leaf.dtype != bool:
-                raise TypeError(f"all_reduce: op {op!r} needs booleans; got {leaf.dtype}. Compare first, as in x != 0.")
-            return lax.pmax(leaf, names) if op == "any" else lax.pmin(leaf, names)
+            return _reduce_booleans(leaf, names, op)
         if op in ("max", "min"):
-            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-                raise TypeError(f"all_reduce: op {op!r} needs an order; got {leaf.dtype}. Pass parts, or jnp.abs(x).")
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
-                return _extremum(leaf, names, op)
-            return lax.pmax(leaf, names) if op == "max" else lax.pmin(leaf, names)
-        if deterministic:
-            total = blocks_sum(leaf, names)
-            return total / (axis_size(names) * leaf.shape[0]) if op == "mean" else total
-        return lax.psum(leaf, names) if op == "sum" else lax.pmean(leaf, names)
+            return _reduce_ordered(leaf, names, op)
+        if table is not None:
+            total = execute.all_reduce(as_numbers(leaf), names, table)
+            addends = table.devices
+        elif deterministic:
+            total = sum_blocks(leaf, names)
+            addends = axis_size(names) * leaf.shape[0]
+        elif op == "mean":
+            return lax.pmean(leaf, names)
+        else:
+            return lax.psum(leaf, names)
+        return total / addends if op == "mean" else total
 
-    return jax.tree.map(reduce, x)
+    return jax.tree.map(reduce_leaf, x)
+
+
+def _reduce_booleans(x: jax.Array, names: _Names, op: str) -> jax.Array:
+    if x.dtype != bool:
+        raise TypeError(f"all_reduce: op {op!r} needs booleans; got {x.dtype}. Compare first, as in x != 0.")
+    return lax.pmax(x, names) if op == "any" else lax.pmin(x, names)
+
+
+def _reduce_ordered(x: jax.Array, names: _Names, op: str) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"all_reduce: op {op!r} needs an order; got {x.dtype}. Pass parts, or jnp.abs(x).")
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return _differentiable_extremum(x, names, op)
+    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _differentiable_extremum(x: jax.Array, names: _Names, op: str) -> jax.Array:
+    """The elementwise "max" or "min"; its derivative is split equally among the devices that attain it."""
+    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
+
+
+@_differentiable_extremum.defjvp
+def _differentiate_extremum(names: _Names, op: str, primals: Any, tangents: Any) -> Any:
+    # Devices have 3, 5 and 5: the max is 5, which two attain, and the tangent of the max is (dx1 + dx2) / 2. Summed
+    # without the division by the ties, the gradient of an all_reduce over equal values would be n times too large.
+    (x,) = primals
+    (dx,) = tangents
+    extremum = _differentiable_extremum(x, names, op)
+    attains = x == extremum
+    ties = lax.psum(attains.astype(jnp.float32), names)  # bfloat16 counts no further than 256
+    shares = jnp.where(attains, dx / ties.astype(dx.dtype), jnp.zeros_like(dx))
+    return extremum, lax.psum(shares, names)
 
 
 @typed
@@ -131,23 +196,29 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False,
     if table is not None:
         execute.check_table("all_gather", table, "all_gather", names)
 
-    def gather(leaf: jax.Array) -> jax.Array:
-        at = dim_of("all_gather", dim, jnp.ndim(leaf))
+    def gather_leaf(leaf: jax.Array) -> jax.Array:
+        gathered_dim = dim_of("all_gather", dim, jnp.ndim(leaf))
         if table is not None:
-            return execute.all_gather(leaf, names, at, replicated, table)
-        piece = vary(leaf, names)
-        if not leaf.shape[at]:  # jax refuses to gather empty arrays
-            return jnp.zeros(leaf.shape, leaf.dtype) if replicated else piece
-        piece, at = _without_unit_dims(piece, at)
-        # Under vmap jax gathers over one axis at a time.
-        for over in (names,) if compat.tracked_axes() & set(names) else reversed(names):
-            if replicated:
-                piece = compat.all_gather_replicated(piece, over, at)
-            else:
-                piece = lax.all_gather(piece, over, axis=at, tiled=True)
-        return _with_unit_dims(piece, leaf, dim, at)
+            return execute.all_gather(leaf, names, gathered_dim, replicated, table)
+        return _gather_shard(vary(leaf, names), names, gathered_dim, replicated)
 
-    return jax.tree.map(gather, x)
+    return jax.tree.map(gather_leaf, x)
+
+
+def _gather_shard(shard: jax.Array, names: _Names, dim: int, replicated: bool) -> jax.Array:
+    if shard.shape[dim] == 0:  # jax refuses to gather empty arrays
+        return jnp.zeros(shard.shape, shard.dtype) if replicated else shard
+    squeezed, squeezed_dim = _drop_unit_dims(shard, dim)
+    # Under vmap jax gathers over one axis at a time, the minor axis first: that makes the major one the slowest.
+    calls: list[Any] = [names] if compat.tracked_axes() & set(names) else list(reversed(names))
+    for axes in calls:
+        if replicated:
+            squeezed = compat.all_gather_replicated(squeezed, axes, squeezed_dim)
+        else:
+            squeezed = lax.all_gather(squeezed, axes, axis=squeezed_dim, tiled=True)
+    shape = list(shard.shape)
+    shape[dim] = squeezed.shape[squeezed_dim]
+    return squeezed.reshape(shape)
 
 
 @typed
@@ -181,43 +252,45 @@ def reduce_scatter(
     """
     names = bound("reduce_scatter", axis)
     count = axis_size(names)
-    tracked = compat.tracked_axes()
     if table is not None:
         execute.check_table("reduce_scatter", table, "reduce_scatter", names)
 
-    def scatter(leaf: jax.Array) -> jax.Array:
-        at = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
-        divides("reduce_scatter", at, leaf.shape[at], names, count)
-        piece = vary(countable(leaf), names)
+    def scatter_leaf(leaf: jax.Array) -> jax.Array:
+        split_dim = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
+        divides("reduce_scatter", split_dim, leaf.shape[split_dim], names, count)
+        addend = vary(as_numbers(leaf), names)
         if table is not None:
-            piece = execute.reduce_scatter(piece, names, at, table)
-        elif leaf.shape[at]:  # jax refuses to scatter empty arrays
-            piece, at = _without_unit_dims(piece, at)
-            # Under vmap jax scatters over one axis at a time; the major axis first.
-            for axes in [names] if tracked.issuperset(names) else names:
-                piece = lax.psum_scatter(piece, axes, scatter_dimension=at, tiled=True)
-            piece = _with_unit_dims(piece, leaf, dim, at)
-        return piece / count if op == "mean" else piece
+            shard = execute.reduce_scatter(addend, names, split_dim, table)
+        else:
+            shard = _scatter_sum(addend, names, split_dim)
+        return shard / count if op == "mean" else shard
 
-    return jax.tree.map(scatter, x)
+    return jax.tree.map(scatter_leaf, x)
 
 
-# The TPU's compiler runs a reduce_scatter as an all_reduce, which sends twice as much, where the array has a dim of
-# size 1 beside the one that is split. One sequence on a device is enough for that, in each block of sequence
-# parallelism. Such dims are left out of what is sent, also of what is gathered, whose gradient is scattered.
-
-
-def _without_unit_dims(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
-    """The array without other dims of size 1 than this one, and where this one then is."""
-    left_out = [d for d, size in enumerate(x.shape) if size == 1 and d != dim]
-    return lax.squeeze(x, left_out), dim - sum(d < dim for d in left_out)
-
-
-def _with_unit_dims(piece: jax.Array, x: jax.Array, dim: int, at: int) -> jax.Array:
-    """With the dims of size 1 that x has: its shape, but for the size of `dim`, which is dim `at` of the piece."""
+def _scatter_sum(x: jax.Array, names: _Names, dim: int) -> jax.Array:
+    if x.shape[dim] == 0:  # jax refuses to scatter empty arrays
+        return x
+    squeezed, squeezed_dim = _drop_unit_dims(x, dim)
+    # Under vmap jax scatters over one axis at a time; the major axis first.
+    calls: list[Any] = [names] if compat.tracked_axes().issuperset(names) else list(names)
+    for axes in calls:
+        squeezed = lax.psum_scatter(squeezed, axes, scatter_dimension=squeezed_dim, tiled=True)
     shape = list(x.shape)
-    shape[dim] = piece.shape[at]
-    return piece.reshape(shape)
+    shape[dim] = squeezed.shape[squeezed_dim]
+    return squeezed.reshape(shape)
+
+
+def _drop_unit_dims(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
+    """The array without its dims of size 1, except `dim`, and the position of `dim` in it.
+
+    The TPU's compiler runs a reduce_scatter as an all_reduce, which sends twice as much, where the array has a dim of
+    size 1 beside the one that is split: `[1, T, D]`, one sequence on a device, is enough for that, in each block of
+    sequence parallelism. So `[T, D]` is sent. It is dropped from a gather too, because its gradient is scattered.
+    """
+    unit_dims = [d for d, size in enumerate(x.shape) if size == 1 and d != dim]
+    dropped_before = [d for d in unit_dims if d < dim]
+    return lax.squeeze(x, unit_dims), dim - len(dropped_before)
 
 
 @typed
@@ -247,30 +320,15 @@ def all_to_all(x: Arrays, axis: Axis, *, split_dim: int, concat_dim: int) -> Any
     """
     names = bound("all_to_all", axis)
     count = axis_size(names)
-    tracked = compat.tracked_axes()
 
-    def exchange(leaf: jax.Array) -> jax.Array:
+    def exchange_leaf(leaf: jax.Array) -> jax.Array:
         split = dim_of("all_to_all", split_dim, jnp.ndim(leaf), "split_dim")
         concat = dim_of("all_to_all", concat_dim, jnp.ndim(leaf), "concat_dim")
         divides("all_to_all", split, leaf.shape[split], names, count)
         leaf = vary(leaf, names)
-        if not tracked.issuperset(names):  # under vmap jax adds a dim to the result of an unbatched value
+        if not compat.tracked_axes().issuperset(names):
+            # Under vmap jax adds a dim to the result of an unbatched value. This one depends on the device's index.
             leaf = jnp.where(lax.axis_index(names) >= 0, leaf, leaf)
         return lax.all_to_all(leaf, names, split, concat, tiled=True)
 
-    return jax.tree.map(exchange, x)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _extremum(x: jax.Array, names: tuple[str, ...], op: str) -> jax.Array:
-    """The elementwise "max" or "min"; its derivative is split equally among the devices that attain it."""
-    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
-
-
-@_extremum.defjvp
-def _extremum_jvp(names: tuple[str, ...], op: str, primals: Any, tangents: Any) -> Any:
-    (x,), (dx,) = primals, tangents
-    out = _extremum(x, names, op)
-    attained = x == out
-    ties = lax.psum(attained.astype(jnp.float32), names)  # bfloat16 counts no further than 256
-    return out, lax.psum(jnp.where(attained, dx / ties.astype(dx.dtype), jnp.zeros_like(dx)), names)
+    return jax.tree.map(exchange_leaf, x)

@@ -14,7 +14,7 @@ from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, vary
 from shardkit.collectives.basic import all_gather, all_reduce, reduce_scatter
-from shardkit.collectives.padding import in_rows
+from shardkit.collectives.padding import join_flat, split_flat
 
 
 @typed
@@ -65,41 +65,49 @@ def all_reduce_tree(
     at_least("all_reduce_tree", 1, bucket_bytes=bucket_bytes)
     at_least("all_reduce_tree", 0, scatter_from=scatter_from)
 
-    def reduce(bucket: jax.Array) -> jax.Array:
-        if _bytes(bucket) < scatter_from:
+    def reduce_bucket(bucket: jax.Array) -> jax.Array:
+        if _count_bytes(bucket) < scatter_from:
             return all_reduce(bucket, names, op=op)
-        whole = all_gather(reduce_scatter(in_rows(bucket, count), names, op=op), names, replicated=True)
-        return whole.reshape(-1)[: bucket.size].reshape(bucket.shape)
+        shards = reduce_scatter(split_flat(bucket, count), names, op=op)
+        return join_flat(all_gather(shards, names, replicated=True), bucket.shape)
 
     leaves, structure = jax.tree.flatten(tree)
     leaves = [vary(leaf, names) for leaf in leaves]
-    out: list[Any] = [None] * len(leaves)
-    for places in _buckets(leaves, bucket_bytes):
-        if len(places) == 1:
-            out[places[0]] = reduce(leaves[places[0]])
+    sums: list[Any] = [None] * len(leaves)
+    for members in _assign_buckets(leaves, bucket_bytes):
+        if len(members) == 1:  # it keeps its shape
+            [member] = members
+            sums[member] = reduce_bucket(leaves[member])
             continue
-        packed = reduce(jnp.concatenate([leaves[i].ravel() for i in places]))
+        bucket = reduce_bucket(jnp.concatenate([leaves[member].ravel() for member in members]))
         start = 0
-        for i in places:
-            out[i] = packed[start : start + leaves[i].size].reshape(leaves[i].shape)
-            start += leaves[i].size
-    return jax.tree.unflatten(structure, out)
+        for member in members:
+            leaf = leaves[member]
+            sums[member] = bucket[start : start + leaf.size].reshape(leaf.shape)
+            start += leaf.size
+    return jax.tree.unflatten(structure, sums)
 
 
-def _buckets(leaves: list[jax.Array], most: int) -> Iterator[list[int]]:
-    """The indices of the leaves, bucket by bucket."""
-    kinds: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        kinds.setdefault((leaf.dtype, compat.varying_axes(leaf)), []).append(i)
-    for places in kinds.values():
+def _assign_buckets(leaves: list[jax.Array], most_bytes: int) -> Iterator[list[int]]:
+    """The indices of the leaves, bucket by bucket.
+
+    float32 leaves of 12, 8, 16 and 4 bytes in buckets of 20 bytes: [0, 1], [2, 3]. A bfloat16 leaf between them goes
+    into a bucket of its own dtype: concatenated with float32 it would be widened.
+    """
+    indices_by_kind: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        kind = (leaf.dtype, compat.varying_axes(leaf))
+        indices_by_kind.setdefault(kind, []).append(index)
+    for indices in indices_by_kind.values():
+        sizes = [_count_bytes(leaves[index]) for index in indices]
         start = 0
-        for bucket in filled([_bytes(leaves[i]) for i in places], most):
-            yield places[start : start + len(bucket)]
+        for bucket in fill_buckets(sizes, most_bytes):
+            yield indices[start : start + len(bucket)]
             start += len(bucket)
 
 
-def filled(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Sizes in their order, in buckets of at most so many bytes; a larger one has its own."""
+def fill_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """The sizes in their order, in buckets of at most `most` bytes; a larger one has its own."""
     buckets: list[list[int]] = []
     for size in sizes:
         if not buckets or sum(buckets[-1]) + size > most:
@@ -108,5 +116,5 @@ def filled(sizes: Sequence[int], most: int) -> list[list[int]]:
     return buckets
 
 
-def _bytes(x: jax.Array) -> int:
+def _count_bytes(x: jax.Array) -> int:
     return int(x.size) * x.dtype.itemsize

@@ -29,9 +29,11 @@ from shardkit.collectives.axes import axis_index, axis_size, vary
 from shardkit.cost.quantization import FORMATS, SMALLEST
 
 _Names = tuple[str, ...]
-_BIAS, _NOT_FINITE = 127, 255  # of the exponent field of float32, which is what is sent of a scale
-_MAX = float(np.finfo(np.float32).max)
 _Pair = tuple[jax.Array, Any]  # a result and the new residual
+# A scale is sent as the exponent field of a float32.
+_BIAS = 127
+_NOT_FINITE = 255
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @typed
@@ -88,18 +90,22 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int 
         [0. 1. 2. 3.]
     """
     where = "compressed.all_gather"
-    names, (small,) = bound(where, axis), _checked(where, x, block, dtype=dtype)
+    names = bound(where, axis)
+    wire_dtype = _check_dtype(where, "dtype", dtype)
+    _check_leaves(where, "all_gather", x, block)
 
-    def gather(leaf: jax.Array) -> jax.Array:
-        at = dim_of(where, dim, jnp.ndim(leaf))
+    def gather_leaf(leaf: jax.Array) -> jax.Array:
+        gathered_dim = dim_of(where, dim, jnp.ndim(leaf))
 
-        def sent(wide: jax.Array) -> _Pair:
-            return _joined(_gathered(wide, names, small, block, replicated), at), None
+        def compress(wide: jax.Array) -> _Pair:
+            shards = _gather_quantized(wide, names, wire_dtype, block, replicated)
+            return _join_chunks(shards, gathered_dim), None
 
-        exact = partial(basic.all_gather, axis=names, dim=at, replicated=replicated)
-        return _straight_through(exact, sent, vary(leaf, names), None)[0]
+        exact = partial(basic.all_gather, axis=names, dim=gathered_dim, replicated=replicated)
+        result, _ = _straight_through(exact, compress, vary(leaf, names), None)
+        return result
 
-    return jax.tree.map(gather, x)
+    return jax.tree.map(gather_leaf, x)
 
 
 @partial(typed, where="compressed.reduce_scatter")
@@ -136,21 +142,24 @@ def reduce_scatter(
         [ 0.  4.  8. 12.]
     """
     where = "compressed.reduce_scatter"
-    names, (small,) = bound(where, axis), _checked(where, x, block, dtype=dtype)
+    names = bound(where, axis)
+    wire_dtype = _check_dtype(where, "dtype", dtype)
+    _check_leaves(where, "reduce_scatter", x, block)
     count = axis_size(names)
 
-    def scatter(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
-        at = dim_of(where, dim, leaf.ndim)
-        divides(where, at, leaf.shape[at], names, count)
+    def scatter_leaf(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
+        split_dim = dim_of(where, dim, leaf.ndim)
+        divides(where, split_dim, leaf.shape[split_dim], names, count)
 
-        def sent(wide: jax.Array) -> _Pair:
-            total, left = _summed(_chunks(wide, at, count), names, small, block)
-            return total, _joined(left, at)
+        def compress(wide: jax.Array) -> _Pair:
+            chunks = _split_chunks(wide, split_dim, count)
+            total, remainder = _sum_quantized(chunks, names, wire_dtype, block)
+            return total, _join_chunks(remainder, split_dim)
 
-        exact = partial(basic.reduce_scatter, axis=names, dim=at)
-        return _straight_through(exact, sent, vary(leaf, names), vary(residual, names))
+        exact = partial(basic.reduce_scatter, axis=names, dim=split_dim)
+        return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
 
-    return _of_pairs(where, scatter, x, residual)
+    return _map_with_residuals(where, scatter_leaf, x, residual)
 
 
 @partial(typed, where="compressed.reduce_scatter_two_level")
@@ -202,30 +211,41 @@ def reduce_scatter_two_level(
     Source: Wang et al., ZeRO++ (2023), section 3.3.
     """
     where = "compressed.reduce_scatter_two_level"
-    fast, slow = bound(where, inner), bound(where, outer)
-    both = bound(where, (*slow, *fast))  # refuses an axis that is in both
-    small, *first = _checked(where, x, block, dtype=dtype, inner_dtype=inner_dtype)
-    ways, machines = axis_size(fast), axis_size(slow)
+    fast = bound(where, inner)
+    slow = bound(where, outer)
+    names = bound(where, (*slow, *fast))  # refuses an axis that is in both
+    outer_wire_dtype = _check_dtype(where, "dtype", dtype)
+    inner_wire_dtype = None if inner_dtype is None else _check_dtype(where, "inner_dtype", inner_dtype)
+    _check_leaves(where, "hierarchical.reduce_scatter", x, block)
+    devices = axis_size(fast)  # of one machine
+    machines = axis_size(slow)
 
-    def scatter(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
-        at = dim_of(where, dim, leaf.ndim)
-        divides(where, at, leaf.shape[at], both, machines * ways)
+    def scatter_leaf(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
+        split_dim = dim_of(where, dim, leaf.ndim)
+        divides(where, split_dim, leaf.shape[split_dim], names, machines * devices)
 
-        def sent(wide: jax.Array) -> _Pair:
-            pieces = _chunks(wide, at, machines * ways)
-            swapped = pieces.reshape(machines, ways, *pieces.shape[1:]).swapaxes(0, 1)  # in the order of (inner, outer)
-            if first:
-                sums, left = _summed(swapped, fast, first[0], block)
+        # With O machines of I devices and chunks [O I, ...] of the leaf in the order of the shards: device i of each
+        # machine sums, inside, the chunks of device i of every machine, [O, ...], which differ between machines. These
+        # O sums are quantized and exchanged over the slow links, which leaves every device its own chunk.
+        def compress(wide: jax.Array) -> _Pair:
+            chunks = _split_chunks(wide, split_dim, machines * devices)
+            by_device = chunks.reshape(machines, devices, *chunks.shape[1:]).swapaxes(0, 1)
+            if inner_wire_dtype is None:
+                machine_sums = basic.reduce_scatter(by_device, fast)[0]
+                remainder = jnp.zeros_like(by_device)
             else:
-                sums, left = basic.reduce_scatter(swapped, fast)[0], jnp.zeros_like(swapped)
-            total, left_here = _summed(sums, slow, small, block)
-            left = _added_here(left, left_here, fast).swapaxes(0, 1).reshape(pieces.shape)
-            return total, _joined(left, at)
+                machine_sums, remainder = _sum_quantized(by_device, fast, inner_wire_dtype, block)
+            total, outer_remainder = _sum_quantized(machine_sums, slow, outer_wire_dtype, block)
+            # What the second rounding has left out belongs to the sum of a machine. One device of it keeps that, the
+            # one that rounded; if all did, the next step would add it I times.
+            remainder = _add_to_own_chunk(remainder, outer_remainder, fast)
+            remainder = remainder.swapaxes(0, 1).reshape(chunks.shape)
+            return total, _join_chunks(remainder, split_dim)
 
-        exact = partial(hierarchical.reduce_scatter, inner=fast, outer=slow, dim=at)
-        return _straight_through(exact, sent, vary(leaf, both), vary(residual, both))
+        exact = partial(hierarchical.reduce_scatter, inner=fast, outer=slow, dim=split_dim)
+        return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
 
-    return _of_pairs(where, scatter, x, residual)
+    return _map_with_residuals(where, scatter_leaf, x, residual)
 
 
 @partial(typed, where="compressed.all_reduce")
@@ -271,28 +291,37 @@ def all_reduce(
         [3.] [ True  True]
     """
     where = "compressed.all_reduce"
-    names, (small,) = bound(where, axis), _checked(where, x, block, dtype=dtype)
+    names = bound(where, axis)
+    wire_dtype = _check_dtype(where, "dtype", dtype)
+    _check_leaves(where, "all_reduce", x, block)
     count = axis_size(names)
 
-    def reduce(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
-        def sent(wide: jax.Array) -> _Pair:
-            pieces, whole = _any_chunks(wide, count)
-            total, left = _summed(pieces, names, small, block)
+    def reduce_leaf(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
+        def compress(wide: jax.Array) -> _Pair:
+            chunks, restore = _split_any_chunks(wide, count)
+            total, remainder = _sum_quantized(chunks, names, wire_dtype, block)
             if compress_result:
-                totals = _gathered(total, names, small, block, replicated=True)
-                left = _added_here(left, total - totals[axis_index(names)], names)
+                totals = _gather_quantized(total, names, wire_dtype, block, replicated=True)
+                rounding = total - totals[axis_index(names)]
+                remainder = _add_to_own_chunk(remainder, rounding, names)
             else:
                 totals = basic.all_gather(total.astype(leaf.dtype)[None], names, replicated=True)
-            return whole(totals), whole(left)
+            return restore(totals), restore(remainder)
 
         exact = partial(basic.all_reduce, axis=names)
-        return _straight_through(exact, sent, vary(leaf, names), vary(residual, names))
+        return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
 
-    return _of_pairs(where, reduce, x, residual)
+    return _map_with_residuals(where, reduce_leaf, x, residual)
+
+
+# One block on the wire, of int8, whose largest value is 127. The block [3.0, -100.0, 260.0] has the scale 4, the
+# smallest power of two with 260 <= 127 * 4. Sent are the whole numbers round(x / 4) = [1, -25, 65] and the exponent of
+# the scale, 127 + 2. They are restored as [4.0, -100.0, 260.0], and the residual is [-1.0, 0.0, 0.0]: the next step
+# sends 1.0 less.
 
 
 class _Message(NamedTuple):
-    """What is sent of float32 [n, ...].
+    """What is sent for float32 [n, ...].
 
     Bits, as unsigned integers: the compiler cannot move a conversion across the collective, nor send a dtype that the
     chip lacks as a wider one. Two arrays: flattened into one they take the TPU compiler twenty times as long, and twice
@@ -303,179 +332,222 @@ class _Message(NamedTuple):
     exponents: jax.Array | None  # of the scales, [n, blocks] in uint8; None for bfloat16
 
 
-def _gathered(x: jax.Array, names: _Names, dtype: str, block: int, replicated: bool) -> jax.Array:
+def _gather_quantized(x: jax.Array, names: _Names, dtype: str, block: int, replicated: bool) -> jax.Array:
     """Every device's float32 [...] as [n, ...], each from its message, the device's own too."""
     messages = basic.all_gather(_encode(x[None], dtype, block), names, replicated=replicated)
     return _decode(messages, x.shape, dtype, block)
 
 
-def _summed(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple[jax.Array, jax.Array]:
-    """Of float32 [n, ...] on every device the sum of this device's chunk, [...]; and what was not sent, [n, ...]."""
+def _sum_quantized(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple[jax.Array, jax.Array]:
+    """Of float32 [n, ...] on every device the sum of this device's chunk, [...]; and what was not sent, [n, ...].
+
+    Each chunk is sent to the device that sums it, and is decoded there before it is added: sums in a small dtype would
+    be rounded at every hop of a ring.
+    """
     messages = _encode(x, dtype, block)
-    arrived = basic.all_to_all(messages, names, split_dim=0, concat_dim=0)
-    total = jnp.sum(_decode(arrived, x.shape[1:], dtype, block), axis=0)
+    arrivals = basic.all_to_all(messages, names, split_dim=0, concat_dim=0)
+    total = jnp.sum(_decode(arrivals, x.shape[1:], dtype, block), axis=0)
     return total, x - _decode(messages, x.shape[1:], dtype, block)
 
 
 def _encode(x: jax.Array, dtype: str, block: int) -> _Message:
     """Float32 [n, ...] as n messages."""
-    form = FORMATS[dtype]
-    if not form.scaled:
-        rounded = _rounded(x, form.mantissa)
-        # Clipped: an infinity would leave no residual.
-        finite = jnp.where(jnp.isfinite(x), jnp.clip(rounded, -form.largest, form.largest), rounded)
-        return _sent(_Message(lax.bitcast_convert_type(finite.astype(dtype), jnp.uint16), None))
+    wire_format = FORMATS[dtype]
+    if not wire_format.scaled:
+        return _encode_bfloat16(x)
     flat = x.reshape(len(x), -1)
     block = min(block, flat.shape[1])
-    blocks = _padded(flat, -flat.shape[1] % block).reshape(len(x), -1, block)
-    exponents = _exponents(jnp.max(jnp.abs(blocks), axis=-1), form.largest)
+    blocks = _pad_last(flat, -flat.shape[1] % block).reshape(len(x), -1, block)
+    exponents = _choose_exponents(jnp.max(jnp.abs(blocks), axis=-1), wire_format.largest)
     # Products with powers of two, here and in decode, are exact.
     inverse = lax.bitcast_convert_type((2 * _BIAS - exponents) << 23, jnp.float32)
     values = blocks * inverse[..., None]
-    if form.mantissa is None:
-        bits = _packed(jnp.round(values).astype(jnp.int32), form.bits)
+    if wire_format.mantissa is None:
+        bits = _pack(jnp.round(values).astype(jnp.int32), wire_format.bits)
     else:
-        bits = lax.bitcast_convert_type(_rounded(values, form.mantissa).astype(dtype), jnp.uint8)
-    return _sent(_Message(bits, exponents.astype(jnp.uint8)))
+        rounded = _round_mantissa(values, wire_format.mantissa)
+        bits = lax.bitcast_convert_type(rounded.astype(dtype), jnp.uint8)
+    return _seal_message(_Message(bits, exponents.astype(jnp.uint8)))
+
+
+def _encode_bfloat16(x: jax.Array) -> _Message:
+    wire_format = FORMATS["bfloat16"]
+    assert wire_format.mantissa is not None
+    rounded = _round_mantissa(x, wire_format.mantissa)
+    # Clipped: an infinity would leave no residual.
+    is_finite = jnp.isfinite(x)
+    values = jnp.where(is_finite, jnp.clip(rounded, -wire_format.largest, wire_format.largest), rounded)
+    return _seal_message(_Message(lax.bitcast_convert_type(values.astype("bfloat16"), jnp.uint16), None))
 
 
 def _decode(message: _Message, shape: tuple[int, ...], dtype: str, block: int) -> jax.Array:
     """n messages as float32 [n, *shape]; a block that had an element that is not finite is NaN."""
-    form, size = FORMATS[dtype], math.prod(shape)
+    wire_format = FORMATS[dtype]
     if message.exponents is None:
         return lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
-    if form.mantissa is None:
-        values = _unpacked(message.values, form.bits)[..., : min(block, size)].astype(jnp.float32)
+    size = math.prod(shape)
+    if wire_format.mantissa is None:
+        whole_numbers = _unpack(message.values, wire_format.bits)
+        values = whole_numbers[..., : min(block, size)].astype(jnp.float32)
     else:
         values = lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
     exponents = message.exponents.astype(jnp.int32)
     scales = lax.bitcast_convert_type(exponents << 23, jnp.float32)
     scales = jnp.where(exponents == _NOT_FINITE, jnp.nan, scales)[..., None]
     # Clipped: elements near the largest float32 may have been rounded up.
-    restored = jnp.clip(values * scales, -_MAX, _MAX)
-    return restored.reshape(len(restored), -1)[:, :size].reshape(-1, *shape)
+    restored = jnp.clip(values * scales, -_LARGEST_FLOAT32, _LARGEST_FLOAT32)
+    flat = restored.reshape(len(restored), -1)
+    return flat[:, :size].reshape(-1, *shape)
 
 
-def _padded(x: jax.Array, zeros: int) -> jax.Array:
+def _pad_last(x: jax.Array, zeros: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, zeros)])
 
 
-def _exponents(largest: jax.Array, most: float) -> jax.Array:
+def _choose_exponents(largest: jax.Array, most: float) -> jax.Array:
     """The biased exponent of the smallest power of two s with `largest` at most s `most`; int32.
 
     The bits of positive floats are ordered, and 2^23 apart for factors of two, so the difference of two of them,
     rounded up to a multiple of 2^23, is the exponent: no division, which some chips round in their own way.
     """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
-    above = bits - int(np.float32(most).view(np.int32)) + 2**23 - 1
-    exponents = jnp.maximum(above >> 23, SMALLEST) + _BIAS
+    most_bits = int(np.float32(most).view(np.int32))
+    rounded_up = bits - most_bits + 2**23 - 1
+    exponents = jnp.maximum(rounded_up >> 23, SMALLEST) + _BIAS
     return jnp.where(jnp.isfinite(largest), exponents, _NOT_FINITE)
 
 
-def _rounded(x: jax.Array, mantissa: int | None) -> jax.Array:
-    """`x` to the nearest value with so many bits: a cast alone may round twice, and compilers may elide it."""
-    assert mantissa is not None
+def _round_mantissa(x: jax.Array, mantissa: int) -> jax.Array:
+    """`x` to the nearest value with a mantissa of these bits; a cast may round twice, and compilers may elide it."""
     return lax.reduce_precision(x, 8, mantissa)
 
 
-def _packed(x: jax.Array, bits: int) -> jax.Array:
+def _pack(x: jax.Array, bits: int) -> jax.Array:
     """Whole numbers [..., block] as bytes; of 4 bits, the second half of a block in the upper bits of the first's."""
     if bits == 4:
         half = -(-x.shape[-1] // 2)
-        x = x[..., :half] & 15 | _padded(x[..., half:], x.shape[-1] % 2) << 4
+        low = x[..., :half] & 15
+        high = _pad_last(x[..., half:], x.shape[-1] % 2) << 4
+        x = low | high
     return x.astype(jnp.uint8)
 
 
-def _unpacked(x: jax.Array, bits: int) -> jax.Array:
+def _unpack(x: jax.Array, bits: int) -> jax.Array:
     """The whole numbers of bytes; of an odd number of 4 bits with a zero at the end."""
     wide = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int32)
-    return jnp.concatenate([wide << 28 >> 28, wide >> 4], axis=-1) if bits == 4 else wide
+    if bits != 4:
+        return wide
+    # Shifted up and down again, the lower four bits get the sign of their highest.
+    low = wide << 28 >> 28
+    high = wide >> 4
+    return jnp.concatenate([low, high], axis=-1)
 
 
-def _sent(message: _Message) -> _Message:
+def _seal_message(message: _Message) -> _Message:
     """The message as it is sent: what is computed from it here must not come from the wider values before it."""
     return lax.optimization_barrier(message)
 
 
-def _checked(where: str, x: Any, block: int, **dtypes: Any) -> list[str]:
-    """The names of the dtypes, without None; refuses other dtypes, an empty block and leaves that are no floats."""
-    names = {argument: jnp.dtype(dtype).name for argument, dtype in dtypes.items() if dtype is not None}
-    for argument, name in names.items():
-        one_of(where, argument, name, tuple(FORMATS))
+def _check_dtype(where: str, argument: str, dtype: Any) -> str:
+    """The name of a dtype that can be sent; refuses any other."""
+    name = jnp.dtype(dtype).name
+    one_of(where, argument, name, tuple(FORMATS))
+    return name
+
+
+def _check_leaves(where: str, uncompressed: str, x: Any, block: int) -> None:
+    """Refuses an empty block, and leaves that are not floating-point, for which `uncompressed` is the function."""
     at_least(where, 1, block=block)
     for leaf in jax.tree.leaves(x):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            plain = where.removeprefix("compressed.").replace("reduce_scatter_two_level", "hierarchical.reduce_scatter")
-            raise TypeError(
-                f"{where}: every leaf must be floating-point; got {jnp.result_type(leaf)}. Use {plain} for it."
-            )
-    return list(names.values())
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{where}: every leaf must be floating-point; got {dtype}. Use {uncompressed} for it.")
 
 
-def _of_pairs(where: str, reduce: Callable[[jax.Array, Any], _Pair], x: Any, residual: Any) -> tuple[Any, Any]:
-    """The results of `reduce` for each leaf and its residual, and the new residuals: None if there are none."""
+def _map_with_residuals(
+    where: str, reduce_leaf: Callable[[jax.Array, Any], _Pair], x: Any, residual: Any
+) -> tuple[Any, Any]:
+    """The results of `reduce_leaf` for each leaf and its residual, and the new residuals: None if there are none."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     if residual is None:
-        return jax.tree.unflatten(structure, [reduce(leaf, None)[0] for leaf in leaves]), None
+        sums = [reduce_leaf(leaf, None)[0] for leaf in leaves]
+        return jax.tree.unflatten(structure, sums), None
+    _check_residual(where, leaves, structure, residual)
+    sums = []
+    remainders = []
+    for leaf, leaf_residual in zip(leaves, jax.tree.leaves(residual), strict=True):
+        total, remainder = reduce_leaf(leaf, leaf_residual)
+        sums.append(total)
+        remainders.append(remainder)
+    return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, remainders)
+
+
+def _check_residual(where: str, leaves: list[jax.Array], structure: Any, residual: Any) -> None:
     residuals = jax.tree.leaves(residual)
-    structures: list[Any] = [jax.tree.structure(residual), structure]
-    if structures[0] != structures[1] or [(jnp.shape(r), jnp.result_type(r)) for r in residuals] != [
-        (leaf.shape, jnp.float32) for leaf in leaves
-    ]:
-        got = [f"{jnp.result_type(r)}{list(jnp.shape(r))}" for r in residuals]
+    found = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in residuals]
+    required = [(leaf.shape, jnp.float32) for leaf in leaves]
+    if jax.tree.structure(residual) != structure or found != required:
+        residual_types = [f"{dtype}{list(shape)}" for shape, dtype in found]
         shapes = [str(list(leaf.shape)) for leaf in leaves]
         raise ValueError(
             f"{where}: residual must be a pytree like x of float32 arrays of the same shapes; "
-            f"got {', '.join(got) or 'none'} for shapes {', '.join(shapes) or 'none'}. Create it with init_residual(x)."
+            f"got {', '.join(residual_types) or 'none'} for shapes {', '.join(shapes) or 'none'}. Create it with "
+            "init_residual(x)."
         )
-    pairs = [reduce(leaf, left) for leaf, left in zip(leaves, residuals, strict=True)]
-    total, left = (jax.tree.unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
-    return total, left
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _straight_through(
     exact: Callable[[jax.Array], jax.Array],
-    sent: Callable[[jax.Array], _Pair],
+    compress: Callable[[jax.Array], _Pair],
     x: jax.Array,
     residual: jax.Array | None,
 ) -> _Pair:
-    """`sent` of x + residual in float32, in the dtype of x; its derivative is that of `exact`."""
+    """`compress` of x + residual in float32, in the dtype of x; its derivative is the derivative of `exact`."""
     if not x.size:
         return exact(x), residual
     wide = x.astype(jnp.float32)
-    out, left = sent(wide if residual is None else wide + residual)
-    return out.astype(x.dtype), left
+    if residual is not None:
+        wide = wide + residual
+    result, remainder = compress(wide)
+    return result.astype(x.dtype), remainder
 
 
 @_straight_through.defjvp
-def _straight_through_jvp(exact: Any, sent: Any, primals: Any, tangents: Any) -> Any:
-    out, left = _straight_through(exact, sent, *primals)
+def _differentiate_straight_through(exact: Any, compress: Any, primals: Any, tangents: Any) -> Any:
+    # The derivative of a rounding is zero almost everywhere: with it a loss would have no gradient.
+    result, remainder = _straight_through(exact, compress, *primals)
     dx, dresidual = tangents
-    tangent = exact(dx if dresidual is None else dx + dresidual.astype(dx.dtype))
-    return (out, left), (tangent, jax.tree.map(jnp.zeros_like, left))
+    if dresidual is not None:
+        dx = dx + dresidual.astype(dx.dtype)
+    return (result, remainder), (exact(dx), jax.tree.map(jnp.zeros_like, remainder))
 
 
-def _chunks(x: jax.Array, dim: int, count: int) -> jax.Array:
+def _split_chunks(x: jax.Array, dim: int, count: int) -> jax.Array:
     """`x` split along `dim` into chunks, [count, ...]."""
-    return jnp.moveaxis(x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim, 0)
+    split = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+    return jnp.moveaxis(split, dim, 0)
 
 
-def _any_chunks(x: jax.Array, count: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def _join_chunks(chunks: jax.Array, dim: int) -> jax.Array:
+    """Chunks [count, ...] concatenated along their `dim`."""
+    split = jnp.moveaxis(chunks, 0, dim)
+    return split.reshape(*split.shape[:dim], -1, *split.shape[dim + 2 :])
+
+
+def _split_any_chunks(x: jax.Array, count: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """`x` in `count` equal chunks, padded if no dim divides; and the inverse for arrays of the same shape."""
     for dim, size in enumerate(x.shape):
         if size % count == 0:  # flattened, it takes the TPU compiler much longer
-            return _chunks(x, dim, count), partial(_joined, dim=dim)
+            return _split_chunks(x, dim, count), partial(_join_chunks, dim=dim)
     padded = jnp.pad(x.ravel(), (0, -x.size % count)).reshape(count, -1)
-    return padded, lambda y: y.ravel()[: x.size].reshape(x.shape)
+
+    def restore(chunks: jax.Array) -> jax.Array:
+        return chunks.ravel()[: x.size].reshape(x.shape)
+
+    return padded, restore
 
 
-def _joined(chunks: jax.Array, dim: int) -> jax.Array:
-    """Chunks [count, ...] concatenated along their `dim`."""
-    whole = jnp.moveaxis(chunks, 0, dim)
-    return whole.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 2 :])
-
-
-def _added_here(x: jax.Array, y: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _add_to_own_chunk(x: jax.Array, y: jax.Array, names: _Names) -> jax.Array:
     """`y` added to the chunk of `x`, [n, ...], that this device sums."""
     return x.at[axis_index(names)].add(y)

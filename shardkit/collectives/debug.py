@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ from shardkit.collectives.basic import all_gather
 
 
 class _Leaf(NamedTuple):
-    """What a leaf is called, its dtype and shape, and the axes over which it varies, with their sizes."""
+    """A leaf that is printed."""
 
     name: str
-    kind: str
-    axes: dict[str, int]
+    type: str  # dtype and shape
+    axes: dict[str, int]  # over which it varies, with their sizes
 
 
 @typed
@@ -59,45 +59,69 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
         model=2  [4 5]
         model=3  [6 7]
     """
-    sizes, tracked = compat.bound_axes(), compat.tracked_axes()
-    together = tuple(sizes) if axis is None else tuple(a for a in sizes if a in bound("debug_print", axis))
-    leaves, values = [], []
+    sizes = compat.bound_axes()
+    tracked = compat.tracked_axes()
+    names = tuple(sizes) if axis is None else bound("debug_print", axis)
+    gathered_axes = tuple(a for a in sizes if a in names)
+    leaves = []
+    values = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         leaf = lax.stop_gradient(jnp.asarray(leaf))
-        axes = {a: sizes[a] for a in together if a not in tracked or a in compat.varying_axes(leaf)}
-        full = ".".join(filter(None, [name, jax.tree_util.keystr(path, simple=True, separator=".")]))
-        leaves.append(_Leaf(full, f"{leaf.dtype}{list(leaf.shape)}", axes))
+        varying = compat.varying_axes(leaf)
+        # vmap tracks no axes: over those of it every value may vary.
+        axes = {a: sizes[a] for a in gathered_axes if a in varying or a not in tracked}
+        leaves.append(_Leaf(_leaf_name(name, path), f"{leaf.dtype}{list(leaf.shape)}", axes))
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        values.append(_of_all(jax.random.key_data(leaf) if is_key else leaf, axes))
+        values.append(_gather_values(jax.random.key_data(leaf) if is_key else leaf, axes))
     # Every device calls its host, and the first one's call prints. A `cond` would spare the other calls, but jax drops
     # a callback inside a cond inside a scan when it differentiates the scan.
-    first = lax.axis_index(together) == 0 if together else jnp.array(True)
-    apart = {a: lax.axis_index(a) for a in sizes if a not in together}
-    jax.debug.callback(partial(_print, leaves, together), first, apart, *values)
+    is_first = lax.axis_index(gathered_axes) == 0 if gathered_axes else jnp.array(True)
+    group = {a: lax.axis_index(a) for a in sizes if a not in gathered_axes}
+    jax.debug.callback(partial(_print_values, leaves, gathered_axes), is_first, group, *values)
 
 
-def _of_all(x: jax.Array, axes: dict[str, int]) -> jax.Array:
+def _leaf_name(name: str, path: Any) -> str:
+    """`grads.layers.w` for a leaf of "grads"; the names alone where one of them is empty."""
+    leaf_path = jax.tree_util.keystr(path, simple=True, separator=".")
+    return ".".join(part for part in (name, leaf_path) if part)
+
+
+def _gather_values(x: jax.Array, axes: dict[str, int]) -> jax.Array:
     """The values of all devices along these axes, in a new dim 0, in the order of the mesh."""
     if not axes or not x.size:  # jax refuses to gather empty arrays
         return jnp.broadcast_to(x[None], (math.prod(axes.values()), *x.shape))
     return all_gather(x[None], tuple(axes), replicated=True)
 
 
-def _print(leaves: list[_Leaf], together: tuple[str, ...], first: Any, apart: dict[str, Any], *values: Any) -> None:
-    if not first:
+def _print_values(
+    leaves: list[_Leaf], gathered_axes: tuple[str, ...], is_first: Any, group: dict[str, Any], *values: Any
+) -> None:
+    if not is_first:
         return
     lines = []
-    group = f" at {_place(apart, apart.values())}" if apart else ""
     for leaf, value in zip(leaves, values, strict=True):
-        same = [axis for axis in together if axis not in leaf.axes]
-        where = " on each device" if together or apart else ""
-        lines.append(f"{leaf.name}: {leaf.kind}{where}{group}{f', the same along {quoted(same)}' if same else ''}")
-        places = [_place(leaf.axes, at) for at in np.ndindex(*leaf.axes.values())]
-        for place, each in zip(places, np.asarray(value), strict=True):
-            before = f"{place:<{len(places[-1])}}  " if place else ""
-            lines.append(before + str(each).replace("\n", "\n" + " " * len(before)))
+        lines.append(_format_title(leaf, gathered_axes, group))
+        places = [_format_place(tuple(leaf.axes), index) for index in np.ndindex(*leaf.axes.values())]
+        width = len(places[-1])
+        for place, shard in zip(places, np.asarray(value), strict=True):
+            margin = f"{place:<{width}}  " if place else ""
+            indent = " " * len(margin)
+            lines.append(margin + str(shard).replace("\n", "\n" + indent))
     print("\n".join(lines), flush=True)  # noqa: T201
 
 
-def _place(axes: Iterable[str], at: Iterable[Any]) -> str:
-    return " ".join(f"{axis}={i}" for axis, i in zip(axes, at, strict=True))
+def _format_title(leaf: _Leaf, gathered_axes: tuple[str, ...], group: dict[str, Any]) -> str:
+    """`rows: int32[2] on each device at stage=1, the same along 'data'`."""
+    title = f"{leaf.name}: {leaf.type}"
+    if gathered_axes or group:
+        title += " on each device"
+    if group:
+        title += f" at {_format_place(tuple(group), tuple(group.values()))}"
+    same = [axis for axis in gathered_axes if axis not in leaf.axes]
+    if same:
+        title += f", the same along {quoted(same)}"
+    return title
+
+
+def _format_place(axes: Sequence[str], index: Sequence[Any]) -> str:
+    return " ".join(f"{axis}={i}" for axis, i in zip(axes, index, strict=True))

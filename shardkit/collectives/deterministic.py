@@ -18,23 +18,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._jax import compat
-from shardkit.collectives.axes import axis_size, countable
+from shardkit.collectives.axes import as_numbers, axis_size
 
 
-def blocks_sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The sum over dim 0 of all devices' blocks, in the tree's order; `x` varies over `names` and is [blocks, ...]."""
+def sum_blocks(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Sums dim 0 of all devices' blocks, in the tree's order; `x` varies over `names` and is [blocks, ...]."""
     if x.ndim == 0 or x.shape[0] == 0:
         raise ValueError(
             "all_reduce: with deterministic=True dim 0 of every leaf must count this device's blocks, at least one; "
             f"got shape {x.shape}. Pass x[None] if each device has one block."
         )
     if not jnp.issubdtype(x.dtype, jnp.inexact):  # exact in any order, and not differentiable
-        return lax.psum(jnp.sum(countable(x), axis=0), names)
-    return _tree(x, names)
+        return lax.psum(jnp.sum(as_numbers(x), axis=0), names)
+    return _sum_tree(x, names)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _tree(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _sum_tree(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     count = axis_size(names)
     blocks, shape = x.shape[0], x.shape[1:]
     size = math.prod(shape)
@@ -42,47 +42,55 @@ def _tree(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
         return jnp.zeros(shape, x.dtype)
     if x.dtype.itemsize < 4:
         # Compilers may skip roundings between 16-bit additions, but not between float32 ones.
-        kind = jnp.finfo(x.dtype)
-        wide = lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
+        finfo = jnp.finfo(x.dtype)
+        addends = lax.reduce_precision(x.astype(jnp.float32), finfo.nexp, finfo.nmant)
     else:
-        wide = x
-    wide = wide.reshape(blocks, size)
+        addends = x
+    addends = addends.reshape(blocks, size)
     if blocks > 1:
-        wide = _written(wide)
+        addends = _copy_blocks(addends)
+    # 6 blocks a device: runs of 2, each a subtree on every number of devices that have 6 blocks. Device 1 has the
+    # blocks 6 to 11 and sums 6+7, 8+9, 10+11; a run of 4 would begin at block 6, which is no multiple of 4.
     run = blocks & -blocks  # the largest power of two that divides the blocks per device
-    partials = pairwise(jnp.moveaxis(wide.reshape(blocks // run, run, size), 1, 0))
-    padded = jnp.pad(partials, ((0, 0), (0, -size % count))).reshape(blocks // run, count, -1)
-    total = compat.all_gather_replicated(sum_of_pieces(jnp.moveaxis(padded, 1, 0), names), names, 0)
+    runs = blocks // run
+    partials = sum_pairwise(jnp.moveaxis(addends.reshape(runs, run, size), 1, 0))  # [runs, size]
+    # Each device adds the runs of all devices for 1/n of the elements, and all gather the results. An all_gather of the
+    # runs would do the same, and send n/2 times as much for one run a device.
+    padded = jnp.pad(partials, ((0, 0), (0, -size % count))).reshape(runs, count, -1)
+    piece = sum_pieces(jnp.moveaxis(padded, 1, 0), names)
+    total = compat.all_gather_replicated(piece, names, 0)
     return total[:size].reshape(shape).astype(x.dtype)
 
 
-@_tree.defjvp
-def _tree_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
-    (x,), (dx,) = primals, tangents
-    return _tree(x, names), lax.psum(jnp.sum(dx, axis=0), names)
+@_sum_tree.defjvp
+def _differentiate_sum(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
+    (x,) = primals
+    (dx,) = tangents
+    return _sum_tree(x, names), lax.psum(jnp.sum(dx, axis=0), names)
 
 
-def sum_of_pieces(pieces: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def sum_pieces(pieces: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """This device's piece of the sum of all devices' runs, in the tree's order.
 
     Layout: `pieces[n, runs, M] -> sum[M]`, for n devices in the order of `names`; a run is the sum of a subtree.
 
     Cost: an all_to_all.
     """
-    arrived = lax.all_to_all(pieces, names, 0, 0, tiled=True)
-    return pairwise(arrived.reshape(-1, pieces.shape[2]))
+    # One all_to_all: every device gets its piece of all runs, in the order of the devices, which is that of the blocks.
+    arrivals = lax.all_to_all(pieces, names, 0, 0, tiled=True)
+    return sum_pairwise(arrivals.reshape(-1, pieces.shape[2]))
 
 
-def pairwise(x: jax.Array) -> jax.Array:
-    """The sum over dim 0 in pairs; an odd last one is passed up."""
+def sum_pairwise(x: jax.Array) -> jax.Array:
+    """Sums dim 0 in pairs; an odd last one is passed up: of 5 terms ((0+1) + (2+3)) + 4."""
     while len(x) > 1:
         pairs = x[0 : len(x) - 1 : 2] + x[1::2]
         x = jnp.concatenate([pairs, x[-1:]]) if len(x) % 2 else pairs
     return x[0]
 
 
-def _written(x: jax.Array) -> jax.Array:
-    """`x`, copied block by block in a loop, which the compiler does not fuse with the producer of `x`.
+def _copy_blocks(x: jax.Array) -> jax.Array:
+    """Copies `x` block by block in a loop, which the compiler does not fuse with the producer of `x`.
 
     Otherwise a product that is added at once becomes a fused multiply-add, which does not round the product, for blocks
     on one device but not for blocks on two. An optimization_barrier does not prevent it (jax 0.10, CPU).

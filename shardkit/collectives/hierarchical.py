@@ -6,6 +6,7 @@ links carry 1/I of the bytes.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
 from shardkit.collectives import basic
 from shardkit.collectives.axes import axis_size
-from shardkit.collectives.padding import in_rows
+from shardkit.collectives.padding import join_flat, split_flat
 
 
 @partial(typed, where="hierarchical.all_reduce")
@@ -46,15 +47,19 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
 
     Source: Mikami et al., Massively Distributed SGD (2018), "2D-torus all-reduce".
     """
-    fast, slow = _levels("hierarchical.all_reduce", inner, outer)
+    fast, slow = _check_levels("hierarchical.all_reduce", inner, outer)
     count = axis_size(fast)
 
-    def reduce(leaf: jax.Array) -> jax.Array:
+    # 8 elements over I=4 devices inside of each of O=2 machines. The reduce_scatter leaves each device 2 elements of
+    # its machine's sum, which it adds to those of its partner in the other machine: 2 elements cross the slow link, and
+    # not 8. Scattered after the slow all_reduce, all 8 would.
+    def reduce_leaf(leaf: jax.Array) -> jax.Array:
         leaf = jnp.asarray(leaf)
-        piece = basic.all_reduce(basic.reduce_scatter(in_rows(leaf, count), fast, op=op), slow, op=op)
-        return basic.all_gather(piece, fast, replicated=True).reshape(-1)[: leaf.size].reshape(leaf.shape)
+        machine_sum = basic.reduce_scatter(split_flat(leaf, count), fast, op=op)
+        total = basic.all_reduce(machine_sum, slow, op=op)
+        return join_flat(basic.all_gather(total, fast, replicated=True), leaf.shape)
 
-    return jax.tree.map(reduce, x)
+    return jax.tree.map(reduce_leaf, x)
 
 
 @partial(typed, where="hierarchical.all_gather")
@@ -81,16 +86,18 @@ def all_gather(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, replicated:
         >>> print(jax.shard_map(whole, mesh=mesh, in_specs=P(("data", "model")), out_specs=P())(jnp.arange(8)))
         [0 1 2 3 4 5 6 7]
     """
-    fast, slow = _levels("hierarchical.all_gather", inner, outer)
-    shape = (axis_size(fast), axis_size(slow))
+    where = "hierarchical.all_gather"
+    fast, slow = _check_levels(where, inner, outer)
+    inner_major = (axis_size(fast), axis_size(slow))
 
-    def gather(leaf: jax.Array) -> jax.Array:
-        at = dim_of("hierarchical.all_gather", dim, jnp.ndim(leaf))
-        whole = basic.all_gather(leaf, slow, dim=at, replicated=replicated)
-        whole = basic.all_gather(whole, fast, dim=at, replicated=replicated)
-        return _swap(whole, at, shape)  # gathered inner-major, returned outer-major
+    # The slow links come first, while there is one shard to send; after the fast ones there would be I of them.
+    def gather_leaf(leaf: jax.Array) -> jax.Array:
+        gathered_dim = dim_of(where, dim, jnp.ndim(leaf))
+        column = basic.all_gather(leaf, slow, dim=gathered_dim, replicated=replicated)
+        gathered = basic.all_gather(column, fast, dim=gathered_dim, replicated=replicated)
+        return _swap_levels(gathered, gathered_dim, inner_major)
 
-    return jax.tree.map(gather, x)
+    return jax.tree.map(gather_leaf, x)
 
 
 @partial(typed, where="hierarchical.reduce_scatter")
@@ -117,26 +124,34 @@ def reduce_scatter(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, op: Lit
         >>> print(jax.shard_map(rows, mesh=mesh, in_specs=P(), out_specs=P(("data", "model")))(jnp.arange(8)))
         [ 0  8 16 24 32 40 48 56]
     """
-    fast, slow = _levels("hierarchical.reduce_scatter", inner, outer)
-    shape = (axis_size(slow), axis_size(fast))
+    where = "hierarchical.reduce_scatter"
+    fast, slow = _check_levels(where, inner, outer)
+    outer_major = (axis_size(slow), axis_size(fast))
 
-    def scatter(leaf: jax.Array) -> jax.Array:
-        at = dim_of("hierarchical.reduce_scatter", dim, jnp.ndim(leaf))
-        divides("hierarchical.reduce_scatter", at, leaf.shape[at], (*slow, *fast), shape[0] * shape[1])
-        swapped = _swap(leaf, at, shape)
-        return basic.reduce_scatter(basic.reduce_scatter(swapped, fast, dim=at, op=op), slow, dim=at, op=op)
+    # The fast links come first: the slow ones then carry 1/I of the rows.
+    def scatter_leaf(leaf: jax.Array) -> jax.Array:
+        split_dim = dim_of(where, dim, jnp.ndim(leaf))
+        divides(where, split_dim, leaf.shape[split_dim], (*slow, *fast), math.prod(outer_major))
+        swapped = _swap_levels(leaf, split_dim, outer_major)
+        machine_sum = basic.reduce_scatter(swapped, fast, dim=split_dim, op=op)
+        return basic.reduce_scatter(machine_sum, slow, dim=split_dim, op=op)
 
-    return jax.tree.map(scatter, x)
+    return jax.tree.map(scatter_leaf, x)
 
 
-def _levels(where: str, inner: Axis, outer: Axis) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    fast, slow = bound(where, inner), bound(where, outer)
+def _check_levels(where: str, inner: Axis, outer: Axis) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    fast = bound(where, inner)
+    slow = bound(where, outer)
     bound(where, (*fast, *slow))  # refuses an axis that is in both
     return fast, slow
 
 
-def _swap(x: jax.Array, dim: int, shape: tuple[int, int]) -> jax.Array:
-    """`dim` read as [a, b, rest] and written as [b, a, rest]."""
-    a, b = shape
+def _swap_levels(x: jax.Array, dim: int, sizes: tuple[int, int]) -> jax.Array:
+    """`dim` read as [a, b, rows] and written as [b, a, rows], for sizes (a, b).
+
+    Gathered over "outer" (2) and then "inner" (4), rows stand inner-major: 0 4 1 5 2 6 3 7. Swapped with sizes (4, 2)
+    they are 0 1 2 3 4 5 6 7, as `P((outer, inner))` has them.
+    """
+    a, b = sizes
     split = x.reshape(*x.shape[:dim], a, b, -1, *x.shape[dim + 1 :])
     return jnp.swapaxes(split, dim, dim + 1).reshape(x.shape)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial, reduce
-from operator import add
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +20,7 @@ from shardkit._arguments.checks import Axis, divides
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import backends, compat
 from shardkit._jax.compat import bound
-from shardkit.collectives._sums import saved_as_dot, wide, wide_zeros
+from shardkit.collectives._sums import save_as_dot, wide, wide_zeros
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import all_gather, reduce_scatter
 from shardkit.collectives.permute import shift
@@ -78,10 +76,11 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
                 f"{where}: the last dim of x [..., t, D] must be dim 0 of w [D, ...]; "
                 f"got shapes {jnp.shape(x_tD)} and {jnp.shape(w)}. Reshape or transpose one of them."
             )
-    x, *weights = _operands(where, names, x_tD, *weights)
+    x, *weights = _check_operands(where, names, x_tD, *weights)
     columns = sum(math.prod(w.shape[1:]) for w in weights)
-    chosen = _chosen(impl, names, x.size, columns, x.dtype)
-    return jax.tree.unflatten(tree, _all_gather_matmul(x, tuple(weights), names, chosen))
+    implementation = _choose_implementation(impl, names, x.size, columns, x.dtype)
+    products = _all_gather_matmul(x, tuple(weights), names, implementation)
+    return jax.tree.unflatten(tree, products)
 
 
 @typed
@@ -118,20 +117,21 @@ def matmul_reduce_scatter(h_Tf: jax.Array, w_fD: jax.Array, axis: Axis, *, impl:
     """
     where = "matmul_reduce_scatter"
     names = bound(where, axis)
-    at = jnp.ndim(h_Tf) - jnp.ndim(w_fD)
-    if at < 0 or jnp.ndim(w_fD) < 2 or h_Tf.shape[at + 1 :] != w_fD.shape[:-1]:
+    token_dim = jnp.ndim(h_Tf) - jnp.ndim(w_fD)
+    if token_dim < 0 or jnp.ndim(w_fD) < 2 or h_Tf.shape[token_dim + 1 :] != w_fD.shape[:-1]:
         raise ValueError(
             f"{where}: the dims of h [..., T, f] after T must be those of w [f, D] before D; "
             f"got shapes {jnp.shape(h_Tf)} and {jnp.shape(w_fD)}. Reshape or transpose one of them."
         )
-    divides(where, at, h_Tf.shape[at], names, axis_size(names))
-    h, w = _operands(where, names, h_Tf, w_fD)
-    rows = math.prod(h.shape[: at + 1]) // axis_size(names)
-    chosen = _chosen(impl, names, rows * w.shape[-1], math.prod(w.shape[:-1]), h.dtype)
-    return _matmul_reduce_scatter(h, w, names, chosen)
+    divides(where, token_dim, h_Tf.shape[token_dim], names, axis_size(names))
+    h, w = _check_operands(where, names, h_Tf, w_fD)
+    rows = math.prod(h.shape[: token_dim + 1]) // axis_size(names)
+    contracted = math.prod(w.shape[:-1])
+    implementation = _choose_implementation(impl, names, rows * w.shape[-1], contracted, h.dtype)
+    return _matmul_reduce_scatter(h, w, names, implementation)
 
 
-def _operands(where: str, names: _Names, *arrays: jax.Array) -> list[jax.Array]:
+def _check_operands(where: str, names: _Names, *arrays: jax.Array) -> list[jax.Array]:
     """The operands, varying over the same axes, so that their gradients need no reduction inside."""
     dtypes = [jnp.result_type(x) for x in arrays]
     if len(set(dtypes)) > 1 or not jnp.issubdtype(dtypes[0], jnp.floating):
@@ -139,51 +139,85 @@ def _operands(where: str, names: _Names, *arrays: jax.Array) -> list[jax.Array]:
             f"{where}: operands must be floating-point and of one dtype; got {', '.join(map(str, dtypes))}. "
             "Cast them to one dtype first."
         )
-    return vary(list(arrays), tuple(sorted({*names}.union(*map(compat.varying_axes, arrays)))))
+    axes = set(names)
+    for x in arrays:
+        axes |= compat.varying_axes(x)
+    return vary(list(arrays), tuple(sorted(axes)))
 
 
-def _chosen(impl: Impl, names: _Names, elements: int, columns: int, dtype: Any) -> str:
-    """The implementation: `impl`, or by the rule of all_gather_matmul for messages of so many elements."""
+def _choose_implementation(impl: Impl, names: _Names, elements: int, columns: int, dtype: Any) -> str:
+    """The implementation for messages of this many elements: `impl`, or by the rule of all_gather_matmul."""
     n = axis_size(names)
     if n == 1:
         return "gather"  # nothing is sent
-    if impl == "auto":
+    if isinstance(impl, Links):
+        links = impl
+    elif impl == "auto":
         chip = cost.chip_of(backends.device_kind())
-        return "gather" if chip is None else _chosen(cost.links(chip), names, elements, columns, dtype)
-    if not isinstance(impl, Links):
+        if chip is None:
+            return "gather"
+        links = cost.links(chip)
+    else:
         return impl
-    if not impl.flops or not elements * columns:
+    if not links.flops or not elements * columns:
         return "gather"
-    rule = partial(cost.ring_from, impl.of(names), columns, flops=impl.flops, value_bytes=dtype.itemsize)
+    link = links.of(names)
     message = elements * dtype.itemsize
-    return "ring" if message >= rule() else "bidirectional" if n > 2 and message >= rule(ways=2) else "gather"
+    if message >= cost.ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize):
+        return "ring"
+    if n > 2 and message >= cost.ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize, ways=2):
+        return "bidirectional"
+    return "gather"
 
 
 # The matmuls after their arguments are checked. `impl` is "gather", "ring" or "bidirectional"; operands vary over the
 # same axes.
+#
+# The ring of all_gather_matmul over three devices, with tokens x0, x1, x2 and this device's columns w. Device 0:
+#
+#   send x0 up     | y[0] = x0 @ w      from device 2 arrives x2
+#   send x2 up     | y[2] = x2 @ w      from device 2 arrives x1, which device 1 had sent it
+#                  | y[1] = x1 @ w
+#
+# The matmul of a line needs only what the line above has brought, so that the message of the line is on its way while
+# it runs. The last matmul stands after the loop: nothing is left to send. matmul_reduce_scatter is the transpose: sums
+# travel, and each device adds the product of the rows of that sum's owner.
 
 
 def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, impl: str) -> _Arrays:
-    at, n, me = x.ndim - 2, axis_size(names), axis_index(names)
+    token_dim = x.ndim - 2
+    n = axis_size(names)
+    me = axis_index(names)
     if impl == "gather":
-        whole = all_gather(x, names, dim=at)
-        return tuple(_dot(whole, w, 1) for w in ws)
-    ways = _ways(impl, x.shape[at], n)
+        x_TD = all_gather(x, names, dim=token_dim)
+        return tuple(_dot(x_TD, w, 1) for w in ws)
+    directions = _choose_directions(impl, x.shape[token_dim], n)
 
-    def multiply(k: Any, pieces: Sequence[jax.Array], outs: _Arrays) -> _Arrays:
-        for way, piece in zip(ways, pieces, strict=True):
-            source = me - way.by * k
-            outs = tuple(_put(out, _dot(piece, w, 1), at, source, way.first) for out, w in zip(outs, ws, strict=True))
-        return outs
+    def multiply(k: Any, messages: Sequence[jax.Array], products: _Arrays) -> _Arrays:
+        for direction, rows in zip(directions, messages, strict=True):
+            source = me - direction.by * k
+            stored = []
+            for product, w in zip(products, ws, strict=True):
+                stored.append(_store_rows(product, _dot(rows, w, 1), token_dim, source, direction.first))
+            products = tuple(stored)
+        return products
 
-    def turn(k: Any, state: Any) -> Any:
-        pieces, outs = state
-        return _sent(pieces, ways, names), multiply(k, pieces, outs)
+    def hop(k: Any, carry: Any) -> Any:
+        messages, products = carry
+        return _send(messages, directions, names), multiply(k, messages, products)
 
-    pieces = [lax.slice_in_dim(x, way.first, way.first + way.size, axis=at) for way in ways]
-    outs = tuple(vary_like(lax.empty((*x.shape[:at], n, x.shape[at], *w.shape[1:]), x.dtype), x) for w in ws)
-    pieces, outs = lax.fori_loop(0, n - 1, turn, (pieces, outs))
-    return tuple(_joined(out, at) for out in multiply(n - 1, pieces, outs))
+    messages = []
+    for direction in directions:
+        end = direction.first + direction.size
+        messages.append(lax.slice_in_dim(x, direction.first, end, axis=token_dim))
+    # Rows by device, [..., n, t, f]: every row is written once, so that nothing must be zeroed.
+    empty = []
+    for w in ws:
+        shape = (*x.shape[:token_dim], n, x.shape[token_dim], *w.shape[1:])
+        empty.append(vary_like(lax.empty(shape, x.dtype), x))
+    messages, products = lax.fori_loop(0, n - 1, hop, (messages, tuple(empty)))
+    products = multiply(n - 1, messages, products)
+    return tuple(_merge_devices(product, token_dim) for product in products)
 
 
 def _all_gather_matmul_forward(x: jax.Array, ws: _Arrays, names: _Names, impl: str) -> Any:
@@ -193,50 +227,71 @@ def _all_gather_matmul_forward(x: jax.Array, ws: _Arrays, names: _Names, impl: s
 
 def _all_gather_matmul_backward(names: _Names, impl: str, residuals: Any, dys: _Arrays) -> Any:
     x, ws = residuals
-    at, n, me = x.ndim - 2, axis_size(names), axis_index(names)
+    token_dim = x.ndim - 2
+    n = axis_size(names)
+    me = axis_index(names)
 
-    def dx(dys: Sequence[jax.Array]) -> jax.Array:
-        pairs = zip(dys, ws, strict=True)
-        return reduce(add, (_dot(dy, jnp.moveaxis(w, 0, -1), w.ndim - 1, part=True) for dy, w in pairs))
+    def multiply_dx(dys: Sequence[jax.Array]) -> jax.Array:
+        """dy @ w.T, summed over the weights, in float32."""
+        dx = None
+        for dy, w in zip(dys, ws, strict=True):
+            term = _dot(dy, jnp.moveaxis(w, 0, -1), w.ndim - 1, partial_sum=True)
+            dx = term if dx is None else dx + term
+        assert dx is not None
+        return dx
 
     if impl == "gather":
-        whole = all_gather(x, names, dim=at)
-        dws = tuple(_outer(whole, dy, at + 1) for dy in dys)
-        return reduce_scatter(dx(dys).astype(x.dtype), names, dim=at), dws
-    dys = tuple(_split(dy, at, n) for dy in dys)
+        x_TD = all_gather(x, names, dim=token_dim)
+        dws = tuple(_outer(x_TD, dy, token_dim + 1) for dy in dys)
+        return reduce_scatter(multiply_dx(dys).astype(x.dtype), names, dim=token_dim), dws
+    dys = tuple(_split_by_device(dy, token_dim, n) for dy in dys)
 
-    def rows_of(source: Any) -> list[jax.Array]:
-        return [_take(dy, at, source) for dy in dys]
+    def take_dys(source: Any) -> list[jax.Array]:
+        return [_take_rows(dy, token_dim, source) for dy in dys]
 
-    def add_dw(dws: _Arrays, piece: jax.Array, source: Any) -> _Arrays:
-        return tuple(dw + _outer(piece, dy, at + 1, part=True) for dw, dy in zip(dws, rows_of(source), strict=True))
+    def add_to_dws(dws: _Arrays, rows: jax.Array, source: Any) -> _Arrays:
+        sums = []
+        for dw, dy in zip(dws, take_dys(source), strict=True):
+            sums.append(dw + _outer(rows, dy, token_dim + 1, partial_sum=True))
+        return tuple(sums)
 
-    def turn(k: Any, state: Any) -> Any:  # shards of x are sent up, sums of dx down
-        piece, total, dws = state
-        arriving, arrived = shift(piece, names), shift(total, names, by=-1)
-        return arriving, _add(arrived, dx(rows_of(me + 2 + k))), add_dw(dws, piece, me - k)
+    # Shards of x are sent up, for the weight gradients; sums of dx are sent down, each to the owner of its rows. Both
+    # directions of a link are busy, and neither message waits for this hop's matmuls.
+    def hop(k: Any, carry: Any) -> Any:
+        rows, dx, dws = carry
+        arriving_rows = shift(rows, names)
+        arriving_dx = shift(dx, names, by=-1)
+        dx = _add_to_arrival(arriving_dx, multiply_dx(take_dys(me + 2 + k)))
+        return arriving_rows, dx, add_to_dws(dws, rows, me - k)
 
-    state = x, dx(rows_of(me + 1)).astype(x.dtype), tuple(map(wide_zeros, ws))
-    piece, total, dws = lax.fori_loop(0, n - 1, turn, state)
-    return total, tuple(dw.astype(x.dtype) for dw in add_dw(dws, piece, me + 1))
+    first_dx = multiply_dx(take_dys(me + 1)).astype(x.dtype)
+    rows, dx, dws = lax.fori_loop(0, n - 1, hop, (x, first_dx, tuple(map(wide_zeros, ws))))
+    dws = add_to_dws(dws, rows, me + 1)
+    return dx, tuple(dw.astype(x.dtype) for dw in dws)
 
 
 def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, impl: str) -> jax.Array:
-    at, n, me = h.ndim - w.ndim, axis_size(names), axis_index(names)
+    token_dim = h.ndim - w.ndim
+    n = axis_size(names)
+    me = axis_index(names)
     if impl == "gather":
-        return saved_as_dot(reduce_scatter(_dot(h, w, w.ndim - 1), names, dim=at))
-    h = _split(h, at, n)
-    ways = _ways(impl, h.shape[at + 1], n)
+        return save_as_dot(reduce_scatter(_dot(h, w, w.ndim - 1), names, dim=token_dim))
+    h = _split_by_device(h, token_dim, n)
+    directions = _choose_directions(impl, h.shape[token_dim + 1], n)
 
-    def part(k: Any, way: _Way) -> jax.Array:
-        rows = _take(h, at, me - way.by * (k + 1))
-        return _dot(lax.slice_in_dim(rows, way.first, way.first + way.size, axis=at), w, w.ndim - 1, part=True)
+    def multiply(k: Any, direction: _Direction) -> jax.Array:
+        rows = _take_rows(h, token_dim, me - direction.by * (k + 1))
+        end = direction.first + direction.size
+        rows = lax.slice_in_dim(rows, direction.first, end, axis=token_dim)
+        return _dot(rows, w, w.ndim - 1, partial_sum=True)
 
-    def turn(k: Any, sums: Sequence[jax.Array]) -> list[jax.Array]:
-        return [_add(arrived, part(k, way)) for arrived, way in zip(_sent(sums, ways, names), ways, strict=True)]
+    def hop(k: Any, sums: Sequence[jax.Array]) -> list[jax.Array]:
+        arrivals = _send(sums, directions, names)
+        return [_add_to_arrival(x, multiply(k, way)) for x, way in zip(arrivals, directions, strict=True)]
 
-    sums = lax.fori_loop(1, n, turn, [part(0, way).astype(h.dtype) for way in ways])
-    return saved_as_dot(jnp.concatenate(sums, at))
+    first_sums = [multiply(0, direction).astype(h.dtype) for direction in directions]
+    sums = lax.fori_loop(1, n, hop, first_sums)
+    return save_as_dot(jnp.concatenate(sums, token_dim))
 
 
 def _matmul_reduce_scatter_forward(h: jax.Array, w: jax.Array, names: _Names, impl: str) -> Any:
@@ -245,24 +300,31 @@ def _matmul_reduce_scatter_forward(h: jax.Array, w: jax.Array, names: _Names, im
 
 def _matmul_reduce_scatter_backward(names: _Names, impl: str, residuals: Any, dy: jax.Array) -> Any:
     h, w = residuals
-    at, n, me = h.ndim - w.ndim, axis_size(names), axis_index(names)
+    token_dim = h.ndim - w.ndim
+    n = axis_size(names)
+    me = axis_index(names)
     w_transposed = jnp.moveaxis(w, -1, 0)
     if impl == "gather":
-        whole = all_gather(dy, names, dim=at)
-        return _dot(whole, w_transposed, 1), _outer(h, whole, at + 1)
-    h = _split(h, at, n)
+        dy_TD = all_gather(dy, names, dim=token_dim)
+        return _dot(dy_TD, w_transposed, 1), _outer(h, dy_TD, token_dim + 1)
+    h = _split_by_device(h, token_dim, n)
 
-    def multiply(k: Any, piece: jax.Array, dh: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dh = _put(dh, _dot(piece, w_transposed, 1), at, me - k)
-        return dh, dw + _outer(_take(h, at, me - k), piece, at + 1, part=True)
+    # One gathered gradient serves both: dh needs its rows times w.T, and dw the rows of h beside it.
+    def multiply(k: Any, dy_rows: jax.Array, dh: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dh = _store_rows(dh, _dot(dy_rows, w_transposed, 1), token_dim, me - k)
+        h_rows = _take_rows(h, token_dim, me - k)
+        return dh, dw + _outer(h_rows, dy_rows, token_dim + 1, partial_sum=True)
 
-    def turn(k: Any, state: Any) -> Any:
-        piece, *gradients = state
-        return shift(piece, names), *multiply(k, piece, *gradients)
+    def hop(k: Any, carry: Any) -> Any:
+        dy_rows, dh, dw = carry
+        arrival = shift(dy_rows, names)
+        dh, dw = multiply(k, dy_rows, dh, dw)
+        return arrival, dh, dw
 
-    piece, *gradients = lax.fori_loop(0, n - 1, turn, (dy, vary_like(lax.empty(h.shape, h.dtype), h), wide_zeros(w)))
-    dh, dw = multiply(n - 1, piece, *gradients)
-    return _joined(dh, at), dw.astype(h.dtype)
+    empty_dh = vary_like(lax.empty(h.shape, h.dtype), h)
+    dy_rows, dh, dw = lax.fori_loop(0, n - 1, hop, (dy, empty_dh, wide_zeros(w)))
+    dh, dw = multiply(n - 1, dy_rows, dh, dw)
+    return _merge_devices(dh, token_dim), dw.astype(h.dtype)
 
 
 _all_gather_matmul = jax.custom_vjp(_all_gather_matmul_primal, nondiff_argnums=(2, 3))
@@ -271,7 +333,7 @@ _matmul_reduce_scatter = jax.custom_vjp(_matmul_reduce_scatter_primal, nondiff_a
 _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
 
 
-class _Way(NamedTuple):
+class _Direction(NamedTuple):
     """What is sent in one direction: `size` rows of every shard, from row `first`, by `by` devices per hop."""
 
     by: int
@@ -279,50 +341,54 @@ class _Way(NamedTuple):
     size: int
 
 
-def _ways(impl: str, rows: int, n: int) -> list[_Way]:
+def _choose_directions(impl: str, rows: int, n: int) -> list[_Direction]:
     half = rows // 2
     if impl == "ring" or n == 2 or not half:
-        return [_Way(1, 0, rows)]
-    return [_Way(1, 0, half), _Way(-1, half, rows - half)]
+        return [_Direction(1, 0, rows)]
+    return [_Direction(1, 0, half), _Direction(-1, half, rows - half)]
 
 
-def _sent(messages: Sequence[jax.Array], ways: Sequence[_Way], names: _Names) -> list[jax.Array]:
-    return [shift(message, names, by=way.by) for message, way in zip(messages, ways, strict=True)]
+def _send(messages: Sequence[jax.Array], directions: Sequence[_Direction], names: _Names) -> list[jax.Array]:
+    return [shift(message, names, by=way.by) for message, way in zip(messages, directions, strict=True)]
 
 
-def _dot(x: jax.Array, y: jax.Array, dims: int, *, part: bool = False) -> jax.Array:
-    """Contracts the last `dims` dims of x with the first of y; a part of a longer sum in float32."""
-    return jnp.tensordot(x, y, dims, preferred_element_type=wide(x.dtype) if part else x.dtype)
+def _dot(x: jax.Array, y: jax.Array, dims: int, *, partial_sum: bool = False) -> jax.Array:
+    """Contracts the last `dims` dims of x with the first of y; a term of a longer sum in float32."""
+    dtype = wide(x.dtype) if partial_sum else x.dtype
+    return jnp.tensordot(x, y, dims, preferred_element_type=dtype)
 
 
-def _outer(x: jax.Array, y: jax.Array, dims: int, *, part: bool = False) -> jax.Array:
+def _outer(x: jax.Array, y: jax.Array, dims: int, *, partial_sum: bool = False) -> jax.Array:
     """Contracts the first `dims` dims of both, batch and tokens, for a weight gradient."""
-    over = tuple(range(dims))
-    return jnp.tensordot(x, y, (over, over), preferred_element_type=wide(x.dtype) if part else x.dtype)
+    dtype = wide(x.dtype) if partial_sum else x.dtype
+    contracted = tuple(range(dims))
+    return jnp.tensordot(x, y, (contracted, contracted), preferred_element_type=dtype)
 
 
-def _add(arrived: jax.Array, part: jax.Array) -> jax.Array:
-    # Fused with the matmul that computes `part`, the addition would make that matmul wait for the message.
-    part = lax.optimization_barrier(part)
-    return (arrived.astype(part.dtype) + part).astype(arrived.dtype)
+def _add_to_arrival(arrival: jax.Array, product: jax.Array) -> jax.Array:
+    # Fused with the matmul that computes the product, the addition would make that matmul wait for the message.
+    product = lax.optimization_barrier(product)
+    return (arrival.astype(product.dtype) + product).astype(arrival.dtype)
 
 
 # Rows are indexed by device, not by row number, so that the compiler sees whole tiles and fuses the access with the
-# matmul.
+# matmul: [..., T, D] is [..., n, t, D], and device d's rows are index d of that dim.
 
 
-def _split(x: jax.Array, at: int, n: int) -> jax.Array:
-    return x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
+def _split_by_device(x: jax.Array, dim: int, n: int) -> jax.Array:
+    return x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
 
 
-def _joined(x: jax.Array, at: int) -> jax.Array:
-    return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
+def _merge_devices(x: jax.Array, dim: int) -> jax.Array:
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
 
-def _take(x: jax.Array, at: int, device: Any) -> jax.Array:
-    return lax.dynamic_index_in_dim(x, device % x.shape[at], at, keepdims=False)
+def _take_rows(x: jax.Array, dim: int, device: Any) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, device % x.shape[dim], dim, keepdims=False)
 
 
-def _put(out: jax.Array, rows: jax.Array, at: int, device: Any, first: int = 0) -> jax.Array:
-    start = [0] * at + [device % out.shape[at], first] + [0] * (out.ndim - at - 2)
-    return lax.dynamic_update_slice(out, jnp.expand_dims(rows.astype(out.dtype), at), start)
+def _store_rows(out: jax.Array, rows: jax.Array, dim: int, device: Any, first: int = 0) -> jax.Array:
+    start = [0] * out.ndim
+    start[dim] = device % out.shape[dim]
+    start[dim + 1] = first
+    return lax.dynamic_update_slice(out, jnp.expand_dims(rows.astype(out.dtype), dim), start)

@@ -17,7 +17,7 @@ from jax import lax
 from shardkit._arguments.checks import Axis, dim_of, named
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
-from shardkit.collectives.axes import axis_size, countable
+from shardkit.collectives.axes import as_numbers, axis_size
 from shardkit.collectives.basic import all_gather, reduce_scatter
 
 
@@ -46,11 +46,11 @@ def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
     """
     count = axis_size(bound("pad_to_axis", axis))
 
-    def pad(leaf: jax.Array) -> jax.Array:
-        at = dim_of("pad_to_axis", dim, jnp.ndim(leaf))
-        return _padded(leaf, at, -leaf.shape[at] % count)
+    def pad_leaf(leaf: jax.Array) -> jax.Array:
+        padded_dim = dim_of("pad_to_axis", dim, jnp.ndim(leaf))
+        return _pad_end(leaf, padded_dim, -leaf.shape[padded_dim] % count)
 
-    return jax.tree.map(pad, x)
+    return jax.tree.map(pad_leaf, x)
 
 
 @typed
@@ -76,16 +76,16 @@ def unpad_from_axis(x: Arrays, size: int, *, dim: int = 0) -> Any:
         [1 2 3]
     """
 
-    def cut(leaf: jax.Array) -> jax.Array:
-        at = dim_of("unpad_from_axis", dim, jnp.ndim(leaf))
-        if not 0 <= size <= leaf.shape[at]:
+    def unpad_leaf(leaf: jax.Array) -> jax.Array:
+        padded_dim = dim_of("unpad_from_axis", dim, jnp.ndim(leaf))
+        if not 0 <= size <= leaf.shape[padded_dim]:
             raise ValueError(
-                f"unpad_from_axis: size must be from 0 to the size of dim {at}; got {size} for shape {leaf.shape}. "
-                "Pass the size before padding."
+                f"unpad_from_axis: size must be from 0 to the size of dim {padded_dim}; got {size} for shape "
+                f"{leaf.shape}. Pass the size before padding."
             )
-        return lax.slice_in_dim(leaf, 0, size, axis=at)
+        return lax.slice_in_dim(leaf, 0, size, axis=padded_dim)
 
-    return jax.tree.map(cut, x)
+    return jax.tree.map(unpad_leaf, x)
 
 
 @typed
@@ -113,17 +113,23 @@ def all_gather_uneven(x: Arrays, sizes: Sequence[int], axis: Axis, *, dim: int =
         >>> print(jax.shard_map(whole, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.array([5, 0, 6, 7])))
         [5 6 7]
     """
-    names, sizes = _sizes("all_gather_uneven", sizes, axis)
+    where = "all_gather_uneven"
+    names = bound(where, axis)
+    sizes = _check_sizes(where, sizes, names)
     most = max(sizes)
 
-    def gather(leaf: jax.Array) -> jax.Array:
-        at = dim_of("all_gather_uneven", dim, jnp.ndim(leaf))
-        _holds("all_gather_uneven", leaf, at, most, "max(sizes)", "Pad every device's piece to it.")
-        whole = all_gather(leaf, names, dim=at, replicated=replicated)
-        pieces = [lax.slice_in_dim(whole, i * most, i * most + size, axis=at) for i, size in enumerate(sizes)]
-        return jnp.concatenate(pieces, axis=at)
+    # sizes (1, 2): the shards [5 0 | 6 7] are gathered as they are, [5 0 6 7], and row 1 is cut out: [5 6 7].
+    def gather_leaf(leaf: jax.Array) -> jax.Array:
+        gathered_dim = dim_of(where, dim, jnp.ndim(leaf))
+        _check_rows(where, leaf, gathered_dim, most, "max(sizes)", "Pad every device's piece to it.")
+        padded = all_gather(leaf, names, dim=gathered_dim, replicated=replicated)
+        pieces = []
+        for device, size in enumerate(sizes):
+            start = device * most
+            pieces.append(lax.slice_in_dim(padded, start, start + size, axis=gathered_dim))
+        return jnp.concatenate(pieces, axis=gathered_dim)
 
-    return jax.tree.map(gather, x)
+    return jax.tree.map(gather_leaf, x)
 
 
 @typed
@@ -154,50 +160,68 @@ def reduce_scatter_uneven(
         >>> print(jax.shard_map(rows, mesh=mesh, in_specs=P(), out_specs=P("data"))(jnp.array([5, 6, 7])))
         [10  0 12 14]
     """
-    names, sizes = _sizes("reduce_scatter_uneven", sizes, axis)
+    where = "reduce_scatter_uneven"
+    names = bound(where, axis)
+    sizes = _check_sizes(where, sizes, names)
     most = max(sizes)
 
-    def scatter(leaf: jax.Array) -> jax.Array:
-        leaf = countable(leaf)
-        at = dim_of("reduce_scatter_uneven", dim, jnp.ndim(leaf))
-        _holds("reduce_scatter_uneven", leaf, at, sum(sizes), "sum(sizes)", "Pass the true sizes.")
-        pieces, start = [], 0
+    # sizes (1, 2): the rows [5 6 7] are padded device by device, [5 0 6 7], so that an even scatter splits them right.
+    def scatter_leaf(leaf: jax.Array) -> jax.Array:
+        leaf = as_numbers(leaf)
+        split_dim = dim_of(where, dim, jnp.ndim(leaf))
+        _check_rows(where, leaf, split_dim, sum(sizes), "sum(sizes)", "Pass the true sizes.")
+        pieces = []
+        start = 0
         for size in sizes:
-            pieces.append(_padded(lax.slice_in_dim(leaf, start, start + size, axis=at), at, most - size))
+            piece = lax.slice_in_dim(leaf, start, start + size, axis=split_dim)
+            pieces.append(_pad_end(piece, split_dim, most - size))
             start += size
-        return reduce_scatter(jnp.concatenate(pieces, axis=at), names, dim=at, op=op)
+        return reduce_scatter(jnp.concatenate(pieces, axis=split_dim), names, dim=split_dim, op=op)
 
-    return jax.tree.map(scatter, x)
-
-
-def _padded(x: jax.Array, dim: int, rows: int) -> jax.Array:
-    return jnp.pad(x, [(0, rows if d == dim else 0) for d in range(x.ndim)]) if rows else x
+    return jax.tree.map(scatter_leaf, x)
 
 
-def _sizes(where: str, sizes: Sequence[int], axis: Axis) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    names, sizes = bound(where, axis), tuple(sizes)
+def _pad_end(x: jax.Array, dim: int, rows: int) -> jax.Array:
+    if not rows:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, rows)
+    return jnp.pad(x, widths)
+
+
+def _check_sizes(where: str, sizes: Sequence[int], names: tuple[str, ...]) -> tuple[int, ...]:
+    """The sizes as a tuple; refuses all but one size for each device."""
+    sizes = tuple(sizes)
     count = axis_size(names)
     if len(sizes) != count or min(sizes) < 0:
         raise ValueError(
             f"{where}: sizes must be one size of at least 0 for each device of {named(names)}; got {sizes} over "
             f"{count} devices. Pass the same tuple of {count} sizes on every device."
         )
-    return names, sizes
+    return sizes
 
 
-def _holds(where: str, x: jax.Array, dim: int, size: int, what: str, remedy: str) -> None:
-    if x.shape[dim] != size:
+def _check_rows(where: str, x: jax.Array, dim: int, rows: int, expression: str, remedy: str) -> None:
+    if x.shape[dim] != rows:
         raise ValueError(
-            f"{where}: dim {dim} must have {what} = {size} rows on every device; got shape {x.shape}. {remedy}"
+            f"{where}: dim {dim} must have {expression} = {rows} rows on every device; got shape {x.shape}. {remedy}"
         )
 
 
-def in_rows(x: jax.Array, count: int) -> jax.Array:
-    """All elements in a part for each of `count` devices, [count, rows, columns], padded with zeros at the end.
+def split_flat(x: jax.Array, count: int) -> jax.Array:
+    """All elements in equal parts, one for each of `count` devices: [count, rows, columns], zeros at the end.
+
+    A leaf [3, 5] for 4 devices has 15 elements, is padded to 16, and becomes [4, 1, 4].
 
     Three dims, because the TPU's compiler scatters no lone dim: it sums a flat array, and sends it twice.
     """
-    x = countable(x)
+    x = as_numbers(x)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
-    columns = math.gcd(flat.size // count, 128)
-    return flat.reshape(count, flat.size // count // columns, columns)
+    part_size = flat.size // count
+    columns = math.gcd(part_size, 128)
+    return flat.reshape(count, part_size // columns, columns)
+
+
+def join_flat(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `split_flat`, for an array of this shape."""
+    return parts.reshape(-1)[: math.prod(shape)].reshape(shape)

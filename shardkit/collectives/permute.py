@@ -16,6 +16,9 @@ from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, vary
 
+Pairs = list[tuple[int, int]]  # (source, target)
+_Names = tuple[str, ...]
+
 
 @typed
 def shift(x: Arrays, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
@@ -47,9 +50,9 @@ def shift(x: Arrays, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
         pairs = [(i, (i + by) % count) for i in range(count)]
     else:
         pairs = [(i, i + by) for i in range(count) if 0 <= i + by < count]
-    if pairs == [(i, i) for i in range(count)]:
+    if pairs == [(i, i) for i in range(count)]:  # every device keeps its value, and nothing is sent
         return vary(x, names)
-    return permuted(x, names, pairs)
+    return permute(x, names, pairs)
 
 
 @typed
@@ -77,67 +80,73 @@ def broadcast(x: Arrays, axis: Axis, *, source: int = 0) -> Any:
     """
     names = bound("broadcast", axis)
     member("broadcast", "source", source, axis_size(names))
-    return jax.tree.map(lambda leaf: _from_source(vary(leaf, names), names, source), x)
+    return jax.tree.map(lambda leaf: _broadcast_leaf(vary(leaf, names), names, source), x)
 
 
-def permuted(x: Any, names: tuple[str, ...], pairs: list[tuple[int, int]]) -> Any:
+def permute(x: Any, names: _Names, pairs: Pairs) -> Any:
     """Sends each leaf by (source, target) pairs of joint indices over `names`, the first axis major."""
     if not compat.tracked_axes() & set(names):
-        return jax.tree.map(lambda leaf: _permuted_in_vmap(leaf, names, pairs), x)
-    ordered, pairs = _in_mesh_order(names, pairs)
-    return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), ordered, pairs), x)
+        return jax.tree.map(lambda leaf: _permute_in_vmap(leaf, names, pairs), x)
+    mesh_names, mesh_pairs = _convert_to_mesh_order(names, pairs)
+    return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), mesh_names, mesh_pairs), x)
 
 
-def _permuted_in_vmap(x: jax.Array, names: tuple[str, ...], pairs: list[tuple[int, int]]) -> jax.Array:
-    """Under vmap jax refuses a ppermute in which some device sends nothing, or over several axes."""
-    whole = x[None]
+def _permute_in_vmap(x: jax.Array, names: _Names, pairs: Pairs) -> jax.Array:
+    """The same by an all_gather: under vmap jax refuses a ppermute over several axes, or with a silent device."""
+    gathered = x[None]
     for name in reversed(names):
-        whole = lax.all_gather(whole, name, axis=0, tiled=True)
-    senders = np.full(axis_size(names), -1, np.int32)
+        gathered = lax.all_gather(gathered, name, axis=0, tiled=True)
+    sender_of = np.full(axis_size(names), -1, np.int32)  # -1: nothing arrives
     for source, target in pairs:
-        senders[target] = source
-    sender = jnp.asarray(senders)[lax.axis_index(names)]
-    return jnp.where(sender >= 0, whole[sender], jnp.zeros_like(x))
+        sender_of[target] = source
+    sender = jnp.asarray(sender_of)[lax.axis_index(names)]
+    return jnp.where(sender >= 0, gathered[sender], jnp.zeros_like(x))
 
 
-def _in_mesh_order(
-    names: tuple[str, ...], pairs: list[tuple[int, int]]
-) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
+def _convert_to_mesh_order(names: _Names, pairs: Pairs) -> tuple[_Names, Pairs]:
     """The axes in mesh order, and the pairs as joint indices over them.
 
     Unlike other collectives, ppermute ignores the order of the names and counts devices in mesh order (jax 0.12 refuses
-    names in another order).
+    names in another order). On a mesh (data=2, model=4), device 1 over ("model", "data") is model=0, data=1: device 4
+    over ("data", "model").
     """
-    known = compat.bound_axes()
-    ordered = tuple(name for name in known if name in names)
+    sizes = compat.bound_axes()
+    mesh_names = tuple(name for name in sizes if name in names)
+    shape = [sizes[name] for name in names]
+    mesh_shape = [sizes[name] for name in mesh_names]
 
-    def place(index: int) -> int:
-        at = dict(zip(names, np.unravel_index(index, [known[name] for name in names]), strict=True))
-        return int(np.ravel_multi_index([at[name] for name in ordered], [known[name] for name in ordered]))
+    def convert(index: int) -> int:
+        coordinates = dict(zip(names, np.unravel_index(index, shape), strict=True))
+        return int(np.ravel_multi_index([coordinates[name] for name in mesh_names], mesh_shape))
 
-    return ordered, [(place(source), place(target)) for source, target in pairs]
+    return mesh_names, [(convert(source), convert(target)) for source, target in pairs]
 
 
-def _from_source(x: jax.Array, names: tuple[str, ...], source: int) -> jax.Array:
-    """The value of device `source`, bit for bit."""
+# A broadcast is a masked all_reduce: all devices but the source add zeros. No ppermute goes from one source to several
+# targets, and an all_gather sends n/2 times the bytes. The result of both would vary, and `out_specs=P()` refuse it.
+
+
+def _broadcast_leaf(x: jax.Array, names: _Names, source: int) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return _bits_from_source(x, names, source)
+        return _broadcast_bits(x, names, source)
     reduce = lax.pmax if x.dtype == bool else lax.psum  # a sum of booleans would send four bytes per element
-    return reduce(_masked(x, names, source), names)
+    return reduce(_zero_unless_source(x, names, source), names)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _bits_from_source(x: jax.Array, names: tuple[str, ...], source: int) -> jax.Array:
+def _broadcast_bits(x: jax.Array, names: _Names, source: int) -> jax.Array:
     # Sent as integers: a sum of floats turns -0.0 into 0.0.
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
-    return lax.bitcast_convert_type(lax.psum(_masked(bits, names, source), names), x.dtype)
+    return lax.bitcast_convert_type(lax.psum(_zero_unless_source(bits, names, source), names), x.dtype)
 
 
-@_bits_from_source.defjvp
-def _bits_from_source_jvp(names: tuple[str, ...], source: int, primals: Any, tangents: Any) -> Any:
-    (x,), (dx,) = primals, tangents
-    return _bits_from_source(x, names, source), lax.psum(_masked(dx, names, source), names)
+@_broadcast_bits.defjvp
+def _differentiate_broadcast(names: _Names, source: int, primals: Any, tangents: Any) -> Any:
+    (x,) = primals
+    (dx,) = tangents
+    result = _broadcast_bits(x, names, source)
+    return result, lax.psum(_zero_unless_source(dx, names, source), names)
 
 
-def _masked(x: jax.Array, names: tuple[str, ...], source: int) -> jax.Array:
+def _zero_unless_source(x: jax.Array, names: _Names, source: int) -> jax.Array:
     return jnp.where(lax.axis_index(names) == source, x, jnp.zeros_like(x))

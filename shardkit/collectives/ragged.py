@@ -54,35 +54,55 @@ def ragged_all_to_all(
     """
     names = bound("ragged_all_to_all", axis)
     n, me = axis_size(names), axis_index(names)
-    _check(x, counts, n, rows, limit)
-    x, counts = vary(x, names), vary(jnp.asarray(counts), names)
+    _check_arguments(x, counts, n, rows, limit)
+    x = vary(x, names)
+    counts = vary(jnp.asarray(counts), names)
     # Judged before the exchange and by all devices alike, from counts that all have: one that alone sent nothing would
     # leave holes that the others take for rows, and rows without a place would be written over others or beyond them.
-    wrong = _wrong(counts, x.shape[0], rows, limit)
-    counts = jnp.where(wrong, jnp.zeros_like(counts), counts)
-    sent, received = counts[me], counts[:, me]
-    starts, arrivals = _before(sent), _before(received)
-    if not (backends.platform() == "cpu" if dense is None else dense):
-        fill = jnp.where(wrong, _no_number(x.dtype), jnp.zeros((), x.dtype))
+    invalid = _are_invalid(counts, x.shape[0], rows, limit)
+    counts = jnp.where(invalid, jnp.zeros_like(counts), counts)
+    sent = counts[me]
+    received = counts[:, me]
+    starts = _sum_before(sent)  # of the rows for each device, in x
+    arrivals = _sum_before(received)  # of the rows from each device, in the result
+    if dense is None:
+        dense = backends.platform() == "cpu"
+    if not dense:
+        fill = jnp.where(invalid, _invalid_value(x.dtype), jnp.zeros((), x.dtype))
         result = vary_like(jnp.full((rows, *x.shape[1:]), fill), x)
-        return lax.ragged_all_to_all(x, result, starts, sent, _before(counts)[me], received, axis_name=names)
+        # The sender says where its rows are put: after those that earlier devices send the same target.
+        offsets = _sum_before(counts)[me]
+        return lax.ragged_all_to_all(x, result, starts, sent, offsets, received, axis_name=names)
+    blocks = _exchange_blocks(x, sent, starts, names, limit)
+    # Row r of the result comes from its sender's block, from the place that it has among the rows of that sender.
+    row = jnp.arange(rows)
+    sender = segments(received, rows)
+    index = sender * limit + row - arrivals.at[sender].get(mode="clip")
+    past_the_end = n * limit  # is filled with zeros
+    result = blocks.at[jnp.where(sender < n, index, past_the_end)].get(mode="fill", fill_value=0)
+    return jnp.where(invalid, _invalid_value(x.dtype), result)
+
+
+def _exchange_blocks(x: jax.Array, sent: jax.Array, starts: jax.Array, names: tuple[str, ...], limit: int) -> jax.Array:
+    """The rows of all senders in blocks of `limit` rows, [n limit, ...], which are sent whole.
+
+    With limit 2, sent [1, 2] and the rows a b c: the blocks [a 0] for device 0 and [b c] for device 1.
+    """
     place_L = jnp.arange(limit)
-    from_nL = jnp.where(place_L[None, :] < sent[:, None], starts[:, None] + place_L[None, :], x.shape[0])
-    blocks = all_to_all(x.at[from_nL].get(mode="fill", fill_value=0), names, split_dim=0, concat_dim=0)
-    blocks = blocks.reshape(n * limit, *x.shape[1:])
-    row, sender = jnp.arange(rows), segments(received, rows)
-    inside = sender * limit + row - arrivals.at[sender].get(mode="clip")
-    arrived = blocks.at[jnp.where(sender < n, inside, n * limit)].get(mode="fill", fill_value=0)
-    return jnp.where(wrong, _no_number(x.dtype), arrived)
+    no_row = x.shape[0]  # is filled with zeros
+    index_nL = jnp.where(place_L[None, :] < sent[:, None], starts[:, None] + place_L[None, :], no_row)
+    blocks = all_to_all(x.at[index_nL].get(mode="fill", fill_value=0), names, split_dim=0, concat_dim=0)
+    return blocks.reshape(len(sent) * limit, *x.shape[1:])
 
 
-def _wrong(counts: Any, has: int, rows: int, limit: int) -> Any:
+def _are_invalid(counts: Any, has: int, rows: int, limit: int) -> Any:
     """Whether the counts are invalid on any device; every device gets the same answer."""
-    beyond = (counts < 0).any() | (counts > limit).any()
-    return beyond | (counts.sum(axis=1) > has).any() | (counts.sum(axis=0) > rows).any()
+    out_of_range = (counts < 0).any() | (counts > limit).any()
+    invalid = out_of_range | (counts.sum(axis=1) > has).any()  # a device sends more than it has
+    return invalid | (counts.sum(axis=0) > rows).any()  # or receives more than there is room for
 
 
-def _no_number(dtype: Any) -> jax.Array:
+def _invalid_value(dtype: Any) -> jax.Array:
     """The value of an invalid result, as jax fills out-of-bounds reads."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
@@ -94,8 +114,8 @@ def _no_number(dtype: Any) -> jax.Array:
     return jnp.asarray(info.min if info.min else info.max, dtype)
 
 
-def _check(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
-    """Refuses what is known to be invalid at trace time."""
+def _check_arguments(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
+    """Refuses arguments that are known to be invalid at trace time."""
     where = "ragged_all_to_all"
     if not x.ndim:
         raise ValueError(f"{where}: x must have rows along dim 0; got a scalar. Pass an array of rank 1 or more.")
@@ -114,7 +134,8 @@ def _check(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
             f"{jnp.shape(counts)}. Gather them over the axis first."
         )
     at_least(where, 0, rows=rows, limit=limit)
-    if not isinstance(counts, jax.core.Tracer) and _wrong(np.asarray(counts), x.shape[0], rows, limit):
+    is_known = not isinstance(counts, jax.core.Tracer)
+    if is_known and _are_invalid(np.asarray(counts), x.shape[0], rows, limit):
         raise ValueError(
             f"{where}: every count must be from 0 to limit={limit}, and a device must send at most its {x.shape[0]} "
             f"rows and receive at most rows={rows}; got {np.asarray(counts).tolist()}. Lower the counts, or raise "
@@ -126,12 +147,13 @@ def _check(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
 def segments(sizes: jax.Array, rows: int) -> jax.Array:
     """The segment of each of `rows` rows, for consecutive segments of these sizes; int32 [rows].
 
-    Rows after the last segment get the number of segments.
+    Rows after the last segment get the number of segments: sizes [2, 0, 1] and 5 rows give [0, 0, 2, 3, 3].
     """
     ends = jnp.cumsum(sizes)
+    # Each end raises the number of all rows from there on by one: [0, 0, 2, 1, 0, 0], summed up.
     return jnp.cumsum(jnp.zeros(rows + 1, jnp.int32).at[ends].add(1))[:rows]
 
 
-def _before(sizes: jax.Array) -> jax.Array:
+def _sum_before(sizes: jax.Array) -> jax.Array:
     """The exclusive cumulative sum along dim 0."""
     return jnp.cumsum(sizes, axis=0) - sizes

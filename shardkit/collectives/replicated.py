@@ -49,22 +49,31 @@ def assume_replicated(x: Arrays, axis: Axis) -> Any:
     """
     names = bound("assume_replicated", axis)
 
-    def cast(leaf: Any) -> Any:
-        axes = tuple(name for name in names if name in compat.varying_axes(leaf))
+    def cast_leaf(leaf: Any) -> Any:
+        varying = compat.varying_axes(leaf)
+        axes = tuple(name for name in names if name in varying)
         return _cast.bind(leaf, axes=axes) if axes else leaf
 
-    return jax.tree.map(cast, x)
+    return jax.tree.map(cast_leaf, x)
 
 
-def _transposed(cotangent: Any, _: Any, *, axes: tuple[str, ...]) -> list[Any]:
-    # Any shares that add up to the cotangent are right where the values are equal; these round nothing.
-    mine = vary(cotangent, axes)
-    return [jnp.where(axis_index(axes) == 0, mine, lax.full_like(mine, 0))]
+# The primitive: the identity on values, a cast of types.
+
+
+def _transpose_cast(cotangent: Any, _: Any, *, axes: tuple[str, ...]) -> list[Any]:
+    # The n equal inputs are n arguments of the function, and their cotangents must add up to that of the result. The
+    # whole cotangent on each device would count it n times. Any shares of it are right; these round nothing.
+    varying = vary(cotangent, axes)
+    return [jnp.where(axis_index(axes) == 0, varying, lax.full_like(varying, 0))]
+
+
+def _batch_cast(values: Any, dims: Any, *, axes: tuple[str, ...]) -> Any:
+    return (_cast.bind(*values, axes=axes), *dims)
 
 
 _cast = Primitive(ASSUMED)
 _cast.def_abstract_eval(lambda aval, *, axes: compat.invariant(aval, axes))
 _cast.def_impl(lambda x, *, axes: x)
 mlir.register_lowering(_cast, lambda ctx, x, *, axes: [x])
-ad.deflinear2(_cast, _transposed)
-batching.primitive_batchers[_cast] = lambda values, dims, *, axes: (_cast.bind(*values, axes=axes), *dims)
+ad.deflinear2(_cast, _transpose_cast)
+batching.primitive_batchers[_cast] = _batch_cast

@@ -18,7 +18,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives._sums import typed_zeros
-from shardkit.collectives.axes import axis_index, axis_size, countable, varies, vary
+from shardkit.collectives.axes import as_numbers, axis_index, axis_size, varies, vary
 from shardkit.collectives.permute import shift
 from shardkit.collectives.replicated import assume_replicated
 
@@ -55,14 +55,15 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
     """
     names = bound("ring.all_gather", axis)
 
-    def gather(leaf: jax.Array) -> jax.Array:
-        at = dim_of("ring.all_gather", dim, jnp.ndim(leaf))
-        leaf = vary(leaf, names)
-        own = replicated and compat.tracked_axes().issuperset(names)  # also without check_vma, where no type says so
-        kernel = _replicated_all_gather if own else _all_gather
-        return kernel(leaf, names, at, bidirectional)
+    # Asked of the mesh and not of the leaf's type: without check_vma no type says over which axes a leaf varies.
+    casts = replicated and compat.tracked_axes().issuperset(names)
+    kernel = _replicated_all_gather if casts else _all_gather
 
-    return jax.tree.map(gather, x)
+    def gather_leaf(leaf: jax.Array) -> jax.Array:
+        gathered_dim = dim_of("ring.all_gather", dim, jnp.ndim(leaf))
+        return kernel(vary(leaf, names), names, gathered_dim, bidirectional)
+
+    return jax.tree.map(gather_leaf, x)
 
 
 @partial(typed, where="ring.reduce_scatter")
@@ -99,13 +100,13 @@ def reduce_scatter(
     names = bound("ring.reduce_scatter", axis)
     count = axis_size(names)
 
-    def scatter(leaf: jax.Array) -> jax.Array:
-        at = dim_of("ring.reduce_scatter", dim, jnp.ndim(leaf))
-        divides("ring.reduce_scatter", at, leaf.shape[at], names, count)
-        piece = _reduce_scatter(vary(countable(leaf), names), names, at, bidirectional)
-        return piece / count if op == "mean" else piece
+    def scatter_leaf(leaf: jax.Array) -> jax.Array:
+        split_dim = dim_of("ring.reduce_scatter", dim, jnp.ndim(leaf))
+        divides("ring.reduce_scatter", split_dim, leaf.shape[split_dim], names, count)
+        shard = _reduce_scatter(vary(as_numbers(leaf), names), names, split_dim, bidirectional)
+        return shard / count if op == "mean" else shard
 
-    return jax.tree.map(scatter, x)
+    return jax.tree.map(scatter_leaf, x)
 
 
 @partial(typed, where="ring.all_reduce")
@@ -142,77 +143,101 @@ def all_reduce(
     names = bound("ring.all_reduce", axis)
     count = axis_size(names)
 
-    def reduce(leaf: jax.Array) -> jax.Array:
-        leaf = vary(countable(leaf), names)
+    def reduce_leaf(leaf: jax.Array) -> jax.Array:
+        leaf = vary(as_numbers(leaf), names)
         flat = jnp.pad(leaf.reshape(-1), (0, -leaf.size % count))
         kernel = _replicated_all_reduce if replicated and varies(leaf, names) else _all_reduce
-        return kernel(flat, names, op, bidirectional)[: leaf.size].reshape(leaf.shape)
+        total = kernel(flat, names, op, bidirectional)
+        return total[: leaf.size].reshape(leaf.shape)
 
-    return jax.tree.map(reduce, x)
+    return jax.tree.map(reduce_leaf, x)
+
+
+# The four shards of a ring of four devices, as device 0 gets them from device 3:
+#   one way:    own 0, then 3, 2, 1 in three hops
+#   both ways:  own 0, then 3 from below and 1 from above in one hop, and the opposite 2 from below in a second
+# Every shift is issued before the shard that it carries is needed, so that the caller's matmuls can hide it.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> jax.Array:
-    n, me = axis_size(names), axis_index(names)
+    n = axis_size(names)
+    me = axis_index(names)
 
-    def put(out: jax.Array, piece: jax.Array, source: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(out, piece, source % n, 0)
+    def store(out: jax.Array, shard: jax.Array, source: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(out, shard, source % n, 0)
 
-    def one_way(k: Any, carry: Any) -> Any:
-        piece, out = carry
-        piece = shift(piece, names)  # from the previous device
-        return piece, put(out, piece, me - k - 1)
+    def hop(k: Any, carry: Any) -> Any:
+        shard, out = carry
+        shard = shift(shard, names)  # from the previous device
+        return shard, store(out, shard, me - k - 1)
 
-    def both_ways(k: Any, carry: Any) -> Any:
-        up, down, out = carry
-        up, down = shift(up, names), shift(down, names, by=-1)
-        return up, down, put(put(out, up, me - k - 1), down, me + k + 1)
+    def hop_both_ways(k: Any, carry: Any) -> Any:
+        from_below, from_above, out = carry
+        from_below = shift(from_below, names)
+        from_above = shift(from_above, names, by=-1)
+        out = store(out, from_below, me - k - 1)
+        out = store(out, from_above, me + k + 1)
+        return from_below, from_above, out
 
-    out = put(typed_zeros(x, shape=(n, *x.shape)), x, me)
+    out_nd = store(typed_zeros(x, shape=(n, *x.shape)), x, me)
     if bidirectional:
-        up, _, out = lax.fori_loop(0, (n - 1) // 2, both_ways, (x, x, out))
+        from_below, _, out_nd = lax.fori_loop(0, (n - 1) // 2, hop_both_ways, (x, x, out_nd))
         if n % 2 == 0:  # the opposite device is reached in one direction only
-            _, out = one_way(n // 2 - 1, (up, out))
+            _, out_nd = hop(n // 2 - 1, (from_below, out_nd))
     else:
-        _, out = lax.fori_loop(0, n - 1, one_way, (x, out))
-    return jnp.moveaxis(out, 0, dim).reshape(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+        _, out_nd = lax.fori_loop(0, n - 1, hop, (x, out_nd))
+    shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+    return jnp.moveaxis(out_nd, 0, dim).reshape(shape)
+
+
+# Of a sum the ring starts with the farthest device. Shard 0 over four devices:
+#   one way:    device 1 sends its part to 2, which adds its own and sends the sum to 3, which does the same; 0 is last
+#   both ways:  2 sends to 3, 3 to 0; 1 to 0. Device 0 adds what comes from both sides
+# So a device that a shard reaches adds to it, and no device ever holds more than one partial sum for each direction.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _reduce_scatter(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> jax.Array:
-    n, me = axis_size(names), axis_index(names)
+    n = axis_size(names)
+    me = axis_index(names)
     size = x.shape[dim] // n
 
-    def part(of: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, of % n * size, size, dim)
-
-    def upward(length: int) -> jax.Array:  # the sum over the `length` devices below and this one
-        return lax.fori_loop(
-            0, length, lambda k, sum_: shift(sum_, names) + part(me + length - 1 - k), part(me + length)
-        )
-
-    def both_ways(k: Any, carry: Any) -> Any:
-        up, down = carry
-        up = shift(up, names) + part(me + half - 1 - k)
-        down = shift(down, names, by=-1)
-        return up, down + jnp.where(k < half - 1, part(me - half + 1 + k), jnp.zeros_like(down))
+    def part_for(device: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, device % n * size, size, dim)
 
     if not bidirectional or n < 3:
-        return upward(n - 1)
+        hops = n - 1
+
+        def hop(k: Any, partial_sum: jax.Array) -> jax.Array:
+            return shift(partial_sum, names) + part_for(me + hops - 1 - k)
+
+        return lax.fori_loop(0, hops, hop, part_for(me + hops))
+
     half = (n - 1) // 2
-    start = part(me + half)
+
+    def hop_both_ways(k: Any, carry: Any) -> Any:
+        from_below, from_above = carry
+        from_below = shift(from_below, names) + part_for(me + half - 1 - k)
+        from_above = shift(from_above, names, by=-1)
+        # In the last hop this device's own part is added from below alone: it counts once.
+        part = jnp.where(k < half - 1, part_for(me - half + 1 + k), jnp.zeros_like(from_above))
+        return from_below, from_above + part
+
+    farthest_below = part_for(me + half)
     if n % 2 == 0:  # one more device below than above
-        start = shift(part(me + half + 1), names) + start
-    up, down = lax.fori_loop(0, half, both_ways, (start, part(me - half)))
-    return up + down
+        farthest_below = shift(part_for(me + half + 1), names) + farthest_below
+    from_below, from_above = lax.fori_loop(0, half, hop_both_ways, (farthest_below, part_for(me - half)))
+    return from_below + from_above
 
 
 def _all_reduce(x: jax.Array, names: _Names, op: Literal["sum", "mean"], bidirectional: bool) -> jax.Array:
-    pieces = reduce_scatter(x, names, op=op, bidirectional=bidirectional)
-    return all_gather(pieces, names, bidirectional=bidirectional)
+    shards = reduce_scatter(x, names, op=op, bidirectional=bidirectional)
+    return all_gather(shards, names, bidirectional=bidirectional)
 
 
-# The cotangent of a replicated result is on every device already.
+# The cotangent of a replicated result is on every device already, so that its transpose sends nothing. To send it all
+# the same, as the transpose of the varying result does, would add n equal copies.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -225,26 +250,28 @@ def _replicated_all_reduce(x: jax.Array, names: _Names, op: Literal["sum", "mean
     return assume_replicated(_all_reduce(x, names, op, bidirectional), names)
 
 
-def _own_slice(names: _Names, dim: int, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _slice_cotangent(names: _Names, dim: int, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     size = cotangent.shape[dim] // axis_size(names)
     return (lax.dynamic_slice_in_dim(vary(cotangent, names), axis_index(names) * size, size, dim),)
 
 
-def _own_copy(names: _Names, op: str, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (vary(cotangent / axis_size(names) if op == "mean" else cotangent, names),)
+def _copy_cotangent(names: _Names, op: str, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    if op == "mean":
+        cotangent = cotangent / axis_size(names)
+    return (vary(cotangent, names),)
 
 
-def _forward(kernel: Any, x: jax.Array, *static: Any) -> tuple[jax.Array, None]:
-    return kernel(x, *static), None
+def _run_forward(kernel: Any, x: jax.Array, *static: Any) -> tuple[jax.Array, None]:
+    return kernel(x, *static), None  # a linear kernel has no residuals
 
 
-def _transpose(kernel: Any, *args: Any) -> tuple[jax.Array]:
+def _run_transpose(kernel: Any, *args: Any) -> tuple[jax.Array]:
     *static, _, cotangent = args
     return (kernel(cotangent, *static),)
 
 
-# Each is the other's transpose.
-_all_gather.defvjp(partial(_forward, _all_gather), partial(_transpose, _reduce_scatter))
-_reduce_scatter.defvjp(partial(_forward, _reduce_scatter), partial(_transpose, _all_gather))
-_replicated_all_gather.defvjp(partial(_forward, _replicated_all_gather), _own_slice)
-_replicated_all_reduce.defvjp(partial(_forward, _replicated_all_reduce), _own_copy)
+# The gather and the scatter are each other's transpose.
+_all_gather.defvjp(partial(_run_forward, _all_gather), partial(_run_transpose, _reduce_scatter))
+_reduce_scatter.defvjp(partial(_run_forward, _reduce_scatter), partial(_run_transpose, _all_gather))
+_replicated_all_gather.defvjp(partial(_run_forward, _replicated_all_gather), _slice_cotangent)
+_replicated_all_reduce.defvjp(partial(_run_forward, _replicated_all_reduce), _copy_cotangent)

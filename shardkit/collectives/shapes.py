@@ -12,7 +12,7 @@ from jax import lax
 from shardkit._arguments.checks import Axis, at_least, dim_of, member
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
-from shardkit.collectives.axes import axis_size, countable, vary
+from shardkit.collectives.axes import as_numbers, axis_size, vary
 from shardkit.collectives.basic import all_gather
 from shardkit.collectives.permute import shift
 
@@ -21,8 +21,7 @@ _COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "max": jnp.maximum,
     "min": jnp.minimum,
 }
-
-_FARTHEST = 1024  # devices whose rows a halo may reach
+_MOST_NEIGHBORS = 1024  # devices that a halo may reach: each sends a message of its own
 
 
 @typed
@@ -55,21 +54,40 @@ def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "su
     names = bound("prefix_scan", axis)
     count = axis_size(names)
     index = lax.axis_index(names)
-    first = int(exclusive)  # the first device with a value to combine
+    first = int(exclusive)  # the first device that has a value to combine
 
-    def prefix(leaf: jax.Array) -> jax.Array:
-        total = vary(countable(leaf) if op == "sum" else leaf, names)
+    # Recursive doubling. Sums over five devices with the values 1 1 1 1 1, by the distance from which a value comes:
+    #   distance 1: 1 2 2 2 2      device i has the sum of devices i-1 and i
+    #   distance 2: 1 2 3 4 4      of i-3 to i
+    #   distance 4: 1 2 3 4 5      of 0 to i
+    # An exclusive sum begins with the values shifted up by one, and device 0 takes no part.
+    def scan_leaf(leaf: jax.Array) -> jax.Array:
+        total = vary(as_numbers(leaf) if op == "sum" else leaf, names)
         if exclusive:
-            neutral = vary(jnp.full_like(total, _neutral(op, total.dtype)), names)
-            total = neutral if count == 1 else jnp.where(index > 0, shift(total, names, wrap=False), neutral)
+            neutral = vary(jnp.full_like(total, _neutral_value(op, total.dtype)), names)
+            if count == 1:
+                total = neutral
+            else:
+                total = jnp.where(index > 0, shift(total, names, wrap=False), neutral)
         distance = 1
         while distance < count - first:
-            arrived = shift(total, names, by=distance, wrap=False)
-            total = jnp.where(index >= distance + first, _COMBINE[op](arrived, total), total)
+            arrival = shift(total, names, by=distance, wrap=False)
+            total = jnp.where(index >= distance + first, _COMBINE[op](arrival, total), total)
             distance *= 2
         return total
 
-    return jax.tree.map(prefix, x)
+    return jax.tree.map(scan_leaf, x)
+
+
+def _neutral_value(op: str, dtype: Any) -> Any:
+    """The value that changes no sum, max or min of this dtype."""
+    if op == "sum":
+        return 0
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return op == "min"
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf if op == "max" else jnp.inf
+    return jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max
 
 
 @typed
@@ -102,31 +120,41 @@ def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after
     names = bound("halo_exchange", axis)
     at_least("halo_exchange", 0, before=before, after=after)
 
-    def join(leaf: jax.Array) -> jax.Array:
-        at = dim_of("halo_exchange", dim, jnp.ndim(leaf))
-        size = leaf.shape[at]
-        for side, rows in (("before", before), ("after", after)):
-            if rows > _FARTHEST * size > 0:
-                raise ValueError(
-                    f"halo_exchange: {side} must be at most the rows of {_FARTHEST} devices of {size} rows each; got "
-                    f"{rows}. Lower {side}."
-                )
-        if not size:
-            raise ValueError(
-                f"halo_exchange: dim {at} must have at least one row per device; got shape {leaf.shape}. "
-                "Choose another dim, or fewer devices."
-            )
-        leaf = vary(leaf, names)
-        pieces = [leaf]
-        for near in range(0, before, size):  # near: rows from nearer devices
-            edge = lax.slice_in_dim(leaf, size - min(size, before - near), size, axis=at)
-            pieces.insert(0, shift(edge, names, by=near // size + 1, wrap=wrap))
-        for near in range(0, after, size):
-            edge = lax.slice_in_dim(leaf, 0, min(size, after - near), axis=at)
-            pieces.append(shift(edge, names, by=-(near // size + 1), wrap=wrap))
-        return jnp.concatenate(pieces, axis=at)
+    def extend_leaf(leaf: jax.Array) -> jax.Array:
+        split_dim = dim_of("halo_exchange", dim, jnp.ndim(leaf))
+        size = leaf.shape[split_dim]
+        _check_halo(leaf.shape, split_dim, before=before, after=after)
+        block = vary(leaf, names)
+        pieces = [block]
+        # Blocks of 3 rows and before=7: 3 rows of the nearest device, 3 of the next, and the last row of the third.
+        for nearer_rows in range(0, before, size):
+            rows = min(size, before - nearer_rows)
+            edge = lax.slice_in_dim(block, size - rows, size, axis=split_dim)
+            distance = nearer_rows // size + 1
+            pieces.insert(0, shift(edge, names, by=distance, wrap=wrap))
+        for nearer_rows in range(0, after, size):
+            rows = min(size, after - nearer_rows)
+            edge = lax.slice_in_dim(block, 0, rows, axis=split_dim)
+            distance = nearer_rows // size + 1
+            pieces.append(shift(edge, names, by=-distance, wrap=wrap))
+        return jnp.concatenate(pieces, axis=split_dim)
 
-    return jax.tree.map(join, x)
+    return jax.tree.map(extend_leaf, x)
+
+
+def _check_halo(shape: tuple[int, ...], dim: int, **halos: int) -> None:
+    size = shape[dim]
+    if not size:
+        raise ValueError(
+            f"halo_exchange: dim {dim} must have at least one row per device; got shape {shape}. "
+            "Choose another dim, or fewer devices."
+        )
+    for side, rows in halos.items():
+        if rows > _MOST_NEIGHBORS * size:
+            raise ValueError(
+                f"halo_exchange: {side} must be at most the rows of {_MOST_NEIGHBORS} devices of {size} rows each; got "
+                f"{rows}. Lower {side}."
+            )
 
 
 @typed
@@ -156,21 +184,11 @@ def gather_to_one(x: Arrays, axis: Axis, *, dim: int = 0, target: int = 0) -> An
     """
     names = bound("gather_to_one", axis)
     member("gather_to_one", "target", target, axis_size(names))
-    here = lax.axis_index(names) == target
+    is_target = lax.axis_index(names) == target
 
-    def gather(leaf: jax.Array) -> jax.Array:
-        dim_of("gather_to_one", dim, jnp.ndim(leaf))
-        whole = all_gather(leaf, names, dim=dim)
-        return jnp.where(here, whole, jnp.zeros_like(whole))
+    def gather_leaf(leaf: jax.Array) -> jax.Array:
+        dim_of("gather_to_one", dim, jnp.ndim(leaf))  # an error names this function, not all_gather
+        gathered = all_gather(leaf, names, dim=dim)
+        return jnp.where(is_target, gathered, jnp.zeros_like(gathered))
 
-    return jax.tree.map(gather, x)
-
-
-def _neutral(op: str, dtype: Any) -> Any:
-    if op == "sum":
-        return 0
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return op == "min"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf if op == "max" else jnp.inf
-    return jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max
+    return jax.tree.map(gather_leaf, x)

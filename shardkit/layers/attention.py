@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
-from shardkit.collectives._sums import dot_dtype, saved_as_dot
+from shardkit.collectives._sums import dot_dtype, save_as_dot
 from shardkit.layers.matmul import alike
-from shardkit.on_device.gradient import kind
+from shardkit.on_device.means import kind
 
 MASKED = -1e30  # finite: a row of -inf would make NaN gradients
 
@@ -92,7 +92,7 @@ def _attend_forward(
     scores = scores_of(q, k, mask, form.scale)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     log_total = largest + jnp.log(jnp.sum(jnp.exp(scores - largest), axis=-1, keepdims=True))
-    weights = saved_as_dot(jnp.exp(scores - log_total).astype(v.dtype))  # a division would need float32 weights first
+    weights = save_as_dot(jnp.exp(scores - log_total).astype(v.dtype))  # a division would need float32 weights first
     y = jnp.einsum("bGRts,bGsK->bGRtK", weights, v, preferred_element_type=dot_dtype(v)).astype(q.dtype)
     return y, (q, k, v, weights, y)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit.collectives import axis_index, axis_size, shift
-from shardkit.collectives._sums import saved_as_dot, wide_zeros
+from shardkit.collectives._sums import save_as_dot, wide_zeros
 from shardkit.layers.attention import MASKED, allowed, gradients, inner, placed, scores_of
 from shardkit.layers.zigzag import Order
 
@@ -87,7 +87,7 @@ def _forward(
         )
 
     y, log_total = _round(visit, Softmax.empty(q), (k, v, labels), form).result()
-    y, log_total = saved_as_dot(y.astype(q.dtype)), saved_as_dot(log_total)
+    y, log_total = save_as_dot(y.astype(q.dtype)), save_as_dot(log_total)
     return y, (q, k, v, labels, y, log_total)
 
 

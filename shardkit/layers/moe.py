@@ -16,7 +16,7 @@ from shardkit.collectives import all_to_all, axis_size
 from shardkit.collectives._sums import dot_dtype
 from shardkit.layers.experts import ExpertFn, around_the_ring, by_choice, gathered, grouped_dot, spread, weighed
 from shardkit.layers.routing import Capacity, Dropless, Exchange, RoutingStats, route, routing_stats
-from shardkit.on_device.gradient import kind
+from shardkit.on_device.means import kind
 
 
 @typed

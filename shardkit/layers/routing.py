@@ -16,7 +16,7 @@ from shardkit._arguments.typed import check_fields, typed
 from shardkit._jax.compat import bound, varying_axes
 from shardkit._jax.jaxprs import PER_MICROBATCH
 from shardkit.collectives import all_reduce
-from shardkit.on_device.gradient import Mean
+from shardkit.on_device.means import Mean
 
 
 @dataclass(frozen=True)

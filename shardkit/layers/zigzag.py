@@ -14,7 +14,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives import axis_index, axis_size
-from shardkit.collectives.permute import permuted
+from shardkit.collectives.permute import permute
 from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import in_plan_order
 
@@ -76,7 +76,7 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
         size = half_of("zigzag", x.shape[dim])
         halves = [lax.slice_in_dim(x, start, start + size, axis=dim) for start in (0, size)]
         sent = _swapped(halves, in_order) if inverse else halves
-        got = [half if stay else permuted(half, names, to) for half, stay, to in zip(sent, stays, routes, strict=True)]
+        got = [half if stay else permute(half, names, to) for half, stay, to in zip(sent, stays, routes, strict=True)]
         return jnp.concatenate(got if inverse else _swapped(got, in_order), axis=dim)
 
     return jax.tree.map(reorder, tree)

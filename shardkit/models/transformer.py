@@ -34,7 +34,7 @@ from shardkit.layers.zigzag import Order, positions, zigzag
 from shardkit.meshes.rng import dropout, fold_keys
 from shardkit.models.parameters import Config, init, logical_axes, muon_dims, tensor_rules
 from shardkit.on_device.batch import token_axes
-from shardkit.on_device.gradient import Mean
+from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import Staged
 from shardkit.remat.layers import gathered, scan_layers
 

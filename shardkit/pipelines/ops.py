@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._jax.compat import eval_shape
-from shardkit.collectives._sums import added, typed_zeros
+from shardkit.collectives._sums import add_terms, typed_zeros
 from shardkit.on_device.batch import row
 from shardkit.pipelines.pieces import Piece, PieceArguments, Pieces
 from shardkit.pipelines.split_backward import TwoHalves
@@ -92,7 +92,7 @@ class Ops(NamedTuple):
 
         device 0   F: the embedding of microbatch 2, then the stage, gives y. It sends y to device 1.
                    B: is off. Masked, it is computed with the arguments of microbatch 0, and its gradients are not
-                   added; branched, it gives zeros. What is sent of it is not read.
+                   add_terms; branched, it gives zeros. What is sent of it is not read.
         device 1   F: is off.
                    B: reads the stage's input of microbatch 1 from slot 1 of `inputs`, computes residuals and y again,
                    adds the head's loss to the means, gets dy from the head, adds the gradients of its layers to the
@@ -140,7 +140,7 @@ class Ops(NamedTuple):
         args, runs = self._find_end(fields, "head", args, is_last)
 
         def run_head() -> Any:
-            return added(means, self.pieces.head(self.shared, args, y))
+            return add_terms(means, self.pieces.head(self.shared, args, y))
 
         return self._choose(runs, run_head, lambda: means, self.pieces.head)
 
@@ -232,7 +232,7 @@ class Ops(NamedTuple):
 
         def run_head() -> Any:
             means, grads, dy = self.pieces.head_backward(self.shared, args, y, self.scale)
-            return added(sums.means, means), added(sums.shared, grads), self._select_own(is_last, dy, received)
+            return add_terms(sums.means, means), add_terms(sums.shared, grads), self._select_own(is_last, dy, received)
 
         def skip() -> Any:
             return sums.means, sums.shared, received
@@ -245,7 +245,7 @@ class Ops(NamedTuple):
 
         def run_embed() -> Leaves:
             first_dx = self._select_own(is_first, dx, [jnp.zeros_like(x) for x in dx])
-            return added(shared, self.pieces.embed_backward(self.shared, args, first_dx))
+            return add_terms(shared, self.pieces.embed_backward(self.shared, args, first_dx))
 
         return self._choose(runs, run_embed, lambda: shared, self.pieces.embed_backward)
 
@@ -274,11 +274,11 @@ class Ops(NamedTuple):
         return self.exclusion.run(on, run, lambda layers: layers, layers)
 
     def _add_to_chunk(self, layers: Leaves, grads: Leaves, chunk: Any, on: Any) -> Leaves:
-        """The sums with a stage's gradients added to its chunk."""
+        """The sums with a stage's gradients add_terms to its chunk."""
         out = []
         for total, grad in zip(layers, grads, strict=True):
             index = 0 if total.shape[0] == 1 else chunk
-            new = self.exclusion.update(on, added(total[index], grad), total[index])
+            new = self.exclusion.update(on, add_terms(total[index], grad), total[index])
             out.append(lax.dynamic_update_index_in_dim(total, new, index, 0))
         return out
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from shardkit._arguments.checks import axis_names, named
 from shardkit.on_device.pipelines import Staged
-from shardkit.plans.dim_rules import dim_chooser, in_subtrees, split_by_rules
-from shardkit.plans.placement import Leaf, Split
+from shardkit.plans.dim_rules import is_in_subtrees, make_dim_chooser, split_by_rules
 from shardkit.plans.plan import Plan, strategy
+from shardkit.plans.splits import Leaf, Split
 from shardkit.schedules import Stages
 
 STACK = "layers"
@@ -22,10 +22,10 @@ STACK = "layers"
 def build_stack_plan(stages: Stages) -> Plan:
     """The plan of `pp` for these stages."""
     axes = axis_names("pp", stages.axis)
-    spread = None if stages.spread is None else dim_chooser("pipeline", axes, stages.spread)
+    spread = None if stages.spread is None else make_dim_chooser("pipeline", axes, stages.spread)
 
     def place(leaf: Leaf) -> Split | str:
-        if not in_subtrees(leaf.path, (STACK,)):
+        if not is_in_subtrees(leaf.path, (STACK,)):
             if spread is None:
                 return f"not in the stack {STACK!r}"
             return split_by_rules("pipeline", axes, spread, leaf)
@@ -64,7 +64,7 @@ def fit_plan(plan: Plan, function: Any, accumulate: int = 1) -> Plan:
         ValueError: the plan has no `pp` over the pipeline's axis, or one with the stages of another pipeline.
     """
     if accumulate > 1 or isinstance(function, Staged):
-        plan = plan.accumulated()
+        plan = plan.accumulate()
     if not isinstance(function, Staged):
         return plan
     stages = function.stages

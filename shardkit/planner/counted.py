@@ -29,9 +29,9 @@ from shardkit.on_device.precision import Precision, precision_of
 from shardkit.planner.axes import bandwidth
 from shardkit.planner.candidates import Candidate
 from shardkit.planner.estimate import check_most, check_shares
-from shardkit.plans.dim_rules import in_subtrees
-from shardkit.plans.placement import is_layout
+from shardkit.plans.dim_rules import is_in_subtrees
 from shardkit.plans.plan import Plan
+from shardkit.plans.splits import is_layout
 from shardkit.steps.builder import make_train_step
 from shardkit.strategies.data import dp
 from shardkit.strategies.zero import fsdp, zero1
@@ -155,7 +155,7 @@ def counted(
 def _layers(loss_fn: LossFn, params: Any, batch: Any, layerwise: tuple[str, ...]) -> int:
     """The number of layers in some stacks; 0 where they are none, or the loss does not gather them one by one."""
     paths = jax.tree_util.tree_leaves_with_path(params)
-    sizes = {(*leaf.shape, 0)[0] for path, leaf in paths if in_subtrees(path_name(path), layerwise)}
+    sizes = {(*leaf.shape, 0)[0] for path, leaf in paths if is_in_subtrees(path_name(path), layerwise)}
     if len(sizes) != 1:
         return 0
     plan = fsdp("data", layerwise=layerwise, min_size=1)

@@ -27,20 +27,24 @@ def auto_mesh(mesh: Any) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
-def retyped(tree: Any, mesh: Any) -> Any:
+def change_axis_types(tree: Any, mesh: Any) -> Any:
     """Arrays or their shapes, laid out as they are, over the same mesh with axes of other types. Nothing moves."""
 
-    def one(x: Any) -> Any:
-        layout = getattr(x, "sharding", None)
-        if not isinstance(layout, NamedSharding) or layout.mesh == mesh or layout.mesh.shape != mesh.shape:
+    def change(x: Any) -> Any:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
             return x
-        layout = NamedSharding(mesh, layout.spec)
-        return x.update(sharding=layout) if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, layout)
+        if sharding.mesh == mesh or sharding.mesh.shape != mesh.shape:
+            return x
+        sharding = NamedSharding(mesh, sharding.spec)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(sharding=sharding)
+        return jax.device_put(x, sharding)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(change, tree)
 
 
-def with_auto_axes(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def wrap_for_explicit_axes(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     """A function for use inside jit with arrays over a mesh with Explicit axes, from one for `auto_mesh(mesh)`.
 
     The `out_shardings` of that jit type its results again.
@@ -50,15 +54,19 @@ def with_auto_axes(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
         return fn
     abstract = auto if isinstance(auto, AbstractMesh) else auto.abstract_mesh
 
+    def take_into_auto_type(x: jax.Array) -> jax.Array:
+        # A spec of no axes over Auto axes says nothing about the layout: this changes the type, and moves nothing.
+        return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
+
     @wraps(fn)
     def run(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(abstract):
-            return fn(*jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim)), args))
+            return fn(*jax.tree.map(take_into_auto_type, args))
 
     return run
 
 
-def on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int]) -> Any:
+def apply_on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int]) -> Any:
     """`fn(x)` of an array that may be over Explicit axes, as if these were Auto.
 
     The result is laid out as the array is, except for the dims `whole`.
@@ -66,6 +74,7 @@ def on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int]) -> An
     typed = jax.typeof(x).sharding
     if typed.mesh.empty or auto_mesh(typed.mesh) is typed.mesh:
         return fn(x)
-    out = canonical(PartitionSpec(*(None if dim in whole else entry for dim, entry in enumerate(typed.spec))))
-    run = with_auto_axes(fn, typed.mesh)
-    return jax.jit(lambda x: jax.sharding.reshard(run(x), NamedSharding(typed.mesh, out)))(x)
+    entries = [None if dim in whole else entry for dim, entry in enumerate(typed.spec)]
+    layout = NamedSharding(typed.mesh, canonical(PartitionSpec(*entries)))
+    run = wrap_for_explicit_axes(fn, typed.mesh)
+    return jax.jit(lambda x: jax.sharding.reshard(run(x), layout))(x)

@@ -13,17 +13,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.meshes.layout import local_shape, split_dims, table
-from shardkit.plans.placement import LeafLayout, Split, Strategy
-from shardkit.plans.storage import in_rows, padded_shape
+from shardkit.plans.splits import LeafLayout, Split, Strategy
+from shardkit.plans.storage import padded_shape, stored_shape
 
 
-class Planned(NamedTuple):
+class LeafRow(NamedTuple):
     """A leaf, its layout, and what each strategy does with it: a split, or why it leaves the leaf whole."""
 
     path: str
     leaf: Any
     layout: LeafLayout
-    placed: list[tuple[Strategy, Split | str]]
+    decisions: list[tuple[Strategy, Split | str]]
 
 
 class PlanTable(NamedTuple):
@@ -37,51 +37,76 @@ class PlanTable(NamedTuple):
         return f"{table([self.head, *self.rows])}\n{self.total}"
 
 
-def plan_table(plan: str, leaves: Iterable[Planned], mesh: Mesh) -> PlanTable:
+def make_plan_table(plan: str, leaves: Iterable[LeafRow], mesh: Mesh) -> PlanTable:
     """A row for each leaf: shape, layout at rest and in the update, bytes per device of each, and why."""
     rows: list[tuple[str, ...]] = []
-    totals = [0, 0]
-    for path, x, layout, placed in leaves:
-        shape = tuple(jnp.shape(x))
-        stored = in_rows(shape, layout.rows)
-        specs = (layout.at_rest().spec, layout.in_update().spec)
-        sizes = [_bytes(stored, spec, mesh, x) for spec in specs]
-        totals = [total + size for total, size in zip(totals, sizes, strict=True)]
-        longer = padded_shape(stored, specs[1], mesh)
-        pads = {dim: f", padded from {size} to {longer[dim]}" for dim, size in layout.padded}
-        staged = any(s.stages is not None and not isinstance(split, str) for s, split in placed)
-        reasons = [_reason(s, split, pads, staged) for s, split in placed] or ["no strategy splits leaves"]
-        left = split_dims(layout.automatic).items()
-        reasons += [f"the partitioner splits dim {dim} over {quoted(axes)}" for dim, axes in left]
-        reasons += [f"summed over {quoted(axes)} by {algorithm}" for axes, algorithm in layout.sums]
-        why = "; ".join(reasons)
-        written = [str(tuple(spec)) if tuple(spec) else "whole" for spec in specs]
-        rows.append((path, str(list(shape)), written[0], f"{sizes[0]:,}", written[1], f"{sizes[1]:,}", why))
-    held, updated = totals
-    total = f"{plan}: {held:,} bytes per device at rest, {updated:,} per gradient or optimizer moment"
+    rest_total = 0
+    update_total = 0
+    for leaf in leaves:
+        shape = tuple(jnp.shape(leaf.leaf))
+        stored = stored_shape(shape, leaf.layout.rows)
+        rest = leaf.layout.at_rest().spec
+        update = leaf.layout.in_update().spec
+        rest_bytes = _bytes(stored, rest, mesh, leaf.leaf)
+        update_bytes = _bytes(stored, update, mesh, leaf.leaf)
+        rest_total += rest_bytes
+        update_total += update_bytes
+        cells = [leaf.path, str(list(shape)), _spec_text(rest), f"{rest_bytes:,}"]
+        cells += [_spec_text(update), f"{update_bytes:,}", "; ".join(_reasons(leaf, stored, update, mesh))]
+        rows.append(tuple(cells))
+    total = f"{plan}: {rest_total:,} bytes per device at rest, {update_total:,} per gradient or optimizer moment"
     return PlanTable(("leaf", "shape", "at rest", "bytes/device", "update", "bytes/device", "why"), rows, total)
 
 
-def _reason(s: Strategy, split: Split | str, pads: dict[int, str], staged: bool) -> str:
-    if isinstance(split, str):
-        return f"{s.name}: {split}"
-    return f"{s.name} splits dim {split.dim}{pads.pop(split.dim, '')}{split.note}{_when(split, staged)}{_by(split)}"
+def _reasons(leaf: LeafRow, stored: tuple[int, ...], update: PartitionSpec, mesh: Mesh) -> list[str]:
+    """What each strategy does with a leaf, the partitioner's splits, and the algorithms of sums, in words."""
+    padded = padded_shape(stored, update, mesh)
+    paddings = {dim: f", padded from {size} to {padded[dim]}" for dim, size in leaf.layout.padded}
+    staged = any(strategy.stages is not None and isinstance(split, Split) for strategy, split in leaf.decisions)
+    reasons = []
+    for strategy, split in leaf.decisions:
+        if isinstance(split, str):
+            reasons.append(f"{strategy.name}: {split}")
+        else:
+            padding = paddings.pop(split.dim, "")  # the first strategy that splits the dim tells
+            times = _describe_times(split, staged) + _describe_algorithms(split)
+            reasons.append(f"{strategy.name} splits dim {split.dim}{padding}{split.note}{times}")
+    if not reasons:
+        reasons.append("no strategy splits leaves")
+    for dim, axes in split_dims(leaf.layout.automatic).items():
+        reasons.append(f"the partitioner splits dim {dim} over {quoted(axes)}")
+    for axes, algorithm in leaf.layout.sums:
+        reasons.append(f"summed over {quoted(axes)} by {algorithm}")
+    return reasons
 
 
-def _when(split: Split, staged: bool) -> str:
-    if staged and split.gather in ("layer", "step"):  # inside a pipeline it matters how often
-        often = "at every tick, forward and backward" if split.gather == "layer" else "once a step"
-        return f", gathered {often}"
+def _describe_times(split: Split, staged: bool) -> str:
+    if staged and split.gather == "layer":  # inside a pipeline it matters how often
+        return ", gathered at every tick, forward and backward"
+    if staged and split.gather == "step":
+        return ", gathered once a step"
     if "layer" in (split.gather, split.scatter):
-        kept = f", its parts over {quoted(split.secondary)} kept for the backward pass" if split.secondary else ""
-        return f", passed lazily to the loss{kept}"
-    return ", gradient scattered in the backward pass" if split.scatter == "microbatch" else ""
+        if split.secondary:
+            parts = quoted(split.secondary)
+            return f", passed lazily to the loss, its parts over {parts} kept for the backward pass"
+        return ", passed lazily to the loss"
+    if split.scatter == "microbatch":
+        return ", gradient scattered in the backward pass"
+    return ""
 
 
-def _by(split: Split) -> str:
+def _describe_algorithms(split: Split) -> str:
     """The algorithms that are not the plain ones."""
-    gather = "" if split.gather_by is PLAIN else f", gathered by {split.gather_by}"
-    return gather + ("" if split.reduce_by is PLAIN else f", gradient reduced by {split.reduce_by}")
+    words = ""
+    if split.gather_by is not PLAIN:
+        words += f", gathered by {split.gather_by}"
+    if split.reduce_by is not PLAIN:
+        words += f", gradient reduced by {split.reduce_by}"
+    return words
+
+
+def _spec_text(spec: PartitionSpec) -> str:
+    return str(tuple(spec)) if tuple(spec) else "whole"
 
 
 def _bytes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, x: Any) -> int:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import PartitionSpec
 
 from shardkit._arguments.checks import dim_of, named, quoted
 from shardkit.meshes.layout import all_axes, by_path, path_name, spec_axes
-from shardkit.plans.placement import Leaf, Split
+from shardkit.plans.splits import Leaf, Split
 
 ChooseDim = Callable[[str, tuple[int, ...]], int | None]
 DimRules = ChooseDim | Any  # the tree may be any pytree of PartitionSpecs
 
 
-def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
+def make_dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
     """The rules of a strategy as a function of a leaf's path and shape.
 
     `rules` is such a function, or a pytree of PartitionSpecs like the parameters, such as `specs_from_rules` returns:
@@ -33,28 +33,47 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
             spec, or a spec that is longer than the leaf's shape or has the axes on several dims.
     """
     if is_function(rules):
-        return lambda path, shape: _from_front(f"{name}: leaf {path}", rules(path, shape), len(shape))
+
+        def call_rules(path: str, shape: tuple[int, ...]) -> int | None:
+            return _check_dim(f"{name}: leaf {path}", rules(path, shape), len(shape))
+
+        return call_rules
     specs = _specs_by_path(name, axes, rules)
 
-    def choose(path: str, shape: tuple[int, ...]) -> int | None:
+    def read_spec(path: str, shape: tuple[int, ...]) -> int | None:
         if path not in specs:
-            inside, _, last = path.rpartition(".")
-            raise ValueError(
-                f"{name}: the rules have no spec for leaf {path}; theirs are for the leaves {quoted(sorted(specs))}. "
-                f'Add "{last}": P(){f" to {inside!r}" if inside else ""}, with which it stays whole, or make the rules '
-                "from the logical axes of these parameters."
-            )
-        spec = tuple(specs[path])
-        found = spec_axes(specs[path])
-        dims = [dim for dim, on in enumerate(found) if set(on) & set(axes)]
-        if len(found) > len(shape) or len(dims) > 1 or (dims and not set(axes) <= set(found[dims[0]])):
-            raise ValueError(
-                f"{name}: the rules must put {named(axes)} on one dim of leaf {path}; got {spec} for shape "
-                f"{shape}. Map one of the leaf's logical axes to {'it' if len(axes) == 1 else 'them'}."
-            )
-        return dims[0] if dims else None
+            _refuse_unknown_leaf(name, path, specs)
+        return _find_dim(name, axes, path, shape, specs[path])
 
-    return choose
+    return read_spec
+
+
+def _find_dim(name: str, axes: tuple[str, ...], path: str, shape: tuple[int, ...], spec: PartitionSpec) -> int | None:
+    """The dim on which a spec has the axes, all of them; None for a spec that has none of them.
+
+    Of the axes ("d",): dim 1 for P(None, "d") and for P(None, ("t", "d")), none for P("t"). P("d", "d") is refused.
+    """
+    entries = spec_axes(spec)
+    dims = [dim for dim, entry in enumerate(entries) if set(entry) & set(axes)]
+    too_long = len(entries) > len(shape)
+    apart = len(dims) > 1 or any(not set(axes) <= set(entries[dim]) for dim in dims)
+    if too_long or apart:
+        pronoun = "it" if len(axes) == 1 else "them"
+        raise ValueError(
+            f"{name}: the rules must put {named(axes)} on one dim of leaf {path}; got {tuple(spec)} for shape "
+            f"{shape}. Map one of the leaf's logical axes to {pronoun}."
+        )
+    return dims[0] if dims else None
+
+
+def _refuse_unknown_leaf(name: str, path: str, specs: dict[str, PartitionSpec]) -> NoReturn:
+    subtree, _, last = path.rpartition(".")
+    where = f" to {subtree!r}" if subtree else ""
+    raise ValueError(
+        f"{name}: the rules have no spec for leaf {path}; theirs are for the leaves {quoted(sorted(specs))}. "
+        f'Add "{last}": P(){where}, with which it stays whole, or make the rules '
+        "from the logical axes of these parameters."
+    )
 
 
 def split_by_rules(name: str, axes: tuple[str, ...], choose: ChooseDim, leaf: Leaf) -> Split | str:
@@ -65,21 +84,22 @@ def split_by_rules(name: str, axes: tuple[str, ...], choose: ChooseDim, leaf: Le
     """
     if leaf.ways == 1:
         return "the axis has one device"
-    at = choose(leaf.path, leaf.shape)
-    if at is None:
+    dim = choose(leaf.path, leaf.shape)
+    if dim is None:
         return "the rules name no dim"
-    size = leaf.shape[at]
+    size = leaf.shape[dim]
     if size % leaf.ways:
+        padded = math.ceil(size / leaf.ways) * leaf.ways
         raise ValueError(
-            f"{name}: dim {at} of leaf {leaf.path} must be divisible by {named(axes)}; got size {size} over "
-            f"{leaf.ways} devices. Pad it to {math.ceil(size / leaf.ways) * leaf.ways} (a vocabulary; then pass "
+            f"{name}: dim {dim} of leaf {leaf.path} must be divisible by {named(axes)}; got size {size} over "
+            f"{leaf.ways} devices. Pad it to {padded} (a vocabulary; then pass "
             f"vocab_cross_entropy(vocabulary={size})), leave the leaf whole (key/value heads), or "
             "use a smaller axis."
         )
-    return Split(at)
+    return Split(dim)
 
 
-def _from_front(where: str, dim: Any, ndim: int) -> int | None:
+def _check_dim(where: str, dim: Any, ndim: int) -> int | None:
     """The dim that the user's function returned, counted from the front."""
     if dim is None:
         return None
@@ -95,43 +115,77 @@ def axes_of_rules(name: str, axes: tuple[str, ...], rules: DimRules | None) -> t
     """The path of each leaf that a tree of specs splits, with each axis over which it does; none for a function."""
     if rules is None or is_function(rules):
         return ()
-    specs = _specs_by_path(name, axes, rules)
-    return tuple((path, axis) for path, spec in specs.items() for axis in sorted(all_axes(spec)))
+    pairs = []
+    for path, spec in _specs_by_path(name, axes, rules).items():
+        for axis in sorted(all_axes(spec)):
+            pairs.append((path, axis))
+    return tuple(pairs)
 
 
 def is_function(rules: DimRules) -> bool:
     """Whether rules are a function, and not a tree of specs in the form of a module, which can be called too."""
-    leaves = jax.tree.leaves(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return callable(rules) and not any(isinstance(leaf, PartitionSpec) for leaf in leaves)
+    leaves = jax.tree.leaves(rules, is_leaf=_is_spec)
+    return callable(rules) and not any(_is_spec(leaf) for leaf in leaves)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 def _specs_by_path(name: str, axes: tuple[str, ...], rules: Any) -> dict[str, PartitionSpec]:
-    flat = jax.tree_util.tree_flatten_with_path(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
-    for path, spec in flat:
-        if not isinstance(spec, PartitionSpec):
+    leaves = jax.tree_util.tree_leaves_with_path(rules, is_leaf=_is_spec)
+    used: set[str] = set()
+    for path, spec in leaves:
+        if not _is_spec(spec):
             raise TypeError(
                 f"{name}: rules must be a function of path and shape, or a tree of PartitionSpecs; got {spec!r} for "
                 f"{path_name(path)}. Make the tree with specs_from_rules."
             )
-    used = frozenset[str]().union(*(all_axes(spec) for _, spec in flat))
+        used |= all_axes(spec)
     if not used & set(axes):
         raise ValueError(
             f"{name}: the rules must put {named(axes)} on some dim; the axes that they name are "
             f"{quoted(sorted(used))}. Map a logical axis to {axes[0]!r}, or pass the axis of the rules to {name}."
         )
-    return by_path(f"{name}: rules", flat)
+    return by_path(f"{name}: rules", leaves)
 
 
-def in_subtrees(path: str, subtrees: tuple[str, ...]) -> bool:
+def choose_in_subtree(subtree: str, stack: str) -> ChooseDim:
+    """Rules that split dim 0 of the leaves in a subtree, or dim 1 where dim 0 counts the layers of a stack.
+
+    Of the subtree "experts" and the stack "layers": dim 0 of experts.up and, in a list of layers, of
+    layers.3.experts.up; dim 1 of layers.experts.up; no dim of layers.router.
+    """
+
+    def choose(path: str, shape: tuple[int, ...]) -> int | None:
+        names = path.split(".")
+        if subtree not in names:
+            return None
+        outer = names[: names.index(subtree)]
+        if stack not in outer:
+            return 0
+        from_stack = ".".join(names[outer.index(stack) :])
+        return 1 if is_stacked(from_stack, (stack,)) else 0
+
+    return choose
+
+
+def is_in_subtrees(path: str, subtrees: tuple[str, ...]) -> bool:
     """Whether a leaf is in one of the named subtrees."""
-    return any(path == name or path.startswith(name + ".") for name in subtrees)
+    return any(path == name or path.startswith(f"{name}.") for name in subtrees)
 
 
-def dim0_counts_layers(path: str, subtrees: tuple[str, ...]) -> bool:
+def is_stacked(path: str, subtrees: tuple[str, ...]) -> bool:
     """Whether dim 0 of a leaf counts layers: it is in one of the named subtrees, and that is a stack.
 
     In a list of layers the path continues with the layer's number and a path within the layer. A tuple of stacks is a
-    stack.
+    stack. Of the subtree "layers": layers.up and layers.0 are stacked, layers.0.up is a leaf of one layer in a list.
     """
-    rest = [path[len(name) + 1 :].split(".") for name in subtrees if in_subtrees(path, (name,))]
-    return any(not (len(parts) > 1 and parts[0].isdigit()) for parts in rest)
+    for name in subtrees:
+        if not is_in_subtrees(path, (name,)):
+            continue
+        parts = path[len(name) + 1 :].split(".")
+        in_a_list = len(parts) > 1 and parts[0].isdigit()
+        if not in_a_list:
+            return True
+    return False

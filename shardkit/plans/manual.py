@@ -32,28 +32,35 @@ def manual_axes(where: str, manual: Any, plan: Any, mesh: Any) -> tuple[str, ...
                 f"{where}: manual must name axes of the mesh; got {axis!r}; its axes are {sized(mesh.shape.items())}. "
                 "Use some of them, or leave manual out, which means all."
             )
-    left = [axis for axis in plan.axes if axis not in axes]
-    if left:
+    missing = [axis for axis in plan.axes if axis not in axes]
+    if missing:
         raise ValueError(
-            f"{where}: manual must name every axis of the plan; got {quoted(axes)} for {plan}. Add {left[0]!r} to "
+            f"{where}: manual must name every axis of the plan; got {quoted(axes)} for {plan}. Add {missing[0]!r} to "
             "manual, or leave it out of the plan, and the partitioner splits what is laid out over it."
         )
     return axes
 
 
-def leaving_automatic(plan: Any, params: Any, manual: tuple[str, ...]) -> Any:
-    """The plan, told how arrays are split over axes that are not Manual."""
-    found = []
+def record_automatic_splits(plan: Any, params: Any, manual: tuple[str, ...]) -> Any:
+    """The plan with the specs of the leaves over the axes that are not Manual.
+
+    A leaf laid out as P(("data", "model"), "expert") has P("model", "expert") there if "data" alone is Manual.
+    """
+    specs = []
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded):
-        layout = getattr(stored_array(x), "sharding", None)
-        if isinstance(layout, NamedSharding):
-            entries = [tuple(axis for axis in axes if axis not in manual) for axes in spec_axes(layout.spec)]
-            spec = canonical(PartitionSpec(*entries))
-            found += [(path, spec)] if spec else []
-    return plan._replace(automatic=tuple(by_path("parameters", found).items()))
+        sharding = getattr(stored_array(x), "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        entries = []
+        for axes in spec_axes(sharding.spec):
+            entries.append(tuple(axis for axis in axes if axis not in manual))
+        spec = canonical(PartitionSpec(*entries))
+        if spec:
+            specs.append((path, spec))
+    return plan._replace(automatic=tuple(by_path("parameters", specs).items()))
 
 
-class AsLaidOut:
+class JitByLayouts:
     """A jitted function of a state, or of parameters, and more, built for the layouts of the first that it gets.
 
     `build(plan, layouts)` gets the plan with these, and the layouts as a tree; `params_of` takes the parameters out of
@@ -61,22 +68,25 @@ class AsLaidOut:
     """
 
     def __init__(self, build: Callable[..., Any], plan: Any, manual: tuple[str, ...], params_of: Callable[[Any], Any]):
-        self._build, self._plan, self._manual, self._params_of = build, plan, manual, params_of
+        self._build = build
+        self._plan = plan
+        self._manual = manual
+        self._params_of = params_of
         self._built: dict[Any, Any] = {}
 
-    def _for(self, first: Any) -> Any:
+    def _function_for(self, first: Any) -> Any:
         structure = jax.tree.structure(first)
         if structure not in self._built:
-            plan = leaving_automatic(self._plan, self._params_of(first), self._manual)
+            plan = record_automatic_splits(self._plan, self._params_of(first), self._manual)
             layouts = jax.tree.map(lambda x: getattr(x, "sharding", None), first)
             self._built[structure] = self._build(plan, layouts)
         return self._built[structure]
 
     def __call__(self, first: Any, *args: Any) -> Any:
-        return self._for(first)(first, *args)
+        return self._function_for(first)(first, *args)
 
     def trace(self, first: Any, *args: Any) -> Any:
-        return self._for(first).trace(first, *args)
+        return self._function_for(first).trace(first, *args)
 
     def lower(self, first: Any, *args: Any) -> Any:
-        return self._for(first).lower(first, *args)
+        return self._function_for(first).lower(first, *args)

@@ -9,7 +9,7 @@ spec, so a new strategy is a new file with a placement rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ from shardkit._arguments.checks import Axis, at_least, axis_names, dim_of, quote
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import canonical, local_shape, path_name, split_dims
-from shardkit.plans.describe import Planned, PlanTable, mesh_of, plan_table
-from shardkit.plans.dim_rules import axes_of_rules, in_subtrees
-from shardkit.plans.manual import leaving_automatic, manual_axes
-from shardkit.plans.placement import Leaf, LeafLayout, Split, Strategy, check_feedback, in_order, is_layout, map_layouts
-from shardkit.plans.storage import in_rows, is_padded, padded_shape, padding
+from shardkit.plans.describe import LeafRow, PlanTable, make_plan_table, mesh_of
+from shardkit.plans.dim_rules import axes_of_rules, is_in_subtrees
+from shardkit.plans.manual import manual_axes, record_automatic_splits
+from shardkit.plans.splits import Leaf, LeafLayout, Split, Strategy, align_times, check_feedback, is_layout, map_layouts
+from shardkit.plans.storage import is_padded, padded_shape, padding, stored_shape
 
 
 class Plan(NamedTuple):
@@ -41,36 +41,44 @@ class Plan(NamedTuple):
     automatic: tuple[tuple[str, PartitionSpec], ...] = ()
 
     def __str__(self) -> str:
-        return " + ".join(s.name for s in self.strategies)
+        return " + ".join(strategy.name for strategy in self.strategies)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis the plan uses."""
-        return tuple(axis for s in self.strategies for axis in s.axes)
+        return tuple(axis for strategy in self.strategies for axis in strategy.axes)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the batch."""
-        return tuple(axis for s in self.strategies if s.batch_dim is not None for axis in s.axes)
+        axes: list[str] = []
+        for strategy in self.strategies:
+            if strategy.batch_dim is not None:
+                axes += strategy.axes
+        return tuple(axes)
 
-    def accumulated(self) -> Plan:
+    def accumulate(self) -> Plan:
         """This plan in a step of several microbatches."""
-        return self._replace(strategies=tuple(s._replace(accumulated=True) for s in self.strategies))
+        return self._replace(strategies=tuple(strategy._replace(accumulated=True) for strategy in self.strategies))
 
     @typed
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
         """How the batch is split: for each dim its axes, in the mesh's order; a tuple of axes keeps its own.
 
         Axes of size 1 are left out, so that no collective over one device is traced.
+
+        Of `chain(fsdp("fsdp"), dp("data"), cp("context"))` on a mesh of data, fsdp, context: P(("data", "fsdp"),
+        "context").
         """
         self.check(mesh)
-        splits = [s for s in self.strategies if s.batch_dim is not None]
-        splits.sort(key=lambda s: mesh.axis_names.index(s.axes[0]))
-        entries = [
-            tuple(axis for s in splits if s.batch_dim == dim for axis in s.axes if mesh.shape[axis] > 1)
-            for dim in range(max((s.batch_dim or 0 for s in splits), default=-1) + 1)
-        ]
-        return canonical(PartitionSpec(*entries))
+        strategies = [strategy for strategy in self.strategies if strategy.batch_dim is not None]
+        strategies.sort(key=lambda strategy: mesh.axis_names.index(strategy.axes[0]))
+        axes: dict[int, list[str]] = {}
+        for strategy in strategies:
+            entry = axes.setdefault(strategy.batch_dim or 0, [])
+            entry += [axis for axis in strategy.axes if mesh.shape[axis] > 1]
+        ndim = max(axes, default=-1) + 1
+        return canonical(PartitionSpec(*(tuple(axes.get(dim, ())) for dim in range(ndim))))
 
     @typed
     def layouts(self, params: Arrays, mesh: Mesh) -> Any:
@@ -103,47 +111,66 @@ class Plan(NamedTuple):
     def _check_names(self, params: Any) -> None:
         """Refuses a strategy that names a leaf or subtree which the parameters do not have."""
         paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)]
-        for strategy, name in [(s.name, name) for s in self.strategies for name in s.names]:
-            if not any(in_subtrees(path, (name,)) for path in paths):
-                raise ValueError(
-                    f"{strategy}: every name must be a leaf or subtree of the parameters; got {name!r} for the leaves "
-                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Name one of them, or none."
-                )
-
-    def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Split | str]]:
-        """Where each strategy that splits leaves splits this one, or why it does not."""
-        left, taken, stack = tuple(jnp.shape(x)), frozenset[int](), False
-        automatic = frozenset(split_dims(self._automatic(path)))
-        for s in self.strategies:
-            if s.place is None:
-                continue
-            ways = math.prod(mesh.shape[axis] for axis in s.axes)
-            split = s.place(Leaf(path, left, jnp.result_type(x), ways, taken, stack, automatic))
-            if split is not None and not isinstance(split, Split | str):
-                raise TypeError(
-                    f"{s.name}: place must return a Split, the reason why a leaf stays whole, or None; got {split!r} "
-                    f"for leaf {path}. Return for example Split(dim=0)."
-                )
-            split = split or "left whole"
-            if not isinstance(split, str):
-                dim = dim_of(f"{s.name}: leaf {path}", split.dim, len(left))
-                axes = (*split.secondary, *(axis for axis in s.axes if axis not in split.secondary))
-                if split.gather != "never":  # over one device nothing is gathered, nor does the batch vary
-                    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-                if (split.gather == "never") != (split.scatter == "never"):
+        for strategy in self.strategies:
+            for name in strategy.names:
+                if not any(is_in_subtrees(path, (name,)) for path in paths):
+                    more = ", ..." if len(paths) > 8 else ""
                     raise ValueError(
-                        f"{s.name}: a split must gather the weight and scatter its gradient, or neither; got "
-                        f"gather={split.gather!r} with scatter={split.scatter!r} for leaf {path}. Pass 'never' for "
-                        "both if the loss gets the part, else for none."
+                        f"{strategy.name}: every name must be a leaf or subtree of the parameters; got {name!r} for "
+                        f"the leaves {quoted(paths[:8])}{more}. Name one of them, or none."
                     )
-                split = split._replace(dim=dim, axes=axes, gather_by=s.gather, reduce_by=s.reduce)
-                split = split._replace(scatter="step") if s.accumulated and split.once else split
-            yield s, split
-            if not isinstance(split, str):
-                spec = PartitionSpec(*([None] * split.dim), axes)
-                left = in_rows(left, split.rows)
-                left = local_shape(padded_shape(left, spec, mesh) if split.pad else left, spec, mesh)
-                taken, stack = taken | {split.dim}, stack or split.stack
+
+    def split_leaf(self, path: str, x: Any, mesh: Mesh) -> list[tuple[Strategy, Split | str]]:
+        """Where each strategy that splits leaves splits this one, or why it does not.
+
+        Every strategy gets the shape that those before it leave. Of a 16x8 leaf under `chain(tp("model", rules),
+        fsdp("data"))`, with model=2 and data=4: tp gets [16, 8] and splits dim 1; fsdp gets [16, 4] with dim 1 marked
+        as split, and splits dim 0.
+        """
+        shape = tuple(jnp.shape(x))
+        dtype = jnp.result_type(x)
+        automatic = frozenset(split_dims(self._automatic_spec(path)))
+        dims = frozenset[int]()
+        stack = False
+        decisions: list[tuple[Strategy, Split | str]] = []
+        for strategy in self.strategies:
+            if strategy.place is None:
+                continue
+            devices = math.prod(mesh.shape[axis] for axis in strategy.axes)
+            answer = strategy.place(Leaf(path, shape, dtype, devices, dims, stack, automatic))
+            split = self._complete(strategy, path, len(shape), answer, mesh)
+            decisions.append((strategy, split))
+            if isinstance(split, str):
+                continue
+            shape = _split_shape(shape, split, mesh)
+            dims |= {split.dim}
+            stack = stack or split.stack
+        return decisions
+
+    def _complete(self, strategy: Strategy, path: str, ndim: int, answer: Any, mesh: Mesh) -> Split | str:
+        """What a placement rule returned, checked, with the axes and the algorithms of its strategy."""
+        if answer is not None and not isinstance(answer, Split | str):
+            raise TypeError(
+                f"{strategy.name}: place must return a Split, the reason why a leaf stays whole, or None; got "
+                f"{answer!r} for leaf {path}. Return for example Split(dim=0)."
+            )
+        if isinstance(answer, str) or answer is None:
+            return answer or "left whole"
+        dim = dim_of(f"{strategy.name}: leaf {path}", answer.dim, ndim)
+        if (answer.gather == "never") != (answer.scatter == "never"):
+            raise ValueError(
+                f"{strategy.name}: a split must gather the weight and scatter its gradient, or neither; got "
+                f"gather={answer.gather!r} with scatter={answer.scatter!r} for leaf {path}. Pass 'never' for "
+                "both if the loss gets the part, else for none."
+            )
+        # Secondary axes are major: what is gathered over the others is then one part of the dim.
+        axes = (*answer.secondary, *(axis for axis in strategy.axes if axis not in answer.secondary))
+        if answer.gather != "never":  # over one device nothing is gathered, nor does the batch vary
+            axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+        scatter = "step" if strategy.accumulated and answer.once else answer.scatter
+        return answer._replace(
+            dim=dim, scatter=scatter, axes=axes, gather_by=strategy.gather, reduce_by=strategy.reduce
+        )
 
     @typed
     def describe(self, params: Arrays, mesh: Mesh | None = None, manual: Axis | None = None) -> str:
@@ -153,45 +180,55 @@ class Plan(NamedTuple):
     def table(self, params: Any, mesh: Mesh | None = None, manual: Axis | None = None) -> PlanTable:
         """What `describe` prints, as rows."""
         mesh = mesh or mesh_of(params)
-        plan = leaving_automatic(self, params, manual_axes("describe", manual, self, mesh))
+        plan = record_automatic_splits(self, params, manual_axes("describe", manual, self, mesh))
         layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=is_layout)
-        leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
-        named = [(path_name(path), x) for path, x in leaves]
-        planned = [Planned(*n, each, list(plan.placed(*n, mesh))) for n, each in zip(named, layouts, strict=True)]
-        return plan_table(str(plan), planned, mesh)
+        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
+        rows = []
+        for (path, x), layout in zip(leaves, layouts, strict=True):
+            name = path_name(path)
+            rows.append(LeafRow(name, x, layout, plan.split_leaf(name, x, mesh)))
+        return make_plan_table(str(plan), rows, mesh)
 
     def _layout(self, path: str, x: Any, mesh: Mesh) -> LeafLayout:
-        found = dict(self.placed(path, x, mesh))
-        splits = [split for split in found.values() if isinstance(split, Split)]
-        whole = [s for s in self.strategies if not isinstance(found.get(s), Split)]
+        decisions = dict(self.split_leaf(path, x, mesh))
+        splits = [split for split in decisions.values() if isinstance(split, Split)]
+        varying_axes: list[str] = []
+        sums = []
+        for strategy in self.strategies:
+            if isinstance(decisions.get(strategy), Split):
+                continue
+            if strategy.varies:
+                varying_axes += [axis for axis in strategy.axes if mesh.shape[axis] > 1]
+            if strategy.reduce is not PLAIN and strategy.reduce.all_reduce:
+                sums.append((strategy.axes, strategy.reduce))
         layout = LeafLayout(
-            in_order(splits),
-            varies=tuple(axis for s in whole if s.varies for axis in s.axes if mesh.shape[axis] > 1),
+            align_times(splits),
+            varies=tuple(varying_axes),
             rows=next((split.rows for split in splits if split.rows), ()),
-            sums=tuple((s.axes, s.reduce) for s in whole if s.reduce is not PLAIN and s.reduce.all_reduce),
-            automatic=self._automatic(path),
+            sums=tuple(sums),
+            automatic=self._automatic_spec(path),
         )
         check_feedback(path, layout)
-        stored = in_rows(tuple(jnp.shape(x)), layout.rows)
+        stored = stored_shape(tuple(jnp.shape(x)), layout.rows)
         return layout._replace(padded=padding(stored, layout.in_update().spec, mesh))
 
-    def _automatic(self, path: str) -> PartitionSpec:
+    def _automatic_spec(self, path: str) -> PartitionSpec:
         return dict(self.automatic).get(path, PartitionSpec())
 
     def check(self, mesh: Mesh) -> None:
         """Refuses a plan that uses an axis which the mesh does not have."""
-        for s in self.strategies:
-            for axis in s.axes:
+        for strategy in self.strategies:
+            for axis in strategy.axes:
                 if axis not in mesh.shape:
                     raise ValueError(
-                        f"{s.name}: the mesh has no axis {axis!r}; its axes are {sized(mesh.shape.items())}. "
+                        f"{strategy.name}: the mesh has no axis {axis!r}; its axes are {sized(mesh.shape.items())}. "
                         "Use one of them, or add the axis to make_mesh."
                     )
-            for path, axis in s.rule_axes:
+            for path, axis in strategy.rule_axes:
                 if axis not in mesh.shape:
                     raise ValueError(
-                        f"{s.name}: the rules may only name axes of the mesh, {sized(mesh.shape.items())}; they split "
-                        f"leaf {path} over {axis!r}. Name those alone, also in the metadata behind them, or add "
+                        f"{strategy.name}: the rules may only name axes of the mesh, {sized(mesh.shape.items())}; they "
+                        f"split leaf {path} over {axis!r}. Name those alone, also in the metadata behind them, or add "
                         f"the axis to make_mesh, as {axis}=1 if nothing is to be split over it."
                     )
 
@@ -226,10 +263,22 @@ class Placement:
         return map_layouts(LeafLayout.in_update, self.layouts)
 
     @cached_property
-    def split_leaf(self) -> str:
+    def part_in_loss(self) -> str:
         """The path of a leaf of which the loss gets a part, as of tp, ep and pp; "" if it gets every leaf whole."""
         leaves = jax.tree_util.tree_leaves_with_path(self.layouts, is_leaf=is_layout)
-        return next((path_name(path) for path, layout in leaves if len(layout.seen)), "")
+        for path, layout in leaves:
+            if len(layout.seen):
+                return path_name(path)
+        return ""
+
+
+def _split_shape(shape: tuple[int, ...], split: Split, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of a device's part of a leaf, with the padding that the split allows."""
+    spec = PartitionSpec(*[None] * split.dim, split.axes)
+    shape = stored_shape(shape, split.rows)
+    if split.pad:
+        shape = padded_shape(shape, spec, mesh)
+    return local_shape(shape, spec, mesh)
 
 
 @typed
@@ -289,9 +338,19 @@ def strategy(
         if algorithm.fits:
             algorithm.fits(name, axes)
     rule_axes = axes_of_rules(name, axes, rules)
-    names = (*names, *dict.fromkeys(path for path, each in rule_axes if each in axes))
-    made = Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies, names, gather, reduce)
-    made = made._replace(rule_axes=rule_axes)
+    paths = [path for path, rule_axis in rule_axes if rule_axis in axes]
+    made = Strategy(
+        f"{name}({quoted(axes)})",
+        axes,
+        rank,
+        batch_dim,
+        place,
+        varies,
+        names=(*names, *dict.fromkeys(paths)),
+        gather=gather,
+        reduce=reduce,
+        rule_axes=rule_axes,
+    )
     return Plan((made,))
 
 
@@ -316,16 +375,17 @@ def chain(*plans: Plan) -> Plan:
         >>> tuple(plan.batch_spec(mesh))
         (('data', 'model'),)
     """
-    parts = [s for plan in plans for s in plan.strategies]
-    if not parts:
+    strategies = [strategy for plan in plans for strategy in plan.strategies]
+    if not strategies:
         raise ValueError("chain: at least one plan is needed; got none. Pass for example dp('data').")
-    owner: dict[str, str] = {}
-    for s in parts:
-        for axis in s.axes:
-            if axis in owner:
+    users: dict[str, str] = {}
+    for strategy in strategies:
+        for axis in strategy.axes:
+            if axis in users:
                 raise ValueError(
-                    f"chain: axis {axis!r} is used by {owner[axis]} and by {s.name}. A mesh axis serves one strategy; "
-                    "give one of them another axis."
+                    f"chain: axis {axis!r} is used by {users[axis]} and by {strategy.name}. A mesh axis serves one "
+                    "strategy; give one of them another axis."
                 )
-            owner[axis] = s.name
-    return Plan(tuple(sorted(parts, key=lambda s: (s.rank, s.name))))
+            users[axis] = strategy.name
+    strategies.sort(key=lambda strategy: (strategy.rank, strategy.name))
+    return Plan(tuple(strategies))

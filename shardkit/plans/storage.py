@@ -9,6 +9,10 @@ gathers rows that do not divide, where it would otherwise sum over them.
 The stack of a pipeline is stored stage by stage (`stages.py`), each padded with rows of zeros to the longest. Most
 optimizers do not depend on the order of layers, and see the stored order. They see the original order, for which the
 compiler moves rows, if there is padding to remove or the optimizer depends on it.
+
+Worked example: 5 layers in 2 stages of 3 and 2 on a pipeline of 2 devices. Each device needs as many rows, so the stack
+[5, D] is stored as [6, D] with `rows = (0, 1, 2, 3, 4, -1)`: three rows on each device, and the row of zeros at the end
+of the second. With D = 7 split over 2 devices as well, it is stored as [6, 8], and `sizes = ((1, 7),)`.
 """
 
 from __future__ import annotations
@@ -28,14 +32,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import unpad_from_axis
 from shardkit.meshes.layout import by_path, path_name, spec_axes
-from shardkit.plans.axis_types import on_auto_axes
+from shardkit.plans.axis_types import apply_on_auto_axes
 
 Sizes = tuple[tuple[int, int], ...]
 Rows = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Held:
+class Storage:
     """How a leaf is stored: its spec, and the original index of each row of dim 0 (-1: zeros; (): original order)."""
 
     spec: PartitionSpec
@@ -80,7 +84,7 @@ def is_padded(x: Any) -> bool:
     return isinstance(x, Padded)
 
 
-def named_arrays(tree: Any) -> dict[str, Any]:
+def collect_arrays(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by path, of padded ones their arrays; specs are leaves.
 
     Raises:
@@ -90,14 +94,14 @@ def named_arrays(tree: Any) -> dict[str, Any]:
     return {path: stored_array(leaf) for path, leaf in by_path("parameters", leaves).items()}
 
 
-def with_arrays(tree: Any, named: dict[str, Any]) -> Any:
+def replace_arrays(tree: Any, named: dict[str, Any]) -> Any:
     """The tree with other arrays, by path."""
 
-    def one(path: Any, leaf: Any) -> Any:
-        new = named[path_name(path)]
-        return replace(leaf, array=new) if is_padded(leaf) else new
+    def replace_array(path: Any, leaf: Any) -> Any:
+        array = named[path_name(path)]
+        return replace(leaf, array=array) if is_padded(leaf) else array
 
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_padded)
+    return jax.tree_util.tree_map_with_path(replace_array, tree, is_leaf=is_padded)
 
 
 def stored_array(x: Any) -> Any:
@@ -105,9 +109,11 @@ def stored_array(x: Any) -> Any:
     return x.array if is_padded(x) else x
 
 
-def as_stored(array: Any, sizes: Sizes, rows: Rows = ()) -> Any:
+def wrap_stored(array: Any, sizes: Sizes, rows: Rows = ()) -> Any:
     """A stored array as a Padded; a plain array where it is stored in its original form."""
-    return Padded(array, sizes, rows) if sizes or rows else array
+    if sizes or rows:
+        return Padded(array, sizes, rows)
+    return array
 
 
 def cut_padding(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
@@ -140,41 +146,45 @@ def unpadded(tree: Any) -> Any:
         >>> state.params.array.shape, sk.unpadded(state.params).shape
         ((4,), (3,))
     """
-    return original(tree, in_order=True)
+    return restore_leaves(tree, in_order=True)
 
 
-def original(tree: Any, *, in_order: bool) -> Any:
+def restore_leaves(tree: Any, *, in_order: bool) -> Any:
     """The leaves without padding; with `in_order`, or if there are rows of padding, their rows in original order."""
 
-    def one(x: Any) -> Any:
-        if not is_padded(x):
-            return x
+    def restore(leaf: Any) -> Any:
+        if not is_padded(leaf):
+            return leaf
         # Types with layouts refuse a cut that leaves a dim which does not divide: there the dim is whole.
-        return on_auto_axes(partial(_original, sizes=x.sizes, rows=x.rows, in_order=in_order), x.array, dict(x.sizes))
+        restore_array = partial(_restore_array, sizes=leaf.sizes, rows=leaf.rows, in_order=in_order)
+        return apply_on_auto_axes(restore_array, leaf.array, dict(leaf.sizes))
 
-    return jax.tree.map(one, tree, is_leaf=is_padded)
+    return jax.tree.map(restore, tree, is_leaf=is_padded)
 
 
-def _original(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -> jax.Array:
+def _restore_array(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -> jax.Array:
     array = cut_padding(array, sizes)
-    if not _reorders(rows, in_order):
+    if not _must_reorder(rows, in_order):
         return array
-    filled = rows.count(-1)
-    return _rows(array, tuple(np.argsort(rows, kind="stable")[filled:].tolist()), filled > 0)
+    # A stable sort of (0, 2, 1, -1) puts the rows of padding first: [3, 0, 2, 1]. Behind them is the inverse.
+    zeros = rows.count(-1)
+    inverse = np.argsort(rows, kind="stable")[zeros:]
+    return _rows(array, tuple(inverse.tolist()), zeros > 0)
 
 
-def padded(tree: Any, held: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
-    """The inverse of `original`: the leaves as they are stored."""
+def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
+    """The inverse of `restore_leaves`: the leaves as they are stored; `storage` has a Storage for each."""
 
-    def one(held: Held, x: Any) -> Any:
-        if _reorders(held.rows, in_order):
-            x = _rows(x, held.rows, -1 in held.rows)
-        sizes = padding(x.shape, held.spec, mesh)
-        shape = padded_shape(x.shape, held.spec, mesh)
-        zeros = [(0, longer - size) for size, longer in zip(x.shape, shape, strict=True)]
-        return as_stored(jnp.pad(x, zeros) if sizes else x, sizes, held.rows)
+    def pad(form: Storage, x: Any) -> Any:
+        if _must_reorder(form.rows, in_order):
+            x = _rows(x, form.rows, -1 in form.rows)
+        sizes = padding(x.shape, form.spec, mesh)
+        if sizes:
+            shape = padded_shape(x.shape, form.spec, mesh)
+            x = jnp.pad(x, [(0, longer - size) for size, longer in zip(x.shape, shape, strict=True)])
+        return wrap_stored(x, sizes, form.rows)
 
-    return jax.tree.map(one, held, tree)
+    return jax.tree.map(pad, storage, tree)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -186,56 +196,74 @@ def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
     """
     if not uneven:
         return jnp.take(x, np.array(rows), axis=0, mode="clip")
-    first = [i for i, row in enumerate(rows) if i == 0 or row <= 0 or row != rows[i - 1] + 1]
-    runs = [(rows[i], after - i) for i, after in itertools.pairwise([*first, len(rows)])]
+    slices = []
+    for start, stop in _find_runs(rows):
+        count = stop - start
+        if rows[start] < 0:
+            slices.append(jnp.zeros((count, *x.shape[1:]), x.dtype))
+        else:
+            slices.append(lax.slice_in_dim(x, rows[start], rows[start] + count))
+    return jnp.concatenate(slices)
 
-    def run(row: int, count: int) -> jax.Array:
-        return jnp.zeros((count, *x.shape[1:]), x.dtype) if row < 0 else lax.slice_in_dim(x, row, row + count)
 
-    return jnp.concatenate([run(row, count) for row, count in runs])
+def _find_runs(rows: Rows) -> list[tuple[int, int]]:
+    """Where each run of consecutive rows starts and stops; each row of zeros, which is -1, is a run.
+
+    Of (0, 1, 2, 3, 4, -1): (0, 5), the five layers, and (5, 6), the zeros.
+    """
+    starts = []
+    for number, row in enumerate(rows):
+        continues = number > 0 and row > 0 and row == rows[number - 1] + 1  # row 0 does not continue a -1
+        if not continues:
+            starts.append(number)
+    return list(itertools.pairwise([*starts, len(rows)]))
 
 
-def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:
+def check_storage(where: str, tree: Any, storage: Any, mesh: Mesh) -> None:
     """Refuses leaves that are not stored as a plan stores them.
 
     Raises:
         ValueError: with the leaf's path and both forms.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
-    for (path, x), each in zip(leaves, jax.tree.leaves(held), strict=True):
-        sizes = padding(in_rows(x.shape, each.rows), each.spec, mesh)
-        found = (x.sizes, x.rows) if is_padded(x) else ((), ())
-        if found != (sizes, each.rows):
+    for (path, x), form in zip(leaves, jax.tree.leaves(storage), strict=True):
+        sizes = padding(stored_shape(x.shape, form.rows), form.spec, mesh)
+        actual = (x.sizes, x.rows) if is_padded(x) else ((), ())
+        if actual != (sizes, form.rows):
             raise ValueError(
-                f"{where} must be stored as this plan stores them; leaf {path_name(path)} is stored {_form(*found)}, "
-                f"and must be {_form(sizes, each.rows)}. Pass unpadded(...) of them to init, or to an evaluation whose "
-                "plan pads nothing."
+                f"{where} must be stored as this plan stores them; leaf {path_name(path)} is stored "
+                f"{_describe_form(*actual)}, and must be {_describe_form(sizes, form.rows)}. Pass unpadded(...) of "
+                "them to init, or to an evaluation whose plan pads nothing."
             )
 
 
-def _form(sizes: Sizes, rows: Rows) -> str:
-    padded = [f"with dim {dim} of {size} padded" for dim, size in sizes]
-    order = ["with its rows in the order of stages " + str(rows[:8])[:-1].rstrip(",") + (", ...)" if rows[8:] else ")")]
-    return ", ".join(padded + order * bool(rows)) or "in its original form"
+def _describe_form(sizes: Sizes, rows: Rows) -> str:
+    """The padding and the order of a stored leaf in words; of the rows the first eight."""
+    words = [f"with dim {dim} of {size} padded" for dim, size in sizes]
+    if rows:
+        first = ", ".join(map(str, rows[:8]))
+        more = ", ..." if rows[8:] else ""
+        words.append(f"with its rows in the order of stages ({first}{more})")
+    return ", ".join(words) or "in its original form"
 
 
-def in_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+def stored_shape(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
     """The shape of a leaf with its rows as they are stored."""
     return (len(rows), *shape[1:]) if rows else shape
 
 
-def _reorders(rows: Rows, in_order: bool) -> bool:
+def _must_reorder(rows: Rows, in_order: bool) -> bool:
     return bool(rows) and (in_order or -1 in rows)
 
 
 def padding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Sizes:
     """The dims that do not divide under a spec, each with its original size."""
-    held = padded_shape(shape, spec, mesh)
-    return tuple((dim, size) for dim, size in enumerate(shape) if size != held[dim])
+    stored = padded_shape(shape, spec, mesh)
+    return tuple((dim, size) for dim, size in enumerate(shape) if size != stored[dim])
 
 
 def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape with each dim rounded up to a multiple of the devices that split it."""
-    ways = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
-    ways += [1] * (len(shape) - len(ways))
-    return tuple(-(-size // n) * n for size, n in zip(shape, ways, strict=True))
+    devices = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
+    devices += [1] * (len(shape) - len(devices))
+    return tuple(math.ceil(size / n) * n for size, n in zip(shape, devices, strict=True))

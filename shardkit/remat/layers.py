@@ -33,8 +33,8 @@ from shardkit._jax.compat import eval_shape
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import split_microbatches
-from shardkit.on_device.gradient import kind
-from shardkit.on_device.handles import is_handle, opened, parts, unsealed
+from shardkit.on_device.handles import is_handle, open_handles, parts, unseal_handles
+from shardkit.on_device.means import kind
 from shardkit.remat.recompute import POLICIES, Mask, Remat, find_policy
 from shardkit.remat.regather import regather_layer, regather_stack
 
@@ -81,10 +81,10 @@ def gathered(
 
     @wraps(layer_fn)
     def layer(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten(unsealed((args, kwargs)), is_leaf=is_handle)
+        leaves, tree = jax.tree.flatten(unseal_handles((args, kwargs)), is_leaf=is_handle)
         handles = Mask([is_handle(leaf) for leaf in leaves])
         if keep or not any(handles.flags):
-            args, kwargs = jax.tree.unflatten(tree, opened(leaves))
+            args, kwargs = jax.tree.unflatten(tree, open_handles(leaves))
             return _checkpoint(layer_fn, policy)(*args, **kwargs)
 
         def call(weights: list[Any], others: list[Any]) -> Any:
@@ -168,7 +168,7 @@ def scan_layers(
         Layered gradient accumulation (arXiv:2106.02679): one layer at a time over all microbatches.
     """
     policy = _find_policy("scan_layers", remat, offload)
-    stacked = unsealed(stacked)
+    stacked = unseal_handles(stacked)
     _check_stack(stacked)
     layers = _count_layers(stacked)
     after = _trace_first_layer(layer_fn, stacked, x)
@@ -237,7 +237,7 @@ def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
     changes: list[str] = []
 
     def run_layer(weights: Any, x: Any) -> Any:
-        weights = opened(weights)
+        weights = open_handles(weights)
         before = jax.tree.leaves(weights)
         y = layer_fn(weights, x)
         changes.extend(_find_changes(weights, before))

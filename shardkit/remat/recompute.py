@@ -22,7 +22,7 @@ from jax.interpreters import partial_eval
 from shardkit._arguments.checks import quoted
 from shardkit._jax.compat import eval_shape, on_this_mesh
 from shardkit._jax.jaxprs import not_reached
-from shardkit.collectives._sums import DOT, added, wide_zeros
+from shardkit.collectives._sums import DOT, add_terms, wide_zeros
 
 POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -203,7 +203,7 @@ class LayerPasses:
 
         def accumulate(sums: list[Any], microbatch: Any) -> tuple[list[Any], list[Any]]:
             grads, dx = run_microbatch(*microbatch)
-            return added(sums, grads), dx
+            return add_terms(sums, grads), dx
 
         first = jax.tree.map(lambda leaf: leaf[0], (residuals, dy))
         shapes, _ = eval_shape(run_microbatch, *first)

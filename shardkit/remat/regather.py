@@ -10,6 +10,7 @@ weights, and each of several microbatches would gather for itself, and scatter a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -18,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._jax.compat import eval_shape, varying_axes
-from shardkit.collectives._sums import added, typed_zeros, wide_zeros
+from shardkit.collectives._sums import add_terms, typed_zeros, wide_zeros
 from shardkit.on_device.batch import row
-from shardkit.on_device.handles import is_handle, near, opened, part_gradient, parts
+from shardkit.on_device.handles import gather_kept, is_handle, open_handles, parts, reduce_to_part
 from shardkit.remat.recompute import (
     LayerPasses,
     Leaves,
@@ -36,7 +37,7 @@ Forward = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
 
 
 def regather_layer(layer_fn: LayerFn, weights: Any, x: Any, *, policy: Any, microbatches: int = 1) -> Any:
-    """`layer_fn(opened(weights), x)`, whose backward pass gathers the weights again.
+    """`layer_fn(open_handles(weights), x)`, whose backward pass gathers the weights again.
 
     Several microbatches, which dim 0 of the activations counts, run one after the other between gathering the weights
     and scattering their gradient.
@@ -160,15 +161,15 @@ class _OneLayer:
 
     def gather(self, weights: Any) -> Any:
         """The weights of the layer."""
-        return opened(weights)
+        return open_handles(weights)
 
     def forward(self, run_layer: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:
         """y and residuals, among them the weights' secondary parts: what hybrid fsdp keeps of them nearby."""
         # The gather stands here, directly before the layer that uses it and inside the loop over layers: outside of the
         # loop all layers' weights would be in memory at once. It stands outside of the loop over microbatches, which
         # `run_layer` is: inside it each microbatch would gather.
-        weights, secondary = near(weights)
-        y, residuals = run_layer(jax.tree.leaves(opened(weights)), shared, x)
+        weights, secondary = gather_kept(weights)
+        y, residuals = run_layer(jax.tree.leaves(open_handles(weights)), shared, x)
         return y, (residuals, secondary)
 
     def backward(
@@ -176,10 +177,10 @@ class _OneLayer:
     ) -> list[Any]:
         """The gradients of weights, shared leaves and activations that are wanted."""
         residuals, secondary = residuals
-        nearby, _ = near(weights, secondary)
+        nearby, _ = gather_kept(weights, secondary)
         # Gathered a second time, from the parts: the forward pass has let go of the weights.
         delayed = _delay_gathers(nearby, dy)
-        grads, dx = passes.backward(jax.tree.leaves(opened(delayed)), shared, residuals, dy)
+        grads, dx = passes.backward(jax.tree.leaves(open_handles(delayed)), shared, residuals, dy)
         # The gradients are complete for all microbatches of the layer here, and reduced once: earlier, each microbatch
         # would send its own; later, outside of the loop over layers, all layers' whole gradients would be in memory.
         nodes = [*_select_nodes(weights, wanted), *compress(shared, wanted.shared)]
@@ -200,7 +201,7 @@ def _delay_gathers(weights: Any, dy: Leaves) -> Any:
         x = getattr(node, field)
         cotangents = [ct for ct in dy if varying_axes(ct) <= varying_axes(x)]
         x, _ = jax.lax.optimization_barrier((x, cotangents))
-        return node.replaced(**{field: x})
+        return replace(node, **{field: x})
 
     return jax.tree.map(delay, weights, is_leaf=is_handle)
 
@@ -236,7 +237,7 @@ class _PrefetchedStack:
 
     def gather(self, stacked: Any) -> Any:
         """The weights of one layer."""
-        return opened(row(stacked, 0))
+        return open_handles(row(stacked, 0))
 
     def forward(self, run_layer: Forward, stacked: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:
         """All layers, each gathered while the one before it computes; the last one is outside the loop.
@@ -245,8 +246,8 @@ class _PrefetchedStack:
         """
 
         def fetch(number: Any) -> Any:
-            weights, secondary = near(row(stacked, number))
-            return jax.tree.leaves(opened(weights)), secondary
+            weights, secondary = gather_kept(row(stacked, number))
+            return jax.tree.leaves(open_handles(weights)), secondary
 
         def run_round(carry: Any, number: jax.Array) -> Any:
             x, (weights, secondary) = carry
@@ -277,8 +278,8 @@ class _PrefetchedStack:
 
         def fetch(number: Any) -> list[Any]:
             kept = row(secondary, number)
-            weights, _ = near(row(stacked, number), kept)
-            return jax.tree.leaves(opened(weights))
+            weights, _ = gather_kept(row(stacked, number), kept)
+            return jax.tree.leaves(open_handles(weights))
 
         def run_layer(number: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
             dy, stack_grads, shared_sums = carry
@@ -290,7 +291,7 @@ class _PrefetchedStack:
                 jax.lax.dynamic_update_index_in_dim(stack, grad, number, 0)
                 for stack, grad in zip(stack_grads, layer_grads, strict=True)
             ]
-            return dx, stack_grads, added(shared_sums, grads[len(nodes) :])
+            return dx, stack_grads, add_terms(shared_sums, grads[len(nodes) :])
 
         def run_round(carry: Any, number: jax.Array) -> Any:
             weights, carry = carry
@@ -318,7 +319,7 @@ def _select_nodes(weights: Any, wanted: WantedGradients) -> list[Any]:
 
 def _reduce_to_parts(nodes: Leaves, grads: Leaves) -> list[jax.Array]:
     """Gradients of weights, summed over devices and scattered to the layout of their parts; in that of other leaves."""
-    return [part_gradient(node, grad) for node, grad in zip(nodes, grads, strict=True)]
+    return [reduce_to_part(node, grad) for node, grad in zip(nodes, grads, strict=True)]
 
 
 def flag_differentiable(node: Any) -> Any:
@@ -326,7 +327,7 @@ def flag_differentiable(node: Any) -> Any:
     if not is_handle(node):
         return is_differentiable(node)
     whole = None if node.whole is None else False  # the gradient of a whole weight goes to its part
-    return node.replaced(part=is_differentiable(node.part), whole=whole)
+    return replace(node, part=is_differentiable(node.part), whole=whole)
 
 
 def _materialize(ct: Any) -> Any:

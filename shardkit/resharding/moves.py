@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,18 +17,19 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardkit.collectives import all_gather, all_to_all, vary
-from shardkit.collectives.permute import permuted
+from shardkit.collectives.permute import permute
 from shardkit.meshes.layout import canonical, check_spec, local_shape, local_shape_of, spec_axes, table
-from shardkit.on_device.cuts import own_part
-from shardkit.plans.storage import Held, in_rows, is_padded, padded_shape, stored_array
+from shardkit.on_device.cuts import take_part
+from shardkit.plans.storage import Storage, is_padded, padded_shape, stored_array, stored_shape
 from shardkit.resharding.redistribution import (
     Axes,
     DimAxes,
     MoveStep,
     Redistribution,
-    local_of,
-    permutation,
-    redistribution,
+    divide_shape,
+    find_permutation,
+    find_redistribution,
+    joint_index,
 )
 
 
@@ -38,8 +39,8 @@ class Leg(NamedTuple):
     shape: tuple[int, ...]  # the global shape as the steps see it, padding included
     source: PartitionSpec  # the spec before
     target: PartitionSpec  # the spec after
-    found: Redistribution  # the steps, as a `Redistribution`; its sizes are in elements
-    cut: tuple[int, ...]  # the shape that is stored afterwards: padding that is not needed any more is cut off
+    route: Redistribution  # the steps; its sizes are in elements
+    stored: tuple[int, ...]  # the shape that is stored afterwards: padding that is not needed any more is cut off
 
 
 class Move(NamedTuple):
@@ -64,22 +65,25 @@ class Move(NamedTuple):
     @property
     def stays(self) -> bool:
         """Whether nothing is done."""
-        return self.source == self.target and all(leg.shape == leg.cut and not leg.found.steps for leg in self.legs)
+        if self.source != self.target:
+            return False
+        return all(leg.shape == leg.stored and not leg.route.steps for leg in self.legs)
 
     @property
     def sent(self) -> int:
         """Bytes that each device sends."""
-        return sum(leg.found.sent for leg in self.legs) * self.dtype.itemsize
+        return sum(leg.route.sent for leg in self.legs) * self.dtype.itemsize
 
     @property
     def peak(self) -> int:
         """Bytes of the two largest consecutive shards."""
-        return max(leg.found.peak for leg in self.legs) * self.dtype.itemsize
+        return max(leg.route.peak for leg in self.legs) * self.dtype.itemsize
 
     @property
-    def told(self) -> str:
+    def words(self) -> str:
         """The steps in words."""
-        return "; ".join(step.told(leg.found.dims) for leg in self.legs for step in leg.found.steps) or "none"
+        steps = [step.describe(leg.route.dims) for leg in self.legs for step in leg.route.steps]
+        return "; ".join(steps) or "none"
 
 
 class Moves(NamedTuple):
@@ -90,230 +94,316 @@ class Moves(NamedTuple):
     @property
     def sent(self) -> int:
         """Bytes that each device sends."""
-        return sum(each.sent for each in self.leaves)
+        return sum(move.sent for move in self.leaves)
 
     @property
     def least(self) -> int:
         """Bytes that some device must receive, summed over the leaves."""
-        return sum(each.least for each in self.leaves)
+        return sum(move.least for move in self.leaves)
 
     def __str__(self) -> str:
         rows = [("leaf", "from", "to", "steps", "sent/device", "must receive", "two shards")]
-        for each in self.leaves:
-            sizes = (f"{each.sent:,}", f"{each.least:,}", f"{each.peak:,}")
-            rows.append((each.path, str(each.source), str(each.target), each.told, *sizes))
+        for move in self.leaves:
+            sizes = (f"{move.sent:,}", f"{move.least:,}", f"{move.peak:,}")
+            rows.append((move.path, str(move.source), str(move.target), move.words, *sizes))
         return f"{table(rows)}\n{self.sent:,} bytes sent by each device; some device must receive {self.least:,}"
 
 
-def move_of(where: str, path: str, x: Any, before: tuple[Held, bool], after: tuple[Held, bool], mesh: Any) -> Move:
+class LeafStorage(NamedTuple):
+    """How a leaf is stored, and whether a plan says so, which may pad it."""
+
+    storage: Storage
+    by_plan: bool
+
+
+def make_move(where: str, path: str, x: Any, before: LeafStorage, after: LeafStorage, mesh: Any) -> Move:
     """The steps of one leaf; the padding of either layout counts."""
-    if before[0].rows != after[0].rows:
+    if before.storage.rows != after.storage.rows:
         raise ValueError(
             f"{where} is stored in the order of the stages of a pipeline, which source and target do not share. Pass "
             "unpadded(...) of it to the init of the other plan."
         )
-    original = in_rows(tuple(x.shape), before[0].rows)
-    shapes = []
-    for held, by_plan in (before, after):
-        check_spec(where, held.spec, mesh, len(original))
-        if not by_plan and not is_padded(x):
-            local_shape_of(where, original, held.spec, mesh)
-        shapes.append(padded_shape(original, held.spec, mesh))
-    stored = tuple(jnp.shape(stored_array(x)))
-    if stored != shapes[0]:
+    original = stored_shape(tuple(x.shape), before.storage.rows)
+    source = _check_form(where, x, original, before, mesh)
+    target = _check_form(where, x, original, after, mesh)
+    array = stored_array(x)
+    if jnp.shape(array) != source.shape:
         raise ValueError(
-            f"{where} must be stored as source says, with the shape {shapes[0]}; got {stored}. Pass the plan that made "
-            "it as source."
+            f"{where} must be stored as source says, with the shape {source.shape}; got {jnp.shape(array)}. Pass the "
+            "plan that made it as source."
         )
-    first, last = canonical(before[0].spec), canonical(after[0].spec)
-    legs = _legs(original, (first, shapes[0]), (last, shapes[1]), mesh)
-    dtype = jnp.result_type(stored_array(x))
+    dtype = jnp.result_type(array)
+    legs = _find_legs(original, source, target, mesh)
     if len(legs) == 1:
-        return Move(path, dtype, legs, legs[0].found.least * dtype.itemsize)
-    return Move(path, dtype, legs, _least(original, (first, shapes[0]), (last, shapes[1]), mesh) * dtype.itemsize)
+        least = legs[0].route.least
+    else:
+        least = _least_received(original, source, target, mesh)
+    return Move(path, dtype, legs, least * dtype.itemsize)
 
 
-Stored = tuple[PartitionSpec, tuple[int, ...]]  # a spec, and the shape that is stored, padding included
+class _Form(NamedTuple):
+    """A canonical spec, and the shape that is stored, padding included."""
+
+    spec: PartitionSpec
+    shape: tuple[int, ...]
 
 
-def _legs(original: tuple[int, ...], before: Stored, after: Stored, mesh: Any) -> tuple[Leg, ...]:
+def _check_form(where: str, x: Any, original: tuple[int, ...], leaf: LeafStorage, mesh: Any) -> _Form:
+    """The form of a leaf; refuses a spec that the mesh or the shape does not allow."""
+    spec = leaf.storage.spec
+    check_spec(where, spec, mesh, len(original))
+    if not leaf.by_plan and not is_padded(x):
+        local_shape_of(where, original, spec, mesh)
+    return _Form(canonical(spec), padded_shape(original, spec, mesh))
+
+
+def _find_legs(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any) -> tuple[Leg, ...]:
     """The legs that send least.
 
     Padding changes where a dim is cut into shards: 8 columns over 6 devices are 2 each, over 2 devices 4 each, and the
     third device's do not begin where a shard of the other layout does. A redistribution moves whole shards, so such a
     dim is first made whole, by a gather or by moving its axes to another dim.
     """
-    source, target = (_split(spec, len(original)) for spec, _ in (before, after))
+    source = _split_of(before.spec, len(original))
+    target = _split_of(after.spec, len(original))
     apart = []
-    for dim, (a, b) in enumerate(zip(before[1], after[1], strict=True)):
-        if a != b and _ways(source[dim], mesh) > 1 and _ways(target[dim], mesh) > 1:
+    for dim in range(len(original)):
+        both_split = _count_parts(source[dim], mesh) > 1 and _count_parts(target[dim], mesh) > 1
+        if both_split and before.shape[dim] != after.shape[dim]:
             apart.append(dim)
     if not apart:
-        return (_leg(before, after, mesh),)
-    whole = tuple(original[dim] if dim in apart else size for dim, size in enumerate(before[1]))
+        return (_make_leg(before, after, mesh),)
     best: tuple[Leg, ...] = ()
-    others = [None, *(dim for dim in range(len(original)) if dim not in apart)]
-    for places in itertools.product(others, repeat=len(apart)):
-        split = [() if dim in apart else axes for dim, axes in enumerate(source)]
-        for dim, place in zip(apart, places, strict=True):
-            if place is not None:
-                split[place] = (*split[place], *source[dim])
-        if any(size % _ways(axes, mesh) for size, axes in zip(whole, split, strict=True)):
-            continue
-        between = canonical(PartitionSpec(*split)), whole
-        legs = _leg(before, between, mesh), _leg(between, after, mesh)
-        if not best or sum(leg.found.sent for leg in legs) < sum(leg.found.sent for leg in best):
+    for between in _forms_between(original, before, apart, mesh):
+        legs = (_make_leg(before, between, mesh), _make_leg(between, after, mesh))
+        if not best or _elements_sent(legs) < _elements_sent(best):
             best = legs
     return best
 
 
-def _leg(before: Stored, after: Stored, mesh: Any) -> Leg:
-    shape = tuple(max(sizes) for sizes in zip(before[1], after[1], strict=True))
-    source, target = (_split(spec, len(shape)) for spec, _ in (before, after))
-    found = redistribution(shape, source, target, tuple(mesh.shape.items()))
-    return Leg(shape, before[0], after[0], found, after[1])
+def _forms_between(original: tuple[int, ...], before: _Form, apart: Sequence[int], mesh: Any) -> Iterator[_Form]:
+    """The forms in which the dims `apart` are whole, and their axes are gathered or split other dims."""
+    source = _split_of(before.spec, len(original))
+    shape = tuple(original[dim] if dim in apart else size for dim, size in enumerate(before.shape))
+    destinations = [None, *(dim for dim in range(len(original)) if dim not in apart)]  # None: gathered
+    for choice in itertools.product(destinations, repeat=len(apart)):
+        split = [() if dim in apart else axes for dim, axes in enumerate(source)]
+        for dim, destination in zip(apart, choice, strict=True):
+            if destination is not None:
+                split[destination] = (*split[destination], *source[dim])
+        if all(size % _count_parts(axes, mesh) == 0 for size, axes in zip(shape, split, strict=True)):
+            yield _Form(canonical(PartitionSpec(*split)), shape)
 
 
-def _least(original: tuple[int, ...], before: Stored, after: Stored, mesh: Any) -> int:
-    """The most elements that a device must receive, where the two layouts cut a dim at different places."""
+def _elements_sent(legs: Sequence[Leg]) -> int:
+    return sum(leg.route.sent for leg in legs)
+
+
+def _make_leg(before: _Form, after: _Form, mesh: Any) -> Leg:
+    shape = tuple(max(sizes) for sizes in zip(before.shape, after.shape, strict=True))
+    source = _split_of(before.spec, len(shape))
+    target = _split_of(after.spec, len(shape))
+    route = find_redistribution(shape, source, target, tuple(mesh.shape.items()))
+    return Leg(shape, before.spec, after.spec, route, after.shape)
+
+
+def _least_received(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any) -> int:
+    """The most elements that a device must receive, where the two layouts cut a dim at different places.
+
+    Of 8 columns, over 6 devices and then over 2: the second device of the 2 gets columns 4 to 8 and, as the second of
+    the 6, has columns 2 to 4. It must receive all 4.
+    """
     most = 0
-    for place in itertools.product(*map(range, mesh.shape.values())):
-        at = dict(zip(mesh.shape, place, strict=True))
-        held, kept = 1, 1
+    for coordinates in itertools.product(*map(range, mesh.shape.values())):
+        device = dict(zip(mesh.shape, coordinates, strict=True))
+        wanted = 1
+        overlap = 1
         for dim, size in enumerate(original):
-            (a, b), (c, d) = (_range(dim, stored, size, at, mesh) for stored in (before, after))
-            held *= d - c
-            kept *= max(0, min(b, d) - max(a, c))
-        most = max(most, held - kept)
+            old_start, old_stop = _find_range(dim, before, size, device, mesh)
+            new_start, new_stop = _find_range(dim, after, size, device, mesh)
+            wanted *= new_stop - new_start
+            overlap *= max(0, min(old_stop, new_stop) - max(old_start, new_start))
+        most = max(most, wanted - overlap)
     return most
 
 
-def _range(dim: int, stored: Stored, size: int, at: Mapping[str, int], mesh: Any) -> tuple[int, int]:
-    """The part of a dim, without padding, that the device at a place of the mesh holds."""
-    axes = _split(stored[0], dim + 1)[dim]
-    index = 0
-    for axis in axes:
-        index = index * mesh.shape[axis] + at[axis]
-    length = stored[1][dim] // _ways(axes, mesh)
+def _find_range(dim: int, form: _Form, size: int, device: Mapping[str, int], mesh: Any) -> tuple[int, int]:
+    """The part of a dim, without padding, that a device holds."""
+    axes = _split_of(form.spec, dim + 1)[dim]
+    index = joint_index(axes, device, mesh.shape)
+    length = form.shape[dim] // _count_parts(axes, mesh)
     return min(size, index * length), min(size, (index + 1) * length)
 
 
-def _ways(axes: Axes, mesh: Any) -> int:
+def _count_parts(axes: Axes, mesh: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _split(spec: PartitionSpec, ndim: int) -> DimAxes:
+def _split_of(spec: PartitionSpec, ndim: int) -> DimAxes:
+    """For each dim the axes that split it."""
     axes = spec_axes(spec)
     return (*axes, *[()] * (ndim - len(axes)))
 
 
 @lru_cache(maxsize=1024)
-def program(mesh: Any, leg: Leg, piece: int) -> Any:
+def make_program(mesh: Any, leg: Leg, piece: int) -> Any:
     """The jitted program of one leg, in pieces of so many elements; leaves that are alike share it."""
-    parts = dict(leg.found.parts)
-
-    def spec(spec: PartitionSpec) -> PartitionSpec:  # an axis of size 1 would have to be gathered to be left
-        dims = [[axis for axis in axes if mesh.shape[axis] > 1] for axes in spec_axes(spec)]
-        return PartitionSpec(*(tuple(part for axis in axes for part in parts_of(axis, parts)) for axes in dims))
+    parts = dict(leg.route.parts)
+    source = _refine_spec(leg.source, mesh, parts)
+    target = _refine_spec(leg.target, mesh, parts)
+    varying_axes = tuple(axis for axes in spec_axes(target) for axis in axes)
 
     # Padding comes and goes on the device: a dim whose padding changes is whole before this leg or after it, and so
     # the zeros are at the end of what one device holds. Where both layouts split it, they would be in the middle.
-    def device(x: jax.Array) -> jax.Array:
-        whole = local_shape(leg.shape, leg.source, mesh)
-        x = jnp.pad(x, [(0, size - held) for size, held in zip(whole, x.shape, strict=True)])
-        varying = tuple(axis for axes in spec_axes(spec(leg.target)) for axis in axes)
-        x = run_steps(x, leg.found, varying, piece)
+    def run_leg(x: jax.Array) -> jax.Array:
+        padded = local_shape(leg.shape, leg.source, mesh)
+        x = jnp.pad(x, [(0, longer - size) for longer, size in zip(padded, x.shape, strict=True)])
+        x = run_steps(x, leg.route, varying_axes, piece)
         x = x.reshape(local_shape(leg.shape, leg.target, mesh))
-        return x[tuple(slice(size) for size in local_shape(leg.cut, leg.target, mesh))]
+        return x[tuple(slice(size) for size in local_shape(leg.stored, leg.target, mesh))]
 
-    on_mesh = jax.shard_map(device, mesh=mesh_apart(mesh, parts), in_specs=spec(leg.source), out_specs=spec(leg.target))
+    on_mesh = jax.shard_map(run_leg, mesh=refine_mesh(mesh, parts), in_specs=source, out_specs=target)
     return jax.jit(on_mesh, out_shardings=NamedSharding(mesh, leg.target))
 
 
-def run_steps(x: jax.Array, found: Redistribution, varying: tuple[str, ...], piece: int) -> jax.Array:
-    """All steps, for pieces along a dim that no step touches where there is more than one piece's worth of elements."""
-    sizes = dict(found.axes)
-    held = max(found.held)
-    x = x.reshape(local_of(found.shape, found.source, sizes))
-    if not x.size or not found.steps:  # jax refuses to send empty arrays
-        last = found.steps[-1].after if found.steps else found.source
-        return vary(x.reshape(local_of(found.shape, last, sizes)), varying)
-    dim = max(found.untouched, key=lambda dim: found.shape[dim], default=None)
+def _refine_spec(spec: PartitionSpec, mesh: Any, parts: Mapping[str, tuple[int, ...]]) -> PartitionSpec:
+    """The spec over the parts of axes; without axes of size 1, which would have to be gathered to be left."""
+    entries = []
+    for axes in spec_axes(spec):
+        names: list[str] = []
+        for axis in axes:
+            if mesh.shape[axis] > 1:
+                names += part_names(axis, parts)
+        entries.append(tuple(names))
+    return PartitionSpec(*entries)
 
-    def steps(x: jax.Array) -> jax.Array:
-        for step in found.steps:
-            x = _STEPS[step.kind](x, step, sizes)
+
+def run_steps(x: jax.Array, route: Redistribution, varying_axes: tuple[str, ...], piece: int) -> jax.Array:
+    """All steps, for pieces along a dim that no step touches where there is more than one piece's worth of elements."""
+    sizes = dict(route.axes)
+    x = x.reshape(divide_shape(route.shape, route.source, sizes))
+    last = route.steps[-1].after if route.steps else route.source
+    shape = divide_shape(route.shape, last, sizes)
+    if not x.size or not route.steps:  # jax refuses to send empty arrays
+        return vary(x.reshape(shape), varying_axes)
+
+    def run_all(x: jax.Array) -> jax.Array:
+        for step in route.steps:
+            x = _KINDS[step.kind](x, step, sizes)
         return x
 
-    if dim is None or held <= piece:
-        return steps(x)
-    length = x.shape[dim]
-    count = next(n for n in range(1, length + 1) if length % n == 0 and (held <= piece * n or n == length))
-    rows = length // count
+    dim = max(route.untouched_dims, key=lambda dim: route.shape[dim], default=None)
+    largest = max(route.shard_sizes)
+    if dim is None or largest <= piece:
+        return run_all(x)
+    count = _count_pieces(x.shape[dim], largest, piece)
+    rows = x.shape[dim] // count
 
-    def move(i: jax.Array, out: jax.Array) -> jax.Array:
-        moved = steps(lax.dynamic_slice_in_dim(x, i * rows, rows, dim))
-        return lax.dynamic_update_slice_in_dim(out, moved, i * rows, dim)
+    def move_piece(number: jax.Array, out: jax.Array) -> jax.Array:
+        moved = run_all(lax.dynamic_slice_in_dim(x, number * rows, rows, dim))
+        return lax.dynamic_update_slice_in_dim(out, moved, number * rows, dim)
 
-    out = jnp.zeros(local_of(found.shape, found.steps[-1].after, sizes), x.dtype)
-    return lax.fori_loop(0, count, move, vary(out, varying))
+    return lax.fori_loop(0, count, move_piece, vary(jnp.zeros(shape, x.dtype), varying_axes))
+
+
+def _count_pieces(length: int, elements: int, piece: int) -> int:
+    """The fewest pieces of a dim of this length that have no more than `piece` elements each; at most one a row."""
+    for count in range(1, length + 1):
+        if length % count == 0 and elements <= piece * count:
+            return count
+    return length
 
 
 def _slice(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
-    for dim, axes in enumerate(step.arriving()):
-        x = own_part(x, axes, dim=dim) if axes else x
+    for dim, axes in enumerate(step.added_axes()):
+        if axes:
+            x = take_part(x, axes, dim=dim)
     return x
 
 
 def _gather(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
-    for dim, axes in enumerate(step.leaving()):
-        x = all_gather(x, axes, dim=dim, replicated=True) if axes else x
+    # Replicated: what is gathered leaves shard_map whole along these axes, or is sliced along others. An all_gather
+    # whose result varied would be right on every device, and refused at the end.
+    for dim, axes in enumerate(step.removed_axes()):
+        if axes:
+            x = all_gather(x, axes, dim=dim, replicated=True)
     return x
 
 
 def _permute(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
-    return permuted(x, *permutation(step, sizes))
+    axes, pairs = find_permutation(step, sizes)
+    return permute(x, axes, pairs)
 
 
 def _exchange(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
-    """One all_to_all for all axes that move: a dim in front counts the devices to send to, then those that sent."""
-    goes, came = step.arriving(), step.leaving()
-    axes = tuple(axis for each in goes for axis in each)
-    counts = tuple(sizes[axis] for axis in axes)
+    """One all_to_all for all axes that move: a dim in front counts the devices to send to, then those that sent.
 
-    # Each dim as (the devices along its arriving axes, what one of them gets).
+    Worked example: from P("a", "b") with a=2 and b=3 to P("b", "a"), both at once, of a local [12, 12]. Dim 0 gets "b"
+    and loses "a", dim 1 gets "a" and loses "b".
+
+    | | shape |
+    |---|---|
+    | each dim cut by the axes that it gets | [b 3, 4, a 2, 6] |
+    | those axes in front | [b 3, a 2, 4, 6] |
+    | as one: a piece [4, 6] for each of 6 devices | [6, 4, 6] |
+    | all_to_all: a piece from each of 6 devices | [6, 4, 6] |
+    | apart again | [b 3, a 2, 4, 6] |
+    | each axis in front of the dim that lost it | [a 2, 4, b 3, 6] |
+    | as two dims | [8, 18] |
+    """
+    added_axes = step.added_axes()
+    removed_axes = step.removed_axes()
+    moving_axes = tuple(axis for axes in added_axes for axis in axes)
+    counts = [sizes[axis] for axis in moving_axes]
+
+    # Each dim as (the devices along its added axes, what one of them gets), with the devices of all dims in front.
     shape: list[int] = []
-    first: list[int] = []
-    last: list[int] = []
-    for size, each in zip(x.shape, goes, strict=True):
-        ways = [sizes[axis] for axis in each]
-        first += range(len(shape), len(shape) + len(ways))
-        last.append(len(shape) + len(ways))
-        shape += [*ways, size // math.prod(ways)]
-    x = x.reshape(shape).transpose(*first, *last)
-    rest = x.shape[len(axes) :]
-    x = all_to_all(x.reshape(-1, *rest), axes, split_dim=0, concat_dim=0).reshape(*counts, *rest)
+    device_dims: list[int] = []
+    piece_dims: list[int] = []
+    for size, axes in zip(x.shape, added_axes, strict=True):
+        devices = [sizes[axis] for axis in axes]
+        device_dims += range(len(shape), len(shape) + len(devices))
+        piece_dims.append(len(shape) + len(devices))
+        shape += [*devices, size // math.prod(devices)]
+    x = x.reshape(shape).transpose(*device_dims, *piece_dims)
+    piece = x.shape[len(moving_axes) :]
 
-    order = [i for dim, each in enumerate(came) for i in (*map(axes.index, each), len(axes) + dim)]
-    sizes_after = [size * math.prod(sizes[a] for a in each) for size, each in zip(rest, came, strict=True)]
-    return x.transpose(order).reshape(sizes_after)
+    # One collective, not one for each axis: a piece goes straight to its device. Axis by axis, it would be sent once
+    # for each axis that moves.
+    x = x.reshape(-1, *piece)
+    x = all_to_all(x, moving_axes, split_dim=0, concat_dim=0)
+    x = x.reshape(*counts, *piece)
+
+    # The senders along the axes that a dim lost go in front of the dim.
+    order: list[int] = []
+    merged = []
+    for dim, axes in enumerate(removed_axes):
+        order += [moving_axes.index(axis) for axis in axes]
+        order.append(len(moving_axes) + dim)
+        merged.append(piece[dim] * math.prod(sizes[axis] for axis in axes))
+    return x.transpose(order).reshape(merged)
 
 
-_STEPS = {"slice": _slice, "all_to_all": _exchange, "ppermute": _permute, "all_gather": _gather}
+_KINDS = {"slice": _slice, "all_to_all": _exchange, "ppermute": _permute, "all_gather": _gather}
 
 
-def parts_of(axis: str, parts: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The names of the parts of an axis; of one that is whole its own."""
-    return tuple(f"{axis}.{part}" for part in range(len(parts[axis]))) if axis in parts else (axis,)
+def part_names(axis: str, parts: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The names of the parts of an axis; of an axis that is not split into parts its own."""
+    if axis not in parts:
+        return (axis,)
+    return tuple(f"{axis}.{part}" for part in range(len(parts[axis])))
 
 
-def mesh_apart(mesh: Any, parts: Mapping[str, tuple[int, ...]]) -> Any:
+def refine_mesh(mesh: Any, parts: Mapping[str, tuple[int, ...]]) -> Any:
     """The same devices in the same order, with some axes split into parts."""
     if not parts:
         return mesh
-    names = tuple(part for axis in mesh.axis_names for part in parts_of(axis, parts))
-    sizes = tuple(size for axis in mesh.axis_names for size in parts.get(axis, (mesh.shape[axis],)))
+    names: list[str] = []
+    sizes: list[int] = []
+    for axis in mesh.axis_names:
+        names += part_names(axis, parts)
+        sizes += parts.get(axis, (mesh.shape[axis],))
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(sizes, names, axis_types=types)
-    return Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+        return AbstractMesh(tuple(sizes), tuple(names), axis_types=types)
+    return Mesh(mesh.devices.reshape(sizes), tuple(names), axis_types=types)

@@ -7,11 +7,21 @@ A layout is, for each dim, the axes that split it, major to minor. Four kinds of
 - `ppermute` puts the axes of a layout in another order, where every dim stays split into as many parts;
 - `all_gather` removes axes from the minor end of a dim.
 
-A `view` has more dims than the array. A dim that axes split in two ways, as `R[x, y]` and `R[y]`, is several dims
+A `View` has more dims than the array. A dim that axes split in two ways, as `R[x, y]` and `R[y]`, is several dims
 there, one for each part that the layouts treat apart, so that axes can move between the parts of a dim as between dims.
 
 Each gives every device the part that the next layout assigns to it, so any chain of steps is right, and the search
 takes the one that sends least. No layout on the way has larger shards than the larger of source and target.
+
+Worked example: an 8x4 array in float32 over data=2 and model=4, from rows over "model" to columns over "model". A shard
+is [2, 4], 8 elements. Two ways lead to [8, 1]:
+
+| way | a device sends | and holds |
+|---|--:|--:|
+| all_gather of the rows, then a slice of the columns | 8 elements to each of 3 others: 96 bytes | [8, 4], 128 bytes |
+| all_to_all: its piece [2, 1] to each of 3 others | 6 elements: 24 bytes | [2, 4], then [8, 1], 32 bytes each |
+
+It holds 2 of the 8 elements of its new shard, so it must receive 6 at least: 24 bytes, and no way sends less.
 
 Source: Rink, Paszke, Grewe et al., Memory-efficient array redistribution through portable collective communication
 (2021, arXiv:2112.01075), whose order of steps (slice, exchange, permute, gather) the search finds where it is best.
@@ -26,11 +36,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-Ends = Literal["last", "none", "all"]
+Cuts = Literal["last", "none", "all"]
 Axes = tuple[str, ...]
 DimAxes = tuple[Axes, ...]
 Shape = tuple[int, ...]
-View = tuple[Shape, Shape, DimAxes, DimAxes, Mapping[str, int], Mapping[str, Shape]]
 
 MOST_PARTS = 6  # of axes that are split into parts: with more, the search takes seconds
 
@@ -43,26 +52,29 @@ class MoveStep(NamedTuple):
     after: DimAxes  # and after it
     sent: int  # elements that each device sends; for a ppermute the busiest
 
-    def leaving(self) -> DimAxes:
+    def removed_axes(self) -> DimAxes:
         """For each dim the axes that a step takes from its minor end."""
-        return tuple(a[len(shared(a, b)) :] for a, b in zip(self.before, self.after, strict=True))
+        return tuple(a[len(common_prefix(a, b)) :] for a, b in zip(self.before, self.after, strict=True))
 
-    def arriving(self) -> DimAxes:
+    def added_axes(self) -> DimAxes:
         """For each dim the axes that a step adds at its minor end."""
-        return tuple(b[len(shared(a, b)) :] for a, b in zip(self.before, self.after, strict=True))
+        return tuple(b[len(common_prefix(a, b)) :] for a, b in zip(self.before, self.after, strict=True))
 
-    def told(self, dims: Shape) -> str:
+    def describe(self, dims: Shape) -> str:
         """The step in words, with the dims of the array for those of the view."""
         if self.kind == "ppermute":
-            pairs = enumerate(zip(self.before, self.after, strict=True))
-            return "ppermute " + ", ".join(
-                f"{_names(a)} to {_names(b)} on dim {dims[d]}" for d, (a, b) in pairs if a != b
-            )
-        came = {axis: dims[d] for d, axes in enumerate(self.leaving()) for axis in axes}
-        goes = {axis: dims[d] for d, axes in enumerate(self.arriving()) for axis in axes}
-        if self.kind != "all_to_all":
-            return f"{self.kind} " + ", ".join(f"dim {dim} over {axis}" for axis, dim in (came or goes).items())
-        return "all_to_all " + ", ".join(f"{axis} from dim {came[axis]} to dim {goes[axis]}" for axis in goes)
+            changes = []
+            for dim, before, after in zip(dims, self.before, self.after, strict=True):
+                if before != after:
+                    changes.append(f"{_axes_text(before)} to {_axes_text(after)} on dim {dim}")
+            return "ppermute " + ", ".join(changes)
+        sources = _dims_of_axes(self.removed_axes(), dims)
+        targets = _dims_of_axes(self.added_axes(), dims)
+        if self.kind == "all_to_all":
+            moves = [f"{axis} from dim {sources[axis]} to dim {dim}" for axis, dim in targets.items()]
+            return "all_to_all " + ", ".join(moves)
+        changed = targets if self.kind == "slice" else sources
+        return f"{self.kind} " + ", ".join(f"dim {dim} over {axis}" for axis, dim in changed.items())
 
 
 class Redistribution(NamedTuple):
@@ -81,149 +93,237 @@ class Redistribution(NamedTuple):
     steps: tuple[MoveStep, ...]  # in order
     sent: int  # what each device sends; the sum over the steps
     least: int  # what some device must receive at least: the elements of its new shard that it does not hold
-    held: tuple[int, ...]  # the source shard, and the shard after each step
+    shard_sizes: tuple[int, ...]  # the source shard, and the shard after each step
 
     @property
-    def untouched(self) -> tuple[int, ...]:
+    def untouched_dims(self) -> tuple[int, ...]:
         """The dims of the view that no step splits or puts together."""
         layouts = [self.source, *(step.after for step in self.steps)]
-        return tuple(dim for dim in range(len(self.shape)) if not any(split[dim] for split in layouts))
+        dims = []
+        for dim in range(len(self.shape)):
+            if not any(layout[dim] for layout in layouts):
+                dims.append(dim)
+        return tuple(dims)
 
     @property
     def peak(self) -> int:
         """The most that one step holds at once: its operand and its result."""
-        return max((a + b for a, b in itertools.pairwise(self.held)), default=self.held[0])
+        pairs = itertools.pairwise(self.shard_sizes)
+        return max((operand + result for operand, result in pairs), default=self.shard_sizes[0])
+
+
+class View(NamedTuple):
+    """An array as one with more dims, and the two layouts there."""
+
+    shape: Shape
+    dims: Shape  # for each dim of the view the dim of the array that it is a part of
+    source: DimAxes
+    target: DimAxes
+    sizes: Mapping[str, int]  # of each axis, or of its parts
+    parts: Mapping[str, Shape]  # the sizes of the parts of every axis that has several
 
 
 @lru_cache(maxsize=4096)
-def redistribution(shape: Shape, source: DimAxes, target: DimAxes, axes: tuple[tuple[str, int], ...]) -> Redistribution:
+def find_redistribution(
+    shape: Shape, source: DimAxes, target: DimAxes, axes: tuple[tuple[str, int], ...]
+) -> Redistribution:
     """The steps that send least from one layout of an array to another; among equals the fewest.
 
     Source and target are for each dim the axes that split it, and divide the global shape.
     """
     sizes = {axis: size for axis, size in axes if size > 1}
-    source, target = (tuple(tuple(a for a in each if a in sizes) for each in split) for split in (source, target))
-    fixed = [shared(*both) for both in zip(source, target, strict=True)]
-    shape = tuple(size // ways_of(axes, sizes) for size, axes in zip(shape, fixed, strict=True))
-    source, target = (tuple(s[len(f) :] for s, f in zip(split, fixed, strict=True)) for split in (source, target))
+    source = _keep_axes(source, sizes)
+    target = _keep_axes(target, sizes)
+    # Axes with which both layouts of a dim begin do not move: the search sees the shards over them as the array.
+    fixed = tuple(common_prefix(a, b) for a, b in zip(source, target, strict=True))
+    shape = divide_shape(shape, fixed, sizes)
+    source = tuple(axes[len(prefix) :] for axes, prefix in zip(source, fixed, strict=True))
+    target = tuple(axes[len(prefix) :] for axes, prefix in zip(target, fixed, strict=True))
     moving = {axis: (sizes[axis],) for axes in (*source, *target) for axis in axes}
-    parts = taken_apart(source, target, moving)
-    views: list[tuple[Mapping[str, Shape], Ends]] = [
-        (moving, "last"),
-        (moving, "none"),
-        (moving, "all"),
-        (parts, "all"),
-    ]
-    if sum(map(len, parts.values())) > MOST_PARTS:
-        views.pop()
+    parts = refine_axes(source, target, moving)
+    views: list[tuple[Mapping[str, Shape], Cuts]] = [(moving, "last"), (moving, "none"), (moving, "all")]
+    if sum(map(len, parts.values())) <= MOST_PARTS:
+        views.append((parts, "all"))
     best: Redistribution | None = None
-    for each, cut in views:  # the coarsest that will do: its collectives move the longest runs of elements
-        found = _search(*view(shape, source, target, each, cut))
-        best = found if best is None or found.sent < best.sent else best
+    for axis_parts, cuts in views:  # the coarsest that will do: its collectives move the longest runs of elements
+        candidate = _search(make_view(shape, source, target, axis_parts, cuts))
+        if best is None or candidate.sent < best.sent:
+            best = candidate
         if best.sent == best.least:
             break
     assert best is not None
     return best
 
 
-def _search(
-    shape: Shape, dims: Shape, source: DimAxes, target: DimAxes, sizes: Mapping[str, int], parts: Mapping[str, Shape]
-) -> Redistribution:
-    """A* over layouts: the cost of a path is what it sends, then its steps, then what it holds."""
-    largest = max(elements_of(shape, split, sizes) for split in (source, target))
-    least = least_received(shape, source, target, sizes)
-    number = itertools.count()  # layouts are not compared
-    queue: list[tuple[int, int, int, int, int, DimAxes, tuple[MoveStep, ...]]] = [(least, 0, 0, 0, 0, source, ())]
-    done = set()
+def _keep_axes(split: DimAxes, sizes: Mapping[str, int]) -> DimAxes:
+    return tuple(tuple(axis for axis in axes if axis in sizes) for axes in split)
+
+
+class _Path(NamedTuple):
+    """Steps from the source to a layout; of several the heap returns the least, compared field by field."""
+
+    bound: int  # elements that the steps send, and that must still be received
+    length: int  # how many steps
+    held: int  # the shards after the steps, added up
+    number: int  # differs, so that layouts are not compared
+    sent: int
+    layout: DimAxes
+    steps: tuple[MoveStep, ...]
+
+
+def _search(view: View) -> Redistribution:
+    """A* over layouts: the cost of a path is what it sends, then its steps, then what it holds.
+
+    The first path that the heap returns with the target at its end is the best: what each sends and must still receive
+    never exceeds what it will have sent in the end.
+    """
+    shape = view.shape
+    sizes = view.sizes
+    largest = max(count_elements(shape, view.source, sizes), count_elements(shape, view.target, sizes))
+    least = least_received(shape, view.source, view.target, sizes)
+    numbers = itertools.count(1)
+    paths = [_Path(least, 0, 0, 0, 0, view.source, ())]
+    finished = set()
     while True:
-        _, count, held, _, sent, split, steps = heapq.heappop(queue)
-        if split == target:
+        path = heapq.heappop(paths)
+        if path.layout == view.target:
             break
-        if split in done:
+        if path.layout in finished:
             continue
-        done.add(split)
-        for step in _steps(shape, split, target, sizes):
-            size = elements_of(shape, step.after, sizes)
-            if step.after not in done and size <= largest:
-                total = sent + step.sent
-                bound = total + least_received(shape, step.after, target, sizes)
-                heapq.heappush(queue, (bound, count + 1, held + size, next(number), total, step.after, (*steps, step)))
-    shards = tuple(elements_of(shape, each, sizes) for each in (source, *(step.after for step in steps)))
-    return Redistribution(shape, dims, tuple(sizes.items()), tuple(parts.items()), source, steps, sent, least, shards)
+        finished.add(path.layout)
+        for step in _find_steps(shape, path.layout, view.target, sizes):
+            size = count_elements(shape, step.after, sizes)
+            if step.after in finished or size > largest:
+                continue
+            sent = path.sent + step.sent
+            bound = sent + least_received(shape, step.after, view.target, sizes)
+            steps = (*path.steps, step)
+            longer = _Path(bound, path.length + 1, path.held + size, next(numbers), sent, step.after, steps)
+            heapq.heappush(paths, longer)
+    layouts = [view.source, *(step.after for step in path.steps)]
+    shard_sizes = tuple(count_elements(shape, layout, sizes) for layout in layouts)
+    return Redistribution(
+        shape,
+        view.dims,
+        tuple(sizes.items()),
+        tuple(view.parts.items()),
+        view.source,
+        path.steps,
+        path.sent,
+        least,
+        shard_sizes,
+    )
 
 
-def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
+def _find_steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
     """The steps that lead out of a layout."""
     # Gathers and exchanges take axes from the minor end of a dim: the devices along its last axis hold parts that are
     # next to each other. Along an axis before it the parts lie apart: gathered, they would have the right shape, no
     # error, and an order of rows that no spec can name. Such an axis leaves after those behind it, or a ppermute puts
     # it last. Slices send nothing and make later steps smaller, gathers larger: the search finds gathers at the end.
-    local = local_of(shape, split, sizes)
-    elements = math.prod(local)
-    used = [axis for axes in split for axis in axes]
-    unused = [axis for axis in sizes if axis not in used]
-    for dim, axis in itertools.product(range(len(shape)), unused):
-        if local[dim] % sizes[axis] == 0:
-            yield MoveStep("slice", split, _replaced(split, dim, (*split[dim], axis)), 0)
+    yield from _find_slices(shape, split, sizes)
+    yield from _find_gathers(shape, split, sizes)
+    yield from _find_exchanges(shape, split, target, sizes)
+    yield from _find_permutes(shape, split, target, sizes)
+
+
+def _find_slices(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
+    local = divide_shape(shape, split, sizes)
+    used_axes = _used_axes(split)
+    unused_axes = [axis for axis in sizes if axis not in used_axes]
+    for dim in range(len(shape)):
+        for axis in unused_axes:
+            if local[dim] % sizes[axis] == 0:
+                yield MoveStep("slice", split, _replace_dim(split, dim, (*split[dim], axis)), 0)
+
+
+def _find_gathers(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
+    elements = count_elements(shape, split, sizes)
     for dim, axes in enumerate(split):
         for start in range(len(axes)):
-            gathered = elements * (ways_of(axes[start:], sizes) - 1)
-            yield MoveStep("all_gather", split, _replaced(split, dim, axes[:start]), gathered)
-    for after in _exchanges(split, target):
+            others = count_parts(axes[start:], sizes) - 1
+            yield MoveStep("all_gather", split, _replace_dim(split, dim, axes[:start]), elements * others)
+
+
+def _find_exchanges(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
+    local = divide_shape(shape, split, sizes)
+    elements = math.prod(local)
+    for after in _exchange_layouts(split, target):
         step = MoveStep("all_to_all", split, after, 0)
-        if all(local[dim] % ways_of(axes, sizes) == 0 for dim, axes in enumerate(step.arriving())):
-            moved = [axis for axes in step.arriving() for axis in axes]
-            yield step._replace(sent=elements - elements // ways_of(moved, sizes))
-    ways = [ways_of(axes, sizes) for axes in split]
-    home = [_home(axes, way, used, sizes) for axes, way in zip(target, ways, strict=True)]
-    rest = tuple(axis for axis in used if not any(axis in axes for axes in home))
-    for after in _arrangements(rest, home, ways, sizes):
+        added_axes = step.added_axes()
+        if all(size % count_parts(axes, sizes) == 0 for size, axes in zip(local, added_axes, strict=True)):
+            moved = [axis for axes in added_axes for axis in axes]
+            # A device keeps the one piece that is its own.
+            yield step._replace(sent=elements - elements // count_parts(moved, sizes))
+
+
+def _exchange_layouts(split: DimAxes, target: DimAxes) -> Iterator[DimAxes]:
+    """The layouts in which axes from the minor ends of dims have moved to the minor ends of other dims.
+
+    One axis may go anywhere; several together go where the target has them.
+
+    From ((x, y), ()), with y of the target on dim 1: ((x,), (y,)), in which y has moved. If the target has both there,
+    in the order (x, y), then ((), (x, y)) too, in which both have moved at once.
+    """
+    target_dims = {axis: dim for dim, axes in enumerate(target) for axis in axes}
+    counts = [range(len(axes) + 1) for axes in split]
+    for kept in itertools.product(*counts):
+        remaining = tuple(axes[:count] for axes, count in zip(split, kept, strict=True))
+        moved = [axis for axes, count in zip(split, kept, strict=True) for axis in axes[count:]]
+        # A dim that loses axes is put together in this step, and not split.
+        open_dims = [dim for dim, axes in enumerate(split) if len(axes) == kept[dim]]
+        if len(moved) == 1:
+            for dim in open_dims:
+                yield _replace_dim(remaining, dim, (*remaining[dim], moved[0]))
+        elif moved and all(target_dims.get(axis) in open_dims for axis in moved):
+            layout = []
+            for axes, target_axes in zip(remaining, target, strict=True):
+                layout.append(axes + tuple(axis for axis in target_axes if axis in moved))
+            yield tuple(layout)
+
+
+def _find_permutes(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
+    elements = count_elements(shape, split, sizes)
+    used_axes = _used_axes(split)
+    counts = [count_parts(axes, sizes) for axes in split]
+    homes = [_find_home(axes, count, used_axes, sizes) for axes, count in zip(target, counts, strict=True)]
+    free_axes = tuple(axis for axis in used_axes if not any(axis in home for home in homes))
+    for after in _arrange(free_axes, homes, counts, sizes):
         if after != split:
             yield MoveStep("ppermute", split, after, elements)
 
 
-def _exchanges(split: DimAxes, target: DimAxes) -> Iterator[DimAxes]:
-    """The layouts in which axes from the minor ends of dims have moved to the minor ends of other dims.
-
-    One axis may go anywhere; several together go where the target has them.
-    """
-    dims = range(len(split))
-    home = {axis: dim for dim, axes in enumerate(target) for axis in axes}
-    for kept in itertools.product(*(range(len(axes) + 1) for axes in split)):
-        moved = [axis for dim in dims for axis in split[dim][kept[dim] :]]
-        whole = [dim for dim in dims if kept[dim] == len(split[dim])]  # one that loses axes is put together, not split
-        if len(moved) == 1:
-            for dim in whole:
-                yield tuple(split[to][: kept[to]] + (moved[0],) * (to == dim) for to in dims)
-        elif moved and all(home.get(axis) in whole for axis in moved):
-            arriving = [tuple(axis for axis in axes if axis in moved) for axes in target]
-            yield tuple(axes[:n] + more for axes, n, more in zip(split, kept, arriving, strict=True))
-
-
-def _home(axes: Axes, ways: int, used: Sequence[str], sizes: Mapping[str, int]) -> Axes:
+def _find_home(axes: Axes, count: int, used_axes: Sequence[str], sizes: Mapping[str, int]) -> Axes:
     """The first of the axes that the target has on a dim, where they split it into so many parts; else none."""
-    first = next((axes[:n] for n in range(len(axes) + 1) if ways_of(axes[:n], sizes) == ways), ())
-    return first if set(first) <= set(used) else ()
+    for number in range(len(axes) + 1):
+        first = axes[:number]
+        if count_parts(first, sizes) == count:
+            return first if set(first) <= set(used_axes) else ()
+    return ()
 
 
-def _arrangements(rest: Axes, home: Sequence[Axes], ways: Sequence[int], sizes: Mapping[str, int]) -> Iterator[DimAxes]:
-    """The layouts in which each dim has its axes of `home`, or is split into as many parts by some of the rest."""
-    if not ways:
+def _arrange(axes: Axes, homes: Sequence[Axes], counts: Sequence[int], sizes: Mapping[str, int]) -> Iterator[DimAxes]:
+    """The layouts in which each dim has its axes of `homes`, or is split into as many parts by some of these axes."""
+    if not counts:
         yield ()
         return
-    for first in [home[0]] if home[0] else _fill(rest, ways[0], sizes):
-        for others in _arrangements(tuple(axis for axis in rest if axis not in first), home[1:], ways[1:], sizes):
+    choices = [homes[0]] if homes[0] else _fill(axes, counts[0], sizes)
+    for first in choices:
+        remaining = tuple(axis for axis in axes if axis not in first)
+        for others in _arrange(remaining, homes[1:], counts[1:], sizes):
             yield (first, *others)
 
 
-def _fill(axes: Axes, ways: int, sizes: Mapping[str, int]) -> Iterator[Axes]:
+def _fill(axes: Axes, count: int, sizes: Mapping[str, int]) -> Iterator[Axes]:
     """The orders of some of these axes that split a dim into so many parts."""
-    if ways == 1:
+    if count == 1:
         yield ()
-    for axis in axes if ways > 1 else ():
-        if ways % sizes[axis] == 0:
+        return
+    for axis in axes:
+        if count % sizes[axis] == 0:
             others = tuple(other for other in axes if other != axis)
-            yield from ((axis, *more) for more in _fill(others, ways // sizes[axis], sizes))
+            for minor in _fill(others, count // sizes[axis], sizes):
+                yield (axis, *minor)
 
 
 def least_received(shape: Shape, source: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> int:
@@ -233,105 +333,185 @@ def least_received(shape: Shape, source: DimAxes, target: DimAxes, sizes: Mappin
     otherwise not at all, on some device.
     """
     overlap = 1
-    for size, a, b in zip(shape, source, target, strict=True):
-        begin = shared(a, b)
-        overlap *= size // ways_of(max(a, b, key=len), sizes) if begin in (a, b) else 0
-    return elements_of(shape, target, sizes) - overlap
+    for size, source_axes, target_axes in zip(shape, source, target, strict=True):
+        if common_prefix(source_axes, target_axes) in (source_axes, target_axes):
+            longer = max(source_axes, target_axes, key=len)
+            overlap *= size // count_parts(longer, sizes)
+        else:
+            overlap = 0
+    return count_elements(shape, target, sizes) - overlap
 
 
-def permutation(step: MoveStep, sizes: Mapping[str, int]) -> tuple[Axes, list[tuple[int, int]]]:
-    """The axes of a ppermute, and its (source, target) pairs as joint indices over them, the first axis major."""
-    changed = [dim for dim, (a, b) in enumerate(zip(step.before, step.after, strict=True)) if a != b]
-    axes = tuple(axis for dim in changed for axis in step.before[dim])
-    places = [dict(zip(axes, at, strict=True)) for at in itertools.product(*(range(sizes[axis]) for axis in axes))]
+def find_permutation(step: MoveStep, sizes: Mapping[str, int]) -> tuple[Axes, list[tuple[int, int]]]:
+    """The axes of a ppermute, and its (source, target) pairs as joint indices over them, the first axis major.
 
-    def part(split: DimAxes, at: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(_joint(split[dim], at, sizes) for dim in changed)
+    From x=2, y=2 on one dim to y, x: the device (x, y) held part 2 x + y and gets part 2 y + x, which (y, x) held. So
+    (0, 1) and (1, 0), the joint indices 1 and 2, trade their parts: [(0, 0), (2, 1), (1, 2), (3, 3)].
+    """
+    changed_dims = [dim for dim in range(len(step.before)) if step.before[dim] != step.after[dim]]
+    axes = tuple(axis for dim in changed_dims for axis in step.before[dim])
+    devices = []
+    for coordinates in itertools.product(*(range(sizes[axis]) for axis in axes)):
+        devices.append(dict(zip(axes, coordinates, strict=True)))
 
-    holder = {part(step.before, at): index for index, at in enumerate(places)}
-    return axes, [(holder[part(step.after, at)], index) for index, at in enumerate(places)]
+    def find_part(split: DimAxes, device: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(joint_index(split[dim], device, sizes) for dim in changed_dims)
+
+    holders = {find_part(step.before, device): index for index, device in enumerate(devices)}
+    pairs = [(holders[find_part(step.after, device)], index) for index, device in enumerate(devices)]
+    return axes, pairs
 
 
-def _joint(axes: Axes, at: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+def joint_index(axes: Axes, device: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """The index of a device along several axes, the first one major; `device` has its coordinates."""
     index = 0
     for axis in axes:
-        index = index * sizes[axis] + at[axis]
+        index = index * sizes[axis] + device[axis]
     return index
 
 
-def _replaced(split: DimAxes, dim: int, axes: Axes) -> DimAxes:
+def _used_axes(split: DimAxes) -> list[str]:
+    return [axis for axes in split for axis in axes]
+
+
+def _replace_dim(split: DimAxes, dim: int, axes: Axes) -> DimAxes:
     return (*split[:dim], axes, *split[dim + 1 :])
 
 
-def _names(axes: Axes) -> str:
+def _axes_text(axes: Axes) -> str:
     return ", ".join(axes) or "()"
 
 
-def shared(a: Axes, b: Axes) -> Axes:
+def _dims_of_axes(split: DimAxes, dims: Shape) -> dict[str, int]:
+    """The dim of the array that each axis splits."""
+    return {axis: dim for dim, axes in zip(dims, split, strict=True) for axis in axes}
+
+
+def common_prefix(a: Axes, b: Axes) -> Axes:
     """The axes with which both begin."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return tuple(axis for axis, _ in pairs)
+    count = 0
+    for ours, theirs in zip(a, b, strict=False):
+        if ours != theirs:
+            break
+        count += 1
+    return a[:count]
 
 
-def ways_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+def count_parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """Into how many parts these axes split a dim."""
     return math.prod(sizes[axis] for axis in axes)
 
 
-def local_of(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shape:
+def divide_shape(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shape:
     """The shape of a shard."""
-    return tuple(size // ways_of(axes, sizes) for size, axes in zip(shape, split, strict=True))
+    return tuple(size // count_parts(axes, sizes) for size, axes in zip(shape, split, strict=True))
 
 
-def elements_of(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> int:
+def count_elements(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> int:
     """The elements of a shard."""
-    return math.prod(local_of(shape, split, sizes))
+    return math.prod(divide_shape(shape, split, sizes))
 
 
-def taken_apart(source: DimAxes, target: DimAxes, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
-    """The parts of axes, cut wherever one layout ends a part of a dim inside an axis of the other."""
-    for pair in zip(source, target, strict=True):
-        for ours, theirs in (pair, pair[::-1]):
-            ends = {end for _, _, _, end in _spans(ours, parts)}
-            for axis, part, start, end in _spans(theirs, parts):
-                for cut in ends:
-                    if start < cut < end and cut % start == 0 and end % cut == 0:
-                        sizes = parts[axis]
-                        finer = (*sizes[:part], cut // start, end // cut, *sizes[part + 1 :])
-                        return taken_apart(source, target, {**parts, axis: finer})
-    return parts
+class _Span(NamedTuple):
+    """A part of an axis that splits a dim."""
+
+    axis: str
+    part: int  # its number among the parts of the axis
+    start: int  # into how many the dim is split by what is major to it
+    end: int  # and with it
 
 
-def _spans(axes: Axes, parts: Mapping[str, Shape]) -> list[tuple[str, int, int, int]]:
-    """For each part of the axes of a dim: its axis, its number, and into how many the dim is split before and after."""
-    spans, ways = [], 1
+def _find_spans(axes: Axes, parts: Mapping[str, Shape]) -> list[_Span]:
+    """The parts of the axes of a dim, major to minor. Of x=4 as (2, 2) and y=3: x.0 1-2, x.1 2-4, y 4-12."""
+    spans = []
+    start = 1
     for axis in axes:
         for part, size in enumerate(parts[axis]):
-            spans.append((axis, part, ways, ways * size))
-            ways *= size
+            spans.append(_Span(axis, part, start, start * size))
+            start *= size
     return spans
 
 
-def view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str, Shape], cut: Ends) -> View:
+def refine_axes(source: DimAxes, target: DimAxes, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """The parts of axes, cut wherever one layout ends a part of a dim inside an axis of the other.
+
+    Of a dim that x=2 splits in the source, and y=4 in the target: x ends after 2, inside y. So y has the parts (2, 2).
+    Its major part splits the dim as x does, and may trade places with it by a ppermute of whole shards.
+    """
+    for pair in zip(source, target, strict=True):
+        for ours, theirs in (pair, pair[::-1]):
+            ends = {span.end for span in _find_spans(ours, parts)}
+            for span in _find_spans(theirs, parts):
+                for cut in ends:
+                    inside = span.start < cut < span.end
+                    if inside and cut % span.start == 0 and span.end % cut == 0:
+                        sizes = parts[span.axis]
+                        finer = (
+                            *sizes[: span.part],
+                            cut // span.start,
+                            span.end // cut,
+                            *sizes[span.part + 1 :],
+                        )
+                        return refine_axes(source, target, {**parts, span.axis: finer})
+    return parts
+
+
+def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str, Shape], cuts: Cuts) -> View:
     """An array as one with more dims: each dim is cut where both layouts end a part of it, or have ended.
 
-    `cut` says which of these cuts are made: "last", the one after which the dim is whole in both layouts, "none" or
+    `cuts` says which of these cuts are made: "last", the one after which the dim is whole in both layouts, "none" or
     "all".
+
+    Of 12 rows that x=3 splits in the source and nothing in the target, "last" makes two dims: 3, split by x or by
+    nothing, and 4, which no step touches.
     """
+    view_shape: list[int] = []
+    dims: list[int] = []
+    view_source: list[Axes] = []
+    view_target: list[Axes] = []
+    for dim, size in enumerate(shape):
+        source_spans = _find_spans(source[dim], parts)
+        target_spans = _find_spans(target[dim], parts)
+        starts = _find_cuts(source_spans, target_spans)
+        if cuts == "none":
+            starts = [1]
+        elif cuts == "last":
+            starts = sorted({1, starts[-1]})
+        for start, end in itertools.pairwise([*starts, size]):
+            if end // start == 1:
+                continue
+            view_shape.append(end // start)
+            dims.append(dim)
+            view_source.append(_name_parts(source_spans, start, end, parts))
+            view_target.append(_name_parts(target_spans, start, end, parts))
+    sizes = {}
+    several = {}
+    for axis, part_sizes in parts.items():
+        for part, size in enumerate(part_sizes):
+            sizes[name_part(axis, part, parts)] = size
+        if len(part_sizes) > 1:
+            several[axis] = part_sizes
+    return View(tuple(view_shape), tuple(dims), tuple(view_source), tuple(view_target), sizes, several)
 
-    def name(axis: str, part: int) -> str:
-        return axis if len(parts[axis]) == 1 else f"{axis}.{part}"
 
-    sizes = {name(axis, part): size for axis, each in parts.items() for part, size in enumerate(each)}
-    rows: list[tuple[int, int, Axes, Axes]] = []
-    for dim, (size, *layouts) in enumerate(zip(shape, source, target, strict=True)):
-        spans = [_spans(axes, parts) for axes in layouts]
-        ends = [[1, *(end for _, _, _, end in each)] for each in spans]
-        cuts = [c for c in sorted({*ends[0], *ends[1]}) if all(c in e or c % e[-1] == 0 for e in ends)]
-        made = {"last": dict.fromkeys([1, cuts[-1]]), "none": [1], "all": cuts}[cut]
-        for a, b in itertools.pairwise([*made, size]):
-            first, second = (tuple(name(x, part) for x, part, at, end in each if a <= at < b) for each in spans)
-            rows.append((dim, b // a, first, second))
-    rows = [row for row in rows if row[1] != 1]
-    dims, shape, source, target = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return shape, dims, source, target, sizes, {axis: each for axis, each in parts.items() if len(each) > 1}
+def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> list[int]:
+    """Into how many a dim is split where both layouts end a part of it, or have ended, in rising order."""
+    source_ends = [1, *(span.end for span in source_spans)]
+    target_ends = [1, *(span.end for span in target_spans)]
+    cuts = []
+    for cut in sorted({*source_ends, *target_ends}):
+        in_source = cut in source_ends or cut % source_ends[-1] == 0
+        in_target = cut in target_ends or cut % target_ends[-1] == 0
+        if in_source and in_target:
+            cuts.append(cut)
+    return cuts
+
+
+def _name_parts(spans: Sequence[_Span], start: int, end: int, parts: Mapping[str, Shape]) -> Axes:
+    """The names of the parts of axes that split a dim between two cuts."""
+    return tuple(name_part(span.axis, span.part, parts) for span in spans if start <= span.start < end)
+
+
+def name_part(axis: str, part: int, parts: Mapping[str, Shape]) -> str:
+    """The name of a part of an axis; of an axis that is not split into parts its own."""
+    return axis if len(parts[axis]) == 1 else f"{axis}.{part}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,10 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import path_name
-from shardkit.plans.placement import LeafLayout, map_layouts
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import Held, as_stored, in_rows, is_padded, padding, stored_array
-from shardkit.resharding.moves import Move, Moves, move_of, program
+from shardkit.plans.splits import LeafLayout, map_layouts
+from shardkit.plans.storage import Storage, is_padded, padding, stored_array, stored_shape, wrap_stored
+from shardkit.resharding.moves import LeafStorage, Move, Moves, make_move, make_program
 from shardkit.steps.state import TrainState, state_held
 
 Layouts = Any  # a Plan, or a PartitionSpec or NamedSharding for each leaf
@@ -77,15 +78,18 @@ def reshard(
     mesh = mesh_in_context("reshard", mesh)
     at_least("reshard", 1, piece_bytes=piece_bytes)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
-    befores, afters = _both("reshard", tree, source, target, mesh)
-    moves = _moves("reshard", tree, befores, afters, mesh)
+    befores = _read_layouts("reshard", "source", source, tree, mesh)
+    afters = _read_layouts("reshard", "target", target, tree, mesh)
+    moves = _make_moves("reshard", tree, befores, afters, mesh)
     for x, move in zip(leaves, moves, strict=True):
-        _check_placed(stored_array(x), move, mesh)
-    moved = []
-    for x, move, (after, _) in zip(leaves, moves, afters, strict=True):
-        array = _moved(stored_array(x), move, mesh, piece_bytes, donate)
-        moved.append(as_stored(array, padding(in_rows(x.shape, after.rows), after.spec, mesh), after.rows))
-    return jax.tree.unflatten(structure, moved)
+        _check_layout(stored_array(x), move, mesh)
+    results = []
+    for x, move, after in zip(leaves, moves, afters, strict=True):
+        array = _move_array(stored_array(x), move, mesh, piece_bytes, donate)
+        rows = after.storage.rows
+        sizes = padding(stored_shape(x.shape, rows), after.storage.spec, mesh)
+        results.append(wrap_stored(array, sizes, rows))
+    return jax.tree.unflatten(structure, results)
 
 
 @typed
@@ -111,33 +115,35 @@ def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh 
         24 bytes sent by each device; some device must receive 24
     """
     mesh = mesh_in_context("reshard_steps", mesh)
-    return Moves(_moves("reshard_steps", tree, *_both("reshard_steps", tree, source, target, mesh), mesh))
+    befores = _read_layouts("reshard_steps", "source", source, tree, mesh)
+    afters = _read_layouts("reshard_steps", "target", target, tree, mesh)
+    return Moves(_make_moves("reshard_steps", tree, befores, afters, mesh))
 
 
-Stored = list[tuple[Held, bool]]  # for each leaf how it is stored, and whether a plan says so, which may pad it
-
-
-def _both(where: str, tree: Any, source: Layouts, target: Layouts, mesh: Any) -> tuple[Stored, Stored]:
-    return _held(where, "source", source, tree, mesh), _held(where, "target", target, tree, mesh)
-
-
-def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stored:
+def _read_layouts(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> list[LeafStorage]:
+    """How each leaf of the tree is stored, from a plan or from layouts, of which one may be for a part of the tree."""
     if isinstance(layouts, Plan):
-        if not isinstance(tree, TrainState):
-            held = map_layouts(LeafLayout.at_rest, layouts.layouts(tree, mesh))
-            return [(each, True) for each in jax.tree.leaves(held)]
-        return [(each, True) for each in jax.tree.leaves(state_held(f"{where}: {name}", tree, mesh, layouts))]
+        if isinstance(tree, TrainState):
+            storage = state_held(f"{where}: {name}", tree, mesh, layouts)
+        else:
+            storage = map_layouts(LeafLayout.at_rest, layouts.layouts(tree, mesh))
+        return [LeafStorage(form, by_plan=True) for form in jax.tree.leaves(storage)]
 
-    try:  # a layout for every leaf of a part, then the layouts alone
-        each = jax.tree.map(lambda layout, part: [layout] * len(_leaves(part)), layouts, tree, is_leaf=_is_layout)
+    def spread(layout: Any, part: Any) -> list[Any]:
+        return [layout] * len(_leaves(part))
+
+    try:
+        per_leaf = jax.tree.map(spread, layouts, tree, is_leaf=_is_layout)
     except ValueError as error:
         raise ValueError(
             f"{where}: {name} must have the structure of the tree, or be a prefix of it; {error}. Pass one layout for "
             "all leaves, or one for each."
         ) from None
-    specs = [_spec(where, name, layout, mesh) for layout in jax.tree.leaves(each, is_leaf=_is_layout)]
-    rows = [x.rows if is_padded(x) else () for x in _leaves(tree)]
-    return [(Held(*both), False) for both in zip(specs, rows, strict=True)]
+    forms = []
+    for layout, x in zip(jax.tree.leaves(per_leaf, is_leaf=_is_layout), _leaves(tree), strict=True):
+        rows = x.rows if is_padded(x) else ()
+        forms.append(LeafStorage(Storage(_read_spec(where, name, layout, mesh), rows), by_plan=False))
+    return forms
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -148,7 +154,7 @@ def _is_layout(x: Any) -> bool:
     return isinstance(x, PartitionSpec | NamedSharding)
 
 
-def _spec(where: str, name: str, layout: Any, mesh: Any) -> PartitionSpec:
+def _read_spec(where: str, name: str, layout: Any, mesh: Any) -> PartitionSpec:
     if isinstance(layout, NamedSharding):
         if layout.mesh != mesh:
             raise ValueError(
@@ -165,7 +171,9 @@ def _spec(where: str, name: str, layout: Any, mesh: Any) -> PartitionSpec:
     return layout
 
 
-def _moves(where: str, tree: Any, befores: Stored, afters: Stored, mesh: Any) -> tuple[Move, ...]:
+def _make_moves(
+    where: str, tree: Any, befores: Sequence[LeafStorage], afters: Sequence[LeafStorage], mesh: Any
+) -> tuple[Move, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
     for path, x in leaves:
         if not hasattr(x, "shape"):
@@ -173,30 +181,36 @@ def _moves(where: str, tree: Any, befores: Stored, afters: Stored, mesh: Any) ->
                 f"{where}: every leaf must be an array; leaf {path_name(path)} is {x!r}. Pass jnp.asarray of it, or "
                 "take it out of the tree."
             )
-    return tuple(
-        move_of(f"{where}: leaf {path_name(path)}", path_name(path), x, before, after, mesh)
-        for (path, x), before, after in zip(leaves, befores, afters, strict=True)
-    )
+    moves = []
+    for (path, x), before, after in zip(leaves, befores, afters, strict=True):
+        name = path_name(path)
+        moves.append(make_move(f"{where}: leaf {name}", name, x, before, after, mesh))
+    return tuple(moves)
 
 
-def _check_placed(x: Any, move: Move, mesh: Mesh) -> None:
+def _check_layout(x: Any, move: Move, mesh: Mesh) -> None:
     """Refuses an array whose layout is not the source: jax would move it silently."""
     if isinstance(x, jax.core.Tracer):
         return
     sharding = getattr(x, "sharding", None)
-    if sharding is None or not sharding.is_equivalent_to(NamedSharding(mesh, move.source), x.ndim):
-        found = sharding.spec if isinstance(sharding, NamedSharding) else sharding or type(x).__name__
-        raise ValueError(
-            f"reshard: leaf {move.path} must be laid out on the mesh as source says, {move.source}; got "
-            f"{found}. Pass the layout that it has as source, or place it with shard."
-        )
+    if sharding is not None and sharding.is_equivalent_to(NamedSharding(mesh, move.source), x.ndim):
+        return
+    actual = sharding or type(x).__name__
+    if isinstance(sharding, NamedSharding):
+        actual = sharding.spec
+    raise ValueError(
+        f"reshard: leaf {move.path} must be laid out on the mesh as source says, {move.source}; got "
+        f"{actual}. Pass the layout that it has as source, or place it with shard."
+    )
 
 
-def _moved(x: Any, move: Move, mesh: Mesh, piece_bytes: int, donate: bool) -> Any:
+def _move_array(x: Any, move: Move, mesh: Mesh, piece_bytes: int, donate: bool) -> Any:
     if move.stays:
         return x
-    for leg in move.legs:
-        before, x = x, program(mesh, leg, piece_bytes // move.dtype.itemsize)(x)
-        if (donate or leg is not move.legs[0]) and not isinstance(before, jax.core.Tracer):
+    for number, leg in enumerate(move.legs):
+        before = x
+        x = make_program(mesh, leg, piece_bytes // move.dtype.itemsize)(before)
+        ours = donate or number > 0  # what an earlier leg made is nobody else's
+        if ours and not isinstance(before, jax.core.Tracer):
             before.delete()
     return x

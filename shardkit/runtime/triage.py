@@ -20,17 +20,18 @@ from shardkit.collectives import axis_index
 from shardkit.meshes.layout import path_name, spec_axes, table
 from shardkit.meshes.rng import step_key
 from shardkit.on_device.batch import batch_specs
-from shardkit.on_device.gradient import GradFn, global_means
+from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.local_step import local_gradients
+from shardkit.on_device.mean_sums import global_means
 from shardkit.on_device.metrics import metrics_of
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipelines.stages import fit_plan
-from shardkit.plans.axis_types import auto_mesh, with_auto_axes
-from shardkit.plans.manual import AsLaidOut, manual_axes
-from shardkit.plans.placement import map_layouts
+from shardkit.plans.axis_types import auto_mesh, wrap_for_explicit_axes
+from shardkit.plans.manual import JitByLayouts, manual_axes
 from shardkit.plans.plan import Plan
+from shardkit.plans.splits import map_layouts
 from shardkit.plans.storage import stored_array
 from shardkit.runtime.data.reading import from_every_device, on_mesh
 from shardkit.steps.arguments import check_function
@@ -193,7 +194,7 @@ def triage(
 
         def per_device(params: Any, kept: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, placement, policy)
-            run = carried.bound(grad_fn, kept, policy) if reads else grad_fn
+            run = carried.bind(grad_fn, kept, policy) if reads else grad_fn
             batch, means, grads = local_gradients(run, seen, batch, key, scale, placement, policy, microbatches)
             inspected = {
                 "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),
@@ -215,16 +216,16 @@ def triage(
         return on_mesh(state.params, carried.tree, batch, step_key(state.key, state.step), scale)
 
     def build(plan: Plan, _: Any) -> Any:
-        return jax.jit(with_auto_axes(partial(observed, plan), given))
+        return jax.jit(wrap_for_explicit_axes(partial(observed, plan), given))
 
-    compiled = AsLaidOut(build, plan, axes, lambda state: state.params)
+    compiled = JitByLayouts(build, plan, axes, lambda state: state.params)
     return Triage(compiled, sizes)
 
 
 class Triage:
     """`run(state, batch) -> TriageReport`, as `triage` builds it."""
 
-    def __init__(self, compiled: AsLaidOut, sizes: Mapping[str, int]):
+    def __init__(self, compiled: JitByLayouts, sizes: Mapping[str, int]):
         self._compiled, self._sizes = compiled, sizes
 
     def __call__(self, state: TrainState, batch: Any) -> TriageReport:

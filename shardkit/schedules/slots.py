@@ -42,13 +42,24 @@ class Slots(NamedTuple):
 
 def assign_slots(schedule: Grid, lives: Sequence[Lives]) -> Slots:
     """The slots of a schedule, for what is needed when; see `Schedule.slots`."""
-    counts = []
-    slots = []
-    for live in lives:
-        count, slot_of = _assign_buffer(schedule, live)
-        counts.append(count)
-        slots.append(slot_of)
-    return Slots(*counts, *slots)
+    inputs, saved, cotangents, kept = (_assign_buffer(schedule, live) for live in lives)
+    return Slots(
+        inputs=inputs.slots,
+        saved=saved.slots,
+        cotangents=cotangents.slots,
+        kept=kept.slots,
+        input_of=inputs.slot_of,
+        saved_of=saved.slot_of,
+        cotangent_of=cotangents.slot_of,
+        kept_of=kept.slot_of,
+    )
+
+
+class _Buffer(NamedTuple):
+    """The number of slots of a buffer on a device, the most over devices, and the slot of each piece of work."""
+
+    slots: int
+    slot_of: dict[Work, int]
 
 
 def find_lives(schedule: Grid, saved: bool) -> tuple[Lives, Lives, Lives, Lives]:
@@ -82,7 +93,7 @@ def find_lives(schedule: Grid, saved: bool) -> tuple[Lives, Lives, Lives, Lives]
     return inputs, residuals, cotangents, kept
 
 
-def _assign_buffer(schedule: Grid, lives: Lives) -> tuple[int, dict[Work, int]]:
+def _assign_buffer(schedule: Grid, lives: Lives) -> _Buffer:
     """The lowest free slot of its device for each interval of ticks, which uses the fewest slots."""
     slot_of: dict[Work, int] = {}
     counts = [0] * schedule.devices
@@ -99,4 +110,4 @@ def _assign_buffer(schedule: Grid, lives: Lives) -> tuple[int, dict[Work, int]]:
         slot = heappop(free[device])
         slot_of[work] = slot
         heappush(taken[device], (end, slot))
-    return max(counts), slot_of
+    return _Buffer(max(counts), slot_of)

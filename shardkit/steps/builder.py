@@ -22,8 +22,8 @@ from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.pipelines.stages import fit_plan
-from shardkit.plans.axis_types import auto_mesh, retyped, with_auto_axes
-from shardkit.plans.manual import AsLaidOut, leaving_automatic, manual_axes
+from shardkit.plans.axis_types import auto_mesh, change_axis_types, wrap_for_explicit_axes
+from shardkit.plans.manual import JitByLayouts, manual_axes, record_automatic_splits
 from shardkit.plans.plan import Plan
 from shardkit.steps.arguments import check_function, checked_key
 from shardkit.steps.carry import Update, abstract_carried, check_carried, first_carried, reads_carried
@@ -199,9 +199,9 @@ def make_train_step(
         traced_step = own if steps is None else partial(_in_sequence, own, steps)
         laid_out = out and (out, NamedSharding(mesh, PartitionSpec()))
         donated = (0,) if donate else ()
-        return jax.jit(with_auto_axes(traced_step, mesh), donate_argnums=donated, out_shardings=laid_out)
+        return jax.jit(wrap_for_explicit_axes(traced_step, mesh), donate_argnums=donated, out_shardings=laid_out)
 
-    by_layouts = AsLaidOut(compiled, plan, axes, lambda state: state.params)
+    by_layouts = JitByLayouts(compiled, plan, axes, lambda state: state.params)
     run = compiled(plan) if program.mesh is mesh and all_manual else by_layouts
     step = Step(
         run,
@@ -260,19 +260,19 @@ class Init:
         if mesh is self.mesh:
             return self._first(mesh, params, key, carried)
         with jax.set_mesh(mesh):
-            return retyped(self._first(mesh, *retyped((params, key, carried), mesh)), self.mesh)
+            return change_axis_types(self._first(mesh, *change_axis_types((params, key, carried), mesh)), self.mesh)
 
     def abstract(self, params: Any, carried: Any = None) -> TrainState:
         """Shapes, dtypes and layouts of the first state, over any mesh, without making an array."""
         check_keys("init", "params", params)
         mesh = auto_mesh(self.mesh)
-        params, carried = retyped((params, carried), mesh)
+        params, carried = change_axis_types((params, carried), mesh)
         check_carried("init", self.reads, self.carry, carried)
-        plan = leaving_automatic(self.plan, params, self.manual) if self._leaves_some else self.plan
+        plan = record_automatic_splits(self.plan, params, self.manual) if self._leaves_some else self.plan
         state = abstract_state(params, self.optimizer, mesh, plan, self.policy)
         if carried is not None:
             state = state._replace(carried=abstract_carried(carried, state.params, mesh, plan))
-        return retyped(state, self.mesh)
+        return change_axis_types(state, self.mesh)
 
     @property
     def _leaves_some(self) -> bool:
@@ -288,7 +288,7 @@ class Init:
             if makes(params):  # the layouts that its constraints and the partitioner give it
                 program = jax.jit(partial(made_by, params)).lower(key)
                 laid_out = described(program.out_info, program.compile().output_shardings)
-            plan = leaving_automatic(plan, laid_out, self.manual)
+            plan = record_automatic_splits(plan, laid_out, self.manual)
         state = first_state(params, key, self.optimizer, mesh, plan, self.policy)
         if carried is None:
             return state

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,15 +18,16 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.typed import is_array
 from shardkit.meshes.layout import path_name
-from shardkit.on_device.gradient import GradFn, kind
+from shardkit.on_device.gradient import GradFn, WithCarried
 from shardkit.on_device.groups import Groups
+from shardkit.on_device.means import kind
 from shardkit.on_device.metrics import if_finite
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision
 from shardkit.on_device.seam import enter_leaf
-from shardkit.plans.placement import LeafLayout, is_layout, map_layouts
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.storage import Held, check_held, is_padded, original, padded, unpadded
+from shardkit.plans.splits import LeafLayout, is_layout, map_layouts
+from shardkit.plans.storage import Storage, check_storage, is_padded, pad_leaves, restore_leaves, unpadded
 from shardkit.steps.layer_order import order_matters
 from shardkit.steps.state import described, makes, mirrored, shardings, strong
 
@@ -71,9 +71,9 @@ class Carried:
     def __init__(self, where: str, tree: Any, params: Any, placement: Placement):
         each = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
         self.tree, self._placement = () if tree is None else tree, placement
-        self._layouts = mirrored(self.tree, params, each, Held(PartitionSpec()))
+        self._layouts = mirrored(self.tree, params, each, Storage(PartitionSpec()))
         self.held = map_layouts(lambda x: x.at_rest() if is_layout(x) else x, self._layouts)
-        check_held(f"{where}: the carried state", self.tree, self.held, placement.mesh)
+        check_storage(f"{where}: the carried state", self.tree, self.held, placement.mesh)
         self.specs = map_layouts(lambda x: x.rest if is_layout(x) else x.spec, self._layouts)
 
     def enter(self, tree: Any, policy: Precision) -> Any:
@@ -88,12 +88,12 @@ class Carried:
 
         return map_layouts(one, self._layouts, tree)
 
-    def bound(self, grad_fn: GradFn, tree: Any, policy: Precision) -> GradFn:
+    def bind(self, grad_fn: GradFn, tree: Any, policy: Precision) -> GradFn:
         """The GradFn with the state that it takes, inside shard_map."""
-        takes: Any = grad_fn
-        return partial(takes, carried=self.enter(tree, policy))
+        bound: Any = WithCarried(grad_fn, carried=self.enter(tree, policy))
+        return bound
 
-    def updated(self, carry: Update, metrics: Any, params: Any, step: Any, microbatches: Microbatches | Groups) -> Any:
+    def update(self, carry: Update, metrics: Any, params: Any, step: Any, microbatches: Microbatches | Groups) -> Any:
         """`carry(state, metrics, params)` on global arrays in original shapes, laid out as before.
 
         Where the metrics have "finite" and it is False, the state stays as it was.
@@ -106,8 +106,8 @@ class Carried:
         stacked = rows, jax.tree.map(lambda _: False, metrics), param_rows
         in_order = any(jax.tree.leaves(param_rows)) and order_matters(carry, shapes, stacked, rows)
 
-        old = original(self.tree, in_order=in_order)
-        given = metrics, original(params, in_order=in_order)
+        old = restore_leaves(self.tree, in_order=in_order)
+        given = metrics, restore_leaves(params, in_order=in_order)
 
         def update(given: Any, old: Any) -> Any:  # weakly typed leaves would compile again
             metrics, params = given
@@ -115,8 +115,8 @@ class Carried:
             return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), new, old)
 
         what = "a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean."
-        new = microbatches.apart(update, given, old, step=step, specs=self._placement.rest, what=what)
-        stored = padded(if_finite(metrics, new, old), self.held, mesh, in_order=in_order)
+        new = microbatches.update_apart(update, given, old, step=step, specs=self._placement.rest, words=what)
+        stored = pad_leaves(if_finite(metrics, new, old), self.held, mesh, in_order=in_order)
         return lax.with_sharding_constraint(stored, shardings(mesh, self.held))
 
 
@@ -126,7 +126,7 @@ def abstract_carried(carried: Any, params: Any, mesh: Any, plan: Plan) -> Any:
         carried = jax.eval_shape(lambda p: carried(unpadded(p)), params)
     carried = jax.eval_shape(lambda tree: tree, _arrays(carried))
     held = _held(carried, params, mesh, plan)
-    shapes = jax.eval_shape(lambda tree: padded(tree, held, mesh), carried)
+    shapes = jax.eval_shape(lambda tree: pad_leaves(tree, held, mesh), carried)
     return described(shapes, shardings(mesh, held))
 
 
@@ -140,11 +140,11 @@ def first_carried(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
     held = _held(shapes, params, mesh, plan)
     layout = shardings(mesh, held)
     if not make:
-        carried = jax.device_put(padded(carried, held, mesh), layout)
+        carried = jax.device_put(pad_leaves(carried, held, mesh), layout)
 
     def first(carried: Any, params: Any) -> Any:  # copied: a buffer must not be donated twice
         if make:
-            carried = padded(jax.tree.map(strong, jax.tree.map(jnp.asarray, make(unpadded(params)))), held, mesh)
+            carried = pad_leaves(jax.tree.map(strong, jax.tree.map(jnp.asarray, make(unpadded(params)))), held, mesh)
         return jax.tree.map(jnp.copy, carried)
 
     return jax.jit(first, out_shardings=layout)(() if make else carried, params)
@@ -167,7 +167,7 @@ def _arrays(tree: Any) -> Any:
 
 def _held(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
     each = jax.tree.leaves(plan.placement(params, mesh).at_rest)
-    return mirrored(carried, params, each, Held(PartitionSpec()))
+    return mirrored(carried, params, each, Storage(PartitionSpec()))
 
 
 def _check_same(old: Any, new: Any) -> None:

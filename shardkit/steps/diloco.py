@@ -24,7 +24,7 @@ from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import spec_axes
 from shardkit.meshes.submeshes import join_submeshes, submeshes
 from shardkit.plans.axis_types import auto_mesh
-from shardkit.plans.storage import Held, named_arrays, with_arrays
+from shardkit.plans.storage import Storage, collect_arrays, replace_arrays
 from shardkit.steps.builder import TrainStep
 from shardkit.steps.state import Master, TrainState, optimizer_held, shardings
 
@@ -117,7 +117,7 @@ class Diloco:
             if train_step is not None:
                 worker = train_step.init(params, key, carried)
                 worker = worker._replace(key=jax.random.fold_in(worker.key, number))
-                copy = named_arrays(jax.tree.map(jnp.copy, worker.params))
+                copy = collect_arrays(jax.tree.map(jnp.copy, worker.params))
                 first = worker.params
             workers.append(worker)
             copies.append(copy)
@@ -133,7 +133,7 @@ class Diloco:
 
         init_outer = jax.jit(init_outer)
         outer = [init_outer(_part(whole, members)) for members in self._fragments(first)]
-        return DilocoState(tuple(workers), with_arrays(first, whole), tuple(outer))
+        return DilocoState(tuple(workers), replace_arrays(first, whole), tuple(outer))
 
     @property
     def step(self) -> WorkerSteps:
@@ -185,7 +185,7 @@ class Diloco:
 
             out = {path: specs[path] for path in members}
             mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(self._row_specs(params), specs), out_specs=out)
-            return mapped(rows, named_arrays(params))
+            return mapped(rows, collect_arrays(params))
 
         return jax.jit(start, static_argnums=2)
 
@@ -195,9 +195,10 @@ class Diloco:
 
         def finish(rows: Any, params: Any, outer: Any, moved: Any, keep: Any, fragment: int) -> Any:
             members, specs = self._fragments(params)[fragment], self._specs(params)
-            old = _part(named_arrays(params), members)
+            old = _part(collect_arrays(params), members)
             updates, outer = self.outer.update(moved, outer, old)
-            whole = named_arrays(params) | _with_part(named_arrays(params), members, optax.apply_updates(old, updates))
+            arrays = collect_arrays(params)
+            whole = arrays | _with_part(arrays, members, optax.apply_updates(old, updates))
 
             def on_device(own: dict[str, jax.Array], whole: dict[str, jax.Array]) -> dict[str, jax.Array]:
                 new, mine = _part(whole, members), _part(own, members)
@@ -209,14 +210,14 @@ class Diloco:
             mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(row_specs, specs), out_specs=row_specs)
             layout = {path: NamedSharding(self.mesh, spec) for path, spec in specs.items()}
             pinned = lax.with_sharding_constraint(whole, layout)  # another would compile the next exchange again
-            return mapped(rows, whole), with_arrays(params, pinned), self._pin_outer(outer, old, params)
+            return mapped(rows, whole), replace_arrays(params, pinned), self._pin_outer(outer, old, params)
 
         return jax.jit(finish, static_argnums=5, donate_argnums=(1, 2))
 
     def _specs(self, params: Any) -> dict[str, PartitionSpec]:
         plan = next(each.step.plan for each in self.train_steps if each)
         assert plan is not None  # `diloco` has refused a step that was loaded
-        return named_arrays(plan.placement(params, self.mesh).rest)
+        return collect_arrays(plan.placement(params, self.mesh).rest)
 
     def _row_specs(self, params: Any) -> dict[str, PartitionSpec]:
         """The parameters of all workers as one array each, with the rows of one worker after those of another."""
@@ -231,7 +232,7 @@ class Diloco:
             raise ValueError(f"diloco: the fragment must be one of {len(state.outer)}, from 0 on; got {fragment!r}.")
         if any(x.is_deleted() for x in jax.tree.leaves((state.workers, state.params, state.outer))):
             raise ValueError("diloco: the state must be the newest; got one that step, finish or exchange was passed.")
-        named = [each and named_arrays(each.params) for each in state.workers]
+        named = [each and collect_arrays(each.params) for each in state.workers]
         return join_submeshes(named, self.mesh, self._row_specs(state.params), rows=True)
 
     def _own(self, state: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
@@ -239,22 +240,22 @@ class Diloco:
         if state is None:
             return None
         own = {}
-        for path, x in named_arrays(state.params).items():
+        for path, x in collect_arrays(state.params).items():
             here = [each.data for each in rows[path].addressable_shards if each.device in x.sharding.device_set]
             here = here if x.shape else [each[0] for each in here]
             own[path] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, here)
-        return state._replace(params=with_arrays(state.params, own))
+        return state._replace(params=replace_arrays(state.params, own))
 
     def _pin_outer(self, outer: Any, part: dict[str, jax.Array], params: Any) -> Any:
         """The outer state of a fragment: what mirrors a parameter, in its layout."""
         specs = self._specs(params)
-        held = optimizer_held(outer, part, {path: Held(specs[path]) for path in part})
+        held = optimizer_held(outer, part, {path: Storage(specs[path]) for path in part})
         return lax.with_sharding_constraint(outer, shardings(self.mesh, held))
 
     def _fragments(self, params: Any) -> list[dict[str, Any]]:
         """The leaves of each fragment by path, each with its rows; `...` for a whole leaf."""
         specs, numbers = self._specs(params), dict[str, np.ndarray]()
-        for path, x in named_arrays(params).items():
+        for path, x in collect_arrays(params).items():
             numbers[path] = np.asarray(self.fragments(path, x.shape) if self.fragments else 0)
             if numbers[path].dtype.kind not in "iu":
                 raise TypeError(f"diloco: fragments must return ints; got {numbers[path]!r} for leaf {path}.")

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit.on_device.advice import warn_of
-from shardkit.plans.axis_types import retyped
-from shardkit.plans.manual import leaving_automatic
+from shardkit.plans.axis_types import change_axis_types
+from shardkit.plans.manual import record_automatic_splits
 from shardkit.steps.examples import WrongProgramError, check_examples
 from shardkit.steps.state import TrainState
 from shardkit.steps.train import TrainProgram
@@ -44,9 +44,9 @@ class FirstCall:
     def _one_step(self, args: Arguments) -> tuple[TrainProgram, TrainState, jax.Array, Any]:
         """The program, and the arguments of its first step, on the mesh with Auto axes."""
         program = self.program
-        state, key, batch = args if program.mesh is self.mesh else retyped(args, program.mesh)
+        state, key, batch = args if program.mesh is self.mesh else change_axis_types(args, program.mesh)
         if set(program.manual) != set(program.mesh.axis_names):
-            program = replace(program, plan=leaving_automatic(program.plan, state.params, program.manual))
+            program = replace(program, plan=record_automatic_splits(program.plan, state.params, program.manual))
         if self.steps is not None:
             batch = jax.tree.map(lambda x: x[0], batch)
         return program, state, key, batch

@@ -15,14 +15,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import raised, sized
 from shardkit.meshes.layout import canonical, path_name, spec_axes
-from shardkit.on_device.feedback import first_residuals, residual_shapes, residuals_held
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.metrics import if_finite
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import LossScale, Precision, first_loss_scale, next_loss_scale
+from shardkit.on_device.residuals import residual_layouts, residual_shapes, zero_residuals
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.storage import Held, check_held, is_padded, original, padded, stored_array, unpadded
+from shardkit.plans.storage import Storage, check_storage, is_padded, pad_leaves, restore_leaves, stored_array, unpadded
 from shardkit.steps.layer_order import order_matters
 
 _REPLICATED = PartitionSpec()
@@ -161,12 +161,12 @@ def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: P
     def first(params: Any, key: jax.Array) -> Any:  # one program, to compile once
         # Copied, since device_put may return the caller's own buffers and the step donates the state's.
         copies = None if made else jax.tree.map(jnp.copy, params)
-        return padded(fresh(params), held, mesh), copies, (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))
+        return pad_leaves(fresh(params), held, mesh), copies, (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))
 
     rest = None if made else shardings(mesh, placement.at_rest)
     out = (shardings(mesh, held), rest, NamedSharding(mesh, _REPLICATED))
     opt_state, copies, (step, key, loss_scale) = jax.jit(first, out_shardings=out)(params, key)
-    residuals = first_residuals(params, placement)
+    residuals = zero_residuals(params, placement)
     params = cast_floating(params if made else copies, policy.param)
     return TrainState(step, params, opt_state, key, loss_scale, residuals)
 
@@ -180,7 +180,7 @@ def abstract_state(params: Any, optimizer: Any, mesh: Any, plan: Plan, policy: P
     rest = placement.at_rest
     opt_state = jax.eval_shape(lambda p: first_opt_state(optimizer, policy, p), params)
     held = optimizer_held(opt_state, params, placement.in_update)
-    params, opt_state = jax.eval_shape(lambda *trees: padded(trees, (rest, held), mesh), params, opt_state)
+    params, opt_state = jax.eval_shape(lambda *trees: pad_leaves(trees, (rest, held), mesh), params, opt_state)
     scalars = jax.eval_shape(lambda: (jnp.int32(0), first_loss_scale(policy)))
     step, key, loss_scale = described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
     return TrainState(
@@ -198,20 +198,20 @@ def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
 
     A leaf mirrors a parameter if its path ends with the parameter's path and the shapes are equal.
     """
-    return mirrored(opt_state, params, jax.tree.leaves(update), Held(_REPLICATED))
+    return mirrored(opt_state, params, jax.tree.leaves(update), Storage(_REPLICATED))
 
 
 def state_held(where: str, state: TrainState, mesh: Any, plan: Plan) -> TrainState:
-    """How a plan stores each leaf of a state, as a `Held` for each; `where` begins the errors about residuals."""
+    """How a plan stores each leaf of a state, as a `Storage` for each; `where` begins the errors about residuals."""
     placement = plan.placement(state.params, mesh)
-    rest, whole = placement.at_rest, partial(jax.tree.map, lambda _: Held(_REPLICATED))
+    rest, whole = placement.at_rest, partial(jax.tree.map, lambda _: Storage(_REPLICATED))
     return TrainState(
         step=whole(state.step),
         params=rest,
         opt_state=optimizer_held(state.opt_state, state.params, placement.in_update),
         key=whole(state.key),
         loss_scale=whole(state.loss_scale),
-        residuals=residuals_held(where, state.residuals, state.params, placement),
+        residuals=residual_layouts(where, state.residuals, state.params, placement),
         carried=optimizer_held(state.carried, state.params, rest),
     )
 
@@ -324,17 +324,17 @@ def updated(
     # the plan has split.
     mesh, held = placement.mesh, placement.in_update
     opt_held = optimizer_held(state.opt_state, state.params, held)
-    check_held("step: the optimizer state", state.opt_state, opt_held, mesh)
+    check_storage("step: the optimizer state", state.opt_state, opt_held, mesh)
     in_order = reads_order(optimizer, policy, (grads, state.opt_state, state.params), held, opt_held)
 
     def pinned(tree: Any, held: Any) -> Any:
         return jax.lax.with_sharding_constraint(tree, shardings(mesh, held))
 
     def seen(tree: Any, held: Any) -> Any:
-        return pinned(original(tree, in_order=in_order), held)
+        return pinned(restore_leaves(tree, in_order=in_order), held)
 
     def stored(tree: Any, held: Any) -> Any:
-        return pinned(padded(tree, held, mesh, in_order=in_order), held)
+        return pinned(pad_leaves(tree, held, mesh, in_order=in_order), held)
 
     grads, params, opt_state = seen(grads, held), seen(state.params, held), seen(state.opt_state, opt_held)
 
@@ -344,7 +344,7 @@ def updated(
 
     what = "an optimizer", "Use dp, or an optimizer without it: clip by value, not by norm."
     given, old = (grads, metrics["loss"]), (params, opt_state)
-    new = microbatches.apart(update, given, old, step=state.step, specs=placement.update, what=what)
+    new = microbatches.update_apart(update, given, old, step=state.step, specs=placement.update, words=what)
     params, opt_state = if_finite(metrics, new, old)
     params = _kept(params, old[0], frozen)
     if policy.master is not None:
@@ -421,7 +421,7 @@ def _made(make: Callable[[jax.Array], Any], key: jax.Array, placement: Placement
     rest, mesh = placement.at_rest, placement.mesh
 
     def made(key: jax.Array) -> Any:
-        return padded(cast_floating(made_by(make, key), dtype), rest, mesh)
+        return pad_leaves(cast_floating(made_by(make, key), dtype), rest, mesh)
 
     return jax.jit(made, out_shardings=shardings(mesh, rest))(key)
 
@@ -429,7 +429,7 @@ def _made(make: Callable[[jax.Array], Any], key: jax.Array, placement: Placement
 def _placed(params: Any, placement: Placement) -> Any:
     """The caller's parameters in the layout at rest; host arrays are never whole on a device."""
     rest, mesh = placement.at_rest, placement.mesh
-    return jax.device_put(padded(params, rest, mesh), shardings(mesh, rest))
+    return jax.device_put(pad_leaves(params, rest, mesh), shardings(mesh, rest))
 
 
 def strong(x: Any) -> Any:

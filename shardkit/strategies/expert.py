@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from shardkit._arguments.checks import Axis, axis_names, named
 from shardkit._arguments.typed import typed
-from shardkit.plans.dim_rules import DimRules, dim0_counts_layers, dim_chooser
-from shardkit.plans.placement import Leaf, Split
+from shardkit.plans.dim_rules import DimRules, choose_in_subtree, make_dim_chooser
 from shardkit.plans.plan import Plan, strategy
+from shardkit.plans.splits import Leaf, Split
 
-
-def _experts_dim(path: str, shape: tuple[int, ...]) -> int | None:
-    """The dim of the experts of a leaf in "experts": the first, or the one after the layers of a stack "layers"."""
-    names = path.split(".")
-    if "experts" not in names:
-        return None
-    before = names[: names.index("experts")]
-    return int("layers" in before and dim0_counts_layers(".".join(names[before.index("layers") :]), ("layers",)))
+BY_NAME = choose_in_subtree("experts", stack="layers")  # the names that users most often give; others pass rules
 
 
 @typed
-def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
+def ep(axis: Axis, rules: DimRules = BY_NAME) -> Plan:
     """Expert parallelism: the experts' weights are split over `axis`, which also splits the batch.
 
     Inside `moe` tokens are sent to the experts, so the gradients of the experts are complete. All other leaves are
@@ -53,7 +46,7 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
     Source: Lepikhin et al., GShard (arXiv:2006.16668), section 3.
     """
     names = axis_names("ep", axis)
-    choose = dim_chooser("ep", names, rules)
+    choose = make_dim_chooser("ep", names, rules)
 
     def place(leaf: Leaf) -> Split | str:
         dim = choose(leaf.path, leaf.shape)

@@ -6,7 +6,7 @@ from functools import partial
 
 from shardkit._arguments.checks import Axis, axis_names
 from shardkit._arguments.typed import typed
-from shardkit.plans.dim_rules import DimRules, dim_chooser, split_by_rules
+from shardkit.plans.dim_rules import DimRules, make_dim_chooser, split_by_rules
 from shardkit.plans.plan import Plan, strategy
 
 
@@ -45,6 +45,6 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
         4.2.2.
     """
     axes = axis_names("tp", axis)
-    choose = dim_chooser("tp", axes, rules)
+    choose = make_dim_chooser("tp", axes, rules)
 
     return strategy("tp", axis, rank=0, place=partial(split_by_rules, "tp", axes, choose), varies=sequence, rules=rules)

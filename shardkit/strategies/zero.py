@@ -31,17 +31,15 @@ The options are the same for all three:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from shardkit._arguments.checks import Axis, at_least, axis_names, named, quoted
 from shardkit._arguments.typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.plans.dim_rules import DimRules, dim0_counts_layers, dim_chooser, in_subtrees
-from shardkit.plans.placement import Gather, Leaf, Scatter, Split
+from shardkit.plans.dim_rules import ChooseDim, DimRules, is_in_subtrees, is_stacked, make_dim_chooser
 from shardkit.plans.plan import Plan, strategy
+from shardkit.plans.splits import Gather, Leaf, Scatter, Split
 
 MIN_SIZE = 1024
 Uneven = Literal["replicate", "refuse", "pad"]
@@ -91,8 +89,10 @@ def zero1(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1.
     """
-    own = _Zero("zero1", axis, layerwise, min_size, rules, uneven, gather, reduce)
-    return own.plan(rank=2, once=True, whole=("update", "step"), layer=("update", "layer"))
+    options = _Options("zero1", axis, layerwise, min_size, rules, uneven, gather, reduce)
+    # With several microbatches a gradient scattered in the backward pass would be sent in each of them: `once` leaves
+    # it whole until the end of the step.
+    return _make_plan(options, rank=2, once=True, eager=_Times("update", "step"), lazy=_Times("update", "layer"))
 
 
 @typed
@@ -133,8 +133,8 @@ def zero2(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
     """
-    own = _Zero("zero2", axis, layerwise, min_size, rules, uneven, gather, reduce)
-    return own.plan(rank=2, whole=("update", "microbatch"), layer=("update", "layer"))
+    options = _Options("zero2", axis, layerwise, min_size, rules, uneven, gather, reduce)
+    return _make_plan(options, rank=2, eager=_Times("update", "microbatch"), lazy=_Times("update", "layer"))
 
 
 @typed
@@ -189,21 +189,21 @@ def fsdp(
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.3; Zhao et al., PyTorch FSDP (VLDB 2023); Wang et al., ZeRO++
         (arXiv:2306.10209), for `secondary`.
     """
-    fast = () if secondary is None else axis_names("fsdp", secondary)
+    fast_axes = () if secondary is None else axis_names("fsdp", secondary)
     axes = axis_names("fsdp", axis)
-    if fast and (not set(fast) < set(axes) or not layerwise):
+    if fast_axes and (not set(fast_axes) < set(axes) or not layerwise):
         raise ValueError(
             "fsdp: secondary must be some of the axes, and not all, for the weights that layerwise names; got "
-            f"secondary={quoted(fast)} for the axes {quoted(axes)} and layerwise={layerwise!r}. Pass for example "
+            f"secondary={quoted(fast_axes)} for the axes {quoted(axes)} and layerwise={layerwise!r}. Pass for example "
             "fsdp(('node', 'gpu'), layerwise=('layers',), secondary='gpu')."
         )
-    own = _Zero("fsdp", axis, layerwise, min_size, rules, uneven, gather, reduce)
-    return own.plan(rank=1, whole=("step", "step"), layer=("layer", "layer"), secondary=fast)
+    options = _Options("fsdp", axis, layerwise, min_size, rules, uneven, gather, reduce)
+    eager = _Times("step", "step")
+    return _make_plan(options, rank=1, eager=eager, lazy=_Times("layer", "layer"), secondary=fast_axes)
 
 
-@dataclass(frozen=True)
-class _Zero:
-    """A strategy that splits each leaf over the axes of the batch, with its options as the user passed them."""
+class _Options(NamedTuple):
+    """What the user passed to one of the three."""
 
     name: str
     axis: Axis
@@ -214,117 +214,140 @@ class _Zero:
     gather: Algorithm
     reduce: Algorithm
 
-    def plan(
-        self,
-        *,
-        rank: int,
-        whole: tuple[Gather, Scatter],
-        layer: tuple[Gather, Scatter],
-        once: bool = False,
-        secondary: tuple[str, ...] = (),
-    ) -> Plan:
-        """Its plan; `whole` and `layer` say when a leaf is gathered and its gradient scattered."""
-        at_least(self.name, 0, min_size=self.min_size)
-        choose = self._chooser()
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return axis_names(self.name, self.axis)
 
-        def place(leaf: Leaf) -> Split | str:
-            dim = choose(leaf)
-            if isinstance(dim, str):
-                return dim
-            gather, scatter = layer if in_subtrees(leaf.path, self.layerwise) else whole
-            return Split(
-                dim,
-                gather,
-                scatter,
-                once=once,
-                pad=self.uneven == "pad",
-                stack=dim0_counts_layers(leaf.path, self.layerwise),
-                secondary=secondary,
-            )
 
-        others = tuple(axis for axis in axis_names(self.name, self.axis) if axis not in secondary)
-        self.gather.check(self.name, "gather", "all_gather", others)
-        self.reduce.check(self.name, "reduce", "reduce_scatter", others)
-        return strategy(
-            self.name,
-            self.axis,
-            rank=rank,
-            batch_dim=0,
-            place=place,
-            names=self.layerwise,
-            rules=self.rules,
-            gather=self.gather,
-            reduce=self.reduce,
-        )
+class _Times(NamedTuple):
+    """When a leaf is gathered, and when its gradient is scattered; `Split` says what the words mean."""
 
-    def _chooser(self) -> Callable[[Leaf], int | str]:
-        """Which dim of a leaf is split, or why none."""
-        axes = axis_names(self.name, self.axis)
-        dim = None if self.rules is None else dim_chooser(self.name, axes, self.rules)
-        return partial(self._choose_dim, dim)
+    gather: Gather
+    scatter: Scatter
 
-    def _choose_dim(self, choose: Callable[[str, tuple[int, ...]], int | None] | None, leaf: Leaf) -> int | str:
-        """The dim of a leaf that is split, or in words why none is; `choose` is that of rules that a user gave."""
-        if leaf.ways == 1:
-            return "the axis has one device"
-        if not leaf.shape:
-            return "a scalar, which has no dim"
-        size = math.prod(leaf.shape)
-        if size < self.min_size:
-            return f"{size:,} element{'s' * (size != 1)}, fewer than min_size={self.min_size:,}"
-        first = 1 if leaf.stack or dim0_counts_layers(leaf.path, self.layerwise) else 0  # scan removes dim 0
-        candidates = self._find_candidates(leaf, first)
-        if choose is not None:
-            dim = choose(leaf.path, leaf.shape)
-            if dim is None:
-                return "no dim was chosen"
-            if dim not in candidates:
-                self._refuse_chosen_dim(leaf, dim)
+
+def _make_plan(
+    options: _Options,
+    *,
+    rank: int,
+    eager: _Times,
+    lazy: _Times,
+    once: bool = False,
+    secondary: tuple[str, ...] = (),
+) -> Plan:
+    """The plan of a strategy that splits each leaf over the axes of the batch, with these times."""
+    at_least(options.name, 0, min_size=options.min_size)
+    choose_by_rules = None
+    if options.rules is not None:
+        choose_by_rules = make_dim_chooser(options.name, options.axes, options.rules)
+
+    def place(leaf: Leaf) -> Split | str:
+        dim = _choose_dim(options, choose_by_rules, leaf)
+        if isinstance(dim, str):
             return dim
-        if candidates:
-            return min(candidates, key=partial(_price, leaf, first))
-        if self.uneven == "pad":
-            return "no dim is left to pad"
-        if self.uneven == "refuse":
-            raise ValueError(
-                f"{self.name}: one dim of leaf {leaf.path} must be divisible by {self._axes_in_words()}; got shape "
-                f"{leaf.shape} over {leaf.ways} devices. Pass uneven='pad' or uneven='replicate'."
-            )
-        return f"no dim{' except the layer' if first else ''} divides by {leaf.ways}"
-
-    def _find_candidates(self, leaf: Leaf, first: int) -> list[int]:
-        """The dims, from the first that may be split, that divide or can be padded.
-
-        Of a stack `[4 layers, 6, 8]` over 4 devices: dim 2, which divides; with uneven="pad" dim 1 too, padded to 8.
-        """
-        fixed = leaf.split | leaf.automatic  # other strategies split them, and know their sizes
-        candidates = []
-        for dim in range(first, len(leaf.shape)):
-            rows = leaf.shape[dim]
-            divides = rows % leaf.ways == 0
-            can_be_padded = self.uneven == "pad" and dim not in fixed
-            if rows and (divides or can_be_padded):
-                candidates.append(dim)
-        return candidates
-
-    def _refuse_chosen_dim(self, leaf: Leaf, dim: int) -> NoReturn:
-        rule, remedy = "", "Choose another dim, or pass uneven='pad'."
-        if self.uneven == "pad":
-            rule = " or one that can be padded, which a layer dim, or a dim that another strategy splits, cannot"
-            remedy = "Choose another dim."
-        raise ValueError(
-            f"{self.name}: dim {dim} of leaf {leaf.path} must be divisible by {self._axes_in_words()}{rule}; got shape "
-            f"{leaf.shape} over {leaf.ways} devices. {remedy}"
+        times = lazy if is_in_subtrees(leaf.path, options.layerwise) else eager
+        return Split(
+            dim,
+            times.gather,
+            times.scatter,
+            once=once,
+            pad=options.uneven == "pad",
+            stack=is_stacked(leaf.path, options.layerwise),
+            secondary=secondary,
         )
 
-    def _axes_in_words(self) -> str:
-        return named(axis_names(self.name, self.axis))
+    algorithm_axes = tuple(axis for axis in options.axes if axis not in secondary)
+    options.gather.check(options.name, "gather", "all_gather", algorithm_axes)
+    options.reduce.check(options.name, "reduce", "reduce_scatter", algorithm_axes)
+    return strategy(
+        options.name,
+        options.axis,
+        rank=rank,
+        batch_dim=0,
+        place=place,
+        names=options.layerwise,
+        rules=options.rules,
+        gather=options.gather,
+        reduce=options.reduce,
+    )
+
+
+def _choose_dim(options: _Options, choose_by_rules: ChooseDim | None, leaf: Leaf) -> int | str:
+    """The dim of a leaf that is split, or in words why none is.
+
+    Worked example: `fsdp("d", layerwise=("layers",))` over 8 devices, and layers.query, a stack of projections into
+    heads of shape [4 layers, 512 model, 8 heads, 64 head size].
+
+    - scan takes a layer along dim 0, so the first dim that may be split is dim 1.
+    - 512, 8 and 64 divide by 8: dims 1, 2 and 3 are candidates.
+    - Dim 3 is the last of a stack, whose parts are less contiguous. Of dims 1 and 2 the larger is split: dim 1.
+
+    A device holds [4, 64, 8, 64], and a layer gathers [64, 8, 64] to [512, 8, 64].
+    """
+    if leaf.ways == 1:
+        return "the axis has one device"
+    if not leaf.shape:
+        return "a scalar, which has no dim"
+    size = math.prod(leaf.shape)
+    if size < options.min_size:
+        elements = "element" if size == 1 else "elements"
+        return f"{size:,} {elements}, fewer than min_size={options.min_size:,}"
+    first = 1 if leaf.stack or is_stacked(leaf.path, options.layerwise) else 0  # scan removes dim 0
+    candidates = _find_candidates(leaf, first, options.uneven)
+    if choose_by_rules is not None:
+        dim = choose_by_rules(leaf.path, leaf.shape)
+        if dim is None:
+            return "no dim was chosen"
+        if dim not in candidates:
+            _refuse_chosen_dim(options, leaf, dim)
+        return dim
+    if candidates:
+        return min(candidates, key=partial(_price, leaf, first))
+    if options.uneven == "pad":
+        return "no dim is left to pad"
+    if options.uneven == "refuse":
+        raise ValueError(
+            f"{options.name}: one dim of leaf {leaf.path} must be divisible by {named(options.axes)}; got shape "
+            f"{leaf.shape} over {leaf.ways} devices. Pass uneven='pad' or uneven='replicate'."
+        )
+    if first > 0:
+        return f"no dim except the layer divides by {leaf.ways}"
+    return f"no dim divides by {leaf.ways}"
+
+
+def _find_candidates(leaf: Leaf, first: int, uneven: Uneven) -> list[int]:
+    """The dims, from the first that may be split, that divide or can be padded.
+
+    Of a stack `[4 layers, 6, 8]` over 4 devices: dim 2, which divides; with uneven="pad" dim 1 too, padded to 8.
+    """
+    fixed_dims = leaf.split | leaf.automatic  # other strategies split them, and know their sizes
+    candidates = []
+    for dim in range(first, len(leaf.shape)):
+        rows = leaf.shape[dim]
+        divides = rows % leaf.ways == 0
+        can_be_padded = uneven == "pad" and dim not in fixed_dims
+        if rows and (divides or can_be_padded):
+            candidates.append(dim)
+    return candidates
+
+
+def _refuse_chosen_dim(options: _Options, leaf: Leaf, dim: int) -> NoReturn:
+    rule = ""
+    remedy = "Choose another dim, or pass uneven='pad'."
+    if options.uneven == "pad":
+        rule = " or one that can be padded, which a layer dim, or a dim that another strategy splits, cannot"
+        remedy = "Choose another dim."
+    raise ValueError(
+        f"{options.name}: dim {dim} of leaf {leaf.path} must be divisible by {named(options.axes)}{rule}; got shape "
+        f"{leaf.shape} over {leaf.ways} devices. {remedy}"
+    )
 
 
 def _price(leaf: Leaf, first: int, dim: int) -> tuple[bool, float, bool, bool, int]:
-    """What splitting a dim costs: the factor by which padding lengthens it, then what collectives need."""
+    """What splitting a dim costs, the worst first: the partitioner moves data, padding, slow collectives, few rows."""
     rows = leaf.shape[dim]
-    padded = -(-rows // leaf.ways) * leaf.ways
+    padded = math.ceil(rows / leaf.ways) * leaf.ways
     # The TPU compiler runs a reduce_scatter over a dim in the middle as an all_reduce, of twice the bytes. Over the
     # last dim of a stack, parts are less contiguous: on CPU a reduce_scatter takes 1.4 times as long.
     in_the_middle = first < dim < len(leaf.shape) - 2

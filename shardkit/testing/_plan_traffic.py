@@ -14,10 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit.collectives.algorithms import PLAIN, Algorithm, Sent
 from shardkit.meshes.layout import all_axes, local_shape, path_name
 from shardkit.on_device.precision import precision_of
-from shardkit.plans.dim_rules import dim0_counts_layers
-from shardkit.plans.placement import Cuts, LeafLayout, kept_cuts
+from shardkit.plans.dim_rules import is_stacked
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import in_rows, is_padded, padded_shape
+from shardkit.plans.splits import Cuts, LeafLayout, separate_kept_cuts
+from shardkit.plans.storage import is_padded, padded_shape, stored_shape
 from shardkit.testing.rows import Row
 
 GATHERS = 2  # a layer is gathered in the forward pass and again in the backward pass
@@ -39,18 +39,18 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, *, prefetched: b
     bill = _Bill(mesh)
     sums: dict[tuple[tuple[str, ...], Algorithm, frozenset[str]], list[int]] = {}
     for layout, (path, x) in zip(layouts, leaves, strict=True):
-        original = in_rows(tuple(x.shape), layout.rows)
+        original = stored_shape(tuple(x.shape), layout.rows)
 
         def block(axes: Any, original: tuple[int, ...] = original) -> tuple[int, ...]:
             return local_shape(padded_shape(original, axes, mesh), axes, mesh)
 
         # A stack is opened layer by layer, a message each.
-        by_layer = layout.lazy and not layout.entry and dim0_counts_layers(path_name(path), names)
+        by_layer = layout.lazy and not layout.entry and is_stacked(path_name(path), names)
         here, opened = layout.cuts(gather=("step",)), layout.cuts(gather=("layer",))
         early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
         closed = LeafLayout(tuple(s for s in layout.splits if s.gather in ("never", "layer"))).rest
         bill.gathers(here, block(layout.rest), compute)
-        first, again = kept_cuts(opened)
+        first, again = separate_kept_cuts(opened)
         each = bill.gathers(first, block(closed), compute, row.accumulate, by_layer)
         bill.gathers(again, each, compute, row.accumulate * (1 if layout.entry else GATHERS), by_layer)
         if prefetched and by_layer:

@@ -18,7 +18,7 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import PLAN, TOTALS, kind_of, mesh_axes, walk
 from shardkit.analysis.contracts import at_least_as_wide
-from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
+from shardkit.analysis.hlo.differences import bytes_added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import row_of
 from shardkit.analysis.jaxpr.step import TracedStep
 from shardkit.analysis.judge import lint
@@ -178,7 +178,7 @@ def compiled_as_written(program: Program, reference: Reference) -> str | None:
     if more:
         lines = "; ".join(change.line for change in more)
         raise AssertionError(f"the compiler must not add communication; it changed: {lines}")
-    added = added_by_compiler(found)
+    added = bytes_added_by_compiler(found)
     return f"the optimizer reads across shards: the compiler adds {float(added):,.0f} bytes" if added else None
 
 

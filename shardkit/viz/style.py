@@ -1,7 +1,6 @@
 """The one look of all pictures: colors, hatches, text, light and dark, and the file that a picture is written to.
 
-Colors are those of Okabe and Ito, which the color-blind tell apart. Bars have hatches and lines markers and dashes, so
-that pictures read in black and white too. An .svg is light or dark as its reader's system is.
+Colors are those of Okabe and Ito, which the color-blind tell apart. An .svg is light or dark as its reader's system is.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ RGB = tuple[float, float, float]
 
 # No text on a color is PAPER or INK, which change places in the dark.
 PAPER, INK, MUTED, GRID, AREA = "#ffffff", "#1b1f24", "#57606a", "#dcdfe3", "#9ea4ab"
-SERIES = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7f868d", "#3b4148")
-# Of straight lines alone: dots and rings make an .svg ten times as large.
-HATCHES = ("", "////", "||||", "xxxx", "\\\\\\\\", "----", "++++", "//")
-_MARKERS, _DASHES = "os^Dv<>P*X", ("-", "--", "-.", ":")
-# Four of them that also differ in grayscale.
+# Of the ops of a pipeline; they also differ in grayscale.
 OPS = {"F": (0.0, 0.267, 0.533), "B": (0.835, 0.369, 0.0), "I": (0.902, 0.624, 0.0), "W": (0.0, 0.62, 0.451)}
 GREY = (0.35, 0.35, 0.35)
 _LIGHTEST = 0.5
@@ -39,9 +34,7 @@ DARK = {
     INK: "#e8eaed",
     MUTED: "#a3acb6",
     GRID: "#353c44",
-    "#0072b2": "#2b8bd6",
     "#004488": "#2f78c4",
-    "#3b4148": "#c9d0d8",
 }
 
 # Points: a title, text, and the smallest text beside and on marks.
@@ -71,11 +64,9 @@ _RC: dict[str, Any] = {
     "ytick.labelcolor": INK,
     "grid.color": GRID,
     "grid.linewidth": 0.6,
-    "hatch.linewidth": 0.7,
     "legend.frameon": False,
     "legend.fontsize": SMALL,
     "lines.linewidth": 1.4,
-    "lines.markersize": 4.0,
     # Text stays text, and a fixed salt makes files reproducible.
     "svg.fonttype": "none",
     "svg.hashsalt": "shardkit",
@@ -122,18 +113,6 @@ def heading(picture: Figure, title: str, note: str) -> None:
     across, up = picture.get_size_inches()
     picture.text(0.15 / across, 1 - 0.26 / up, title, size=TITLE, weight="bold", va="center")
     picture.text(0.15 / across, 1 - 0.47 / up, note, color=MUTED, va="center")
-
-
-def filled(number: int) -> dict[str, Any]:
-    """The color and hatch of the bars of one kind."""
-    colour, hatch = SERIES[number % len(SERIES)], HATCHES[number % len(HATCHES)]
-    return {"facecolor": colour, "hatch": hatch, "edgecolor": PAPER, "linewidth": 0.5}
-
-
-def stroked(number: int) -> dict[str, Any]:
-    """The color, marker and dashes of one line."""
-    colour, marker = SERIES[number % len(SERIES)], _MARKERS[number % len(_MARKERS)]
-    return {"color": colour, "marker": marker, "linestyle": _DASHES[number % len(_DASHES)], "markeredgewidth": 0.0}
 
 
 def shade(colour: RGB, chunk: int, chunks: int) -> RGB:

@@ -9,7 +9,7 @@ import pytest
 import shardkit as sk
 from shardkit.meshes.layout import spec_axes
 from shardkit.models import transformer
-from shardkit.plans.placement import LeafLayout
+from shardkit.plans.splits import LeafLayout
 from shardkit.testing import LAWS
 from support import conformance
 from support.conformance import BATCH, MODELS, PLANS

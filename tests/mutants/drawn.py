@@ -15,8 +15,8 @@ from typing import NamedTuple
 from mutants import ROOT, Mutant
 
 ROOMS = (
-    "_arguments", "_jax", "collectives", "layers", "meshes", "on_device", "pipelines", "plans", "remat", "resharding",
-    "schedules", "steps", "strategies", "testing",
+    "_arguments", "_jax", "collectives", "layers", "meshes", "on_device", "optimizers", "pipelines", "plans", "remat",
+    "resharding", "schedules", "steps", "strategies", "testing",
 )  # fmt: skip
 OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,

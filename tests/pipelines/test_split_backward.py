@@ -17,7 +17,7 @@ from shardkit.layers.linear import column_linear, row_linear
 from shardkit.models import transformer
 from shardkit.on_device.handles import Handle
 from shardkit.pipelines.split_backward import TwoHalves
-from shardkit.plans.placement import Cut
+from shardkit.plans.splits import Cut
 from shardkit.remat.recompute import POLICIES, LayerPasses, Traced, WantedGradients, is_differentiable
 from support.conformance import weights
 

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.models import transformer
-from shardkit.plans.dim_rules import dim_chooser
-from shardkit.plans.placement import LeafLayout, Split
+from shardkit.plans.dim_rules import make_dim_chooser
 from shardkit.plans.plan import strategy
+from shardkit.plans.splits import LeafLayout, Split
 from support.refusals import raises, value_error
 
 is_layout = lambda x: isinstance(x, LeafLayout)  # noqa: E731
@@ -20,16 +20,16 @@ SPECS = {"embed": P(None, "d"), "layers": {"up": P(None, None, ("t", "d")), "gai
 
 
 def test_the_dim_is_the_one_on_which_the_axis_stands():
-    choose = dim_chooser("fsdp", ("d",), SPECS)
+    choose = make_dim_chooser("fsdp", ("d",), SPECS)
     assert choose("embed", (8, 8)) == 1
     assert choose("layers.up", (2, 8, 8)) == 2
     assert choose("layers.gain", (2, 8)) is None
-    assert dim_chooser("fsdp", ("t", "d"), SPECS)("layers.up", (2, 8, 8)) == 2
+    assert make_dim_chooser("fsdp", ("t", "d"), SPECS)("layers.up", (2, 8, 8)) == 2
 
 
 @pytest.mark.check
 def test_a_function_may_count_from_the_end():
-    choose = dim_chooser("fsdp", ("d",), lambda path, shape: {"w": -1, "v": 0}.get(path))
+    choose = make_dim_chooser("fsdp", ("d",), lambda path, shape: {"w": -1, "v": 0}.get(path))
     assert [choose(name, (4, 8)) for name in ("w", "v", "b")] == [1, 0, None]
 
 
@@ -106,7 +106,7 @@ def test_in_a_list_of_layers_dim_0_is_no_layer():
 def test_rules_of_another_tree_are_refused(refusal, message):
     rules, axes, leaf = refusal
     with value_error(message):
-        dim_chooser("tp", axes, rules)(*leaf)
+        make_dim_chooser("tp", axes, rules)(*leaf)
 
 
 @pytest.mark.parametrize("make", [sk.zero1, sk.zero2, sk.fsdp])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.resharding.redistribution import permutation, redistribution
+from shardkit.resharding.redistribution import find_permutation, find_redistribution
 
 pytestmark = pytest.mark.check
 MESHES = [(2,), (4,), (2, 2), (2, 4), (4, 4), (2, 3), (3, 4), (2, 8), (2, 2, 2), (2, 4, 2), (1, 2, 4)]
@@ -37,7 +37,7 @@ def taken(step, held, sizes):
     """One step on every device, from what the devices hold: the meaning of each kind, in loops."""
     everywhere = list(held)
     if step.kind == "ppermute":
-        axes, pairs = permutation(step, sizes)
+        axes, pairs = find_permutation(step, sizes)
         assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs)
         senders = {target: source for source, target in pairs}
 
@@ -47,7 +47,7 @@ def taken(step, held, sizes):
             return tuple((dict(at) | dict(zip(axes, map(int, there), strict=True))).items())
 
         return {at: held[sender(at)] for at in everywhere}
-    leaving, arriving = step.leaving(), step.arriving()
+    leaving, arriving = step.removed_axes(), step.added_axes()
     moved = {axis for axes in leaving for axis in axes}
     out = {}
     for at in everywhere:
@@ -106,7 +106,7 @@ def brute_least(array, source, target, sizes):
 def test_every_device_ends_with_its_shard_within_two_shards(case):
     sizes, shape, source, target = case
     array = np.arange(math.prod(shape)).reshape(shape)
-    found = redistribution(shape, source, target, tuple(sizes.items()))
+    found = find_redistribution(shape, source, target, tuple(sizes.items()))
 
     # The view of the array and the parts of axes, with the axes that stay as they are.
     parts = dict(found.parts)
@@ -133,7 +133,7 @@ def test_every_device_ends_with_its_shard_within_two_shards(case):
         wanted = shard_of(array, last, dict(at), finer)
         np.testing.assert_array_equal(held[at].reshape(wanted.shape), wanted)
 
-    assert found.held == tuple(sizes_held)
+    assert found.shard_sizes == tuple(sizes_held)
     assert max(sizes_held) == max(sizes_held[0], sizes_held[-1])
     assert found.peak <= 2 * max(sizes_held)
     assert found.least == brute_least(array, source, target, sizes)
@@ -157,7 +157,7 @@ def test_what_is_sent_is_what_must_be_received(sizes, dims, above):
     axes = dict(zip("xyz", sizes, strict=False))
     shape = (math.prod(sizes) ** 2,) * dims
     every = sorted(set(layouts(list(axes), dims)))
-    pairs = [(a, b, redistribution(shape, a, b, tuple(axes.items()))) for a, b in itertools.product(every, every)]
+    pairs = [(a, b, find_redistribution(shape, a, b, tuple(axes.items()))) for a, b in itertools.product(every, every)]
     more = [(a, b, found) for a, b, found in pairs if found.sent > found.least]
     assert len(more) == above
     assert all(found.sent <= 1.75 * found.least for _, _, found in more)
@@ -194,6 +194,6 @@ CHANGES = {  # as from one strategy to another: mesh data=2, model=4
 def test_the_steps_are_those_that_one_would_write(name):
     """A search that finds a longer way for the same bytes."""
     source, target, words, sent = CHANGES[name]
-    found = redistribution((16, 16), source, target, (("data", 2), ("model", 4)))
-    assert [step.told(found.dims) for step in found.steps] == words
+    found = find_redistribution((16, 16), source, target, (("data", 2), ("model", 4)))
+    assert [step.describe(found.dims) for step in found.steps] == words
     assert found.sent == found.least == sent

@@ -37,7 +37,7 @@ def test_every_bit_arrives_and_the_census_is_the_closed_form(mesh2x4, source, ta
     steps = sk.reshard_steps(x, source, target, mesh=mesh2x4)
     found = sk.census(move, x)
     assert found.sent() == steps.sent >= steps.least
-    sends = [step for step in steps.leaves[0].legs[0].found.steps if step.sent]
+    sends = [step for step in steps.leaves[0].legs[0].route.steps if step.sent]
     assert found.count() == len(sends) if piece_bytes == 2**24 else found.count() > len(sends)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.collectives.algorithms import Algorithm
-from shardkit.plans.storage import named_arrays, with_arrays
+from shardkit.plans.storage import collect_arrays, replace_arrays
 from shardkit.runtime.channel.wire import LOST
 from shardkit.testing.exact.draws import STEP, equal
 from shardkit.testing.exact.equality import symbol
@@ -177,17 +177,17 @@ def rounds(run: Any, every: int) -> Any:
     def trained(params: Any, batches: Any) -> Any:
         workers = [each.init(params, jax.random.fold_in(KEY, k)) for k, each in enumerate(run.train_steps)]
         whole = workers[0].params
-        outer = run.outer.init(named_arrays(whole))
+        outer = run.outer.init(collect_arrays(whole))
         for index, both in enumerate(batches):
             workers = [each.step(*own)[0] for each, *own in zip(run.train_steps, workers, both, strict=True)]
             if (index + 1) % every == 0:
-                each = [named_arrays(own.params) for own in workers]
+                each = [collect_arrays(own.params) for own in workers]
                 rows = {path: joined([own[path] for own in each]) for path in each[0]}
                 rows, whole, outer = run._finish(rows, whole, outer, run._start(rows, whole, 0), 0.0, 0)
                 for k in range(WORKERS):
                     mine = {path: x[k * len(x) // WORKERS :][: len(x) // WORKERS] for path, x in rows.items()}
                     mine = {path: x.reshape(each[k][path].shape) for path, x in mine.items()}
-                    workers[k] = workers[k]._replace(params=with_arrays(workers[k].params, mine))
+                    workers[k] = workers[k]._replace(params=replace_arrays(workers[k].params, mine))
         return sk.unpadded(whole)
 
     return trained

@@ -166,7 +166,6 @@ def builders():
     place = {"chip": "v5e", "batch": 64, "sequence": 128}
     found = planner.estimate(model, planner.Layout(data=8), **place)
     rooms = {"batch": 1, "sequence": 8, "hidden": 8}
-    links = tables.torus_links((2, 2))
     traced = {"fn": lambda x: x + 1, "args": (ones(4),)}
     placed = {"tree": batch, "mesh": mesh, "spec": P("data")}
     return [
@@ -210,7 +209,6 @@ def builders():
         (tables.torus, {"op": "all_gather", "sizes": (2, 2)}),
         (tables.torus_links, {"sizes": (2, 2)}),
         (tables.tree, {"devices": 4}),
-        *((each, {"links": links, "op": "all_gather", "size": 8.0}) for each in (tables.search, tables.least_seconds)),
         (tables.to_mscclpp, {"table": tables.ring("all_gather", 4)}),
         (tables.from_mscclpp, {"text": tables.to_mscclpp(tables.ring("all_gather", 2))}),
         (schedules.Schedule.from_csv, {"text": schedule.to_csv()}),
@@ -245,7 +243,6 @@ def builders():
         *((each, traced) for each in (analysis.census, analysis.explain, analysis.lint)),
         (analysis.collective, {"kind": "all_reduce", "axis": "data"}),
         (analysis.expects, {"rows": ()}),
-        (analysis.profile, traced | {"folder": path}),
         (aot.compile, {"step": jax.jit(lambda x: x), "args": (ones(4),), "topology": "v5e:2x4"}),
         (aot.parse_topology, {"text": "v5e:2x4"}),
         (planner.estimate, {"model": model, "layout": planner.Layout(data=8)} | place),
@@ -310,7 +307,6 @@ def builders():
         (viz.draw, {"schedule": schedule, "output": path / "a.svg"}),
         (viz.array, {"x": laid, "output": path / "b.svg", "after": laid}),
         (viz.table, {"table": sk.tables.ring("all_gather", 2), "output": path / "t.svg"}),
-        (viz.losses, {"losses": {"a": [1.0]}, "output": path / "e.svg"}),
         (transformer.loss_fn, {"config": config}),
         (transformer.pieces, {"config": config}),
         (parameters.logical_axes, {"config": config}),

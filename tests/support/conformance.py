@@ -17,8 +17,8 @@ import optax
 
 import shardkit as sk
 from shardkit.models import transformer
-from shardkit.plans.placement import Leaf, Split
 from shardkit.plans.plan import strategy
+from shardkit.plans.splits import Leaf, Split
 
 BATCH = 16
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.plans.placement import map_layouts
+from shardkit.plans.splits import map_layouts
 
 MODEL_MESHES: list[Any] = [  # sizes and axis
     ({"model": 1}, "model"),

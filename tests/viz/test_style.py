@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,9 +17,8 @@ from shardkit.viz import style
 from support.refusals import refused
 
 pytestmark = pytest.mark.check
-LOSSES = {"a": [2.0, 1.0], "b <&>": [2.0, 1.5]}
-GIVEN = {"viz.losses": {}, "viz.census": None, "viz.memory": None, "viz.results": []}
-GIVEN |= {"viz.array": jax.device_put(np.ones(1)), "viz.draw": schedules.gpipe(1, 1)}
+SCHEDULE = replace(schedules.gpipe(2, 2), name="b <&>")
+GIVEN = {"viz.array": jax.device_put(np.ones(1)), "viz.draw": schedules.gpipe(1, 1)}
 GIVEN |= {"viz.table": tables.ring("all_gather", 2)}
 
 
@@ -35,11 +35,11 @@ def contrast(one, other):
 
 def test_an_svg_is_dark_where_its_readers_system_is(tmp_path):
     """It alone finds a picture whose dark rules meet none of its colors, or those of the page around it."""
-    viz.losses(LOSSES, output=tmp_path / "a.svg")
+    viz.draw(SCHEDULE, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     [rules] = re.findall(r"@media \(prefers-color-scheme: dark\)\{(.*?\})\}<", text)
     used = set(re.findall(r"(?:fill|stroke): (#\w{6})", text))
-    for light in (style.PAPER, style.INK, style.MUTED, style.GRID, style.SERIES[0]):
+    for light in (style.PAPER, style.INK, style.MUTED):
         assert light in used
         for what in ("fill", "stroke"):
             either = f'.shardkit [style*="{what}: {light}"],.shardkit [{what}="{light}"]'
@@ -47,39 +47,31 @@ def test_an_svg_is_dark_where_its_readers_system_is(tmp_path):
     assert all(part.strip().startswith(".shardkit [") for part in re.findall(r"[^{},]+(?=[,{])", rules))
     root = ElementTree.parse(tmp_path / "a.svg").getroot()
     assert root.get("class") == "shardkit" and root.get("role") == "img"
-    assert root.get("aria-label") == "loss by step of a, b <&>; largest difference: 0.5 (b <&> - a)"
+    assert root.get("aria-label").startswith("b <&>: 2 devices, 2 microbatches; makespan 9, ")
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_and_lines_stand_out_on_the_paper(dark):
+def test_text_stands_out_on_the_paper(dark):
     def shown(colour):
         return style.DARK.get(colour, colour) if dark else colour
 
     paper = shown(style.PAPER)
     assert contrast(shown(style.INK), paper) > 10
     assert contrast(shown(style.MUTED), paper) > 4.5
-    # Lines and bars, which have markers and hatches too; the light ones are for bars that follow others.
-    assert min(contrast(shown(colour), paper) for colour in style.SERIES) > 2
-    assert all(contrast(shown(text), "#0072b2" if not dark else style.DARK["#0072b2"]) > 3 for text in ("#fefefe",))
-
-
-def test_bars_and_lines_differ_without_color():
-    assert len({style.filled(i)["hatch"] for i in range(8)}) == 8
-    assert len({style.filled(i)["facecolor"] for i in range(8)}) == 8
-    assert len({(style.stroked(i)["marker"], style.stroked(i)["linestyle"]) for i in range(20)}) == 20
 
 
 def test_the_users_own_settings_change_nothing_and_an_svg_has_no_date_and_no_version(tmp_path):
     import matplotlib
 
-    viz.losses(LOSSES, output=tmp_path / "a.svg")
+    viz.draw(SCHEDULE, tmp_path / "a.svg")
     with matplotlib.rc_context({"axes.facecolor": "black", "text.color": "pink", "font.size": 30, "svg.hashsalt": "x"}):
-        picture = viz.losses(LOSSES, output=tmp_path / "b.svg")
+        viz.draw(SCHEDULE, tmp_path / "b.svg")
+        picture = viz.figure(SCHEDULE, SCHEDULE.simulate())
         assert matplotlib.rcParams["font.size"] == 30
         (tmp_path / "c.svg").write_text(style.svg_of(picture))  # saved once more, outside of the call
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "c.svg").read_bytes()
-    viz.losses(LOSSES, output=tmp_path / "a.svg")
+    viz.draw(SCHEDULE, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert "<dc:date>" not in text and "Matplotlib v" not in text
 
@@ -87,7 +79,7 @@ def test_the_users_own_settings_change_nothing_and_an_svg_has_no_date_and_no_ver
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".SVG"])
 def test_both_kinds_of_files_are_written_the_same_twice(suffix, tmp_path):
     for name in "ab":
-        viz.losses(LOSSES, output=tmp_path / "new" / f"{name}{suffix}")
+        viz.draw(SCHEDULE, tmp_path / "new" / f"{name}{suffix}")
     one, other = ((tmp_path / "new" / f"{name}{suffix}").read_bytes() for name in "ab")
     assert one == other
     assert one.startswith(b"\x89PNG") if suffix == ".png" else b"</svg>" in one
@@ -106,8 +98,8 @@ def test_another_kind_of_file_is_refused_before_anything_else(name):
     )
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch):
+def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert refused(lambda: viz.losses(LOSSES), RuntimeError) == (
+    assert refused(lambda: viz.draw(SCHEDULE, tmp_path / "a.svg"), RuntimeError) == (
         "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
     )

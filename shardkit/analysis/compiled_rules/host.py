@@ -15,7 +15,7 @@ _CALLS = {"io_callback", "pure_callback", "debug_callback", "debug_print", "infe
 def host(program: CompiledProgram) -> Iterator[Finding]:
     """Each stops the devices until the host has answered, or costs a transfer."""
     for site in walk(program.step.jaxpr):
-        times = {None: " an unknown number of times", 1: ""}.get(site.times, f" {site.times} times")
+        times = _describe_times(site.times)
         if site.name in _CALLS:
             yield Finding(
                 "host-transfer",
@@ -23,7 +23,10 @@ def host(program: CompiledProgram) -> Iterator[Finding]:
                 site.source,
                 "Return the values as metrics, and read them outside of the step every few steps.",
             )
-        elif site.name == "device_put" and (moved := _moved(site)) >= program.small:
+        elif site.name == "device_put":
+            moved = _count_moved_bytes(site)
+            if moved < program.small:
+                continue
             yield Finding(
                 "host-transfer",
                 f"device_put moves {moved:,} bytes between the memories of device and host{times} in each step.",
@@ -32,11 +35,23 @@ def host(program: CompiledProgram) -> Iterator[Finding]:
             )
 
 
-def _moved(site: Site) -> int:
+def _describe_times(times: int | None) -> str:
+    if times is None:
+        return " an unknown number of times"
+    if times == 1:
+        return ""
+    return f" {times} times"
+
+
+def _count_moved_bytes(site: Site) -> int:
     """Bytes, of all devices together, that change memory."""
-    pairs = zip(site.equation.invars, site.equation.outvars, strict=True)
-    return sum(size_of(after) for before, after in pairs if _memory(before) != _memory(after))
+    moved = 0
+    for before, after in zip(site.equation.invars, site.equation.outvars, strict=True):
+        if _memory_space(before) != _memory_space(after):
+            moved += size_of(after)
+    return moved
 
 
-def _memory(variable: object) -> object:
-    return getattr(getattr(variable, "aval", None), "memory_space", None)
+def _memory_space(variable: object) -> object:
+    aval = getattr(variable, "aval", None)
+    return getattr(aval, "memory_space", None)

@@ -16,56 +16,82 @@ from shardkit.analysis.jaxpr.step import StepLeaf
 from shardkit.analysis.rules.rule import Finding
 from shardkit.meshes.layout import all_axes
 
+Axes = tuple[tuple[str, int], ...]  # names and sizes
+
 
 def copies(program: CompiledProgram) -> Iterator[Finding]:
     """Leaves of which every device holds the same large piece, though a dim could be split."""
-    held = program.held or tuple(leaf.sharding for leaf in program.leaves)
-    found: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[int, StepLeaf]]] = {}
-    if len(held) != len(program.leaves):
+    shardings = program.held or tuple(leaf.sharding for leaf in program.leaves)
+    if len(shardings) != len(program.leaves):
         return
-    for leaf, sharding in zip(program.leaves, held, strict=True):
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            piece, named = sharding.shard_shape(leaf.aval.shape), all_axes(sharding.spec)
-            # The axes that its spec does not name and that divide a dim of a device's piece.
-            others = [(axis, n) for axis, n in sharding.mesh.shape.items() if axis not in named and n > 1]
-            free = tuple((axis, n) for axis, n in others if any(dim % n == 0 and dim for dim in piece))
-            bytes_held = _bytes(piece, leaf.aval.dtype)
-            if free and bytes_held >= program.large:
-                found.setdefault((leaf.argument, free), []).append((bytes_held, leaf))
-    for (argument, axes), leaves in found.items():
-        total, (_, largest) = sum(held for held, _ in leaves), max(leaves, key=lambda pair: pair[0])
-        n = math.prod(size for _, size in axes)
-        several = f"{len(leaves)} leaves of {argument}" if len(leaves) > 1 else largest.name
-        example = f", the largest {largest.name}" if len(leaves) > 1 else ""
-        yield Finding(
-            "replicated-leaf",
-            f"{several}, {size(total)} per device{example} ({short(largest)}), {'are' if len(leaves) > 1 else 'is'} "
-            f"held {n} times, over {sized(axes)}.",
-            largest.source or program.step.source,
-            f"Name {axes[0][0]!r} for a dim in its spec, as sk.fsdp and sk.zero1 do for parameters and moments.",
+    groups: dict[tuple[str, Axes], list[tuple[int, StepLeaf]]] = {}
+    for leaf, sharding in zip(program.leaves, shardings, strict=True):
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            continue
+        shard_shape = sharding.shard_shape(leaf.aval.shape)
+        shard_bytes = _count_bytes(shard_shape, leaf.aval.dtype)
+        axes = _find_usable_axes(sharding, shard_shape)
+        if axes and shard_bytes >= program.large:
+            groups.setdefault((leaf.argument, axes), []).append((shard_bytes, leaf))
+    for (argument, axes), members in groups.items():
+        yield _describe_copies(program, argument, axes, members)
+
+
+def _find_usable_axes(sharding: jax.sharding.NamedSharding, shard_shape: tuple[int, ...]) -> Axes:
+    """The axes that a spec does not name and that would divide a dim of the shard."""
+    named = all_axes(sharding.spec)
+    axes = []
+    for axis, n in sharding.mesh.shape.items():
+        divides = any(size % n == 0 for size in shard_shape if size)
+        if n > 1 and axis not in named and divides:
+            axes.append((axis, n))
+    return tuple(axes)
+
+
+def _describe_copies(
+    program: CompiledProgram, argument: str, axes: Axes, members: list[tuple[int, StepLeaf]]
+) -> Finding:
+    """The finding for leaves of one argument that could be split over the same axes."""
+    total = sum(shard_bytes for shard_bytes, _ in members)
+    _, largest = max(members, key=lambda member: member[0])
+    n = math.prod(size for _, size in axes)
+    if len(members) == 1:
+        sentence = f"{largest.name}, {size(total)} per device ({short(largest)}), is held {n} times"
+    else:
+        sentence = (
+            f"{len(members)} leaves of {argument}, {size(total)} per device, the largest {largest.name} "
+            f"({short(largest)}), are held {n} times"
         )
+    return Finding(
+        "replicated-leaf",
+        f"{sentence}, over {sized(axes)}.",
+        largest.source or program.step.source,
+        f"Name {axes[0][0]!r} for a dim in its spec, as sk.fsdp and sk.zero1 do for parameters and moments.",
+    )
 
 
 def unplaced(program: CompiledProgram) -> Iterator[Finding]:
     """Leaves that are passed without a sharding to a program of several devices."""
     if program.devices == 1 or program.passed is None:
         return
-    found: dict[str, list[StepLeaf]] = {}
-    for leaf, placed in zip(program.passed, program.placed, strict=True):
-        if not placed and _bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
-            found.setdefault(leaf.argument, []).append(leaf)
-    for argument, without in found.items():
-        names = ", ".join(f"{leaf.name} ({short(leaf)})" for leaf in without[:3])
-        more = f" and {len(without) - 3} more" if len(without) > 3 else ""
-        whose = f" of {argument}" if without[0].name != argument else ""
+    groups: dict[str, list[StepLeaf]] = {}
+    for leaf, has_sharding in zip(program.passed, program.placed, strict=True):
+        if not has_sharding and _count_bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
+            groups.setdefault(leaf.argument, []).append(leaf)
+    for argument, leaves in groups.items():
+        text = ", ".join(f"{leaf.name} ({short(leaf)})" for leaf in leaves[:3])
+        if len(leaves) > 3:
+            text += f" and {len(leaves) - 3} more"
+        if leaves[0].name != argument:
+            text += f" of {argument}"
+        verb = "has" if len(leaves) == 1 else "have"
         yield Finding(
             "unplaced-leaf",
-            f"{names}{more}{whose} {'have' if len(without) > 1 else 'has'} no sharding on a mesh of "
-            f"{sized(program.mesh.items())}; the compiler chooses one.",
-            without[0].source or program.step.source,
+            f"{text} {verb} no sharding on a mesh of {sized(program.mesh.items())}; the compiler chooses one.",
+            leaves[0].source or program.step.source,
             "Place it by jax.device_put with a NamedSharding, or pass in_shardings to jax.jit.",
         )
 
 
-def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
+def _count_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * int(dtype.itemsize)

@@ -25,18 +25,18 @@ _LINEAR = {"add", "subtract", "negate", "convert", "broadcast", "pad", "slice", 
 
 def loops(program: CompiledProgram) -> Iterator[Finding]:
     """All-reduces of which a loop adds up the results, and all-gathers of what the loop does not change."""
-    found: dict[tuple[str, tuple[str, ...], str, int], list[tuple[CompiledRow, Loop]]] = {}
-    for row, computation, each in program.collectives("all_reduce", "all_gather"):
+    groups: dict[tuple[str, tuple[str, ...], str, int], list[tuple[CompiledRow, Loop]]] = {}
+    for row, computation, instruction in program.collectives("all_reduce", "all_gather"):
         loop = None
         if row.kind == "all_reduce":
-            loop = _summing_loop(program.uses, computation, each)
-        elif computation.id in program.uses.loops and _unchanged(computation, each, {}):
+            loop = _find_summing_loop(program.uses, computation, instruction)
+        elif computation.id in program.uses.loops and _is_same_each_time(computation, instruction):
             loop = program.uses.loops[computation.id]
         if loop is not None:
-            found.setdefault((row.kind, row.axes, row.place, loop[1].id), []).append((row, loop))
-    for (kind, *_), pairs in found.items():
-        rows = [row for row, _ in pairs]
-        runs = _runs(program, rows, pairs[0][1])
+            groups.setdefault((row.kind, row.axes, row.place, loop[1].id), []).append((row, loop))
+    for (kind, *_), members in groups.items():
+        rows = [row for row, _ in members]
+        runs = _describe_runs(program, rows, members[0][1])
         if kind == "all_reduce":
             yield Finding("summed-each-iteration", f"{runs}, which only adds up the results.", rows[0].place, _SUM)
         else:
@@ -46,103 +46,118 @@ def loops(program: CompiledProgram) -> Iterator[Finding]:
             yield Finding("gathered-each-iteration", message, rows[0].place, remedy)
 
 
-def _runs(program: CompiledProgram, rows: list[CompiledRow], loop: Loop) -> str:
-    times = trip_count(program.module, *loop, {})[0]
+def _describe_runs(program: CompiledProgram, rows: list[CompiledRow], loop: Loop) -> str:
+    times, _ = trip_count(program.module, *loop, {})
     often = "an unknown number of times" if times is None else f"{times} times"
-    where = program.module.source(loop[1])
     verb = "runs" if len(rows) == 1 else "run"
-    return f"{together(rows)} {verb} {often} in the loop{f' at {where}' if where else ''}"
+    text = f"{together(rows)} {verb} {often} in the loop"
+    source = program.module.source(loop[1])
+    return f"{text} at {source}" if source else text
 
 
-def _summing_loop(uses: Uses, computation: proto.Computation, each: proto.Instruction) -> Loop | None:
-    """The innermost loop around an all-reduce that only adds up its results; None if there is none."""
-    values = [Value(computation, each)]
+def _find_summing_loop(uses: Uses, computation: proto.Computation, all_reduce: proto.Instruction) -> Loop | None:
+    """The innermost loop around an all-reduce that only adds up its results; None if there is none.
+
+    A loop around may instead stack the results (a scan over layers that returns their gradients), and the loop around
+    that adds up the stacks: accumulation over microbatches.
+    """
+    values = [Value(computation, all_reduce)]
     while computation.id in uses.loops:
         loop = uses.loops[computation.id]
-        if _reached(uses, values, _linear):
+        if _accumulating_elements(uses, values, _is_linear):
             return loop
-        stacked = _reached(
-            uses, values, lambda use: _linear(use) or (use.opcode == "dynamic-update-slice" and use.position < 2)
-        )
+        stacked = _accumulating_elements(uses, values, _is_linear_or_stacks)
         if not stacked:
             return None
         computation, instruction = loop
-        values = [
-            Value(computation, element)
-            for element, _ in uses.readers(computation, instruction.id)
-            if element.opcode == "get-tuple-element" and element.tuple_index in stacked
-        ]
+        values = []
+        for reader, _ in uses.readers(computation, instruction.id):
+            if reader.opcode == "get-tuple-element" and reader.tuple_index in stacked:
+                values.append(Value(computation, reader))
     return None
 
 
-def _reached(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
-    """The elements of a loop's state that only add up these values; none if they are used in any other way."""
-    elements = _elements(uses, values, passes)
-    if not elements:
-        return set()
+def _accumulating_elements(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
+    """The elements of a loop's state that only accumulate these values; none if they are used in any other way."""
+    elements = _elements_reached(uses, values, passes)
     body = values[0].computation
-    reads = [i for i, _ in uses.readers(body, body.parameters[0].id) if i.opcode == "get-tuple-element"]
-    begun = {i.tuple_index: i for i in reversed(reads)}  # the first of each element
+    state_reads: dict[int, proto.Instruction] = {}  # the first read of each element
+    for reader, _ in uses.readers(body, body.parameters[0].id):
+        if reader.opcode == "get-tuple-element":
+            state_reads.setdefault(reader.tuple_index, reader)
     for element in elements:
-        carried = begun.get(element)
-        if carried is None or _elements(uses, [Value(body, carried)], passes) != {element}:
+        carried = state_reads.get(element)
+        # What the element held before must go nowhere but into the element.
+        if carried is None or _elements_reached(uses, [Value(body, carried)], passes) != {element}:
             return set()
     return elements
 
 
-def _elements(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
+def _elements_reached(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
     """The elements of the loop's state that values become; none if anything else reads them."""
-    ends = [use.leaves for value in values for use in uses.ends(value, passes)]
-    return set() if None in ends else {end for end in ends if end is not None}
+    elements = set()
+    for value in values:
+        for use in uses.ends(value, passes):
+            if use.leaves is None:
+                return set()
+            elements.add(use.leaves)
+    return elements
 
 
-def _linear(use: CompiledUse) -> bool:
-    each = use.value.instruction
-    if each.opcode == "multiply":
-        return each.operands[0] != each.operands[1]
-    if each.opcode == "divide":
+def _is_linear(use: CompiledUse) -> bool:
+    instruction = use.value.instruction
+    if instruction.opcode == "multiply":
+        return instruction.operands[0] != instruction.operands[1]
+    if instruction.opcode == "divide":
         return use.position == 0
-    return each.opcode in _LINEAR or (each.opcode == "select" and use.position > 0)
+    if instruction.opcode == "select":
+        return use.position > 0
+    return instruction.opcode in _LINEAR
 
 
-def _unchanged(body: proto.Computation, each: proto.Instruction, known: dict[int, bool]) -> bool:
+def _is_linear_or_stacks(use: CompiledUse) -> bool:
+    return _is_linear(use) or (use.opcode == "dynamic-update-slice" and use.position < 2)
+
+
+def _is_same_each_time(body: proto.Computation, collective: proto.Instruction) -> bool:
     """Whether what a collective sends is the same in every iteration of the loop with this body."""
+    answers: dict[int, bool] = {}
 
-    def same(number: int) -> bool:
-        if number not in known:
-            known[number] = False
-            one = _behind_barrier(body, body.instructions[number])
-            if one.opcode == "get-tuple-element" and one.operands == (body.parameters[0].id,):
+    def is_same(number: int) -> bool:
+        if number not in answers:
+            answers[number] = False
+            instruction = _skip_barrier(body, body.instructions[number])
+            if instruction.opcode == "get-tuple-element" and instruction.operands == (body.parameters[0].id,):
                 root = body.instructions[body.root]
-                known[number] = root.opcode == "tuple" and _is_read(body, root.operands[one.tuple_index], one)
-            elif one.opcode not in ("parameter", "while", "rng", "rng-bit-generator", "custom-call"):
-                known[number] = all(map(same, one.operands))
-        return known[number]
+                if root.opcode == "tuple":
+                    answers[number] = _is_read(body, root.operands[instruction.tuple_index], instruction)
+            elif instruction.opcode not in ("parameter", "while", "rng", "rng-bit-generator", "custom-call"):
+                answers[number] = all(is_same(operand) for operand in instruction.operands)
+        return answers[number]
 
-    return all(map(same, each.operands))
+    return all(is_same(operand) for operand in collective.operands)
 
 
-def _behind_barrier(body: proto.Computation, each: proto.Instruction) -> proto.Instruction:
+def _skip_barrier(body: proto.Computation, instruction: proto.Instruction) -> proto.Instruction:
     """The value that jax.checkpoint keeps the compiler from moving; any other as it is.
 
     The GPU's compiler takes the barrier away when it has moved all it would, and leaves the tuple.
     """
-    while each.opcode == "get-tuple-element":
-        values = body.instructions[each.operands[0]]
-        if values.opcode in _BARRIERS:
-            values = body.instructions[values.operands[0]]
-        if values.opcode != "tuple":
+    while instruction.opcode == "get-tuple-element":
+        source = body.instructions[instruction.operands[0]]
+        if source.opcode in _BARRIERS:
+            source = body.instructions[source.operands[0]]
+        if source.opcode != "tuple":
             break
-        each = body.instructions[values.operands[each.tuple_index]]
-    return each
+        instruction = body.instructions[source.operands[instruction.tuple_index]]
+    return instruction
 
 
-def _is_read(body: proto.Computation, number: int, element: proto.Instruction) -> bool:
+def _is_read(body: proto.Computation, number: int, read: proto.Instruction) -> bool:
     """Whether a value is an element of the state as it was read, perhaps copied."""
-    each = body.instructions[number]
-    while each.opcode in ("copy", "bitcast"):
-        each = body.instructions[each.operands[0]]
-    return each.opcode == "get-tuple-element" and (each.operands, each.tuple_index) == (
-        element.operands,
-        element.tuple_index,
-    )
+    instruction = body.instructions[number]
+    while instruction.opcode in ("copy", "bitcast"):
+        instruction = body.instructions[instruction.operands[0]]
+    if instruction.opcode != "get-tuple-element":
+        return False
+    return instruction.operands == read.operands and instruction.tuple_index == read.tuple_index

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.hlo.collectives import CompiledRow
-from shardkit.analysis.hlo.differences import written
+from shardkit.analysis.hlo.differences import is_written
 from shardkit.analysis.hlo.uses import CompiledUse, Value
 from shardkit.analysis.rules.rule import Finding
 
@@ -25,19 +25,20 @@ def rematerialized(program: CompiledProgram) -> Iterator[Finding]:
     """What the compiler's log names, and the same in the program: a gather of which each device slices its piece."""
     named = set()
     for line in program.log:
-        finding = _logged(program, line)
+        finding = _read_log_line(program, line)
         named.add(finding.source)
         yield finding
     largest: dict[str, tuple[CompiledRow, int]] = {}  # a value is gathered over one axis after the other
-    for row, computation, each in program.collectives("all_gather"):
-        moved = Value(computation, each)
-        ends = list(program.uses.ends(moved, lambda use: use.opcode in ("convert", "all-gather")))
-        kept = sum(use.value.instruction.shape.size for use in ends)
-        whole = each.shape.size
-        if written(row) or row.place in named or kept * row.n > whole or not all(_own_piece(program, u) for u in ends):
+    for row, computation, gather in program.collectives("all_gather"):
+        if is_written(row) or row.place in named:
             continue
-        if ends and (row.place not in largest or largest[row.place][0].bytes_out < row.bytes_out):
-            largest[row.place] = row, whole // max(kept, 1)
+        readers = list(program.uses.ends(Value(computation, gather), _passes_on))
+        kept = sum(reader.value.instruction.shape.size for reader in readers)
+        size = gather.shape.size
+        if not readers or kept * row.n > size or not all(_takes_own_piece(program, reader) for reader in readers):
+            continue
+        if row.place not in largest or largest[row.place][0].bytes_out < row.bytes_out:
+            largest[row.place] = row, size // max(kept, 1)
     for place, (row, parts) in largest.items():
         yield Finding(
             "full-rematerialization",
@@ -48,15 +49,26 @@ def rematerialized(program: CompiledProgram) -> Iterator[Finding]:
         )
 
 
-def _logged(program: CompiledProgram, line: str) -> Finding:
+def _read_log_line(program: CompiledProgram, line: str) -> Finding:
     """The finding that a line of the compiler's log is."""
-    between, operation, metadata = (each.search(line) for each in (_MESSAGE, _OPERATION, _METADATA))
-    what = f"{operation[1].lstrip('%')} {operation[2]}" if operation else "a value"
-    name, frame = (metadata[1], metadata[2]) if metadata else ("", None)
-    source = "" if program.target else program.module.frames.get(int(frame or 0), "")
-    if not source:  # the TPU compiler numbers the lines anew
-        source = next((row.source for row in program.rows if row.kind == "all_gather" and row.op_name == name), "")
-    change = f", from {between[1]} to {between[2]}" if between else ""
+    what = "a value"
+    operation = _OPERATION.search(line)
+    if operation:
+        what = f"{operation[1].lstrip('%')} {operation[2]}"
+    change = ""
+    shardings = _MESSAGE.search(line)
+    if shardings:
+        change = f", from {shardings[1]} to {shardings[2]}"
+    name = ""
+    source = ""
+    metadata = _METADATA.search(line)
+    if metadata:
+        name = metadata[1]
+        if not program.target:  # the TPU compiler numbers the lines anew
+            source = program.module.frames.get(int(metadata[2] or 0), "")
+    for row in program.rows:
+        if not source and row.kind == "all_gather" and row.op_name == name:
+            source = row.source
     return Finding(
         "full-rematerialization",
         f"the partitioner makes {what} ({name}) whole on every device to change its sharding{change}.",
@@ -65,10 +77,19 @@ def _logged(program: CompiledProgram, line: str) -> Finding:
     )
 
 
-def _own_piece(program: CompiledProgram, use: CompiledUse) -> bool:
+def _passes_on(use: CompiledUse) -> bool:
+    """Whether what reads a gathered value makes another form of all of it."""
+    return use.opcode in ("convert", "all-gather")
+
+
+def _takes_own_piece(program: CompiledProgram, use: CompiledUse) -> bool:
     """Whether a reader takes the piece of a value that belongs to its device."""
     if use.opcode != "dynamic-slice" or use.position != 0:
         return False
-    computation, each, around = use.value
-    starts = (Value(computation, computation.instructions[o], around) for o in each.operands[1:])
-    return any(i.opcode in ("partition-id", "replica-id") for value in starts for i in program.uses.made_from(value))
+    computation, slice_, around = use.value
+    for operand in slice_.operands[1:]:
+        start = Value(computation, computation.instructions[operand], around)
+        for instruction in program.uses.made_from(start):
+            if instruction.opcode in ("partition-id", "replica-id"):
+                return True
+    return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,62 +27,83 @@ def second_call(program: CompiledProgram) -> Iterator[Finding]:
     if why_not_called(program):
         return
     step = program.step
-    first = _copied(step.args)
-    before = [_kinds(each) for each in first]
-    out = step.fn(*first)
-    jax.block_until_ready([leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)])
-    second = _next_arguments(first, step.args, out if type(out) is tuple else (out,))
-    compiled: list[str] = []
+    first = _copy_arrays(step.args)
+    kinds_before = [_list_kinds(argument) for argument in first]
+    results = step.fn(*first)
+    jax.block_until_ready([leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)])
+    if type(results) is not tuple:
+        results = (results,)
+    second = _next_arguments(first, step.args, results)
+    kinds_after = [_list_kinds(argument) for argument in second]
+    if not _compiles_again(step.fn, second):
+        return
+    changed = []
+    for name, old_kinds, new_kinds in zip(step.parameters, kinds_before, kinds_after, strict=True):
+        for (path, old), (_, new) in zip(old_kinds, new_kinds, strict=True):
+            if old != new:
+                changed.append(f"{name}{path} was {old} and is {new}")
+    reason = ""
+    if changed:
+        reason = f": {', '.join(changed[:3])}"
+    if len(changed) > 3:
+        reason += " and more"
+    yield Finding(
+        "second-compile",
+        f"the second call, on the results of the first, compiles again{reason}.",
+        step.source,
+        "Place and type the first state as the step returns it, or fix its results by out_shardings.",
+    )
+
+
+def _compiles_again(fn: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a call compiles anything, by jax's own events."""
+    compilations = 0
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
+        nonlocal compilations
         if event == _COMPILED:
-            compiled.append(event)
+            compilations += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        after = [_kinds(each) for each in second]
-        step.fn(*second)
+        fn(*args)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    if compiled:
-        changed = [
-            f"{name}{path} was {old} and is {new}"
-            for name, *kinds in zip(step.parameters, before, after, strict=True)
-            for (path, old), (_, new) in zip(*kinds, strict=True)
-            if old != new
-        ]
-        what = f": {', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}" if changed else ""
-        yield Finding(
-            "second-compile",
-            f"the second call, on the results of the first, compiles again{what}.",
-            step.source,
-            "Place and type the first state as the step returns it, or fix its results by out_shardings.",
-        )
+    return compilations > 0
 
 
-def _copied(args: Any) -> Any:
+def _copy_arrays(args: Any) -> Any:
     """Copies, of which a step may take the memory."""
 
-    def copied(leaf: Any) -> Any:
+    def copy(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
-        return jax.device_put(leaf.copy(), leaf.sharding) if leaf.committed else leaf.copy()
+        if leaf.committed:
+            return jax.device_put(leaf.copy(), leaf.sharding)
+        return leaf.copy()
 
-    return jax.tree.map(copied, args)
+    return jax.tree.map(copy, args)
 
 
-def _next_arguments(first: Sequence[Any], given: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The arguments of the next call: a result in place of the argument like it; else what the call left of it."""
-    left, out = list(results), []
-    for each, untouched in zip(first, given, strict=True):
-        arrays = [leaf for leaf in jax.tree.leaves(each) if isinstance(leaf, jax.Array)]
-        taken = any(array.is_deleted() for array in arrays)
-        same = [n for n, result in enumerate(left) if _shapes(result) == _shapes(each)]
-        if same and (taken or len(jax.tree.leaves(each)) > 1):
-            out.append(left.pop(same[0]))
+def _next_arguments(first: Sequence[Any], originals: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The arguments of the next call.
+
+    An argument that the call consumed, or a tree of several leaves, is the next result of the same shapes: step(state,
+    batch) that returns (state, metrics) is called with its state and the batch as it was.
+    """
+    remaining = list(results)
+    arguments = []
+    for argument, original in zip(first, originals, strict=True):
+        leaves = jax.tree.leaves(argument)
+        consumed = any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
+        alike = [number for number, result in enumerate(remaining) if _shapes(result) == _shapes(argument)]
+        if alike and (consumed or len(leaves) > 1):
+            arguments.append(remaining.pop(alike[0]))
+        elif consumed:
+            arguments.append(_copy_arrays(original))
         else:
-            out.append(_copied(untouched) if taken else each)
-    return out
+            arguments.append(argument)
+    return arguments
 
 
 def _shapes(tree: Any) -> Any:
@@ -90,21 +111,23 @@ def _shapes(tree: Any) -> Any:
     return structure, [(getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)) for leaf in leaves]
 
 
-def _kinds(tree: Any) -> list[tuple[str, str]]:
+def _list_kinds(tree: Any) -> list[tuple[str, str]]:
     """For each leaf its path, and what a compiled program depends on beside its shape: weak type and sharding."""
-    out = []
+    kinds = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         weak = "weakly typed " if getattr(leaf, "weak_type", False) else ""  # keys have none
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
-        out.append((jax.tree_util.keystr(path), f"{weak}{dtype} on {_where(leaf)}"))
-    return out
+        kinds.append((jax.tree_util.keystr(path), f"{weak}{dtype} on {_describe_devices(leaf)}"))
+    return kinds
 
 
-def _where(leaf: Any) -> str:
+def _describe_devices(leaf: Any) -> str:
     if not isinstance(leaf, jax.Array):
         return "the host"
     sharding = leaf.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         return str(sharding.spec)
     devices = len(sharding.device_set)
-    return f"{devices} devices" if devices > 1 else "one device" if leaf.committed else "no device in particular"
+    if devices > 1:
+        return f"{devices} devices"
+    return "one device" if leaf.committed else "no device in particular"

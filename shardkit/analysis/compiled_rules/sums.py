@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,47 +17,59 @@ _FACTORS = {"constant", "broadcast", "convert", "bitcast", "reshape"}
 
 
 class _Term(NamedTuple):
+    """One result of an all-reduce that only enters a sum."""
+
     row: CompiledRow
     bytes: int
     adds: tuple[tuple[int, int], ...]  # the additions through which it goes and nothing else reads it
 
 
 def sums(program: CompiledProgram) -> Iterator[Finding]:
-    """Results of all-reduces over the same devices that nothing reads but their sum."""
-    found: dict[tuple[int, int], list[_Term]] = {}
-    for row, computation, each in program.collectives("all_reduce"):
-        outs = [i for i, _ in program.uses.readers(computation, each.id) if i.opcode == "get-tuple-element"]
-        for one in outs if each.shape.parts else [each]:
-            term = _Term(row, one.shape.bytes, tuple(_additions(program.uses, Value(computation, one))))
-            if term.bytes >= program.small and term.adds:
-                found.setdefault(term.adds[-1], []).append(term)
-    for terms in found.values():
-        met = [t for t in terms if any(o is not t and o.row.axes == t.row.axes for o in terms)]
-        if len(met) > 1:
-            row = met[0].row
-            yield Finding(
-                "summed-separately",
-                f"{len(met)} x all_reduce over {quoted(row.axes)} of {sum(t.bytes for t in met):,} bytes in all; only "
-                "the sum of their results is used.",
-                row.place,
-                "Add up what each device has and reduce once, inside jax.shard_map, as "
-                "sk.make_train_step(accumulate=...) does.",
-            )
+    """Results of all-reduces over the same devices that nothing reads but their sum.
+
+    For example psum(a) + psum(b), where psum(a + b) sends half. Terms whose last addition is the same one are one sum.
+    """
+    terms_by_sum: dict[tuple[int, int], list[_Term]] = {}
+    for row, computation, instruction in program.collectives("all_reduce"):
+        results = [instruction]
+        if instruction.shape.parts:  # several arrays in one all-reduce
+            readers = program.uses.readers(computation, instruction.id)
+            results = [reader for reader, _ in readers if reader.opcode == "get-tuple-element"]
+        for result in results:
+            adds = tuple(_additions(program.uses, Value(computation, result)))
+            if adds and result.shape.bytes >= program.small:
+                terms_by_sum.setdefault(adds[-1], []).append(_Term(row, result.shape.bytes, adds))
+    for terms in terms_by_sum.values():
+        terms_by_axes = Counter(term.row.axes for term in terms)
+        repeated = [term for term in terms if terms_by_axes[term.row.axes] > 1]
+        if not repeated:
+            continue
+        row = repeated[0].row
+        size = sum(term.bytes for term in repeated)
+        yield Finding(
+            "summed-separately",
+            f"{len(repeated)} x all_reduce over {quoted(row.axes)} of {size:,} bytes in all; only the sum of their "
+            "results is used.",
+            row.place,
+            "Add up what each device has and reduce once, inside jax.shard_map, as "
+            "sk.make_train_step(accumulate=...) does.",
+        )
 
 
 def _additions(uses: Uses, value: Value) -> Iterator[tuple[int, int]]:
     """The additions through which a value goes, as long as each result has one reader."""
     while True:
-        ends = list(uses.ends(value, _scaled))
-        if len(ends) != 1 or ends[0].opcode != "add":
+        readers = list(uses.ends(value, _scales))
+        if len(readers) != 1 or readers[0].opcode != "add":
             return
-        value = ends[0].value
+        value = readers[0].value
         yield value.computation.id, value.instruction.id
 
 
-def _scaled(use: CompiledUse) -> bool:
-    computation, each, _ = use.value
-    if each.opcode == "multiply":
-        other = computation.instructions[each.operands[1 - use.position]]
-        return other.opcode in _FACTORS
-    return each.opcode in ("convert", "negate")
+def _scales(use: CompiledUse) -> bool:
+    """Whether an instruction multiplies a term by what may be the factor of all terms."""
+    computation, instruction, _ = use.value
+    if instruction.opcode == "multiply":
+        factor = computation.instructions[instruction.operands[1 - use.position]]
+        return factor.opcode in _FACTORS
+    return instruction.opcode in ("convert", "negate")

@@ -6,26 +6,28 @@ from collections.abc import Iterator
 
 from shardkit.analysis.compiled_rules.program import CompiledProgram, together
 from shardkit.analysis.hlo.collectives import CompiledRow
-from shardkit.analysis.hlo.uses import Value
+from shardkit.analysis.hlo.uses import CompiledUse, Value
 from shardkit.analysis.rules.rule import Finding
 
-_FLOAT32, _SHORT = 11, {10: "float16", 16: "bfloat16"}  # xla's PrimitiveType
+# Numbers of xla's PrimitiveType.
+_FLOAT32 = 11
+_SHORT = {10: "float16", 16: "bfloat16"}
 _MOVES = ("all_gather", "all_to_all", "ppermute")  # a reduction in 16 bits would be another result
 _IN_PARTS = ("slice", "dynamic-slice", "all-gather", "concatenate")
 
 
 def widths(program: CompiledProgram) -> Iterator[Finding]:
     """Collectives that move float32 which nothing reads but a conversion to 16 bits."""
-    found: dict[tuple[str, tuple[str, ...], str, str], list[CompiledRow]] = {}
-    for row, computation, each in program.collectives(*_MOVES):
-        ends = list(program.uses.ends(Value(computation, each), lambda use: use.opcode in _IN_PARTS))
-        kinds = {use.value.instruction.shape.type for use in ends}
-        if not ends or any(use.opcode != "convert" for use in ends) or not kinds <= set(_SHORT):
+    groups: dict[tuple[str, tuple[str, ...], str, str], list[CompiledRow]] = {}
+    for row, computation, instruction in program.collectives(*_MOVES):
+        short = _find_short_type(program, Value(computation, instruction))
+        if short is None:
             continue
-        sent = [Value(computation, computation.instructions[o]) for o in each.operands]
-        if {one.instruction.shape.type for one in sent} == {_FLOAT32} and not any(_rounded(program, v) for v in sent):
-            found.setdefault((row.kind, row.axes, row.place, _SHORT[kinds.pop()]), []).append(row)
-    for (*_, place, short), rows in found.items():
+        operands = [Value(computation, computation.instructions[number]) for number in instruction.operands]
+        all_float32 = all(operand.instruction.shape.type == _FLOAT32 for operand in operands)
+        if all_float32 and not any(_was_widened(program, operand) for operand in operands):
+            groups.setdefault((row.kind, row.axes, row.place, short), []).append(row)
+    for (_, _, place, short), rows in groups.items():
         yield Finding(
             "float32-traffic",
             f"{together(rows)} in float32: the values are converted to {short} directly after.",
@@ -34,10 +36,26 @@ def widths(program: CompiledProgram) -> Iterator[Finding]:
         )
 
 
-def _rounded(program: CompiledProgram, value: Value) -> bool:
+def _find_short_type(program: CompiledProgram, value: Value) -> str | None:
+    """The 16-bit type to which every reader of a value converts it; None if some reader does something else."""
+    types = set()
+    for use in program.uses.ends(value, _takes_part):
+        if use.opcode != "convert":
+            return None
+        types.add(use.value.instruction.shape.type)
+    if not types or not types <= set(_SHORT):
+        return None
+    return _SHORT[types.pop()]
+
+
+def _takes_part(use: CompiledUse) -> bool:
+    return use.opcode in _IN_PARTS
+
+
+def _was_widened(program: CompiledProgram, value: Value) -> bool:
     """Whether a value was 16 bits wide before: a backend without 16-bit collectives widens them itself."""
-    computation, each, around = program.uses.maker(value)
-    if each.opcode != "convert":
+    computation, instruction, around = program.uses.maker(value)
+    if instruction.opcode != "convert":
         return False
-    before = program.uses.maker(Value(computation, computation.instructions[each.operands[0]], around))
-    return before.instruction.shape.type in _SHORT
+    operand = Value(computation, computation.instructions[instruction.operands[0]], around)
+    return program.uses.maker(operand).instruction.shape.type in _SHORT

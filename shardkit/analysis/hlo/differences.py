@@ -56,21 +56,33 @@ class Compiled(NamedTuple):
         save(self.program, path, self.ends)
 
     def __str__(self) -> str:
+        if not self.rows:
+            return "\n".join(["no collectives", describe_differences(self.differences())])
         lines = [("kind", "axes", "times", "bytes in", "sent/device", "runs", "source")]
-        for rows in grouped(self.rows):
-            first, times = rows[0], sum(r.times for r in rows)
-            lines.append(
-                (
-                    first.kind,
-                    f"{','.join(first.axes)}={first.n}",
-                    f"{times}" + ("?" if first.count is None else ""),
-                    f"{first.bytes_in:,}",
-                    f"{int(sum((r.total for r in rows), Fraction(0))):,}",
-                    "overlapped" if first.asynchronous else "synchronous",
-                    first.place + (f" [{first.branch}]" if first.branch else ""),
-                )
-            )
-        return "\n".join([table(lines) if self.rows else "no collectives", changed(self.differences())])
+        for rows in group_alike(self.rows):
+            lines.append(_table_line(rows))
+        return "\n".join([table(lines), describe_differences(self.differences())])
+
+
+def _table_line(rows: list[CompiledRow]) -> tuple[str, str, str, str, str, str, str]:
+    """The line of rows that are alike in all that the table shows."""
+    first = rows[0]
+    times = str(sum(row.times for row in rows))
+    if first.count is None:
+        times += "?"
+    place = first.place
+    if first.branch:
+        place += f" [{first.branch}]"
+    sent = sum((row.total for row in rows), Fraction(0))
+    return (
+        first.kind,
+        f"{','.join(first.axes)}={first.n}",
+        times,
+        f"{first.bytes_in:,}",
+        f"{int(sent):,}",
+        "overlapped" if first.asynchronous else "synchronous",
+        place,
+    )
 
 
 def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
@@ -104,31 +116,36 @@ def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None)
     return Compiled(census_of(traced.jaxpr.jaxpr), rows, memory_of(executable), program)
 
 
-def grouped(rows: tuple[CompiledRow, ...]) -> list[list[CompiledRow]]:
+def group_alike(rows: tuple[CompiledRow, ...]) -> list[list[CompiledRow]]:
     """Rows that differ in nothing that is shown, together."""
     groups: dict[tuple[Any, ...], list[CompiledRow]] = {}
-    for r in rows:
-        key = (r.kind, r.axes, r.arrays, r.bytes_in, r.asynchronous, r.source, r.branch, r.count is None)
-        groups.setdefault(key, []).append(r)
+    for row in rows:
+        unknown = row.count is None
+        key = (row.kind, row.axes, row.arrays, row.bytes_in, row.asynchronous, row.source, row.branch, unknown)
+        groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 
-def changed(differences: list[str]) -> str:
+def describe_differences(differences: list[str]) -> str:
     """What the compiler changed, in a paragraph."""
-    return "what the compiler changed:\n" + "\n".join(f"- {c}" for c in differences) if differences else "as written"
+    if not differences:
+        return "as written"
+    return "\n".join(["what the compiler changed:", *(f"- {line}" for line in differences)])
 
 
-def added_by_compiler(found: Compiled) -> Fraction:
+def bytes_added_by_compiler(program: Compiled) -> Fraction:
     """Bytes sent per device by collectives that only the compiler added."""
-    return sum((row.total for row in found.rows if row.n > 1 and not written(row)), Fraction(0))
+    added = [row.total for row in program.rows if row.n > 1 and not is_written(row)]
+    return sum(added, Fraction(0))
 
 
-def written(row: CompiledRow) -> bool:
+def is_written(row: CompiledRow) -> bool:
     """Whether a compiled collective comes from a written one; those that it adds carry another operation's name.
 
     One merged of several under different scopes has the names of all, `shard_map/(loss/psum:psum)`.
     """
-    return registered(re.split("[/:(]", row.op_name.rstrip(")"))[-1]).kind is not None
+    operation = re.split("[/:(]", row.op_name.rstrip(")"))[-1]
+    return registered(operation).kind is not None
 
 
 class CompilerChange(NamedTuple):
@@ -150,19 +167,22 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[CompilerChange]
 
     A foreign call is compiled as it is, and its bytes stand nowhere in the program: it is left out too.
     """
-    own = [r for r in census.rows if r.n > 1 and r.primitive not in CALLS]
-    before, after, added = _tallies(own, [r for r in rows if r.n > 1])
-    found, after = _run_as_all_reduce(before, after)
+    census_rows = [row for row in census.rows if row.n > 1 and row.primitive not in CALLS]
+    before, after, added = _tally(census_rows, [row for row in rows if row.n > 1])
+    result, after = _find_scatters_run_as_sums(before, after)
     for key in sorted(before.keys() | after.keys()):
-        one, other = before.get(key, _NOTHING), after.get(key, _NOTHING)
-        # The compiler may know a trip count that the trace does not.
-        counted = one.unknown and other.times >= one.times and one.sent * other.times == other.sent * one.times
-        if (one.times, one.sent) != (other.times, other.sent) and not counted:
-            found.append(CompilerChange(_rewritten(_what(key), one, other), key[0], other.sent > one.sent))
-    for key, each in sorted(added.items()):
-        line = f"added: {each.times} x {_what(key)}, {each.bytes}{each.at}"
-        found.append(CompilerChange(line, key[0], more=True, added=True))
-    return found
+        old = before.get(key, _NOTHING)
+        new = after.get(key, _NOTHING)
+        if (old.times, old.sent) == (new.times, new.sent):
+            continue
+        # The compiler may know a trip count that the trace does not: as many bytes each time, and more times.
+        if old.unknown and new.times >= old.times and old.sent * new.times == new.sent * old.times:
+            continue
+        result.append(CompilerChange(_describe_change(_describe_key(key), old, new), key[0], new.sent > old.sent))
+    for key, traffic in sorted(added.items()):
+        line = f"added: {traffic.times} x {_describe_key(key)}, {traffic.bytes}{traffic.at}"
+        result.append(CompilerChange(line, key[0], more=True, added=True))
+    return result
 
 
 Key = tuple[str, tuple[str, ...]]  # a kind of collective, and its axes in alphabetical order
@@ -178,88 +198,122 @@ class _Traffic(NamedTuple):
 
     def plus(self, row: CensusRow | CompiledRow, place: str, unknown: bool) -> _Traffic:
         """With the collectives of one more row."""
-        new = (place,) if place and place not in self.places else ()
-        return _Traffic(self.times + row.times, self.sent + row.total, self.places + new, self.unknown or unknown)
+        places = self.places
+        if place and place not in places:
+            places = (*places, place)
+        return _Traffic(self.times + row.times, self.sent + row.total, places, self.unknown or unknown)
 
     @property
     def bytes(self) -> str:
         """What is sent, in words."""
-        return f"{float(self.sent):,.0f} bytes"
+        return _describe_bytes(self.sent)
 
     @property
     def at(self) -> str:
         """The places, in words."""
-        shown = [*self.places[:3], *(["..."] if len(self.places) > 3 else [])]
-        return f" at {', '.join(shown)}" if shown else ""
+        if not self.places:
+            return ""
+        shown = list(self.places[:3])
+        if len(self.places) > 3:
+            shown.append("...")
+        return f" at {', '.join(shown)}"
 
 
 _NOTHING = _Traffic()
 _Tally = dict[Key, _Traffic]
 
 
-def _tallies(wanted: list[CensusRow], rows: list[CompiledRow]) -> tuple[_Tally, _Tally, _Tally]:
+def _tally(census_rows: list[CensusRow], rows: list[CompiledRow]) -> tuple[_Tally, _Tally, _Tally]:
     """The collectives as written, those of them in the compiled program, and those that the compiler added."""
     before: _Tally = {}
     after: _Tally = {}
     added: _Tally = {}
-    for row in wanted:
-        key = row.kind, _moved(row, rows)
-        before[key] = before.get(key, _NOTHING).plus(row, row.source, row.count is None)
-    places = {(row.kind, row.source) for row in wanted}
-    for each in rows:
-        key = each.kind, tuple(sorted(each.axes))
+    for written_row in census_rows:
+        key = written_row.kind, _axes_as_compiled(written_row, rows)
+        traffic = before.get(key, _NOTHING)
+        before[key] = traffic.plus(written_row, written_row.source, written_row.count is None)
+    written_places = {(written_row.kind, written_row.source) for written_row in census_rows}
+    for row in rows:
+        key = row.kind, tuple(sorted(row.axes))
+        similar = {key}
+        if row.kind == "all_reduce":
+            similar.add(("reduce_scatter", key[1]))
         # The compiler drops some names, and gives what it merges that of another operation.
-        kin = {key, ("reduce_scatter", key[1])} if each.kind == "all_reduce" else {key}
-        nameless = not each.op_name and bool(kin & (before.keys() | after.keys()))
-        side = after if written(each) or (each.kind, each.source) in places or nameless else added
-        side[key] = side.get(key, _NOTHING).plus(each, each.source or each.op_name, False)
+        is_nameless = not row.op_name and not similar.isdisjoint(before.keys() | after.keys())
+        if is_written(row) or (row.kind, row.source) in written_places or is_nameless:
+            tally = after
+        else:
+            tally = added
+        tally[key] = tally.get(key, _NOTHING).plus(row, row.source or row.op_name, False)
     return before, after, added
 
 
-def _what(key: Key) -> str:
+def _describe_key(key: Key) -> str:
     return f"{key[0]} over {quoted(key[1])}"
 
 
-def _moved(row: CensusRow, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
-    """The axes of a written collective under which it is found among the compiled.
+def _describe_bytes(size: Fraction) -> str:
+    return f"{float(size):,.0f} bytes"
+
+
+def _axes_as_compiled(written_row: CensusRow, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
+    """The axes of a written collective under which it stands among the compiled.
 
     A group does not show axes of one device, nor the pairs of a permute an axis along which they stay: fewer axes with
-    as many devices are the same axes.
+    as many devices are the same axes. For example a psum over ("data", "model") with model=1 is compiled as one over
+    "data".
     """
-    if row.kind == "ppermute":
-        return tuple(sorted(row.along))
-    for each in sorted(rows, key=lambda each: each.bytes_in != row.bytes_in):
-        if each.kind == row.kind and each.n == row.n > 1 and set(each.axes) < set(row.axes):
-            return tuple(sorted(each.axes))
-    return tuple(sorted(row.axes))
+    if written_row.kind == "ppermute":
+        return tuple(sorted(written_row.along))
+    same_size_first = sorted(rows, key=lambda row: row.bytes_in != written_row.bytes_in)
+    for row in same_size_first:
+        if row.kind == written_row.kind and row.n == written_row.n > 1 and set(row.axes) < set(written_row.axes):
+            return tuple(sorted(row.axes))
+    return tuple(sorted(written_row.axes))
 
 
-def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[CompilerChange], _Tally]:
-    """Names the reduce_scatters that run as an all_reduce and a slice of it, and restores them among the compiled."""
-    found, restored = [], dict(after)
+def _find_scatters_run_as_sums(before: _Tally, after: _Tally) -> tuple[list[CompilerChange], _Tally]:
+    """Names the reduce_scatters that run as an all_reduce and a slice of it, and restores them among the compiled.
+
+    For example one reduce_scatter of 768 bytes is written, and one all_reduce of 1,536 is compiled: an all_reduce sends
+    twice what a reduce_scatter does.
+    """
+    found_changes = []
+    restored = dict(after)
     for key in sorted(key for key in before if key[0] == "reduce_scatter"):
-        wanted, run = before[key], after.get(key, _NOTHING)
-        lost, missing = wanted.times - run.times, wanted.sent - run.sent
-        summed = "all_reduce", key[1]
-        own, sums = before.get(summed, _NOTHING), after.get(summed, _NOTHING)
-        if summed in before | after and lost > 0 and sums.sent - own.sent >= 2 * missing * Fraction(9, 10):
-            line = f"run as all_reduce: {lost} x {_what(key)}, {float(2 * missing):,.0f} bytes instead of"
-            found.append(CompilerChange(f"{line} {float(missing):,.0f}{wanted.at}", key[0], True))
-            restored[key] = run._replace(times=wanted.times, sent=wanted.sent)
-            times = max(sums.times - lost, min(1, own.times))  # they may have been merged
-            rest = max(sums.sent - 2 * missing, own.sent)  # the sums may have sent up to a tenth less
-            restored[summed] = sums._replace(times=times, sent=rest)
-    return found, restored
+        scatters = before[key]
+        compiled_scatters = after.get(key, _NOTHING)
+        missing_times = scatters.times - compiled_scatters.times
+        missing_bytes = scatters.sent - compiled_scatters.sent
+        sum_key = "all_reduce", key[1]
+        if missing_times <= 0 or sum_key not in before | after:
+            continue
+        sums = before.get(sum_key, _NOTHING)
+        compiled_sums = after.get(sum_key, _NOTHING)
+        # The compiled sums may send up to a tenth less, where they were merged with others.
+        if compiled_sums.sent - sums.sent < 2 * missing_bytes * Fraction(9, 10):
+            continue
+        sent = _describe_bytes(2 * missing_bytes)
+        written = f"{float(missing_bytes):,.0f}"
+        line = f"run as all_reduce: {missing_times} x {_describe_key(key)}, {sent} instead of {written}{scatters.at}"
+        found_changes.append(CompilerChange(line, key[0], True))
+        restored[key] = compiled_scatters._replace(times=scatters.times, sent=scatters.sent)
+        restored[sum_key] = compiled_sums._replace(
+            times=max(compiled_sums.times - missing_times, min(1, sums.times)),  # they may have been merged
+            sent=max(compiled_sums.sent - 2 * missing_bytes, sums.sent),
+        )
+    return found_changes, restored
 
 
-def _rewritten(what: str, before: _Traffic, after: _Traffic) -> str:
+def _describe_change(what: str, before: _Traffic, after: _Traffic) -> str:
     """What the compiler did to the collectives of one kind over the same axes."""
-    lost = before.times - after.times
+    missing = before.times - after.times
     if before.sent == after.sent:
-        word = "merged" if after.times < before.times else "split"
+        word = "merged" if missing > 0 else "split"
         return f"{word}: {before.times} x {what} run as {after.times}, {after.bytes} as written"
-    if lost > 0 and before.sent * after.times == after.sent * before.times:
-        return f"dropped: {lost} of {before.times} x {what}, {float(before.sent - after.sent):,.0f} bytes{before.at}"
+    if missing > 0 and before.sent * after.times == after.sent * before.times:
+        dropped = _describe_bytes(before.sent - after.sent)
+        return f"dropped: {missing} of {before.times} x {what}, {dropped}{before.at}"
     if not before.times:
         return f"became {what}: {after.times} x, {after.bytes}{after.at}"
     return (

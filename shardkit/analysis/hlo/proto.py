@@ -42,8 +42,10 @@ class Shape(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of all arrays in it, without the padding of a layout."""
-        own = (math.prod(self.dims) * _BITS[self.type] + 7) // 8 if self.type in _BITS else 0
-        return own + sum(part.bytes for part in self.parts)
+        size = sum(part.bytes for part in self.parts)
+        if self.type in _BITS:
+            size += (self.size * _BITS[self.type] + 7) // 8
+        return size
 
     @property
     def size(self) -> int:
@@ -67,7 +69,10 @@ class Frame(NamedTuple):
 
 def outside_kernels(frames: Sequence[Frame]) -> str:
     """The innermost line outside shardkit's kernels, else the outermost."""
-    return str(next((frame for frame in frames if not is_kernel(frame.file)), frames[-1]))
+    for frame in frames:
+        if not is_kernel(frame.file):
+            return str(frame)
+    return str(frames[-1])
 
 
 @dataclass
@@ -107,7 +112,11 @@ class Computation:
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
         """The parameter instructions by their number."""
-        return {i.parameter: i for i in self.instructions.values() if i.opcode == "parameter"}
+        parameters = {}
+        for instruction in self.instructions.values():
+            if instruction.opcode == "parameter":
+                parameters[instruction.parameter] = instruction
+        return parameters
 
 
 @dataclass
@@ -133,12 +142,14 @@ def read(proto: bytes, line: Callable[[Sequence[Frame]], str] = outside_kernels)
         ValueError: the bytes are not such a message.
     """
     try:
-        top = message(proto)
-        orders = [message(entry) for entry in message(top.get(7, [b""])[0]).get(1, ())]
-        schedule = {integer(each, 1): integers(message(each[2][0]), 1) for each in orders if 2 in each}
-        computations = [_computation(b, schedule) for b in top[3]]
-        frames = _frames(message(top.get(17, [b""])[0]), line)
-        return Module(text(top[1]), integer(top, 6), {c.id: c for c in computations}, frames)
+        fields = message(proto)
+        schedule = _read_schedule(message(fields.get(7, [b""])[0]))
+        computations = {}
+        for data in fields[3]:
+            computation = _read_computation(data, schedule)
+            computations[computation.id] = computation
+        frames = _read_frames(message(fields.get(17, [b""])[0]), line)
+        return Module(text(fields[1]), integer(fields, 6), computations, frames)
     except (KeyError, IndexError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"hlo.read: proto must be a serialized HloModuleProto; got {len(proto):,} bytes that are not one. "
@@ -146,83 +157,115 @@ def read(proto: bytes, line: Callable[[Sequence[Frame]], str] = outside_kernels)
         ) from error
 
 
-def _computation(data: bytes, schedule: dict[int, tuple[int, ...]]) -> Computation:
+def _read_schedule(schedule: Message) -> dict[int, tuple[int, ...]]:
+    """The order of execution of each scheduled computation, as ids of instructions."""
+    orders = {}
+    for entry in schedule.get(1, ()):
+        fields = message(entry)
+        if 2 in fields:
+            orders[integer(fields, 1)] = integers(message(fields[2][0]), 1)
+    return orders
+
+
+def _read_computation(data: bytes, schedule: dict[int, tuple[int, ...]]) -> Computation:
     fields = message(data)
-    instructions = {i.id: i for i in map(_instruction, fields[2])}
+    instructions = {}
+    for instruction in map(_read_instruction, fields[2]):
+        instructions[instruction.id] = instruction
     number = integer(fields, 5)  # a number that is 0 is not written
     order = schedule.get(number, tuple(instructions))
     return Computation(number, text(fields[1]), integer(fields, 6), {i: instructions[i] for i in order})
 
 
-def _instruction(data: bytes) -> Instruction:
-    f = message(data)
-    out = Instruction(
-        id=integer(f, 35),
-        name=text(f[1]),
-        opcode=text(f[2]),
-        shape=_shape(f[3][0]),
-        operands=integers(f, 36),
-        calls=integers(f, 38),
-        tuple_index=integer(f, 13),
-        parameter=integer(f, 9),
-        target=text(f.get(28)),
-        direction=text(f.get(63)),
-        pairs=tuple((integer(p, 1), integer(p, 2)) for p in map(message, f.get(52, ()))),
+def _read_instruction(data: bytes) -> Instruction:
+    fields = message(data)
+    instruction = Instruction(
+        id=integer(fields, 35),
+        name=text(fields[1]),
+        opcode=text(fields[2]),
+        shape=_read_shape(fields[3][0]),
+        operands=integers(fields, 36),
+        calls=integers(fields, 38),
+        tuple_index=integer(fields, 13),
+        parameter=integer(fields, 9),
+        target=text(fields.get(28)),
+        direction=text(fields.get(63)),
+        pairs=tuple((integer(pair, 1), integer(pair, 2)) for pair in map(message, fields.get(52, ()))),
+        groups=_read_groups(fields),
     )
-    if 7 in f:
-        metadata = message(f[7][0])
-        out.op_name, out.frame = text(metadata.get(2)), integer(metadata, 15)
-    if 8 in f and not out.shape.dims:
-        out.literal = _scalar(message(f[8][0]))
-    if 43 in f and f[43][0][:1] == b"{":
+    if 7 in fields:
+        metadata = message(fields[7][0])
+        instruction.op_name = text(metadata.get(2))
+        instruction.frame = integer(metadata, 15)
+    if 8 in fields and not instruction.shape.dims:
+        instruction.literal = _read_scalar(message(fields[8][0]))
+    if 43 in fields and fields[43][0][:1] == b"{":
         with suppress(json.JSONDecodeError):  # a library's custom call may hold MLIR there
-            out.config = json.loads(f[43][0])
-    named = [(n, bytes(f[n][0])) for n in (93, 92, 87) if n in f]
-    out.groups = groups_in(*named[0]) if named else tuple(integers(message(g), 1) for g in f.get(49, ()))
-    if 30 in f:
-        out.contracting = integers(message(f[30][0]), 1)
-    if 15 in f:
-        out.window = tuple({k: v[0] for k, v in message(d).items()} for d in message(f[15][0]).get(1, ()))
-    if 16 in f:
-        numbers = message(f[16][0])
-        out.convolution = {k: integers(numbers, k) if k in (6, 11, 12) else integer(numbers, k) for k in range(3, 13)}
-    return out
+            instruction.config = json.loads(fields[43][0])
+    if 30 in fields:
+        instruction.contracting = integers(message(fields[30][0]), 1)
+    if 15 in fields:
+        window = []
+        for dim in message(fields[15][0]).get(1, ()):
+            window.append({number: values[0] for number, values in message(dim).items()})
+        instruction.window = tuple(window)
+    if 16 in fields:
+        numbers = message(fields[16][0])
+        for number in range(3, 13):
+            read = integers if number in (6, 11, 12) else integer  # these are lists of spatial dims
+            instruction.convolution[number] = read(numbers, number)
+    return instruction
 
 
-def _frames(index: Message, line: Callable[[Sequence[Frame]], str]) -> dict[int, str]:
+def _read_groups(instruction: Message) -> Groups:
+    """The groups of devices of a collective, in whichever form the compiler wrote them; see `groups_in`."""
+    for form in (93, 92, 87):
+        if form in instruction:
+            return groups_in(form, bytes(instruction[form][0]))
+    return tuple(integers(message(group), 1) for group in instruction.get(49, ()))
+
+
+def _read_frames(index: Message, line: Callable[[Sequence[Frame]], str]) -> dict[int, str]:
     """For each stack frame the line that names it."""
-    files, functions = ([b.decode() for b in index.get(n, ())] for n in (1, 2))
-    places = [
-        Frame(files[integer(place, 1) - 1], integer(place, 3), functions[integer(place, 2) - 1])
-        for place in map(message, index.get(3, ()))
-    ]
-    frames = [message(b) for b in index.get(4, ())]
+    files = [name.decode() for name in index.get(1, ())]
+    functions = [name.decode() for name in index.get(2, ())]
+    places = []
+    for place in map(message, index.get(3, ())):
+        file = files[integer(place, 1) - 1]
+        function = functions[integer(place, 2) - 1]
+        places.append(Frame(file, integer(place, 3), function))
     # Numbers are from 1, and 0 is none. Stacks are a hundred deep and share their outer frames: read each frame once.
-    own = [places[integer(frame, 1) - 1] for frame in frames]
-    outer = [integer(frame, 2) - 1 for frame in frames]
+    frames = []
+    callers = []
+    for data in map(message, index.get(4, ())):
+        frames.append(places[integer(data, 1) - 1])
+        callers.append(integer(data, 2) - 1)
 
-    def stack(at: int) -> list[Frame]:
-        out = []
-        while at >= 0:
-            out.append(own[at])
-            at = outer[at]
-        return out
+    def stack_of(position: int) -> list[Frame]:
+        stack = []
+        while position >= 0:
+            stack.append(frames[position])
+            position = callers[position]
+        return stack
 
-    return {at + 1: line(stack(at)) for at in range(len(frames))}
+    return {position + 1: line(stack_of(position)) for position in range(len(frames))}
 
 
 @lru_cache(4096)  # a program has few shapes
-def _shape(data: bytes) -> Shape:
-    f = message(data)
-    layout = message(f[5][0]) if 5 in f else {}
-    return Shape(integer(f, 2), integers(f, 3), tuple(map(_shape, f.get(4, ()))), integer(layout, 8))
+def _read_shape(data: bytes) -> Shape:
+    fields = message(data)
+    layout = message(fields[5][0]) if 5 in fields else {}
+    parts = tuple(map(_read_shape, fields.get(4, ())))
+    return Shape(integer(fields, 2), integers(fields, 3), parts, integer(layout, 8))
 
 
-def _scalar(literal: Message) -> int | None:
+def _read_scalar(literal: Message) -> int | None:
     """The value of an integer scalar, None for any other."""
     for number in (4, 5, 6, 7):
-        if number in literal:
-            values = integers(literal, number)
-            negative = bool(values) and values[0] >= 1 << 63
-            return values[0] - (1 << 64) * negative if values else None
+        if number not in literal:
+            continue
+        values = integers(literal, number)
+        if not values:
+            return None
+        return values[0] - (1 << 64) if values[0] >= 1 << 63 else values[0]
     return None

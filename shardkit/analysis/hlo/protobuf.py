@@ -1,4 +1,4 @@
-"""Messages in protobuf's wire format, read and written without a schema: field numbers to lists of values."""
+"""Messages in protobuf's wire format, read without a schema: field numbers to lists of values."""
 
 from __future__ import annotations
 
@@ -63,20 +63,3 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
         shift += 7
-
-
-def written(number: int, value: int | str | bytes) -> bytes:
-    """A field: a whole number of at least 0 as a varint, a string or bytes with their length."""
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    content = value.encode() if isinstance(value, str) else value
-    return varint(number << 3 | 2) + varint(len(content)) + content
-
-
-def varint(value: int) -> bytes:
-    """A whole number of at least 0, seven bits a byte, the lowest first."""
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])

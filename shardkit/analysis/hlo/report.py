@@ -13,7 +13,7 @@ from shardkit._arguments.checks import sized
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of, total_work
 from shardkit.analysis.hlo.compute import NO_WORK, Work, clock_of
-from shardkit.analysis.hlo.differences import account, changed, grouped
+from shardkit.analysis.hlo.differences import account, describe_differences, group_alike
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, parse_topology
 from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of
@@ -136,9 +136,9 @@ class Report:
         rows: list[tuple[str, ...]] = [
             ("kind", "axes", "times", "arrays", "bytes in", "sent/device", "runs", "hidden by", "exposed", "source")
         ]
-        rows += [_line(same) for same in grouped(self.rows)]
+        rows += [_line(same) for same in group_alike(self.rows)]
         lines.append(table(rows) if self.rows else "no collectives")
-        return "\n".join([*lines, changed(self.differences())])
+        return "\n".join([*lines, describe_differences(self.differences())])
 
     def _in_message(self, patterns: tuple[str, ...]) -> int:
         found = next(filter(None, (re.search(pattern, self.message) for pattern in patterns)), None)

@@ -10,107 +10,144 @@ from shardkit.analysis.hlo import proto
 # Values are followed as small terms: ("const", 8), ("state", 2), ("add", 2, 1) for element 2 and one,
 # ("compare", "LT", term, term). Only whole numbers and their comparisons are followed, one path at a time, so that the
 # layers of an unrolled body are not walked.
+#
+# For example the loop of a scan over 12 layers. Its state starts as (0, 12, x), which is {0: ("const", 0),
+# 1: ("const", 12)}; the condition is ("compare", "LT", ("state", 0), ("state", 1)); the body returns
+# ("add", 0, 1) as element 0 and ("state", 1) as element 1. From 0 to 12 in steps of 1: 12 iterations.
 Term = tuple[Any, ...] | None
 _WHOLE = range(1, 10)  # xla's PrimitiveType: a truth value, then whole numbers of 8 to 64 bits
 _PASSES_ON = {"copy", "bitcast", "convert", "reshape", "copy-done", "optimization-barrier"}
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
 def trip_count(
-    module: proto.Module, computation: proto.Computation, loop: proto.Instruction, known: Mapping[int, int]
+    module: proto.Module, computation: proto.Computation, loop: proto.Instruction, constants: Mapping[int, int]
 ) -> tuple[int | None, dict[int, int]]:
     """A `while` loop's trip count, None if the program does not show it, and the constants in its state.
 
-    `known` are the constants in the parameter tuple of the computation around it, by their index.
+    `constants` are those in the parameter tuple of the computation around it, by their index.
     """
-    recorded = loop.config.get("known_trip_count", {}).get("n")
     body, condition = (module.computations[call] for call in loop.calls)
-    start = {i: _element(module, computation, loop.operands[0], i, known) for i in range(len(loop.shape.parts))}
-    inside = {i: term[1] for i, term in start.items() if _is(term, "const") and _kept(module, body, i)}
+    start = {}
+    for index in range(len(loop.shape.parts)):
+        start[index] = _element(module, computation, loop.operands[0], index, constants)
+    loop_constants = {}
+    for index, term in start.items():
+        if _is(term, "const") and _is_unchanged(module, body, index):
+            loop_constants[index] = term[1]
+    recorded = loop.config.get("known_trip_count", {}).get("n")
     if recorded is not None:
-        return int(recorded), inside
-
+        return int(recorded), loop_constants
     test = _term(module, condition, condition.root, {})
     if not _is(test, "compare"):
-        return None, inside
-    _, direction, left, right = test
-    if _is(right, "state") and right[1] not in inside and not _is(left, "state"):
-        left, right = right, left
-        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
-    if not _is(left, "state"):
-        return None, inside
-    first = start.get(left[1])
-    limit = right[1] if _is(right, "const") else inside.get(right[1]) if _is(right, "state") else None
-    step = _step(_element(module, body, body.root, left[1], {}), left[1])
+        return None, loop_constants
+    return _count_iterations(module, body, start, loop_constants, test), loop_constants
+
+
+def _count_iterations(
+    module: proto.Module,
+    body: proto.Computation,
+    start: Mapping[int, Term],
+    loop_constants: Mapping[int, int],
+    test: tuple[Any, ...],
+) -> int | None:
+    """The iterations of a loop that counts an element of its state up or down to a limit."""
+    _, direction, counter, limit_term = test
+    if _is(limit_term, "state") and limit_term[1] not in loop_constants and not _is(counter, "state"):
+        # The limit is on the left: 12 > i.
+        counter, limit_term = limit_term, counter
+        direction = _MIRRORED.get(direction, direction)
+    if not _is(counter, "state"):
+        return None
+    index = counter[1]
+    first = start.get(index)
+    limit = None
+    if _is(limit_term, "const"):
+        limit = limit_term[1]
+    elif _is(limit_term, "state"):
+        limit = loop_constants.get(limit_term[1])
+    step = _find_step(_element(module, body, body.root, index, {}), index)
     if not _is(first, "const") or limit is None or not step:
-        return None, inside
+        return None
     distance = limit - first[1]
-    if direction in ("LE", "GE"):
-        distance += 1 if direction == "LE" else -1
-    ends = {"LT": step > 0, "LE": step > 0, "GT": step < 0, "GE": step < 0, "NE": distance % step == 0}
-    return (max(0, -(-distance // step)) if ends.get(direction) else None), inside
+    if direction == "LE":
+        distance += 1
+    elif direction == "GE":
+        distance -= 1
+    reaches_limit = {"LT": step > 0, "LE": step > 0, "GT": step < 0, "GE": step < 0, "NE": distance % step == 0}
+    if not reaches_limit.get(direction):
+        return None
+    return max(0, -(-distance // step))
 
 
-def _step(term: Term, index: int) -> int | None:
+def _find_step(term: Term, index: int) -> int | None:
     """The constant that an iteration adds to an element of the state."""
-    return term[2] if _is(term, "add") and term[1] == index else None
+    if _is(term, "add") and term[1] == index:
+        step: int = term[2]
+        return step
+    return None
 
 
-def _kept(module: proto.Module, body: proto.Computation, index: int) -> bool:
-    """Whether a loop's body returns an element of its state unchanged."""
+def _is_unchanged(module: proto.Module, body: proto.Computation, index: int) -> bool:
+    """Whether a loop's body returns an element of its state as it was."""
     return _element(module, body, body.root, index, {}) == ("state", index)
 
 
 def _element(
-    module: proto.Module, computation: proto.Computation, at: int, index: int, known: Mapping[int, int]
+    module: proto.Module, computation: proto.Computation, number: int, index: int, constants: Mapping[int, int]
 ) -> Term:
-    """The term of one element of a tuple."""
-    each = computation.instructions[at]
-    while each.opcode in _PASSES_ON:
-        each = computation.instructions[each.operands[0]]
-    if each.opcode == "parameter":
-        return ("const", known[index]) if index in known else ("state", index)
-    if each.opcode == "while":  # what a loop returns unchanged
-        kept = _kept(module, module.computations[each.calls[0]], index)
-        return _element(module, computation, each.operands[0], index, known) if kept else None
-    return _term(module, computation, each.operands[index], known) if each.opcode == "tuple" else None
+    """The term of element `index` of the tuple that instruction `number` returns."""
+    instruction = computation.instructions[number]
+    while instruction.opcode in _PASSES_ON:
+        instruction = computation.instructions[instruction.operands[0]]
+    if instruction.opcode == "parameter":
+        return ("const", constants[index]) if index in constants else ("state", index)
+    if instruction.opcode == "tuple":
+        return _term(module, computation, instruction.operands[index], constants)
+    if instruction.opcode == "while" and _is_unchanged(module, module.computations[instruction.calls[0]], index):
+        return _element(module, computation, instruction.operands[0], index, constants)
+    return None
 
 
 def _term(
     module: proto.Module,
     computation: proto.Computation,
-    at: int,
-    known: Mapping[int, int],
+    number: int,
+    constants: Mapping[int, int],
     argument: Callable[[int], Term] | None = None,
 ) -> Term:
     """The term of a value; inside a fusion or a call, `argument` gives the terms of its operands."""
-    each = computation.instructions.get(at)
-    if each is None or each.shape.dims or each.shape.type not in _WHOLE:
+    instruction = computation.instructions.get(number)
+    if instruction is None or instruction.shape.dims or instruction.shape.type not in _WHOLE:
         return None
 
-    def operand(i: int) -> Term:
-        return _term(module, computation, each.operands[i], known, argument)
+    def operand(position: int) -> Term:
+        return _term(module, computation, instruction.operands[position], constants, argument)
 
-    if each.opcode == "constant":
-        return None if each.literal is None else ("const", each.literal)
-    if each.opcode == "parameter":
-        return argument(each.parameter) if argument else None
-    if each.opcode == "get-tuple-element":
-        return None if argument else _element(module, computation, each.operands[0], each.tuple_index, known)
-    if each.opcode in _PASSES_ON:
+    opcode = instruction.opcode
+    if opcode == "constant":
+        return None if instruction.literal is None else ("const", instruction.literal)
+    if opcode == "parameter":
+        return argument(instruction.parameter) if argument else None
+    if opcode == "get-tuple-element" and argument is None:
+        return _element(module, computation, instruction.operands[0], instruction.tuple_index, constants)
+    if opcode in _PASSES_ON:
         return operand(0)
-    if each.opcode in ("add", "subtract"):
-        return _sum(operand, -1 if each.opcode == "subtract" else 1)
-    if each.opcode == "compare":
+    if opcode == "add":
+        return _add(operand, sign=1)
+    if opcode == "subtract":
+        return _add(operand, sign=-1)
+    if opcode == "compare":
         left = operand(0)
         right = operand(1) if left else None
-        return ("compare", each.direction, left, right) if right else None
-    if each.opcode in ("fusion", "call"):
-        inner = module.computations[each.calls[0]]
+        return ("compare", instruction.direction, left, right) if right else None
+    if opcode in ("fusion", "call"):
+        inner = module.computations[instruction.calls[0]]
         return _term(module, inner, inner.root, {}, operand)
     return None
 
 
-def _sum(operand: Callable[[int], Term], sign: int) -> Term:
+def _add(operand: Callable[[int], Term], sign: int) -> Term:
     """The term of a sum or, with sign -1, of a difference: of constants, or of the state and a constant."""
     left = operand(0)
     right = operand(1) if left else None
@@ -123,7 +160,9 @@ def _sum(operand: Callable[[int], Term], sign: int) -> Term:
         return ("const", left[1] + step)
     if left[0] == "state":
         return ("add", left[1], step)
-    return ("add", left[1], left[2] + step) if left[0] == "add" else None
+    if left[0] == "add":
+        return ("add", left[1], left[2] + step)
+    return None
 
 
 def _is(term: Term, kind: str) -> TypeGuard[tuple[Any, ...]]:

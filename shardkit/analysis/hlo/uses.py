@@ -36,8 +36,10 @@ class CompiledUse(NamedTuple):
     @property
     def leaves(self) -> int | None:
         """The element of its computation's result that the value becomes; None where it is read inside."""
-        inside = self.value.around or self.value.instruction.id != self.value.computation.root
-        return self.position if self.opcode == "tuple" and not inside else None
+        is_inside = self.value.around or self.value.instruction.id != self.value.computation.root
+        if self.opcode != "tuple" or is_inside:
+            return None
+        return self.position
 
 
 class Uses:
@@ -47,84 +49,110 @@ class Uses:
         self.module = module
         self.fused: set[int] = set()  # computations that are part of an instruction
         self.loops: dict[int, tuple[proto.Computation, proto.Instruction]] = {}  # the loop of each body
-        self._users: dict[int, dict[int, list[tuple[proto.Instruction, int]]]] = {}
+        self._readers: dict[int, dict[int, list[tuple[proto.Instruction, int]]]] = {}
         for computation in module.computations.values():
-            for each in computation.instructions.values():
-                if each.opcode == "while":
-                    self.loops[each.calls[0]] = (computation, each)
-                elif each.opcode not in ("call", "conditional"):
-                    self.fused.update(each.calls)
+            for instruction in computation.instructions.values():
+                if instruction.opcode == "while":
+                    self.loops[instruction.calls[0]] = (computation, instruction)
+                elif instruction.opcode not in ("call", "conditional"):
+                    self.fused.update(instruction.calls)
 
     def readers(self, computation: proto.Computation, number: int) -> list[tuple[proto.Instruction, int]]:
         """The instructions of a computation that read a value, and as which operand."""
-        if computation.id not in self._users:
-            users = self._users[computation.id] = {}
-            for each in computation.instructions.values():
-                for position, operand in enumerate(each.operands):
-                    users.setdefault(operand, []).append((each, position))
-        return self._users[computation.id].get(number, [])
+        if computation.id not in self._readers:
+            readers: dict[int, list[tuple[proto.Instruction, int]]] = {}
+            for instruction in computation.instructions.values():
+                for position, operand in enumerate(instruction.operands):
+                    readers.setdefault(operand, []).append((instruction, position))
+            self._readers[computation.id] = readers
+        return self._readers[computation.id].get(number, [])
 
     def ends(self, value: Value, passes: Callable[[CompiledUse], bool]) -> Iterator[CompiledUse]:
         """Where a value goes: the first readers that do not pass it on, and the root of its computation."""
-        seen: set[tuple[int, ...]] = set()
+        visited: set[tuple[int, ...]] = set()
         waiting = [value]
         while waiting:
             value = waiting.pop()
-            computation, each, around = value
-            key = (computation.id, each.id, *(fusion.id for _, fusion in around))
-            if key in seen:
+            computation, instruction, around = value
+            key = (computation.id, instruction.id, *(fusion.id for _, fusion in around))
+            if key in visited:
                 continue
-            seen.add(key)
-            if each.id == computation.root:
+            visited.add(key)
+            if instruction.id == computation.root:
                 if around:
-                    waiting.append(Value(*around[-1], around[:-1]))
+                    waiting.append(_leave(value))
                 else:
                     yield CompiledUse(value, -1)
-            for user, position in self.readers(computation, each.id):
-                use = CompiledUse(Value(computation, user, around), position)
-                if user.opcode in ("fusion", "call"):
-                    inner = self.module.computations[user.calls[0]]
-                    parameter = inner.parameters.get(position)
-                    if parameter is not None:
-                        waiting.append(Value(inner, parameter, (*around, (computation, user))))
-                elif user.opcode == "tuple" and user.id == computation.root and around:  # a fusion of several results
-                    outer, fusion = around[-1]
-                    waiting += [
-                        Value(outer, element, around[:-1])
-                        for element, _ in self.readers(outer, fusion.id)
-                        if element.opcode == "get-tuple-element" and element.tuple_index == position
-                    ]
-                elif user.opcode in MOVES or passes(use):
+            for reader, position in self.readers(computation, instruction.id):
+                use = CompiledUse(Value(computation, reader, around), position)
+                if reader.opcode in ("fusion", "call"):
+                    waiting += self._enter(use)
+                elif reader.opcode == "tuple" and reader.id == computation.root and around:
+                    waiting += self._leave_by_element(use)
+                elif reader.opcode in MOVES or passes(use):
                     waiting.append(use.value)
                 else:
                     yield use
 
+    def _enter(self, use: CompiledUse) -> list[Value]:
+        """The parameter that a value is inside the fusion or call that reads it."""
+        computation, fusion, around = use.value
+        inner = self.module.computations[fusion.calls[0]]
+        parameter = inner.parameters.get(use.position)
+        if parameter is None:
+            return []
+        return [Value(inner, parameter, (*around, (computation, fusion)))]
+
+    def _leave_by_element(self, use: CompiledUse) -> list[Value]:
+        """Where a value goes that is one of several results of a fusion."""
+        around = use.value.around
+        outer, fusion = around[-1]
+        elements = []
+        for reader, _ in self.readers(outer, fusion.id):
+            if reader.opcode == "get-tuple-element" and reader.tuple_index == use.position:
+                elements.append(Value(outer, reader, around[:-1]))
+        return elements
+
     def made_from(self, value: Value) -> Iterator[proto.Instruction]:
         """Every instruction from which a value is computed, through the fusions around it."""
-        seen: set[tuple[int, int]] = set()
+        visited: set[tuple[int, int]] = set()
         waiting = [value]
         while waiting:
-            computation, each, around = waiting.pop()
-            if (computation.id, each.id) in seen:
+            value = waiting.pop()
+            computation, instruction, around = value
+            if (computation.id, instruction.id) in visited:
                 continue
-            seen.add((computation.id, each.id))
-            yield each
-            if each.opcode == "parameter" and around:
-                outer, fusion = around[-1]
-                operands = [Value(outer, outer.instructions[fusion.operands[each.parameter]], around[:-1])]
+            visited.add((computation.id, instruction.id))
+            yield instruction
+            if instruction.opcode == "parameter" and around:
+                waiting.append(_argument(value))
             else:
-                operands = [Value(computation, computation.instructions[o], around) for o in each.operands]
-            waiting += operands
+                for operand in instruction.operands:
+                    waiting.append(Value(computation, computation.instructions[operand], around))
 
     def maker(self, value: Value) -> Value:
         """The instruction that computed a value: behind moves, inside the fusion that returns it."""
-        computation, each, around = value
-        if each.opcode in MOVES - {"get-tuple-element"} and each.operands:
-            return self.maker(Value(computation, computation.instructions[each.operands[0]], around))
-        if each.opcode in ("fusion", "call"):
-            inner = self.module.computations[each.calls[0]]
-            return self.maker(Value(inner, inner.instructions[inner.root], (*around, (computation, each))))
-        if each.opcode == "parameter" and around:
-            outer, fusion = around[-1]
-            return self.maker(Value(outer, outer.instructions[fusion.operands[each.parameter]], around[:-1]))
+        computation, instruction, around = value
+        if instruction.opcode in MOVES - {"get-tuple-element"} and instruction.operands:
+            operand = computation.instructions[instruction.operands[0]]
+            return self.maker(Value(computation, operand, around))
+        if instruction.opcode in ("fusion", "call"):
+            inner = self.module.computations[instruction.calls[0]]
+            root = inner.instructions[inner.root]
+            return self.maker(Value(inner, root, (*around, (computation, instruction))))
+        if instruction.opcode == "parameter" and around:
+            return self.maker(_argument(value))
         return value
+
+
+def _leave(value: Value) -> Value:
+    """The fusion or call that returns a value, in the computation around it."""
+    outer, fusion = value.around[-1]
+    return Value(outer, fusion, value.around[:-1])
+
+
+def _argument(parameter: Value) -> Value:
+    """What a fusion or call is passed as this parameter."""
+    outer, fusion = parameter.around[-1]
+    operand = fusion.operands[parameter.instruction.parameter]
+    return Value(outer, outer.instructions[operand], parameter.around[:-1])

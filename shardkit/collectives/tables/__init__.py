@@ -16,7 +16,6 @@ from shardkit.collectives.tables.links import LinkTimes, torus_links
 from shardkit.collectives.tables.messages import Send
 from shardkit.collectives.tables.plan_files import from_mscclpp, to_mscclpp
 from shardkit.collectives.tables.published import bine, bruck, halving, pat, ring, torus, tree
-from shardkit.collectives.tables.search import least_seconds, search
 from shardkit.collectives.tables.table import SendTable
 
 __all__ = [
@@ -27,10 +26,8 @@ __all__ = [
     "bruck",
     "from_mscclpp",
     "halving",
-    "least_seconds",
     "pat",
     "ring",
-    "search",
     "to_mscclpp",
     "torus",
     "torus_links",

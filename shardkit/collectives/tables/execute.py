@@ -1,8 +1,15 @@
-"""What runs a table inside shard_map: one program for all devices, which reads its own column of the table."""
+"""Runs a table inside shard_map: one program for all devices, of which each reads its own column of the table.
+
+The chunks are the rows of a buffer, [chunks, ...]. In each step a device slices the rows that it sends, all devices
+call one ppermute for each message, and each stores what arrives, or adds it, in the rows that the table says. Rows are
+numbers that differ between devices, so they are arrays of the program, indexed by the device; who sends to whom is part
+of the program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -16,12 +23,13 @@ from shardkit._arguments.checks import named
 from shardkit._jax import compat
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import axis_index, axis_size, varies, vary
-from shardkit.collectives.permute import permuted
+from shardkit.collectives.permute import permute
 from shardkit.collectives.replicated import assume_replicated
-from shardkit.collectives.tables.messages import Message, consecutive
+from shardkit.collectives.tables.messages import Message, are_consecutive
 from shardkit.collectives.tables.table import Op, SendTable
 
 _Names = tuple[str, ...]
+_Rows = tuple[jax.Array, jax.Array]  # of one message on this device: those that are sent, and those where it is stored
 
 
 def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
@@ -35,51 +43,60 @@ def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
 
 
 def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, table: SendTable) -> jax.Array:
-    """One array gathered along `dim`."""
-    own = replicated and compat.tracked_axes().issuperset(names)  # also without check_vma, where no type says so
-    whole = (_replicated_all_gather if own else _all_gather)(vary(piece, names), names, table)
+    """Gathers one array along `dim`."""
+    # Asked of the mesh and not of the array's type: without check_vma no type says over which axes it varies.
+    casts = replicated and compat.tracked_axes().issuperset(names)
+    kernel = _replicated_all_gather if casts else _all_gather
+    pieces = kernel(vary(piece, names), names, table)
     size = table.devices * piece.shape[dim]
-    return jnp.moveaxis(whole, 0, dim).reshape(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
+    return jnp.moveaxis(pieces, 0, dim).reshape(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
 
 
 def reduce_scatter(x: jax.Array, names: _Names, dim: int, table: SendTable) -> jax.Array:
-    """The sums of one array, scattered along `dim`."""
+    """Sums one array over the devices, and scatters the sum along `dim`."""
     split = x.reshape(*x.shape[:dim], table.devices, x.shape[dim] // table.devices, *x.shape[dim + 1 :])
     return _reduce_scatter(jnp.moveaxis(vary(split, names), dim, 0), names, table)
 
 
 def all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
-    """The sum of one array, typed as invariant."""
+    """Sums one array over the devices; the result is typed as invariant."""
     x = vary(x, names)
-    return (_replicated_all_reduce if varies(x, names) else _all_reduce)(x, names, table)
+    kernel = _replicated_all_reduce if varies(x, names) else _all_reduce
+    return kernel(x, names, table)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _all_gather(piece: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """`[...] -> [n, ...]`"""
-    n, each = table.devices, table.chunks // table.devices
-    mine = _in_chunks(piece, each)
-    buffer = typed_zeros(mine, shape=(table.chunks + scratch(table), *mine.shape[1:]))
-    buffer = lax.dynamic_update_slice_in_dim(buffer, mine, axis_index(names) * each, 0)
-    return _from_chunks(executed(buffer, names, table)[: table.chunks].reshape(n, each, *mine.shape[1:]), piece.shape)
+    n = table.devices
+    chunks_of_piece = table.chunks // n
+    chunks = _split_into_chunks(piece, chunks_of_piece)
+    buffer = typed_zeros(chunks, shape=(table.chunks + _count_scratch_rows(table), *chunks.shape[1:]))
+    buffer = lax.dynamic_update_slice_in_dim(buffer, chunks, axis_index(names) * chunks_of_piece, 0)
+    buffer = run_steps(buffer, names, table)
+    pieces = buffer[: table.chunks].reshape(n, chunks_of_piece, *chunks.shape[1:])
+    return _join_chunks(pieces, piece.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _reduce_scatter(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """`[n, ...] -> [...]`"""
-    each = table.chunks // table.devices
-    parts = jax.vmap(partial(_in_chunks, each=each))(x)
-    buffer = _with_scratch(parts.reshape(table.chunks, *parts.shape[2:]), table)
-    mine = lax.dynamic_slice_in_dim(executed(buffer, names, table), axis_index(names) * each, each)
-    return _from_chunks(mine[None], x.shape[1:])[0]
+    chunks_of_piece = table.chunks // table.devices
+    chunks = jax.vmap(partial(_split_into_chunks, count=chunks_of_piece))(x)
+    buffer = _append_scratch_rows(chunks.reshape(table.chunks, *chunks.shape[2:]), table)
+    buffer = run_steps(buffer, names, table)
+    sums = lax.dynamic_slice_in_dim(buffer, axis_index(names) * chunks_of_piece, chunks_of_piece)
+    return _join_chunks(sums[None], x.shape[1:])[0]
 
 
 def _all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
-    buffer = _with_scratch(_in_chunks(x.reshape(-1), table.chunks), table)
-    return _from_chunks(executed(buffer, names, table)[None, : table.chunks], x.shape)[0]
+    buffer = _append_scratch_rows(_split_into_chunks(x.reshape(-1), table.chunks), table)
+    buffer = run_steps(buffer, names, table)
+    return _join_chunks(buffer[None, : table.chunks], x.shape)[0]
 
 
-# The cotangent of a replicated result is on every device already.
+# The cotangent of a replicated result is on every device already, so that its transpose sends nothing. To send it all
+# the same, as the transpose of the varying result does, would add n equal copies.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -92,105 +109,126 @@ def _replicated_all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax
     return assume_replicated(_all_reduce(x, names, table), names)
 
 
-def _own_part(names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _take_cotangent(names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (lax.dynamic_index_in_dim(vary(cotangent, names), axis_index(names), 0, keepdims=False),)
 
 
-def _own_copy(names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _copy_cotangent(names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (vary(cotangent, names),)
 
 
-def _forward(kernel: Any, x: jax.Array, names: _Names, table: SendTable) -> tuple[jax.Array, None]:
+def _run_forward(kernel: Any, x: jax.Array, names: _Names, table: SendTable) -> tuple[jax.Array, None]:
     return kernel(x, names, table), None
 
 
-def _transposed(kernel: Any, names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _run_transpose(kernel: Any, names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (kernel(cotangent, names, table.transpose()),)
 
 
-_all_gather.defvjp(partial(_forward, _all_gather), partial(_transposed, _reduce_scatter))
-_reduce_scatter.defvjp(partial(_forward, _reduce_scatter), partial(_transposed, _all_gather))
-_replicated_all_gather.defvjp(partial(_forward, _replicated_all_gather), _own_part)
-_replicated_all_reduce.defvjp(partial(_forward, _replicated_all_reduce), _own_copy)
+_all_gather.defvjp(partial(_run_forward, _all_gather), partial(_run_transpose, _reduce_scatter))
+_reduce_scatter.defvjp(partial(_run_forward, _reduce_scatter), partial(_run_transpose, _all_gather))
+_replicated_all_gather.defvjp(partial(_run_forward, _replicated_all_gather), _take_cotangent)
+_replicated_all_reduce.defvjp(partial(_run_forward, _replicated_all_reduce), _copy_cotangent)
 
 
-def _in_chunks(x: jax.Array, each: int) -> jax.Array:
-    """`[...] -> [each, ...]`: flat, and padded where the chunks do not divide it; in its own shape if there is one."""
-    if each == 1:
+def _split_into_chunks(x: jax.Array, count: int) -> jax.Array:
+    """`[...] -> [count, ...]`: flat, and padded where the chunks do not divide it; one chunk keeps its shape."""
+    if count == 1:
         return x[None]
-    return jnp.pad(x.reshape(-1), (0, -x.size % each)).reshape(each, -1)
+    return jnp.pad(x.reshape(-1), (0, -x.size % count)).reshape(count, -1)
 
 
-def _from_chunks(parts: jax.Array, shape: Sequence[int]) -> jax.Array:
+def _join_chunks(chunks: jax.Array, shape: Sequence[int]) -> jax.Array:
     """`[n, chunks, ...] -> [n, *shape]`"""
-    size = int(np.prod(shape))
-    return parts.reshape(len(parts), -1)[:, :size].reshape(len(parts), *shape)
+    n = len(chunks)
+    size = math.prod(shape)
+    return chunks.reshape(n, -1)[:, :size].reshape(n, *shape)
 
 
-def scratch(table: SendTable) -> int:
-    """Rows after the last chunk, for what does not arrive."""
-    return max((m.each for step in table.by_step for m in step if m.partial), default=0)
+def _count_scratch_rows(table: SendTable) -> int:
+    """Rows after the last chunk, where a device stores what a ppermute brings it that nobody has sent."""
+    rows = 0
+    for messages in table.by_step:
+        for message in messages:
+            if message.is_partial:
+                rows = max(rows, message.chunks)
+    return rows
 
 
-def _with_scratch(chunks: jax.Array, table: SendTable) -> jax.Array:
-    rows = scratch(table)
-    return jnp.concatenate([chunks, typed_zeros(chunks, shape=(rows, *chunks.shape[1:]))]) if rows else chunks
+def _append_scratch_rows(chunks: jax.Array, table: SendTable) -> jax.Array:
+    rows = _count_scratch_rows(table)
+    if not rows:
+        return chunks
+    zeros = typed_zeros(chunks, shape=(rows, *chunks.shape[1:]))
+    return jnp.concatenate([chunks, zeros])
 
 
-def executed(buffer: jax.Array, names: _Names, table: SendTable) -> jax.Array:
-    """The chunks `[chunks + scratch, ...]` after all steps; steps alike in all but their chunks are one loop."""
+def run_steps(buffer: jax.Array, names: _Names, table: SendTable) -> jax.Array:
+    """The chunks `[chunks + scratch rows, ...]` after all steps of the table.
+
+    Steps that send alike, and differ in their chunks alone, are one loop: all n-1 steps of a ring. Its program has one
+    ppermute, whatever the number of devices.
+    """
     me = axis_index(names)
-    for steps in _runs(table.by_step):
-        mine = [(_column(taken, me), _column(put, me)) for taken, put in _places(steps)]
-        once = partial(_step, steps[0], names)
+    nonempty_steps = [messages for messages in table.by_step if messages]
+    for _, run in groupby(nonempty_steps, key=_list_kinds):
+        steps = list(run)
+        rows = []
+        for number in range(len(steps[0])):  # of the messages of a step
+            sent_rows = _select_rows([step[number].sent_rows for step in steps], me)
+            stored_rows = _select_rows([step[number].stored_rows for step in steps], me)
+            rows.append((sent_rows, stored_rows))
+        run_step = partial(_run_step, steps[0], names)
         if len(steps) == 1:
-            buffer, _ = once(buffer, jax.tree.map(lambda rows: rows[0], mine))
+            buffer, _ = run_step(buffer, jax.tree.map(lambda rows: rows[0], rows))
         else:
-            buffer, _ = lax.scan(once, buffer, mine)
+            buffer, _ = lax.scan(run_step, buffer, rows)
     return buffer
 
 
-def _runs(steps: Sequence[tuple[Message, ...]]) -> Iterator[list[tuple[Message, ...]]]:
-    """Steps that follow each other and differ in their chunks alone; without those in which nothing is sent."""
-    for _, group in groupby((step for step in steps if step), key=lambda step: [message.kind for message in step]):
-        yield list(group)
+def _list_kinds(messages: Sequence[Message]) -> list[Any]:
+    return [message.kind for message in messages]
 
 
-def _places(steps: Sequence[tuple[Message, ...]]) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
-    """For each message of a step, the chunks taken and put in all steps."""
-    for number in range(len(steps[0])):
-        yield [step[number].taken for step in steps], [step[number].put for step in steps]
-
-
-def _column(rows: Sequence[np.ndarray], device: jax.Array) -> jax.Array:
-    """What a device has of the rows of each step: `[steps, rows]`."""
-    whole = np.stack(rows)
+def _select_rows(rows: Sequence[np.ndarray], device: jax.Array) -> jax.Array:
+    """The rows of one device in each step, `[steps, chunks]`, of those of all devices, `[devices, chunks]` each."""
+    rows_of_all = np.stack(rows)
     # In as few bytes as hold the numbers: for many devices they are a part of the program's size.
-    small = jnp.asarray(whole.astype(np.min_scalar_type(int(whole.max()))))
+    small_dtype = np.min_scalar_type(int(rows_of_all.max()))
+    small = jnp.asarray(rows_of_all.astype(small_dtype))
     return lax.dynamic_index_in_dim(small, device, 1, keepdims=False).astype(jnp.int32)
 
 
-def _step(sent: tuple[Message, ...], names: _Names, buffer: jax.Array, places: Any) -> tuple[jax.Array, None]:
-    """One step on this device; `places` are the chunks that it takes and puts, for each message."""
-    # Everything is taken before anything is put: a message carries what its source had before the step. Each ppermute
-    # is one call of all devices, also of those that take no part in it, whose rows then go to the scratch rows. It
-    # stands in no branch: devices would wait for those that skip it.
-    taken = [_taken(buffer, rows, message.taken) for message, (rows, _) in zip(sent, places, strict=True)]
-    arrived = [permuted(rows, names, list(message.pairs)) for message, rows in zip(sent, taken, strict=True)]
-    for message, new, (_, rows) in zip(sent, arrived, places, strict=True):
+def _run_step(
+    messages: tuple[Message, ...], names: _Names, buffer: jax.Array, rows: list[_Rows]
+) -> tuple[jax.Array, None]:
+    """One step on this device; `rows` are, for each message, those that it sends and those where it stores."""
+    # Everything is taken before anything is stored: a message carries what its source had before the step. Each
+    # ppermute is one call of all devices, also of those that take no part in it, whose rows then go to the scratch
+    # rows. It stands in no branch: devices would wait for those that skip it.
+    sent = []
+    for message, (sent_rows, _) in zip(messages, rows, strict=True):
+        sent.append(_take_rows(buffer, sent_rows, message.sent_rows))
+    arrivals = []
+    for message, chunks in zip(messages, sent, strict=True):
+        arrivals.append(permute(chunks, names, list(message.pairs)))
+    for message, chunks, (_, stored_rows) in zip(messages, arrivals, rows, strict=True):
         if message.reduce:
-            new = _taken(buffer, rows, message.put) + new
-        buffer = _put(buffer, new, rows, message.put)
+            chunks = _take_rows(buffer, stored_rows, message.stored_rows) + chunks
+        buffer = _store_rows(buffer, chunks, stored_rows, message.stored_rows)
     return buffer, None
 
 
-def _taken(buffer: jax.Array, rows: jax.Array, of_all: np.ndarray) -> jax.Array:
-    if consecutive(of_all):
+# Rows that follow each other on every device are one slice; others are a gather or a scatter, which copies more.
+
+
+def _take_rows(buffer: jax.Array, rows: jax.Array, rows_of_all: np.ndarray) -> jax.Array:
+    if are_consecutive(rows_of_all):
         return lax.dynamic_slice_in_dim(buffer, rows[0], len(rows))
     return jnp.take(buffer, rows, axis=0, mode="clip")
 
 
-def _put(buffer: jax.Array, new: jax.Array, rows: jax.Array, of_all: np.ndarray) -> jax.Array:
-    if consecutive(of_all):
-        return lax.dynamic_update_slice_in_dim(buffer, new, rows[0], 0)
-    return buffer.at[rows].set(new, unique_indices=True, mode="promise_in_bounds")
+def _store_rows(buffer: jax.Array, chunks: jax.Array, rows: jax.Array, rows_of_all: np.ndarray) -> jax.Array:
+    if are_consecutive(rows_of_all):
+        return lax.dynamic_update_slice_in_dim(buffer, chunks, rows[0], 0)
+    return buffer.at[rows].set(chunks, unique_indices=True, mode="promise_in_bounds")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -11,8 +11,15 @@ from shardkit._arguments import checks
 from shardkit._arguments.typed import typed
 from shardkit.collectives.tables.messages import Message
 
-Link = tuple[int, int]
+Link = tuple[int, int]  # source, target
 Links = Mapping[Link, float]  # bytes/s from one device to another
+
+
+class _Route(NamedTuple):
+    """The way of a message between two devices: all shortest ones, in equal parts."""
+
+    hops: int
+    shares: Mapping[Link, float]  # of its bytes, by link
 
 
 class LinkTimes(NamedTuple):
@@ -42,93 +49,120 @@ def torus_links(sizes: Sequence[int], bandwidth: float = 1.0, *, wrap: bool = Tr
         >>> sorted(sk.tables.torus_links((3,), wrap=False))
         [(0, 1), (1, 0), (1, 2), (2, 1)]
     """
-    sides = sides_of("torus_links", sizes)
-    [speed] = checks.positive("torus_links", bandwidth=bandwidth)
-    numbers = {place: number for number, place in enumerate(product(*map(range, sides)))}
+    sizes = check_sizes("torus_links", sizes)
+    [bandwidth] = checks.positive("torus_links", bandwidth=bandwidth)
+    devices = list(product(*map(range, sizes)))  # the coordinates of each
+    numbers = {coordinates: number for number, coordinates in enumerate(devices)}
     links = {}
-    for place, number in numbers.items():
-        for dim, size in enumerate(sides):
-            for by in (-1, 1):
-                at = place[dim] + by
-                if size > 1 and (wrap or 0 <= at < size):
-                    links[number, numbers[(*place[:dim], at % size, *place[dim + 1 :])]] = speed
+    for number, coordinates in enumerate(devices):
+        for dim, size in enumerate(sizes):
+            if size == 1:
+                continue
+            for step in (-1, 1):
+                neighbor = list(coordinates)
+                neighbor[dim] += step
+                if not wrap and not 0 <= neighbor[dim] < size:
+                    continue
+                neighbor[dim] %= size
+                links[number, numbers[tuple(neighbor)]] = bandwidth
     return links
 
 
-def sides_of(where: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a torus; refuses none."""
+def check_sizes(where: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a torus; refuses an empty sequence, and sizes below 1."""
     if not sizes:
         raise ValueError(f"{where}: sizes must have at least one dim; got {sizes!r}. Pass for example (4, 4).")
     return checks.whole(where, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
 
 
-def timed(table: Sequence[Sequence[Message]], links: Links, each: float, latency: float) -> LinkTimes:
-    """The time of the messages of each step, with so many bytes a chunk; see `SendTable.simulate`."""
-    ways: dict[Link, tuple[int, dict[Link, float]]] = {}
-    steps, busiest = [], []
-    for messages in table:
+def time_steps(steps: Sequence[Sequence[Message]], links: Links, chunk_bytes: float, latency: float) -> LinkTimes:
+    """The time of the messages of each step; see `SendTable.simulate`.
+
+    A step ends when its busiest link has carried all bytes: the messages of a step share links, and do not wait for
+    each other. Nothing of the next step is sent before.
+    """
+    routes: dict[Link, _Route] = {}
+    seconds = []
+    busiest = []
+    for messages in steps:
         loads: defaultdict[Link, float] = defaultdict(float)
         longest = 0
         for message in messages:
             for pair in message.pairs:
-                if pair not in ways:
-                    ways[pair] = _way(links, *pair)
-                hops, shares = ways[pair]
-                longest = max(longest, hops)
-                for link, share in shares.items():
-                    loads[link] += share * message.each * each
+                if pair not in routes:
+                    routes[pair] = _find_route(links, *pair)
+                route = routes[pair]
+                longest = max(longest, route.hops)
+                for link, share in route.shares.items():
+                    loads[link] += share * message.chunks * chunk_bytes
         busiest.append(max(loads.values(), default=0.0))
-        steps.append(latency * longest + max((load / links[link] for link, load in loads.items()), default=0.0))
-    return LinkTimes(sum(steps), tuple(steps), tuple(busiest))
+        slowest = max((load / links[link] for link, load in loads.items()), default=0.0)
+        seconds.append(latency * longest + slowest)
+    return LinkTimes(sum(seconds), tuple(seconds), tuple(busiest))
 
 
-def checked(where: str, links: Links, devices: int | None = None) -> int:
-    """How many devices are linked; refuses links that are none, or over which some device cannot reach another."""
-    for link, speed in links.items():
-        pair = isinstance(link, tuple) and len(link) == 2 and all(type(end) is int for end in link)
-        if not pair or min(link) < 0 or link[0] == link[1] or (devices is not None and max(link) >= devices):
-            among = "the devices" if devices is None else f"{devices} devices"
+def check_links(where: str, links: Links, devices: int) -> None:
+    """Refuses links that do not connect these devices, or over which some device cannot reach another."""
+    for link, bandwidth in links.items():
+        if not _is_link(link, devices):
             raise ValueError(
-                f"{where}: links must be from one of {among} to another; got {link!r}. Pass a mapping of "
+                f"{where}: links must be from one of {devices} devices to another; got {link!r}. Pass a mapping of "
                 "(source, target) to bytes/s, as torus_links returns."
             )
         name = f"links[{link[0]}, {link[1]}]"
-        checks.positive(where, **{name: speed})  # type: ignore[arg-type]
-    devices = 1 + max(map(max, links), default=0) if devices is None else devices
-    for start in range(devices):
-        there = distances(links, start)
-        for end in range(devices):
-            if end not in there:
+        checks.positive(where, **{name: bandwidth})  # type: ignore[arg-type]
+    for source in range(devices):
+        reached = _count_hops(links, source)
+        for target in range(devices):
+            if target not in reached:
                 raise ValueError(
-                    f"{where}: links must lead from every device to every other; got none from device {start} to "
-                    f"device {end}. Add a link."
+                    f"{where}: links must lead from every device to every other; got none from device {source} to "
+                    f"device {target}. Add a link."
                 )
-    return devices
 
 
-def distances(links: Iterable[Link], start: int) -> dict[int, int]:
-    """Links between a device and those that it reaches."""
-    after: defaultdict[int, list[int]] = defaultdict(list)
+def _is_link(link: object, devices: int) -> bool:
+    if not isinstance(link, tuple) or len(link) != 2:
+        return False
+    if not all(type(end) is int and 0 <= end < devices for end in link):
+        return False
+    source, target = link
+    return bool(source != target)
+
+
+def _count_hops(links: Iterable[Link], start: int) -> dict[int, int]:
+    """The devices that `start` reaches, and how many links away they are: a breadth-first search."""
+    targets: defaultdict[int, list[int]] = defaultdict(list)
     for source, target in links:
-        after[source].append(target)
-    found, front = {start: 0}, [start]
-    while front:
-        front = list({target for at in front for target in after[at] if target not in found})
-        found |= dict.fromkeys(front, max(found.values()) + 1)
-    return found
+        targets[source].append(target)
+    hops = {start: 0}
+    queue = deque([start])
+    while queue:
+        device = queue.popleft()
+        for target in targets[device]:
+            if target not in hops:
+                hops[target] = hops[device] + 1
+                queue.append(target)
+    return hops
 
 
-def _way(links: Links, source: int, target: int) -> tuple[int, dict[Link, float]]:
-    """The links of a message and its share of each: at every device it parts equally among the shortest ways."""
-    left = distances([(b, a) for a, b in links], target)  # links until the target
+def _find_route(links: Links, source: int, target: int) -> _Route:
+    """The links of a message, and its share of each: at every device it parts equally among the shortest ways.
+
+    From corner to corner of a 2 x 2 grid, 0 to 3: half of the bytes over 0-1 and 1-3, half over 0-2 and 2-3.
+    """
+    hops_to_target = _count_hops([(b, a) for a, b in links], target)
     shares: defaultdict[Link, float] = defaultdict(float)
-    here = {source: 1.0}
-    for _ in range(left[source]):
-        following: defaultdict[int, float] = defaultdict(float)
-        for at, amount in here.items():
-            nearer = [b for a, b in links if a == at and left.get(b, left[at]) < left[at]]
-            for b in nearer:
-                shares[at, b] += amount / len(nearer)
-                following[b] += amount / len(nearer)
-        here = dict(following)
-    return left[source], dict(shares)
+    amounts = {source: 1.0}  # of the message, by the device that has it
+    for _ in range(hops_to_target[source]):
+        arrivals: defaultdict[int, float] = defaultdict(float)
+        for device, amount in amounts.items():
+            nearer = []
+            for start, end in links:
+                if start == device and end in hops_to_target and hops_to_target[end] < hops_to_target[device]:
+                    nearer.append(end)
+            for end in nearer:
+                shares[device, end] += amount / len(nearer)
+                arrivals[end] += amount / len(nearer)
+        amounts = dict(arrivals)
+    return _Route(hops_to_target[source], dict(shares))

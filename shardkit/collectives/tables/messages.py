@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,8 @@ class Send(NamedTuple):
     reduce: bool
 
     def __str__(self) -> str:
-        return f"{self.source}>{self.target} {'+' * self.reduce}{self.chunk}"
+        sign = "+" if self.reduce else ""
+        return f"{self.source}>{self.target} {sign}{self.chunk}"
 
 
 class Message(NamedTuple):
@@ -36,84 +37,121 @@ class Message(NamedTuple):
     Attributes:
         pairs: (source, target); no device is twice a source or twice a target.
         reduce: whether they are added.
-        taken: which chunks a device sends, int32 [devices, each]; 0 for one that sends none.
-        put: where a device puts what arrives, int32 [devices, each]; rows after the last chunk if nothing arrives.
+        sent_rows: which chunks a device sends, int32 [devices, chunks]; 0 for a device that sends none.
+        stored_rows: where a device stores what arrives, int32 [devices, chunks]; rows after the last chunk if nothing
+            arrives.
     """
 
     pairs: tuple[Pair, ...]
     reduce: bool
-    taken: np.ndarray
-    put: np.ndarray
+    sent_rows: np.ndarray
+    stored_rows: np.ndarray
 
     @property
-    def each(self) -> int:
+    def chunks(self) -> int:
         """Chunks that each source sends."""
-        return self.taken.shape[1]
+        return self.sent_rows.shape[1]
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What messages of one loop have in common."""
-        return self.pairs, self.reduce, self.each, consecutive(self.taken), consecutive(self.put)
+        return self.pairs, self.reduce, self.chunks, are_consecutive(self.sent_rows), are_consecutive(self.stored_rows)
 
     @property
-    def partial(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether nothing arrives at some device."""
-        return len(self.pairs) < len(self.put)
+        return len(self.pairs) < len(self.stored_rows)
 
 
-def consecutive(rows: np.ndarray) -> bool:
+def are_consecutive(rows: np.ndarray) -> bool:
     """Whether each device's rows follow each other, so that they are one slice."""
     return bool((rows == rows[:, :1] + np.arange(rows.shape[1])).all())
 
 
-def messages(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Message, ...]:
-    """The ppermutes of one step; all that one device sends to another with as many chunks goes in one."""
-    between: dict[tuple[Pair, bool], list[int]] = {}
+def group_sends(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Message, ...]:
+    """The ppermutes of one step.
+
+    A ppermute has one shape on all devices, and each device once as source and once as target. So all that a device
+    sends to another goes in one message, pairs with as many chunks share a ppermute, and a device that sends to two
+    others takes part in two. 0>1 with chunks 0 and 1, 1>0 with 2 and 3, and 2>0 with 4: three devices, two ppermutes.
+    """
+    chunks_of: dict[tuple[Pair, bool], list[int]] = {}
     for send in sends:
-        between.setdefault(((send.source, send.target), send.reduce), []).append(send.chunk)
-    alike: dict[tuple[bool, int], list[Pair]] = {}
-    for (pair, reduce), sent in between.items():
-        alike.setdefault((reduce, len(sent)), []).append(pair)
-    found = []
-    for (reduce, count), pairs in alike.items():
-        for matching in matchings(pairs, devices):
-            taken = np.zeros((devices, count), np.int32)
-            put = np.tile(chunks + np.arange(count, dtype=np.int32), (devices, 1))
+        key = (send.source, send.target), send.reduce
+        chunks_of.setdefault(key, []).append(send.chunk)
+    pairs_of: dict[tuple[bool, int], list[Pair]] = {}
+    for (pair, reduce), sent in chunks_of.items():
+        pairs_of.setdefault((reduce, len(sent)), []).append(pair)
+    messages = []
+    for (reduce, count), pairs in pairs_of.items():
+        for matching in split_into_matchings(pairs, devices):
+            sent_rows = np.zeros((devices, count), np.int32)
+            stored_rows = np.tile(chunks + np.arange(count, dtype=np.int32), (devices, 1))
             for source, target in matching:
-                taken[source] = put[target] = sorted(between[(source, target), reduce])
-            found.append(Message(matching, reduce, taken, put))
-    return tuple(found)
+                rows = sorted(chunks_of[(source, target), reduce])
+                sent_rows[source] = rows
+                stored_rows[target] = rows
+            messages.append(Message(matching, reduce, sent_rows, stored_rows))
+    return tuple(messages)
 
 
-def matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair, ...]]:
+def split_into_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair, ...]]:
     """The pairs in as few parts as possible in which each device is a source once, and a target once.
 
-    Source: König (1916): as many as the busiest device has; where two pairs want the same part, those on the way
-    between them change places.
+    An edge coloring of a bipartite graph: sources on one side, targets on the other, and a part is a color. A pair
+    takes the first part that is free at its source. If its target has a pair in that part, the pair there changes to
+    the part that is free at the target, and so on along a path of pairs in these two parts, alternately.
+
+    Of 1>2, 0>2 and 1>3 the first takes part 0. That is free at the source of 0>2, but not at its target: 1>2 changes to
+    part 1. 1>3 then takes part 0, which 1>2 has left.
+
+    Source: König (1916): as many parts as the busiest device has pairs.
     """
     target_of: list[dict[int, int]] = [{} for _ in range(devices)]  # by source and part
-    source_of: list[dict[int, int]] = [{} for _ in range(devices)]
+    source_of: list[dict[int, int]] = [{} for _ in range(devices)]  # by target and part
     for source, target in sorted(pairs, key=lambda pair: ((pair[1] - pair[0]) % devices, pair)):
-        mine, theirs = _free(target_of[source]), _free(source_of[target])
-        way, end, part, other = [], target, mine, theirs
-        while part in source_of[end]:
-            start = source_of[end][part]
-            way.append((start, end, part))
-            if other not in target_of[start]:
-                break
-            end = target_of[start][other]
-            way.append((start, end, other))
-        for start, end, part in way:
-            del target_of[start][part], source_of[end][part]
-        for start, end, part in [*((s, t, theirs if p == mine else mine) for s, t, p in way), (source, target, mine)]:
-            target_of[start][part], source_of[end][part] = end, start
-    count = 1 + max((part for parts in target_of for part in parts), default=-1)
-    return [
-        tuple((source, parts[number]) for source, parts in enumerate(target_of) if number in parts)
-        for number in range(count)
-    ]
+        free_at_source = _find_free_part(target_of[source])
+        free_at_target = _find_free_part(source_of[target])
+        path = _find_alternating_path(target_of, source_of, target, free_at_source, free_at_target)
+        for path_source, path_target, part in path:
+            del target_of[path_source][part]
+            del source_of[path_target][part]
+        for path_source, path_target, part in path:
+            other_part = free_at_target if part == free_at_source else free_at_source
+            target_of[path_source][other_part] = path_target
+            source_of[path_target][other_part] = path_source
+        target_of[source][free_at_source] = target
+        source_of[target][free_at_source] = source
+    part_count = 1 + max((part for parts in target_of for part in parts), default=-1)
+    matchings = []
+    for part in range(part_count):
+        matching = [(source, parts[part]) for source, parts in enumerate(target_of) if part in parts]
+        matchings.append(tuple(matching))
+    return matchings
 
 
-def _free(parts: dict[int, int]) -> int:
-    """The first part that is not taken."""
-    return next(number for number in range(len(parts) + 1) if number not in parts)
+def _find_alternating_path(
+    target_of: Sequence[Mapping[int, int]],
+    source_of: Sequence[Mapping[int, int]],
+    target: int,
+    part: int,
+    other_part: int,
+) -> list[tuple[int, int, int]]:
+    """The pairs (source, target, part) from `target` on, in `part` and `other_part` by turns."""
+    path = []
+    while part in source_of[target]:
+        source = source_of[target][part]
+        path.append((source, target, part))
+        if other_part not in target_of[source]:
+            break
+        target = target_of[source][other_part]
+        path.append((source, target, other_part))
+    return path
+
+
+def _find_free_part(parts: Mapping[int, int]) -> int:
+    """The first part in which a device has no pair."""
+    part = 0
+    while part in parts:
+        part += 1
+    return part

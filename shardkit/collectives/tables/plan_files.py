@@ -1,7 +1,7 @@
 """Tables as the JSON plans that MSCCL++ executes on NVIDIA and AMD GPUs, and back.
 
-A plan is a program for each device: it puts chunks into the memory of others, signals, waits, and adds or copies what
-has arrived. What is added, or may still be needed, arrives in a place of its own in the scratch buffer.
+A plan is a program for each device: it puts chunks into the memory of others, signals, waits, and adds or copies the
+chunks that have arrived.
 
 Source: the format of microsoft/mscclpp, src/core/executor/execution_plan.cc, as it was in August 2026. Plans written
 here were run by the interpreter below, not on GPUs.
@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from shardkit._arguments.typed import typed
 from shardkit.collectives.tables.messages import Send
 from shardkit.collectives.tables.table import Op, SendTable
 
-_COLLECTIVES = {"all_gather": "allgather", "reduce_scatter": "reducescatter", "all_reduce": "allreduce"}
-_OPS, _BLOCKS, _PEERS, _REFS = 64, 16, 16, 8  # of a thread block, a device, a device, an op: limits of the executor
-_LARGEST = 2**26  # characters of a text
+_COLLECTIVES: dict[Op, str] = {
+    "all_gather": "allgather",
+    "reduce_scatter": "reducescatter",
+    "all_reduce": "allreduce",
+}
+# Limits of the executor.
+_MOST_OPS = 64  # of a thread block
+_MOST_BLOCKS = 16  # of a device
+_MOST_PEERS = 16  # of a device
+_MOST_REFS = 8  # chunks of an op
+_RESERVED_OPS = 4  # of a thread block, for its barriers
+_MOST_CHARACTERS = 2**26
 
 Json = dict[str, Any]
+_NOP: Json = {"name": "nop"}  # ends when all threads of the block have come to it
 
 
 @typed
@@ -33,119 +43,174 @@ def to_mscclpp(table: SendTable) -> str:
         ValueError: as `SendTable.check`, or more peers or steps than its executor has room for.
     """
     table.check()
-    kind, each = ("o" if table.op == "all_gather" else "i"), table.chunks // table.devices
-    gpus = []
-    for device in range(table.devices):
-        peers = _peers(table, device)
-        steps = [_ready(peers), *_program(table, device, kind, peers)]
-        scratch = 0 if kind == "o" else sum(s.target == device for s in table.sends)
-        if len(peers) > _PEERS or max(map(len, steps)) > _OPS - 4:
-            raise ValueError(
-                f"{table.name}: a device of an MSCCL++ plan has {_PEERS} peers and {_OPS} ops at most; got "
-                f"{len(peers)} and {max(map(len, steps))} in a step. Write a table of fewer devices or chunks."
-            )
-        own = {"channel_type": "memory", "channel_ids": list(range(len(peers)))}
-        refs = {"access_channel_type": "memory", "remote_buffer_ids": list(range(len(peers)))}
-        blocks = [
-            {
-                "id": number,
-                "ops": ops,
-                "channels": [own] if peers else [],
-                "remote_buffer_refs": [refs] if peers else [],
-            }
-            for number, ops in enumerate(_blocks(table, steps))
-        ]
-        reached = "o" if kind == "o" else "s"
-        gpus.append(
-            {
-                "id": device,
-                "input_chunks": each if table.op == "all_gather" else table.chunks,
-                "output_chunks": each if table.op == "reduce_scatter" else table.chunks,
-                "scratch_chunks": scratch,
-                "threadblocks": blocks,
-                "channels": [{"channel_type": "memory", "connected_to": peers}] if peers else [],
-                "remote_buffers": [{"rank": p, "type": reached, "access_channel_types": ["memory"]} for p in peers],
-                "semaphores": [],
-            }
+    plan = {
+        "name": table.name,
+        "collective": _COLLECTIVES[table.op],
+        "protocol": "Simple",
+        "inplace": True,
+        "reuse_resources": False,
+        "gpus": [_describe_gpu(table, device) for device in range(table.devices)],
+    }
+    return json.dumps(plan, indent=1)
+
+
+# An all_gather puts chunks into the output buffer of the target, where they stay. A sum, and an all_reduce, of which a
+# chunk may still be needed where a newer one arrives, puts them into the scratch buffer, a place for each: the target
+# adds or copies them from there. Device 0 of an all_reduce over two devices, in its first step:
+#
+#     put     input chunk 1 -> place 0 of the scratch buffer of device 1
+#     nop     all threads have put
+#     signal  device 1
+#     wait    for device 1
+#     nop
+#     re      input chunk 0 + place 0 of the scratch buffer -> input chunk 0
+#     nop
+
+
+def _buffer_of(table: SendTable) -> str:
+    """The buffer that the table's chunks are in, in place: "o" for the output, "i" for the input."""
+    return "o" if table.op == "all_gather" else "i"
+
+
+def _describe_gpu(table: SendTable, device: int) -> Json:
+    """The program of one device, and what it needs."""
+    peers = _list_peers(table, device)
+    steps = [_begin(peers), *_list_steps(table, device, peers)]
+    longest = max(map(len, steps))
+    if len(peers) > _MOST_PEERS or longest > _MOST_OPS - _RESERVED_OPS:
+        raise ValueError(
+            f"{table.name}: a device of an MSCCL++ plan has {_MOST_PEERS} peers and {_MOST_OPS} ops at most; got "
+            f"{len(peers)} and {longest} in a step. Write a table of fewer devices or chunks."
         )
-    plan = {"name": table.name, "collective": _COLLECTIVES[table.op], "protocol": "Simple", "inplace": True}
-    return json.dumps(plan | {"reuse_resources": False, "gpus": gpus}, indent=1)
+    gathers = table.op == "all_gather"
+    scatters = table.op == "reduce_scatter"
+    chunks_of_piece = table.chunks // table.devices
+    arrivals = sum(send.target == device for send in table.sends)
+    block_channels = []
+    block_buffers = []
+    channels = []
+    if peers:
+        numbers = list(range(len(peers)))
+        block_channels = [{"channel_type": "memory", "channel_ids": numbers}]
+        block_buffers = [{"access_channel_type": "memory", "remote_buffer_ids": numbers}]
+        channels = [{"channel_type": "memory", "connected_to": peers}]
+    blocks = []
+    for number, ops in enumerate(_split_into_blocks(table, steps)):
+        block = {"id": number, "ops": ops, "channels": block_channels, "remote_buffer_refs": block_buffers}
+        blocks.append(block)
+    remote_buffers = []
+    for peer in peers:
+        buffer = "o" if gathers else "s"
+        remote_buffers.append({"rank": peer, "type": buffer, "access_channel_types": ["memory"]})
+    return {
+        "id": device,
+        "input_chunks": chunks_of_piece if gathers else table.chunks,
+        "output_chunks": chunks_of_piece if scatters else table.chunks,
+        "scratch_chunks": 0 if gathers else arrivals,
+        "threadblocks": blocks,
+        "channels": channels,
+        "remote_buffers": remote_buffers,
+        "semaphores": [],
+    }
 
 
-def _peers(table: SendTable, device: int) -> list[int]:
-    return sorted({s.source + s.target - device for s in table.sends if device in (s.source, s.target)})
+def _list_peers(table: SendTable, device: int) -> list[int]:
+    peers = set()
+    for send in table.sends:
+        if send.source == device:
+            peers.add(send.target)
+        if send.target == device:
+            peers.add(send.source)
+    return sorted(peers)
 
 
-def _ready(peers: Sequence[int]) -> list[Json]:
-    """Nobody writes into the memory of a device that has not begun."""
-    both = [_signal("rlxsignal", range(len(peers))), _NOP, _signal("rlxwait", range(len(peers)))]
-    return [_NOP, *both, _NOP] if peers else [_NOP]
+def _begin(peers: Sequence[int]) -> list[Json]:
+    """The first ops: nobody writes into the memory of a device that has not begun."""
+    if not peers:
+        return [_NOP]
+    channels = range(len(peers))
+    return [_NOP, _signal("rlxsignal", channels), _NOP, _signal("rlxwait", channels), _NOP]
 
 
-_NOP: Json = {"name": "nop"}
-
-
-def _signal(name: str, channels: Sequence[int]) -> Json:
+def _signal(name: str, channels: Iterable[int]) -> Json:
     return {"name": name, "channel_ids": list(channels), "channel_type": "memory"}
 
 
-def _program(table: SendTable, device: int, kind: str, peers: Sequence[int]) -> Iterator[list[Json]]:
+def _list_steps(table: SendTable, device: int, peers: Sequence[int]) -> Iterator[list[Json]]:
     """The ops of a device, step by step."""
-    arrived: defaultdict[int, int] = defaultdict(int)  # scratch places taken, by device
-    channel = {peer: number for number, peer in enumerate(peers)}
-    for step in table.by_step:
-        ops: list[Json] = []
+    used_places: defaultdict[int, int] = defaultdict(int)  # of the scratch buffers, by device
+    channels = {peer: number for number, peer in enumerate(peers)}
+    for messages in table.by_step:
+        puts: list[Json] = []
         takes: list[Json] = []
-        targets, sources = [], []
-        for message in step:
+        targets: list[int] = []  # channels
+        sources: list[int] = []
+        for message in messages:
             for source, target in message.pairs:
-                for at, chunk in enumerate(message.taken[source]):
-                    place = int(chunk) if kind == "o" else arrived[target] + at
-                    mine = {"type": kind, "index": int(chunk), "size": 1}
-                    if source == device:
-                        there = {"buffer_id": channel[target], "index": place, "size": 1}
-                        ops.append({"name": "put", "src_buff": [mine], "dst_buff": [there], "channel_type": "memory"})
-                    elif target == device and kind != "o":
-                        here = {"type": "s", "index": place, "size": 1}
-                        given = [mine, here] if message.reduce else [here]
-                        takes.append(
-                            {"name": "re" if message.reduce else "copy", "src_buff": given, "dst_buff": [mine]}
-                        )
-                arrived[target] += message.each
+                place = used_places[target]
+                chunks = [int(chunk) for chunk in message.sent_rows[source]]
                 if source == device:
-                    targets.append(channel[target])
+                    targets.append(channels[target])
+                    puts += _put_chunks(table, chunks, channels[target], place)
                 if target == device:
-                    sources.append(channel[source])
+                    sources.append(channels[source])
+                    takes += _take_chunks(table, chunks, place, message.reduce)
+                used_places[target] += message.chunks
+        ops = []
         if targets:
-            ops = [*_joined(ops), _NOP, _signal("signal", list(dict.fromkeys(targets)))]
+            ops += [*_merge_puts(puts), _NOP, _signal("signal", dict.fromkeys(targets))]
         if sources:
-            ops += [_signal("wait", list(dict.fromkeys(sources))), _NOP, *takes, *[_NOP][: len(takes)]]
+            ops += [_signal("wait", dict.fromkeys(sources)), _NOP, *takes]
+            if takes:
+                ops.append(_NOP)
         yield ops
 
 
-def _joined(puts: Sequence[Json]) -> list[Json]:
+def _put_chunks(table: SendTable, chunks: Sequence[int], channel: int, place: int) -> Iterator[Json]:
+    buffer = _buffer_of(table)
+    for number, chunk in enumerate(chunks):
+        target_index = chunk if table.op == "all_gather" else place + number
+        source_chunk = {"type": buffer, "index": chunk, "size": 1}
+        target_chunk = {"buffer_id": channel, "index": target_index, "size": 1}
+        yield {"name": "put", "src_buff": [source_chunk], "dst_buff": [target_chunk], "channel_type": "memory"}
+
+
+def _take_chunks(table: SendTable, chunks: Sequence[int], place: int, reduce: bool) -> Iterator[Json]:
+    if table.op == "all_gather":  # they are in their places
+        return
+    for number, chunk in enumerate(chunks):
+        own = {"type": _buffer_of(table), "index": chunk, "size": 1}
+        arrival = {"type": "s", "index": place + number, "size": 1}
+        if reduce:
+            yield {"name": "re", "src_buff": [own, arrival], "dst_buff": [own]}
+        else:
+            yield {"name": "copy", "src_buff": [arrival], "dst_buff": [own]}
+
+
+def _merge_puts(puts: Sequence[Json]) -> list[Json]:
     """Puts of up to eight chunks each."""
-    joined = []
-    for first in range(0, len(puts), _REFS):
-        some = puts[first : first + _REFS]
-        ends = {end: [ref for put in some for ref in put[end]] for end in ("src_buff", "dst_buff")}
-        joined.append(some[0] | ends)
-    return joined
+    merged = []
+    for first in range(0, len(puts), _MOST_REFS):
+        group = puts[first : first + _MOST_REFS]
+        sources = [put["src_buff"][0] for put in group]
+        targets = [put["dst_buff"][0] for put in group]
+        merged.append(group[0] | {"src_buff": sources, "dst_buff": targets})
+    return merged
 
 
-def _blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[list[Json]]:
+def _split_into_blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[list[Json]]:
     """Steps in thread blocks of at most 64 ops, each of which begins when the one before has ended."""
     blocks: list[list[Json]] = [[]]
     for ops in steps:
-        if len(blocks[-1]) + len(ops) > _OPS - 4:
-            turn = {"name": "barrier", "barrier_id": len(blocks) - 1, "num_threadblocks": 2}
-            blocks[-1] += [_NOP, turn]
-            blocks.append([turn, _NOP])
+        if len(blocks[-1]) + len(ops) > _MOST_OPS - _RESERVED_OPS:
+            barrier = {"name": "barrier", "barrier_id": len(blocks) - 1, "num_threadblocks": 2}
+            blocks[-1] += [_NOP, barrier]
+            blocks.append([barrier, _NOP])
         blocks[-1] += ops
-    if len(blocks) > _BLOCKS:
+    if len(blocks) > _MOST_BLOCKS:
         raise ValueError(
-            f"{table.name}: an MSCCL++ plan has {_BLOCKS} thread blocks on a device at most, of {_OPS} ops each; got "
-            f"{len(blocks)}. Write a table of fewer steps."
+            f"{table.name}: an MSCCL++ plan has {_MOST_BLOCKS} thread blocks on a device at most, of {_MOST_OPS} ops "
+            f"each; got {len(blocks)}. Write a table of fewer steps."
         )
     return blocks
 
@@ -169,16 +234,19 @@ def from_mscclpp(text: str) -> SendTable:
         >>> sk.tables.from_mscclpp(sk.tables.to_mscclpp(table)) == table
         True
     """
-    if len(text) > _LARGEST:
+    if len(text) > _MOST_CHARACTERS:
         raise ValueError(
-            f"from_mscclpp: text must have at most {_LARGEST:,} characters; got {len(text):,}. Pass a smaller plan."
+            f"from_mscclpp: text must have at most {_MOST_CHARACTERS:,} characters; got {len(text):,}. Pass a smaller "
+            "plan."
         )
     try:
         plan = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"from_mscclpp: text must be JSON; got {error}. Pass what to_mscclpp returned.") from None
     try:
-        return _Interpreter(plan).table()
+        plan_reader = _PlanReader(plan)
+        plan_reader.run_blocks()
+        return plan_reader.build_table()
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
             f"from_mscclpp: a plan must have the keys and types of MSCCL++; got none at {error}. Pass a plan that its "
@@ -187,155 +255,207 @@ def from_mscclpp(text: str) -> SendTable:
 
 
 class _Put(NamedTuple):
-    """A chunk on its way: to which place of the scratch buffer, when, and after how many messages about it."""
+    """A chunk on its way."""
 
     source: int
     chunk: int
-    place: int | None
-    clock: int
-    version: int
+    place: int | None  # in the scratch buffer; None if it goes to its own place in the array
+    clock: int  # of the source when it was put
+    version: int  # how many messages the source had taken into this chunk by then
 
 
-class _Interpreter:
-    """Runs the programs of all devices, and notes which chunk came from where when it is taken."""
+class _Block(NamedTuple):
+    """A thread block."""
+
+    device: int
+    number: int  # among those of all devices
+    program: Json
+
+
+class _PlanReader:
+    """Runs the programs of all devices, and notes which chunk came from where when it is taken.
+
+    A device's clock counts its waits. A message is of the step that its source's clock shows when it is put and the
+    target's clock when it is taken; after all have run, the steps that occur are numbered.
+    """
 
     def __init__(self, plan: Json):
-        self.name, self.gpus = str(plan["name"]), plan["gpus"]
-        ops = [op for op, name in _COLLECTIVES.items() if name == plan["collective"]]
-        if not ops:
-            self.refuse("an allgather, reducescatter or allreduce", f"{plan['collective']!r}")
-        if plan["inplace"] is not True or plan["protocol"] != "Simple":
-            self.refuse("inplace true and protocol Simple", f"{plan['inplace']!r} and {plan['protocol']!r}")
-        self.op = ops[0]
-        whole = "input_chunks" if self.op == "reduce_scatter" else "output_chunks"
-        other = "output_chunks" if whole == "input_chunks" else "input_chunks"
-        parts = 1 if self.op == "all_reduce" else len(self.gpus)
-        chunks = {_count(gpu[whole]) for gpu in self.gpus} | {_count(gpu[other]) * parts for gpu in self.gpus}
-        if len(chunks) != 1 or [gpu["id"] for gpu in self.gpus] != list(range(len(self.gpus))):
-            self.refuse("devices in their order, with equally many chunks", f"chunks {sorted(chunks)}")
-        kinds = {each["channel_type"] for gpu in self.gpus for each in gpu["channels"]}
-        if kinds - {"memory"}:
-            self.refuse("memory channels alone", f"{sorted(kinds)}")
-        self.chunks = chunks.pop()
+        self.name = str(plan["name"])
+        self.gpus = plan["gpus"]
+        self.op = self._read_op(plan)
+        self.chunks = self._read_chunks()
         self.clock = [0] * len(self.gpus)
         # From a device to another: chunks put since the last signal, and signals that nobody has waited for.
         self.puts: defaultdict[tuple[int, int], list[_Put]] = defaultdict(list)
         self.signals: defaultdict[tuple[int, int], list[tuple[int, list[_Put]]]] = defaultdict(list)
-        self.barriers: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self.used: set[tuple[int, int]] = set()  # places of the scratch buffers
-        self.slots: dict[tuple[int, int], _Put] = {}  # what has arrived in them
-        self.changes: Counter[tuple[int, int]] = Counter()  # messages that a device has taken, by chunk
-        self.sends: list[tuple[Send, int]] = []  # and what the source had taken when it was put
+        self.barriers: defaultdict[tuple[int, int], int] = defaultdict(int)  # a bit for each block that has come to it
+        self.used_places: set[tuple[int, int]] = set()  # of the scratch buffers, by device
+        self.arrivals: dict[tuple[int, int], _Put] = {}  # what is in them
+        self.versions: Counter[tuple[int, int]] = Counter()  # messages that a device has taken, by chunk
+        self.sends: list[tuple[Send, int]] = []  # with the version of what was sent
 
-    def refuse(self, rule: str, got: str) -> NoReturn:
+    def _read_op(self, plan: Json) -> Op:
+        ops = [op for op, name in _COLLECTIVES.items() if name == plan["collective"]]
+        if not ops:
+            self._refuse("an allgather, reducescatter or allreduce", f"{plan['collective']!r}")
+        if plan["inplace"] is not True or plan["protocol"] != "Simple":
+            self._refuse("inplace true and protocol Simple", f"{plan['inplace']!r} and {plan['protocol']!r}")
+        return ops[0]
+
+    def _read_chunks(self) -> int:
+        """The chunks of the whole array, on which all devices must agree."""
+        array = "input_chunks" if self.op == "reduce_scatter" else "output_chunks"
+        piece = "output_chunks" if self.op == "reduce_scatter" else "input_chunks"
+        pieces = 1 if self.op == "all_reduce" else len(self.gpus)
+        chunks = set()
+        for gpu in self.gpus:
+            chunks.add(_check_count(gpu[array]))
+            chunks.add(_check_count(gpu[piece]) * pieces)
+        if len(chunks) != 1 or [gpu["id"] for gpu in self.gpus] != list(range(len(self.gpus))):
+            self._refuse("devices in their order, with equally many chunks", f"chunks {sorted(chunks)}")
+        channel_types = {channel["channel_type"] for gpu in self.gpus for channel in gpu["channels"]}
+        if channel_types - {"memory"}:
+            self._refuse("memory channels alone", f"{sorted(channel_types)}")
+        return chunks.pop()
+
+    def _refuse(self, rule: str, got: str) -> NoReturn:
         raise ValueError(f"from_mscclpp: the plan must have {rule}; got {got}. Pass a plan in which all do.")
 
-    def table(self) -> SendTable:
+    def run_blocks(self) -> None:
+        """Runs all thread blocks until each has ended, each as far as it can go before it waits for another."""
+        blocks: list[_Block] = []
+        for gpu in self.gpus:
+            for program in gpu["threadblocks"]:
+                blocks.append(_Block(gpu["id"], len(blocks), program))
+        waiting = [list(block.program["ops"]) for block in blocks]
+        is_running = True
+        while is_running:
+            is_running = False
+            for block, ops in zip(blocks, waiting, strict=True):
+                while ops and self._run_op(block, ops[0]):
+                    del ops[0]
+                    is_running = True
+        for block, ops in zip(blocks, waiting, strict=True):
+            if ops:
+                self._refuse("a signal for every wait", f"none for {ops[0]['name']!r} on device {block.device}")
+
+    def build_table(self) -> SendTable:
         """The table of the messages, checked."""
-        blocks = [(gpu["id"], list(block["ops"]), block) for gpu in self.gpus for block in gpu["threadblocks"]]
-        places = [0] * len(blocks)
-        going = True
-        while going:
-            going = False
-            for number, (device, ops, block) in enumerate(blocks):
-                while places[number] < len(ops) and self.ran(device, number, block, ops[places[number]]):
-                    places[number] += 1
-                    going = True
-        for number, (device, ops, _) in enumerate(blocks):
-            if places[number] < len(ops):
-                self.refuse("a signal for every wait", f"none for {ops[places[number]]['name']!r} on device {device}")
-        taken: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        steps_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of messages, by target and chunk
         for send, _ in self.sends:
-            taken[send.target, send.chunk].append(send.step)
+            steps_of[send.target, send.chunk].append(send.step)
+        # A message of a table carries what its source had before the step: all that had arrived by then.
         for send, version in self.sends:
-            if sum(step < send.step for step in taken[send.source, send.chunk]) != version:
-                self.refuse("messages that are those of steps", f"an older chunk {send.chunk} of device {send.source}")
-        numbers = {step: number for number, step in enumerate(sorted({send.step for send, _ in self.sends}))}
+            earlier = [step for step in steps_of[send.source, send.chunk] if step < send.step]
+            if len(earlier) != version:
+                self._refuse("messages that are those of steps", f"an older chunk {send.chunk} of device {send.source}")
+        clocks = sorted({send.step for send, _ in self.sends})
+        numbers = {clock: number for number, clock in enumerate(clocks)}
         sends = sorted(send._replace(step=numbers[send.step]) for send, _ in self.sends)
-        table = SendTable(cast(Op, self.op), len(self.gpus), self.chunks, tuple(sends), self.name)
+        table = SendTable(self.op, len(self.gpus), self.chunks, tuple(sends), self.name)
         table.check()
         return table
 
-    def ran(self, device: int, number: int, block: Json, op: Json) -> bool:
-        """Whether an op could run, and has."""
-        name, peers = op["name"], [peer for each in self.gpus[device]["channels"] for peer in each["connected_to"]]
-        if name in ("signal", "rlxsignal", "wait", "rlxwait"):
-            ids = [_count(block["channels"][0]["channel_ids"][_count(at)]) for at in op["channel_ids"]]
-            if name.endswith("signal"):
-                for at in ids:  # a relaxed one orders nothing
-                    puts = self.puts.pop((device, peers[at]), []) if name == "signal" else []
-                    self.signals[device, peers[at]].append((self.clock[device], puts))
-            elif any(len(self.signals[peers[at], device]) < ids.count(at) for at in ids):
-                return False
-            else:
-                self.wait(device, [peers[at] for at in ids], begins=name == "rlxwait")
+    def _run_op(self, block: _Block, op: Json) -> bool:
+        """Runs an op if it can run, and says whether it did."""
+        name = op["name"]
+        if name in ("signal", "rlxsignal"):
+            self._signal_peers(block.device, self._read_peers(block, op), is_relaxed=name == "rlxsignal")
+        elif name in ("wait", "rlxwait"):
+            peers = self._read_peers(block, op)
+            for peer in peers:
+                if len(self.signals[peer, block.device]) < peers.count(peer):
+                    return False
+            self._wait(block.device, peers, is_start=name == "rlxwait")
         elif name == "barrier":
-            return self.passed(device, number, op)
+            return self._pass_barrier(block, op)
         elif name == "put":
-            for mine, there in zip(op["src_buff"], op["dst_buff"], strict=True):
-                self.put(device, block, mine, there)
+            for source_chunk, target_chunk in zip(op["src_buff"], op["dst_buff"], strict=True):
+                self._put(block, source_chunk, target_chunk)
         elif name in ("re", "copy"):
-            self.take(device, op)
+            self._take(block.device, op)
         elif name != "nop":
-            self.refuse("ops nop, signal, wait, barrier, put, copy and re alone", repr(name))
+            self._refuse("ops nop, signal, wait, barrier, put, copy and re alone", repr(name))
         return True
 
-    def passed(self, device: int, number: int, op: Json) -> bool:
+    def _read_peers(self, block: _Block, op: Json) -> list[int]:
+        """The devices that a signal goes to, or that a wait waits for."""
+        peers = []
+        for channel in self.gpus[block.device]["channels"]:
+            peers += channel["connected_to"]
+        channel_ids = block.program["channels"][0]["channel_ids"]
+        return [peers[_check_count(channel_ids[_check_count(index)])] for index in op["channel_ids"]]
+
+    def _signal_peers(self, device: int, peers: Sequence[int], is_relaxed: bool) -> None:
+        for peer in peers:
+            # A relaxed signal orders nothing: puts before it may still be on their way.
+            puts = [] if is_relaxed else self.puts.pop((device, peer), [])
+            self.signals[device, peer].append((self.clock[device], puts))
+
+    def _pass_barrier(self, block: _Block, op: Json) -> bool:
         """Whether all thread blocks have come to a barrier; each of them asks again until they have."""
-        key = (device, _count(op["barrier_id"]))
-        self.barriers[key] |= 1 << number
-        return self.barriers[key].bit_count() >= max(1, _count(op["num_threadblocks"]))
+        key = (block.device, _check_count(op["barrier_id"]))
+        self.barriers[key] |= 1 << block.number
+        return self.barriers[key].bit_count() >= max(1, _check_count(op["num_threadblocks"]))
 
-    def put(self, device: int, block: Json, mine: Json, there: Json) -> None:
-        """One chunk on its way; it is there when its target has waited for a later signal."""
-        number = block["remote_buffer_refs"][0]["remote_buffer_ids"][_count(there["buffer_id"])]
-        buffer = self.gpus[device]["remote_buffers"][_count(number)]
-        own, at = _count(mine["index"]), _count(there["index"])
-        if mine["size"] != 1 or there["size"] != 1 or mine["type"] not in ("i", "o"):
-            self.refuse("puts of single chunks of the array", f"{mine} to {there}")
-        if buffer["type"] != "s" and own != at:
-            self.refuse("every chunk at its place", f"chunk {own} put in place {at}")
-        target = _count(buffer["rank"])
-        if buffer["type"] == "s":
-            if (target, at) in self.used or at >= _count(self.gpus[target]["scratch_chunks"]):
-                self.refuse("a place of the scratch buffer for each put", f"place {at} of device {target} for two")
-            self.used.add((target, at))
-        place = at if buffer["type"] == "s" else None
-        self.puts[device, target].append(_Put(device, own, place, self.clock[device], self.changes[device, own]))
+    def _put(self, block: _Block, source_chunk: Json, target_chunk: Json) -> None:
+        """Puts one chunk on its way; it is there when its target has waited for a later signal."""
+        device = block.device
+        buffer_ids = block.program["remote_buffer_refs"][0]["remote_buffer_ids"]
+        number = buffer_ids[_check_count(target_chunk["buffer_id"])]
+        buffer = self.gpus[device]["remote_buffers"][_check_count(number)]
+        chunk = _check_count(source_chunk["index"])
+        index = _check_count(target_chunk["index"])
+        if source_chunk["size"] != 1 or target_chunk["size"] != 1 or source_chunk["type"] not in ("i", "o"):
+            self._refuse("puts of single chunks of the array", f"{source_chunk} to {target_chunk}")
+        to_scratch = buffer["type"] == "s"
+        if not to_scratch and chunk != index:
+            self._refuse("every chunk at its place", f"chunk {chunk} put in place {index}")
+        target = _check_count(buffer["rank"])
+        if to_scratch:
+            places = _check_count(self.gpus[target]["scratch_chunks"])
+            if (target, index) in self.used_places or index >= places:
+                self._refuse("a place of the scratch buffer for each put", f"place {index} of device {target} for two")
+            self.used_places.add((target, index))
+        place = index if to_scratch else None
+        version = self.versions[device, chunk]
+        self.puts[device, target].append(_Put(device, chunk, place, self.clock[device], version))
 
-    def wait(self, device: int, sources: Sequence[int], begins: bool) -> None:
-        """What was put before the signals is there; `begins` for those by which devices say that they have begun."""
-        last = self.clock[device]
+    def _wait(self, device: int, sources: Sequence[int], is_start: bool) -> None:
+        """What was put before the signals has arrived; `is_start` for those that say that a device has begun."""
+        latest = self.clock[device]
         for source in sources:
             clock, puts = self.signals[source, device].pop(0)
-            last = max(last, clock)
+            latest = max(latest, clock)
             for put in puts:
                 if put.place is None:
-                    self.note(put, put.clock, device, False)
+                    self._note_send(put, put.clock, device, reduce=False)
                 else:
-                    self.slots[device, put.place] = put
-        self.clock[device] = last if begins else last + 1
+                    self.arrivals[device, put.place] = put
+        self.clock[device] = latest if is_start else latest + 1
 
-    def take(self, device: int, op: Json) -> None:
+    def _take(self, device: int, op: Json) -> None:
         """A chunk that has arrived is added or copied."""
-        *others, scratch = op["src_buff"]
+        *addends, arrival = op["src_buff"]
         [own] = op["dst_buff"]
-        key = device, _count(scratch["index"])
-        alone = own["size"] == scratch["size"] == 1 and others == ([own] if op["name"] == "re" else [])
-        if scratch["type"] != "s" or own["type"] not in ("i", "o") or key not in self.slots or not alone:
-            self.refuse("a chunk of the scratch buffer that is copied or added in place", f"{op}")
-        put = self.slots.pop(key)
+        adds = op["name"] == "re"
+        key = device, _check_count(arrival["index"])
+        is_single = own["size"] == arrival["size"] == 1
+        is_in_place = addends == ([own] if adds else [])
+        from_scratch = arrival["type"] == "s" and key in self.arrivals
+        if own["type"] not in ("i", "o") or not from_scratch or not is_single or not is_in_place:
+            self._refuse("a chunk of the scratch buffer that is copied or added in place", f"{op}")
+        put = self.arrivals.pop(key)
         if put.chunk != own["index"]:
-            self.refuse("every chunk at its place", f"chunk {put.chunk} taken in place {own['index']}")
-        self.note(put, self.clock[device] - 1, device, op["name"] == "re")
+            self._refuse("every chunk at its place", f"chunk {put.chunk} taken in place {own['index']}")
+        self._note_send(put, self.clock[device] - 1, device, reduce=adds)
 
-    def note(self, put: _Put, step: int, target: int, reduce: bool) -> None:
-        """A message of the table."""
+    def _note_send(self, put: _Put, step: int, target: int, reduce: bool) -> None:
         self.sends.append((Send(step, put.source, target, put.chunk, reduce), put.version))
-        self.changes[target, put.chunk] += 1
+        self.versions[target, put.chunk] += 1
 
 
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
+def _check_count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_CHARACTERS:
         raise TypeError(f"{value!r}, which is no count")
     return value

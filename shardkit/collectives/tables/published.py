@@ -8,7 +8,7 @@ from itertools import product
 
 from shardkit._arguments import checks
 from shardkit._arguments.typed import typed
-from shardkit.collectives.tables.links import sides_of
+from shardkit.collectives.tables.links import check_sizes
 from shardkit.collectives.tables.messages import Send
 from shardkit.collectives.tables.table import Op, SendTable
 
@@ -35,17 +35,20 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
     """
     [n] = checks.whole("ring", devices=devices)
-    _check_size("ring", n * (n - 1))
-    up = (n - 1) // 2 + (n - 1) % 2 if bidirectional else n - 1
+    _check_message_count("ring", n * (n - 1))
+    hops = n // 2 if bidirectional else n - 1
+    hops_back = n - 1 - hops  # the other way round
 
-    def gather(by: int) -> Iterator[Send]:
-        for step, d in product(range(up), range(n)):
+    def gather_sends(by: int) -> Iterator[Send]:
+        for step, d in product(range(hops), range(n)):
             yield Send(step, d, (d + by) % n, (d - by * step) % n, False)
-        for step, d in product(range(n - 1 - up), range(n)):
+        for step, d in product(range(hops_back), range(n)):
             yield Send(step, d, (d - by) % n, (d + by * step) % n, False)
 
-    # A sum goes round in the direction of its gather: the derivative of a reduce_scatter goes back.
-    return derived(op, n, n, "bidirectional ring" if bidirectional else "ring", gather(1), gather(-1))
+    # A reduce_scatter is the transpose of a gather, which sends the other way. Sums too are to go up the ring, so that
+    # theirs is a gather down.
+    name = "bidirectional ring" if bidirectional else "ring"
+    return derive(op, n, n, name, gather_sends(1), gather_sends(-1))
 
 
 @typed
@@ -65,14 +68,16 @@ def halving(op: Op, devices: int) -> SendTable:
 
     Source: Thakur, Rabenseifner, Gropp (2005), sections 4.1 and 4.4.
     """
-    n = _power_of_two("halving", devices)
+    n = _check_power_of_two("halving", devices)
+    # Of 8: device 5 sends chunk 5 to 4, then 4 and 5 to 7, then 4 to 7 to 1.
     sends = []
     for step in range(n.bit_length() - 1):
-        hop = 1 << step
+        distance = 1 << step
         for d in range(n):
-            first = d // hop * hop
-            sends += [Send(step, d, d ^ hop, chunk, False) for chunk in range(first, first + hop)]
-    return derived(op, n, n, "halving", sends)
+            first = d // distance * distance  # of the chunks that d has, a block of its size
+            for chunk in range(first, first + distance):
+                sends.append(Send(step, d, d ^ distance, chunk, False))
+    return derive(op, n, n, "halving", sends)
 
 
 @typed
@@ -94,13 +99,16 @@ def bruck(op: Op, devices: int) -> SendTable:
     Source: Bruck et al., Efficient algorithms for all-to-all communications (1997), section 4.
     """
     [n] = checks.whole("bruck", devices=devices)
-    _check_size("bruck", n * (n - 1))
+    _check_message_count("bruck", n * (n - 1))
+    # After steps of 1, 2, ..., distance / 2 a device has the chunks from its own on, as many as the distance. Of 5, the
+    # last step has distance 4 and only one chunk is missing: n - distance.
     sends = []
     for step in range((n - 1).bit_length()):
-        hop = 1 << step
+        distance = 1 << step
         for d in range(n):
-            sends += [Send(step, d, (d - hop) % n, (d + k) % n, False) for k in range(min(hop, n - hop))]
-    return derived(op, n, n, "bruck", sends)
+            for k in range(min(distance, n - distance)):
+                sends.append(Send(step, d, (d - distance) % n, (d + k) % n, False))
+    return derive(op, n, n, "bruck", sends)
 
 
 @typed
@@ -122,42 +130,55 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
     Source: Jeaugey, PAT: a new algorithm for all-gather and reduce-scatter operations at scale (arXiv:2506.20252).
     """
     [n] = checks.whole("pat", devices=devices)
-    _check_size("pat", n * (n - 1))
+    _check_message_count("pat", n * (n - 1))
     power = 1 << (n - 1).bit_length()
     most = max(1, power // 2)
-    many = most if aggregate is None else checks.whole("pat", aggregate=aggregate)[0]
-    if many & (many - 1) or many > most:
+    if aggregate is None:
+        limit = most
+    else:
+        [limit] = checks.whole("pat", aggregate=aggregate)
+    if limit & (limit - 1) or limit > most:
         raise ValueError(
-            f"pat: aggregate must be a power of two of at most {most}, half of {n} devices rounded up; got {many}. "
+            f"pat: aggregate must be a power of two of at most {most}, half of {n} devices rounded up; got {limit}. "
             f"Pass {most}, or None."
         )
-    rest = power // many  # groups of so many devices are gathered one message after the other
-    hops = [(hop, range(0, power, 2 * hop)) for hop in _powers(power, above=rest)]
-    for place in _depth_first(rest):
-        hop = place & -place
-        hops.append((hop, range(place - hop, power, rest)))
     sends = []
-    used = [(hop, [at for at in offsets if at + hop < n]) for hop, offsets in hops]
-    for step, (hop, offsets) in enumerate(each for each in used if each[1]):
-        sends += [Send(step, d, (d - hop) % n, (d + at) % n, False) for d, at in product(range(n), offsets)]
-    return derived(op, n, n, f"pat of {many}" if aggregate else "pat", sends)
+    step = 0
+    for distance, offsets in _list_pat_steps(power, limit):
+        used_offsets = [offset for offset in offsets if offset + distance < n]
+        if not used_offsets:
+            continue
+        for d, offset in product(range(n), used_offsets):
+            sends.append(Send(step, d, (d - distance) % n, (d + offset) % n, False))
+        step += 1
+    return derive(op, n, n, f"pat of {limit}" if aggregate else "pat", sends)
 
 
-def _powers(power: int, above: int) -> Iterator[int]:
-    """power / 2, power / 4, ..., above."""
-    while power > above:
-        power //= 2
-        yield power
+def _list_pat_steps(power: int, limit: int) -> Iterator[tuple[int, range]]:
+    """For each step how far a device sends, and of which chunks, counted from its own.
+
+    Of 16 devices with two chunks in a message: first all send their own 8 away. Then chunks go along a binomial tree of
+    8 places, two in a message: 4 away the chunks 0 and 8, 2 away 4 and 12, 1 away 6 and 14, 1 away 4 and 12, ...
+    """
+    group = power // limit
+    distance = power
+    while distance > group:
+        distance //= 2
+        yield distance, range(0, power, 2 * distance)
+    for place in _walk_binomial_tree(group):
+        distance = place & -place
+        yield distance, range(place - distance, power, group)
 
 
-def _depth_first(size: int) -> Iterator[int]:
+def _walk_binomial_tree(size: int) -> Iterator[int]:
     """The places 1 to size - 1 of a binomial tree, each after the one from which it gets its chunk."""
-    if size > 1:
-        half = size // 2
-        yield half
-        for place in _depth_first(half):
-            yield half + place
-        yield from _depth_first(half)
+    if size <= 1:
+        return
+    half = size // 2
+    yield half
+    for place in _walk_binomial_tree(half):
+        yield half + place
+    yield from _walk_binomial_tree(half)
 
 
 @typed
@@ -179,28 +200,31 @@ def bine(op: Op, devices: int) -> SendTable:
 
     Source: De Sensi et al., Bine trees (arXiv:2508.17311).
     """
-    n = _power_of_two("bine", devices)
-    steps = n.bit_length() - 1
+    n = _check_power_of_two("bine", devices)
+    levels = n.bit_length() - 1
     sends = []
-    for step, level in enumerate(reversed(range(steps))):
+    for step, level in enumerate(reversed(range(levels))):
         for d in range(n):
-            partner = _partner(d, level, n)
-            sends += [Send(step, d, partner, chunk, False) for chunk in _below(partner, level, steps, n)]
-    return derived(op, n, n, "bine", sends)
+            partner = _find_bine_partner(d, level, n)
+            for chunk in _list_bine_chunks(d, level, levels, n):
+                sends.append(Send(step, d, partner, chunk, False))
+    return derive(op, n, n, "bine", sends)
 
 
-def _partner(device: int, level: int, devices: int) -> int:
-    """With whom a device exchanges: 1, 1, 3, 5, 11, ... places away."""
-    away = (1 - (-2) ** (level + 1)) // 3
-    return (device + (away if device % 2 == 0 else -away)) % devices
+def _find_bine_partner(device: int, level: int, devices: int) -> int:
+    """The device that this one exchanges with, 1, 1, 3, 5, 11, ... places away: (1 - (-2)^(level + 1)) / 3, by sign."""
+    distance = (1 - (-2) ** (level + 1)) // 3
+    if device % 2:
+        distance = -distance
+    return (device + distance) % devices
 
 
-def _below(device: int, level: int, steps: int, devices: int) -> list[int]:
-    """The chunks that a device gets from its partner of a level: those that the partner has by then."""
-    found = [_partner(device, level, devices)]
-    for later in range(level + 1, steps):
-        found += [_partner(chunk, later, devices) for chunk in found]
-    return found
+def _list_bine_chunks(device: int, level: int, levels: int, devices: int) -> list[int]:
+    """The chunks that a device has when it comes to a level: its own, and those of the higher levels before."""
+    chunks = [device]
+    for higher in range(level + 1, levels):
+        chunks += [_find_bine_partner(chunk, higher, devices) for chunk in chunks]
+    return chunks
 
 
 @typed
@@ -222,24 +246,40 @@ def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> SendT
 
     Source: Barnett et al., Global combine on mesh architectures with wormhole routing (1993).
     """
-    sides = sides_of("torus", sizes)
-    dims = [dim for dim, size in enumerate(sides) if size > 1]
-    n, parts = math.prod(sides), max(1, len(dims)) * (2 if bidirectional else 1)
-    _check_size("torus", n * (n - 1) * parts)
-    sends = []
+    sizes = check_sizes("torus", sizes)
+    dims = [dim for dim, size in enumerate(sizes) if size > 1]
+    directions = (1, -1) if bidirectional else (1,)
+    n = math.prod(sizes)
+    parts = max(1, len(dims)) * len(directions)
+    _check_message_count("torus", n * (n - 1) * parts)
+    sends: list[Send] = []
     for part in range(parts):
-        done: list[int] = []
-        begin, by = 0, -1 if bidirectional and part % 2 else 1
-        for turn in range(len(dims)):
-            dim = dims[(part // (2 if bidirectional else 1) + turn) % len(dims)]
-            for step, place in product(range(sides[dim] - 1), product(*map(range, sides))):
-                target = _moved(place, dim, by, sides)
-                for origin in _reached(_moved(place, dim, -by * step, sides), done, sides):
-                    chunk = _number(origin, sides) * parts + part
-                    sends.append(Send(begin + step, _number(place, sides), _number(target, sides), chunk, False))
-            done.append(dim)
-            begin += max(sides) - 1
-    return derived(op, n, n * parts, f"torus {' x '.join(map(str, sides))}", sends)
+        direction = directions[part % len(directions)]
+        turns = part // len(directions)
+        order = [*dims[turns:], *dims[:turns]]  # the dims, each first in one part
+        sends += _list_torus_sends(part, parts, order, direction, sizes)
+    return derive(op, n, n * parts, f"torus {' x '.join(map(str, sizes))}", sends)
+
+
+def _list_torus_sends(
+    part: int, parts: int, dims: Sequence[int], direction: int, sizes: Sequence[int]
+) -> Iterator[Send]:
+    """The messages of one part of the array: a ring along each of the dims, one dim after the other.
+
+    On 3 x 3, part 0: in steps 0 and 1 the rings along dim 0 gather three chunks in each column. In steps 2 and 3 the
+    rings along dim 1 pass on columns of three.
+    """
+    gathered_dims: list[int] = []
+    first_step = 0
+    for dim in dims:
+        for step, place in product(range(sizes[dim] - 1), product(*map(range, sizes))):
+            target = _move(place, dim, direction, sizes)
+            origin = _move(place, dim, -direction * step, sizes)  # from where the ring has brought what is passed on
+            for owner in _list_places(origin, gathered_dims, sizes):
+                chunk = _number_of(owner, sizes) * parts + part
+                yield Send(first_step + step, _number_of(place, sizes), _number_of(target, sizes), chunk, False)
+        gathered_dims.append(dim)
+        first_step += max(sizes) - 1  # all parts change their dim in the same step
 
 
 @typed
@@ -263,78 +303,120 @@ def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
 
     Source: Sanders, Speck, Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan (2009).
     """
-    n, inside, pieces = checks.whole("tree", devices=devices, inner=inner, chunks=chunks)
-    if n % inside:
+    n, inner, chunks = checks.whole("tree", devices=devices, inner=inner, chunks=chunks)
+    if n % inner:
         raise ValueError(
-            f"tree: inner must divide the devices; got {inside} for {n} devices. Pass the devices of a machine."
+            f"tree: inner must divide the devices; got {inner} for {n} devices. Pass the devices of a machine."
         )
-    _check_size("tree", 2 * (n - 1) * pieces)
-    parents = [_parents(n, inside, bool(chunk % 2)) for chunk in range(pieces)]
-    return SendTable("all_reduce", n, pieces, tuple(_up_and_down(parents, n)), f"tree of {inside}")
+    _check_message_count("tree", 2 * (n - 1) * chunks)
+    trees = (_first_tree(n, inner), _second_tree(n, inner))
+    parents = [trees[chunk % 2] for chunk in range(chunks)]
+    return SendTable("all_reduce", n, chunks, tuple(_list_tree_sends(parents, n)), f"tree of {inner}")
 
 
-def _parents(devices: int, inner: int, second: bool) -> dict[int, int]:
-    """The parent of each device but the root, in the first tree or the second."""
+# A tree is a mapping of devices to their parents; the root has none. Both have a binary tree of machines: every second
+# machine is a leaf, every second of the others is above leaves, and so on. Of six, machine 0 is the root:
+#
+#     0 <- 4; 4 <- 2, 5; 2 <- 1, 3
+#
+# The second tree has the machines in another order, in which the leaves of one tree are within the other: backward if
+# their number is even, shifted by one if it is odd. So all machines send and get about as much as each other.
+
+
+def _first_tree(devices: int, inner: int) -> dict[int, int]:
     machines = devices // inner
     parents = {}
     for machine in range(machines):
-        number = (machines - 1 - machine if machines % 2 == 0 else (machine - 1) % machines) if second else machine
-        lead = inner - 1 if second else 0
-        toward = 1 if second else -1
-        for place in range(inner):
-            if place != lead:
-                parents[machine * inner + place] = machine * inner + place + toward
-        if number:
-            bit = number & -number
-            above = number ^ bit | bit << 1
-            above = above if above < machines else number ^ bit
-            of = (machines - 1 - above if machines % 2 == 0 else (above + 1) % machines) if second else above
-            parents[machine * inner + lead] = of * inner + lead
+        first_device = machine * inner  # the others of the machine lead to it, each to the one before it
+        for device in range(first_device + 1, first_device + inner):
+            parents[device] = device - 1
+        if machine:
+            parents[first_device] = _parent_machine(machine, machines) * inner
     return parents
 
 
-def _up_and_down(parents: Sequence[Mapping[int, int]], devices: int) -> Iterator[Send]:
-    """Sums that go up the tree of each chunk and come down again; a device sends one chunk in a step, and gets one."""
-    waits = [[0] * devices for _ in parents]  # sums that a device still waits for, by chunk
+def _second_tree(devices: int, inner: int) -> dict[int, int]:
+    machines = devices // inner
+    is_even = machines % 2 == 0
+    parents = {}
+    for machine in range(machines):
+        last_device = machine * inner + inner - 1
+        for device in range(machine * inner, last_device):
+            parents[device] = device + 1
+        number = machines - 1 - machine if is_even else (machine - 1) % machines  # in the other order
+        if number:
+            parent_number = _parent_machine(number, machines)
+            parent = machines - 1 - parent_number if is_even else (parent_number + 1) % machines
+            parents[last_device] = parent * inner + inner - 1
+    return parents
+
+
+def _parent_machine(machine: int, machines: int) -> int:
+    """The parent of a machine other than 0: its lowest bit is cleared, and the next one set if that is a machine."""
+    lowest_bit = machine & -machine
+    parent = machine ^ lowest_bit | lowest_bit << 1
+    return parent if parent < machines else machine ^ lowest_bit
+
+
+def _list_tree_sends(parents: Sequence[Mapping[int, int]], devices: int) -> Iterator[Send]:
+    """Sums that go up the tree of each chunk and come down again; a device sends one chunk in a step, and gets one.
+
+    In each step every message is sent that is ready, in the order of the chunks, unless its source or its target is
+    busy in this step: chunks follow each other through the trees.
+    """
+    missing_terms = [[0] * devices for _ in parents]  # by chunk and device: sums of children that have not arrived
+    up: list[tuple[int, int, int]] = []  # (chunk, source, target) that are not sent yet
+    down: list[tuple[int, int, int]] = []
+    holders: list[set[int]] = []  # by chunk: devices that have the whole sum, or will have once all terms have arrived
     for chunk, tree in enumerate(parents):
-        for parent in tree.values():
-            waits[chunk][parent] += 1
-    up = [(chunk, child, parent) for chunk, tree in enumerate(parents) for child, parent in tree.items()]
-    down = [(chunk, parent, child) for chunk, child, parent in up]
-    whole = [set(range(devices)) - tree.keys() for tree in parents]  # that have the sum: at first the root
+        for child, parent in tree.items():
+            missing_terms[chunk][parent] += 1
+            up.append((chunk, child, parent))
+            down.append((chunk, parent, child))
+        holders.append(set(range(devices)) - tree.keys())  # the root
     step = 0
     while up or down:
-        sources, targets = set[int](), set[int]()
-        sent = []
+        busy_sources: set[int] = set()
+        busy_targets: set[int] = set()
+        sends = []
         for reduce, pending in ((True, up), (False, down)):
-            for chunk, source, target in list(pending):
-                ready = not waits[chunk][source] and (reduce or source in whole[chunk])
-                if ready and source not in sources and target not in targets:
-                    sources.add(source)
-                    targets.add(target)
-                    pending.remove((chunk, source, target))
-                    sent.append(Send(step, source, target, chunk, reduce))
-        for send in sent:
+            for message in list(pending):
+                chunk, source, target = message
+                is_ready = missing_terms[chunk][source] == 0 and (reduce or source in holders[chunk])
+                if is_ready and source not in busy_sources and target not in busy_targets:
+                    busy_sources.add(source)
+                    busy_targets.add(target)
+                    pending.remove(message)
+                    sends.append(Send(step, source, target, chunk, reduce))
+        for send in sends:
             if send.reduce:
-                waits[send.chunk][send.target] -= 1
+                missing_terms[send.chunk][send.target] -= 1
             else:
-                whole[send.chunk].add(send.target)
-        yield from sorted(sent)
+                holders[send.chunk].add(send.target)
+        yield from sorted(sends)
         step += 1
 
 
-def derived(
-    op: Op, devices: int, chunks: int, name: str, gather: Iterable[Send], down: Iterable[Send] | None = None
+def derive(
+    op: Op,
+    devices: int,
+    chunks: int,
+    name: str,
+    gather_sends: Iterable[Send],
+    scatter_sends: Iterable[Send] | None = None,
 ) -> SendTable:
-    """The table of an op, from the messages of an all_gather; `down` are those that a reduce_scatter transposes."""
-    gathers = SendTable("all_gather", devices, chunks, tuple(sorted(gather)), name)
+    """The table of an op from the messages of an all_gather; `scatter_sends`: of another, for a reduce_scatter."""
+    gather = SendTable("all_gather", devices, chunks, tuple(sorted(gather_sends)), name)
     if op == "all_gather":
-        return gathers
-    back = gathers if down is None else SendTable("all_gather", devices, chunks, tuple(sorted(down)), name)
-    return back.transpose() if op == "reduce_scatter" else back.transpose().then(gathers)
+        return gather
+    transposed = gather
+    if scatter_sends is not None:
+        transposed = SendTable("all_gather", devices, chunks, tuple(sorted(scatter_sends)), name)
+    scatter = transposed.transpose()
+    return scatter if op == "reduce_scatter" else scatter.then(gather)
 
 
-def _check_size(where: str, messages: int) -> None:
+def _check_message_count(where: str, messages: int) -> None:
     """Refuses a table before it fills the memory."""
     if messages > _MOST_MESSAGES:
         raise ValueError(
@@ -343,9 +425,9 @@ def _check_size(where: str, messages: int) -> None:
         )
 
 
-def _power_of_two(where: str, devices: int) -> int:
+def _check_power_of_two(where: str, devices: int) -> int:
     [n] = checks.whole(where, devices=devices)
-    _check_size(where, n * (n - 1))
+    _check_message_count(where, n * (n - 1))
     if n & (n - 1):
         raise ValueError(
             f"{where}: devices must be a power of two; got {n}. Pass {1 << n.bit_length() - 1}, or use bruck."
@@ -353,19 +435,21 @@ def _power_of_two(where: str, devices: int) -> int:
     return n
 
 
-def _moved(place: tuple[int, ...], dim: int, by: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def _move(place: tuple[int, ...], dim: int, by: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """The place that many steps along a dim, round the torus."""
     return (*place[:dim], (place[dim] + by) % sizes[dim], *place[dim + 1 :])
 
 
-def _reached(place: tuple[int, ...], dims: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _list_places(place: tuple[int, ...], dims: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """All places that differ from this one along these dims alone."""
-    choices = [range(size) if dim in dims else (place[dim],) for dim, size in enumerate(sizes)]
+    choices: list[Iterable[int]] = []
+    for dim, size in enumerate(sizes):
+        choices.append(range(size) if dim in dims else [place[dim]])
     return product(*choices)
 
 
-def _number(place: Sequence[int], sizes: Sequence[int]) -> int:
+def _number_of(place: Sequence[int], sizes: Sequence[int]) -> int:
     number = 0
-    for at, size in zip(place, sizes, strict=True):
-        number = number * size + at
+    for coordinate, size in zip(place, sizes, strict=True):
+        number = number * size + coordinate
     return number

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -17,8 +17,8 @@ from itertools import groupby, product
 from typing import Literal, NoReturn, get_args
 
 from shardkit._arguments import checks
-from shardkit.collectives.tables.links import Links, LinkTimes, checked, timed
-from shardkit.collectives.tables.messages import Message, Send, messages
+from shardkit.collectives.tables.links import Links, LinkTimes, check_links, time_steps
+from shardkit.collectives.tables.messages import Message, Send, group_sends
 from shardkit.cost.collectives import Traffic
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -52,10 +52,15 @@ class SendTable:
     @cached_property
     def by_step(self) -> tuple[tuple[Message, ...], ...]:
         """For each step the ppermutes that carry it out."""
-        found: list[tuple[Message, ...]] = [()] * self.steps
-        for step, group in groupby(self.sends, key=operator.attrgetter("step")):
-            found[step] = messages(list(group), self.devices, self.chunks)
-        return tuple(found)
+        steps: list[tuple[Message, ...]] = [()] * self.steps
+        for step, sends in groupby(self.sends, key=operator.attrgetter("step")):
+            steps[step] = group_sends(list(sends), self.devices, self.chunks)
+        return tuple(steps)
+
+    @property
+    def _operands(self) -> int:
+        """Of how many devices the operands make up the whole array, which the chunks are pieces of."""
+        return self.devices if self.op == "all_gather" else 1
 
     def traffic(self, size: float) -> Traffic:
         """What one device sends, the busiest in each ppermute, and in how many messages one after the other.
@@ -69,9 +74,11 @@ class SendTable:
         """
         self.check()
         [size] = checks.at_least_zero("SendTable.traffic", size=size)
-        whole = Fraction(size) * (self.devices if self.op == "all_gather" else 1)
-        sent = sum(message.each for step in self.by_step for message in step)
-        return Traffic(whole * sent / self.chunks, self.steps)
+        sent_chunks = 0
+        for messages in self.by_step:
+            sent_chunks += sum(message.chunks for message in messages)
+        array_bytes = Fraction(size) * self._operands
+        return Traffic(array_bytes * sent_chunks / self.chunks, self.steps)
 
     def simulate(self, links: Links, size: float, *, latency: float = 1e-6) -> LinkTimes:
         """How long it takes on given links, and how busy these are. Steps follow each other.
@@ -95,9 +102,9 @@ class SendTable:
         """
         self.check()
         size, latency = checks.at_least_zero("SendTable.simulate", size=size, latency=latency)
-        checked("SendTable.simulate", links, self.devices)
-        whole = float(size) * (self.devices if self.op == "all_gather" else 1)
-        return timed(self.by_step, links, whole / self.chunks, latency)
+        check_links("SendTable.simulate", links, self.devices)
+        array_bytes = float(size) * self._operands
+        return time_steps(self.by_step, links, array_bytes / self.chunks, latency)
 
     def transpose(self) -> SendTable:
         """The table of the derivative: a reduce_scatter for an all_gather, and the other way round.
@@ -114,20 +121,27 @@ class SendTable:
 
     @cached_property
     def _transposed(self) -> SendTable:
-        back = [s._replace(step=self.steps - 1 - s.step, source=s.target, target=s.source) for s in self.sends]
-        gathers = self.op == "all_gather"
-        sends = tuple(s._replace(reduce=gathers) for s in sorted(back))
-        return SendTable("reduce_scatter" if gathers else "all_gather", self.devices, self.chunks, sends, self.name)
+        # A chunk that went from 0 to 1 in the first step and was copied comes back from 1 to 0 in the last, and is
+        # added: the cotangents of all copies are summed on the device that had the chunk.
+        adds = self.op == "all_gather"
+        sends = []
+        for send in self.sends:
+            step = self.steps - 1 - send.step
+            sends.append(Send(step, source=send.target, target=send.source, chunk=send.chunk, reduce=adds))
+        # Sorted without `reduce`, which is the same in all of them.
+        op: Op = "reduce_scatter" if adds else "all_gather"
+        return SendTable(op, self.devices, self.chunks, tuple(sorted(sends)), self.name)
 
     def then(self, gather: SendTable) -> SendTable:
         """The all_reduce of a reduce_scatter and the all_gather that follows it, of as many devices and chunks."""
-        sizes = [(each.devices, each.chunks) for each in (self, gather)]
-        if (self.op, gather.op) != ("reduce_scatter", "all_gather") or sizes[0] != sizes[1]:
+        ops_fit = self.op == "reduce_scatter" and gather.op == "all_gather"
+        sizes_fit = self.devices == gather.devices and self.chunks == gather.chunks
+        if not ops_fit or not sizes_fit:
             raise ValueError(
                 "SendTable.then: a reduce_scatter must go before an all_gather of as many devices and chunks; got "
                 f"{self.described()} before {gather.described()}. Pass the transpose of one of them."
             )
-        later = tuple(s._replace(step=s.step + self.steps) for s in gather.sends)
+        later = tuple(send._replace(step=send.step + self.steps) for send in gather.sends)
         return SendTable("all_reduce", self.devices, self.chunks, self.sends + later, self.name)
 
     def described(self) -> str:
@@ -138,82 +152,122 @@ class SendTable:
         """Refuses a table after which a chunk is not what the op says, or in which the order of messages matters.
 
         Every device's part in every chunk is followed through all steps: in the end each contribution is there exactly
-        once, and every device has added an all_reduce in one order, so that all have the same bits.
+        once, and all devices have added an all_reduce in one order, so that all have the same bits.
 
         Raises:
             ValueError: a message that is none, a chunk that the source does not have, a copy to a place that is
                 written twice in a step, a contribution that counts twice or is missing; the first in order of steps.
         """
-        _ = self._checked
+        _ = self._is_checked
 
     @cached_property
-    def _checked(self) -> bool:
-        _check(self)
+    def _is_checked(self) -> bool:  # cached: a table is checked once, in whichever program it is used first
+        _check_sizes(self)
+        _check_results(self, _Devices.run(self))
         return True
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.described()}"]
-        for step, group in groupby(self.sends, key=operator.attrgetter("step")):
-            lines.append(f"step {step:<3} " + "  ".join(map(str, group)))
+        for step, sends in groupby(self.sends, key=operator.attrgetter("step")):
+            lines.append(f"step {step:<3} " + "  ".join(map(str, sends)))
         return "\n".join(lines)
-
-
-def _sends(step: int, message: Message) -> Iterator[Send]:
-    for source, target in message.pairs:
-        for chunk in message.taken[source]:
-            yield Send(step, source, target, int(chunk), message.reduce)
 
 
 def _owner(table: SendTable, chunk: int) -> int:
     return chunk * table.devices // table.chunks
 
 
-def _check(table: SendTable) -> None:
-    """See `SendTable.check`. What a device has of a chunk is a number, with a bit for each contribution."""
-    _check_sizes(table)
-    n, everyone = table.devices, (1 << table.devices) - 1
-    if table.op == "all_gather":
-        has = [[everyone * (_owner(table, chunk) == d) for chunk in range(table.chunks)] for d in range(n)]
-    else:
-        has = [[1 << d] * table.chunks for d in range(n)]
-    # The order in which a value was added, as a number: one that is added from the same two has the same.
-    orders = [list(range(n)) for _ in range(table.chunks)]
-    known: dict[tuple[int, ...], int] = {}
-    for step, sent in enumerate(table.by_step):
-        sends = [send for message in sent for send in _sends(step, message)]  # in the order in which they are put
-        taken = [(has[s.source][s.chunk], orders[s.chunk][s.source]) for s in sends]
-        if table.op == "reduce_scatter":  # what is sent on is no longer here
-            for s in sends:
-                has[s.source][s.chunk] = 0
-        alone = Counter((s.target, s.chunk) for s in sends)
-        for s, (value, order) in zip(sends, taken, strict=True):
-            own = has[s.target][s.chunk]
-            _check_send(table, s, value, own, alone[s.target, s.chunk] == 1)
-            has[s.target][s.chunk] = value | own if s.reduce else value
-            if s.reduce:
-                order = known.setdefault(tuple(sorted((order, orders[s.chunk][s.target]))), n + len(known))
-            orders[s.chunk][s.target] = order
-    for chunk, device in product(range(table.chunks), range(n)):
-        wanted = table.op != "reduce_scatter" or _owner(table, chunk) == device
-        if wanted and has[device][chunk] != everyone:
-            missing = 1 << _owner(table, chunk) if table.op == "all_gather" else everyone & ~has[device][chunk]
+class _Devices:
+    """What the devices have of each chunk while the messages of a table are sent, to check them.
+
+    A value is a number with a bit for each device whose contribution it contains. The reduce_scatter of a ring of
+    three, for chunk 0: all have their own, 001, 010 and 100. Step 0 sends 1>2, and device 2 has 110. Step 1 sends 2>0,
+    and device 0 has 111: the sum. A message with a bit that its target has already would count that contribution twice.
+
+    The order in which a value was added is a number too: sums of the same two orders have the same. (a + b) + c and
+    a + (b + c) have all bits, and differ by their rounding.
+    """
+
+    def __init__(self, table: SendTable):
+        self.table = table
+        n = table.devices
+        self.values: list[list[int]] = []  # by device and chunk
+        for device in range(n):
+            if table.op == "all_gather":  # an owner has the chunk with all contributions, the others have nothing
+                is_owner = [_owner(table, chunk) == device for chunk in range(table.chunks)]
+                self.values.append([_all_bits(table) if owned else 0 for owned in is_owner])
+            else:
+                self.values.append([1 << device] * table.chunks)
+        self.orders = [list(range(n)) for _ in range(table.chunks)]  # by chunk and device
+        self.sum_orders: dict[tuple[int, ...], int] = {}  # by the orders of the two that were added
+
+    @classmethod
+    def run(cls, table: SendTable) -> _Devices:
+        """The devices after all steps; refuses the first message that is wrong."""
+        devices = cls(table)
+        for step, messages in enumerate(table.by_step):
+            sends: list[Send] = []  # in the order in which they are stored
+            for message in messages:
+                sends += _list_sends(step, message)
+            devices.run_step(sends)
+        return devices
+
+    def run_step(self, sends: Sequence[Send]) -> None:
+        """Sends what the sources had before the step."""
+        sent = [(self.values[s.source][s.chunk], self.orders[s.chunk][s.source]) for s in sends]
+        if self.table.op == "reduce_scatter":  # what is sent on is no longer here
+            for send in sends:
+                self.values[send.source][send.chunk] = 0
+        arrivals = Counter((send.target, send.chunk) for send in sends)
+        for send, (value, order) in zip(sends, sent, strict=True):
+            present = self.values[send.target][send.chunk]
+            is_alone = arrivals[send.target, send.chunk] == 1
+            _check_send(self.table, send, value, present, is_alone)
+            if send.reduce:
+                value |= present
+                order = self._order_of_sum(order, self.orders[send.chunk][send.target])
+            self.values[send.target][send.chunk] = value
+            self.orders[send.chunk][send.target] = order
+
+    def _order_of_sum(self, order: int, other: int) -> int:
+        addends = tuple(sorted((order, other)))
+        return self.sum_orders.setdefault(addends, self.table.devices + len(self.sum_orders))
+
+
+def _all_bits(table: SendTable) -> int:
+    return (1 << table.devices) - 1
+
+
+def _list_sends(step: int, message: Message) -> Iterator[Send]:
+    for source, target in message.pairs:
+        for chunk in message.sent_rows[source]:
+            yield Send(step, source, target, int(chunk), message.reduce)
+
+
+def _check_results(table: SendTable, devices: _Devices) -> None:
+    """Refuses a table after which a device lacks a contribution, or has added in another order."""
+    for chunk, device in product(range(table.chunks), range(table.devices)):
+        owner = _owner(table, chunk)
+        value = devices.values[device][chunk]
+        is_result = table.op != "reduce_scatter" or device == owner
+        if is_result and value != _all_bits(table):
+            missing = 1 << owner if table.op == "all_gather" else _all_bits(table) & ~value
             raise ValueError(
                 f"{table.name}: device {device} must have what every device has of chunk {chunk} in the end; got "
-                f"nothing of {_devices(missing)}. Add a message that brings it."
+                f"nothing of {_name_devices(missing)}. Add a message that brings it."
             )
-        if table.op == "all_reduce" and orders[chunk][device] != orders[chunk][0]:
+        if table.op == "all_reduce" and devices.orders[chunk][device] != devices.orders[chunk][0]:
             raise ValueError(
                 f"{table.name}: all devices must add chunk {chunk} in one order, to have the same bits; got another on "
                 f"device {device} than on device 0. Send the sum of one of them."
             )
 
 
-def _check_send(table: SendTable, send: Send, value: int, own: int, alone: bool) -> None:
-    """Refuses a message that brings `value` to a device that has `own`, `alone` or with others to its place."""
-    everyone = (1 << table.devices) - 1
+def _check_send(table: SendTable, send: Send, value: int, present: int, is_alone: bool) -> None:
+    """Refuses a message that brings `value` to a place with `present`, alone or with others in this step."""
     if not value:
         _refuse(table, send, "must send what its source has", "nothing", "Send it later, or once")
-    if not send.reduce and not alone:
+    if not send.reduce and not is_alone:
         _refuse(table, send, "that copies must be alone at its place", "another", "Send one a step later")
     if table.op == "all_gather" and send.reduce:
         _refuse(table, send, "of an all_gather must copy", "one that adds", "Pass reduce=False")
@@ -221,9 +275,10 @@ def _check_send(table: SendTable, send: Send, value: int, own: int, alone: bool)
         _refuse(table, send, "of a reduce_scatter must add", "one that copies", "Pass reduce=True")
     if table.op == "reduce_scatter" and _owner(table, send.chunk) == send.source:
         _refuse(table, send, "must leave a chunk with its owner", "one from the owner", "Leave it out")
-    if send.reduce and value & own:
-        _refuse(table, send, "must add each contribution once", f"{_devices(value & own)} twice", "Leave it out")
-    if not send.reduce and own == everyone:
+    if send.reduce and value & present:
+        twice = _name_devices(value & present)
+        _refuse(table, send, "must add each contribution once", f"{twice} twice", "Leave it out")
+    if not send.reduce and present == _all_bits(table):
         _refuse(table, send, "must bring what is missing", "nothing new", "Leave it out")
 
 
@@ -236,26 +291,29 @@ def _check_sizes(table: SendTable) -> None:
             f"{table.name}: the chunks of an {table.op} must be a multiple of its devices; got {chunks} chunks for "
             f"{n} devices. Pass for example {n}."
         )
-    if not isinstance(table.sends, tuple) or not all(isinstance(s, Send) and _numbers(s) for s in table.sends):
+    if not isinstance(table.sends, tuple) or not all(map(_is_send, table.sends)):
         raise TypeError(
             f"{table.name}: sends must be a tuple of Send, each of whole numbers and a bool; got another. Pass for "
             "example (sk.tables.Send(step=0, source=0, target=1, chunk=0, reduce=False),)."
         )
-    last = -1
-    for s in table.sends:
-        inside = 0 <= s.source < n and 0 <= s.target < n and 0 <= s.chunk < chunks
-        if s.source == s.target or not inside or not max(0, last) <= s.step <= last + 1:
+    last_step = -1
+    for send in table.sends:
+        in_range = 0 <= send.source < n and 0 <= send.target < n and 0 <= send.chunk < chunks
+        in_order = max(0, last_step) <= send.step <= last_step + 1
+        if send.source == send.target or not in_range or not in_order:
             _refuse(
                 table,
-                s,
+                send,
                 f"must go from one of {n} devices to another, with one of {chunks} chunks, after those before it",
                 "another",
                 "Pass numbers in range, in the order of steps, none left out",
             )
-        last = s.step
+        last_step = send.step
 
 
-def _numbers(send: Send) -> bool:
+def _is_send(send: object) -> bool:
+    if not isinstance(send, Send):
+        return False
     return all(type(number) is int for number in send[:4]) and type(send.reduce) is bool
 
 
@@ -266,8 +324,10 @@ def _refuse(table: SendTable, send: Send, rule: str, got: str, remedy: str) -> N
     )
 
 
-def _devices(bits: int) -> str:
-    """The devices whose bits are set."""
-    numbers = [str(d) for d in range(bits.bit_length()) if bits >> d & 1]
-    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
-    return f"device{'s' * (len(numbers) > 1)} {', '.join(numbers[:_SHOWN])}{more}"
+def _name_devices(bits: int) -> str:
+    """`devices 0, 3`: those whose bits are set."""
+    numbers = [str(device) for device in range(bits.bit_length()) if bits >> device & 1]
+    if len(numbers) == 1:
+        return f"device {numbers[0]}"
+    names = f"devices {', '.join(numbers[:_SHOWN])}"
+    return f"{names} and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else names

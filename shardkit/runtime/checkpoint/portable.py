@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.meshes.layout import by_path, canonical, spec_axes
-from shardkit.plans.storage import Held, is_padded, padded, padding, stored_array, unpadded
+from shardkit.plans.storage import Storage, is_padded, pad_leaves, padding, stored_array, unpadded
 from shardkit.runtime.checkpoint.record import Records, is_residual
 from shardkit.runtime.data.reading import is_key, to_storable
 
@@ -128,7 +128,7 @@ def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping
         if not is_padded(x):
             return array
         sharding = x.array.sharding
-        return padded(array, Held(sharding.spec, x.rows), sharding.mesh)
+        return pad_leaves(array, Storage(sharding.spec, x.rows), sharding.mesh)
 
     made: Leaves = {}
     for paths in (paths for some in _by_devices(changed) for paths in _together(some)):

@@ -1,4 +1,4 @@
-"""The processes of a job: how one joins the others, waits for them, and leaves.
+"""The processes of a job: their description, and how one joins the others, waits for them, and leaves.
 
-Start with `join.py`. Imports the channel, meshes, collectives and the description of a job.
+Start with `join.py`; `config.py` describes a job. Imports the channel, meshes, collectives and strategies.
 """

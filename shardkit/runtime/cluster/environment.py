@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import backends
-from shardkit.strategies.config import DistributedConfig
+from shardkit.runtime.cluster.config import DistributedConfig
 
 _REMEDY = "pass coordinator_address, num_processes and process_id"
 # The variables from which jax reads a scheduler's job, with the number of processes, the process, and the process on

@@ -18,8 +18,8 @@ from shardkit._jax import backends
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import TOKEN, Place, allow_files, bind_address, free_port
 from shardkit.runtime.cluster import environment
+from shardkit.runtime.cluster.config import DistributedConfig
 from shardkit.runtime.cluster.environment import Found
-from shardkit.strategies.config import DistributedConfig
 
 # Seconds that jax's exit barrier waits before it aborts all processes: after the last step one may have more to do than
 # the others, and when one fails the monitors end the wait.

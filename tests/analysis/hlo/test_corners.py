@@ -13,7 +13,7 @@ import shardkit as sk
 from shardkit.analysis.hlo import aot, proto, trip_counts
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.compute import ModuleWork, Work
-from shardkit.analysis.hlo.differences import _run_as_all_reduce, _Traffic, account, compiled
+from shardkit.analysis.hlo.differences import _find_scatters_run_as_sums, _Traffic, account, compiled
 from shardkit.analysis.hlo.topology import device_memory, device_of
 from shardkit.analysis.jaxpr.census import Census
 from support.commands import deep
@@ -97,10 +97,10 @@ def test_the_layers_of_an_unrolled_body_are_not_walked(data8, monkeypatch):
 def test_a_number_that_is_zero_is_read_and_a_config_that_is_no_json_left_alone():
     """A message leaves out a number that is 0."""
     instruction = b"\x0a\x01a" + b"\x12\x08constant" + b"\x1a\x02\x10\x04" + b"\x98\x02\x00"
-    read = proto._computation(b"\x0a\x01c" + b"\x12" + bytes([len(instruction)]) + instruction, {})
+    read = proto._read_computation(b"\x0a\x01c" + b"\x12" + bytes([len(instruction)]) + instruction, {})
     assert (read.id, read.root, read.instructions[0].opcode) == (0, 0, "constant")
     name, shape_, config = b"\x0a\x01a" + b"\x12\x0bcustom-call", b"\x1a\x02\x10\x04", b"{n = 1 : i64}"
-    read = proto._instruction(name + shape_ + b"\xda\x02" + bytes([len(config)]) + config)
+    read = proto._read_instruction(name + shape_ + b"\xda\x02" + bytes([len(config)]) + config)
     assert read.opcode == "custom-call" and read.config == {}
 
 
@@ -243,7 +243,7 @@ def test_what_a_merged_sum_saves_is_no_negative_traffic():
     """Sums that run as one all_reduce may send up to a tenth less than both; the rest was -251,911,650 bytes."""
     scatter, reduce = ("reduce_scatter", ("data",)), ("all_reduce", ("data",))
     before = {scatter: _Traffic(1, Fraction(100)), reduce: _Traffic(1, Fraction(3))}
-    found, restored = _run_as_all_reduce(before, {reduce: _Traffic(1, Fraction(190))})
+    found, restored = _find_scatters_run_as_sums(before, {reduce: _Traffic(1, Fraction(190))})
     assert len(found) == 1 and restored == before
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit._jax import backends, jaxprs
 from shardkit.analysis import RULES, Audit, Finding
-from shardkit.analysis.compiled_rules.loops import _unchanged
+from shardkit.analysis.compiled_rules.loops import _is_same_each_time
 from shardkit.analysis.compiled_rules.second_call import _next_arguments
 from shardkit.analysis.jaxpr.step import first_use, leaves_of, trace_step
 from shardkit.analysis.judge import OtherFormatError
@@ -98,7 +98,7 @@ def test_what_a_barrier_kept_apart_is_the_same(left):
     for each in instructions.values():
         each.operands = tuple(each.operands)
     body = SimpleNamespace(instructions=instructions, parameters={0: instructions[0]}, root=6)
-    assert _unchanged(body, instructions[5], {})
+    assert _is_same_each_time(body, instructions[5])
 
 
 @pytest.mark.deep

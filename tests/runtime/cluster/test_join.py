@@ -11,7 +11,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.runtime.cluster import environment
-from shardkit.strategies.config import DistributedConfig
+from shardkit.runtime.cluster.config import DistributedConfig
 from support import jobs
 from support.refusals import raises, value_error
 

@@ -10,7 +10,7 @@ import shardkit as sk
 from shardkit._jax import backends
 from shardkit.runtime.channel.place import TOKEN
 from shardkit.runtime.cluster import join
-from shardkit.strategies.config import DistributedConfig
+from shardkit.runtime.cluster.config import DistributedConfig
 from support import jobs
 from support.refusals import raises, refused
 

@@ -1,4 +1,4 @@
-"""Text as bytes: a corpus with a fixed split, and batches that depend on (seed, step) only."""
+"""The source of the Python standard library as bytes to train on, in batches that depend on (seed, step) only."""
 
 from __future__ import annotations
 
@@ -31,25 +31,6 @@ def standard_library() -> Text:
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if not _SKIPPED.intersection(path.relative_to(root).parts[:-1]))
     return _split([(str(path.relative_to(root)), path) for path in files], f"the Python standard library in {root}")
-
-
-def read_text(paths: Sequence[str | Path]) -> Text:
-    """Reads files, and every file below directories, as bytes.
-
-    The split is by file, by a hash of its path below the given directory, so it never changes. If one side would be
-    empty, the last tenth of every file is held out instead. Refuses paths that cannot be read, or have no text.
-    """
-    found: list[tuple[str, Path]] = []
-    for given in map(Path, paths):
-        if given.is_dir():
-            inside = sorted(p for p in given.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-            found += [(str(p.relative_to(given)), p) for p in inside]
-        elif given.is_file():
-            found.append((given.name, given))
-        else:
-            found_none = "is neither. Pass one that is." if given.exists() else "does not exist. Pass one that does."
-            raise ValueError(f"--data: the path must be a file or a directory; {given} {found_none}")
-    return _split(found, ", ".join(map(str, paths)))
 
 
 def _split(files: Sequence[tuple[str, Path]], source: str) -> Text:

@@ -92,18 +92,9 @@ class DistributedConfig:
         check_fields(self)
         counts = ("world_size", "num_nodes", "devices_per_process", "tensor_parallel_size", "pipeline_parallel_size")
         at_least("DistributedConfig", 1, **{name: getattr(self, name) for name in counts})
-        nodes, devices = self.num_nodes, self.devices_per_process
-        if self.num_processes_per_node is None:
-            self._set("num_processes_per_node", self.world_size // (nodes * devices))
-        per_node = self.num_processes_per_node or 0
-        if self.world_size != nodes * per_node * devices:
-            raise ValueError(
-                "DistributedConfig: world_size must equal num_nodes x num_processes_per_node x devices_per_process; "
-                f"got world_size={self.world_size} for {nodes} x {per_node} x {devices} = "
-                f"{nodes * per_node * devices}. Change one."
-            )
+        self._check_processes()
         self._check_parallel_sizes()
-        self._check_ranks(per_node)
+        self._check_ranks()
         if not 1 <= self.master_port <= 65535:
             raise ValueError(
                 f"DistributedConfig: master_port must be from 1 to 65535; got {self.master_port}. Pass a free one."
@@ -113,34 +104,44 @@ class DistributedConfig:
     def _set(self, name: str, value: int) -> None:
         object.__setattr__(self, name, value)  # the fields are frozen
 
+    def _check_processes(self) -> None:
+        nodes = self.num_nodes
+        devices = self.devices_per_process
+        if self.num_processes_per_node is None:
+            self._set("num_processes_per_node", self.world_size // (nodes * devices))
+        processes = self.num_processes_per_node or 0
+        product = nodes * processes * devices
+        if self.world_size != product:
+            raise ValueError(
+                "DistributedConfig: world_size must equal num_nodes x num_processes_per_node x devices_per_process; "
+                f"got world_size={self.world_size} for {nodes} x {processes} x {devices} = {product}. Change one."
+            )
+
     def _check_parallel_sizes(self) -> None:
-        tensor, stages = self.tensor_parallel_size, self.pipeline_parallel_size
-        got = f"got {tensor} x {stages} = {tensor * stages} for world_size={self.world_size}"
+        tensor = self.tensor_parallel_size
+        stages = self.pipeline_parallel_size
+        sizes = f"got {tensor} x {stages} = {tensor * stages} for world_size={self.world_size}"
         if tensor * stages > self.world_size:
             raise ValueError(
                 "DistributedConfig: tensor_parallel_size x pipeline_parallel_size must not exceed world_size; "
-                f"{got}. Lower one of the sizes, or raise world_size."
+                f"{sizes}. Lower one of the sizes, or raise world_size."
             )
         if self.world_size % (tensor * stages):
             raise ValueError(
                 "DistributedConfig: tensor_parallel_size x pipeline_parallel_size must divide world_size; "
-                f"{got}. Pass sizes whose product divides it."
+                f"{sizes}. Pass sizes whose product divides it."
             )
 
-    def _check_ranks(self, per_node: int) -> None:
-        processes = ("rank", self.num_processes, "num_processes")
-        for name, size, of in (processes, ("local_rank", per_node, "num_processes_per_node")):
-            value = getattr(self, name)
-            if value is None:
-                self._set(name, value := self.rank % per_node)
-            if not 0 <= value < size:
-                raise ValueError(
-                    f"DistributedConfig: {name} must be at least 0 and below {of}; got {name}={value} for {of}={size}. "
-                    f"Pass 0 to {size - 1}."
-                )
+    def _check_ranks(self) -> None:
+        _check_rank("rank", self.rank, "num_processes", self.num_processes)
+        processes = self.num_processes_per_node or 0
+        if self.local_rank is None:
+            self._set("local_rank", self.rank % processes)
+        _check_rank("local_rank", self.local_rank or 0, "num_processes_per_node", processes)
 
     def _check_mesh(self) -> None:
-        shape, names = self.mesh_shape, self.mesh_axis_names
+        shape = self.mesh_shape
+        names = self.mesh_axis_names
         if shape is None and names is None:
             return
         if shape is None or names is None or len(shape) != len(names):
@@ -164,13 +165,14 @@ class DistributedConfig:
             )
         sizes = dict(zip(names, shape, strict=True))
         for axis, field in _SIZES.items():
-            asked, size = getattr(self, field), sizes.get(axis, 1)
-            if asked == 1:
+            value = getattr(self, field)
+            size = sizes.get(axis, 1)
+            if value == 1:  # the default, which says nothing
                 self._set(field, size)
-            elif asked != size:
-                got = f"size {size}" if axis in sizes else f"no such axis in {names}"
+            elif value != size:
+                actual = f"size {size}" if axis in sizes else f"no such axis in {names}"
                 raise ValueError(
-                    f"DistributedConfig: {field} must be the size of the mesh axis {axis!r}; got {asked} and {got}. "
+                    f"DistributedConfig: {field} must be the size of the mesh axis {axis!r}; got {value} and {actual}. "
                     "Change one."
                 )
 
@@ -193,16 +195,20 @@ class DistributedConfig:
             text = environ.get(name.upper())
             if text is None:
                 continue
+            if name == "master_addr":
+                values[name] = text
+                continue
             try:
-                values[name] = text if name == "master_addr" else int(text)
+                values[name] = int(text)
             except ValueError:
                 raise ValueError(
                     f"DistributedConfig: the variable {name.upper()} must be a whole number; got {text!r}. "
                     f"Set for example {name.upper()}=1, or unset it."
                 ) from None
-        each = overrides.get("devices_per_process", 1)
-        if isinstance(values.get("world_size"), int) and isinstance(each, int):
-            values["world_size"] *= each  # type: ignore[operator]
+        devices = overrides.get("devices_per_process", 1)
+        processes = values.get("world_size")
+        if isinstance(processes, int) and isinstance(devices, int):
+            values["world_size"] = processes * devices
         return cls(**(values | overrides))  # type: ignore[arg-type]
 
     @property
@@ -269,10 +275,11 @@ class DistributedConfig:
             ValueError: tensor parallelism without rules, or rules without an axis "model"; an axis of another name.
         """
         names = self.mesh_axis_names or _AXES
-        if strange := sorted({*names} - {*_AXES, "fsdp"}):
+        unknown = sorted({*names} - {*_AXES, "fsdp"})
+        if unknown:
             raise ValueError(
                 "DistributedConfig.plan: mesh_axis_names must be among 'data', 'fsdp', 'model', 'stage'; got "
-                f"{quoted(strange)}. Rename the axis, or write the plan with chain."
+                f"{quoted(unknown)}. Rename the axis, or write the plan with chain."
             )
         if rules is None and self.tensor_parallel_size > 1:
             raise ValueError(
@@ -284,10 +291,12 @@ class DistributedConfig:
                 f"DistributedConfig.plan: rules need a mesh axis 'model'; mesh_axis_names are {names}. Add the axis, "
                 "or leave rules out."
             )
-        zero = _ZERO.get(self.data_strategy)
         plans = []
         if "data" in names:
-            plans.append(zero("data", layerwise=layerwise) if zero else dp("data"))
+            if self.data_strategy == "dp":
+                plans.append(dp("data"))
+            else:
+                plans.append(_ZERO[self.data_strategy]("data", layerwise=layerwise))
         if "fsdp" in names:
             plans.append(fsdp("fsdp", layerwise=layerwise))
         if rules is not None:
@@ -295,3 +304,11 @@ class DistributedConfig:
         if self.pipeline_parallel_size > 1:
             plans.append(pp("stage"))
         return chain(*plans)
+
+
+def _check_rank(name: str, rank: int, count_name: str, count: int) -> None:
+    if not 0 <= rank < count:
+        raise ValueError(
+            f"DistributedConfig: {name} must be at least 0 and below {count_name}; got {name}={rank} for "
+            f"{count_name}={count}. Pass 0 to {count - 1}."
+        )

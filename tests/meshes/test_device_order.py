@@ -1,4 +1,4 @@
-"""links.py and placement.py: what collectives put on links, and the order of devices that puts least there."""
+"""network.py and device_order.py: what collectives put on links, and the order of devices that puts least there."""
 
 import math
 from dataclasses import replace
@@ -13,8 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo.topology import absent_devices, parse_topology
-from shardkit.meshes.links import Load, busiest, network_of, seconds_of
-from shardkit.meshes.placement import _groups, _sets, _slots, _snake, _steps, alike, place
+from shardkit.meshes.device_order import (
+    _choose_factors,
+    _factorize,
+    _list_groups,
+    _reflect_digits,
+    _step_vectors,
+    assume_equal_gathers,
+    order_devices,
+)
+from shardkit.meshes.network import Load, find_network, time_busiest_link, time_load
 from support.compilers import tpu
 from support.refusals import value_error
 
@@ -80,17 +88,17 @@ def passed(network, loads, members, dim, held, part):
 )
 def test_a_gather_loads_links_as_its_pieces_do_that_travel(topology):
     """Catches a direction that is forgotten, a group counted twice, and cores of a chip with links of their own."""
-    network, _ = network_of(devices_of(topology))
-    slots = _slots(network)[0]
+    network, _ = find_network(devices_of(topology))
+    slots = _factorize(network)[0]
     total, tried = math.prod(network.shape), 0
     for size in {n for n in (2, 3, 4, 8, 16) if total % n == 0}:
-        for those in list(_sets(slots, size))[:12]:
-            groups = _groups(network, _snake(those) @ _steps(network, those), those)
+        for those in list(_choose_factors(slots, size))[:12]:
+            groups = _list_groups(network, _reflect_digits(those) @ _step_vectors(network, those), those)
             assert len(groups) * size == total == len({tuple(place) for group in groups for place in group.tolist()})
             expected = travelling(network, groups)
             for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-                assert busiest(network, kind, groups) == pytest.approx(expected, rel=1e-12)
-            assert busiest(network, "all_gather", groups, alike=True) == pytest.approx(expected, rel=1e-12)
+                assert time_busiest_link(network, kind, groups) == pytest.approx(expected, rel=1e-12)
+            assert time_busiest_link(network, "all_gather", groups, alike=True) == pytest.approx(expected, rel=1e-12)
             tried += 1
     assert tried > 3
 
@@ -116,19 +124,19 @@ def test_a_gather_loads_links_as_its_pieces_do_that_travel(topology):
 )
 def test_the_busiest_link(topology, axes, kind, sent, seconds):
     devices = devices_of(topology)
-    network, places = network_of(devices)
+    network, places = find_network(devices)
     order = tuple(sorted(places))
-    assert seconds_of(network, axes, order, Load(kind, ("a",), sent)) == pytest.approx(seconds, rel=1e-12)
+    assert time_load(network, axes, order, Load(kind, ("a",), sent)) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_the_slow_slab_of_a_tpu7x_is_left():  # proves N37
     """jax#39340: jax 0.10 leaves the link between the two devices of a chip to the axis that sends nothing."""
     loads = [Load("all_gather", ("fsdp",), 31e6)]
-    found = place(devices_of("tpu7x:2x4x4"), {"data": 2, "fsdp": 32}, loads)
+    found = order_devices(devices_of("tpu7x:2x4x4"), {"data": 2, "fsdp": 32}, loads)
     groups = np.array(found.places).reshape(2, 32, 4)
     assert {len(set(group[:, 3])) for group in groups} == {2}, "each group has both devices of its chips"
     slab = tuple((x, y, z, core) for core in range(2) for x in range(2) for y in range(4) for z in range(4))
-    slow = seconds_of(found.network, found.axes, slab, loads[0])
+    slow = time_load(found.network, found.axes, slab, loads[0])
     assert found.seconds == found.bound and slow / found.seconds > 1.8
     assert found.usual == pytest.approx(slow if jax.__version_info__ < (0, 11) else found.usual)
 
@@ -141,10 +149,10 @@ def test_no_order_at_all_of_few_devices_is_better(topology, axes):
     """All permutations, also those that split no dimension."""
     devices = devices_of(topology)
     loads = [*GATHERS, Load("ppermute", ("a",), 1.0), Load("all_to_all", ("a", "b"), 0.5)]
-    found = place(devices, axes, loads)
-    network, places = network_of(devices)
+    found = order_devices(devices, axes, loads)
+    network, places = find_network(devices)
     least = min(
-        sum(seconds_of(network, axes, order, each) for each in loads)
+        sum(time_load(network, axes, order, each) for each in loads)
         for order in permutations(places)
         if order[0] == places[0] or network.dims[0].size * len(network.dims) > 4
     )
@@ -152,7 +160,7 @@ def test_no_order_at_all_of_few_devices_is_better(topology, axes):
 
 
 def test_every_kind_of_traffic_is_weighed_and_jaxs_order_stays_where_none_is_better():
-    found = place(devices_of("v5p:8x8x8"), {"fsdp": 128, "context": 2, "model": 2}, [
+    found = order_devices(devices_of("v5p:8x8x8"), {"fsdp": 128, "context": 2, "model": 2}, [
         Load("all_gather", ("fsdp",), 1e9),
         Load("ppermute", ("context",), 1e9),
         Load("all_reduce", ("fsdp", "context"), 1e8),
@@ -160,9 +168,9 @@ def test_every_kind_of_traffic_is_weighed_and_jaxs_order_stays_where_none_is_bet
     assert found.bound <= found.seconds < 0.7 * found.usual
     assert sorted(found.places) == sorted(np.ndindex(8, 8, 8))
     for row in found.rows:
-        assert row.seconds == seconds_of(found.network, found.axes, found.places, row.load) >= row.bound
+        assert row.seconds == time_load(found.network, found.axes, found.places, row.load) >= row.bound
     pod = devices_of("v5e:16x16")
-    same = place(pod, {"data": 16, "model": 16}, alike({"data": 16, "model": 16}))
+    same = order_devices(pod, {"data": 16, "model": 16}, assume_equal_gathers({"data": 16, "model": 16}))
     assert same.seconds == same.usual == same.bound
     grid = jax.experimental.mesh_utils.create_device_mesh((16, 16), pod)
     assert (same.grid(pod) == grid).all()
@@ -173,7 +181,7 @@ def test_slices_get_the_axis_that_sends_least():
     eight = devices_of("v5e:2x4")
     every = [replace(each, id=each.id + 8 * number, slice_index=number) for number, each in product((0, 1), eight)]
     loads = [Load("all_gather", ("fsdp",), 7e6), Load("all_reduce", ("data",), 1e5)]
-    found = place(every, {"fsdp": 8, "data": 2}, loads)
+    found = order_devices(every, {"fsdp": 8, "data": 2}, loads)
     grid = found.grid(every)
     assert [len({device.slice_index for device in row}) for row in grid.T] == [1, 1]
     assert str(found).startswith("mesh fsdp=8, data=2 on v5e slice=2 x x=2 x y=4, ms of the busiest link\n")
@@ -205,23 +213,30 @@ def messages(network, groups, pairs):
 )  # fmt: skip
 def test_messages_take_the_shortest_ways(topology, axes):
     """Any shift, any pairs, and all pairs, also of groups that are no box: catches a ring in the place of another."""
-    network, places = network_of(devices_of(topology))
+    network, places = find_network(devices_of(topology))
     order, n = tuple(sorted(places)), axes["a"]
     grid = np.array(order).reshape(*axes.values(), -1)
     groups = np.moveaxis(grid, list(axes).index("a"), -2).reshape(-1, n, grid.shape[-1])
     for moves in (1, 2 % n, n - 1, ((0, n - 1), (1, 0))):
         pairs = [(i, (i + moves) % n) for i in range(n)] if isinstance(moves, int) else moves
-        found = seconds_of(network, axes, order, Load("ppermute", ("a",), 1, moves))
+        found = time_load(network, axes, order, Load("ppermute", ("a",), 1, moves))
         assert found == pytest.approx(messages(network, groups, pairs) if moves != 0 else 0, rel=1e-12)
-    found = seconds_of(network, axes, order, Load("all_to_all", ("a",), n - 1))
+    found = time_load(network, axes, order, Load("all_to_all", ("a",), n - 1))
     assert found == pytest.approx(messages(network, groups, list(permutations(range(n), 2))), rel=1e-9)
 
 
 def test_machines_that_jaxs_rule_or_a_long_search_would_end():
     """jax 0.10 fails to split dimensions of 5 and 7; 2048 hosts have eleven equal factors, in one order."""
-    found = place(devices_of("v5p:16x20x28"), {"data": 80, "fsdp": 28, "tp": 4}, [Load("all_gather", ("fsdp",), 1e9)])
+    found = order_devices(
+        devices_of("v5p:16x20x28"), {"data": 80, "fsdp": 28, "tp": 4}, [Load("all_gather", ("fsdp",), 1e9)]
+    )
     assert found.seconds == found.bound <= found.usual
-    assert place(devices_of("h100:1x512x8"), {"data": 512, "model": 8}, alike({"data": 512, "model": 8})) is not None
+    assert (
+        order_devices(
+            devices_of("h100:1x512x8"), {"data": 512, "model": 8}, assume_equal_gathers({"data": 512, "model": 8})
+        )
+        is not None
+    )
 
 
 def gathering(**sizes):
@@ -276,7 +291,7 @@ def test_refusals():
         "make_mesh: placement needs devices that fill a box; got 2 in one of slice=1, x=2, y=2, core=1. Pass all "
         "devices of a slice, or leave placement out."
     ):
-        network_of([pod[0], pod[5]])
+        find_network([pod[0], pod[5]])
     with value_error(
         "make_mesh: placement must be 'auto', a DeviceOrder or None; got 'best'. Pass for example placement='auto'."
     ):

@@ -1,4 +1,21 @@
-"""What a plan specifies for one leaf, as data: which dims are split over which axes, and when each of them is whole."""
+"""What a plan specifies for one leaf, as data: which dims are split over which axes, and when each of them is whole.
+
+Worked example: a 16x8 leaf on a mesh of data=4 and model=2. `tp("model")` splits dim 1 for good, and another strategy
+splits dim 0 over "data" for a part of the step. Shapes on one device, with the times that the strategy writes into its
+Split:
+
+| strategy over "data" | `gather`, `scatter` | `rest` | `seen` | `grad` | `update` |
+|---|---|---|---|---|---|
+| zero1 | update, step | [16, 4] | [16, 4] | [16, 4] | [4, 4] |
+| zero2 | update, microbatch | [16, 4] | [16, 4] | [4, 4] | [4, 4] |
+| fsdp | step, step | [4, 4] | [16, 4] | [16, 4] | [4, 4] |
+| fsdp, layer-wise | layer, layer | [4, 4] | [16, 4] | [4, 4] | [4, 4] |
+
+Under fsdp the step gathers [4, 4] to [16, 4] before the loss, because `rest` is split over "data" and `seen` is not. It
+scatters the gradient to [4, 4] after the loss, because `grad` is not split over "data" and `update` is. The optimizer
+runs on what the state holds, so nothing is gathered after it. All four are split over "model": over it the step sends
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +29,7 @@ from jax.sharding import PartitionSpec
 from shardkit._arguments.checks import named
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import canonical, spec_axes, split_dims
-from shardkit.plans.storage import Held, Rows, Sizes
+from shardkit.plans.storage import Rows, Sizes, Storage
 from shardkit.schedules import Stages
 
 Gather = Literal["never", "layer", "step", "update"]
@@ -35,11 +52,24 @@ class Cut(NamedTuple):
 Cuts = tuple[Cut, ...]
 
 
-def kept_cuts(cuts: Cuts) -> tuple[Cuts, Cuts]:
-    """The cuts that are gathered for a secondary part, with those that cut its parts further; and the others."""
-    first = {cut.dim: i for i, cut in reversed(list(enumerate(cuts))) if cut.keep}
-    kept = tuple(i >= first.get(cut.dim, len(cuts)) for i, cut in enumerate(cuts))
-    return tuple(itertools.compress(cuts, kept)), tuple(cut for cut, found in zip(cuts, kept, strict=True) if not found)
+def separate_kept_cuts(cuts: Cuts) -> tuple[Cuts, Cuts]:
+    """The cuts that are gathered for a secondary part, with those that cut its parts further; and the others.
+
+    Of `fsdp(("node", "gpu"), secondary="gpu")` a dim has the cuts "gpu", then "node" with `keep`. The forward pass
+    gathers over "node" first, and keeps the result, which is split over "gpu" alone. So ("node",) is kept, and ("gpu",)
+    is gathered again in the backward pass.
+    """
+    kept: list[Cut] = []
+    others: list[Cut] = []
+    kept_dims: set[int] = set()
+    for cut in cuts:
+        if cut.keep:
+            kept_dims.add(cut.dim)
+        if cut.dim in kept_dims:
+            kept.append(cut)
+        else:
+            others.append(cut)
+    return tuple(kept), tuple(others)
 
 
 class Split(NamedTuple):
@@ -94,11 +124,12 @@ class Split(NamedTuple):
     @property
     def cuts(self) -> Cuts:
         """What it cuts, and by which algorithms."""
-        near = tuple(axis for axis in self.axes if axis in self.secondary)
-        far = tuple(axis for axis in self.axes if axis not in self.secondary)
-        keep = self.gather == "layer" and bool(near)
-        cuts = Cut(self.dim, near), Cut(self.dim, far, self.gather_by, self.reduce_by, keep)
-        return tuple(cut for cut in cuts if cut.axes)
+        near_axes = tuple(axis for axis in self.axes if axis in self.secondary)
+        far_axes = tuple(axis for axis in self.axes if axis not in self.secondary)
+        keep = self.gather == "layer" and bool(near_axes)
+        near = Cut(self.dim, near_axes)
+        far = Cut(self.dim, far_axes, self.gather_by, self.reduce_by, keep)
+        return tuple(cut for cut in (near, far) if cut.axes)
 
 
 class LeafLayout(NamedTuple):
@@ -126,58 +157,57 @@ class LeafLayout(NamedTuple):
     @property
     def rest(self) -> PartitionSpec:
         """The layout in the state."""
-        return _spec(s for s in self.splits if s.gather != "update")
+        return _merge_splits(split for split in self.splits if split.gather != "update")
 
     @property
     def seen(self) -> PartitionSpec:
         """The layout in the loss."""
-        return _spec(s for s in self.splits if s.gather == "never")
+        return _merge_splits(split for split in self.splits if split.gather == "never")
 
     @property
     def update(self) -> PartitionSpec:
         """The layout of the gradient and the optimizer state."""
-        return _spec(self.splits)
+        return _merge_splits(self.splits)
 
     @property
     def grad(self) -> PartitionSpec:
         """The layout of the gradient when it leaves the GradFn."""
-        return _spec(s for s in self.splits if s.scatter != "step")
+        return _merge_splits(split for split in self.splits if split.scatter != "step")
 
     @property
     def lazy(self) -> bool:
         """Whether the leaf reaches the GradFn as a handle."""
-        return any(s.lazy for s in self.splits)
+        return any(split.lazy for split in self.splits)
 
     @property
     def entry(self) -> bool:
         """Whether a lazy leaf is opened just before the loss, and not by it."""
-        return self.lazy and not any("layer" in (s.gather, s.scatter) for s in self.splits)
+        by_layer = any("layer" in (split.gather, split.scatter) for split in self.splits)
+        return self.lazy and not by_layer
 
     def cuts(self, *, gather: Collection[str] = _GATHERS, scatter: Collection[str] = _SCATTERS) -> Cuts:
-        """What its splits of these times cut, in their order; splits of a dim by the same algorithms are one cut."""
-        found: list[Cut] = []
+        """The cuts of the splits with these times, in their order; a dim that the same algorithms cut is one cut."""
         automatic = tuple(split_dims(self.automatic).items())
-        for cut in [c for s in self.splits if s.gather in gather and s.scatter in scatter for c in s.cuts]:
-            cut = cut._replace(automatic=automatic)
-            same = [i for i, each in enumerate(found) if each.dim == cut.dim][-1:]
-            if same and found[same[0]]._replace(axes=cut.axes) == cut:
-                found[same[0]] = cut._replace(axes=found[same[0]].axes + cut.axes)
-            else:
-                found.append(cut)
-        return tuple(found)
+        cuts: list[Cut] = []
+        for split in self.splits:
+            if split.gather not in gather or split.scatter not in scatter:
+                continue
+            for cut in split.cuts:
+                _add_cut(cuts, cut._replace(automatic=automatic))
+        return tuple(cuts)
 
-    def at_rest(self) -> Held:
+    def at_rest(self) -> Storage:
         """How the state stores the leaf."""
-        return Held(_joined(self.rest, self.automatic), self.rows)
+        return Storage(_join_specs(self.rest, self.automatic), self.rows)
 
-    def in_update(self) -> Held:
+    def in_update(self) -> Storage:
         """How gradients and optimizer state are stored."""
-        return Held(_joined(self.update, self.automatic), self.rows)
+        return Storage(_join_specs(self.update, self.automatic), self.rows)
 
     def padding(self, cuts: Cuts) -> Sizes:
-        """The dims that are padded among those of some cuts."""
-        split = {cut.dim for cut in cuts}
-        return tuple((dim, size) for dim, size in self.padded if dim in split)
+        """The padded dims that some of these cuts split."""
+        dims = {cut.dim for cut in cuts}
+        return tuple((dim, size) for dim, size in self.padded if dim in dims)
 
 
 def check_feedback(path: str, layout: LeafLayout) -> None:
@@ -186,53 +216,74 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
     Raises:
         ValueError: names the leaf, the algorithm and what to pass.
     """
-    often = {"layer": "layer by layer", "microbatch": "in each microbatch"}
-    for s in layout.splits:
-        if s.reduce_by.feedback and s.scatter in often:
+    times = {"layer": "layer by layer", "microbatch": "in each microbatch"}
+    for split in layout.splits:
+        if split.reduce_by.feedback and split.scatter in times:
             raise ValueError(
-                f"{s.reduce_by}: the gradient of a leaf must be reduced once per step; that of leaf {path} is reduced "
-                f"{often[s.scatter]} over {named(s.axes)}. Use it in dp, or in zero1 or fsdp without layerwise, or "
-                "leave out feedback=True."
+                f"{split.reduce_by}: the gradient of a leaf must be reduced once per step; that of leaf {path} is "
+                f"reduced {times[split.scatter]} over {named(split.axes)}. Use it in dp, or in zero1 or fsdp without "
+                "layerwise, or leave out feedback=True."
             )
-    algorithms = [*(s.reduce_by for s in layout.splits), *(algorithm for _, algorithm in layout.sums)]
-    fed = next((algorithm for algorithm in algorithms if algorithm.feedback), None)
-    if fed and layout.rows:
-        raise ValueError(
-            f"{fed}: a leaf must be stored in its original order; leaf {path} is stored in the order of pipeline "
-            "stages. Use a schedule with one chunk on each stage and stages of equal length, or leave out "
-            "feedback=True."
-        )
+    if not layout.rows:
+        return
+    algorithms = [split.reduce_by for split in layout.splits]
+    algorithms += [algorithm for _, algorithm in layout.sums]
+    for algorithm in algorithms:
+        if algorithm.feedback:
+            raise ValueError(
+                f"{algorithm}: a leaf must be stored in its original order; leaf {path} is stored in the order of "
+                "pipeline stages. Use a schedule with one chunk on each stage and stages of equal length, or leave out "
+                "feedback=True."
+            )
 
 
-def _spec(splits: Iterable[Split]) -> PartitionSpec:
+def _add_cut(cuts: list[Cut], cut: Cut) -> None:
+    """Appends a cut, or adds its axes to the last one of its dim if they differ in nothing else."""
+    same_dim = [number for number, earlier in enumerate(cuts) if earlier.dim == cut.dim]
+    if same_dim:
+        last = cuts[same_dim[-1]]
+        if last._replace(axes=cut.axes) == cut:
+            cuts[same_dim[-1]] = last._replace(axes=last.axes + cut.axes)
+            return
+    cuts.append(cut)
+
+
+def _merge_splits(splits: Iterable[Split]) -> PartitionSpec:
+    """The spec of splits, of which several may split one dim: the axes of the first are major."""
     axes: dict[int, tuple[str, ...]] = {}
-    for s in splits:
-        axes[s.dim] = axes.get(s.dim, ()) + s.axes
-    return canonical(PartitionSpec(*(axes.get(dim, ()) for dim in range(max(axes, default=-1) + 1))))
+    for split in splits:
+        axes[split.dim] = axes.get(split.dim, ()) + split.axes
+    ndim = max(axes, default=-1) + 1
+    return canonical(PartitionSpec(*(axes.get(dim, ()) for dim in range(ndim))))
 
 
-def _joined(major: PartitionSpec, minor: PartitionSpec) -> PartitionSpec:
-    """Two splits of a leaf as one."""
-    both = itertools.zip_longest(spec_axes(major), spec_axes(minor), fillvalue=())
-    return canonical(PartitionSpec(*(first + then for first, then in both)))
+def _join_specs(major: PartitionSpec, minor: PartitionSpec) -> PartitionSpec:
+    """The spec of a leaf of which `major` splits the dims, and `minor` the parts of these."""
+    entries = itertools.zip_longest(spec_axes(major), spec_axes(minor), fillvalue=())
+    return canonical(PartitionSpec(*(first + second for first, second in entries)))
 
 
-def in_order(splits: Iterable[Split]) -> tuple[Split, ...]:
+def align_times(splits: Iterable[Split]) -> tuple[Split, ...]:
     """Splits whose times fit together on each dim, where later splits cut the parts of earlier ones.
 
     A part is gathered before what it is a part of: where one is gathered in a layer, so are the others that are not
     whole before. A gradient is scattered over the first axes first: one is scattered no later than those after it.
+
+    Example: zero1 (update, step) after fsdp layer-wise (layer, layer) on one dim stays as it is. fsdp (step, step)
+    before a strategy with (layer, layer) becomes (layer, layer): gathered once per step, the outer part would be a part
+    of a dim that is not whole before its layer runs.
     """
-    found = list(splits)
-    in_layer = {s.dim for s in found if s.gather == "layer"}
-    for i, s in enumerate(found):
-        if s.gather == "step" and s.dim in in_layer:
-            found[i] = s._replace(gather="layer", scatter="layer")
-    for i, s in enumerate(found):
-        if s.scatter != "never":
-            after = [later.scatter for later in found[i:] if later.dim == s.dim]
-            found[i] = s._replace(scatter=min(after, key=_SCATTERS.index))
-    return tuple(found)
+    aligned = list(splits)
+    layer_dims = {split.dim for split in aligned if split.gather == "layer"}
+    for number, split in enumerate(aligned):
+        if split.gather == "step" and split.dim in layer_dims:
+            aligned[number] = split._replace(gather="layer", scatter="layer")
+    for number, split in enumerate(aligned):
+        if split.scatter == "never":
+            continue
+        times = [later.scatter for later in aligned[number:] if later.dim == split.dim]
+        aligned[number] = split._replace(scatter=min(times, key=_SCATTERS.index))
+    return tuple(aligned)
 
 
 class Leaf(NamedTuple):

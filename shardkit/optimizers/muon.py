@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,12 +20,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import at_least_zero, dim_of, whole
 from shardkit._arguments.typed import Optimizer, short, typed
-from shardkit.collectives import all_gather, all_to_all, axis_index
+from shardkit.collectives import all_gather, axis_index
 from shardkit.meshes.layout import canonical, path_name, spec_axes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.dim_rules import is_function
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import named_arrays, padded_shape
+from shardkit.plans.storage import collect_arrays, padded_shape
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -86,80 +85,106 @@ def muon(
     Source: Jordan, Muon (https://kellerjordan.github.io/posts/muon/); Liu et al. (arXiv:2502.16982), section 3.
     """
     hyperparameters = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "learning_rate": learning_rate}
+    _check_hyperparameters(hyperparameters, ns_steps, consistent_rms)
+    ns_coeffs = _check_coefficients(ns_coeffs, ns_steps)
+    _check_dims(muon_weight_dimension_numbers)
+    iterations = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
+    if adam is None:
+        adam = optax.adamw(learning_rate, eps=eps, weight_decay=0.0, nesterov=nesterov)
+
+    def label_leaves(params: Any) -> Any:
+        dims = _dims_of_leaves(muon_weight_dimension_numbers, params)
+        return jax.tree.map(lambda leaf_dims: "muon" if leaf_dims else "adam", dims, is_leaf=_is_dims)
+
+    def make_optimizer(specs: dict[str, PartitionSpec], dims: dict[str, Any]) -> optax.GradientTransformation:
+        owners = _Owners(auto_mesh(mesh), plan.axes, specs, dims)
+        matrices = optax.chain(
+            _scale_by_owners(owners, beta, nesterov, iterations),
+            _scale_by_shape(dims, consistent_rms),
+            optax.add_decayed_weights(weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+        return optax.partition({"muon": matrices, "adam": adam}, label_leaves)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if params is None:
+            raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
+        specs = collect_arrays(plan.placement(params, mesh).update)
+        leaves = jax.tree_util.tree_leaves_with_path(
+            _dims_of_leaves(muon_weight_dimension_numbers, params), is_leaf=_is_dims
+        )
+        dims = {path_name(path): leaf_dims for path, leaf_dims in leaves}
+        with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
+            return make_optimizer(specs, dims).update(updates, state, params)
+
+    # The state is that of optax's transformations, which neither specs nor dims change.
+    return optax.GradientTransformation(make_optimizer({}, {}).init, update)
+
+
+def _check_hyperparameters(hyperparameters: dict[str, Any], ns_steps: Any, consistent_rms: float | None) -> None:
+    """Refuses hyperparameters out of range; arrays and schedules cannot be read here."""
     numbers = {}
     for name, value in hyperparameters.items():
-        if isinstance(value, float | int | np.number):  # others are arrays, or schedules
+        if isinstance(value, float | int | np.number):
             numbers[name] = float(value)
     at_least_zero("muon", consistent_rms=consistent_rms or 0.0, **numbers)
     if not isinstance(ns_steps, jax.Array):
         whole("muon", ns_steps=ns_steps)
     if numbers.get("beta", 0) >= 1:
-        raise ValueError(f"muon: beta must be below 1, the share of the momentum that is kept; got {beta}. Pass 0.95.")
-    ns_coeffs = _coefficients(ns_coeffs, ns_steps)
-    options = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
-    dims_given = [] if is_function(muon_weight_dimension_numbers) else muon_weight_dimension_numbers
-    if not all(map(_is_dims, jax.tree.leaves(dims_given, is_leaf=_is_dims))):
-        raise TypeError(
-            "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or a "
-            f"function that returns one; got {short(muon_weight_dimension_numbers)}. Pass None for all leaves of two "
-            "dims."
+        raise ValueError(
+            "muon: beta must be below 1, the share of the momentum that is kept; got "
+            f"{hyperparameters['beta']}. Pass 0.95."
         )
-    others = adam or optax.adamw(learning_rate, eps=eps, weight_decay=0.0, nesterov=nesterov)
-
-    def dims_of(params: Any) -> Any:
-        """The dims of each leaf: None for those of the other optimizer."""
-        numbers = muon_weight_dimension_numbers
-        if numbers is None:
-            return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if jnp.ndim(x) == 2 else None, params)
-        if is_function(numbers):
-            numbers = numbers(params)
-        return jax.tree.map(lambda dims, tree: jax.tree.map(lambda _: dims, tree), numbers, params, is_leaf=_is_dims)
-
-    def label_leaves(params: Any) -> Any:
-        return jax.tree.map(lambda dims: "muon" if dims else "adam", dims_of(params), is_leaf=_is_dims)
-
-    def make_optimizer(specs: dict[str, PartitionSpec], dims: dict[str, Any]) -> optax.GradientTransformation:
-        by_shape = partial(jax.tree_util.tree_map_with_path, _scale_by_shape(dims, consistent_rms))
-        matrices = optax.chain(
-            _by_owners(_Owners(auto_mesh(mesh), plan.axes, specs, dims), beta, nesterov, options),
-            optax.stateless(lambda updates, _: by_shape(updates)),
-            optax.add_decayed_weights(weight_decay),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-        return optax.partition({"muon": matrices, "adam": others}, label_leaves)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if params is None:
-            raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
-        specs = named_arrays(plan.placement(params, mesh).update)
-        leaves = jax.tree_util.tree_leaves_with_path(dims_of(params), is_leaf=_is_dims)
-        with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
-            optimizer = make_optimizer(specs, {path_name(path): dims for path, dims in leaves})
-            return optimizer.update(updates, state, params)
-
-    return optax.GradientTransformation(make_optimizer({}, {}).init, update)
 
 
-def _coefficients(given: Any, steps: Any) -> Any:
+def _check_dims(numbers: Any) -> None:
+    """Refuses a tree of anything but optax's numbers of dims and None; what a function returns is not known yet."""
+    if is_function(numbers):
+        return
+    for dims in jax.tree.leaves(numbers, is_leaf=_is_dims):
+        if not _is_dims(dims):
+            raise TypeError(
+                "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or "
+                f"a function that returns one; got {short(numbers)}. Pass None for all leaves of two dims."
+            )
+
+
+def _dims_of_leaves(numbers: Any, params: Any) -> Any:
+    """optax's numbers of the dims of each leaf; None for a leaf that the other optimizer updates."""
+    if numbers is None:
+        return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if jnp.ndim(x) == 2 else None, params)
+    if is_function(numbers):
+        numbers = numbers(params)
+
+    def spread(dims: Any, subtree: Any) -> Any:
+        return jax.tree.map(lambda _: dims, subtree)
+
+    return jax.tree.map(spread, numbers, params, is_leaf=_is_dims)
+
+
+def _check_coefficients(coefficients: Any, steps: Any) -> Any:
     """Coefficients of the iterations as floats; refuses all but three finite ones, or three for each of the steps."""
-    if isinstance(given, jax.core.Tracer):
-        return given
+    if isinstance(coefficients, jax.core.Tracer):
+        return coefficients
     try:
-        numbers = np.asarray(given, np.float64)
+        numbers = np.asarray(coefficients, np.float64)
     except (TypeError, ValueError):  # words, or rows of unequal length
         numbers = np.zeros(())
-    rows = len(numbers) if numbers.ndim == 2 else None
     if numbers.shape[-1:] != (3,) or numbers.ndim > 2 or not np.isfinite(numbers).all():
         raise ValueError(
-            f"muon: ns_coeffs must be three finite numbers, or three for each step; got {short(given)}. Pass for "
-            "example (3.4445, -4.7750, 2.0315)."
+            f"muon: ns_coeffs must be three finite numbers, or three for each step; got {short(coefficients)}. Pass "
+            "for example (3.4445, -4.7750, 2.0315)."
         )
-    if rows is not None and not isinstance(steps, jax.Array) and not 0 < rows <= steps:
-        raise ValueError(
-            f"muon: ns_coeffs of a step each must be for at most ns_steps={steps} steps, and for one; got {rows}. Pass "
-            f"ns_steps={max(rows, 1)}."
-        )
-    return given if np.asarray(given).dtype.kind == "f" else np.asarray(given, np.float32)
+    if numbers.ndim == 2 and not isinstance(steps, jax.Array):
+        rows = len(numbers)
+        if not 0 < rows <= steps:
+            raise ValueError(
+                f"muon: ns_coeffs of a step each must be for at most ns_steps={steps} steps, and for one; got {rows}. "
+                f"Pass ns_steps={max(rows, 1)}."
+            )
+    if np.asarray(coefficients).dtype.kind == "f":
+        return coefficients
+    return np.asarray(coefficients, np.float32)
 
 
 def _is_dims(x: Any) -> bool:
@@ -167,7 +192,11 @@ def _is_dims(x: Any) -> bool:
 
 
 class _MatrixDims(NamedTuple):
-    """The dims of a leaf, from the front."""
+    """The dims of a leaf, counted from the front.
+
+    Of a stack of projections into heads [layers, model, heads, head size], whose matrices map the model to all heads:
+    batch (0,), rows (1,), columns (2, 3).
+    """
 
     batch: tuple[int, ...]  # one matrix for each entry
     rows: tuple[int, ...]
@@ -175,35 +204,36 @@ class _MatrixDims(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All of them: matrices behind what they are stacked along."""
+        """All dims, those of one matrix last."""
         return self.batch + self.rows + self.columns
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """Those of one matrix."""
+        """The dims of one matrix."""
         return self.rows + self.columns
 
 
 def _matrix_dims(path: str, ndim: int, numbers: Any) -> _MatrixDims:
     """The dims that optax's numbers name."""
-    rows = _from_the_front(path, ndim, numbers.reduction_axis)
-    columns = _from_the_front(path, ndim, numbers.output_axis)
+    rows = _count_from_front(path, ndim, numbers.reduction_axis)
+    columns = _count_from_front(path, ndim, numbers.output_axis)
     if not rows or not columns or set(rows) & set(columns):
         raise ValueError(
             f"muon: rows and columns of leaf {path} must be different dims; got {rows} and {columns}. Name others, or "
             "None for adam."
         )
-    batch = set(range(ndim)) - {*rows, *columns}
-    return _MatrixDims(tuple(sorted(batch)), rows, columns)
+    batch = tuple(dim for dim in range(ndim) if dim not in rows + columns)
+    return _MatrixDims(batch, rows, columns)
 
 
-def _from_the_front(path: str, ndim: int, dims: int | Sequence[int]) -> tuple[int, ...]:
-    dims = (dims,) if isinstance(dims, int) else dims
+def _count_from_front(path: str, ndim: int, dims: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(dims, int):
+        dims = (dims,)
     return tuple(dim_of(f"muon: leaf {path}", dim, ndim) for dim in dims)
 
 
-def _scale_by_shape(dims: dict[str, Any], consistent_rms: float | None) -> Callable[[Any, jax.Array], jax.Array]:
-    """Multiplies an update by the factor that optax has for the shape of its matrix."""
+def _scale_by_shape(dims: dict[str, Any], consistent_rms: float | None) -> optax.GradientTransformation:
+    """Multiplies each update by the factor that optax has for the shape of its matrix."""
 
     def scale(path: Any, x: jax.Array) -> jax.Array:
         matrix = _matrix_dims(path_name(path), x.ndim, dims[path_name(path)])
@@ -213,23 +243,27 @@ def _scale_by_shape(dims: dict[str, Any], consistent_rms: float | None) -> Calla
             return jnp.sqrt(jnp.maximum(1, fan_out / fan_in)) * x
         return jnp.sqrt(jnp.maximum(fan_in, fan_out)) * consistent_rms * x
 
-    return scale
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(scale, updates))
 
 
-def _by_owners(owners: _Owners, beta: Any, nesterov: bool, options: dict[str, Any]) -> optax.GradientTransformation:
+def _scale_by_owners(
+    owners: _Owners, beta: Any, nesterov: bool, iterations: dict[str, Any]
+) -> optax.GradientTransformation:
     """optax's `scale_by_muon`: its momentum on each device's parts, its iterations by the owner of each matrix."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         count = optax.safe_increment(state.count)
         mu = optax.tree_utils.tree_update_moment(updates, state.mu, beta, 1)
-        corrected = optax.tree_utils.tree_bias_correction(mu, beta, optax.safe_increment(count) if nesterov else count)
-        if nesterov:
-            now = optax.tree_utils.tree_bias_correction(updates, beta, count)
-            corrected = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, corrected, now)
-        return owners.orthogonalize(corrected, options), state._replace(count=count, mu=mu)
+        if nesterov:  # the momentum of the next step, as if it had the same gradient
+            momentum = optax.tree_utils.tree_bias_correction(mu, beta, optax.safe_increment(count))
+            grads = optax.tree_utils.tree_bias_correction(updates, beta, count)
+            momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, momentum, grads)
+        else:
+            momentum = optax.tree_utils.tree_bias_correction(mu, beta, count)
+        return owners.orthogonalize(momentum, iterations), state._replace(count=count, mu=mu)
 
-    transformation = optax.contrib.scale_by_muon(beta=beta, nesterov=nesterov, **options)
-    return optax.GradientTransformation(transformation.init, update)
+    optax_muon = optax.contrib.scale_by_muon(beta=beta, nesterov=nesterov, **iterations)
+    return optax.GradientTransformation(optax_muon.init, update)
 
 
 class _Member(NamedTuple):
@@ -240,7 +274,7 @@ class _Member(NamedTuple):
     dims: _MatrixDims
     spec: tuple[tuple[str, ...], ...]  # the mesh axes of each dim
 
-    def group(self, dtype: Any) -> Any:
+    def group_key(self, dtype: Any) -> Any:
         """What leaves have in common whose matrices are stacked: their shape, how they are split, and their dtype."""
         matrix = tuple((self.shape[dim], self.spec[dim]) for dim in self.dims.matrix)
         layer_axes = frozenset(axis for dim in self.dims.batch for axis in self.spec[dim])
@@ -248,63 +282,79 @@ class _Member(NamedTuple):
 
 
 class _Owners(NamedTuple):
-    """Who orthogonalizes which matrix."""
+    """Which device orthogonalizes which matrix."""
 
     mesh: Mesh
     axes: tuple[str, ...]  # those of the plan: along others stand workers of another step
     specs: dict[str, PartitionSpec]  # how the leaves are split, by path
     dims: dict[str, Any]  # optax's numbers of their dims
 
-    def orthogonalize(self, tree: Any, options: dict[str, Any]) -> Any:
+    def orthogonalize(self, tree: Any, iterations: dict[str, Any]) -> Any:
         """The Newton-Schulz iterations of each matrix of a tree of global arrays, which stay as they are split."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        members = [self._member(path_name(path), x.shape) for path, x in leaves]
-        specs = [canonical(PartitionSpec(*member.spec)) for member in members]
-        padded = [_pad(x, spec, self.mesh) for (_, x), spec in zip(leaves, specs, strict=True)]
+        members = []
+        specs = []
+        padded = []
         groups: dict[Any, list[int]] = {}
-        for number, (member, (_, x)) in enumerate(zip(members, leaves, strict=True)):
-            groups.setdefault(member.group(x.dtype), []).append(number)
+        for number, (path, x) in enumerate(leaves):
+            member = self._make_member(path_name(path), x.shape)
+            spec = canonical(PartitionSpec(*member.spec))
+            members.append(member)
+            specs.append(spec)
+            padded.append(_pad(x, spec, self.mesh))
+            groups.setdefault(member.group_key(x.dtype), []).append(number)
 
-        def on_device(shards: list[jax.Array]) -> list[jax.Array]:
+        def orthogonalize_shards(shards: list[jax.Array]) -> list[jax.Array]:
             # The groups are independent of each other: while a device computes one, the next may be on its way.
             for numbers in groups.values():
                 group = [members[number] for number in numbers]
-                results = self._orthogonalize_group(group, [shards[number] for number in numbers], options)
+                results = self._orthogonalize_group(group, [shards[number] for number in numbers], iterations)
                 for number, result in zip(numbers, results, strict=True):
                     shards[number] = result
             return shards
 
-        results = jax.shard_map(on_device, mesh=self.mesh, in_specs=(specs,), out_specs=specs)(padded)
-        unpadded = []
-        for x, member in zip(results, members, strict=True):
-            unpadded.append(x[tuple(slice(size) for size in member.shape)])
-        return jax.tree.unflatten(structure, unpadded)
+        on_mesh = jax.shard_map(orthogonalize_shards, mesh=self.mesh, in_specs=(specs,), out_specs=specs)
+        results = [_cut(x, member.shape) for x, member in zip(on_mesh(padded), members, strict=True)]
+        return jax.tree.unflatten(structure, results)
 
-    def _member(self, path: str, shape: tuple[int, ...]) -> _Member:
+    def _make_member(self, path: str, shape: tuple[int, ...]) -> _Member:
         spec: list[tuple[str, ...]] = [()] * len(shape)
         for dim, axes in enumerate(spec_axes(self.specs[path])):
             spec[dim] = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
         return _Member(path, shape, _matrix_dims(path, len(shape), self.dims[path]), tuple(spec))
 
-    def _devices(self, axes: Sequence[str]) -> int:
+    def _count_devices(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def _orthogonalize_group(
-        self, members: Sequence[_Member], shards: Sequence[jax.Array], options: dict[str, Any]
+        self, members: Sequence[_Member], shards: Sequence[jax.Array], iterations: dict[str, Any]
     ) -> list[jax.Array]:
         """The results for the shards of leaves whose matrices have one shape, split alike.
 
-        Worked example: ten 8x6 matrices, rows over "fsdp" of 4 devices. A device has ten pieces of 2x6, and stacks two
-        more of zeros: [12, 2, 6]. The all_to_all leaves it three whole matrices, [3, 8, 6]. They are orthogonalized
-        there, once in the mesh, and the way back gives each device its ten pieces again.
+        Worked example: ten 8x6 matrices in float32, rows over "fsdp" of 4 devices. Shapes on one device, and what it
+        sends:
+
+        | step | shape | bytes sent |
+        |---|---|--:|
+        | a piece of each matrix, stacked | [10, 2, 6] | |
+        | padded to a multiple of 4 owners | [12, 2, 6] | |
+        | all_to_all: three whole matrices | [3, 8, 6] | 3/4 of 576 = 432 |
+        | orthogonalized, once in the mesh | [3, 8, 6] | |
+        | all_to_all: its piece of each matrix | [12, 2, 6] | 432 |
+        | without the padding | [10, 2, 6] | |
+
+        With "dp" of 2 devices beside it there are 8 owners, and the stack is padded to 16. Both devices of "dp" hold
+        the same pieces: the first keeps the first 8, the second the last 8, and an all_gather over "dp" at the end
+        brings them together.
         """
         first = members[0]
-        split_dims = [(1 + at, first.spec[dim]) for at, dim in enumerate(first.dims.matrix) if first.spec[dim]]
+        # The dims of the stack [matrices, rows..., columns...] that are split, with their axes.
+        split_dims = [(1 + number, first.spec[dim]) for number, dim in enumerate(first.dims.matrix) if first.spec[dim]]
         split_axes = {axis for axes in first.spec for axis in axes}
         replicated_axes = tuple(axis for axis in self.axes if axis not in split_axes and self.mesh.shape[axis] > 1)
-        owners = self._devices(replicated_axes)
+        owners = self._count_devices(replicated_axes)
         for _, axes in split_dims:
-            owners *= self._devices(axes)
+            owners *= self._count_devices(axes)
 
         stacks = [_stack(x, member.dims) for x, member in zip(shards, members, strict=True)]
         x = jnp.concatenate(stacks)
@@ -312,21 +362,27 @@ class _Owners(NamedTuple):
         x = jnp.pad(x, [(0, -matrices % owners), *[(0, 0)] * (x.ndim - 1)])
         if replicated_axes:
             # Devices that have the same parts take different matrices. Nothing is sent: each has all of them.
-            size = x.shape[0] // self._devices(replicated_axes)
+            size = x.shape[0] // self._count_devices(replicated_axes)
             x = lax.dynamic_slice_in_dim(x, axis_index(replicated_axes) * size, size)
         # Whole matrices come together here, and only here: a device gives away its part of each matrix that is not its
         # own, and gets the other parts of its own, over one split dim after the other. An all_gather would bring every
-        # matrix to every device, n times the bytes, and all of them would compute the same.
+        # matrix to every device, n times the bytes, and all of them would compute the same. Earlier, before the
+        # momentum, the gradients would be sent in the same number of bytes, but each owner would need the momentum of
+        # its whole matrices, which no state of optax has. lax is called directly: all axes are bound and have several
+        # devices, all parts vary over them, and all dims divide.
         for dim, axes in split_dims:
-            x = all_to_all(x, axes, split_dim=0, concat_dim=dim)
+            x = lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
         padded_shape = x.shape
         # A padded matrix may be taller than wide where the matrix itself is not, which optax would transpose.
-        x = x[(..., *(slice(first.shape[dim]) for dim in first.dims.matrix))]
-        x = _iterate(x, len(first.dims.rows), options)
+        x = _cut(x, (x.shape[0], *(first.shape[dim] for dim in first.dims.matrix)))
+        x = _iterate(x, len(first.dims.rows), iterations)
         x = jnp.pad(x, [(0, size - unpadded) for size, unpadded in zip(padded_shape, x.shape, strict=True)])
+        # The way back, in the opposite order: the last dim that was put together is the first that is taken apart.
         for dim, axes in reversed(split_dims):
-            x = all_to_all(x, axes, split_dim=dim, concat_dim=0)
+            x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)
         if replicated_axes:
+            # Replicated, because the update is added to parameters that are the same along these axes: an all_gather
+            # whose result varied could leave shard_map only as split.
             x = all_gather(x, replicated_axes, replicated=True)
 
         ends = np.cumsum([stack.shape[0] for stack in stacks])[:-1]
@@ -337,13 +393,16 @@ class _Owners(NamedTuple):
         return results
 
 
-def _iterate(x: jax.Array, row_dims: int, options: dict[str, Any]) -> jax.Array:
+def _iterate(x: jax.Array, row_dims: int, iterations: dict[str, Any]) -> jax.Array:
     """optax's Newton-Schulz iterations of stacked matrices [matrices, rows..., columns...]."""
-    rows, columns = tuple(range(1, 1 + row_dims)), tuple(range(1 + row_dims, x.ndim))
+    rows = tuple(range(1, 1 + row_dims))
+    columns = tuple(range(1 + row_dims, x.ndim))
     numbers = optax.contrib.MuonDimensionNumbers(rows, columns)
     # Without momentum optax's transformation is the iterations alone.
-    iterations = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers, **options)
-    x, _ = iterations.update(x, iterations.init(x))
+    transformation = optax.contrib.scale_by_muon(
+        beta=0.0, nesterov=False, weight_dimension_numbers=numbers, **iterations
+    )
+    x, _ = transformation.update(x, transformation.init(x))
     return x
 
 
@@ -353,14 +412,20 @@ def _pad(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
 
 
+def _cut(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    return x[tuple(slice(size) for size in shape)]
+
+
 def _stack(x: jax.Array, dims: _MatrixDims) -> jax.Array:
     """All matrices of a leaf, one behind the other: [matrices, rows..., columns...]."""
     x = x.transpose(dims.order)
-    batch = len(dims.batch)
-    return x.reshape(math.prod(x.shape[:batch]), *x.shape[batch:])
+    batch_shape = x.shape[: len(dims.batch)]
+    matrix_shape = x.shape[len(dims.batch) :]
+    return x.reshape(math.prod(batch_shape), *matrix_shape)
 
 
 def _unstack(x: jax.Array, shape: Sequence[int], dims: _MatrixDims) -> jax.Array:
-    """The leaf of that shape again."""
+    """The inverse of `_stack`, for a leaf of this shape."""
     x = x.reshape([shape[dim] for dim in dims.order])
-    return x.transpose([dims.order.index(dim) for dim in range(len(shape))])
+    inverse = [dims.order.index(dim) for dim in range(len(shape))]
+    return x.transpose(inverse)
