@@ -84,8 +84,10 @@ def make_model(config, sizes, batch):
     if "model" in sizes:
         rules = transformer.tensor_rules(config, "model", sizes["model"])
         plans.append(sk.tp("model", rules, sequence=True))
-    inside = {axis: axis for axis in ("model", "context", "stage") if axis in sizes}
-    axes = transformer.Axes(**inside, sequence="model" in sizes)
+    names = {axis: axis for axis in sizes}
+    axes = transformer.Axes(
+        model=names.get("model"), sequence="model" in sizes, context=names.get("context"), stage=names.get("stage")
+    )
     if "stage" not in sizes:
         loss_fn = transformer.loss_fn(config, axes)
         return sk.value_and_grad(loss_fn), loss_fn, sk.chain(*plans)
@@ -166,7 +168,9 @@ def main():
             if ends or number % LOG_EVERY == 0:  # reading the loss waits for the steps in flight
                 loss = float(metrics["loss"])
                 say(f"step {number}: loss {loss:.4f} after {time.perf_counter() - begun:.1f} s")
-            if checkpoints is not None and (ends or number % options.save_every == 0):
+            if checkpoints is None:
+                continue
+            if ends or number % options.save_every == 0:
                 checkpoints.save(state, position=number)
             if preempted:
                 checkpoints.wait()

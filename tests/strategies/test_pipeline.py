@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -15,7 +16,7 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit._jax.jaxprs import walk
 from shardkit.analysis.jaxpr.census import census_of
-from shardkit.pipelines.pieces import Given, Pieces, StagedModel
+from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
 from shardkit.schedules import Schedule
 from support import pipelines
 from support.pipelines import BUILDERS, PIECES, TOKENS, D, check, embed, head, layer, make, mesh_of, stage, traced_step
@@ -165,7 +166,9 @@ def dots(jaxpr: Any) -> int:
 def test_a_split_backward_does_no_work_twice():
     schedule, layers = schedules.zero_bubble_h1(4, 6), 8
     params, batch = pipelines.make_params(2), pipelines.make_batch(1)
-    given = Given(params.pop("layers"), jnp.int32(0), jnp.int32(2), batch, sk.example_keys(jax.random.key(1), 1))
+    given = PieceArguments(
+        params.pop("layers"), jnp.int32(0), jnp.int32(2), batch, sk.example_keys(jax.random.key(1), 1)
+    )
     pieces = Pieces(StagedModel(*PIECES, True, "here"), params, given, (), 2)
     (x,), residuals = pieces.x, pieces.forward.out[1]
     second = jax.make_jaxpr(lambda given, left: pieces.split.second(*jax.tree.leaves(given), residuals=left))
@@ -191,3 +194,12 @@ def test_a_stage_that_cannot_be_split_says_so():  # proves F38
         "`cond` at LINE, which both need. Split it, or run the function unsplit."
     }
     assert "test_pipeline.py:" in str(caught[0].message)
+
+
+@pytest.mark.check
+def test_a_step_knows_the_schedule_of_its_pipeline():
+    """Nothing else reads it: a user does, to print or to draw it."""
+    pipe = sk.pipeline(schedules.gpipe(2, 2), "stage")
+    grad_fn = pipe.value_and_grad(*PIECES, layer_numbers=True)
+    made = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=pipe.plan)
+    assert made.step.schedule is pipe.schedule
