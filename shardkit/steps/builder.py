@@ -28,16 +28,10 @@ from shardkit.plans.plan import Plan
 from shardkit.steps.arguments import check_function, checked_key
 from shardkit.steps.carry import Update, abstract_carried, check_carried, first_carried, reads_carried
 from shardkit.steps.first_call import FirstCall
-from shardkit.steps.state import (
-    TrainState,
-    abstract_state,
-    described,
-    first_state,
-    made_by,
-    makes,
-    passed_what_it_takes,
-    state_check,
-)
+from shardkit.steps.optimizer import wrap_optimizer
+from shardkit.steps.state import TrainState, abstract_state, call_initializer, first_state, is_initializer
+from shardkit.steps.state_check import make_state_check
+from shardkit.steps.state_layouts import attach_shardings
 from shardkit.steps.step import Step
 from shardkit.steps.train import TrainProgram
 
@@ -180,7 +174,7 @@ def make_train_step(
     reads = reads_carried(grad_fn)
     program = TrainProgram(
         grad_fn,
-        passed_what_it_takes(optimizer),
+        wrap_optimizer(optimizer),
         auto_mesh(mesh),
         plan,
         axes,
@@ -206,7 +200,7 @@ def make_train_step(
     step = Step(
         run,
         ends={"stop": nonfinite == "stop", "dynamic": policy.loss_scale == "dynamic"},
-        check=state_check(plan, mesh) if all_manual else None,  # else the layouts are the caller's
+        check=make_state_check(plan, mesh) if all_manual else None,  # else the layouts are the caller's
         first=FirstCall(program, mesh, steps, mixed=examples == "mixed") if check else None,
         plan=plan,
         mesh=program.mesh,
@@ -285,9 +279,9 @@ class Init:
         key, plan = checked_key(key), self.plan
         if self._leaves_some:
             laid_out = params
-            if makes(params):  # the layouts that its constraints and the partitioner give it
-                program = jax.jit(partial(made_by, params)).lower(key)
-                laid_out = described(program.out_info, program.compile().output_shardings)
+            if is_initializer(params):  # the layouts that its constraints and the partitioner give it
+                program = jax.jit(partial(call_initializer, params)).lower(key)
+                laid_out = attach_shardings(program.out_info, program.compile().output_shardings)
             plan = record_automatic_splits(plan, laid_out, self.manual)
         state = first_state(params, key, self.optimizer, mesh, plan, self.policy)
         if carried is None:

@@ -26,7 +26,9 @@ from shardkit.pipelines.submeshes import joined, submeshes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import Storage, collect_arrays, replace_arrays
 from shardkit.steps.builder import TrainStep
-from shardkit.steps.state import Master, TrainState, optimizer_held, shardings
+from shardkit.steps.optimizer import Master
+from shardkit.steps.state import TrainState
+from shardkit.steps.state_layouts import optimizer_storage, shardings
 
 FragmentOf = Callable[[str, tuple[int, ...]], int | Sequence[int]]
 
@@ -249,7 +251,7 @@ class Diloco:
     def _pin_outer(self, outer: Any, part: dict[str, jax.Array], params: Any) -> Any:
         """The outer state of a fragment: what mirrors a parameter, in its layout."""
         specs = self._specs(params)
-        held = optimizer_held(outer, part, {path: Storage(specs[path]) for path in part})
+        held = optimizer_storage(outer, part, {path: Storage(specs[path]) for path in part})
         return lax.with_sharding_constraint(outer, shardings(self.mesh, held))
 
     def _fragments(self, params: Any) -> list[dict[str, Any]]:
