@@ -16,7 +16,7 @@ from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import unpadded
-from shardkit.steps.builder import Init
+from shardkit.steps.init import Init
 from shardkit.steps.optimizer import wrap_optimizer
 from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError
