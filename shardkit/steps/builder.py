@@ -189,9 +189,10 @@ def make_train_step(
 
     def compile_for(plan: Plan, layouts: Any = None) -> Any:
         """The jitted step for a plan; the new state has the layouts of the first, where those are passed."""
-        run: Callable[..., Any] = dataclasses.replace(program, plan=plan)
+        for_plan = dataclasses.replace(program, plan=plan)
+        run: Callable[..., Any] = for_plan
         if steps is not None:
-            run = partial(_run_in_sequence, run, steps)
+            run = partial(_run_in_sequence, for_plan, steps)
         donated = (0,) if donate else ()
         out = None
         if layouts is not None:
