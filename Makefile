@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 .PHONY: train lint check test test-deep test-newest docs mutants soak bench notebooks accelerator package format clean
 
 train: $(VENV)/.cli
-	$(BIN)/shardkit train data=8 --verify 3
+	$(BIN)/python examples/train_text.py data=8 --simulate --verify 3
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

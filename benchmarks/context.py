@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.layers.attention import allowed, join_heads, scale_of, scores_of, split_heads
-from shardkit.layers.documents import pairs
+from shardkit.layers.attention import choose_scale, compute_scores, join_heads, make_mask, split_heads
+from shardkit.layers.documents import count_pairs
 from shardkit.meshes.layout import table
 
 N = 8
@@ -41,8 +41,8 @@ def gathered(q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array) -> jax.Arr
     """All keys and values on every device; later ones are masked, after their scores are computed."""
     k_bTGK, v_bTGK = sk.all_gather((k_btGK, v_btGK), "c", dim=1)
     q, k, v, _ = split_heads(q_btHK, k_bTGK, v_bTGK, None)
-    mask = allowed(q, k, sk.axis_index("c") * q.shape[-2], None, None)
-    weights = jax.nn.softmax(scores_of(q, k, mask, scale_of(q, None)), axis=-1).astype(v.dtype)
+    mask = make_mask(q, k, sk.axis_index("c") * q.shape[-2], None, None)
+    weights = jax.nn.softmax(compute_scores(q, k, mask, choose_scale(q, None)), axis=-1).astype(v.dtype)
     return join_heads(jnp.einsum("bGRts,bGsK->bGRtK", weights, v))
 
 
@@ -159,7 +159,7 @@ def dealt_rows(smoke: bool, calls: int, rounds: int, json_file: Any) -> None:
     """How even the pairs are, and what a step takes where tiles in which nothing is seen are skipped."""
     lines = [("documents", "in order", "zigzag", "dealt")]
     for name, segments in documents(32_768).items():
-        seen = pairs(segments)
+        seen = count_pairs(segments)
         most = [seen[order].reshape(N, -1).sum(1).max() / seen.sum() * N for order in placed(segments, 128).values()]
         lines.append((name, *(f"{each:.2f}" for each in most)))
     print(f"pairs of the device that has most, over the mean of {N}\n{table(lines)}", flush=True)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks import links
 from benchmarks.start import start
-from shardkit.cli.text import batch_at, standard_library, validation_batches
+from benchmarks.text import batch_at, standard_library, validation_batches
 from shardkit.meshes.layout import table
 from shardkit.models import parameters, transformer
 

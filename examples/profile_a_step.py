@@ -30,7 +30,7 @@ def record(step, args, folder):
 def read_times(folder):
     """Seconds of each instruction, summed over the devices of this process and the executions."""
     newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
-    seconds = defaultdict(float)
+    seconds: defaultdict[str, float] = defaultdict(float)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # jax 0.12 warns of jaxlib's own types
         for plane in ProfileData.from_file(str(newest)).planes:

@@ -23,12 +23,12 @@ from shardkit.steps.evaluate import make_eval_step as make_eval_step
 from shardkit.steps.diloco import diloco as diloco
 from shardkit.on_device.gradient import value_and_grad as value_and_grad
 from shardkit.on_device.gradient import GradFn as GradFn
-from shardkit.on_device.gradient import Mean as Mean
+from shardkit.on_device.means import Mean as Mean
 from shardkit.on_device.precision import Precision as Precision
 from shardkit.steps.state import TrainState as TrainState
 from shardkit.steps.builder import TrainStep as TrainStep
 from shardkit.steps.step import NonFiniteError as NonFiniteError
-from shardkit.on_device.feedback import init_residuals as init_residuals
+from shardkit.on_device.residuals import init_residuals as init_residuals
 from shardkit.plans.storage import unpadded as unpadded
 
 # plans

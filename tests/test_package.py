@@ -1,6 +1,7 @@
 """The house: who imports whom, what an import costs, and what the package promises about itself."""
 
 import ast
+import graphlib
 import importlib
 import inspect
 import pickle
@@ -21,38 +22,19 @@ pytestmark = pytest.mark.check
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardkit"
 
-# From the lowest floor up. A file imports from its own folder and from lower floors.
+# From the lowest floor up. A file imports from the rooms of its floor and of lower floors, and no rooms form a circle.
 FLOORS = [
-    ["_arguments"],
-    ["_jax"],
-    ["schedules", "cost"],
-    ["meshes"],
-    ["collectives"],
-    ["plans"],
-    ["on_device"],
-    ["remat"],
-    ["layers"],
-    ["pipelines"],
-    ["strategies", "optimizers"],
-    ["analysis/jaxpr"],
-    ["analysis/rules"],
-    ["steps"],
-    ["resharding"],
-    ["analysis/hlo"],
-    ["analysis/compiled_rules"],
-    ["analysis"],
-    ["testing"],
-    ["models", "viz", "runtime/channel"],
-    ["runtime/cluster", "planner"],
-    ["runtime/data"],
-    ["runtime/checkpoint"],
-    ["runtime/weights"],
-    ["runtime"],
-    ["jobs/monitor"],
-    ["jobs"],
-    ["bench"],
-    ["cli"],
-    ["__main__"],
+    ["_arguments", "_jax", "schedules", "cost"],
+    ["meshes", "collectives"],
+    ["plans", "on_device", "remat", "layers", "pipelines", "strategies", "optimizers"],
+    ["analysis/jaxpr", "analysis/rules", "steps", "resharding", "models"],
+    ["analysis", "analysis/hlo", "analysis/compiled_rules", "testing", "planner"],
+    [
+        *("runtime", "runtime/channel", "runtime/cluster", "runtime/data", "runtime/checkpoint", "runtime/weights"),
+        *("bench", "viz"),
+    ],
+    ["jobs", "jobs/monitor"],
+    ["cli", "__main__"],
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 # Names of `sk` that are modules of a room.
@@ -85,19 +67,34 @@ def imports_of(path):
             yield from [name if name in NAMES else node.module for name in inner]
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_file_imports_only_from_its_own_folder_and_lower_floors(path):
+def rooms_imported(path):
+    """The room of a file, and the others that it imports; `sk.runtime` imports names of jobs at their first use."""
     here = room(path.relative_to(PACKAGE).with_suffix("").parts)
+    rooms = {room(name.split(".")[1:]) for name in imports_of(path) if name != "shardkit"}
+    if path == PACKAGE / "runtime" / "__init__.py":
+        rooms -= {"jobs", "jobs/monitor"}
+    return here, rooms - {here}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_imports_only_from_its_own_floor_and_lower_ones(path):
+    here, imported = rooms_imported(path)
     assert here in FLOOR, f"{here} is on no floor: add it to FLOORS"
-    for name in imports_of(path):
-        if name == "shardkit":  # the public face, which holds every floor up to train
-            assert FLOOR[here] > FLOOR["steps"], f"{path.name} imports the whole package from below it"
-            continue
-        other = room(name.split(".")[1:])
-        if path == PACKAGE / "runtime" / "__init__.py" and other.startswith("jobs"):
-            continue  # at the first use: the test below
-        if other != here:
-            assert FLOOR[other] < FLOOR[here], f"{here} imports {other}"
+    if "shardkit" in imports_of(path):  # the public face, which holds every floor up to steps
+        assert FLOOR[here] > FLOOR["steps"], f"{path.name} imports the whole package from below it"
+    for other in imported:
+        assert FLOOR[other] <= FLOOR[here], f"{here} imports {other}"
+
+
+def test_no_rooms_form_a_circle():
+    graph = {}
+    for path in modules():
+        here, imported = rooms_imported(path)
+        graph.setdefault(here, set()).update(imported)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(f"a circle of rooms: {' imports '.join(reversed(error.args[1]))}") from None
 
 
 def test_a_training_script_needs_nothing_of_jobs():

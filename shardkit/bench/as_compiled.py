@@ -29,37 +29,63 @@ def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | No
     """
     written = census_of(traced.jaxpr.jaxpr)
     module = proto.read(executable.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
-    known = chip_of(mesh)
-    platform = mesh.devices.flat[0].platform
-    clock = clock_of("cuda" if platform == "gpu" else platform, known, places(mesh)) if known else NO_CLOCK
+    chip = chip_of(mesh)
+    clock = NO_CLOCK
+    if chip is not None:
+        platform = mesh.devices.flat[0].platform
+        clock = clock_of("cuda" if platform == "gpu" else platform, chip, places(mesh))
     rows = collectives_of(module, dict(mesh.shape), clock)
-    inside = {i.name: i.groups or i.pairs for c in module.computations.values() for i in c.instructions.values()}
-    groups = [inside[row.name] for row in rows]
-    kinds: dict[tuple[str, Groups], float] = {}
-    for row, of in zip(rows, groups, strict=True):
-        kinds[row.kind, of] = kinds.get((row.kind, of), 0) + row.times / calls
+    times: dict[tuple[str, Groups], float] = {}  # executions in a call, by kind and groups
+    groups = _groups_by_name(module)
+    for row in rows:
+        key = (row.kind, groups[row.name])
+        times[key] = times.get(key, 0) + row.times / calls
+    texts = []
+    entries = []
+    for (kind, members), count in times.items():
+        texts.append(f"{_prefix(count)}{kind} {describe_groups(kind, members)}")
+        entries.append({"kind": kind, "times": count, "groups": members})
+    if hops is None:
+        hops = sum(_count_hops(row) for row in written.rows) // calls
+    seconds = sum(row.seconds * row.times for row in rows)
     return {
-        "hops": hops if hops is not None else sum(map(_hops, written.rows)) // calls,
+        "hops": hops,
         "written_bytes": float(written.sent() / calls),
         "wire_bytes": float(sum((row.total for row in rows), 0) / calls),
-        "compiled": "; ".join(f"{_times(t)}{kind} {grouped(kind, of)}" for (kind, of), t in kinds.items()) or "none",
-        "compiled_groups": [{"kind": kind, "times": t, "groups": of} for (kind, of), t in kinds.items()],
-        "chip": known.name if known else None,
-        "chip_us": 1e6 * sum(row.seconds * row.times for row in rows) / calls if known else None,
+        "compiled": "; ".join(texts) or "none",
+        "compiled_groups": entries,
+        "chip": None if chip is None else chip.name,
+        "chip_us": None if chip is None else 1e6 * seconds / calls,
     }
+
+
+def _groups_by_name(module: proto.Module) -> dict[str, Groups]:
+    """The groups of devices, or the pairs of a permute, by the name of the instruction."""
+    groups: dict[str, Groups] = {}
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            groups[instruction.name] = instruction.groups or instruction.pairs
+    return groups
 
 
 def physical(mesh: Mesh, axes: Sequence[str]) -> str:
     """The dims of the machine along which the devices of a group differ: "x, y" of a torus, hosts, or nothing known."""
-    at = [mesh.axis_names.index(axis) for axis in axes]
+    positions = [mesh.axis_names.index(axis) for axis in axes]
     n = math.prod(mesh.shape[axis] for axis in axes)
-    group = np.moveaxis(mesh.devices, at, range(len(at))).reshape(n, -1)[:, 0]
+    group = np.moveaxis(mesh.devices, positions, range(len(positions))).reshape(n, -1)[:, 0]
     coords = [_coords(device) for device in group]
-    names = ["xyz"[d] for d in range(len(coords[0])) if len({c[d] for c in coords}) > 1]
-    names += ["core"] if coords[0] and len({getattr(d, "core_on_chip", 0) for d in group}) > 1 else []
-    names += ["slice"] if len({getattr(d, "slice_index", 0) for d in group}) > 1 else []
-    processes = len({d.process_index for d in group})
-    return ", ".join([*names, *([f"{processes} processes"] if processes > 1 else [])])
+    names = []
+    for dim in range(len(coords[0])):
+        if len({coord[dim] for coord in coords}) > 1:
+            names.append("xyz"[dim])
+    if coords[0] and len({getattr(device, "core_on_chip", 0) for device in group}) > 1:
+        names.append("core")
+    if len({getattr(device, "slice_index", 0) for device in group}) > 1:
+        names.append("slice")
+    processes = len({device.process_index for device in group})
+    if processes > 1:
+        names.append(f"{processes} processes")
+    return ", ".join(names)
 
 
 def chip_of(mesh: Mesh) -> Chip | None:
@@ -69,47 +95,63 @@ def chip_of(mesh: Mesh) -> Chip | None:
 
 def places(mesh: Mesh) -> list[tuple[int, ...]]:
     """Where each device is, as `clock_of` takes it: on a torus, or (slice, host, GPU)."""
-    return [_coords(d) or (getattr(d, "slice_index", None) or 0, d.process_index, d.id) for d in mesh.devices.flat]
+    result = []
+    for device in mesh.devices.flat:
+        slice_index = getattr(device, "slice_index", None) or 0
+        result.append(_coords(device) or (slice_index, device.process_index, device.id))
+    return result
 
 
-def grouped(kind: str, groups: Groups) -> str:
+def describe_groups(kind: str, groups: Groups) -> str:
     """Groups of devices in a few characters: `{0-3} {4-7}`, and `0>1>2>3>0` for the pairs of a permute."""
     if not groups:
         return "{all}"
-    texts = _chains(groups) if kind == "ppermute" else [f"{{{_range(group)}}}" for group in groups]
-    more = len(texts) - _SHOWN
-    return " ".join(texts[: _SHOWN if more > 0 else None]) + (f" .. ({len(texts)})" if more > 0 else "")
+    if kind == "ppermute":
+        texts = _chains(groups)
+    else:
+        texts = [f"{{{_range(group)}}}" for group in groups]
+    if len(texts) <= _SHOWN:
+        return " ".join(texts)
+    return f"{' '.join(texts[:_SHOWN])} .. ({len(texts)})"
 
 
 def _chains(pairs: Groups) -> list[str]:
     """A permute as chains, those that end first; what stays where it is is left out."""
-    target = {pair[0]: pair[1] for pair in pairs if pair[0] != pair[1]}
-    starts = [*sorted(set(target) - set(target.values())), *sorted(target)]
+    target_of = {source: target for source, target in pairs if source != target}
+    ends_first = sorted(set(target_of) - set(target_of.values()))
+    starts = [*ends_first, *sorted(target_of)]
     texts: list[str] = []
     for start in starts:
         chain = [start]
-        while chain[-1] in target:
-            chain.append(target.pop(chain[-1]))
-        if len(chain) > 1:
-            shown = chain if len(chain) <= 9 else [*chain[:3], "..", *chain[-2:]]
-            texts.append(">".join(map(str, shown)))
+        while chain[-1] in target_of:
+            chain.append(target_of.pop(chain[-1]))
+        names = [str(device) for device in chain]
+        if len(names) > 9:
+            names = [*names[:3], "..", *names[-2:]]
+        if len(names) > 1:
+            texts.append(">".join(names))
     return texts
 
 
 def _range(group: Sequence[int]) -> str:
     if len(group) > 2 and list(group) == list(range(group[0], group[0] + len(group))):
         return f"{group[0]}-{group[-1]}"
-    shown = list(map(str, group))
-    return ",".join(shown if len(shown) <= 2 * _SHOWN else [*shown[:2], "..", shown[-1]])
+    names = [str(device) for device in group]
+    if len(names) > 2 * _SHOWN:
+        names = [*names[:2], "..", names[-1]]
+    return ",".join(names)
 
 
-def _times(count: float) -> str:
+def _prefix(count: float) -> str:
     return "" if count == 1 else f"{count:g} "
 
 
-def _hops(row: CensusRow) -> int:
-    once = int(row.sent > 0) if row.kind == "ppermute" else wire(row.kind, row.bytes_in, row.n).hops
-    return once * row.times
+def _count_hops(row: CensusRow) -> int:
+    if row.kind == "ppermute":
+        hops = 1 if row.sent > 0 else 0
+    else:
+        hops = wire(row.kind, row.bytes_in, row.n).hops
+    return hops * row.times
 
 
 def _coords(device: jax.Device) -> tuple[int, ...]:

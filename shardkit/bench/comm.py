@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from shardkit._arguments import checks
 from shardkit.bench import as_compiled, operations
 from shardkit.bench.fit import Fit, alpha_beta
-from shardkit.bench.kernels import Compared, case, of_all_processes, placed
+from shardkit.bench.kernels import Compared, case, of_all_processes, place
 from shardkit.bench.measure import MODES, Case, measure
 from shardkit.bench.operations import DTYPES, OPERATIONS, Operation, Way
 from shardkit.bench.records import Record
@@ -277,7 +277,7 @@ def _of_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) -> li
     by_axes = block.reshape(*mesh.devices.shape, -1)
     expected = reference.over_mesh(partial(operation.reference, **options), by_axes, dict(mesh.shape), sweep.axes)
     expected = expected.reshape(mesh.size, -1)
-    x = placed(block, mesh, P(tuple(mesh.axis_names)))
+    x = place(block, mesh, P(tuple(mesh.axis_names)))
     compared, cases, fields = {}, [], {}
     for name, way in sweep.ways.items():
         compared[name] = Compared(expected, operations.bound(way, sweep.dtype, sweep.redop, block, sweep.sizes))

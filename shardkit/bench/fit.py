@@ -52,25 +52,37 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
 
     Source: Hockney, The Communication Challenge for MPP (1994).
     """
-    keys = ("hops", "written_bytes", "wall_us_median")
-    known = [r for r in records if not r.get("wrong") and all(r.get(key) is not None for key in keys)]
-    rows = [(r["hops"], r["written_bytes"], r["wall_us_median"] / 1e6) for r in known if r["wall_us_median"] > 0]
+    rows = []
+    for record in records:
+        hops = record.get("hops")
+        sent = record.get("written_bytes")
+        time = record.get("wall_us_median")
+        if hops is None or sent is None or time is None or record.get("wrong"):
+            continue
+        if time > 0:
+            rows.append((hops, sent, time / 1e6))
     table = np.array(rows, float).reshape(-1, 3)
-    shares = table[:, :2] / table[:, 2:]  # of the time that was measured, by second and by second per byte
+    causes = table[:, :2]  # hops and bytes
+    seconds = table[:, 2:]
+    # hops * latency + bytes * slope = seconds, divided by the seconds: each row asks for 1.
+    shares = causes / seconds
     scale = np.maximum(shares.max(axis=0, initial=0), 1e-300)  # seconds and seconds per byte are far apart
-    if np.linalg.matrix_rank(table[:, :2] / np.maximum(table[:, :2].max(axis=0, initial=0), 1)) < 2:
+    if np.linalg.matrix_rank(causes / np.maximum(causes.max(axis=0, initial=0), 1)) < 2:
         raise ValueError(
             f"alpha_beta: records must be of at least two sizes to tell latency from bandwidth; got "
             f"{counted(len(rows), 'usable record')} of {counted(len({row[:2] for row in rows}), 'size')}. Measure more "
             "sizes."
         )
-    found = np.linalg.lstsq(shares / scale, np.ones(len(rows)), rcond=None)[0] / scale
-    if found.min() < 0:  # without the one that would be negative
-        kept = int(found.argmax())
-        found = np.zeros(2)
-        found[kept] = shares[:, kept].sum() / np.square(shares[:, kept]).sum()
-    residual = float(np.sqrt(np.mean(np.square(shares @ found - 1))))
-    latency, slope = map(float, found)
+    solution, *_ = np.linalg.lstsq(shares / scale, np.ones(len(rows)), rcond=None)
+    solution = solution / scale
+    if solution.min() < 0:
+        # The other one alone explains the times: the projection of ones onto its column.
+        positive = int(solution.argmax())
+        column = shares[:, positive]
+        solution = np.zeros(2)
+        solution[positive] = column.sum() / np.square(column).sum()
+    residual = float(np.sqrt(np.mean(np.square(shares @ solution - 1))))
+    latency, slope = map(float, solution)
     return Fit(latency, 1 / slope if slope else float("inf"), residual)
 
 
@@ -116,20 +128,23 @@ def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Link
     """
     if flops is not None:
         check_kind("bench.links", "flops", flops, (float,))
-    usable = [r for r in records if r.get("impl") == "lax" and r.get("axes") and "," not in r["axes"]]
+    usable: list[Record] = []
     by_axis: dict[str, list[Record]] = {}
-    for record in usable:
-        by_axis.setdefault(record["axes"], []).append(record)
+    for record in records:
+        axes = record.get("axes")
+        if record.get("impl") == "lax" and axes and "," not in axes:
+            usable.append(record)
+            by_axis.setdefault(axes, []).append(record)
     if not usable:
         raise ValueError(
             "bench.links: records must be of shardkit bench comm, with impl 'lax' over one axis; got none. Run for "
             "example shardkit bench comm data=8 --impl lax --json FILE."
         )
-    kind = usable[-1]["environment"].get("device_kind")
-    chip = cost.chip_of(kind)
-    known = flops if flops is not None else chip and chip.flops
-    own = tuple((axis, _link(each)) for axis, each in by_axis.items())
-    return cost.Links(own[0][1] if len(own) == 1 else _link(usable), known, own)
+    if flops is None:
+        chip = cost.chip_of(usable[-1]["environment"].get("device_kind"))
+        flops = None if chip is None else chip.flops
+    by_name = tuple((axis, _fit_link(axis_records)) for axis, axis_records in by_axis.items())
+    return cost.Links(_fit_link(usable), flops, by_name)
 
 
 def crossovers(records: Sequence[Record]) -> list[Crossover]:
@@ -148,39 +163,46 @@ def crossovers(records: Sequence[Record]) -> list[Crossover]:
         >>> sk.bench.crossovers([])
         []
     """
-    found: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    groups: dict[tuple[str, str], dict[str, list[Record]]] = {}
     for record in records:
         if "op" in record and record.get("dtype", "float32") == "float32":
-            ways = found.setdefault((record["op"], record["axes"]), {})
-            ways.setdefault(record["impl"], []).append(record)
-    out = []
-    for (op, axes), ways in found.items():
-        whole = {impl: way for impl, each in ways.items() if (way := _whole(each)) is not None}
-        if "lax" in whole:
-            rest = {impl: way for impl, way in whole.items() if impl != "lax"}
-            out += [Crossover(op, axes, impl, _faster_from(whole["lax"], way)) for impl, way in rest.items()]
-    return out
+            group = groups.setdefault((record["op"], record["axes"]), {})
+            group.setdefault(record["impl"], []).append(record)
+    results = []
+    for (op, axes), group in groups.items():
+        lax_link = _fit_by_size(group.get("lax", []))
+        if lax_link is None:
+            continue
+        for impl, impl_records in group.items():
+            link = _fit_by_size(impl_records)
+            if impl != "lax" and link is not None:
+                results.append(Crossover(op, axes, impl, _faster_from(lax_link, link)))
+    return results
 
 
-def _link(records: Sequence[Record]) -> cost.Link:
+def _fit_link(records: Sequence[Record]) -> cost.Link:
     fit = alpha_beta(records)
     if math.isinf(fit.bandwidth):
+        largest = max(record["written_bytes"] for record in records)
         raise ValueError(
             f"bench.links: times must grow with the bytes; over axis {records[0]['axes']!r} they do not up to "
-            f"{max(r['written_bytes'] for r in records):,.0f} bytes. Measure larger sizes."
+            f"{largest:,.0f} bytes. Measure larger sizes."
         )
     return cost.Link(fit.latency, fit.bandwidth, f"measured on {records[-1]['environment']['date'][:10]}")
 
 
 def _faster_from(first: cost.Link, second: cost.Link) -> float:
     """The bytes from which the second of two ways is faster; 0 where it always is, infinite where it never is."""
-    gained, lost = 1 / first.bandwidth - 1 / second.bandwidth, second.latency - first.latency
-    if gained > 0:
-        return max(0.0, lost / gained)
-    return 0.0 if lost < 0 and gained == 0 else math.inf
+    gain = 1 / first.bandwidth - 1 / second.bandwidth  # seconds for each byte
+    loss = second.latency - first.latency  # seconds for each call
+    if gain > 0:
+        return max(0.0, loss / gain)
+    if gain == 0 and loss < 0:
+        return 0.0
+    return math.inf
 
 
-def _whole(records: Sequence[Record]) -> cost.Link | None:
+def _fit_by_size(records: Sequence[Record]) -> cost.Link | None:
     """The fit of one implementation as a function of the size of the array: the latency of all its hops."""
     try:
         fit = alpha_beta(records)

@@ -27,28 +27,33 @@ class Compared:
     """Counts the elements of a result that are wrong, on all devices of this process; the worst call counts."""
 
     def __init__(self, expected: np.ndarray, bound: float):
-        self.expected, self.bound = expected, bound
-        # Elements; the largest difference, relative to the largest element (infinite for NaN); the first, in words.
-        self.wrong, self.error, self.first = 0, 0.0, ""
+        self.expected = expected
+        self.bound = bound
+        self.wrong = 0  # elements
+        self.error = 0.0  # the largest difference, relative to the largest element; infinite for NaN
+        self.first = ""  # the first wrong element, in words
 
     def __call__(self, carry: Any, value: Any) -> np.ndarray:
         """Compares the blocks [1, ...] of the second part of the carry; the number of wrong elements."""
-        counts = [self._block(shard) for shard in carry[1].addressable_shards]
-        self.wrong = max(self.wrong, sum(counts))
-        return np.array(sum(counts))
+        wrong = sum(self._compare_block(shard) for shard in carry[1].addressable_shards)
+        self.wrong = max(self.wrong, wrong)
+        return np.array(wrong)
 
-    def _block(self, shard: Any) -> int:
-        got, want = np.asarray(shard.data)[0], self.expected[shard.index[0].start or 0]
-        same = got == want
+    def _compare_block(self, shard: Any) -> int:
+        """The number of wrong elements of one device."""
+        block = np.asarray(shard.data)[0]
+        expected = self.expected[shard.index[0].start or 0]
+        same = block == expected
         if self.bound or not same.all():
             with np.errstate(invalid="ignore"):
-                errors = np.abs(got.astype(np.float64) - want.astype(np.float64))
+                errors = np.abs(block.astype(np.float64) - expected.astype(np.float64))
             same |= errors <= self.bound
-            largest = float(np.abs(want.astype(np.float64)).max(initial=0)) or 1.0
-            self.error = max(self.error, float(np.where(np.isnan(errors), np.inf, errors).max(initial=0)) / largest)
-            if not same.all() and not self.first:
-                at = tuple(map(int, np.argwhere(~same)[0]))
-                self.first = f"device {shard.device.id} at {list(at)}: {got[at]} instead of {want[at]}"
+            scale = float(np.abs(expected.astype(np.float64)).max(initial=0)) or 1.0
+            largest = float(np.where(np.isnan(errors), np.inf, errors).max(initial=0))
+            self.error = max(self.error, largest / scale)
+        if not same.all() and not self.first:
+            index = tuple(map(int, np.argwhere(~same)[0]))
+            self.first = f"device {shard.device.id} at {list(index)}: {block[index]} instead of {expected[index]}"
         return int(same.size - same.sum())
 
 
@@ -66,58 +71,62 @@ def case(
     `x` are the blocks of all devices, [devices, ...], split over all axes; `expected`, [devices, ...], is what results
     must be, and `poison` what they begin as. Refuses a kernel whose result has another shape or dtype.
     """
-    spec = P(tuple(mesh.axis_names))
+    axes = tuple(mesh.axis_names)
+    spec = P(axes)
 
-    def once(x: jax.Array, flag: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = vary(kernel(x), tuple(mesh.axis_names))
-        first = jnp.where(flag, _first(out).astype(x.dtype), _first(x))
-        return lax.dynamic_update_slice(x, first, (0,)), out
+    def call(x: jax.Array, flag: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """One call, and the operand of the next: the same one, if the compiler but knew that the flag is False."""
+        result = vary(kernel(x), axes)
+        first = jnp.where(flag, _first_element(result).astype(x.dtype), _first_element(x))
+        return lax.dynamic_update_slice(x, first, (0,)), result
 
     @cache
-    def times(calls: int) -> Callable[..., Any]:
-        def device(carry: Any, flag: jax.Array) -> Any:
-            here = (carry[0][0], carry[1][0])
-            x, out = (
-                lax.fori_loop(0, calls, lambda _, both: once(both[0], flag), here) if calls else once(here[0], flag)
-            )
-            return x[None], out[None]
+    def repeat(calls: int) -> Callable[..., Any]:
+        def on_device(carry: Any, flag: jax.Array) -> Any:
+            x, result = carry[0][0], carry[1][0]
+            if calls:
+                x, result = lax.fori_loop(0, calls, lambda _, pair: call(pair[0], flag), (x, result))
+            else:
+                x, result = call(x, flag)
+            return x[None], result[None]
 
-        whole = jax.shard_map(device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
-        return jax.jit(lambda carry, flag: (whole(carry, flag), None), donate_argnums=(0,))
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+        return jax.jit(lambda carry, flag: (mapped(carry, flag), None), donate_argnums=(0,))
 
-    result = jax.shard_map(lambda x: _block(kernel(x[0]), mesh), mesh=mesh, in_specs=spec, out_specs=spec)
-    made = jax.eval_shape(result, x)
-    _check(name, made, expected)
-    carry = (x, placed(np.broadcast_to(poison, expected.shape), mesh, spec))
-    no = placed(np.zeros((), bool), mesh, P())
-    return Case(name, times(1), carry, (no,), compared, np.zeros((), int), times)
+    def run_once(x: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: vary(leaf, axes)[None], kernel(x[0]))
+
+    result = jax.eval_shape(jax.shard_map(run_once, mesh=mesh, in_specs=spec, out_specs=spec), x)
+    _check_result(name, result, expected)
+    carry = (x, place(np.broadcast_to(poison, expected.shape), mesh, spec))
+    flag = place(np.zeros((), bool), mesh, P())
+    return Case(name, repeat(1), carry, (flag,), compared, np.zeros((), int), repeat)
 
 
-def placed(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+def place(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     """An array that every process has, on the devices of all."""
-    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda at: x[at])
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
 def of_all_processes(counts: Sequence[int]) -> list[int]:
     """The sums over all processes."""
     if jax.process_count() == 1:
         return list(counts)
-    return [int(n) for n in np.asarray(multihost_utils.process_allgather(np.array(counts))).sum(0)]
+    by_process = np.asarray(multihost_utils.process_allgather(np.array(counts)))
+    return [int(total) for total in by_process.sum(0)]
 
 
-def _first(x: jax.Array) -> jax.Array:
+def _first_element(x: jax.Array) -> jax.Array:
     return lax.slice(x.reshape(-1), (0,), (1,))
 
 
-def _block(out: Any, mesh: Mesh) -> Any:
-    return jax.tree.map(lambda leaf: vary(leaf, tuple(mesh.axis_names))[None], out)
-
-
-def _check(name: str, made: Any, expected: np.ndarray) -> None:
-    want = f"{expected.dtype}{list(expected.shape[1:])}"
-    got = f"{made.dtype}{list(made.shape[1:])}" if isinstance(made, jax.ShapeDtypeStruct) else type(made).__name__
-    if got != want:
+def _check_result(name: str, result: Any, expected: np.ndarray) -> None:
+    rule = f"{expected.dtype}{list(expected.shape[1:])}"
+    actual = type(result).__name__
+    if isinstance(result, jax.ShapeDtypeStruct):
+        actual = f"{result.dtype}{list(result.shape[1:])}"
+    if actual != rule:
         raise ValueError(
-            f"bench comm: on each device a kernel must return what its reference does, {want}; {name!r} returns {got}. "
-            f"Return {want} from it, or name another --op."
+            f"bench comm: on each device a kernel must return what its reference does, {rule}; {name!r} returns "
+            f"{actual}. Return {rule} from it, or name another --op."
         )

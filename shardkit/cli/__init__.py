@@ -1,7 +1,7 @@
 """The `shardkit` command; a file for each of its subcommands.
 
-Start with `training.py`, the loop of `shardkit train`. Imports everything; nothing imports it. This file imports no
-jax: `shardkit --version` and a typing mistake take 0.06 s, a command 1.2 s.
+Start with `audit.py`. Imports everything; nothing imports it. This file imports no jax: `shardkit --version` and a
+typing mistake take 0.06 s, a command 1.2 s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import shardkit
 from shardkit._arguments.extras import install
 
 # The exit codes of every command, beside those of `docs/reference/exit_codes.md` for single ones.
-FINE, FOUND, USAGE, UNEXPECTED, INTERRUPTED = 0, 1, 2, 70, 130
+USAGE, UNEXPECTED, INTERRUPTED = 2, 70, 130
 
 _NO_DASHES = "error: launch: the command and its options must come after --. Write for example -- train.py --steps 100."
 
@@ -40,7 +40,6 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("train", "train a byte-level transformer on any mesh", "shardkit.cli.train"),
     Command("launch", "start a job of several processes, or print a manifest", "shardkit.cli.launch"),
     Command("doctor", "check this installation, its devices and every collective", "shardkit.cli.doctor"),
     Command("prove", "a kernel or a step against one device, for all inputs", "shardkit.cli.prove"),
@@ -115,7 +114,7 @@ def _main(words: list[str]) -> int:
     completes = named[:1] == ["completion"]
     if completes and (asks or len(named) != 2 or named[1] not in _SHELLS):
         print(COMPLETION, file=sys.stdout if asks else sys.stderr)
-        return 0 if asks else 2
+        return 0 if asks else USAGE
     if command is None and not completes:
         return _without_command(named, asks is not None)
     if not all(map(find_spec, _NEEDS)):
@@ -135,7 +134,7 @@ def _without_command(words: list[str], asks: bool) -> int:
     prog = f"shardkit {group}".strip()
     if not rest:
         print(_commands(prog, BENCH if group else COMMANDS), file=sys.stdout if asks else sys.stderr)
-        return 0 if asks else 2
+        return 0 if asks else USAGE
     names = [each.name for each in BENCH] if group else [*(each.name for each in COMMANDS), "bench", "completion"]
     near = get_close_matches(rest[0].lower(), names, 1, 0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"{prog} --help lists the commands."
@@ -150,7 +149,7 @@ def _commands(prog: str, commands: tuple[Command, ...]) -> str:
     if commands is COMMANDS:
         rows += [("bench ...", _BENCH), ("completion SHELL", "print the completion script of bash, zsh or fish")]
         more += [
-            "To begin: shardkit doctor, then shardkit train data=8 --verify 3.",
+            "To begin: shardkit doctor.",
             "",
             "options",
             "  -h, --help        show this help",
@@ -194,9 +193,7 @@ def perform(command: Command, full: str, words: list[str]) -> int:
         if not _meant(error):
             _unexpected(error)
         _say(f"error: {error}")
-        from shardkit.runtime.drift import DriftError
-
-        _end(error, FOUND if isinstance(error, DriftError) else USAGE)
+        _end(error, USAGE)
 
 
 def _run(command: Command, full: str, words: list[str]) -> int:

@@ -15,7 +15,7 @@ from shardkit.jobs.manifests import Kind, render
 
 EXAMPLES = {
     "shardkit launch -n 4 --devices 2 -- train.py --steps 100": "four processes here",
-    "shardkit launch -n 2 -- -m shardkit train fsdp=-1": "two that train together",
+    "shardkit launch -n 2 --restarts 5 -- train.py": "started again when a process dies",
     "shardkit launch -n 8 --render slurm -- train.py": "print a batch script",
 }
 

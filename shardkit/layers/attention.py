@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
 from shardkit.collectives._sums import dot_dtype, save_as_dot
-from shardkit.layers.matmul import alike
-from shardkit.on_device.gradient import kind
+from shardkit.layers.matmul import vary_alike
+from shardkit.on_device.means import kind
 
 MASKED = -1e30  # finite: a row of -inf would make NaN gradients
 
@@ -64,10 +64,11 @@ def dot_attention(
     Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245).
     """
     finite("dot_attention", scale=scale)
-    check("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
-    labels = labelled("dot_attention", q_bTHK, segments_bt, positions_bt, window, causal)
-    q, k, v, labels = alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, labels))
-    form = Scoring(causal and positions_bt is None, window, scale_of(q, scale))
+    check_shapes("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
+    labels = make_labels("dot_attention", q_bTHK, segments_bt, positions_bt, window, causal)
+    q, k, v, labels = vary_alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, labels))
+    causal_by_order = causal and positions_bt is None  # else the labels say which token is earlier
+    form = Scoring(causal_by_order, window, choose_scale(q, scale))
     return join_heads(_attend(q, k, v, labels, form))
 
 
@@ -87,29 +88,41 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, 
 def _attend_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, form: Scoring
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Autodiff would save the float32 softmax and multiply float32 gradients; here weights are saved in v's dtype."""
-    mask = allowed(q, k, 0 if form.causal else None, labels, labels, form.window)
-    scores = scores_of(q, k, mask, form.scale)
+    """The result, and what the backward pass needs: the weights in v's dtype instead of a float32 softmax.
+
+    Autodiff would save the float32 softmax, and multiply float32 gradients.
+    """
+    ahead = 0 if form.causal else None
+    mask = make_mask(q, k, ahead, labels, labels, form.window)
+    scores = compute_scores(q, k, mask, form.scale)
+    # The logarithm of the denominator is subtracted before exp, so that the weights are rounded to v's dtype at once.
+    # A division by the denominator would need the float32 weights as an array first.
     largest = jnp.max(scores, axis=-1, keepdims=True)
     log_total = largest + jnp.log(jnp.sum(jnp.exp(scores - largest), axis=-1, keepdims=True))
-    weights = save_as_dot(jnp.exp(scores - log_total).astype(v.dtype))  # a division would need float32 weights first
-    y = jnp.einsum("bGRts,bGsK->bGRtK", weights, v, preferred_element_type=dot_dtype(v)).astype(q.dtype)
+    weights = save_as_dot(jnp.exp(scores - log_total).astype(v.dtype))
+    y = jnp.einsum("bGRts,bGsK->bGRtK", weights, v, preferred_element_type=dot_dtype(v))
+    y = y.astype(q.dtype)
     return y, (q, k, v, weights, y)
 
 
 def _attend_backward(form: Scoring, residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, ...]:
     q, k, v, weights, y = residuals
-    dq, dk, dv = gradients(q, k, v, weights, dy, inner(y, dy), scale=form.scale)
+    dq, dk, dv = attention_gradients(q, k, v, weights, dy, inner_product(y, dy), scale=form.scale)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def check(where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None) -> None:
+def check_shapes(
+    where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None
+) -> None:
     """Refuses queries, keys, values and segments of inconsistent shapes."""
-    q, k, v = jnp.shape(q_btHK), jnp.shape(k_btGK), jnp.shape(v_btGK)
-    if not (len(q) == len(k) == 4 and v == k and (*q[:2], q[3]) == (*k[:2], k[3])):
+    q = jnp.shape(q_btHK)
+    k = jnp.shape(k_btGK)
+    v = jnp.shape(v_btGK)
+    four_dims = len(q) == len(k) == 4
+    if not (four_dims and v == k and (*q[:2], q[3]) == (*k[:2], k[3])):
         raise ValueError(
             f"{where}: keys and values must be [b, t, G, K] for queries [b, t, H, K]; got queries {q}, keys {k}, "
             f"values {v}. Give all three the same b, t and K."
@@ -122,7 +135,7 @@ def check(where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, s
         )
 
 
-def labelled(
+def make_labels(
     where: str,
     q_btHK: jax.Array,
     segments_bt: jax.Array | None,
@@ -130,34 +143,44 @@ def labelled(
     window: int | None,
     causal: bool,
 ) -> jax.Array | None:
-    """What the mask of each token is made of, int32 [b, t, C]: its document, and where given its place after it."""
+    """The numbers that decide which token attends to which, int32 [b, t, C]; None where the order alone decides.
+
+    C is 1 with segments alone, and the number is that of the document. C is 2 with positions: the document (0 without
+    segments), then the position.
+    """
     if window is not None and (positions_bt is None or window < 1):
+        received = "no positions" if positions_bt is None else "positions"
         raise ValueError(
             f"{where}: a window must be at least 1 and go with positions; got window={window} and "
-            f"{'no positions' if positions_bt is None else 'positions'}. Pass positions_bt, of tokens in order "
+            f"{received}. Pass positions_bt, of tokens in order "
             "jnp.broadcast_to(jnp.arange(t), (b, t))."
         )
     if positions_bt is None:
-        return None if segments_bt is None else segments_bt[..., None]
-    integers = jnp.issubdtype(jnp.result_type(positions_bt), jnp.integer)
-    if not causal or not integers or jnp.shape(positions_bt) != q_btHK.shape[:2]:
+        if segments_bt is None:
+            return None
+        return segments_bt[..., None]
+    are_integers = jnp.issubdtype(jnp.result_type(positions_bt), jnp.integer)
+    if not causal or not are_integers or jnp.shape(positions_bt) != q_btHK.shape[:2]:
         raise ValueError(
             f"{where}: positions must hold a place for each token of a causal attention; got {kind(positions_bt)} for "
             f"{q_btHK.shape[0]} x {q_btHK.shape[1]} tokens, and causal={causal}. Pass them as int32 [b, t], or leave "
             "them out."
         )
-    places = positions_bt.astype(jnp.int32)  # whose differences have signs
-    documents = jnp.zeros_like(places) if segments_bt is None else segments_bt.astype(jnp.int32)
-    return jnp.stack(alike(documents, places), axis=-1)
+    positions = positions_bt.astype(jnp.int32)  # the mask subtracts them, and a difference of unsigned ones has no sign
+    if segments_bt is None:
+        documents = jnp.zeros_like(positions)
+    else:
+        documents = segments_bt.astype(jnp.int32)
+    return jnp.stack(vary_alike(documents, positions), axis=-1)
 
 
-def placed(labels_btC: jax.Array | None) -> bool:
-    """Whether labels have the places of tokens, which then may be in any order."""
+def has_positions(labels_btC: jax.Array | None) -> bool:
+    """Whether labels hold the positions of tokens, which then may be in any order."""
     return labels_btC is not None and labels_btC.shape[-1] == 2
 
 
-def scale_of(q: jax.Array, scale: float | None) -> float:
-    """The factor of the scores."""
+def choose_scale(q: jax.Array, scale: float | None) -> float:
+    """The factor of the scores, by default 1/sqrt(K)."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
@@ -166,9 +189,11 @@ def split_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Queries [b, G, R, t, K], keys and values [b, G, t, K], labels [b, t, C]: tokens are always dim -2."""
     b, t, _, K = q_btHK.shape
-    q = q_btHK.reshape(b, t, k_btGK.shape[2], -1, K).transpose(0, 2, 3, 1, 4)
-    k, v = k_btGK.transpose(0, 2, 1, 3), v_btGK.transpose(0, 2, 1, 3)
-    return q, k, v, labels_btC
+    G = k_btGK.shape[2]
+    q_bGRtK = q_btHK.reshape(b, t, G, -1, K).transpose(0, 2, 3, 1, 4)
+    k_bGtK = k_btGK.transpose(0, 2, 1, 3)
+    v_bGtK = v_btGK.transpose(0, 2, 1, 3)
+    return q_bGRtK, k_bGtK, v_bGtK, labels_btC
 
 
 def join_heads(y_bGRtK: jax.Array) -> jax.Array:
@@ -177,7 +202,7 @@ def join_heads(y_bGRtK: jax.Array) -> jax.Array:
     return y_bGRtK.transpose(0, 3, 1, 2, 4).reshape(b, t, G * R, K)
 
 
-def allowed(
+def make_mask(
     q: jax.Array,
     k: jax.Array,
     ahead: Any,
@@ -185,38 +210,53 @@ def allowed(
     k_labels_bsC: jax.Array | None,
     window: int | None = None,
 ) -> jax.Array | None:
-    """Which query may attend to which key, [b or 1, 1, 1, t, s]; None for all.
+    """Which query may attend to which key, [b or 1, 1, 1, t, s]; None where every query may attend to every key.
 
     `ahead` is the position of the first query minus that of the first key where attention is causal by order.
+
+    For example, of tokens with documents 0 0 1 1 in order, ahead 0 (rows are queries):
+
+        causal     same document     both
+        1 0 0 0    1 1 0 0           1 0 0 0
+        1 1 0 0    1 1 0 0           1 1 0 0
+        1 1 1 0    0 0 1 1           0 0 1 0
+        1 1 1 1    0 0 1 1           0 0 1 1
     """
     mask = None
     if ahead is not None:
-        mask = (jnp.arange(q.shape[-2])[:, None] + ahead >= jnp.arange(k.shape[-2])[None, :])[None]
+        position_T1 = jnp.arange(q.shape[-2])[:, None] + ahead
+        position_1S = jnp.arange(k.shape[-2])[None, :]
+        mask = (position_T1 >= position_1S)[None]
     if q_labels_btC is not None and k_labels_bsC is not None:
-        rows, columns = q_labels_btC[:, :, None], k_labels_bsC[:, None]
-        same_bts = rows[..., 0] == columns[..., 0]
-        mask = same_bts if mask is None else mask & same_bts
-        if placed(q_labels_btC):
-            behind_bts = rows[..., 1] - columns[..., 1]
-            mask = mask & (behind_bts >= 0)
+        rows = q_labels_btC[:, :, None]
+        columns = k_labels_bsC[:, None]
+        same_document_bts = rows[..., 0] == columns[..., 0]
+        mask = same_document_bts if mask is None else mask & same_document_bts
+        if has_positions(q_labels_btC):
+            distance_bts = rows[..., 1] - columns[..., 1]
+            mask = mask & (distance_bts >= 0)
             if window is not None:
-                mask = mask & (behind_bts < window)
-    return None if mask is None else mask[:, None, None]
+                mask = mask & (distance_bts < window)
+    if mask is None:
+        return None
+    return mask[:, None, None]
 
 
-def scores_of(q_bGRtK: jax.Array, k_bGsK: jax.Array, mask: jax.Array | None, scale: float) -> jax.Array:
+def compute_scores(q_bGRtK: jax.Array, k_bGsK: jax.Array, mask: jax.Array | None, scale: float) -> jax.Array:
     """Scaled and masked scores [b, G, R, t, s], float32."""
     scores = jnp.einsum("bGRtK,bGsK->bGRts", q_bGRtK, k_bGsK, preferred_element_type=jnp.float32)
     scores = scores * float(scale)
-    return scores if mask is None else jnp.where(mask, scores, MASKED)
+    if mask is None:
+        return scores
+    return jnp.where(mask, scores, MASKED)
 
 
-def inner(y: jax.Array, dy: jax.Array) -> jax.Array:
+def inner_product(y: jax.Array, dy: jax.Array) -> jax.Array:
     """The inner product of each query's result and its gradient, [.., 1], float32."""
     return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32), axis=-1, keepdims=True)
 
 
-def gradients(
+def attention_gradients(
     q_bGRtK: jax.Array,
     k_bGsK: jax.Array,
     v_bGsK: jax.Array,
@@ -227,7 +267,10 @@ def gradients(
     scale: float,
     partial_sums: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of queries, keys and values, from the softmax's weights; `y_dy` is `inner` of the result and `dy`.
+    """The gradients of queries, keys and values, from the softmax's weights.
+
+    `y_dy` is the `inner_product` of the result and `dy`. It stands for the term of the softmax's denominator, a sum
+    over all keys: with it, the gradients of some of the keys can be computed without the others.
 
     With `partial_sums` these are some of the keys: the gradients are float32, to be summed over all.
 
@@ -235,11 +278,15 @@ def gradients(
     """
 
     def dot(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.einsum(form, x, y, preferred_element_type=jnp.float32 if partial_sums else dot_dtype(x, y))
+        dtype = jnp.float32 if partial_sums else dot_dtype(x, y)
+        return jnp.einsum(form, x, y, preferred_element_type=dtype)
 
     dweights = jnp.einsum("bGRtK,bGsK->bGRts", dy_bGRtK, v_bGsK, preferred_element_type=jnp.float32)
-    dscores = (weights_bGRts.astype(jnp.float32) * (dweights - y_dy_bGRt1) * scale).astype(q_bGRtK.dtype)
+    dscores = weights_bGRts.astype(jnp.float32) * (dweights - y_dy_bGRt1) * scale
+    dscores = dscores.astype(q_bGRtK.dtype)
     dq = dot("bGRts,bGsK->bGRtK", dscores, k_bGsK)
     dk = dot("bGRts,bGRtK->bGsK", dscores, q_bGRtK)
-    weights_bGRts = weights_bGRts.astype(dy_bGRtK.dtype) if partial_sums else weights_bGRts
-    return dq, dk, dot("bGRts,bGRtK->bGsK", weights_bGRts, dy_bGRtK)
+    if partial_sums:  # the weights were recomputed, in float32
+        weights_bGRts = weights_bGRts.astype(dy_bGRtK.dtype)
+    dv = dot("bGRts,bGRtK->bGsK", weights_bGRts, dy_bGRtK)
+    return dq, dk, dv

@@ -16,7 +16,14 @@ from jax import lax
 
 from shardkit.collectives import axis_index, axis_size, shift
 from shardkit.collectives._sums import save_as_dot, wide_zeros
-from shardkit.layers.attention import MASKED, allowed, gradients, inner, placed, scores_of
+from shardkit.layers.attention import (
+    MASKED,
+    attention_gradients,
+    compute_scores,
+    has_positions,
+    inner_product,
+    make_mask,
+)
 from shardkit.layers.zigzag import Order
 
 
@@ -44,29 +51,46 @@ class Softmax(NamedTuple):
         column = wide_zeros(q[..., :1])
         return cls(column + MASKED, column, wide_zeros(q))
 
-    def updated(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, scale: float) -> Softmax:
-        """After another block of keys. What a fully masked block adds, the next block's rescaling removes."""
-        scores = scores_of(q, k, mask, scale)
+    def update(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, scale: float) -> Softmax:
+        """The softmax after another block of keys.
+
+        Before a query has seen any key, a fully masked block adds weights of exp(0) = 1, because its largest score is
+        MASKED itself. The next block with an allowed key has a larger maximum, and the decay exp(MASKED - maximum) = 0
+        removes them.
+        """
+        scores = compute_scores(q, k, mask, scale)
         maximum = jnp.maximum(self.maximum, scores.max(-1, keepdims=True))
-        weights, decay = jnp.exp(scores - maximum), jnp.exp(self.maximum - maximum)
-        found = jnp.einsum("bGRts,bGsK->bGRtK", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return Softmax(maximum, self.total * decay + weights.sum(-1, keepdims=True), self.sum * decay + found)
+        weights = jnp.exp(scores - maximum)
+        decay = jnp.exp(self.maximum - maximum)
+        block_sum = jnp.einsum("bGRts,bGsK->bGRtK", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        total = self.total * decay + weights.sum(-1, keepdims=True)
+        return Softmax(maximum, total, self.sum * decay + block_sum)
 
     def result(self) -> tuple[jax.Array, jax.Array]:
         """The result [b, G, R, t, K], and the logarithm of its denominator [b, G, R, t, 1]."""
         return self.sum / self.total, self.maximum + jnp.log(self.total)
 
 
-class Visit(NamedTuple):
-    """The scores of `size` queries from `rows` on and `size` keys from `columns` on; `ahead` as in `allowed`."""
+class Tile(NamedTuple):
+    """A square of the matrix of scores: `size` queries by `size` keys; `ahead` is as in `make_mask`."""
 
-    rows: Any
-    columns: Any
+    query: Any  # the index of its first query on this device
+    key: Any  # the index of its first key in the block that is here
     size: int
     ahead: Any = None
 
 
+class TileInputs(NamedTuple):
+    """The rows and columns of arrays that a tile is computed from."""
+
+    k: jax.Array  # [b, G, size, K]
+    v: jax.Array  # [b, G, size, K]
+    mask: jax.Array | None
+    of_queries: Any  # the rows of the queries, and of further arrays with a row for each query
+
+
 _Keys = tuple[jax.Array, jax.Array, jax.Array | None]  # a block of keys, values and labels
+_Visit = Callable[[Any, _Keys, Tile], Any]  # visit(carry, keys, tile) -> carry
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -80,129 +104,203 @@ def attend(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, form: Form
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    def visit(seen: Softmax, keys: _Keys, at: Visit) -> Softmax:
-        k, v, mask, (rows, part) = _tile(keys, at, labels, (q, seen), form.window)
-        return _unless_masked(
-            labels, mask, lambda: _put(seen, part.updated(rows, k, v, mask, form.scale), at.rows), seen
-        )
+    def visit(softmax: Softmax, keys: _Keys, tile: Tile) -> Softmax:
+        inputs = _take_tile(keys, tile, labels, (q, softmax), form.window)
+        queries, rows = inputs.of_queries
 
-    y, log_total = _round(visit, Softmax.empty(q), (k, v, labels), form).result()
-    y, log_total = save_as_dot(y.astype(q.dtype)), save_as_dot(log_total)
+        def update() -> Softmax:
+            updated_rows = rows.update(queries, inputs.k, inputs.v, inputs.mask, form.scale)
+            return _put(softmax, updated_rows, tile.query)
+
+        return _skip_if_masked(labels, inputs.mask, update, softmax)
+
+    softmax = _visit_all_keys(visit, Softmax.empty(q), (k, v, labels), form)
+    y, log_total = softmax.result()
+    y = save_as_dot(y.astype(q.dtype))
+    log_total = save_as_dot(log_total)
     return y, (q, k, v, labels, y, log_total)
 
 
 def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, labels, y, log_total = residuals
-    y_dy = inner(y, dy)
+    y_dy = inner_product(y, dy)
 
-    def visit(grads: Any, keys: _Keys, at: Visit) -> Any:
-        k, v, mask, (rows, log, *cotangents) = _tile(keys, at, labels, (q, log_total, dy, y_dy), form.window)
+    def visit(grads: Any, keys: _Keys, tile: Tile) -> Any:
+        inputs = _take_tile(keys, tile, labels, (q, log_total, dy, y_dy), form.window)
+        queries, log_total_rows, dy_rows, y_dy_rows = inputs.of_queries
 
-        def added() -> Any:
-            weights = jnp.exp(scores_of(rows, k, mask, form.scale) - log)
-            dq, dk, dv = gradients(rows, k, v, weights, *cotangents, scale=form.scale, partial_sums=True)
-            return _add(grads[0], dq, at.rows), _add(grads[1], (dk, dv), at.columns)
+        def add_gradients() -> Any:
+            scores = compute_scores(queries, inputs.k, inputs.mask, form.scale)
+            weights = jnp.exp(scores - log_total_rows)
+            dq, dk, dv = attention_gradients(
+                queries, inputs.k, inputs.v, weights, dy_rows, y_dy_rows, scale=form.scale, partial_sums=True
+            )
+            of_queries, of_keys = grads
+            of_queries = _add(of_queries, dq, tile.query)
+            of_keys = _add(of_keys, (dk, dv), tile.key)
+            return of_queries, of_keys
 
-        return _unless_masked(labels, mask, added, grads)
+        return _skip_if_masked(labels, inputs.mask, add_gradients, grads)
 
-    def pass_on(grads: Any) -> Any:  # gradients of keys and values move along with them
-        return grads[0], shift(grads[1], form.names) if form.names else grads[1]
+    # The gradient of a block of keys is a sum over the queries of all devices. It therefore goes round with the block,
+    # and each device adds its own queries' part to what has arrived. Kept on the device of the queries instead, the
+    # parts of one block would be on n devices, and a reduce_scatter of n blocks of float32 would have to follow.
+    def pass_on(grads: Any) -> Any:
+        of_queries, of_keys = grads
+        if form.names:
+            of_keys = shift(of_keys, form.names)
+        return of_queries, of_keys
 
-    grads = _round(visit, (wide_zeros(q), (wide_zeros(k), wide_zeros(v))), (k, v, labels), form, pass_on)
-    dq, (dk, dv) = pass_on(grads)  # to the device that holds these keys
+    zeros = (wide_zeros(q), (wide_zeros(k), wide_zeros(v)))
+    grads = _visit_all_keys(visit, zeros, (k, v, labels), form, pass_on)
+    # After the last visit the gradients are one hop from home: device i has those of the keys of device i + 1. Without
+    # this hop each device would return its neighbour's gradients, of the right shape.
+    dq, (dk, dv) = pass_on(grads)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 attend.defvjp(_forward, _backward)
 
 
-def _unless_masked(labels: jax.Array | None, mask: Any, visited: Callable[[], Any], before: Any) -> Any:
-    """A tile in which no query sees a key is skipped, where only the data tells."""
-    return lax.cond(jnp.any(mask), visited, lambda: before) if placed(labels) else visited()
+def _skip_if_masked(labels: jax.Array | None, mask: Any, compute: Callable[[], Any], unchanged: Any) -> Any:
+    """Skips a tile in which no query sees a key, where labels have positions and only the data tells."""
+    if not has_positions(labels):
+        return compute()
+    return lax.cond(jnp.any(mask), compute, lambda: unchanged)
 
 
-def _round(
-    visit: Callable[[Any, _Keys, Visit], Any],
+def _keep(carry: Any) -> Any:
+    return carry
+
+
+def _visit_all_keys(
+    visit: _Visit,
     carry: Any,
     keys: _Keys,
     form: Form,
-    pass_on: Callable[[Any], Any] = lambda carry: carry,
+    pass_on: Callable[[Any], Any] = _keep,
 ) -> Any:
-    """Visits this device's own keys, then those of every other device, while the next ones arrive."""
-    names, causal, order, block, *_ = form
-    t = keys[0].shape[-2]
-    half = t // 2
-    visit = partial(_in_tiles, visit, block)
-    if causal and order == "zigzag":
-        own = [Visit(0, 0, half, 0), Visit(half, half, half, 0), Visit(half, 0, half)]
-    else:
-        own = [Visit(0, 0, t, 0 if causal else None)]
-    n = axis_size(names) if names else 1
-    # The first send stands before the loop, and each turn sends the keys of the next: they travel while it computes.
-    # Sent in the turn that visits them, the matmuls would wait. Keys go round; queries and the sums of softmax stay.
-    arriving = keys if n == 1 else shift(keys, names)
-    for at in own:
-        carry = visit(carry, keys, at)
+    """Visits the keys of this device, then those of every other device, while the next ones arrive.
+
+    `pass_on` is applied to the carry before the keys of another device are visited.
+    """
+    visit = partial(_visit_in_tiles, visit, form.block)
+    n = axis_size(form.names) if form.names else 1
+    # The first send stands before the loop, and each turn sends the keys of the next turn before it visits its own:
+    # they travel while it computes. Sent in the turn that visits them, the matmuls would wait for every hop. Keys go
+    # round and queries stay, because the running softmax belongs to a query: if queries travelled, its three float32
+    # arrays would travel with them. Where key/value heads are shared, keys are also the smaller arrays.
+    arriving = keys if n == 1 else shift(keys, form.names)
+    for tile in _own_tiles(keys, form):
+        carry = visit(carry, keys, tile)
     if n == 1:
         return carry
-    me = axis_index(names)
+    device = axis_index(form.names)
 
-    def others(step: Any, keys: _Keys, carry: Any) -> Any:
+    def visit_arrived(step: Any, keys: _Keys, carry: Any) -> Any:
         carry = pass_on(carry)
-        before = step <= me  # the keys are those of device me - step, modulo n
-        if not causal:
-            return visit(carry, keys, Visit(0, 0, t))
-        if order == "contiguous":
-            return lax.cond(before, lambda: visit(carry, keys, Visit(0, 0, t)), lambda: carry)
-        # Late queries see the early keys of every device; also, early queries see the early keys of a device before
-        # this one, and late queries the late keys of a device after it.
-        carry = visit(carry, keys, Visit(half, 0, half))
-        start = jnp.where(before, 0, half)
-        return visit(carry, keys, Visit(start, start, half))
+        return _visit_block_of_another_device(visit, form, keys, carry, step, device)
 
-    def body(step: Any, both: Any) -> Any:
-        keys, carry = both
-        return shift(keys, names), others(step, keys, carry)
+    def turn(step: Any, state: Any) -> Any:
+        keys, carry = state
+        arriving = shift(keys, form.names)
+        return arriving, visit_arrived(step, keys, carry)
 
-    keys, carry = lax.fori_loop(1, n - 1, body, (arriving, carry))
-    return others(n - 1, keys, carry)
+    # n - 1 hops bring the keys of all other devices; the last turn stands outside the loop, for it sends no keys on.
+    keys, carry = lax.fori_loop(1, n - 1, turn, (arriving, carry))
+    return visit_arrived(n - 1, keys, carry)
 
 
-def _in_tiles(visit: Callable[[Any, _Keys, Visit], Any], block: int | None, carry: Any, keys: _Keys, at: Visit) -> Any:
-    """One visit, or one per tile; tiles above the diagonal are skipped."""
-    if block is None or block >= at.size:
-        return visit(carry, keys, at)
-    causal, count = at.ahead is not None, at.size // block
-    tiles = count * (count + 1) // 2 if causal else count * count
+def _own_tiles(keys: _Keys, form: Form) -> list[Tile]:
+    """The tiles of this device's queries and its own keys."""
+    t = keys[0].shape[-2]
+    if not form.causal:
+        return [Tile(0, 0, t)]
+    if form.order == "contiguous":
+        return [Tile(0, 0, t, ahead=0)]
+    half = t // 2
+    early = Tile(0, 0, half, ahead=0)
+    late = Tile(half, half, half, ahead=0)
+    late_to_early = Tile(half, 0, half)  # no mask: every late query is behind every early key
+    return [early, late, late_to_early]
 
-    def tile(_: Any, state: Any) -> Any:
+
+def _visit_block_of_another_device(
+    visit: _Visit, form: Form, keys: _Keys, carry: Any, step: Any, device: jax.Array
+) -> Any:
+    """Visits the keys that arrived after `step` hops: those of device number `device - step`, modulo n."""
+    # One hop of zigzag order, with 4 devices and 16 tokens. Device i holds chunks i and 7 - i of two tokens each:
+    #
+    #     device 0: 0 1 | 14 15     device 1: 2 3 | 12 13     device 2: 4 5 | 10 11     device 3: 6 7 | 8 9
+    #
+    # On device 1, step 1 brings the keys of device 0, which is before it. Of the four pairs of halves two are needed,
+    # both without a mask, and two are masked as a whole:
+    #
+    #     late queries 12 13 with early keys 0 1: all seen          early queries 2 3 with early keys 0 1: all seen
+    #     late queries 12 13 with late keys 14 15: none             early queries 2 3 with late keys 14 15: none
+    #
+    # Step 2 brings the keys of device 3, which is after it, 6 7 | 8 9. Late queries 12 13 see the early keys 6 7, and
+    # also the late keys 8 9; early queries 2 3 see nothing. On every device and in every step it is two pairs of
+    # halves, of which only one starts at an index that depends on the device: equal work, without a branch.
+    t = keys[0].shape[-2]
+    half = t // 2
+    is_before = step <= device
+    if not form.causal:
+        return visit(carry, keys, Tile(0, 0, t))
+    if form.order == "contiguous":
+        return lax.cond(is_before, lambda: visit(carry, keys, Tile(0, 0, t)), lambda: carry)
+    carry = visit(carry, keys, Tile(half, 0, half))
+    start = jnp.where(is_before, 0, half)
+    return visit(carry, keys, Tile(start, start, half))
+
+
+def _visit_in_tiles(visit: _Visit, block: int | None, carry: Any, keys: _Keys, tile: Tile) -> Any:
+    """Visits a tile whole, or in blocks one after another; blocks above the diagonal are skipped.
+
+    For example, the blocks of a causal tile of three by three, as (row, column):
+    (0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2).
+    """
+    if block is None or block >= tile.size:
+        return visit(carry, keys, tile)
+    causal = tile.ahead is not None
+    rows = tile.size // block
+    blocks = rows * (rows + 1) // 2 if causal else rows * rows
+
+    def visit_block(_: Any, state: Any) -> Any:
         row, column, carry = state
-        ahead = at.ahead + (row - column) * block if causal else None
-        carry = visit(carry, keys, Visit(at.rows + row * block, at.columns + column * block, block, ahead))
-        ends = column == (row if causal else count - 1)
-        return jnp.where(ends, row + 1, row), jnp.where(ends, 0, column + 1), carry
+        ahead = tile.ahead + (row - column) * block if causal else None
+        carry = visit(carry, keys, Tile(tile.query + row * block, tile.key + column * block, block, ahead))
+        last_column = row if causal else rows - 1
+        row_ends = column == last_column
+        next_row = jnp.where(row_ends, row + 1, row)
+        next_column = jnp.where(row_ends, 0, column + 1)
+        return next_row, next_column, carry
 
     zero = jnp.int32(0)
-    return lax.fori_loop(0, tiles, tile, (zero, zero, carry))[2]
+    _, _, carry = lax.fori_loop(0, blocks, visit_block, (zero, zero, carry))
+    return carry
 
 
-def _tile(
-    keys: _Keys, at: Visit, labels: jax.Array | None, of_queries: Any, window: int | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None, Any]:
-    """The keys and values of a visit, its mask, and the rows of queries and of what belongs to them."""
-    k, v, k_labels = _cut(keys, at.columns, at.size)
-    rows, q_labels = _cut((of_queries, labels), at.rows, at.size)
-    return k, v, allowed(rows[0], k, at.ahead, q_labels, k_labels, window), rows
+def _take_tile(keys: _Keys, tile: Tile, labels: jax.Array | None, of_queries: Any, window: int | None) -> TileInputs:
+    """The keys and values of a tile, its mask, and its rows of `of_queries`, a tuple that begins with the queries."""
+    k, v, k_labels = _cut(keys, tile.key, tile.size)
+    of_queries, q_labels = _cut((of_queries, labels), tile.query, tile.size)
+    mask = make_mask(of_queries[0], k, tile.ahead, q_labels, k_labels, window)
+    return TileInputs(k, v, mask, of_queries)
 
 
 def _cut(tree: Any, start: Any, size: int) -> Any:
+    """`size` tokens of every array, from `start` on."""
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, -2), tree)
 
 
-def _put(tree: Any, part: Any, start: Any) -> Any:
-    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, -2), tree, part)
+def _put(tree: Any, rows: Any, start: Any) -> Any:
+    """The arrays with `rows` in place of the tokens from `start` on."""
+    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, -2), tree, rows)
 
 
-def _add(tree: Any, part: Any, start: Any) -> Any:
-    size = jax.tree.leaves(part)[0].shape[-2]
-    return _put(tree, jax.tree.map(jnp.add, _cut(tree, start, size), part), start)
+def _add(tree: Any, terms: Any, start: Any) -> Any:
+    """The arrays with `terms` added to the tokens from `start` on."""
+    size = jax.tree.leaves(terms)[0].shape[-2]
+    sums = jax.tree.map(jnp.add, _cut(tree, start, size), terms)
+    return _put(tree, sums, start)

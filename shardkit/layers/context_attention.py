@@ -23,12 +23,19 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import Axis, finite, named
 from shardkit._arguments.typed import typed
-from shardkit._jax import compat
 from shardkit._jax.compat import bound
-from shardkit.collectives import all_gather, all_to_all, axis_size, vary
-from shardkit.layers.attention import check, join_heads, labelled, placed, scale_of, split_heads
+from shardkit.collectives import all_gather, all_to_all, axis_size
+from shardkit.layers.attention import (
+    check_shapes,
+    choose_scale,
+    has_positions,
+    join_heads,
+    make_labels,
+    split_heads,
+)
 from shardkit.layers.blockwise import Form, attend
-from shardkit.layers.zigzag import Order, half_of, ring_first
+from shardkit.layers.matmul import vary_alike
+from shardkit.layers.zigzag import Order, halve, order_axes
 from shardkit.on_device.batch import in_plan_order
 
 
@@ -93,10 +100,10 @@ def ring_attention(
     """
     finite("ring_attention", scale=scale)
     names = in_plan_order("ring_attention", bound("ring_attention", axis))
-    check("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt)
-    labels = labelled("ring_attention", q_btHK, segments_bt, positions_bt, window, causal)
-    form = Form(names, causal, order, block, scale_of(q_btHK, scale), window)
-    return _attention("ring_attention", q_btHK, k_btGK, v_btGK, labels, form)
+    check_shapes("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt)
+    labels = make_labels("ring_attention", q_btHK, segments_bt, positions_bt, window, causal)
+    form = Form(names, causal, order, block, choose_scale(q_btHK, scale), window)
+    return _attend_in_ring("ring_attention", q_btHK, k_btGK, v_btGK, labels, form)
 
 
 @typed
@@ -152,11 +159,13 @@ def ulysses_attention(
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao (arXiv:2405.07719) for both combined.
     """
-    finite("ulysses_attention", scale=scale)
     where = "ulysses_attention"
+    finite(where, scale=scale)
     names = in_plan_order(where, bound(where, axis))
-    check(where, q_btHK, k_btGK, v_btGK, segments_bt)
-    n, heads, groups = axis_size(names), q_btHK.shape[2], k_btGK.shape[2]
+    check_shapes(where, q_btHK, k_btGK, v_btGK, segments_bt)
+    n = axis_size(names)
+    heads = q_btHK.shape[2]
+    groups = k_btGK.shape[2]
     if heads % n:
         raise ValueError(
             f"{where}: heads must be divisible by {named(names)}; got {heads} heads over {n} devices. "
@@ -167,41 +176,55 @@ def ulysses_attention(
             f"{where}: order 'zigzag' must go with a ring; got ring=None. Leave it out: every device attends "
             "over all tokens, and the work is balanced."
         )
-    rings = () if ring is None else ring_first(where, ring, axis)[: -len(names)]
-    labels = labelled(where, q_btHK, segments_bt, positions_bt, window, causal)
-    form = Form(rings, causal, order, block, scale_of(q_btHK, scale), window)
+    ring_names: tuple[str, ...] = ()
+    if ring is not None:
+        ring_names = order_axes(where, ring, axis)[: -len(names)]
+    labels = make_labels(where, q_btHK, segments_bt, positions_bt, window, causal)
+    form = Form(ring_names, causal, order, block, choose_scale(q_btHK, scale), window)
     if n == 1:
-        return _attention(where, q_btHK, k_btGK, v_btGK, labels, form)
+        return _attend_in_ring(where, q_btHK, k_btGK, v_btGK, labels, form)
     repeats = math.lcm(groups, n) // groups
-    k_btGK, v_btGK = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_btGK, v_btGK))
+    if repeats > 1:
+        k_btGK = jnp.repeat(k_btGK, repeats, axis=2)
+        v_btGK = jnp.repeat(v_btGK, repeats, axis=2)
     # Tokens of all heads become all tokens of some heads, attention runs on whole sequences, and its result goes back.
-    # The three stand in one exchange, because each costs a latency; it is its own transpose, so that the backward pass
-    # sends as much.
+    # Of 8 tokens and 4 heads on 2 devices, a device has q[b, 4, 4, K]; it keeps two heads of its tokens, sends the
+    # other two, and then has q[b, 8, 2, K]. Heads are exchanged here, after the projections and rotary positions, which
+    # act on single tokens: before the projections there are no heads to exchange yet, and of the model's width D every
+    # device needs all for each head. Queries, keys and values stand in one exchange, because each costs a latency; it
+    # is its own transpose, so that the backward pass sends as much.
     q_bThK, k_bTgK, v_bTgK = all_to_all((q_btHK, k_btGK, v_btGK), names, split_dim=2, concat_dim=1)
-    labels = None if labels is None else all_gather(labels, names, dim=1)
-    y_bThK = _attention(where, q_bThK, k_bTgK, v_bTgK, labels, form)
+    # Labels belong to tokens and have no heads to split: every device needs those of all the tokens that it now has.
+    if labels is not None:
+        labels = all_gather(labels, names, dim=1)
+    y_bThK = _attend_in_ring(where, q_bThK, k_bTgK, v_bTgK, labels, form)
+    # The way back stands before the output projection, which sums over all heads of a token: after it, the devices
+    # would have partial sums of every token, and an all_reduce of [b, T, D] would replace this exchange of a part.
     return all_to_all(y_bThK, names, split_dim=1, concat_dim=2)
 
 
-def _attention(
+def _attend_in_ring(
     where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, labels: jax.Array | None, form: Form
 ) -> jax.Array:
-    if placed(labels):  # which tiles are seen is for the data to tell: no order of the tokens is assumed
+    """Attention of this device's queries over the keys of the ring `form.names`, or over its own without one."""
+    if has_positions(labels):  # the data decides which tiles are seen: no order of the tokens is assumed
         if form.order != "contiguous":
             raise ValueError(
                 f"{where}: positions say where each token stands, so the order must be left out; got {form.order!r} "
                 "too. Pass one of them."
             )
         form = form._replace(causal=False)
-    tokens = q_btHK.shape[1]
-    chunk = half_of(where, tokens) if form.order == "zigzag" else tokens
+    _check_block(where, form, q_btHK.shape[1])
+    if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
+        form = form._replace(names=())
+    arrays = vary_alike(q_btHK, k_btGK, v_btGK, labels, over=form.names)
+    return join_heads(attend(*split_heads(*arrays), form))
+
+
+def _check_block(where: str, form: Form, tokens: int) -> None:
+    chunk = halve(where, tokens) if form.order == "zigzag" else tokens
     if form.block is not None and (form.block < 1 or chunk % form.block):
         raise ValueError(
             f"{where}: block must divide the tokens of a chunk; got block {form.block} for chunks of {chunk} tokens. "
             "Choose a divisor, or leave it out."
         )
-    if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
-        form = form._replace(names=())
-    arrays = (q_btHK, k_btGK, v_btGK, labels)
-    axes = {*form.names, *(axis for x in jax.tree.leaves(arrays) for axis in compat.varying_axes(x))}
-    return join_heads(attend(*split_heads(*vary(arrays, tuple(axes))), form))

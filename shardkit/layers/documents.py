@@ -42,33 +42,53 @@ def deal(segments_BT: np.ndarray, devices: int, *, block: int = 128, window: int
 
     Source: Graham, bounds on multiprocessing timing anomalies (1969), for the rule.
     """
-    whole("deal", devices=devices, block=block, **({} if window is None else {"window": window}))
-    shape, integers = np.shape(segments_BT), np.asarray(segments_BT).dtype.kind in "iu"
-    if not integers or len(shape) != 2 or not shape[0] or shape[1] % (devices * block):
+    whole("deal", devices=devices, block=block)
+    if window is not None:
+        whole("deal", window=window)
+    shape = np.shape(segments_BT)
+    are_integers = np.asarray(segments_BT).dtype.kind in "iu"
+    if not are_integers or len(shape) != 2 or not shape[0] or shape[1] % (devices * block):
+        kind = "" if are_integers else " of other values"
         raise ValueError(
             f"deal: segments must be integers [B, T] with T divisible by devices times block, {devices} x {block}; got "
-            f"shape {shape}{'' if integers else ' of other values'}. Pad the sequences, or choose another block."
+            f"shape {shape}{kind}. Pad the sequences, or choose another block."
         )
-    return np.stack([_dealt(segments, devices, block, window) for segments in np.asarray(segments_BT)])
+    return np.stack([_deal_sequence(segments_T, devices, block, window) for segments_T in np.asarray(segments_BT)])
 
 
-def pairs(segments: np.ndarray, window: int | None = None) -> np.ndarray:
-    """How many tokens each token of a sequence attends to, itself included."""
-    places = np.arange(len(segments))
-    begins = np.maximum.accumulate(np.where(np.diff(segments, prepend=segments[:1] - 1) != 0, places, 0))
-    seen = places - begins + 1
-    return seen if window is None else np.minimum(seen, window)
+def count_pairs(segments_T: np.ndarray, window: int | None = None) -> np.ndarray:
+    """How many tokens each token of a sequence attends to, itself included, [T].
+
+    For example, segments 0 0 0 1 1 begin at tokens 0 and 3, and the counts are 1 2 3 1 2.
+    """
+    position_T = np.arange(len(segments_T))
+    is_first_T = np.diff(segments_T, prepend=segments_T[:1] - 1) != 0
+    start_T = np.maximum.accumulate(np.where(is_first_T, position_T, 0))
+    count_T = position_T - start_T + 1
+    if window is None:
+        return count_T
+    return np.minimum(count_T, window)
 
 
-def _dealt(segments: np.ndarray, devices: int, block: int, window: int | None) -> np.ndarray:
-    work = pairs(segments, window).reshape(-1, block).sum(1)
-    room = len(work) // devices
-    heap = [(0, device) for device in range(devices)]
-    held: list[list[int]] = [[] for _ in range(devices)]
-    for number in np.argsort(-work, kind="stable"):
-        load, device = heapq.heappop(heap)
-        held[device].append(int(number))
-        if len(held[device]) < room:
-            heapq.heappush(heap, (load + int(work[number]), device))
-    blocks = np.concatenate([sorted(each) for each in held])
-    return (blocks[:, None] * block + np.arange(block)).reshape(-1).astype(np.int32)
+def _deal_sequence(segments_T: np.ndarray, devices: int, block: int, window: int | None) -> np.ndarray:
+    """The tokens of one sequence, device by device: the next heaviest block goes to the least loaded device."""
+    # The example of `deal`: documents of 10, 2 and 4 tokens in blocks of two, for two devices with room for four. The
+    # blocks 0 to 7 have 3 7 11 15 19 3 3 7 pairs. The heaviest come first:
+    #
+    #     block     4   3   2   1   7   0   5   6
+    #     pairs    19  15  11   7   7   3   3   3
+    #     device    0   1   1   0   0   1   1   0     device 1 is full after block 5
+    #
+    # Device 0 has 19 + 7 + 7 + 3 = 36 pairs in the end, and device 1 has 15 + 11 + 3 + 3 = 32.
+    pairs = count_pairs(segments_T, window).reshape(-1, block).sum(1)
+    room = len(pairs) // devices
+    load_and_device = [(0, device) for device in range(devices)]
+    blocks_of_device: list[list[int]] = [[] for _ in range(devices)]
+    for number in np.argsort(-pairs, kind="stable"):
+        load, device = heapq.heappop(load_and_device)
+        blocks_of_device[device].append(int(number))
+        if len(blocks_of_device[device]) < room:
+            heapq.heappush(load_and_device, (load + int(pairs[number]), device))
+    order = np.concatenate([sorted(blocks) for blocks in blocks_of_device])
+    tokens = order[:, None] * block + np.arange(block)
+    return tokens.reshape(-1).astype(np.int32)

@@ -55,15 +55,19 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
         4.2.2.
     """
-    for each in jax.tree.leaves(w):
-        shapes("column_linear", x=(x, "..D"), w=(each, "D.."))
+    for weight in jax.tree.leaves(w):
+        shapes("column_linear", x=(x, "..D"), w=(weight, "D.."))
     names = live_axes("column_linear", axis, x, w)
+    # With sequence parallelism a device has a part of the tokens and a part of the columns. The tokens are gathered
+    # here, where they meet the weights, and once for all of them. Gathered before the norm instead, norm, dropout and
+    # residual would be computed by every device for all tokens, and held in memory by every device.
     if sequence and names:
         return all_gather_matmul(x, w, names, impl=impl)
     # Where x is whole, nothing is sent in the forward pass. In the backward pass the transpose of this cast sums the
-    # devices' gradients of x, once for all weights: cast for each, q, k and v cost three.
+    # devices' gradients of x, once for all weights: with a cast for each weight, q, k and v would cost three sums.
+    # Without the cast the gradient of x would be that of this device's columns alone.
     x = vary(x, names)
-    return jax.tree.map(lambda each: matmul(x, each), w)
+    return jax.tree.map(lambda weight: matmul(x, weight), w)
 
 
 @typed
@@ -114,10 +118,14 @@ def row_linear(
     if sequence and names:
         return matmul_reduce_scatter(h, w, names, impl=impl)
     # Each device has the products of its own rows, partial sums of y. They are summed here, before a bias, a residual
-    # or a nonlinearity: added on each device first, a bias would be summed too. The sum's result is the same on all
-    # devices, and so is its gradient: nothing is sent in the backward pass.
+    # or a nonlinearity: added on each device first, a bias would be summed too, and the nonlinearity of a sum is not
+    # the sum of nonlinearities. With `sequence` the sum above leaves each device its part of the tokens, which is all
+    # that norm and residual need. Here the sum's result is the same on all devices, and so is its gradient: nothing is
+    # sent in the backward pass.
     y = matmul(h, w, w.ndim - 1)
-    return all_reduce(y, names) if names else y
+    if not names:
+        return y
+    return all_reduce(y, names)
 
 
 @typed
@@ -157,21 +165,26 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
     """
     names = live_axes("local_groups", axis, w_DGK)
     ways = axis_size(names) if names else 1
-    at = dim_of("local_groups", dim, w_DGK.ndim)
+    dim = dim_of("local_groups", dim, w_DGK.ndim)
     at_least("local_groups", 1, heads=heads, kv_heads=kv_heads)
     _check_heads("local_groups", ways, heads)
     divisor("local_groups", "kv_heads", kv_heads, "heads", heads)
-    size, group, here = w_DGK.shape[at], heads // kv_heads, heads // ways
+    size = w_DGK.shape[dim]
     if size * ways == kv_heads:
         return w_DGK
     if size != kv_heads:
         raise ValueError(
-            f"local_groups: dim {at} must hold all key/value heads, or this device's share of them; got size {size} "
+            f"local_groups: dim {dim} must hold all key/value heads, or this device's share of them; got size {size} "
             f"for {kv_heads} key/value heads over {ways} devices. Pass the dim of the heads."
         )
-    block = math.gcd(group, here)  # consecutive query heads that are always in one group
-    first = axis_index(names) * here
-    return jnp.take(w_DGK, (first + np.arange(0, here, block, dtype=np.int32)) // group, axis=at, mode="clip")
+    # With 12 query heads in 4 groups of 3, two devices have 6 query heads each. Blocks of gcd(3, 6) = 3 query heads
+    # never cross the border of a group, and device 1 takes the groups of query heads 6 and 9: key/value heads 2 and 3.
+    group = heads // kv_heads
+    local_heads = heads // ways
+    block = math.gcd(group, local_heads)
+    first = axis_index(names) * local_heads
+    query_heads = first + np.arange(0, local_heads, block, dtype=np.int32)
+    return jnp.take(w_DGK, query_heads // group, axis=dim, mode="clip")
 
 
 @typed
@@ -206,21 +219,26 @@ def device_major_qkv(
         >>> sk.layers.device_major_qkv(qkv, 2, heads=2).tolist()
         [[0, 10, 20, 1, 11, 21]]
     """
-    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads is None:
+        kv_heads = heads
     at_least("device_major_qkv", 1, ways=ways, heads=heads, kv_heads=kv_heads)
-    at = dim_of("device_major_qkv", dim, w.ndim)
+    dim = dim_of("device_major_qkv", dim, w.ndim)
     _check_heads("device_major_qkv", ways, heads)
     _check_heads("device_major_qkv", ways, kv_heads, "kv_heads")
-    every, size = heads + 2 * kv_heads, w.shape[at]
-    if size % every:
+    all_heads = heads + 2 * kv_heads
+    size = w.shape[dim]
+    if size % all_heads:
         raise ValueError(
-            f"device_major_qkv: dim {at} must hold heads + 2 kv_heads heads of equal size; got size {size} for {every} "
-            "heads. Pass the fused dim and its heads."
+            f"device_major_qkv: dim {dim} must hold heads + 2 kv_heads heads of equal size; got size {size} for "
+            f"{all_heads} heads. Pass the fused dim and its heads."
         )
-    columns = np.arange(size).reshape(every, -1)
-    kinds = np.split(columns, [heads, heads + kv_heads])
-    order = np.concatenate([kind.reshape(ways, -1) for kind in kinds], axis=1).ravel()
-    return jnp.take(w, np.argsort(order) if inverse else order, axis=at)
+    columns = np.arange(size).reshape(all_heads, -1)
+    query, key, value = np.split(columns, [heads, heads + kv_heads])
+    by_device = [part.reshape(ways, -1) for part in (query, key, value)]
+    order = np.concatenate(by_device, axis=1).ravel()
+    if inverse:
+        order = np.argsort(order)
+    return jnp.take(w, order, axis=dim)
 
 
 def _check_heads(where: str, ways: int, heads: int, name: str = "heads") -> None:

@@ -22,14 +22,16 @@ def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
     """
     if axis is None:
         return ()
-    sizes, varying = compat.bound_axes(), _everywhere(arrays)
+    sizes = compat.bound_axes()
+    varying = _varying_axes(arrays)
     return tuple(name for name in bound(where, axis) if sizes[name] > 1 or name in varying)
 
 
 def check_split(where: str, what: str, names: tuple[str, ...], w: jax.Array) -> None:
     """Refuses weights that are invariant over the summed axes: every device would add the whole product."""
-    sizes, known = compat.bound_axes(), compat.tracked_axes()
-    whole = [name for name in names if sizes[name] > 1 and name in known - compat.varying_axes(w)]
+    sizes = compat.bound_axes()
+    invariant = compat.tracked_axes() - compat.varying_axes(w)
+    whole = [name for name in names if sizes[name] > 1 and name in invariant]
     if whole:
         raise ValueError(
             f"{where}: {what} must be sharded over {named(names)}, over which the product is summed; got one that is "
@@ -42,20 +44,23 @@ def matmul(x: jax.Array, w: jax.Array, dims: int = 1) -> jax.Array:
 
     The operands of the backward matmuls have that dtype too; autodiff would widen one of them.
     """
-    x, w = alike(x, w)
+    x, w = vary_alike(x, w)
     return _matmul(x, w, dims)
 
 
-def alike(*arrays: Any, over: tuple[str, ...] = ()) -> tuple[Any, ...]:
-    """The arrays, all varying over `over` and wherever one of them varies, as a custom_vjp needs.
+def vary_alike(*arrays: Any, over: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """Casts all arrays to vary over `over` and over every axis over which one of them varies.
 
-    The sums of a cast's transpose are then outside it.
+    A custom_vjp needs it: its backward rule returns gradients that vary as dy does, and would have to sum them for an
+    argument that varies over fewer axes. With the cast outside, its transpose is that sum, once and in sight.
     """
-    return vary(arrays, tuple({*over, *_everywhere(arrays)}))
+    axes = {*over, *_varying_axes(arrays)}
+    return vary(arrays, tuple(axes))
 
 
 def _product(x: jax.Array, w: jax.Array, dims: int) -> jax.Array:
-    return jnp.tensordot(x, w, axes=dims, preferred_element_type=dot_dtype(x, w)).astype(x.dtype)
+    y = jnp.tensordot(x, w, axes=dims, preferred_element_type=dot_dtype(x, w))
+    return y.astype(x.dtype)
 
 
 def _forward(x: jax.Array, w: jax.Array, dims: int) -> Any:
@@ -72,13 +77,23 @@ _matmul.defvjp(_forward, _backward)
 
 
 def matmul_gradients(x: jax.Array, w: jax.Array, dy: jax.Array, dims: int = 1) -> tuple[jax.Array, jax.Array]:
-    """The gradients of `matmul` with respect to x and w."""
+    """The gradients of `matmul` with respect to x and w.
+
+    For x [b, T, h, K], w [h, K, D] and dy [b, T, D], with dims=2: dx contracts D of dy and w, and dw contracts b and T
+    of x and dy.
+    """
     rows = x.ndim - dims
-    columns = (tuple(range(rows, dy.ndim)), tuple(range(dims, w.ndim)))
-    dx = jnp.tensordot(dy, w, axes=columns, preferred_element_type=dot_dtype(dy, w))
-    dw = jnp.tensordot(x, dy, axes=(tuple(range(rows)),) * 2, preferred_element_type=dot_dtype(x, dy))
+    row_dims = tuple(range(rows))
+    columns_of_dy = tuple(range(rows, dy.ndim))
+    columns_of_w = tuple(range(dims, w.ndim))
+    dx = jnp.tensordot(dy, w, axes=(columns_of_dy, columns_of_w), preferred_element_type=dot_dtype(dy, w))
+    dw = jnp.tensordot(x, dy, axes=(row_dims, row_dims), preferred_element_type=dot_dtype(x, dy))
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-def _everywhere(arrays: Any) -> frozenset[str]:
-    return frozenset[str]().union(*map(compat.varying_axes, jax.tree.leaves(arrays)))
+def _varying_axes(arrays: Any) -> frozenset[str]:
+    """The axes over which at least one of the arrays varies."""
+    axes: set[str] = set()
+    for array in jax.tree.leaves(arrays):
+        axes |= compat.varying_axes(array)
+    return frozenset(axes)

@@ -14,9 +14,17 @@ from shardkit._jax.compat import bound
 from shardkit._jax.jaxprs import PER_MICROBATCH
 from shardkit.collectives import all_to_all, axis_size
 from shardkit.collectives._sums import dot_dtype
-from shardkit.layers.experts import ExpertFn, around_the_ring, by_choice, gathered, grouped_dot, spread, weighed
-from shardkit.layers.routing import Capacity, Dropless, Exchange, RoutingStats, route, routing_stats
-from shardkit.on_device.gradient import kind
+from shardkit.layers.experts import (
+    ExpertFn,
+    combine,
+    exchange_by_gather,
+    exchange_by_ring,
+    exchange_choices,
+    grouped_dot,
+    spread,
+)
+from shardkit.layers.routing import Capacity, Dropless, Exchange, Routing, RoutingStats, route, routing_stats
+from shardkit.on_device.means import kind
 
 
 @typed
@@ -101,47 +109,89 @@ def moe(
         raise TypeError(
             f"moe: x must be floating-point, as the experts' outputs are; got {x.dtype}. Pass x.astype(...)."
         )
-    expert_fn = partial(_in_rows, expert_fn)
     E = router_DE.shape[1]
     _check_experts(experts, E, names, n)
     x_ND = jnp.asarray(x).reshape(-1, x.shape[-1])
-    N = x_ND.shape[0]
     weights_N = None if weights is None else weights.reshape(-1)
     logits_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest")
     choose = partial(route, logits_NE, top_k=top_k, normalize_gates=normalize_gates, weights_N=weights_N, bias_E=bias_E)
+    run_experts = partial(_run_experts, expert_fn, experts)
     if isinstance(routing, Dropless):
-        chosen = choose()
-        exchange = _exchange(routing) if n > 1 else by_choice
-        y_ND = exchange(
-            x_ND, chosen, lambda x_SD, counts_e: expert_fn(experts, x_SD, grouped_dot(counts_e)), names, E // n
-        )
-        return y_ND.reshape(x.shape), routing_stats(logits_NE, chosen, weights_N, stage)
-    group = (routing.group or x.shape[-2]) if x.ndim > 1 else 1
-    C = routing.places(group, E, top_k)
-    chosen = choose(capacity=C, group=group)
-    G = N // group
-    group_N = jnp.arange(N, dtype=jnp.int32)[:, None] // group
-    slot_Nk = (chosen.expert * G + group_N) * C + chosen.position
-    slot_Nk = jnp.where(chosen.kept, slot_Nk, E * G * C)
-    rows_SD = spread(x_ND, slot_Nk, E * G * C)
-    y_ND = weighed(_with_capacity(rows_SD, experts, expert_fn, names, E), slot_Nk, chosen.gate)
-    return y_ND.astype(x.dtype).reshape(x.shape), routing_stats(logits_NE, chosen, weights_N, stage)
+        choices = choose()
+        y_ND = _exchange_all(x_ND, choices, routing, run_experts, names, E)
+    else:
+        group = 1
+        if x.ndim > 1:
+            group = routing.group or x.shape[-2]
+        places = routing.places(group, E, top_k)
+        choices = choose(capacity=places, group=group)
+        y_ND = _exchange_places(x_ND, choices, group, places, run_experts, names, E)
+    return y_ND.reshape(x.shape), routing_stats(logits_NE, choices, weights_N, stage)
 
 
-def _exchange(routing: Dropless) -> Exchange:
+def _exchange_all(
+    x_ND: jax.Array, choices: Routing, routing: Dropless, run_experts: Any, names: tuple[str, ...], experts: int
+) -> jax.Array:
+    """The sum of each token's experts, where no choice is dropped."""
+    n = axis_size(names) if names else 1
+    exchange = _choose_exchange(routing) if n > 1 else exchange_choices
+
+    def run(rows_SD: jax.Array, counts_e: jax.Array) -> jax.Array:
+        return run_experts(rows_SD, grouped_dot(counts_e))
+
+    return exchange(x_ND, choices, run, names, experts // n)
+
+
+def _exchange_places(
+    x_ND: jax.Array,
+    choices: Routing,
+    group: int,
+    places: int,
+    run_experts: Any,
+    names: tuple[str, ...],
+    experts: int,
+) -> jax.Array:
+    """The sum of each token's experts, where each group of tokens has `places` in each expert."""
+    # One token through its experts: 2 devices, E = 4 experts of which device 0 has 0 and 1, groups of one sequence of 8
+    # tokens, two sequences on each device (N = 16, G = 2), top_k = 2, C = 4 places. Token 13 of device 0 is in group 1
+    # and chose expert 2, where two choices of its group stand before it, and expert 0, where four do.
+    #
+    #     slot     expert 2: (2 * 2 + 1) * 4 + 2 = 22 of E G C = 32 rows; expert 0 is full for its group, so that the
+    #              second choice gets slot 32, which is none
+    #     spread   row 22 of [32, D] is a copy of the token
+    #     out      as [E, G C, D] it is row [2, 6]. Experts 2 and 3 go to device 1: all_to_all splits dim 0 and appends
+    #              along dim 1, [4, 8, D] -> [2, 16, D]. There the row is [0, 6], before rows 8 to 15 of device 1
+    #     experts  expert 2 sees its 16 rows of both devices in one matmul
+    #     back     the transposed all_to_all: [2, 16, D] -> [4, 8, D], and the output is at row 22 again
+    #     combine  gate of expert 2 times row 22, and nothing for the second choice
+    #
+    # Slots have equal numbers for each expert, also where no token came: that is what makes the shapes static, and one
+    # all_to_all without counts enough.
+    N = x_ND.shape[0]
+    groups = N // group
+    slots = experts * groups * places
+    group_N1 = jnp.arange(N, dtype=jnp.int32)[:, None] // group
+    slot_Nk = (choices.expert * groups + group_N1) * places + choices.position
+    slot_Nk = jnp.where(choices.kept, slot_Nk, slots)
+    rows_SD = spread(x_ND, slot_Nk, slots)
+    outputs_SD = _exchange_rows(rows_SD, run_experts, names, experts)
+    return combine(outputs_SD, slot_Nk, choices.gate).astype(x_ND.dtype)
+
+
+def _choose_exchange(routing: Dropless) -> Exchange:
     """How tokens of several devices meet their experts."""
     if callable(routing.impl):
-        return partial(_of_others, routing.impl)
+        return partial(_exchange_and_check, routing.impl)
     if routing.impl == "gather":
-        return gathered
+        return exchange_by_gather
     if routing.impl == "ring":
-        return around_the_ring
-    return partial(by_choice, dense=routing.blocks)
+        return exchange_by_ring
+    return partial(exchange_choices, dense=routing.blocks)
 
 
-def _of_others(exchange: Exchange, x_ND: jax.Array, *rest: Any) -> jax.Array:
-    """An exchange whose result is checked."""
-    y_ND = exchange(x_ND, *rest)
+def _exchange_and_check(exchange: Exchange, x_ND: jax.Array, *arguments: Any) -> jax.Array:
+    """Calls a user's exchange, and refuses results of another shape or dtype than the tokens."""
+    y_ND = exchange(x_ND, *arguments)
     if kind(y_ND) != kind(x_ND):
         raise TypeError(
             f"moe: an exchange must return the sum of each token's experts, {kind(x_ND)}; got {kind(y_ND)}. Return it "
@@ -165,8 +215,8 @@ def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> 
             )
 
 
-def _in_rows(expert_fn: ExpertFn, experts: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
-    """What the experts return; refuses all but a row for each of theirs."""
+def _run_experts(expert_fn: ExpertFn, experts: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
+    """Calls the user's `expert_fn`, and refuses results that do not have a row for each row of x."""
     y_SD = expert_fn(experts, x_SD, dot)
     if jnp.ndim(y_SD) != 2 or not hasattr(y_SD, "dtype") or y_SD.shape[0] != x_SD.shape[0]:
         raise TypeError(
@@ -176,11 +226,14 @@ def _in_rows(expert_fn: ExpertFn, experts: Any, x_SD: jax.Array, dot: Any) -> ja
     return y_SD
 
 
-def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names: tuple[str, ...], E: int) -> jax.Array:
-    """The experts' outputs for buffers of equal size, [E C, D]."""
-    rows_ECD = rows_SD.reshape(E, -1, rows_SD.shape[1])
-    moved = names and axis_size(names) > 1
-    if moved:  # by expert, each to the device that has it; and back below, into the places from which the rows came
+def _exchange_rows(rows_SD: jax.Array, run_experts: Any, names: tuple[str, ...], experts: int) -> jax.Array:
+    """Sends rows to their experts and the outputs back, [E C, D], where each expert has an equal number C of rows."""
+    rows_ECD = rows_SD.reshape(experts, -1, rows_SD.shape[1])
+    is_split = names and axis_size(names) > 1
+    # Rows are sent by expert, to the device that has it. The exchange stands after the routing, which needs only this
+    # device's tokens, and before the experts, which are larger than the rows: gathering experts to the tokens instead
+    # would send every expert to every device.
+    if is_split:
         rows_ECD = all_to_all(rows_ECD, names, split_dim=0, concat_dim=1)
 
     def dot(x_SD: jax.Array, w_eDF: jax.Array) -> jax.Array:
@@ -188,8 +241,10 @@ def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names:
         y_eCF = jnp.einsum("eCD,eDF->eCF", x_eCD, w_eDF, preferred_element_type=dot_dtype(x_eCD, w_eDF))
         return y_eCF.reshape(x_SD.shape[0], -1).astype(x_SD.dtype)
 
-    outputs_SD = expert_fn(experts, rows_ECD.reshape(-1, rows_SD.shape[1]), dot)
+    outputs_SD = run_experts(rows_ECD.reshape(-1, rows_SD.shape[1]), dot)
     outputs_ECD = outputs_SD.reshape(*rows_ECD.shape[:2], -1)
-    if moved:
+    # Back into the places from which the rows came, before the gates and the sum over a token's experts: only the
+    # token's own device has the outputs of all of them.
+    if is_split:
         outputs_ECD = all_to_all(outputs_ECD, names, split_dim=1, concat_dim=0)
     return outputs_ECD.reshape(rows_SD.shape[0], -1)

@@ -52,8 +52,9 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
     at_least_zero("sharded_rms_norm", epsilon=epsilon)
     shapes("sharded_rms_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"))
     names = live_axes("sharded_rms_norm", axis, x_Td, gain_d)
-    x = _floats("sharded_rms_norm", "x_Td", x_Td)
-    scale = lax.rsqrt(_mean(x * x, names, -1) + float(epsilon))
+    x = _widen("sharded_rms_norm", "x_Td", x_Td)
+    mean_square = _mean(x * x, names, -1)
+    scale = lax.rsqrt(mean_square + float(epsilon))
     return (x * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td)
 
 
@@ -92,10 +93,12 @@ def sharded_layer_norm(
     at_least_zero("sharded_layer_norm", epsilon=epsilon)
     shapes("sharded_layer_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"), bias_d=(bias_d, "d"))
     names = live_axes("sharded_layer_norm", axis, x_Td, gain_d, bias_d)
-    x = _floats("sharded_layer_norm", "x_Td", x_Td)
+    x = _widen("sharded_layer_norm", "x_Td", x_Td)
     centered = x - vary(_mean(x, names, -1), names)
-    scale = lax.rsqrt(_mean(centered * centered, names, -1) + float(epsilon))
-    return (centered * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td) + _as_row(bias_d, x_Td)
+    variance = _mean(centered * centered, names, -1)
+    scale = lax.rsqrt(variance + float(epsilon))
+    normalized = (centered * scale).astype(x_Td.dtype)
+    return normalized * _as_row(gain_d, x_Td) + _as_row(bias_d, x_Td)
 
 
 @typed
@@ -126,16 +129,17 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
     Source: Ioffe, Szegedy, Batch Normalization (arXiv:1502.03167).
     """
     names = live_axes("sharded_moments", axis, x)
-    for dim in dims if isinstance(dims, tuple) else (dims,):
+    all_dims = dims if isinstance(dims, tuple) else (dims,)
+    for dim in all_dims:
         check_kind("sharded_moments", "dims", dim, (int,))
         dim_of("sharded_moments", dim, x.ndim, "dims")
-    x = _floats("sharded_moments", "x", x)
+    x = _widen("sharded_moments", "x", x)
     mean = _mean(x, names, dims)
     centered = x - vary(mean, names)
     return mean, _mean(centered * centered, names, dims)
 
 
-def _floats(where: str, name: str, x: jax.Array) -> jax.Array:
+def _widen(where: str, name: str, x: jax.Array) -> jax.Array:
     """The array in the dtype in which it is summed."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"{where}: {name} must be floating-point; got {x.dtype}. Convert it with astype(jnp.float32).")
@@ -144,10 +148,14 @@ def _floats(where: str, name: str, x: jax.Array) -> jax.Array:
 
 def _mean(x: jax.Array, names: tuple[str, ...], dims: Dims) -> jax.Array:
     """The mean over `dims` and the devices."""
-    # The mean first, then the mean of squared distances from it, in two sums: both at once, as mean(x^2) - mean(x)^2,
-    # cancel where the mean is large.
+    # A device averages its own part first, and only these means are sent: one number for each token, and not its
+    # features. The sum stands before the callers subtract the mean or divide by a root, for both need the statistics
+    # of all features: a device's own mean would be another norm on every mesh. Mean and variance are two sums, one
+    # after the other: both at once, as mean(x^2) - mean(x)^2, cancel where the mean is large.
     mean = jnp.mean(x, axis=dims, keepdims=True)
-    return all_reduce(mean, names) / axis_size(names) if names else mean
+    if not names:
+        return mean
+    return all_reduce(mean, names) / axis_size(names)
 
 
 def _as_row(x_d: jax.Array, like: jax.Array) -> jax.Array:

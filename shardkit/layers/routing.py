@@ -16,7 +16,7 @@ from shardkit._arguments.typed import check_fields, typed
 from shardkit._jax.compat import bound, varying_axes
 from shardkit._jax.jaxprs import PER_MICROBATCH
 from shardkit.collectives import all_reduce
-from shardkit.on_device.gradient import Mean
+from shardkit.on_device.means import Mean
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Capacity:
 
     def places(self, tokens: int, experts: int, top_k: int) -> int:
         """The places of a group: ceil(factor * tokens * top_k / experts), at most one per token."""
-        exact = self.factor * tokens * top_k / experts
-        return min(tokens, math.ceil(round(exact, 6)))  # 1.1 * 10 exceeds 11 in floating point
+        balanced = self.factor * tokens * top_k / experts
+        return min(tokens, math.ceil(round(balanced, 6)))  # 1.1 * 10 exceeds 11 in floating point
 
 
 Exchange = Callable[..., jax.Array]
@@ -82,7 +82,9 @@ class Dropless:
     @property
     def blocks(self) -> bool | None:
         """Whether the all_to_all is one of worst-case blocks; None: where there is no ragged one."""
-        return self.dense if self.impl is None else self.impl == "dense"
+        if self.impl is None:
+            return self.dense
+        return self.impl == "dense"
 
 
 class Routing(NamedTuple):
@@ -186,25 +188,58 @@ def route(
         raise ValueError(
             f"route: group must divide the tokens of a device; got groups of {group} for {N} tokens. Choose a divisor."
         )
-    logits_NE = logits_NE.astype(jnp.float32)
-    score_NE, normalize = jax.nn.softmax(logits_NE), top_k > 1 if normalize_gates is None else normalize_gates
-    if bias_E is None:
-        gate_Nk, expert_Nk = lax.top_k(score_NE, top_k)
-        gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True) if normalize else gate_Nk
-    else:
-        _, expert_Nk = lax.top_k(lax.stop_gradient(score_NE + bias_E.astype(jnp.float32)[None, :]), top_k)
-        # Normalized from the logits: a bias may leave only experts without any probability.
-        gate_Nk = jnp.take_along_axis(logits_NE if normalize else score_NE, expert_Nk, axis=1)
-        gate_Nk = jax.nn.softmax(gate_Nk) if normalize else gate_Nk
+    if normalize_gates is None:
+        normalize_gates = top_k > 1
+    gate_Nk, expert_Nk = _choose_experts(logits_NE, top_k, normalize_gates, bias_E)
     if weights_N is not None:
         expert_Nk = jnp.where(weights_N[:, None] > 0, expert_Nk, E)
-    # G groups, each with all first choices before all second ones
-    expert_GA = expert_Nk.reshape(-1, group, top_k).swapaxes(1, 2).reshape(-1, top_k * group)
-    before_GA = jnp.take_along_axis(_before(_counts(expert_GA, E)), jnp.minimum(expert_GA, E - 1), axis=1)
-    position_GA = ranks(expert_GA) - before_GA
-    position_Nk = position_GA.reshape(-1, top_k, group).swapaxes(1, 2).reshape(N, top_k)
+    position_Nk = _take_positions(expert_Nk, group, E)
     kept_Nk = expert_Nk < E
-    return Routing(expert_Nk, gate_Nk, position_Nk, kept_Nk if capacity is None else kept_Nk & (position_Nk < capacity))
+    if capacity is not None:
+        kept_Nk = kept_Nk & (position_Nk < capacity)
+    return Routing(expert_Nk, gate_Nk, position_Nk, kept_Nk)
+
+
+def _choose_experts(
+    logits_NE: jax.Array, top_k: int, normalize: bool, bias_E: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The gates and the experts of each token's `top_k` choices, [N, k]."""
+    logits_NE = logits_NE.astype(jnp.float32)
+    score_NE = jax.nn.softmax(logits_NE)
+    if bias_E is None:
+        gate_Nk, expert_Nk = lax.top_k(score_NE, top_k)
+        if normalize:
+            gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True)
+        return gate_Nk, expert_Nk
+    biased_NE = lax.stop_gradient(score_NE + bias_E.astype(jnp.float32)[None, :])
+    _, expert_Nk = lax.top_k(biased_NE, top_k)
+    if not normalize:
+        return jnp.take_along_axis(score_NE, expert_Nk, axis=1), expert_Nk
+    # Normalized from the logits: a bias may choose only experts whose probabilities are rounded to zero, and their
+    # quotients would be NaN.
+    gate_Nk = jnp.take_along_axis(logits_NE, expert_Nk, axis=1)
+    return jax.nn.softmax(gate_Nk), expert_Nk
+
+
+def _take_positions(expert_Nk: jax.Array, group: int, experts: int) -> jax.Array:
+    """How many choices of a token's group take a place in its expert before it, [N, k].
+
+    For example, one group of three tokens whose choices are (1, 0), (1, 2) and (0, 1). In the order in which they take
+    places, first choices before second ones, A = 6:
+
+        expert_GA                                       1 1 0   0 2 1
+        ranks: the place in the sequence by expert      2 3 0   1 5 4
+        choices of smaller experts, 0 2 5 for 0 1 2     2 2 0   0 5 2
+        the difference, the position in the expert      0 1 0   1 0 2
+    """
+    N, top_k = expert_Nk.shape
+    expert_GA = expert_Nk.reshape(-1, group, top_k).swapaxes(1, 2).reshape(-1, top_k * group)
+    counts_GE = _count_choices(expert_GA, experts)
+    smaller_GE = jnp.cumsum(counts_GE, axis=-1) - counts_GE
+    # Tokens of weight 0 have the number E, which no array of E has; their positions are not used.
+    smaller_GA = jnp.take_along_axis(smaller_GE, jnp.minimum(expert_GA, experts - 1), axis=1)
+    position_GA = ranks(expert_GA) - smaller_GA
+    return position_GA.reshape(-1, top_k, group).swapaxes(1, 2).reshape(N, top_k)
 
 
 @typed
@@ -253,7 +288,10 @@ def routing_stats(
         )
     top_k = routing.expert.shape[1]
     logits_NE = logits_NE.astype(jnp.float32)
-    weights_N = jnp.ones(N) if weights_N is None else weights_N.astype(jnp.float32)
+    if weights_N is None:
+        weights_N = jnp.ones(N)
+    else:
+        weights_N = weights_N.astype(jnp.float32)
     chosen_NE = jnp.sum(routing.expert[:, :, None] == jnp.arange(E)[None, None, :], axis=1)
     per_token = [
         lax.stop_gradient(chosen_NE.astype(jnp.float32)),
@@ -262,18 +300,31 @@ def routing_stats(
         jnp.ones((N, 1)),
     ]
     sums = jnp.sum(jnp.concatenate(per_token, axis=1) * weights_N[:, None], axis=0)
-    axes = tuple(sorted(varying_axes(sums).difference(() if stage is None else bound("routing_stats", stage))))
+    axes = varying_axes(sums)
+    if stage is not None:
+        axes = axes.difference(bound("routing_stats", stage))
     # The balance loss is a product of two means, each of all tokens: the sums are added here, before the product. The
-    # product of each device's own means would be another loss, which also balances what is balanced together already.
-    with jax.named_scope(PER_MICROBATCH):
-        sums = all_reduce(sums, axes) if axes else sums
-    # without any token, 0 instead of NaN
-    sums = sums / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)
-    load_E, mean_E, z = sums[:E] / top_k, sums[E : 2 * E], sums[2 * E]
+    # product of each device's own means would be another loss, which also balances what is balanced together already:
+    # two devices of which one sends all its tokens to expert 0 and the other all to expert 1 are balanced together.
+    # The four sums of a token stand in one array, for one message in place of four.
+    if axes:
+        with jax.named_scope(PER_MICROBATCH):
+            sums = all_reduce(sums, tuple(sorted(axes)))
+    # Without any token the means are 0, and not NaN.
+    means = sums / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)
+    load_E = means[:E] / top_k
+    probability_E = means[E : 2 * E]
+    z_loss = means[2 * E]
     choices = jnp.sum(chosen_NE).astype(jnp.float32)
     dropped = choices - jnp.sum(routing.kept).astype(jnp.float32)
-    each = Mean(jnp.sum(chosen_NE, axis=0), choices)
-    return RoutingStats(E * jnp.sum(load_E * mean_E), z, load_E, Mean(dropped, choices), each)
+    choices_E = jnp.sum(chosen_NE, axis=0)
+    return RoutingStats(
+        balance_loss=E * jnp.sum(load_E * probability_E),
+        z_loss=z_loss,
+        load=load_E,
+        dropped=Mean(dropped, choices),
+        choices=Mean(choices_E, choices),
+    )
 
 
 @typed
@@ -320,8 +371,9 @@ def balance_bias(bias_E: jax.Array, choices_E: jax.Array, *, rate: float = 0.001
     choices_E = choices_E.astype(jnp.float32)
     mean = jnp.mean(choices_E, axis=-1, keepdims=True)
     # Shares are rounded: without a margin, rounding would move the bias of experts that are balanced.
-    above_E = jnp.where(jnp.abs(choices_E - mean) <= 1e-6 * mean, 0.0, jnp.sign(choices_E - mean))
-    return bias_E - (rate * above_E).astype(bias_E.dtype)
+    is_balanced_E = jnp.abs(choices_E - mean) <= 1e-6 * mean
+    direction_E = jnp.where(is_balanced_E, 0.0, jnp.sign(choices_E - mean))
+    return bias_E - (rate * direction_E).astype(bias_E.dtype)
 
 
 def _check_floating(where: str, bias_E: jax.Array | None) -> None:
@@ -332,18 +384,22 @@ def _check_floating(where: str, bias_E: jax.Array | None) -> None:
 
 
 def ranks(keys: jax.Array) -> jax.Array:
-    """The rank of each element along the last dim, stable; int32, a permutation."""
-    index = jnp.broadcast_to(jnp.arange(keys.shape[-1], dtype=jnp.int32), keys.shape) + 0 * keys
+    """The rank of each element along the last dim, stable; int32, a permutation.
+
+    For example, 5 3 5 1 has the ranks 2 1 3 0.
+    """
+    index = jnp.broadcast_to(jnp.arange(keys.shape[-1], dtype=jnp.int32), keys.shape)
+    index = index + 0 * keys  # varies as the keys do
     _, order = lax.sort((keys, index), num_keys=1)
-    return lax.sort((order, index), num_keys=1)[1]
+    # `order` names the element at each rank; sorted by it, the index names the rank of each element.
+    _, rank = lax.sort((order, index), num_keys=1)
+    return rank
 
 
-def _counts(expert_GA: jax.Array, experts: int) -> jax.Array:
-    return jnp.sum(expert_GA[:, :, None] == jnp.arange(experts)[None, None, :], axis=1, dtype=jnp.int32)
-
-
-def _before(counts: jax.Array) -> jax.Array:
-    return jnp.cumsum(counts, axis=-1) - counts
+def _count_choices(expert_GA: jax.Array, experts: int) -> jax.Array:
+    """How many choices of each group are of each expert, int32 [G, E]."""
+    is_chosen_GAE = expert_GA[:, :, None] == jnp.arange(experts)[None, None, :]
+    return jnp.sum(is_chosen_GAE, axis=1, dtype=jnp.int32)
 
 
 def _check_numbers(where: str, name: str, x: jax.Array) -> None:

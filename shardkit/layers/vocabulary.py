@@ -14,7 +14,7 @@ from shardkit._arguments.checks import Axis, shapes
 from shardkit._arguments.typed import typed
 from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter
 from shardkit.layers.attention import MASKED
-from shardkit.layers.matmul import alike, check_split, live_axes, matmul_gradients
+from shardkit.layers.matmul import check_split, live_axes, matmul_gradients, vary_alike
 
 
 @typed
@@ -53,15 +53,18 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
     rows = table_vD.shape[0]
     if not rows:
         raise ValueError(f"vocab_embed: the table must have rows; got shape {table_vD.shape}. Pass [v, D].")
-    local_bT = _local(tokens_bT, rows, names)
-    mine_bT = (local_bT >= 0) & (local_bT < rows)
-    found_bTD = jnp.take(table_vD, local_bT, axis=0, mode="clip")
-    x_bTD = jnp.where(mine_bT[..., None], found_bTD, jnp.zeros_like(found_bTD))
-    # Of each token one device has the row and all others zeros, so that the sum is the row itself, without rounding. An
-    # all_gather of the table would send the vocabulary in place of the tokens.
+    local_bT = _index_locally(tokens_bT, rows, names)
+    is_here_bT = (local_bT >= 0) & (local_bT < rows)
+    rows_bTD = jnp.take(table_vD, local_bT, axis=0, mode="clip")
+    x_bTD = jnp.where(is_here_bT[..., None], rows_bTD, jnp.zeros_like(rows_bTD))
+    # Of each token one device has the row and all others have zeros, so that the sum is the row itself, without
+    # rounding. It stands here, directly after the lookup: a norm of zeros, or a bias, is not zero, and would be summed
+    # too. An all_gather of the table instead would send the vocabulary in place of the tokens.
     if not names:
         return x_bTD
-    return reduce_scatter(x_bTD, names, dim=-2) if sequence else all_reduce(x_bTD, names)
+    if sequence:
+        return reduce_scatter(x_bTD, names, dim=-2)
+    return all_reduce(x_bTD, names)
 
 
 @typed
@@ -115,8 +118,9 @@ def vocab_cross_entropy(
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Chowdhery et al., PaLM (arXiv:2204.02311),
         section 5, for the z-loss; Szegedy et al. (arXiv:1512.00567), section 7, for smoothing.
     """
-    options = _Options(z_loss, label_smoothing, False, vocabulary)
-    return _cross_entropy("vocab_cross_entropy", x_bTD, head_Dv, targets_bT, axis, sequence, options)[0]
+    options = _Options(z_loss, label_smoothing, hits=False, vocabulary=vocabulary)
+    nats_bT, _ = _cross_entropy("vocab_cross_entropy", x_bTD, head_Dv, targets_bT, axis, sequence, options)
+    return nats_bT
 
 
 @typed
@@ -153,7 +157,7 @@ def vocab_cross_entropy_and_hits(
         >>> hits.tolist()
         [[True, True, True, False]]
     """
-    options = _Options(z_loss, label_smoothing, True, vocabulary)
+    options = _Options(z_loss, label_smoothing, hits=True, vocabulary=vocabulary)
     return _cross_entropy("vocab_cross_entropy_and_hits", x_bTD, head_Dv, targets_bT, axis, sequence, options)
 
 
@@ -165,13 +169,14 @@ def _check_integers(where: str, name: str, x: Any) -> None:
 class _Options(NamedTuple):
     z_loss: float
     smoothing: float
-    hits: bool
-    vocabulary: Any  # an int after the check
+    hits: bool  # whether hits are computed
+    vocabulary: Any  # the number of classes: an int after the check
 
 
 def _cross_entropy(
     where: str, x: jax.Array, head: jax.Array, targets: jax.Array, axis: Axis | None, sequence: bool, options: _Options
 ) -> tuple[jax.Array, jax.Array]:
+    """Checks the arguments and computes nats and hits, both [..., T]; a negative target has 0 and False."""
     _check_integers(where, "targets", targets)
     if not 0 <= options.smoothing < 1:
         raise ValueError(
@@ -183,27 +188,37 @@ def _cross_entropy(
     shapes(where, x_bTD=(x, "..D"), head_Dv=(head, "Dv"))
     names = live_axes(where, axis, x, head)
     check_split(where, "head", names, head)
-    if sequence and names:
+    is_gathered = sequence and bool(names)
+    # As in `column_linear`, the tokens are gathered where they meet the weights, and not before the norm. They are
+    # gathered, and not the head: a device's columns of all tokens are what the sums below need.
+    if is_gathered:
         x = all_gather(x, names, dim=-2)
     if targets.shape != x.shape[:-1]:
+        after = " after the gather" if is_gathered else ""
         raise ValueError(
             f"{where}: there must be one target for each token; got targets of shape {targets.shape} for tokens of "
-            f"shape {x.shape[:-1]}{' after the gather' if sequence and names else ''}. Pass the targets of all tokens, "
+            f"shape {x.shape[:-1]}{after}. Pass the targets of all tokens, "
             "and sequence=True where x holds a part of them."
         )
-    columns = head.shape[-1] * _ways(names)
-    if options.vocabulary is None:
-        options = options._replace(vocabulary=columns)
-    elif not 1 <= options.vocabulary <= columns:
+    options = options._replace(vocabulary=_count_classes(where, options.vocabulary, head, names))
+    is_counted = targets >= 0
+    x = jnp.where(is_counted[..., None], x, jnp.zeros_like(x))  # a NaN there must not reach a gradient
+    nats, hits = _nats(*vary_alike(x, head, targets, over=names), names, options)
+    nats = jnp.where(targets < options.vocabulary, nats, jnp.nan)
+    return jnp.where(is_counted, nats, 0), hits & is_counted
+
+
+def _count_classes(where: str, vocabulary: int | None, head: jax.Array, names: tuple[str, ...]) -> int:
+    """The number of classes, by default all columns of the whole head."""
+    columns = head.shape[-1] * _count_devices(names)
+    if vocabulary is None:
+        return columns
+    if not 1 <= vocabulary <= columns:
         raise ValueError(
             f"{where}: vocabulary must be at least 1 and at most the {columns} columns of the head; got "
-            f"{options.vocabulary}. Pass the number of classes."
+            f"{vocabulary}. Pass the number of classes."
         )
-    counted = targets >= 0
-    x = jnp.where(counted[..., None], x, jnp.zeros_like(x))  # a NaN there must not reach a gradient
-    nats, hits = _nats(*alike(x, head, targets, over=names), names, options)
-    nats = jnp.where(targets < options.vocabulary, nats, jnp.nan)
-    return jnp.where(counted, nats, 0), hits & counted
+    return vocabulary
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -214,67 +229,99 @@ def _nats(
 
 
 def _nats_forward(x: jax.Array, head: jax.Array, targets: jax.Array, names: tuple[str, ...], options: _Options) -> Any:
-    """Autodiff would save both the logits and their exponentials; here, of arrays as large, only the logits.
+    """The nats and hits, and residuals with the logits; all [..., T] or [..., T, v].
 
+    Autodiff would save both the logits and their exponentials; here, of arrays as large, only the logits.
     Compiled for TPU v5e with 8192 tokens and 16,384 columns per device: 512 MiB of temporary memory, not 1 GiB.
     """
+    # One token over two devices with four classes each, target 5. Every device computes the logits of its columns.
+    #
+    #                                     device 0: classes 0-3     device 1: classes 4-7      all_reduce
+    #     logits                              1   3   0   2             1   2   0   1
+    #     the largest                             3                         2                   max: 3
+    #     logits - 3                         -2   0  -3  -1            -2  -1  -3  -2
+    #     sum of exp                             1.553                     0.688                sum: 2.241
+    #     index of the target here              5 (none)                    1
+    #     logit of the target - 3                  0                       -1                   sum: -1
+    #
+    # The nats are log(2.241) - (-1) = 1.807, the same on both devices. Three numbers of a token are sent, and no logit.
     logits = jnp.tensordot(x, head, axes=1, preferred_element_type=jnp.float32)
-    places = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    classes = _classes(places, head, names, options)
-    logits = logits if classes is None else jnp.where(classes, logits, MASKED)
+    columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    is_class = _find_classes(columns, head, names, options)
+    if is_class is not None:
+        logits = jnp.where(is_class, logits, MASKED)
     # The largest logit of all devices' columns comes first, and is subtracted before exp on each: with its own largest,
-    # a device's sum of exponentials would be in units that no other has. Then everything that is left to sum of a token
-    # goes in one all_reduce. Logits of all columns are gathered nowhere: they are the largest array of a language
-    # model.
+    # a device's sum of exponentials would be in units that no other has. Then all other sums of a token go in one
+    # all_reduce. Logits of all columns are gathered nowhere: they are the largest array of a language model.
     largest = jnp.max(logits, axis=-1)
-    largest = all_reduce(largest, names, op="max") if names else largest
+    if names:
+        largest = all_reduce(largest, names, op="max")
     logits = logits - largest[..., None]
-    local = _local(targets, head.shape[-1], names)[..., None]
-    terms = [jnp.exp(logits), jnp.where(places == local, logits, 0)]
+    target_column = _index_locally(targets, head.shape[-1], names)[..., None]
+    terms = [jnp.exp(logits), jnp.where(columns == target_column, logits, 0)]
     if options.smoothing:
-        terms.append(logits if classes is None else jnp.where(classes, logits, 0))
+        terms.append(logits if is_class is None else jnp.where(is_class, logits, 0))
     if options.hits:  # ties with the largest logit before the target
-        terms.append(((logits == 0) & (places < local)).astype(jnp.float32))
+        terms.append(((logits == 0) & (columns < target_column)).astype(jnp.float32))
     sums = jnp.stack([jnp.sum(term, axis=-1) for term in terms])
-    denominator, right, *others = all_reduce(sums, names) if names else sums
+    if names:
+        sums = all_reduce(sums, names)
+    denominator, target_logit, *optional_sums = sums
     log = jnp.log(denominator)
-    nats = log - (1 - options.smoothing) * right
+    nats = log - (1 - options.smoothing) * target_logit
     if options.smoothing:
-        nats = nats - options.smoothing / options.vocabulary * others[0]
+        nats = nats - options.smoothing / options.vocabulary * optional_sums[0]
     if options.z_loss:
         nats = nats + options.z_loss * (log + largest) ** 2
-    hits = (right == 0) & (others[-1] == 0) if options.hits else jnp.zeros_like(right, bool)
-    return (nats, hits), (x, head, local, logits, log, largest)
+    if options.hits:
+        earlier_ties = optional_sums[-1]
+        hits = (target_logit == 0) & (earlier_ties == 0)
+    else:
+        hits = jnp.zeros_like(target_logit, bool)
+    return (nats, hits), (x, head, target_column, logits, log, largest)
 
 
 def _nats_backward(names: tuple[str, ...], options: _Options, residuals: Any, cotangents: Any) -> Any:
-    x, head, local, logits, log, largest = residuals
-    places = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    slope = 1 + 2 * options.z_loss * (log + largest)
-    parts = jnp.exp(logits - log[..., None]) * slope[..., None]
-    parts = parts - jnp.where(places == local, 1 - options.smoothing, 0)
-    parts = parts - options.smoothing / options.vocabulary
-    classes = _classes(places, head, names, options)
-    parts = parts if classes is None else jnp.where(classes, parts, 0)
-    dlogits = (parts * cotangents[0][..., None]).astype(x.dtype)
-    return *matmul_gradients(x, head, dlogits), None
+    """The gradients of x and head; nothing is sent here.
+
+    dlogits = softmax (1 + 2 z (log + largest)) - (1 - smoothing) [column == target] - smoothing / V, of this device's
+    columns. The gradient of x is its part of a sum over columns; the cast before this function adds the parts.
+    """
+    x, head, target_column, logits, log, largest = residuals
+    columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    z_slope = 1 + 2 * options.z_loss * (log + largest)
+    dlogits = jnp.exp(logits - log[..., None]) * z_slope[..., None]
+    dlogits = dlogits - jnp.where(columns == target_column, 1 - options.smoothing, 0)
+    dlogits = dlogits - options.smoothing / options.vocabulary
+    is_class = _find_classes(columns, head, names, options)
+    if is_class is not None:
+        dlogits = jnp.where(is_class, dlogits, 0)
+    dnats, _ = cotangents
+    dlogits = (dlogits * dnats[..., None]).astype(x.dtype)
+    dx, dhead = matmul_gradients(x, head, dlogits)
+    return dx, dhead, None
 
 
 _nats.defvjp(_nats_forward, _nats_backward)
 
 
-def _classes(places: jax.Array, head: jax.Array, names: tuple[str, ...], options: _Options) -> jax.Array | None:
+def _find_classes(columns: jax.Array, head: jax.Array, names: tuple[str, ...], options: _Options) -> jax.Array | None:
     """Which of this device's columns are classes; None where all of them are."""
-    if options.vocabulary == head.shape[-1] * _ways(names):
+    if options.vocabulary == head.shape[-1] * _count_devices(names):
         return None
-    return places < _local(jnp.int32(options.vocabulary), head.shape[-1], names)
+    return columns < _index_locally(jnp.int32(options.vocabulary), head.shape[-1], names)
 
 
-def _local(tokens: jax.Array, rows: int, names: tuple[str, ...]) -> jax.Array:
-    """Tokens as indices into this device's part of the vocabulary; those of other devices are out of range."""
+def _index_locally(tokens: jax.Array, rows: int, names: tuple[str, ...]) -> jax.Array:
+    """Tokens as indices into this device's part of the vocabulary; those of other devices are out of range.
+
+    With 4 rows on each device, token 6 is index 6 on device 0, 2 on device 1, and -2 on device 2.
+    """
     tokens = tokens.astype(jnp.int32)
-    return tokens - axis_index(names) * rows if names else tokens
+    if not names:
+        return tokens
+    return tokens - axis_index(names) * rows
 
 
-def _ways(names: tuple[str, ...]) -> int:
+def _count_devices(names: tuple[str, ...]) -> int:
     return axis_size(names) if names else 1

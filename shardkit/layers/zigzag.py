@@ -50,36 +50,64 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
 
     Source: the zigzag order of ring-flash-attention; Brandon et al., Striped Attention (arXiv:2311.09431).
     """
-    names, chunks = _chunks("zigzag", axis, ulysses)
-    n = len(chunks)
-    if n == 1:
+    names = _find_axes("zigzag", axis, ulysses)
+    chunks = _assign_chunks(names, ulysses)
+    if len(chunks) == 1:
         return tree
-    # Even chunks are first halves of contiguous shards, odd ones second halves; every device holds one of each.
-    even_first = chunks[:, 0] % 2 == 0
-    routes = [[(int(c) // 2, i) for i in range(n) for c in chunks[i] if c % 2 == parity] for parity in (0, 1)]
-    if inverse:
-        routes = [[(target, source) for source, target in route] for route in routes]
-    stays = [all(source == target for source, target in route) for route in routes]  # on two devices, one of them
-    in_order = jnp.asarray(even_first)[axis_index(names)]
+    names = live_axes("zigzag", names)
+    route_of_first = _find_route(chunks, 0, inverse)
+    route_of_second = _find_route(chunks, 1, inverse)
+    # Whether this device's early chunk is a first half of a contiguous shard, and its late one a second half.
+    in_order = jnp.asarray(chunks[:, 0] % 2 == 0)[axis_index(names)]
 
-    if not any(-jnp.ndim(x) <= dim < jnp.ndim(x) for x in jax.tree.leaves(tree)):
+    if not any(_has_dim(x, dim) for x in jax.tree.leaves(tree)):
         raise ValueError(f"zigzag: dim must be a dim of at least one array; got {dim}. Pass the dim of the tokens.")
 
     # A loss calls this before its embedding: there a token is an integer, and no gradient; behind it, it is a row of D
     # floats that goes forward and back. Nothing is put back: a loss is a sum over tokens, in any order that targets,
     # weights and positions share. A leaf that is left out is no error, but a loss of each token against the target of
-    # another. Two permutes, because the halves of a shard go to two devices, and in one permute a device sends to one:
-    # that of all first halves and that of all second ones; each device receives one half by each.
+    # another. There are two permutes, one of all first halves and one of all second ones, because the halves of a shard
+    # go to two devices and in one permute a device sends to one. Each device receives one half by each of them.
     def reorder(x: jax.Array) -> jax.Array:
-        if not -jnp.ndim(x) <= dim < jnp.ndim(x):
+        if not _has_dim(x, dim):
             return x
-        size = half_of("zigzag", x.shape[dim])
-        halves = [lax.slice_in_dim(x, start, start + size, axis=dim) for start in (0, size)]
-        sent = _swapped(halves, in_order) if inverse else halves
-        got = [half if stay else permute(half, names, to) for half, stay, to in zip(sent, stays, routes, strict=True)]
-        return jnp.concatenate(got if inverse else _swapped(got, in_order), axis=dim)
+        size = halve("zigzag", x.shape[dim])
+        first = lax.slice_in_dim(x, 0, size, axis=dim)
+        second = lax.slice_in_dim(x, size, 2 * size, axis=dim)
+        if inverse:
+            first, second = _swap_unless(in_order, first, second)
+        first = _send(first, names, route_of_first)
+        second = _send(second, names, route_of_second)
+        if not inverse:
+            first, second = _swap_unless(in_order, first, second)
+        return jnp.concatenate([first, second], axis=dim)
 
     return jax.tree.map(reorder, tree)
+
+
+def _has_dim(x: Any, dim: int) -> bool:
+    return -jnp.ndim(x) <= dim < jnp.ndim(x)
+
+
+def _find_route(chunks: np.ndarray, half: int, inverse: bool) -> list[tuple[int, int]]:
+    """The pairs (source, target) of the first halves (half 0), or second ones (half 1), of all contiguous shards.
+
+    Shard j holds chunks 2j and 2j + 1. On four devices the chunks in zigzag order are 0 7, 1 6, 2 5 and 3 4. The first
+    halves are the even chunks: chunk 0 stays on device 0, 6 goes from device 3 to 1, 2 from 1 to 2, 4 from 2 to 3.
+    """
+    route = []
+    for target, pair in enumerate(chunks):
+        for chunk in pair:
+            if chunk % 2 == half:
+                source = int(chunk) // 2
+                route.append((target, source) if inverse else (source, target))
+    return route
+
+
+def _send(x: jax.Array, names: tuple[str, ...], route: list[tuple[int, int]]) -> jax.Array:
+    if all(source == target for source, target in route):  # on two devices, one of the halves stays
+        return x
+    return permute(x, names, route)
 
 
 @typed
@@ -109,23 +137,28 @@ def positions(
         [0, 7, 1, 6, 2, 5, 3, 4]
     """
     at_least("positions", 0, tokens_per_device=tokens_per_device)
-    names, chunks = _chunks("positions", axis, ulysses)
+    names = _find_axes("positions", axis, ulysses)
+    chunks = _assign_chunks(names, ulysses)
+    names = live_axes("positions", names)
     if tokens_per_device * len(chunks) >= 2**31:
         raise ValueError(
             f"positions: positions are int32, so all tokens must be below 2**31; got {tokens_per_device} on each of "
             f"{len(chunks)} devices. Lower tokens_per_device."
         )
-    within = jnp.arange(tokens_per_device, dtype=jnp.int32)
+    local_t = jnp.arange(tokens_per_device, dtype=jnp.int32)
     if order == "contiguous":
-        return within if len(chunks) == 1 else axis_index(names) * tokens_per_device + within
-    size = half_of("positions", tokens_per_device)
+        if len(chunks) == 1:
+            return local_t
+        return axis_index(names) * tokens_per_device + local_t
+    size = halve("positions", tokens_per_device)
     if len(chunks) == 1:
-        return within
+        return local_t
+    # Device 1 of 4 with 4 tokens holds chunks 1 and 6 of 2 tokens: starts 2 12, repeated 2 2 12 12, plus 0 1 0 1.
     starts = jnp.asarray(chunks, jnp.int32)[axis_index(names)] * size
-    return jnp.repeat(starts, size) + within % size
+    return jnp.repeat(starts, size) + local_t % size
 
 
-def half_of(where: str, tokens: int) -> int:
+def halve(where: str, tokens: int) -> int:
     """The size of each of a device's two chunks."""
     if tokens % 2:
         raise ValueError(
@@ -135,26 +168,41 @@ def half_of(where: str, tokens: int) -> int:
     return tokens // 2
 
 
-def ring_first(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
+def order_axes(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
     """The axes of both, the ring's first, as they must be ordered in the mesh: a plan splits tokens in mesh order."""
-    outer, inner = bound(where, ring), bound(where, ulysses)
-    names, known = bound(where, (*outer, *inner)), list(compat.bound_axes())
-    if max(map(known.index, outer)) > min(map(known.index, inner)):
+    ring_axes = bound(where, ring)
+    ulysses_axes = bound(where, ulysses)
+    names = bound(where, (*ring_axes, *ulysses_axes))
+    mesh_axes = list(compat.bound_axes())
+    last_of_ring = max(mesh_axes.index(name) for name in ring_axes)
+    first_of_ulysses = min(mesh_axes.index(name) for name in ulysses_axes)
+    if last_of_ring > first_of_ulysses:
         raise ValueError(
-            f"{where}: the ring's {named(outer)} must come before {named(inner)} in the mesh; its axes are "
-            f"{quoted(known)}. Pass the ring's axis first to make_mesh."
+            f"{where}: the ring's {named(ring_axes)} must come before {named(ulysses_axes)} in the mesh; its axes are "
+            f"{quoted(mesh_axes)}. Pass the ring's axis first to make_mesh."
         )
     return in_plan_order(where, names)
 
 
-def _chunks(where: str, axis: Axis, ulysses: Axis | None) -> tuple[tuple[str, ...], np.ndarray]:
-    """The axes of several devices, and which two half-shards each device along them holds in zigzag order, [n, 2]."""
-    names = in_plan_order(where, bound(where, axis)) if ulysses is None else ring_first(where, axis, ulysses)
-    n, inner = axis_size(names), 1 if ulysses is None else axis_size(ulysses)
+def _find_axes(where: str, axis: Axis, ulysses: Axis | None) -> tuple[str, ...]:
+    """The axes that split the tokens, major first."""
+    if ulysses is None:
+        return in_plan_order(where, bound(where, axis))
+    return order_axes(where, axis, ulysses)
+
+
+def _assign_chunks(names: tuple[str, ...], ulysses: Axis | None) -> np.ndarray:
+    """Which two half-shards each of n devices holds in zigzag order, [n, 2].
+
+    On four devices without `ulysses` the rows are 0 7, 1 6, 2 5 and 3 4. With two of them along `ulysses` they are
+    0 1, 6 7, 2 3 and 4 5: after the exchange over `ulysses`, the first device of the ring has the early chunks 0 1 and
+    the late ones 6 7 for some of the heads.
+    """
+    n = axis_size(names)
+    inner = 1 if ulysses is None else axis_size(ulysses)
     early, late = np.arange(2 * n).reshape(2, -1, inner)
-    return live_axes(where, names), np.concatenate([early, late[::-1]], axis=1).reshape(n, 2)
+    return np.concatenate([early, late[::-1]], axis=1).reshape(n, 2)
 
 
-def _swapped(pair: list[jax.Array], in_order: jax.Array) -> list[jax.Array]:
-    first, second = pair
-    return [jnp.where(in_order, first, second), jnp.where(in_order, second, first)]
+def _swap_unless(in_order: jax.Array, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.where(in_order, first, second), jnp.where(in_order, second, first)

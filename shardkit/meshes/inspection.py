@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -12,9 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from shardkit._arguments.checks import Axis, quoted
 from shardkit._arguments.typed import ARRAYS, PLAN, check_kind, is_array, typed
 from shardkit._jax.compat import bound_axes, tracked_axes, varying_axes
-from shardkit.meshes import mesh as _mesh
 from shardkit.meshes.layout import brief_spec, by_path, bytes_per_device, shard_bytes, shard_shape, table
-from shardkit.meshes.mesh import DeviceGrid, beside
+from shardkit.meshes.mesh import DeviceGrid, draw_mesh, put_beside
 
 
 @typed
@@ -56,9 +55,9 @@ def describe(
     if manual is not None and not hasattr(thing, "describe"):
         raise TypeError(f"describe: manual must come with a plan; got {manual=} without one. Leave it out.")
     if after is not None:
-        return _compared(thing, params, mesh, after)
+        return _compare(thing, params, mesh, after)
     if isinstance(thing, Mesh) and params is None:
-        return str(_mesh.grid_of_mesh(thing))
+        return str(draw_mesh(thing))
     if hasattr(thing, "describe"):
         if params is None:
             raise TypeError("describe: a plan must come with parameters; got none. Call describe(plan, params, mesh).")
@@ -66,38 +65,55 @@ def describe(
     if params is not None or mesh is not None:
         check_kind("describe", "plan", thing, (PLAN,))
     check_kind("describe", "thing", thing, (ARRAYS,))
-    if is_placed(thing):
-        return str(grid_of_array(thing))
+    if is_on_devices(thing):
+        return str(draw_array(thing))
     rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
-    rows += [(name, *_whole(x), *_held(x)) for name, x in _leaves(thing).items()]
-    return f"{table(rows)}\n{_counted(rows)}, {bytes_per_device(thing):,} bytes on each device"
+    for name, x in _leaves(thing).items():
+        shape, dtype = _describe_global(x)
+        held = _describe_local(x)
+        rows.append((name, shape, dtype, held.spec, held.shape, held.devices, held.bytes))
+    return f"{table(rows)}\n{_count_leaves(rows)}, {bytes_per_device(thing):,} bytes on each device"
 
 
-def grid_of_array(x: Any) -> DeviceGrid:
-    """The devices that hold each piece of an array."""
-    where = x.sharding.devices_indices_map(tuple(x.shape))
-    spans = {
-        device: tuple(at.indices(size)[:2] for at, size in zip(index, x.shape, strict=True))
-        for device, index in where.items()
-    }
+def draw_array(x: Any) -> DeviceGrid:
+    """The devices that hold each piece of an array.
+
+    Of an 8x4 array split as P("data", "model") on a mesh of 2x4: rows [0:4] and [4:8], columns [:, 0:1] to [:, 3:4],
+    and in each cell the id of one device. Split as P("data") alone it is one column, with four ids in each cell.
+    """
+    slices = x.sharding.devices_indices_map(tuple(x.shape))
+    spans = {}
+    for device, index in slices.items():
+        spans[device] = tuple(part.indices(size)[:2] for part, size in zip(index, x.shape, strict=True))
     pieces = [sorted({span[dim] for span in spans.values()}) for dim in range(len(x.shape))]
     # A picture has two dims; of an array with more, those that are split.
-    shown = [dim for dim, each in enumerate(pieces) if len(each) > 1 or len(pieces) <= 2]
+    shown = [dim for dim, dim_pieces in enumerate(pieces) if len(dim_pieces) > 1 or len(pieces) <= 2]
     cells: dict[tuple[int, ...], tuple[int, ...]] = {}
     for device in sorted(spans, key=lambda device: device.id):
-        at = tuple(pieces[dim].index(spans[device][dim]) for dim in shown)
-        cells[at] = (*cells.get(at, ()), device.id)
-    labels = [[f"[{':, ' * dim}{start}:{stop}]" for start, stop in pieces[dim]] for dim in shown]
-    whole = [str(dim) for dim in range(len(pieces)) if dim not in shown]
-    shape, dtype = _whole(x)
-    spec, local, _, size = _held(x)
-    on = f"on each of {len(spans)}" if len(spans) > 1 else "on one"
-    also = f"; {'dim' if len(whole) == 1 else 'dims'} {', '.join(whole)} whole" if whole else ""
-    held = f"{local}, {size} bytes, {on} {next(iter(spans)).platform} device{'s' * (len(spans) > 1)}{also}"
-    return DeviceGrid((f"{shape} {dtype}, {spec}", held), labels, cells)
+        index = tuple(pieces[dim].index(spans[device][dim]) for dim in shown)
+        cells[index] = (*cells.get(index, ()), device.id)
+    labels = []
+    for dim in shown:
+        before = ":, " * dim
+        labels.append([f"[{before}{start}:{stop}]" for start, stop in pieces[dim]])
+    shape, dtype = _describe_global(x)
+    held = _describe_local(x)
+    platform = next(iter(spans)).platform
+    devices = f"each of {len(spans)} {platform} devices" if len(spans) > 1 else f"one {platform} device"
+    hidden = [str(dim) for dim in range(len(pieces)) if dim not in shown]
+    title = f"{held.shape}, {held.bytes} bytes, on {devices}{_describe_hidden(hidden)}"
+    return DeviceGrid((f"{shape} {dtype}, {held.spec}", title), labels, cells)
 
 
-def _compared(thing: Any, params: Any, mesh: Any, after: Any) -> str:
+def _describe_hidden(dims: Sequence[str]) -> str:
+    """Which dims a picture does not show, because they are whole."""
+    if not dims:
+        return ""
+    noun = "dim" if len(dims) == 1 else "dims"
+    return f"; {noun} {', '.join(dims)} whole"
+
+
+def _compare(thing: Any, params: Any, mesh: Any, after: Any) -> str:
     """Arrays or pytrees before and after, side by side."""
     if params is not None or mesh is not None:
         raise TypeError(
@@ -105,63 +121,88 @@ def _compared(thing: Any, params: Any, mesh: Any, after: Any) -> str:
         )
     check_kind("describe", "thing", thing, (ARRAYS,))
     check_kind("describe", "after", after, (ARRAYS,))
-    sides = (thing, after)
-    if all(map(is_array, sides)):
-        before, then = map(_alone, sides)
-        return beside(f"before: {before}", f"after: {then}")
-    one, other = _leaves(thing), _leaves(after)
-    if differ := sorted(one.keys() ^ other.keys()):
+    if is_array(thing) and is_array(after):
+        return put_beside(f"before: {_describe_array(thing)}", f"after: {_describe_array(after)}")
+    before_leaves = _leaves(thing)
+    after_leaves = _leaves(after)
+    different = sorted(before_leaves.keys() ^ after_leaves.keys())
+    if different:
         raise ValueError(
-            f"describe: after must have the leaves of thing; got {differ[0]!r} in one of them alone. Pass the same "
+            f"describe: after must have the leaves of thing; got {different[0]!r} in one of them alone. Pass the same "
             "tree, before and after."
         )
     rows = [("leaf", "global", "dtype", "before", "local", "bytes/device", "after", "local", "bytes/device")]
-    for name, x in one.items():
-        old, new = _held(x), _held(other[name])
-        rows.append((name, *_whole(x), old[0], old[1], old[3], new[0], new[1], new[3]))
-    held = [f"{bytes_per_device(side):,} bytes on each device" for side in sides]
-    return f"{table(rows)}\n{_counted(rows)}, before {held[0]}, after {held[1]}"
+    for name, x in before_leaves.items():
+        shape, dtype = _describe_global(x)
+        old = _describe_local(x)
+        new = _describe_local(after_leaves[name])
+        rows.append((name, shape, dtype, old.spec, old.shape, old.bytes, new.spec, new.shape, new.bytes))
+    old_bytes = f"{bytes_per_device(thing):,} bytes on each device"
+    new_bytes = f"{bytes_per_device(after):,} bytes on each device"
+    return f"{table(rows)}\n{_count_leaves(rows)}, before {old_bytes}, after {new_bytes}"
 
 
-def _alone(x: Any) -> str:
+def _describe_array(x: Any) -> str:
     """The picture of an array; of one on the host, or without devices, its title."""
-    return str(grid_of_array(x)) if is_placed(x) else "{} {}, {}".format(*_whole(x), _held(x)[0])
+    if is_on_devices(x):
+        return str(draw_array(x))
+    shape, dtype = _describe_global(x)
+    return f"{shape} {dtype}, {_describe_local(x).spec}"
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
     return by_path("describe", jax.tree_util.tree_leaves_with_path(tree))
 
 
-def _counted(rows: Sequence[Any]) -> str:
-    return "1 leaf" if len(rows) == 2 else f"{len(rows) - 1} leaves"
+def _count_leaves(rows: Sequence[Any]) -> str:
+    return "1 leaf" if len(rows) == 2 else f"{len(rows) - 1} leaves"  # the first row has the names of columns
 
 
-def _whole(x: Any) -> tuple[str, str]:
+def _describe_global(x: Any) -> tuple[str, str]:
     """Global shape, which is not known inside shard_map, and dtype."""
-    shape = "-" if _axes_around(x) else _brief(jax.numpy.shape(x))
+    shape = "-" if _bound_sizes(x) else _shape_text(jax.numpy.shape(x))
     return shape, str(getattr(x, "dtype", type(x).__name__))
 
 
-def _held(x: Any) -> tuple[str, str, str, str]:
-    """Spec, shape of a shard, number of devices and bytes on each."""
-    spec = getattr(sharding := getattr(x, "sharding", None), "spec", None)
-    around, devices = _axes_around(x), sharding.num_devices if sharding is not None else 0
-    if around:
-        over = [axis for axis in around if axis not in tracked_axes() or axis in varying_axes(x)]
-        named, devices = f"varies over {quoted(over)}" if over else "the same on all", math.prod(around.values())
-    elif isinstance(x, jax.core.Tracer):
-        named = "traced"
-    else:
-        named = "host" if sharding is None else "one device" if spec is None else brief_spec(spec)
-    return named, _brief(shard_shape(x)), str(devices), f"{shard_bytes(x):,}"
+class LocalText(NamedTuple):
+    """What one device holds of an array, in words."""
+
+    spec: str
+    shape: str
+    devices: str  # how many
+    bytes: str
 
 
-def _axes_around(x: Any) -> dict[str, int]:
+def _describe_local(x: Any) -> LocalText:
+    sharding = getattr(x, "sharding", None)
+    sizes = _bound_sizes(x)
+    devices = 0 if sharding is None else sharding.num_devices
+    if sizes:  # inside shard_map a value has no spec, but a type that says over which axes it varies
+        devices = math.prod(sizes.values())
+    return LocalText(_describe_spec(x), _shape_text(shard_shape(x)), str(devices), f"{shard_bytes(x):,}")
+
+
+def _describe_spec(x: Any) -> str:
+    sizes = _bound_sizes(x)
+    if sizes:
+        # jax tracks no types under vmap: a value may vary over its axis.
+        axes = [axis for axis in sizes if axis not in tracked_axes() or axis in varying_axes(x)]
+        return f"varies over {quoted(axes)}" if axes else "the same on all"
+    if isinstance(x, jax.core.Tracer):
+        return "traced"
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+        return "host"
+    spec = getattr(sharding, "spec", None)
+    return "one device" if spec is None else brief_spec(spec)
+
+
+def _bound_sizes(x: Any) -> dict[str, int]:
     """The axes that shard_map or vmap binds around a value, with their sizes; none for an array that is not traced."""
     return bound_axes() if isinstance(x, jax.core.Tracer) else {}
 
 
-def is_placed(x: Any) -> bool:
+def is_on_devices(x: Any) -> bool:
     """Whether a value is an array, or the description of one, on devices that are known."""
     sharding = getattr(x, "sharding", None)
     if not is_array(x) or isinstance(x, jax.core.Tracer) or sharding is None:
@@ -169,5 +210,5 @@ def is_placed(x: Any) -> bool:
     return not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
 
 
-def _brief(shape: Sequence[int]) -> str:
+def _shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"

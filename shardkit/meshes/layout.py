@@ -1,4 +1,4 @@
-"""Layouts of arrays: specs from logical names, local and global shapes, and placement."""
+"""Layouts of arrays: specs from logical names, local and global shapes, and arrays that are laid out."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
                 f"specs_from_rules: rules must be a mapping, or pairs of a logical axis and a mesh axis or None; got "
                 f"{pair!r} among them. Pass for example {{'embed': None, 'hidden': 'model'}}."
             )
-    table = dict(pairs)
-    for name in table:
-        if sum(known == name for known, _ in pairs) > 1:
+    axes_by_name = dict(pairs)
+    names_with_rules = [name for name, _ in pairs]
+    for name in axes_by_name:
+        if names_with_rules.count(name) > 1:
             raise ValueError(f"specs_from_rules: logical axis {name!r} has two rules. Remove one.")
 
-    def spec_of(path: Any, names: Any) -> PartitionSpec:
+    def make_spec(path: Any, names: Any) -> PartitionSpec:
         where = f"specs_from_rules: leaf {path_name(path)}"
         if not _is_names(names):
             raise TypeError(
@@ -58,16 +59,17 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
                 "Pass for example ('embed', 'hidden')."
             )
         for name in names:
-            if name is not None and name not in table:
+            if name is not None and name not in axes_by_name:
                 raise ValueError(
-                    f"{where} has the logical axis {name!r}, which has no rule; there are rules for {quoted(table)}. "
-                    "Add a rule; None replicates the dim."
+                    f"{where} has the logical axis {name!r}, which has no rule; there are rules for "
+                    f"{quoted(axes_by_name)}. Add a rule; None replicates the dim."
                 )
-        spec = canonical(PartitionSpec(*(None if name is None else table[name] for name in names)))
+        entries = [None if name is None else axes_by_name[name] for name in names]
+        spec = canonical(PartitionSpec(*entries))
         _refuse_double_use(where, spec, tuple(names))
         return spec
 
-    return jax.tree_util.tree_map_with_path(spec_of, logical_axes, is_leaf=_is_names)
+    return jax.tree_util.tree_map_with_path(make_spec, logical_axes, is_leaf=_is_names)
 
 
 @typed
@@ -129,7 +131,7 @@ def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | Abstrac
 
 @typed
 def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
-    """Places the arrays of a pytree on the mesh.
+    """Lays the arrays of a pytree out on the mesh.
 
     Args:
         tree: pytree of numpy or jax arrays of global shape.
@@ -149,17 +151,21 @@ def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
     """
     mesh = mesh_in_context("shard", mesh)
 
-    def place(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
+    def lay_out(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
         local_shape_of(f"shard: leaf {path_name(path)}", jax.numpy.shape(x), spec, mesh)
         return jax.device_put(x, NamedSharding(mesh, canonical(spec)))
 
-    return jax.tree_util.tree_map_with_path(place, tree, broadcast_specs(specs, tree, "shard"))
+    return jax.tree_util.tree_map_with_path(lay_out, tree, broadcast_specs(specs, tree, "shard"))
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Rows of cells as text, each column as wide as its widest cell."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 @typed
@@ -178,7 +184,12 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
     jit treats `P()` and `P(None)` as different and compiles twice.
     """
-    entries: list[AxisEntry] = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec_axes(spec)]
+    entries: list[AxisEntry] = []
+    for axes in spec_axes(spec):
+        if len(axes) > 1:
+            entries.append(axes)
+        else:
+            entries.append(axes[0] if axes else None)
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
@@ -186,7 +197,15 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
 def spec_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
     """The mesh axes of each entry of a spec, as tuples."""
-    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec.partitions]
+    axes: list[tuple[str, ...]] = []
+    for entry in spec.partitions:
+        if entry is None:
+            axes.append(())
+        elif isinstance(entry, str):
+            axes.append((entry,))
+        else:
+            axes.append(tuple(entry))
+    return axes
 
 
 def split_dims(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
@@ -212,10 +231,9 @@ def broadcast_specs(specs: Any, tree: Any, where: str = "specs") -> Any:
     try:
         return jax.tree.map(spread, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
     except ValueError:
-        ours, theirs = jax.tree.structure(specs), jax.tree.structure(tree)
         raise ValueError(
-            f"{where}: specs must be one spec, or a tree of them that is a prefix of the arrays' tree; got {ours} for "
-            f"{theirs}. Make it with jax.tree.map, or pass one spec."
+            f"{where}: specs must be one spec, or a tree of them that is a prefix of the arrays' tree; got "
+            f"{jax.tree.structure(specs)} for {jax.tree.structure(tree)}. Make it with jax.tree.map, or pass one spec."
         ) from None
 
 
@@ -248,14 +266,19 @@ def by_path(where: str, leaves: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
 
     So have `{"a": {"b": x}, "a.b": y}`, of which one would take the place of the other.
     """
-    named = [(path_name(path), leaf) for path, leaf in leaves]
-    names = [name for name, _ in named]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len({*names}) < len(names) else []
+    named: dict[str, Any] = {}
+    twice = set()
+    for path, leaf in leaves:
+        name = path_name(path)
+        if name in named:
+            twice.add(name)
+        named[name] = leaf
     if twice:
         raise ValueError(
-            f"{where}: the path of each leaf must be unique; got two leaves at {quoted(twice)}. Rename one of them."
+            f"{where}: the path of each leaf must be unique; got two leaves at {quoted(sorted(twice))}. Rename one of "
+            "them."
         )
-    return dict(named)
+    return named
 
 
 def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
@@ -270,13 +293,13 @@ def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
 
 def _refuse_double_use(where: str, spec: PartitionSpec, names: tuple[str | None, ...] = ()) -> None:
     axes = [axis for entry in spec_axes(spec) for axis in entry]
-    twice = next((axis for axis in axes if axes.count(axis) > 1), None)
-    if twice is not None:
-        origin = f" (from the logical axes {names})" if names else ""
-        raise ValueError(
-            f"{where}: a mesh axis can shard one dim only; got {twice!r} twice in {spec}{origin}. Give the other dim "
-            "another axis, or None."
-        )
+    for axis in axes:
+        if axes.count(axis) > 1:
+            origin = f" (from the logical axes {names})" if names else ""
+            raise ValueError(
+                f"{where}: a mesh axis can shard one dim only; got {axis!r} twice in {spec}{origin}. Give the other "
+                "dim another axis, or None."
+            )
 
 
 def _is_names(x: Any) -> bool:
@@ -286,16 +309,23 @@ def _is_names(x: Any) -> bool:
 def shard_shape(x: Any) -> tuple[int, ...]:
     """The shape of what one device holds of an array; a host array's own."""
     sharding = getattr(x, "sharding", None)
-    return tuple(jax.numpy.shape(x) if sharding is None else sharding.shard_shape(x.shape))
+    if sharding is None:
+        return tuple(jax.numpy.shape(x))
+    return tuple(sharding.shard_shape(x.shape))
 
 
 def shard_bytes(x: Any) -> int:
     """The bytes of what one device holds of an array."""
-    itemsize = (x if hasattr(x, "dtype") else jax.numpy.asarray(x)).dtype.itemsize
-    return math.prod(shard_shape(x)) * itemsize
+    array = x if hasattr(x, "dtype") else jax.numpy.asarray(x)
+    return math.prod(shard_shape(x)) * array.dtype.itemsize
 
 
 def brief_spec(spec: PartitionSpec) -> str:
     """A spec as users write it: `P('data', None)`."""
-    entries = ["None" if not a else repr(a[0]) if len(a) == 1 else repr(a) for a in spec_axes(spec)]
+    entries = []
+    for axes in spec_axes(spec):
+        if len(axes) > 1:
+            entries.append(repr(axes))
+        else:
+            entries.append(repr(axes[0]) if axes else "None")
     return f"P({', '.join(entries)})"

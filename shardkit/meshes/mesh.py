@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from typing import Literal, NamedTuple, overload
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardkit._arguments.checks import counted, quoted, sized
 from shardkit._arguments.typed import Devices, typed
 from shardkit._jax import backends
-from shardkit.meshes.placement import DeviceOrder, alike, place
+from shardkit.meshes.device_order import DeviceOrder, assume_equal_gathers, order_devices
 from shardkit.meshes.simulated import warn_if_few_threads, widen_thread_pool
 
 
@@ -65,34 +65,31 @@ def make_mesh(
     _check_types(axis_types, len(sizes))
     if not sizes:
         raise ValueError("make_mesh: at least one axis is needed; got none. Pass for example make_mesh(data=-1).")
-    chosen = [] if devices is None else list(devices)  # an array of devices has no truth value
-    twice = next((d for d in chosen if chosen.count(d) > 1), None)
-    if twice is not None:
-        raise ValueError(f"make_mesh: devices must be distinct; got {twice} more than once. Pass each device once.")
-    if devices is None and not backends.jax_has_started():
-        widen_thread_pool()
-    used = jax.devices() if devices is None else chosen
-    sizes = _fill(sizes, len(used))
-    shape, names = tuple(sizes.values()), tuple(sizes)
-    if math.prod(shape) != len(used):
-        need = math.prod(shape)
-        remedy = f"pass devices=jax.devices()[:{need}]" if need < len(used) else f"simulate_devices({need})"
-        raise ValueError(
-            f"make_mesh: the product of the axis sizes must be the number of devices; got {sized(sizes.items())}, "
-            f"which needs {need}, for {len(used)} devices. Change a size, pass -1 for one size, or {remedy}."
-        )
+    if devices is None:
+        if not backends.jax_has_started():
+            widen_thread_pool()
+        used = jax.devices()
+    else:
+        used = list(devices)
+        _check_distinct(used)
+    sizes = _infer_size(sizes, len(used))
+    _check_product(sizes, len(used))
+    shape = tuple(sizes.values())
     if placement == "auto":
-        _check_whole(used)
-        placement = place(used, sizes, alike(sizes))
+        _check_torus(used)
+        placement = order_devices(used, sizes, assume_equal_gathers(sizes))  # None for devices without known links
     if isinstance(placement, DeviceOrder):
         if list(sizes.items()) != list(placement.axes.items()):
             raise ValueError(
                 f"make_mesh: placement must be one for the same mesh; got one of {sized(placement.axes.items())} for "
                 f"{sized(sizes.items())}. Leave the sizes out, or make another with aot.place."
             )
-        return _mesh(placement.grid(used), names, axis_types)
-    grid = mesh_utils.create_device_mesh(shape, used) if devices is None else np.array(used).reshape(shape)
-    return _mesh(grid, names, axis_types)
+        grid = placement.grid(used)
+    elif devices is None:
+        grid = mesh_utils.create_device_mesh(shape, used)
+    else:
+        grid = np.array(used).reshape(shape)
+    return _build_mesh(grid, tuple(sizes), axis_types)
 
 
 @typed
@@ -156,68 +153,103 @@ def make_hybrid_mesh(
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     devices = jax.devices() if devices is None else devices
-    group_of = group_of or (lambda d: getattr(d, "slice_index", d.process_index))
+    group_of = group_of or _slice_or_process
     groups: dict[int, list[jax.Device]] = {}
     for device in devices:
         groups.setdefault(group_of(device), []).append(device)
-    count, size = math.prod(slow.values()), math.prod(fast.values())
-    found = sorted(len(group) for group in groups.values())
-    if found != [size] * count:
+    count = math.prod(slow.values())
+    size = math.prod(fast.values())
+    group_sizes = sorted(len(group) for group in groups.values())
+    if group_sizes != [size] * count:
         raise ValueError(
             f"make_hybrid_mesh: slow axes {sized(slow.items())} over fast axes {sized(fast.items())} need {count} "
-            f"group(s) of {size} devices; got group sizes {found}. Change the sizes or pass group_of."
+            f"group(s) of {size} devices; got group sizes {group_sizes}. Change the sizes or pass group_of."
         )
-    inside = [mesh_utils.create_device_mesh(tuple(fast.values()), group) for _, group in sorted(groups.items())]
-    grid = np.stack(inside).reshape(*slow.values(), *fast.values())
+    grids = [mesh_utils.create_device_mesh(tuple(fast.values()), group) for _, group in sorted(groups.items())]
+    grid = np.stack(grids).reshape(*slow.values(), *fast.values())
+    # Of slow {"data": 2} and fast {"data": 2, "model": 4} the grid is [data, data, model]: the slow part of an axis
+    # goes directly before its fast part, and they become one axis of 4.
     names = [*slow, *(name for name in fast if name not in slow)]
     order: list[int] = []
-    for name in names:  # the slow part of an axis directly before its fast part
-        order += [list(slow).index(name)] if name in slow else []
-        order += [len(slow) + list(fast).index(name)] if name in fast else []
+    for name in names:
+        if name in slow:
+            order.append(list(slow).index(name))
+        if name in fast:
+            order.append(len(slow) + list(fast).index(name))
     shape = [slow.get(name, 1) * fast.get(name, 1) for name in names]
-    return _mesh(grid.transpose(order).reshape(shape), tuple(names), AxisType.Auto)
+    return _build_mesh(grid.transpose(order).reshape(shape), tuple(names), AxisType.Auto)
+
+
+def _slice_or_process(device: jax.Device) -> int:
+    return getattr(device, "slice_index", device.process_index)
 
 
 def _check_types(axis_types: object, count: int) -> None:
-    each = axis_types if isinstance(axis_types, Sequence) and not isinstance(axis_types, str) else [axis_types] * count
-    if len(each) != count or not all(isinstance(kind, AxisType) for kind in each):
+    if isinstance(axis_types, Sequence) and not isinstance(axis_types, str):
+        types = list(axis_types)
+    else:
+        types = [axis_types] * count
+    if len(types) != count or not all(isinstance(kind, AxisType) for kind in types):
         raise TypeError(
             f"make_mesh: axis_types must be one AxisType, or one for each of {count} axes; got {axis_types!r}. Pass "
             "for example jax.sharding.AxisType.Auto."
         )
 
 
-def _check_whole(devices: Sequence[jax.Device]) -> None:
+def _check_distinct(devices: Sequence[jax.Device]) -> None:
+    for device in devices:
+        if devices.count(device) > 1:
+            raise ValueError(
+                f"make_mesh: devices must be distinct; got {device} more than once. Pass each device once."
+            )
+
+
+def _check_product(sizes: Mapping[str, int], devices: int) -> None:
+    product = math.prod(sizes.values())
+    if product == devices:
+        return
+    remedy = f"simulate_devices({product})"
+    if product < devices:
+        remedy = f"pass devices=jax.devices()[:{product}]"
+    raise ValueError(
+        f"make_mesh: the product of the axis sizes must be the number of devices; got {sized(sizes.items())}, "
+        f"which needs {product}, for {devices} devices. Change a size, pass -1 for one size, or {remedy}."
+    )
+
+
+def _check_torus(devices: Sequence[jax.Device]) -> None:
     """Refuses a part of a torus: whether its ends are linked is not known."""
-    every = [device for device in devices[0].client.devices() if device.platform == "tpu"]
-    if set(every) - set(devices):
+    torus = [device for device in devices[0].client.devices() if device.platform == "tpu"]
+    if set(torus) - set(devices):
         raise ValueError(
-            f"make_mesh: placement='auto' must have all devices of a torus; got {len(devices)} of {len(every)}. Leave "
+            f"make_mesh: placement='auto' must have all devices of a torus; got {len(devices)} of {len(torus)}. Leave "
             "devices out, or placement."
         )
 
 
-def grid_of_mesh(mesh: Mesh) -> DeviceGrid:
+def draw_mesh(mesh: Mesh) -> DeviceGrid:
     """The device at each coordinate of a mesh."""
     kind = mesh.devices.flat[0].platform
-    processes = len({d.process_index for d in mesh.devices.flat})
-    title = " x ".join(f"{n}={s}" for n, s in mesh.shape.items())
-    return DeviceGrid(
-        (f"mesh {title}: {counted(mesh.size, kind + ' device')}, {counted(processes, 'process', 'es')}",),
-        [[f"{name}={i}" for i in range(size)] for name, size in mesh.shape.items()],
-        {at: (device.id,) for at, device in np.ndenumerate(mesh.devices)},
-    )
+    processes = len({device.process_index for device in mesh.devices.flat})
+    axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    title = f"mesh {axes}: {counted(mesh.size, kind + ' device')}, {counted(processes, 'process', 'es')}"
+    labels = []
+    for name, size in mesh.shape.items():
+        labels.append([f"{name}={index}" for index in range(size)])
+    cells = {coordinates: (device.id,) for coordinates, device in np.ndenumerate(mesh.devices)}
+    return DeviceGrid((title,), labels, cells)
 
 
-def _mesh(grid: np.ndarray, names: tuple[str, ...], axis_types: AxisType | Sequence[AxisType]) -> Mesh:
+def _build_mesh(grid: np.ndarray, names: tuple[str, ...], axis_types: AxisType | Sequence[AxisType]) -> Mesh:
     types = (axis_types,) * len(names) if isinstance(axis_types, AxisType) else tuple(axis_types)
-    local = [d for d in grid.flat if d.process_index == d.client.process_index()]
+    local = [device for device in grid.flat if device.process_index == device.client.process_index()]
     if len(local) > 1 and local[0].platform == "cpu":
         warn_if_few_threads(len(local), stacklevel=5)  # the caller of make_mesh or make_hybrid_mesh
     return Mesh(grid, names, axis_types=types)
 
 
-def _fill(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+def _infer_size(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """The sizes of the axes, with the one that is -1 inferred from the number of devices."""
     open_axes = [name for name, size in sizes.items() if size == -1]
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if bad:
@@ -230,13 +262,13 @@ def _fill(sizes: Mapping[str, int], count: int) -> dict[str, int]:
         )
     if not open_axes:
         return dict(sizes)
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if count % known:
+    product = math.prod(size for size in sizes.values() if size != -1)
+    if count % product:
         raise ValueError(
             f"make_mesh: the product of the other sizes must divide the number of devices to infer axis "
-            f"{open_axes[0]!r}; got {known} for {count} devices. Change a size."
+            f"{open_axes[0]!r}; got {product} for {count} devices. Change a size."
         )
-    return {name: count // known if size == -1 else size for name, size in sizes.items()}
+    return {**sizes, open_axes[0]: count // product}
 
 
 Ids = tuple[int, ...]
@@ -246,9 +278,9 @@ _LISTED = 8  # of more devices in one cell, consecutive ones are written as a ra
 class GridTable(NamedTuple):
     """A table of a grid."""
 
-    at: str  # the labels of the dims before the last two
-    sides: list[str]  # the label of each row
-    heads: list[str]  # the label of each column
+    title: str  # the labels of the dims before the last two
+    row_labels: list[str]
+    column_labels: list[str]
     cells: list[list[Ids]]  # rows of cells; a cell holds the ids of its devices
 
 
@@ -256,52 +288,72 @@ class DeviceGrid(NamedTuple):
     """Device ids over a grid of any number of dims."""
 
     title: tuple[str, ...]  # lines above the tables
-    labels: Sequence[Sequence[str]]  # for each dim the label of each place along it
-    cells: Mapping[Ids, Ids]  # the ids of the devices at each place
+    labels: Sequence[Sequence[str]]  # for each dim the label of each index
+    cells: Mapping[Ids, Ids]  # the ids of the devices at each index of the grid
 
-    def blocks(self) -> Iterator[GridTable]:
-        """The tables, whose rows and columns are the last two dims."""
+    def tables(self) -> Iterator[GridTable]:
+        """The tables, whose rows and columns are the last two dims: one for each index of the dims before.
+
+        Of a grid of [2, 4] one table of two rows and four columns; of [3, 2, 4] three of them.
+        """
         rows, columns = [[""], [""], *self.labels][-2:]
-        before = self.labels[:-2]
-        places = [range(len(each)) for each in self.labels]
-        for outer in product(*places[:-2]):
-            inner = iter(product(*places[-2:]))
-            cells = [[self.cells[*outer, *next(inner)] for _ in columns] for _ in rows]
-            at = ", ".join(each[i] for each, i in zip(before, outer, strict=True))
-            yield GridTable(at, list(rows), list(columns), cells)
+        outer_labels = self.labels[:-2]
+        outer_indices = product(*(range(len(labels)) for labels in outer_labels))
+        inner_shape = [range(len(labels)) for labels in self.labels[-2:]]
+        for outer in outer_indices:
+            inner = product(*inner_shape)
+            cells = []
+            for _ in rows:
+                cells.append([self.cells[*outer, *next(inner)] for _ in columns])
+            title = ", ".join(labels[index] for labels, index in zip(outer_labels, outer, strict=True))
+            yield GridTable(title, list(rows), list(columns), cells)
 
     def __str__(self) -> str:
-        blocks = list(self.blocks())
-        left = max(len(side) for side in blocks[0].sides)
-        texts = [[[written(cell) for cell in row] for row in block.cells] for block in blocks]
-        columns = [[row[i] for text in texts for row in text] for i in range(len(blocks[0].heads))]
-        widths = [max(map(len, [head, *c])) for head, c in zip(blocks[0].heads, columns, strict=True)]
+        tables = list(self.tables())
+        texts = []
+        for table in tables:
+            texts.append([[format_ids(ids) for ids in row] for row in table.cells])
+        left = max(len(label) for label in tables[0].row_labels)
+        widths = []
+        for column, label in enumerate(tables[0].column_labels):
+            cells = [row[column] for rows in texts for row in rows]
+            widths.append(max(map(len, [label, *cells])))
         lines = list(self.title)
-        for block, text in zip(blocks, texts, strict=True):
-            lines += [block.at] if block.at else []
-            for side, row in zip(["", *block.sides], [block.heads, *text], strict=True):
-                cells = "".join(f"  {cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-                lines += [f"{side:<{left}}{cells}"] if any(row) else []
+        for table, rows in zip(tables, texts, strict=True):
+            if table.title:
+                lines.append(table.title)
+            if any(table.column_labels):
+                lines.append(_format_row("", table.column_labels, left, widths))
+            for label, row in zip(table.row_labels, rows, strict=True):
+                if any(row):
+                    lines.append(_format_row(label, row, left, widths))
         return "\n".join(line.rstrip() for line in lines)
 
 
-def written(ids: Ids) -> str:
+def _format_row(label: str, cells: Sequence[str], left: int, widths: Sequence[int]) -> str:
+    texts = [f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
+    return f"{label:<{left}}" + "".join(texts)
+
+
+def format_ids(ids: Ids) -> str:
     """The ids of a cell as text: `0,4`, and `0-15,32-47` for many."""
     if len(ids) <= _LISTED:
         return ",".join(map(str, ids))
     runs: list[list[int]] = []
-    for each in ids:
-        if runs and each == runs[-1][-1] + 1:
-            runs[-1][1:] = [each]
+    for number in ids:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
         else:
-            runs.append([each])
+            runs.append([number])
     return ",".join("-".join(map(str, run)) for run in runs)
 
 
-def beside(left: str, right: str) -> str:
+def put_beside(left: str, right: str) -> str:
     """Two texts of several lines next to each other."""
-    one, other = left.split("\n"), right.split("\n")
-    width = max(map(len, one))
-    rows = max(len(one), len(other))
-    pairs = zip(one + [""] * (rows - len(one)), other + [""] * (rows - len(other)), strict=True)
-    return "\n".join(f"{a:<{width}}    {b}".rstrip() for a, b in pairs)
+    left_lines = left.split("\n")
+    right_lines = right.split("\n")
+    width = max(map(len, left_lines))
+    lines = []
+    for ours, theirs in zip_longest(left_lines, right_lines, fillvalue=""):
+        lines.append(f"{ours:<{width}}    {theirs}".rstrip())
+    return "\n".join(lines)

@@ -111,7 +111,6 @@ def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
         >>> sk.fold_keys(keys[:, None], jnp.arange(3)[None, :]).shape
         (2, 3)
     """
-    raw = () if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[-1:]
     try:
         shape = jnp.broadcast_shapes(_keys_shape(keys), jnp.shape(data))
     except ValueError:
@@ -121,10 +120,11 @@ def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
         ) from None
     if not jnp.issubdtype(jnp.result_type(data), jnp.integer):
         raise TypeError(f"fold_keys: data must be integers; got {jnp.result_type(data)}. Pass for example 1.")
+    raw_shape = () if _is_typed(keys) else keys.shape[-1:]
     fold = jax.random.fold_in
-    for _ in shape:
+    for _ in shape:  # once for each dim of the keys
         fold = jax.vmap(fold)
-    return fold(jnp.broadcast_to(keys, shape + raw), jnp.broadcast_to(data, shape))
+    return fold(jnp.broadcast_to(keys, shape + raw_shape), jnp.broadcast_to(data, shape))
 
 
 @typed
@@ -166,12 +166,14 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
     draw = partial(jax.random.bernoulli, p=1 - rate, shape=x_b.shape[len(shape) :])
     for _ in shape:
         draw = jax.vmap(draw)
-    return jnp.where(draw(keys_b), x_b / jnp.asarray(1 - float(rate), x_b.dtype), jnp.zeros_like(x_b))
+    kept = draw(keys_b)
+    scaled = x_b / jnp.asarray(1 - float(rate), x_b.dtype)
+    return jnp.where(kept, scaled, jnp.zeros_like(x_b))
 
 
 def refuse_unstable(where: str, keys: jax.Array) -> None:
     """Refuses keys whose draws differ under vmap, and so depend on mesh and batch."""
-    if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) and str(jax.random.key_impl(keys)) in ("rbg", "unsafe_rbg"):
+    if _is_typed(keys) and str(jax.random.key_impl(keys)) in ("rbg", "unsafe_rbg"):
         raise ValueError(
             f"{where}: keys must have an implementation whose draws do not depend on the batch; got "
             f"{jax.random.key_impl(keys)!r}. Pass jax.random.key(seed, impl='threefry2x32')."
@@ -183,9 +185,14 @@ def salt(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+def _is_typed(keys: jax.Array) -> bool:
+    """Whether keys are those of `jax.random.key`, and not the integers of `jax.random.PRNGKey`."""
+    return bool(jnp.issubdtype(keys.dtype, jax.dtypes.prng_key))
+
+
 def _keys_shape(keys: jax.Array) -> tuple[int, ...]:
     """The shape of an array of keys; a raw key is a row of integers."""
-    return keys.shape if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[:-1]
+    return keys.shape if _is_typed(keys) else keys.shape[:-1]
 
 
 @typed

@@ -80,7 +80,8 @@ def cpu_environment(n: int, environ: Mapping[str, str]) -> dict[str, str]:
 def widen_thread_pool() -> None:
     """Gives the CPU devices that jax is configured to start the threads they need; call it before jax starts."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    devices = max(int(flag.group(1)) if flag else 1, backends.cpu_devices_asked_for(), 1)
+    flagged = int(flag.group(1)) if flag else 1
+    devices = max(flagged, backends.cpu_devices_asked_for(), 1)
     os.environ["NPROC"] = cpu_environment(devices, os.environ)["NPROC"]
 
 

@@ -68,9 +68,10 @@ class Config:
         check_fields(self)
         if self.remat is not None:
             policy_of("Config", self.remat, False)
-        least_one = ("vocabulary", "layers", "dim", "heads", "kv_heads", "hidden", "top_k", "group", "microbatches")
-        at_least("Config", 1, **{name: getattr(self, name) for name in least_one})
-        at_least("Config", 0, **{name: getattr(self, name) for name in ("dropout", "experts", "balance", "router_z")})
+        for name in ("vocabulary", "layers", "dim", "heads", "kv_heads", "hidden", "top_k", "group", "microbatches"):
+            at_least("Config", 1, **{name: getattr(self, name)})
+        for name in ("dropout", "experts", "balance", "router_z"):
+            at_least("Config", 0, **{name: getattr(self, name)})
         positive("Config", norm_epsilon=self.norm_epsilon, rope_theta=self.rope_theta)
         finite("Config", capacity=self.capacity, balance=self.balance, router_z=self.router_z)
         if self.dropout >= 1 or (self.capacity is not None and self.capacity <= 0):
@@ -126,18 +127,25 @@ def init(key: Key, config: Config) -> Any:
         "value": (c.layers, c.dim, c.groups, c.head_size),
         "attention_out": (c.layers, c.heads, c.head_size, c.dim),
     }
-    feed_forward = {"gate": (c.dim, c.width), "up": (c.dim, c.width), "down": (c.width, c.dim)}
-    each = (c.layers, c.experts) if c.experts else (c.layers,)
-    shapes |= {name: (*each, *shape) for name, shape in feed_forward.items()}
+    feed_forward: dict[str, tuple[int, ...]] = {
+        "gate": (c.dim, c.width),
+        "up": (c.dim, c.width),
+        "down": (c.width, c.dim),
+    }
+    stack = (c.layers, c.experts) if c.experts else (c.layers,)
+    for name, shape in feed_forward.items():
+        shapes[name] = (*stack, *shape)
     if c.experts:
         shapes["router"] = (c.layers, c.dim, c.experts)
     keys = iter(jax.random.split(key, len(shapes) + 2))
     # Projections into the residual stream start smaller, so that its variance does not grow with depth.
-    scales = dict.fromkeys(("attention_out", "down"), 0.02 / math.sqrt(2 * c.layers))
-    layers: dict[str, Any] = {
-        name: scales.get(name, 0.02) * jax.random.normal(next(keys), s) for name, s in shapes.items()
-    }
-    layers |= {name: jnp.ones((c.layers, c.dim)) for name in ("attention_norm", "mlp_norm")}
+    residual_scale = 0.02 / math.sqrt(2 * c.layers)
+    layers: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        scale = residual_scale if name in ("attention_out", "down") else 0.02
+        layers[name] = scale * jax.random.normal(next(keys), shape)
+    for name in ("attention_norm", "mlp_norm"):
+        layers[name] = jnp.ones((c.layers, c.dim))
     if c.experts:
         layers["experts"] = {name: layers.pop(name) for name in feed_forward}
     params = {
@@ -167,15 +175,21 @@ def logical_axes(config: Config) -> Any:
         "attention_norm": ("layers", "embed"),
         "mlp_norm": ("layers", "embed"),
     }
-    into, back = ("embed", "hidden"), ("hidden", "embed")
     if config.experts:
-        names = {"gate": into, "up": into, "down": back}
-        layers["experts"] = {name: ("layers", "experts", *("expert_" + n for n in on)) for name, on in names.items()}
+        layers["experts"] = {
+            "gate": ("layers", "experts", "expert_embed", "expert_hidden"),
+            "up": ("layers", "experts", "expert_embed", "expert_hidden"),
+            "down": ("layers", "experts", "expert_hidden", "expert_embed"),
+        }
         layers["router"] = ("layers", "embed", "experts")
     else:
-        layers |= {"gate": ("layers", *into), "up": ("layers", *into), "down": ("layers", *back)}
-    axes = {"embed": ("vocabulary", "embed"), "layers": layers, "final_norm": ("embed",)}
-    return axes if config.tied else axes | {"head": ("embed", "vocabulary")}
+        layers["gate"] = ("layers", "embed", "hidden")
+        layers["up"] = ("layers", "embed", "hidden")
+        layers["down"] = ("layers", "hidden", "embed")
+    axes: dict[str, Any] = {"embed": ("vocabulary", "embed"), "layers": layers, "final_norm": ("embed",)}
+    if not config.tied:
+        axes["head"] = ("embed", "vocabulary")
+    return axes
 
 
 @typed
@@ -191,14 +205,17 @@ def muon_dims(config: Config) -> Any:
     """
     from optax.contrib import MuonDimensionNumbers
 
-    def of(names: tuple[str, ...]) -> Any:
+    def choose_dims(names: tuple[str, ...]) -> Any:
         dims = [dim for dim, name in enumerate(names) if name not in ("layers", "experts")]
         if names[0] != "layers" or len(dims) < 2:
             return None
-        rows = 1 if names[dims[0]].endswith("embed") else len(dims) - 1  # the rest is what it is multiplied into
+        # A matrix that reads the residual stream has its width as rows, [D | H, K]; one that writes it has it as
+        # columns, [H, K | D].
+        reads_residual = names[dims[0]] in ("embed", "expert_embed")
+        rows = 1 if reads_residual else len(dims) - 1
         return MuonDimensionNumbers(tuple(dims[:rows]), tuple(dims[rows:]))
 
-    return jax.tree.map(of, logical_axes(config), is_leaf=lambda names: isinstance(names, tuple))
+    return jax.tree.map(choose_dims, logical_axes(config), is_leaf=lambda names: isinstance(names, tuple))
 
 
 @typed
@@ -220,6 +237,10 @@ def tensor_rules(config: Config, axis: Axis, ways: int) -> Any:
         True
     """
     at_least("tensor_rules", 1, ways=ways)
-    whole = ("layers", "embed", "head_size", "experts", "expert_embed", "expert_hidden")
-    rules = dict.fromkeys(whole) | dict.fromkeys(("vocabulary", "heads", "hidden"), axis)
-    return specs_from_rules(logical_axes(config), rules | {"kv_heads": None if config.groups % ways else axis})
+    rules: dict[str, Axis | None] = {}
+    for name in ("layers", "embed", "head_size", "experts", "expert_embed", "expert_hidden"):
+        rules[name] = None
+    for name in ("vocabulary", "heads", "hidden"):
+        rules[name] = axis
+    rules["kv_heads"] = axis if config.groups % ways == 0 else None
+    return specs_from_rules(logical_axes(config), rules)

@@ -11,30 +11,34 @@ vocabulary, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, at_least_zero, named, positive, quoted, shapes
-from shardkit._arguments.typed import Arrays, Key, check_fields, typed
-from shardkit._jax.compat import varying_axes
+from shardkit._arguments.checks import quoted
+from shardkit._arguments.typed import Arrays, Key, typed
 from shardkit.collectives import axis_index, axis_size
-from shardkit.collectives.matmul import Impl
-from shardkit.layers.attention import dot_attention
-from shardkit.layers.context_attention import ring_attention, ulysses_attention
-from shardkit.layers.linear import column_linear, local_groups, row_linear
-from shardkit.layers.matmul import live_axes
-from shardkit.layers.moe import moe
-from shardkit.layers.routing import Capacity, Dropless
+from shardkit.layers.linear import column_linear
 from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits, vocab_embed
-from shardkit.layers.zigzag import Order, positions, zigzag
+from shardkit.layers.zigzag import zigzag
 from shardkit.meshes.rng import dropout, fold_keys
+from shardkit.models.blocks import (
+    ONE_DEVICE,
+    Axes,
+    attention,
+    check_split,
+    check_tokens,
+    experts,
+    mlp,
+    rms_norm,
+    rotate,
+    token_positions,
+)
 from shardkit.models.parameters import Config, init, logical_axes, muon_dims, tensor_rules
-from shardkit.on_device.batch import token_axes
-from shardkit.on_device.gradient import Mean
+from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import Staged
 from shardkit.remat.layers import gathered, scan_layers
 
@@ -59,206 +63,6 @@ __all__ = [
 ]
 
 Piece = Callable[[Any, Any, Any], Any]
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The mesh axes over which the model communicates; by default none, for one device.
-
-    Attributes:
-        model: tensor parallelism over heads, hidden width and vocabulary, laid out by `tensor_rules`.
-        sequence: sequence parallelism: between blocks, tokens are split over `model`.
-        context: context parallelism: tokens are split over it, with ring attention.
-        ulysses: tokens are split over it, with attention split by heads; with `context`, it is the inner axis.
-        order: the order of the tokens along `context`; the batch is in contiguous order.
-        expert: expert parallelism.
-        impl: with `sequence`, as for `all_gather_matmul`.
-        stage: the axis of the pipeline, if the layers run as its stages.
-    """
-
-    model: Axis | None = None
-    sequence: bool = False
-    context: Axis | None = None
-    ulysses: Axis | None = None
-    order: Order = "zigzag"
-    expert: Axis | None = None
-    impl: Impl = "auto"
-    stage: Axis | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-ONE_DEVICE = Axes()
-"""No axis at all: the model as it is on one device."""
-
-
-def token_positions(tokens: int, axes: Axes) -> jax.Array:
-    """Positions of this device's tokens in the sequence, [T]."""
-    if axes.context is not None:
-        return positions(tokens, axes.context, order=axes.order, ulysses=axes.ulysses)
-    return jnp.arange(tokens, dtype=jnp.int32) if axes.ulysses is None else positions(tokens, axes.ulysses)
-
-
-def check_tokens(axes: Axes, tokens_bT: jax.Array) -> None:
-    """Refuses tokens that are not split over exactly the axes of attention.
-
-    In a hand-written shard_map only the axes over which the tokens vary are known.
-    """
-    split, attended = token_axes(), set[str]()
-    for name, axis in (("context", axes.context), ("ulysses", axes.ulysses)):
-        live = set(live_axes("transformer", axis))
-        whole = live - varying_axes(tokens_bT)
-        attended |= live
-        rule, remedy = f"transformer: the tokens must be split over axes.{name}={axis!r}", f"Chain cp({axis!r}) into"
-        if whole:
-            raise ValueError(f"{rule}; got the same tokens along {named(sorted(whole))}. {remedy} the plan.")
-        examples = live if split is None else live & set(split)
-        if live != examples:
-            raise ValueError(
-                f"{rule}; got different examples along {named(sorted(live - examples))}. {remedy} the plan, and dp "
-                "over another axis."
-            )
-    if split is not None and not set(split) <= attended:
-        other = tuple(axis for axis in split if axis not in attended)
-        raise ValueError(
-            f"transformer: attention must run over {named(other)}, which split the tokens in the plan; got "
-            f"axes.context={axes.context!r} and axes.ulysses={axes.ulysses!r}. Pass Axes(context=...), or "
-            "Axes(ulysses=...), with the axes of the plan's cp."
-        )
-
-
-def check_split(what: str, here: int, whole: int, axes: Axes) -> None:
-    """Refuses weights that are not split over the model axis: sums over devices would count them more than once."""
-    ways = 1 if axes.model is None else axis_size(axes.model)
-    if here * ways == whole:
-        return
-    remedy = f"Chain tp({axes.model!r}, tensor_rules(config, {axes.model!r}, {ways})) into the plan."
-    if axes.model is None:
-        remedy = "Pass Axes(model=...) with the axis of the plan's tp."
-    what, noun = f"{whole} {what}", what.split()[-1]
-    raise ValueError(
-        f"transformer: the {what} must be split over axes.model={axes.model!r}; got {here} {noun} on each of {ways} "
-        f"devices. {remedy}"
-    )
-
-
-@typed
-def attention(
-    weights: Mapping[str, Any],
-    x_btD: jax.Array,
-    config: Config,
-    positions_T: jax.Array | None = None,
-    axes: Axes = ONE_DEVICE,
-    segments_bT: jax.Array | None = None,
-) -> jax.Array:
-    """Causal self-attention with rotary positions; each group of H/G heads shares one key/value head.
-
-    Example:
-        >>> from shardkit.models import transformer
-        >>> config = transformer.Config(layers=1, dim=16, heads=2)
-        >>> layer = jax.tree.map(lambda x: np.asarray(x)[0], transformer.init(jax.random.key(0), config)["layers"])
-        >>> jax.jit(transformer.attention, static_argnums=2)(layer, np.ones((1, 4, 16), "f"), config).shape
-        (1, 4, 16)
-    """
-    shapes("attention", x_btD=(x_btD, "btD"))
-    positions_T = jnp.arange(x_btD.shape[1]) if positions_T is None else positions_T
-    check_split("query heads", weights["query"].shape[-2], config.heads, axes)
-    share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
-    key, value = (
-        local_groups(weights[name], axes.model, heads=config.heads, kv_heads=config.groups) for name in ("key", "value")
-    )
-    q_bThK, k_bTgK, v_bTgK = column_linear(x_btD, (weights["query"], key, value), axes.model, **share)
-    q_bThK, k_bTgK = (rotate(x, positions_T, config.rope_theta) for x in (q_bThK, k_bTgK))
-    along: dict[str, Any]
-    qkv, along = (q_bThK, k_bTgK, v_bTgK), {"segments_bt": segments_bT}
-    if axes.ulysses is not None:
-        order = "contiguous" if axes.context is None else axes.order
-        y_bThK = ulysses_attention(*qkv, axes.ulysses, ring=axes.context, order=order, **along)
-    elif axes.context is not None:
-        y_bThK = ring_attention(*qkv, axes.context, order=axes.order, **along)
-    else:
-        y_bThK = dot_attention(*qkv, **along)
-    return row_linear(y_bThK, weights["attention_out"], axes.model, **share)
-
-
-@typed
-def mlp(weights: Mapping[str, Any], x_btD: jax.Array, axes: Axes = ONE_DEVICE) -> jax.Array:
-    """SwiGLU: silu(x W_gate) * (x W_up), then W_down.
-
-    Example:
-        >>> from shardkit.models import transformer
-        >>> weights = {"gate": np.ones((16, 32), "f"), "up": np.ones((16, 32), "f"), "down": np.ones((32, 16), "f")}
-        >>> jax.jit(transformer.mlp)(weights, np.ones((1, 4, 16), "f")).shape
-        (1, 4, 16)
-    """
-    share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
-    gate_bTf, up_bTf = column_linear(x_btD, (weights["gate"], weights["up"]), axes.model, **share)
-    return row_linear(jax.nn.silu(gate_bTf) * up_bTf, weights["down"], axes.model, **share)
-
-
-@typed
-def experts(
-    weights: Mapping[str, Any],
-    x_btD: jax.Array,
-    config: Config,
-    axes: Axes = ONE_DEVICE,
-    weights_bt: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A mixture of SwiGLU experts: the output, the two losses of the router, and the dropped and all choices.
-
-    Example:
-        >>> from shardkit.models import transformer
-        >>> config = transformer.Config(layers=1, dim=16, heads=2, experts=4)
-        >>> layer = jax.tree.map(lambda x: np.asarray(x)[0], transformer.init(jax.random.key(0), config)["layers"])
-        >>> y, losses, dropped = jax.jit(transformer.experts, static_argnums=2)(layer, np.ones((1, 4, 16), "f"), config)
-        >>> dropped.tolist()
-        [0.0, 8.0]
-    """
-
-    def swiglu(expert: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
-        return dot(jax.nn.silu(dot(x_SD, expert["gate"])) * dot(x_SD, expert["up"]), expert["down"])
-
-    routing = Dropless() if config.capacity is None else Capacity(config.capacity, config.group)
-    route: dict[str, Any] = {"top_k": config.top_k, "routing": routing, "weights": weights_bt, "stage": axes.stage}
-    y_btD, stats = moe(x_btD, weights["router"], weights["experts"], swiglu, axes.expert, **route)
-    return y_btD, jnp.stack([stats.balance_loss, stats.z_loss]), jnp.stack(stats.dropped)
-
-
-@typed
-def rms_norm(x_bTD: jax.Array, gain_D: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-    """x / sqrt(mean(x^2) + epsilon) times a gain, with float32 statistics.
-
-    Example:
-        >>> from shardkit.models import transformer
-        >>> transformer.rms_norm(jnp.array([[[3.0, -3.0]]]), jnp.ones(2)).round(3).tolist()
-        [[[1.0, -1.0]]]
-    """
-    at_least_zero("rms_norm", epsilon=epsilon)
-    shapes("rms_norm", x_bTD=(x_bTD, "bTD"), gain_D=(gain_D, "D"))
-    wide = x_bTD.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return (wide * scale).astype(x_bTD.dtype) * gain_D[None, None, :]
-
-
-@typed
-def rotate(x_bTHK: jax.Array, positions_T: jax.Array, theta: float = 10_000.0) -> jax.Array:
-    """Rotary positions (Su et al., 2021): pairs of features rotate by an angle proportional to the position.
-
-    Example:
-        >>> from shardkit.models import transformer
-        >>> x = jnp.ones((1, 4, 2, 8))
-        >>> (transformer.rotate(x, jnp.arange(4)) == x).all(axis=(0, 2, 3)).tolist()
-        [True, False, False, False]
-    """
-    positive("rotate", theta=theta)
-    shapes("rotate", x_bTHK=(x_bTHK, "bTHK"), positions_T=(positions_T, "T"))
-    K = x_bTHK.shape[-1]
-    rates = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
-    angles = positions_T.astype(jnp.float32)[:, None] * rates[None, :]
-    cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
-    a, b = jnp.split(x_bTHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_bTHK.dtype)
 
 
 class Stream(NamedTuple):
@@ -306,11 +110,11 @@ def apply(
     """
     stream = run(params, {"tokens": tokens_bT}, config, keys_b, axes)
 
-    def logits(last: Any, x_btD: jax.Array) -> jax.Array:
+    def compute_logits(last: Any, x_btD: jax.Array) -> jax.Array:
         x_btD = rms_norm(x_btD, last["final_norm"], config.norm_epsilon)
-        return column_linear(x_btD, _head(last, config), axes.model, sequence=axes.sequence, impl=axes.impl)
+        return column_linear(x_btD, _output_weight(last, config), axes.model, sequence=axes.sequence, impl=axes.impl)
 
-    return gathered(logits, keep=True)(_last(params, config), stream.x)
+    return gathered(compute_logits, keep=True)(_select_last(params, config), stream.x)
 
 
 @typed
@@ -327,7 +131,9 @@ def run(
         (1, 4, 16)
     """
     embed, stage, _ = pieces(config, axes)
-    return stage((params["layers"], jnp.arange(config.layers)), embed(params, batch, keys_b), keys_b)
+    numbers_L = jnp.arange(config.layers)
+    stream = embed(params, batch, keys_b)
+    return stage((params["layers"], numbers_L), stream, keys_b)
 
 
 @typed
@@ -356,88 +162,137 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
         (1, 4, 16)
     """
 
-    def mine(x: jax.Array, dim: int) -> jax.Array:
-        """This device's tokens, if `sequence` splits them."""
-        if not axes.sequence or axes.model is None:
-            return x
-        size = x.shape[dim] // axis_size(axes.model)
-        return jax.lax.dynamic_slice_in_dim(x, axis_index(axes.model) * size, size, dim)
-
     def embed(shared: Any, batch: Any, keys_b: jax.Array | None) -> Stream:
-        tokens_bT = _entry(batch, "tokens")
-        check_tokens(axes, tokens_bT)
-        lookup = partial(vocab_embed, tokens_bT, axis=axes.model, sequence=axes.sequence)
-        x_btD = gathered(lookup, keep=True)(shared["embed"])
-        weights_bT = _weights(batch) if config.experts else None
-        weights_bt = None if weights_bT is None else mine(weights_bT, 1)
-        counts = [jnp.zeros((x_btD.shape[0], 2)) if config.experts else None for _ in range(2)]
-        return Stream(x_btD, None, weights_bt, batch.get("segments"), *counts)
+        return _embed(config, axes, shared, batch)
 
     def stage(layers: tuple[Any, jax.Array], stream: Stream, keys_b: jax.Array | None) -> Stream:
-        t = stream.x.shape[1]
-        positions_T = token_positions(
-            t * axis_size(axes.model) if axes.sequence and axes.model is not None else t, axes
-        )
-        if keys_b is not None and config.dropout > 0:
-            # A token's key depends on its position in the sequence, not on its device.
-            stream = stream._replace(keys=fold_keys(keys_b[:, None], mine(positions_T, 0)[None]))
-        how: dict[str, Any] = {name: getattr(config, name) for name in ("remat", "prefetch", "microbatches")}
-        return scan_layers(partial(_layer, config, axes, positions_T), layers, stream, **how)._replace(keys=None)
+        return _run_layers(config, axes, layers, stream, keys_b)
 
     def head(shared: Any, stream: Stream, batch: Any) -> tuple[Mean, dict[str, Mean]]:
-        return gathered(loss, keep=True)(_last(shared, config), stream, batch)
-
-    def loss(last: Any, stream: Stream, batch: Any) -> tuple[Mean, dict[str, Mean]]:
-        check_split("vocabulary entries", _head(last, config).shape[-1], config.vocabulary, axes)
-        x_btD, weights_bT = rms_norm(stream.x, last["final_norm"], config.norm_epsilon), _weights(batch)
-        nats_bT, hits_bT = vocab_cross_entropy_and_hits(
-            x_btD, _head(last, config), _entry(batch, "targets"), axes.model, sequence=axes.sequence
-        )
-        assert weights_bT is not None  # there are targets
-        mean = Mean.of(nats_bT, weights_bT)
-        aux = {"accuracy": Mean.of(hits_bT, weights_bT)}
-        if config.experts:
-            extra_b = stream.losses @ jnp.array([config.balance, config.router_z])
-            mean = Mean(mean.total + jnp.sum(extra_b * jnp.sum(weights_bT.astype(jnp.float32), axis=1)), mean.weight)
-            aux["dropped"] = Mean(*jnp.sum(stream.dropped, axis=0))
-        return mean, aux
+        # The last weights may be lazy leaves, whole only inside this call: `keep` saves them for the backward pass
+        # instead of a second gather.
+        loss = gathered(partial(_compute_loss, config, axes), keep=True)
+        return loss(_select_last(shared, config), stream, batch)
 
     return embed, stage, head
 
 
-def _entry(batch: Any, name: str) -> Any:
+def _embed(config: Config, axes: Axes, shared: Any, batch: Any) -> Stream:
+    """The stream before the first layer."""
+    tokens_bT = _get_entry(batch, "tokens")
+    check_tokens(axes, tokens_bT)
+    lookup = partial(vocab_embed, tokens_bT, axis=axes.model, sequence=axes.sequence)
+    x_btD = gathered(lookup, keep=True)(shared["embed"])
+    segments_bT = batch.get("segments")
+    if not config.experts:
+        return Stream(x_btD, None, None, segments_bT, None, None)
+    weights_bt = _token_weights(batch)
+    if weights_bt is not None:
+        weights_bt = _take_local_tokens(axes, weights_bt, 1)
+    losses_b2 = jnp.zeros((x_btD.shape[0], 2))
+    dropped_b2 = jnp.zeros((x_btD.shape[0], 2))
+    return Stream(x_btD, None, weights_bt, segments_bT, losses_b2, dropped_b2)
+
+
+def _run_layers(
+    config: Config, axes: Axes, layers: tuple[Any, jax.Array], stream: Stream, keys_b: jax.Array | None
+) -> Stream:
+    """The stream after the layers of a stage, the whole stack or a part of it."""
+    tokens = stream.x.shape[1]
+    if axes.sequence and axes.model is not None:  # attention is over the tokens of all devices along `model`
+        tokens = tokens * axis_size(axes.model)
+    positions_T = token_positions(tokens, axes)
+    if keys_b is not None and config.dropout > 0:
+        # A token's key depends on its position in the sequence, not on its device: dropout is the same on every mesh.
+        keys_b1 = keys_b[:, None]
+        positions_1t = _take_local_tokens(axes, positions_T, 0)[None]
+        stream = stream._replace(keys=fold_keys(keys_b1, positions_1t))
+    stream = scan_layers(
+        partial(_run_layer, config, axes, positions_T),
+        layers,
+        stream,
+        remat=config.remat,
+        prefetch=config.prefetch,
+        microbatches=config.microbatches,
+    )
+    return stream._replace(keys=None)
+
+
+def _compute_loss(config: Config, axes: Axes, last: Any, stream: Stream, batch: Any) -> tuple[Mean, dict[str, Mean]]:
+    """The loss and the metrics, from the stream after the last layer."""
+    check_split("vocabulary entries", _output_weight(last, config).shape[-1], config.vocabulary, axes)
+    x_btD = rms_norm(stream.x, last["final_norm"], config.norm_epsilon)
+    weights_bT = _token_weights(batch)
+    nats_bT, hits_bT = vocab_cross_entropy_and_hits(
+        x_btD, _output_weight(last, config), _get_entry(batch, "targets"), axes.model, sequence=axes.sequence
+    )
+    assert weights_bT is not None  # there are targets
+    mean = Mean.of(nats_bT, weights_bT)
+    aux = {"accuracy": Mean.of(hits_bT, weights_bT)}
+    if config.experts:
+        # The router's losses are means over tokens already. Times the weight of an example they become a part of the
+        # total, which is divided by the weight of all examples in the end.
+        router_loss_b = stream.losses @ jnp.array([config.balance, config.router_z])
+        example_weight_b = jnp.sum(weights_bT.astype(jnp.float32), axis=1)
+        mean = Mean(mean.total + jnp.sum(router_loss_b * example_weight_b), mean.weight)
+        aux["dropped"] = Mean(*jnp.sum(stream.dropped, axis=0))
+    return mean, aux
+
+
+def _take_local_tokens(axes: Axes, x: jax.Array, dim: int) -> jax.Array:
+    """This device's tokens along a dim, if `sequence` splits them."""
+    if not axes.sequence or axes.model is None:
+        return x
+    size = x.shape[dim] // axis_size(axes.model)
+    return jax.lax.dynamic_slice_in_dim(x, axis_index(axes.model) * size, size, dim)
+
+
+def _get_entry(batch: Any, name: str) -> Any:
     """An array that every batch has."""
-    if isinstance(batch, Mapping) and name in batch:
+    is_mapping = isinstance(batch, Mapping)
+    if is_mapping and name in batch:
         return batch[name]
+    received = quoted(batch) if is_mapping else type(batch).__name__
     raise ValueError(
         f"transformer: the batch must be a mapping with the entry {name!r}; got "
-        f"{quoted(batch) if isinstance(batch, Mapping) else type(batch).__name__}. Pass for example "
+        f"{received}. Pass for example "
         "{'tokens': tokens, 'targets': targets}."
     )
 
 
-def _weights(batch: Any) -> jax.Array | None:
+def _token_weights(batch: Any) -> jax.Array | None:
     """The tokens' weights: those of the batch, 0 for negative targets; None without weights and targets."""
-    weights, targets = batch.get("weights"), batch.get("targets")
+    weights = batch.get("weights")
+    targets = batch.get("targets")
     if targets is None:
         return weights
-    return (targets >= 0).astype(jnp.float32) if weights is None else jnp.where(targets >= 0, weights, 0)
+    if weights is None:
+        return (targets >= 0).astype(jnp.float32)
+    return jnp.where(targets >= 0, weights, 0)
 
 
-def _layer(config: Config, axes: Axes, positions_T: jax.Array, each: tuple[Any, jax.Array], stream: Stream) -> Stream:
-    weights, number = each
-    keys = stream.keys
-    drop = [None, None] if keys is None else [fold_keys(keys, 2 * number + i) for i in range(2)]
+def _run_layer(
+    config: Config, axes: Axes, positions_T: jax.Array, layer: tuple[Any, jax.Array], stream: Stream
+) -> Stream:
+    """One layer: `layer` is its weights and its number, from which the keys of its two dropouts are folded."""
+    weights, number = layer
+    attention_keys = None
+    mlp_keys = None
+    if stream.keys is not None:
+        attention_keys = fold_keys(stream.keys, 2 * number + 0)
+        mlp_keys = fold_keys(stream.keys, 2 * number + 1)
     h_btD = rms_norm(stream.x, weights["attention_norm"], config.norm_epsilon)
     y_btD = attention(weights, h_btD, config, positions_T, axes, stream.segments)
-    x_btD = stream.x + dropout(y_btD, drop[0], config.dropout)
+    x_btD = stream.x + dropout(y_btD, attention_keys, config.dropout)
     h_btD = rms_norm(x_btD, weights["mlp_norm"], config.norm_epsilon)
     if not config.experts:
         check_split("hidden features", weights["down"].shape[0], config.width, axes)
-        return stream._replace(x=x_btD + dropout(mlp(weights, h_btD, axes), drop[1], config.dropout))
+        y_btD = mlp(weights, h_btD, axes)
+        return stream._replace(x=x_btD + dropout(y_btD, mlp_keys, config.dropout))
     y_btD, losses_2, dropped_2 = experts(weights, h_btD, config, axes, stream.weights)
+    # The choices of a device are counted once for all its examples; each example carries its share.
     return stream._replace(
-        x=x_btD + dropout(y_btD, drop[1], config.dropout),
+        x=x_btD + dropout(y_btD, mlp_keys, config.dropout),
         losses=stream.losses + losses_2[None],
         dropped=stream.dropped + dropped_2[None] / x_btD.shape[0],
     )
@@ -466,8 +321,13 @@ def loss_fn(config: Config, axes: Axes = ONE_DEVICE) -> Callable[[Any, Any, Any]
         >>> init, step = sk.make_train_step(grad_fn, optax.adamw(3e-4), mesh=mesh, plan=sk.dp("data"))
     """
 
-    *_, head = pieces(config, axes)
-    return in_order(lambda params, batch, keys: head(params, run(params, batch, config, keys, axes), batch), axes)
+    _, _, head = pieces(config, axes)
+
+    def compute_loss(params: Any, batch: Any, keys: Any) -> tuple[Mean, dict[str, Mean]]:
+        stream = run(params, batch, config, keys, axes)
+        return head(params, stream, batch)
+
+    return in_order(compute_loss, axes)
 
 
 def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
@@ -497,19 +357,20 @@ def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         return replace(function, function=in_order(function.function, axes))
 
     @wraps(function)
-    def ordered(params: Any, batch: Any, keys: jax.Array | None, **options: Any) -> Any:
-        check_tokens(axes, _entry(batch, "tokens"))
+    def reorder_and_call(params: Any, batch: Any, keys: jax.Array | None, **options: Any) -> Any:
+        check_tokens(axes, _get_entry(batch, "tokens"))
         if axes.context is not None and axes.order == "zigzag":
             batch = zigzag(batch, axes.context, ulysses=axes.ulysses)
         return function(params, batch, keys, **options)
 
-    return ordered
+    return reorder_and_call
 
 
-def _last(params: Any, config: Config) -> dict[str, Any]:
+def _select_last(params: Any, config: Config) -> dict[str, Any]:
     """The parameters after the last layer, which may be lazy leaves: they are whole where they are used alone."""
-    return {name: params[name] for name in ("final_norm", "embed" if config.tied else "head")}
+    head = "embed" if config.tied else "head"
+    return {"final_norm": params["final_norm"], head: params[head]}
 
 
-def _head(params: Any, config: Config) -> jax.Array:
+def _output_weight(params: Any, config: Config) -> jax.Array:
     return params["embed"].T if config.tied else params["head"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,13 +19,13 @@ from shardkit.plans.splits import Cuts
 from shardkit.plans.storage import cut_padding
 
 
-def from_end(cuts: Cuts, ndim: int) -> Cuts:
+def count_from_end(cuts: Cuts, ndim: int) -> Cuts:
     """Cuts with their dims counted from the end."""
-    found = []
+    counted = []
     for cut in cuts:
         automatic = tuple((dim - ndim, axes) for dim, axes in cut.automatic)
-        found.append(cut._replace(dim=cut.dim - ndim, automatic=automatic))
-    return tuple(found)
+        counted.append(cut._replace(dim=cut.dim - ndim, automatic=automatic))
+    return tuple(counted)
 
 
 def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[int, tuple[str, ...]]) -> jax.Array:
@@ -37,79 +38,107 @@ def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[
     return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=axes)(x)
 
 
-def _cut_in_parts(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`fn(x)`, the collectives of some cuts, in the parts of the partitioner where no dim is split by both.
+def _in_parts_of(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], ndim: int) -> Callable[[jax.Array], jax.Array]:
+    """`fn`, the collectives of some cuts, for the parts of the partitioner where no dim is split by both.
 
     An algorithm is differentiated with nothing but its operand kept: what it computes from the device's index would be
     a residual, for which jax 0.10 to 0.12 write an invalid program in a shard_map inside another.
     """
-    split = {dim % x.ndim: axes for cut in cuts for dim, axes in cut.automatic}
     fn = jax.named_scope(PLAN)(fn)
-    if not split or split.keys() & {cut.dim % x.ndim for cut in cuts}:
-        return fn(x)
-    plain = all((cut.gather_by, cut.reduce_by) == (PLAIN, PLAIN) for cut in cuts)
-    nothing = jax.checkpoint_policies.nothing_saveable
-    return in_parts(fn if plain else jax.checkpoint(fn, policy=nothing, prevent_cse=False), x, split)
+    split = {dim % ndim: axes for cut in cuts for dim, axes in cut.automatic}
+    cut_dims = {cut.dim % ndim for cut in cuts}
+    if not split or split.keys() & cut_dims:
+        return fn
+    if not all(cut.gather_by == PLAIN and cut.reduce_by == PLAIN for cut in cuts):
+        fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+    return partial(in_parts, fn, split=split)
 
 
-def check_shape(algorithm: Algorithm, kernel: str, got: Any, wanted: tuple[int, ...]) -> Any:
+def check_shape(algorithm: Algorithm, kernel: str, result: Any, shape: tuple[int, ...]) -> Any:
     """What a kernel of an algorithm returned, after a check: an array of another shape would be broadcast later."""
-    if jnp.shape(got) != wanted:
+    if jnp.shape(result) != shape:
         raise ValueError(
-            f"{algorithm}: the result of {kernel} must have shape {wanted}; got {jnp.shape(got)}. Return the shape of "
-            f"sk.{kernel}, and that of the operand for what feedback leaves out."
+            f"{algorithm}: the result of {kernel} must have shape {shape}; got {jnp.shape(result)}. Return the shape "
+            f"of sk.{kernel}, and that of the operand for what feedback leaves out."
         )
-    return got
+    return result
 
 
 def part_shape(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
     """The shape of a device's part along a dim, padded where it does not divide."""
-    return *x.shape[:dim], -(-x.shape[dim] // axis_size(axes)), *x.shape[dim + 1 :]
+    rows = -(-x.shape[dim] // axis_size(axes))
+    return *x.shape[:dim], rows, *x.shape[dim + 1 :]
 
 
-def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
+def _whole_shape(part: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
+    """The shape of an array that is gathered along a dim, padding included."""
+    rows = part.shape[dim] * axis_size(axes)
+    return *part.shape[:dim], rows, *part.shape[dim + 1 :]
+
+
+def gather_cuts(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
     """An array gathered over these cuts, the last first, and cut to its original sizes."""
+    gather = _in_parts_of(cuts, partial(_gather, cuts=cuts, replicated=replicated), x.ndim)
+    return cut_padding(gather(x), sizes)
 
+
+def _gather(x: jax.Array, cuts: Cuts, replicated: bool) -> jax.Array:
     # Cuts are undone in the opposite order: the last one cut the parts of those before it, so that its parts are
     # neighbors in the whole. Gathered the other way round, the rows of a dim that two strategies split come back
     # shuffled.
-    def gather(x: jax.Array) -> jax.Array:
-        for cut in reversed(cuts):
-            assert cut.gather_by.all_gather
-            dim = cut.dim % x.ndim
-            wanted = *x.shape[:dim], x.shape[dim] * axis_size(cut.axes), *x.shape[dim + 1 :]
-            found = cut.gather_by.all_gather(x, cut.axes, dim=dim, replicated=replicated)
-            x = check_shape(cut.gather_by, "all_gather", found, wanted)
-        return x
+    #
+    # Worked example: 8 rows cut over "model" of 2, then over "fsdp" of 2. Device (model 1, fsdp 0) has rows 4 and 5.
+    # Gathered over "fsdp" it has 4, 5, 6, 7; then over "model" 0 to 7. Over "model" first it would have 0, 1, 4, 5.
+    for cut in reversed(cuts):
+        assert cut.gather_by.all_gather
+        dim = cut.dim % x.ndim
+        shape = _whole_shape(x, cut.axes, dim)
+        x = cut.gather_by.all_gather(x, cut.axes, dim=dim, replicated=replicated)
+        x = check_shape(cut.gather_by, "all_gather", x, shape)
+    return x
 
-    return cut_padding(_cut_in_parts(cuts, gather, x), sizes)
 
-
-def to_parts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
+def scatter_cuts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
     """A gradient summed and scattered cut by cut in a dtype, first padded where a dim does not divide.
 
     Over an axis over which it does not vary, the gradient is complete, and the device takes its part.
     """
+    scatter = _in_parts_of(cuts, partial(_scatter, cuts=cuts), grad.ndim)
+    return scatter(grad.astype(dtype))
 
+
+def _scatter(grad: jax.Array, cuts: Cuts) -> jax.Array:
     # The first cut scatters first, so that later ones send parts of parts: n times less. A reduce_scatter over an axis
     # over which the gradient is complete already, because the loss summed it there, would multiply it by the devices of
     # that axis; the type of the gradient tells, and the device takes its part of the sum instead.
-    def scatter(grad: jax.Array) -> jax.Array:
-        for dim in {cut.dim for cut in cuts}:
-            grad = pad_to_axis(grad, tuple(axis for cut in cuts if cut.dim == dim for axis in cut.axes), dim=dim)
-        for cut in cuts:
-            for axes in [cut.axes] if varying_axes(grad) >= set(cut.axes) else [(axis,) for axis in cut.axes]:
-                split = cut.reduce_by.reduce_scatter if varying_axes(grad) >= set(axes) else own_part
-                assert split
-                dim = grad.ndim + cut.dim
-                found, wanted = split(grad, axes, dim=dim), part_shape(grad, axes, dim)
-                grad = check_shape(cut.reduce_by, "reduce_scatter", found, wanted)
-        return grad
+    for dim in {cut.dim for cut in cuts}:
+        grad = pad_to_axis(grad, axes_along(cuts, dim), dim=dim)
+    for cut in cuts:
+        dim = grad.ndim + cut.dim
+        unreduced = varying_axes(grad)
+        # Together where the gradient is a partial sum over all axes of the cut, and else axis by axis.
+        steps = [cut.axes] if unreduced >= set(cut.axes) else [(axis,) for axis in cut.axes]
+        for axes in steps:
+            shape = part_shape(grad, axes, dim)
+            if varying_axes(grad) >= set(axes):
+                assert cut.reduce_by.reduce_scatter
+                grad = cut.reduce_by.reduce_scatter(grad, axes, dim=dim)
+            else:
+                grad = take_part(grad, axes, dim=dim)
+            grad = check_shape(cut.reduce_by, "reduce_scatter", grad, shape)
+    return grad
 
-    return _cut_in_parts(cuts, scatter, grad.astype(dtype))
+
+def axes_along(cuts: Cuts, dim: int) -> tuple[str, ...]:
+    """The axes of all cuts of a dim."""
+    axes: tuple[str, ...] = ()
+    for cut in cuts:
+        if cut.dim == dim:
+            axes += cut.axes
+    return axes
 
 
-def own_part(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+def take_part(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
     """This device's part of an array that all devices have, padded where the dim does not divide."""
     x = pad_to_axis(x, axes, dim=dim)
     size = x.shape[dim] // axis_size(axes)

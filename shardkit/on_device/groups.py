@@ -4,6 +4,10 @@ Group g of G is the g-th part of the global batch. The loss, weight and gradient
 own, and added in the tree's order of `collectives/deterministic.py`, whichever device has them. A device adds the runs
 of its groups that are subtrees, and sends one partial sum for each: one, if its groups are a power of two.
 
+Worked example: 8 groups on 2 devices. Device 0 has groups 0 to 3, one subtree: it adds (0 + 1) + (2 + 3), and sends
+that sum. On 8 devices each sends its one group, and on 1 device the whole tree is added: the same additions in all
+cases. Of 12 groups a device has 6, three subtrees of 2 groups, so it sends three sums.
+
 That is not enough. A compiler fuses a product with the addition that uses it, without rounding the product, and which
 of two products it takes depends on the code around them: on one device, without collectives, the update of Adam was
 fused with the reshapes of the gradient, and its moments differed from those on two devices after three steps (jax 0.10,
@@ -18,7 +22,7 @@ CPU). So what multiplies and adds is compiled separately, in the same way on eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,15 +39,14 @@ from shardkit.collectives.axes import axis_size
 from shardkit.collectives.deterministic import sum_pairwise, sum_pieces
 from shardkit.meshes.layout import all_axes, path_name, spec_axes
 from shardkit.on_device.batch import split_microbatches, split_over
-from shardkit.on_device.gradient import divisor_of
+from shardkit.on_device.means import divisor_of
 from shardkit.on_device.metrics import means_of_groups
-from shardkit.on_device.microbatches import OfExamples, of_arrays
+from shardkit.on_device.microbatches import Leaves, OfExamples, OfLeaves, TracedOnce, split_leaves
 from shardkit.on_device.precision import Precision
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.splits import Cuts, LeafLayout, is_layout, map_layouts
 from shardkit.plans.storage import wrap_stored
 
-Leaves = list[jax.Array]
 _PRODUCTS = ("dot_general", "conv_general")
 _SUMS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "scatter-add")
 
@@ -52,7 +55,7 @@ class Groups(NamedTuple):
     """The batch in a number of groups, in place of `Microbatches`."""
 
     number: int  # of the whole batch
-    parts: int = 0  # of one device; 0 until `placed`
+    parts: int = 0  # of one device; 0 until `for_batch`
 
     @property
     def words(self) -> str:
@@ -73,17 +76,17 @@ class Groups(NamedTuple):
                 f"{rule} gradients are summed in float32; got a precision with reduce={jnp.dtype(reduce).name}. "
                 "Pass one with reduce=jnp.float32."
             )
-        for s in plan.strategies:
-            if s.batch_dim != 0:
+        for strategy in plan.strategies:
+            if strategy.batch_dim != 0:
                 raise ValueError(
                     f"{rule} every strategy must split the examples of the batch, because sums inside the loss "
-                    f"depend on the mesh; {s.name} does not. Use dp, zero1 and fsdp alone."
+                    f"depend on the mesh; {strategy.name} does not. Use dp, zero1 and fsdp alone."
                 )
-            for argument, algorithm in (("gather", s.gather), ("reduce", s.reduce)):
+            for argument, algorithm in (("gather", strategy.gather), ("reduce", strategy.reduce)):
                 if algorithm is not PLAIN:
                     raise ValueError(
-                        f"{rule} the step fixes the order of its sums; {s.name} has {argument}={algorithm}. Leave "
-                        f"out {argument}=."
+                        f"{rule} the step fixes the order of its sums; {strategy.name} has {argument}={algorithm}. "
+                        f"Leave out {argument}=."
                     )
         axes = split_over(plan.batch_spec(mesh))
         devices = math.prod(mesh.shape[axis] for axis in axes)
@@ -94,14 +97,14 @@ class Groups(NamedTuple):
                 f"deterministic={devices}, on every mesh that is to have the same bits."
             )
 
-    def placed(self, batch: Any, placement: Placement) -> Groups:
+    def for_batch(self, batch: Any, placement: Placement) -> Groups:
         """With the number of `parts` that a device has of this batch.
 
         Raises:
             ValueError: a batch that the groups do not divide, or a leaf whose gradient is not summed once per step.
         """
         for path, layout in jax.tree_util.tree_leaves_with_path(placement.layouts, is_leaf=is_layout):
-            if any(s.scatter != "step" for s in layout.splits):
+            if any(split.scatter != "step" for split in layout.splits):
                 raise ValueError(
                     "make_train_step: with deterministic= every gradient must be summed at the end of the step; that "
                     f"of leaf {path_name(path)} is not. Use dp, zero1, or fsdp without layerwise=."
@@ -116,14 +119,16 @@ class Groups(NamedTuple):
         devices = math.prod(placement.mesh.shape[axis] for axis in split_over(placement.batch))
         return self._replace(parts=self.number // devices)
 
-    def unfolded(self, scale: jax.Array, step: jax.Array) -> jax.Array:
+    def hide_scale(self, scale: jax.Array, step: jax.Array) -> jax.Array:
         """The factor on the gradients inside the GradFn, which the compiler cannot take for a constant."""
         return jnp.where(step < 0, 0.0, scale)
 
-    def of(self, of_examples: OfExamples, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement) -> Any:
+    def sum_examples(
+        self, of_examples: OfExamples, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement
+    ) -> Any:
         """The Means and gradients of each subtree that a device's groups are, `[runs, ...]` in float32."""
-        call, arrays = of_arrays(of_examples, batch, keys, self.parts)
-        return sums_of_groups(call, arrays, scale > 0, split_over(placement.batch))
+        of_group, leaves = split_leaves(of_examples, batch, keys, self.parts)
+        return sum_groups(of_group, leaves, scale > 0, split_over(placement.batch))
 
     def leave(
         self, means: Any, grads: Any, placement: Placement, policy: Precision, scale: jax.Array, residuals: Any
@@ -137,131 +142,161 @@ class Groups(NamedTuple):
         means = means_of_groups(means, axes)
         divisor = divisor_of(means["loss"].weight) * scale
 
-        def one(layout: LeafLayout, grad: jax.Array) -> Any:
-            grad = _summed(grad, layout.cuts(scatter=("step",)), axes)
+        def leave_leaf(layout: LeafLayout, grad: jax.Array) -> Any:
+            grad = _sum_in_order(grad, layout.cuts(scatter=("step",)), axes)
             return wrap_stored(grad / divisor, layout.padded, layout.rows)
 
-        return means, map_layouts(one, placement.layouts, grads), residuals
+        return means, map_layouts(leave_leaf, placement.layouts, grads), residuals
 
-    def apart(
+    def update_apart(
         self,
         update: Callable[[Any, Any], Any],
-        given: Any,
-        held: Any,
+        inputs: Any,
+        old: Any,
         *,
         step: jax.Array,
         specs: Any,
-        what: tuple[str, str],
+        words: tuple[str, str],
     ) -> Any:
-        """`update(given, held)`, of what changes in a step, such as parameters and optimizer state, compiled apart.
+        """`update(inputs, old)`, of what changes in a step, such as parameters and optimizer state, compiled apart.
 
-        What is given, such as gradients, is carried and zeroed: the compiler would take out of the loop, and fuse with
+        The inputs, such as gradients, are carried and zeroed: the compiler would take out of the loop, and fuse with
         other code, whatever follows from what a turn leaves as it was.
 
         It refuses a function that multiplies matrices, or sums over elements where a leaf is split by `specs`, the
-        layouts of the parameters here; `what` are its words for the function, and for what to use instead of it.
+        layouts of the parameters here; `words` are for the function, and for what to use instead of it.
         """
-        leaves = jax.tree_util.tree_leaves_with_path(specs)
-        split = [(path_name(path), spec) for path, spec in leaves if any(spec_axes(spec))]
-        for site in walk(jax.make_jaxpr(update)(given, held).jaxpr):
-            wide = any(math.prod(v.aval.shape) > 1 for v in site.equation.invars)
-            if wide and site.name.startswith(_PRODUCTS):  # Newton-Schulz on one device was other bits than on two
-                raise ValueError(
-                    f"make_train_step: with deterministic= {what[0]} must not multiply matrices, because the compiler "
-                    f"orders their sums by the program around them; got {site.name}. Leave out deterministic=, or use "
-                    "one without it."
-                )
-            if wide and split and site.name.startswith(_SUMS):
-                path, spec = split[0]
-                raise ValueError(
-                    f"make_train_step: with deterministic= {what[0]} that sums over elements ({site.name}) must have "
-                    f"whole leaves, because the order of its sums depends on the mesh; leaf {path} is split over "
-                    f"{quoted(sorted(all_axes(spec)))}. {what[1]}"
-                )
+        _check_update(jax.make_jaxpr(update)(inputs, old).jaxpr, specs, *words)
 
-        def turn(_: Any, carried: Any) -> Any:
-            given, held = carried
-            return jax.tree.map(jnp.zeros_like, given), update(given, held)
+        def turn(_: Any, carry: Any) -> Any:
+            inputs, old = carry
+            return jax.tree.map(jnp.zeros_like, inputs), update(inputs, old)
 
-        return lax.fori_loop(0, jnp.where(step < 0, 0, 1), turn, (given, held))[1]
+        _, new = lax.fori_loop(0, jnp.where(step < 0, 0, 1), turn, (inputs, old))
+        return new
 
 
-def sums_of_groups(call: Callable[[Leaves], Any], arrays: Leaves, always: jax.Array, axes: tuple[str, ...]) -> Any:
+def _check_update(jaxpr: Any, specs: Any, function: str, remedy: str) -> None:
+    """Refuses an update whose sums the compiler orders, or the mesh."""
+    leaves = jax.tree_util.tree_leaves_with_path(specs)
+    split_leaves = [(path_name(path), spec) for path, spec in leaves if any(spec_axes(spec))]
+    for site in walk(jaxpr):
+        if not any(math.prod(variable.aval.shape) > 1 for variable in site.equation.invars):
+            continue
+        if site.name.startswith(_PRODUCTS):  # Newton-Schulz on one device was other bits than on two
+            raise ValueError(
+                f"make_train_step: with deterministic= {function} must not multiply matrices, because the compiler "
+                f"orders their sums by the program around them; got {site.name}. Leave out deterministic=, or use "
+                "one without it."
+            )
+        if split_leaves and site.name.startswith(_SUMS):
+            path, spec = split_leaves[0]
+            raise ValueError(
+                f"make_train_step: with deterministic= {function} that sums over elements ({site.name}) must have "
+                f"whole leaves, because the order of its sums depends on the mesh; leaf {path} is split over "
+                f"{quoted(sorted(all_axes(spec)))}. {remedy}"
+            )
+
+
+def sum_groups(of_group: OfLeaves, leaves: Leaves, always: jax.Array, axes: tuple[str, ...]) -> Any:
     """The sums of this device's groups in float32, `[runs, ...]`: dim 0 counts the subtrees that it has.
 
-    `call` makes the Means and gradients of one group, from arrays of the batch and its keys whose dim 0 is the group;
-    `always` is a boolean scalar that is True, and not a constant.
+    `of_group` makes the Means and gradients of one group, from its arrays of the batch and its keys; `leaves` are those
+    of all groups, with the group as dim 0. `always` is a boolean scalar that is True, and not a constant.
     """
-    one = [x[0] for x in arrays]
-    shapes = _local(call, one)
+    traced = TracedOnce(of_group, [x[0] for x in leaves])
+    _check_local(traced.jaxpr)
 
-    def wide(group: Leaves) -> Any:
-        return jax.tree.map(lambda x: vary(x.astype(jnp.float32), axes), call(group))
+    def compute_group(group: Leaves) -> Any:
+        return jax.tree.map(lambda x: vary(x.astype(jnp.float32), axes), traced(group))
 
     def zeros() -> Any:
-        return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), axes), shapes)
+        return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), axes), traced.shapes)
 
-    def tree(arrays: Leaves) -> Any:
-        if len(arrays[0]) == 1:
-            group = [x[0] for x in arrays]
-            return lax.cond(always, wide, lambda _: zeros(), group)
+    def sum_tree(leaves: Leaves) -> Any:
+        """The sum of a power of two of groups, as a tree: of each half the sum, then of both."""
+        if len(leaves[0]) == 1:
+            group = [x[0] for x in leaves]
+            return lax.cond(always, compute_group, lambda _: zeros(), group)
 
-        def add(first_half: Any, each: Any) -> tuple[Any, None]:
-            first, half = each
-            return jax.tree.map(lambda a, b: jnp.where(first, b, a + b), first_half, tree(half)), None
+        def add_half(total: Any, turn: Any) -> tuple[Any, None]:
+            is_first, half = turn
+            return jax.tree.map(lambda a, b: jnp.where(is_first, b, a + b), total, sum_tree(half)), None
 
-        return lax.scan(add, zeros(), (jnp.array([True, False]), split_microbatches(arrays, 2)))[0]
+        halves = split_microbatches(leaves, 2)
+        total, _ = lax.scan(add_half, zeros(), (jnp.array([True, False]), halves))
+        return total
 
-    count = len(arrays[0])
+    count = len(leaves[0])
     run = count & -count  # the largest power of two that divides it
     if count == run:
-        return jax.tree.map(lambda x: x[None], tree(arrays))
-    return lax.map(tree, split_microbatches(arrays, count // run))
+        return jax.tree.map(lambda x: x[None], sum_tree(leaves))
+    return lax.map(sum_tree, split_microbatches(leaves, count // run))
 
 
 @jax.named_scope(PLAN)
-def _summed(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
+def _sum_in_order(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     """The sum over dim 0 of all devices' `[runs, ...]`, of which each device keeps its part by these cuts."""
+    # Worked example: x[runs, 8, 6] over "data" of 2 and "fsdp" of 4, of which "fsdp" cuts the 8 rows.
+    #   [runs, 8, 6] -> [runs, 4, 2, 6]       the 8 rows are 4 parts of 2
+    #                -> [4, runs, 2 * 6]      the axes that cut it in front, a part as one row
+    #                -> [4, runs, 2, 6]       "data" cuts nothing: it gets a piece of the row each, 2 pieces of 6
+    #                -> [2, 4, runs, 6]       in the order of the axes: a piece for each of the 8 devices
+    # Each device gets its piece of all, [8, runs, 6], sums it in order, and gathers over "data" the two pieces of its
+    # part: [12] -> [2, 6].
     if not axes:
         return sum_pairwise(x)
-    ways = {axis: axis_size(axis) for axis in axes}
-    over = {cut.dim: [axis for axis in cut.axes if axis in ways] for cut in cuts}
-    shape, widths = [len(x)], [(0, 0)]
-    found: dict[str, int] = {}  # the dim that counts the parts over an axis
-    for dim, size in enumerate(x.shape[1:]):
-        parts = math.prod(ways[axis] for axis in over.get(dim, ()))
-        widths.append((0, -size % parts))
-        for axis in over.get(dim, ()):
-            found[axis] = len(shape)
-            shape.append(ways[axis])
-        shape.append(-(-size // parts))
-    cut = list(found)
-    rest = tuple(axis for axis in axes if axis not in found)
-    x = jnp.moveaxis(jnp.pad(x, widths).reshape(shape), [found[axis] for axis in cut], range(len(cut)))
-    part = x.shape[len(cut) + 1 :]
-    size, count = math.prod(part), math.prod(ways[axis] for axis in rest)
+    x, cutting, part = _parts_in_front(x, cuts, axes)
+    others = tuple(axis for axis in axes if axis not in cutting)
+    size = math.prod(part)
     if not size:  # jax refuses to gather empty arrays
         return jnp.zeros(part, x.dtype)
-    x = x.reshape(*x.shape[: len(cut) + 1], size)
-    x = jnp.pad(x, [(0, 0)] * (len(cut) + 1) + [(0, -size % count)])
-    x = x.reshape(*x.shape[:-1], *(ways[axis] for axis in rest), -1)
-    x = jnp.moveaxis(x, len(cut), -2)  # [cut axes, remaining axes, runs, piece]
-    given = (*cut, *rest)
-    x = jnp.transpose(x, (*(given.index(axis) for axis in axes), len(axes), len(axes) + 1))
+    pieces = _split_in_pieces(x, [axis_size(axis) for axis in others], len(cutting))
+    order = [(*cutting, *others).index(axis) for axis in axes]
+    pieces = jnp.transpose(pieces, (*order, len(axes), len(axes) + 1))
     # An all_to_all and a sum in a fixed order, in place of a reduce_scatter: the order in which a reduction adds is the
     # backend's choice, and another one for each number of devices. The bytes are the same.
-    total = sum_pieces(x.reshape(-1, *x.shape[-2:]), axes)
-    if rest:
-        total = compat.all_gather_replicated(total, rest, 0)
+    total = sum_pieces(pieces.reshape(-1, *pieces.shape[-2:]), axes)
+    if others:
+        total = compat.all_gather_replicated(total, others, 0)
     return total[:size].reshape(part)
 
 
-def _local(call: Callable[[Leaves], Any], group: Leaves) -> Any:
-    """The shapes of what a group computes, after a check that it does not depend on other devices."""
-    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(group)
-    if found := communicates(jaxpr.jaxpr):
+def _parts_in_front(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> tuple[jax.Array, list[str], tuple[int, ...]]:
+    """`[runs, ...]` as `[size of each cutting axis.., runs, part..]`; the cutting axes; the shape of a part."""
+    axes_of_dim = {cut.dim: [axis for axis in cut.axes if axis in axes] for cut in cuts}
+    shape = [len(x)]
+    widths = [(0, 0)]
+    dim_of_axis: dict[str, int] = {}  # the dim that counts the parts over an axis
+    for dim, size in enumerate(x.shape[1:]):
+        cutting = axes_of_dim.get(dim, [])
+        parts = math.prod(axis_size(axis) for axis in cutting)
+        for axis in cutting:
+            dim_of_axis[axis] = len(shape)
+            shape.append(axis_size(axis))
+        widths.append((0, -size % parts))
+        shape.append(-(-size // parts))
+    x = jnp.pad(x, widths).reshape(shape)
+    x = jnp.moveaxis(x, list(dim_of_axis.values()), range(len(dim_of_axis)))
+    part = x.shape[len(dim_of_axis) + 1 :]
+    return x, list(dim_of_axis), part
+
+
+def _split_in_pieces(x: jax.Array, counts: Sequence[int], in_front: int) -> jax.Array:
+    """`[dims in front.., runs, part..]` as `[dims in front.., counts.., runs, piece]`, padded where it must be."""
+    front = x.shape[: in_front + 1]
+    size = math.prod(x.shape[in_front + 1 :])
+    x = x.reshape(*front, size)
+    x = jnp.pad(x, [(0, 0)] * len(front) + [(0, -size % math.prod(counts))])
+    x = x.reshape(*front, *counts, -1)
+    return jnp.moveaxis(x, in_front, -2)
+
+
+def _check_local(jaxpr: Any) -> None:
+    """Refuses a loss that depends on other devices."""
+    collective = communicates(jaxpr)
+    if collective:
         raise ValueError(
-            f"make_train_step: with deterministic= the loss must not depend on the mesh; it calls {found}. Return "
+            f"make_train_step: with deterministic= the loss must not depend on the mesh; it calls {collective}. Return "
             "Mean(total, weight) of the examples that it gets, and let the step sum it."
         )
-    return shapes

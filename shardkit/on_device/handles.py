@@ -8,7 +8,7 @@ Its arrays are sealed in the user's function: computing with a part as if it wer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from shardkit._jax.jaxprs import walk
 from shardkit._jax.sealed import misused, seal, unseal
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
-from shardkit.on_device.cuts import to_parts, whole
+from shardkit.on_device.cuts import gather_cuts, scatter_cuts
 from shardkit.plans.splits import Cuts, separate_kept_cuts
 from shardkit.plans.storage import Sizes
 
@@ -46,10 +46,6 @@ class Handle:
     path: str = ""  # the leaf's path in the parameters, for errors
     # what has the gradient of the part while that is sealed, else None: NaN, since nothing may use its value
     slope: Any = None
-
-    def replaced(self, **fields: Any) -> Handle:
-        """A copy with other fields."""
-        return replace(self, **fields)
 
     def __repr__(self) -> str:
         return f"Handle({getattr(self.part, 'shape', '?')} over {self._axes()})"
@@ -97,27 +93,37 @@ def is_handle(x: Any) -> bool:
     return isinstance(x, Handle)
 
 
-def opened(tree: Any) -> Any:
+def open_handles(tree: Any) -> Any:
     """The tree with the weight of each lazy leaf."""
-    return jax.tree.map(lambda x: _open(x) if is_handle(x) else x, tree, is_leaf=is_handle)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_handle)
+    weights = []
+    for leaf in leaves:
+        weights.append(_open(leaf) if is_handle(leaf) else leaf)
+    return jax.tree.unflatten(structure, weights)
 
 
-def near(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any, list[jax.Array]]:
+def gather_kept(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any, list[jax.Array]]:
     """The tree with each lazy leaf gathered as far as it is kept for the backward pass, and the list of these parts.
 
     The backward pass hands in the parts that the forward pass `kept`.
     """
-    found, given = [], None if kept is None else iter(kept)
-
-    def one(x: Any) -> Any:
-        first, gathers = separate_kept_cuts(x.gathers) if is_handle(x) else ((), ())
+    saved = None if kept is None else iter(kept)
+    nodes, structure = jax.tree.flatten(tree, is_leaf=is_handle)
+    secondary_parts = []
+    for number, node in enumerate(nodes):
+        if not is_handle(node):
+            continue
+        first, later = separate_kept_cuts(node.gathers)
         if not first:
-            return x
-        held = x.part if x.whole is None else x.whole
-        found.append(next(given) if given else whole(cast_floating(held, x.compute), first, ()))
-        return x.replaced(part=found[-1], whole=None, gathers=gathers, scatters=())
-
-    return jax.tree.map(one, tree, is_leaf=is_handle), found
+            continue
+        if saved is not None:
+            part = next(saved)
+        else:
+            primary = node.part if node.whole is None else node.whole
+            part = gather_cuts(cast_floating(primary, node.compute), first, ())
+        secondary_parts.append(part)
+        nodes[number] = replace(node, part=part, whole=None, gathers=later, scatters=())
+    return jax.tree.unflatten(structure, nodes), secondary_parts
 
 
 def parts(tree: Any) -> Any:
@@ -128,72 +134,97 @@ def parts(tree: Any) -> Any:
 def with_parts(tree: Any, leaves: Any) -> Any:
     """The tree with these parts and leaves; lazy leaves with `entry` are opened."""
 
-    def one(x: Any, part: Any) -> Any:
-        if not is_handle(x):
-            return part
-        x = x.replaced(part=part)
-        return _open(x) if x.entry else x
+    def replace_part(node: Any, leaf: Any) -> Any:
+        if not is_handle(node):
+            return leaf
+        handle = replace(node, part=leaf)
+        return _open(handle) if handle.entry else handle
 
-    return jax.tree.map(one, tree, leaves, is_leaf=is_handle)
+    return jax.tree.map(replace_part, tree, leaves, is_leaf=is_handle)
 
 
-def call_sealed(fn: Callable[..., Any], tree: Any, *args: Any, at: str = "") -> Any:
-    """`fn(tree, *args)`, a function of the user's, with the lazy leaves of the tree sealed.
+def open_entries(tree: Any) -> Any:
+    """The tree with those lazy leaves opened that are opened just before the loss."""
+    return with_parts(tree, parts(tree))
 
-    `fn` opens them with `gathered` and `scan_layers`; `at` is the path of the tree in the parameters, such as "layers".
-    It is traced, and read, before it is differentiated: a flip of a part is no part of the flipped weight, and jax's
-    types say nothing of it.
+
+def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> Any:
+    """`fn(*args)`, a function of the user's, with the lazy leaves of its arguments sealed.
+
+    `fn` opens them with `gathered` and `scan_layers`. `at` has for the first arguments their paths in the parameters,
+    such as "layers". `fn` is traced, and read, before it is differentiated: a flip of a part is no part of the flipped
+    weight, and jax's types say nothing of it.
 
     Raises:
         TypeError: `fn` computes with a lazy leaf, changes its dims from the first sharded one on, or calls jax.jvp.
     """
-    if not any(map(is_handle, jax.tree.leaves(tree, is_leaf=is_handle))):
-        return fn(jax.tree.map(lambda x: x, tree), *args)  # made anew: flax changes no variable of an outer trace
-    prefix = (jax.tree_util.DictKey(at),) if at else ()
+    nodes, structure = jax.tree.flatten(args, is_leaf=is_handle)
+    handles = [node for node in nodes if is_handle(node)]
+    if not handles:
+        return fn(*jax.tree.unflatten(structure, nodes))  # made anew: flax changes no variable of an outer trace
+    paths = [_path_in_parameters(path, at) for path, _ in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_handle)]
+    out: list[Any] = []  # what `fn` returned: its leaves, which may be no arrays, and its structure
+    misuse = ""
 
-    def sealed(path: Any, x: Any) -> Any:
-        if not is_handle(x):
-            return x
-        x = x.replaced(path=path_name((*prefix, *path)))
-        name, last = f"{_BEGIN}{x.words}{_END}", -min((cut.dim for cut in (*x.gathers, *x.scatters)), default=0)
-        held = None if x.whole is None else seal(x.whole, name, last)
-        return x.replaced(part=seal(jax.lax.stop_gradient(x.part), name, last), whole=held, slope=_slope(x.part))
-
-    returned: list[Any] = []
-    found = ""
-
-    def traced(tree: Any) -> list[Any]:
-        returned[:] = jax.tree.flatten(fn(jax.tree_util.tree_map_with_path(sealed, tree, is_leaf=is_handle), *args))
-        return [x for x in returned[0] if isinstance(x, jax.core.Tracer)]
+    def run_sealed(handles: list[Handle]) -> list[Any]:
+        remaining = iter(handles)
+        sealed = []
+        for path, node in zip(paths, nodes, strict=True):
+            sealed.append(_seal_handle(next(remaining), path) if is_handle(node) else node)
+        out[:] = jax.tree.flatten(fn(*jax.tree.unflatten(structure, sealed)))
+        return [leaf for leaf in out[0] if isinstance(leaf, jax.core.Tracer)]
 
     try:
-        closed = jax.make_jaxpr(traced)(tree)
-        if found := misused(closed.jaxpr):
-            raise TypeError(found)
+        closed = jax.make_jaxpr(run_sealed)(handles)
+        misuse = misused(closed.jaxpr)
+        if misuse:
+            raise TypeError(misuse)
         if any(site.name == "custom_lin" for site in walk(closed.jaxpr)):
             raise TypeError("jax.jvp cannot pass lazy leaves; the loss calls it. Leave layerwise= out of the plan.")
-        arrays = iter(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(tree)))
-        leaves, structure = returned
-        return jax.tree.unflatten(structure, [next(arrays) if isinstance(x, jax.core.Tracer) else x for x in leaves])
+        results = iter(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(handles)))
+        leaves, structure_out = out
+        leaves = [next(results) if isinstance(leaf, jax.core.Tracer) else leaf for leaf in leaves]
+        return jax.tree.unflatten(structure_out, leaves)
     except Exception as error:
         # jax raises a TypeError, a ValueError or an AssertionError for a dtype that it does not know.
-        _, begun, rest = str(error).partition(_BEGIN)
-        if not begun:
+        _, mark, message = str(error).partition(_BEGIN)
+        if not mark:
             raise
-        words, _, use = rest.partition(_END)
-        raise TypeError(_unopened(words, use if found else "")) from error
+        words, _, use = message.partition(_END)
+        raise TypeError(_unopened(words, use if misuse else "")) from error
 
 
-def unsealed(tree: Any) -> Any:
+def _path_in_parameters(path: Any, at: Sequence[str]) -> str:
+    """The name of a leaf, from its path in the arguments: the first key is the argument's number."""
+    number, *keys = path
+    prefix = at[number.idx] if number.idx < len(at) else ""
+    if prefix:
+        keys = [jax.tree_util.DictKey(prefix), *keys]
+    return path_name(tuple(keys))
+
+
+def _seal_handle(handle: Handle, path: str) -> Handle:
+    """A handle whose arrays can be carried, and sliced along the dims before the first cut, but not computed with."""
+    handle = replace(handle, path=path)
+    name = f"{_BEGIN}{handle.words}{_END}"
+    cut_dims = [cut.dim for cut in (*handle.gathers, *handle.scatters)]  # from the end, such as -2
+    fixed_dims = -min(cut_dims, default=0)
+    whole = None if handle.whole is None else seal(handle.whole, name, fixed_dims)
+    part = seal(jax.lax.stop_gradient(handle.part), name, fixed_dims)
+    return replace(handle, part=part, whole=whole, slope=_slope(handle.part))
+
+
+def unseal_handles(tree: Any) -> Any:
     """The tree with its lazy leaves as they were before `call_sealed`."""
+    return jax.tree.map(lambda x: _unseal_handle(x) if is_handle(x) else x, tree, is_leaf=is_handle)
 
-    def one(x: Any) -> Any:
-        if not is_handle(x):
-            return x
-        part = unseal(x.part) if x.slope is None else _with_slope(unseal(x.part), x.slope.astype(x.part.dtype.holds))
-        return x.replaced(part=part, whole=None if x.whole is None else unseal(x.whole), slope=None)
 
-    return jax.tree.map(one, tree, is_leaf=is_handle)
+def _unseal_handle(handle: Handle) -> Handle:
+    part = unseal(handle.part)
+    if handle.slope is not None:
+        part = _with_slope(part, handle.slope.astype(handle.part.dtype.holds))
+    whole = None if handle.whole is None else unseal(handle.whole)
+    return replace(handle, part=part, whole=whole, slope=None)
 
 
 # A sealed part has no gradient, because jax.lax.stop_gradient would pass it by: the leaf's goes through a float array
@@ -213,6 +244,13 @@ _with_slope.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
 def _open(handle: Handle) -> jax.Array:
+    """The weight of a lazy leaf, and its way back: the gradient of the weight becomes that of the part."""
+    # Worked example: one layer of w[L, 8, 6] over "fsdp" of 4 devices, rows split. The state has w[L, 2, 6] on each;
+    # `scan` takes the layer's dim off, so that a layer's handle has part[2, 6], and gathers dim -2 (the 0 of the layer,
+    # counted from the end, so that the scan did not change it).
+    #   forward   part[2, 6] float32 -> cast to bfloat16 -> all_gather dim 0 -> weight[8, 6] bfloat16
+    #   backward  gradient[8, 6] -> cast to float32 -> reduce_scatter dim 0 -> gradient[2, 6] of the part
+    # Of zero2, every device has whole[8, 6] beside the part: nothing is gathered, and the backward is the same.
     part = handle.part
     if handle.scatters:
         part = _scattered(handle.scatters, handle.reduce, handle.whole, part)
@@ -223,48 +261,57 @@ def _open(handle: Handle) -> jax.Array:
 
 def cast_floating(tree: Any, dtype: Any) -> Any:
     """The pytree with its floating-point leaves in another dtype; integers, booleans and keys stay as they are."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+    def cast(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
 
 
+# The two ways in which a weight is had, each with a backward pass of its own. An all_gather that jax differentiates
+# would be followed by a reduce_scatter too, but in the dtype in which the weight was sent, and not by the algorithm
+# that the strategy has for gradients.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gathered(gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> jax.Array:
     """The gathered weight, sent in the compute dtype; its gradient is summed in the reduce dtype."""
-    return whole(cast_floating(part, compute), gathers, sizes)
+    return gather_cuts(cast_floating(part, compute), gathers, sizes)
 
 
 def _gathered_forward(gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> Any:
-    return _gathered(gathers, sizes, compute, reduce, part), part[:0]  # an empty array, for its dtype
+    weight = _gathered(gathers, sizes, compute, reduce, part)
+    return weight, part[:0]  # an empty array, for its dtype
 
 
 def _gathered_backward(
     gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, like: jax.Array, grad: jax.Array
 ) -> tuple[Any]:
-    return (to_parts(grad, gathers, reduce).astype(like.dtype),)
+    return (scatter_cuts(grad, gathers, reduce).astype(like.dtype),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scattered(scatters: Cuts, reduce: Any, beside: jax.Array, part: jax.Array) -> jax.Array:
+def _scattered(scatters: Cuts, reduce: Any, whole: jax.Array, part: jax.Array) -> jax.Array:
     """The whole weight, an argument since custom_vjp closes over no tracers; its summed gradient goes to the part."""
-    return beside
+    return whole
 
 
-def _scattered_forward(scatters: Cuts, reduce: Any, beside: jax.Array, part: jax.Array) -> Any:
-    return beside, part[:0]
+def _scattered_forward(scatters: Cuts, reduce: Any, whole: jax.Array, part: jax.Array) -> Any:
+    return whole, part[:0]
 
 
 def _scattered_backward(scatters: Cuts, reduce: Any, like: jax.Array, grad: jax.Array) -> tuple[None, Any]:
-    return None, to_parts(grad, scatters, reduce).astype(like.dtype)
+    return None, scatter_cuts(grad, scatters, reduce).astype(like.dtype)
 
 
 _scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
-def part_gradient(node: Any, grad: jax.Array) -> jax.Array:
+def reduce_to_part(node: Any, grad: jax.Array) -> jax.Array:
     """The gradient of a lazy leaf's part, or of an array, from that of the weight."""
     if not is_handle(node):
         return grad.astype(node.dtype)
-    grad = to_parts(to_parts(grad, node.gathers, node.reduce), node.scatters, node.reduce)
+    grad = scatter_cuts(grad, node.gathers, node.reduce)
+    grad = scatter_cuts(grad, node.scatters, node.reduce)
     return grad.astype(node.part.dtype)

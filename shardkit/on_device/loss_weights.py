@@ -18,8 +18,8 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import called, flow, scan_operands, settled
 from shardkit._jax.primitives import registered
 from shardkit.meshes.layout import path_name
-from shardkit.on_device.gradient import means_by_path
 from shardkit.on_device.handles import cast_floating
+from shardkit.on_device.means import means_by_path
 
 MeansFn = Callable[[Any], Mapping[str, Any]]
 

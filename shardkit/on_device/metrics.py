@@ -13,20 +13,27 @@ from jax.flatten_util import ravel_pytree
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce
 from shardkit.collectives.deterministic import sum_pairwise
-from shardkit.on_device.gradient import divisor_of, is_mean, largest_weight, terms_of
+from shardkit.on_device.means import Mean, divisor_of, is_mean, largest_weight, terms_of
 
 
 def metrics_of(sums: Mapping[str, Any]) -> dict[str, Any]:
     """The means in float32, so that a loss beyond the output dtype's range still counts as finite."""
-    out = jax.tree.map(lambda mean: mean.total / divisor_of(mean.weight), dict(sums), is_leaf=is_mean)
-    loss = reduce(jnp.add, terms_of(out.pop("loss")))
-    return {"loss": loss, "weight": largest_weight(sums["loss"]), **out}
+
+    def divide(mean: Mean) -> jax.Array:
+        return mean.total / divisor_of(mean.weight)
+
+    metrics = jax.tree.map(divide, dict(sums), is_leaf=is_mean)
+    loss = reduce(jnp.add, terms_of(metrics.pop("loss")))
+    return {"loss": loss, "weight": largest_weight(sums["loss"]), **metrics}
 
 
-def returned(metrics: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+def cast_metrics(metrics: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """The metrics in the output dtype, except for counts and scales."""
     kept = ("weight", "finite", "loss_scale")
-    return {name: x if name in kept else jax.tree.map(lambda x: x.astype(dtype), x) for name, x in metrics.items()}
+    cast = {}
+    for name, metric in metrics.items():
+        cast[name] = metric if name in kept else jax.tree.map(lambda x: x.astype(dtype), metric)
+    return cast
 
 
 def all_finite(loss: jax.Array, grads: Any) -> jax.Array:
@@ -36,7 +43,9 @@ def all_finite(loss: jax.Array, grads: Any) -> jax.Array:
         finite = finite & jnp.all(jnp.isfinite(grad))
     # Devices with other parts of the gradients must agree, or some would skip a step that others take.
     axes = tuple(sorted(varying_axes(finite)))
-    return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1 if axes else finite
+    if not axes:
+        return finite
+    return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1
 
 
 def if_finite(metrics: Mapping[str, Any], new: Any, old: Any) -> Any:
@@ -51,6 +60,9 @@ def means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str
 
     Cost: one deterministic all_reduce of 8 bytes per mean and run.
     """
-    sums = jax.vmap(lambda each: ravel_pytree(each)[0])(dict(means))
-    restored = ravel_pytree(jax.tree.map(lambda x: x[0], dict(means)))[1]
-    return restored(all_reduce(sums, axes, deterministic=True) if axes else sum_pairwise(sums))
+    means = dict(means)
+    flat = jax.vmap(lambda run: ravel_pytree(run)[0])(means)  # [runs, numbers]
+    _, restore = ravel_pytree(jax.tree.map(lambda x: x[0], means))
+    if axes:
+        return restore(all_reduce(flat, axes, deterministic=True))
+    return restore(sum_pairwise(flat))

@@ -2,6 +2,11 @@
 
 `Groups`, in `groups.py`, is the other way, in an order that does not depend on the mesh. A step has one of them, and
 calls the same functions of both.
+
+Worked example: a device has 6 examples, and 3 microbatches. Its arrays x[6, 8] become x[3, 2, 8]. A scan calls the loss
+with x[2, 8] three times, and adds totals, weights and gradients in float32: Mean(5, 2), Mean(7, 2), Mean(3, 1) (one
+example is padding, with weight 0) become Mean(15, 5). What is then summed over devices is one gradient of each leaf, as
+without microbatches, and it is divided by the weight of all examples: the loss does not change with their number.
 """
 
 from __future__ import annotations
@@ -25,7 +30,8 @@ from shardkit.plans.plan import Placement
 
 # The Means by name, and the gradients, of a batch and the keys of its examples.
 OfExamples = Callable[[Any, Any], tuple[dict[str, Any], Any]]
-Arrays = list[jax.Array]
+Leaves = list[jax.Array]
+OfLeaves = Callable[[Leaves], Any]
 
 
 @dataclass(frozen=True)
@@ -39,64 +45,90 @@ class Microbatches:
         """The option that asks for it, for errors."""
         return f"accumulate={self.parts}" if self.parts > 1 else ""
 
-    def placed(self, batch: Any, placement: Placement) -> Microbatches:
+    def for_batch(self, batch: Any, placement: Placement) -> Microbatches:
         """With the number of `parts` that a device has of this batch."""
         return self
 
-    def unfolded(self, scale: jax.Array, step: jax.Array) -> jax.Array:
+    def hide_scale(self, scale: jax.Array, step: jax.Array) -> jax.Array:
         """The factor on the gradients inside the GradFn."""
         return scale
 
-    def of(self, of_examples: OfExamples, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement) -> Any:
+    def sum_examples(
+        self, of_examples: OfExamples, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement
+    ) -> Any:
         """The Means and gradients of this device's examples."""
-        call, arrays = of_arrays(of_examples, batch, keys, self.parts)
-        first = take_microbatch(split_microbatches((batch, keys), self.parts), 0)
-        shapes = _of_microbatch(of_examples, first, self.parts, split_over(placement.batch))
+        of_leaves, leaves = split_leaves(of_examples, batch, keys, self.parts)
+        traced = TracedOnce(of_leaves, take_microbatch(leaves, 0))
+        _warn_of_mixing(traced.jaxpr, self.parts, split_over(placement.batch))
 
-        def add(total: Any, arrays: Arrays) -> tuple[Any, None]:
-            return add_terms(total, call(arrays)), None
+        def add_microbatch(total: Any, leaves: Leaves) -> tuple[Any, None]:
+            return add_terms(total, traced(leaves)), None
 
-        return lax.scan(add, jax.tree.map(lambda x: typed_zeros(x, dtype=jnp.float32), shapes), arrays)[0]
+        zeros = jax.tree.map(lambda x: typed_zeros(x, dtype=jnp.float32), on_this_mesh(traced.shapes))
+        total, _ = lax.scan(add_microbatch, zeros, leaves)
+        return total
 
     leave = staticmethod(leave)
 
-    def apart(
-        self, update: Callable[[Any, Any], Any], given: Any, held: Any, *, step: jax.Array, specs: Any, what: Any
+    def update_apart(
+        self, update: Callable[[Any, Any], Any], inputs: Any, old: Any, *, step: jax.Array, specs: Any, words: Any
     ) -> Any:
-        """`update(given, held)`, compiled with the rest of the step."""
-        return update(given, held)
+        """`update(inputs, old)`, compiled with the rest of the step."""
+        return update(inputs, old)
 
 
-def of_arrays(of_examples: OfExamples, batch: Any, keys: Any, parts: int) -> tuple[Callable[[Arrays], Any], Arrays]:
+def split_leaves(of_examples: OfExamples, batch: Any, keys: Any, parts: int) -> tuple[OfLeaves, Leaves]:
     """The same function of the arrays of one microbatch, and all arrays with the microbatch as dim 0.
 
     Scalars, which a scan does not take, are those of the whole batch.
     """
     leaves, structure = jax.tree.flatten(split_microbatches((batch, keys), parts))
 
-    def call(arrays: Arrays) -> Any:
-        here = iter(arrays)
-        return of_examples(*jax.tree.unflatten(structure, [next(here) if x.ndim else x for x in leaves]))
+    def of_leaves(arrays: Leaves) -> Any:
+        remaining = iter(arrays)
+        microbatch = [next(remaining) if x.ndim else x for x in leaves]
+        return of_examples(*jax.tree.unflatten(structure, microbatch))
 
-    return call, [x for x in leaves if x.ndim]
+    return of_leaves, [x for x in leaves if x.ndim]
 
 
-def _of_microbatch(of_examples: OfExamples, example: Any, parts: int, axes: tuple[str, ...]) -> Any:
-    """The shapes of what one microbatch gives, after a warning where its loss mixes examples of several devices.
+class TracedOnce:
+    """A function of arrays, traced once: its program can be read before it is called, and calls run the program.
+
+    Attributes:
+        jaxpr: the program.
+        shapes: of its results.
+    """
+
+    def __init__(self, of_leaves: OfLeaves, example: Leaves):
+        closed, self.shapes = jax.make_jaxpr(of_leaves, return_shape=True)(example)
+        self.jaxpr: Any = closed.jaxpr
+        self._constants = closed.consts
+        self._structure = jax.tree.structure(self.shapes)
+
+    def __call__(self, leaves: Leaves) -> Any:
+        """The results for arrays of the shapes of the example."""
+        results = jax.core.eval_jaxpr(self.jaxpr, self._constants, *leaves)
+        return jax.tree.unflatten(self._structure, results)
+
+
+def _warn_of_mixing(jaxpr: Any, parts: int, batch_axes: tuple[str, ...]) -> None:
+    """Warns of a loss that mixes examples of several devices.
 
     It would mix those of one microbatch: a contrastive loss has fewer negatives, a norm over the batch other moments.
     What the plan sends for its leaves is right in each microbatch, and marked.
     """
-    jaxpr, shapes = jax.make_jaxpr(of_examples, return_shape=True)(*example)
-    for site in walk(jaxpr.jaxpr):
-        mixed = kind_of(site.equation) and set(mesh_axes(site.equation)) & set(axes)
-        if mixed and not site.backward and not (site.within(PLAN) or site.within(PER_MICROBATCH)):
+    for site in walk(jaxpr):
+        collective = kind_of(site.equation)
+        mixed = set(mesh_axes(site.equation)) & set(batch_axes)
+        if collective is None or not mixed:
+            continue
+        if not site.backward and not (site.within(PLAN) or site.within(PER_MICROBATCH)):
             warnings.warn(
                 f"make_train_step: with accumulate={parts} the loss gets one microbatch at a time, and the "
                 "results of what it sends over an axis of the batch are those of a microbatch; it calls "
-                f"{kind_of(site.equation)} over {quoted(sorted(mixed))} at {site.source}. Leave accumulate at 1, and "
+                f"{collective} over {quoted(sorted(mixed))} at {site.source}. Leave accumulate at 1, and "
                 "save memory with scan_layers(..., microbatches=) or remat=, if all examples count together.",
                 stacklevel=2,
             )
-            break
-    return on_this_mesh(shapes)
+            return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkit._arguments.typed import check_fields
-from shardkit.on_device.gradient import Mean
+from shardkit.on_device.means import Mean
 from shardkit.schedules import Schedule, Stages
 
 

@@ -1,10 +1,21 @@
 """The seam: parameters in, gradients out, by the collectives that a plan's layouts ask for.
 
 `enter`, `leave` and `to_rest` run inside shard_map and read a placement alone: no strategy is named here.
+
+Worked example: a leaf w[8, 6] under `dp("data")` of 2 and `fsdp("fsdp")` of 4, which split the batch, in bfloat16.
+
+    state    w[2, 6] float32, rows over "fsdp"; the same along "data"
+    enter    cast to bfloat16, all_gather over "fsdp" -> w[8, 6], marked as varying over "data" and "fsdp"
+    loss     of this device's examples -> total, weight, gradient[8, 6] bfloat16: partial sums over both axes
+    leave    all_reduce of total and weight over both axes
+             cast to float32, reduce_scatter over "fsdp" -> gradient[2, 6], still partial over "data"
+             all_reduce over "data", divided by the weight of all 8 devices' examples
+    update   w[2, 6] float32, which is at rest already: `to_rest` sends nothing
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,14 +26,23 @@ from jax import lax
 from shardkit._jax.compat import varying_axes
 from shardkit._jax.jaxprs import PLAN
 from shardkit.collectives import all_reduce, vary
+from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.layout import all_axes, spec_axes, split_dims
-from shardkit.on_device.cuts import from_end, in_parts, own_part, to_parts, whole
-from shardkit.on_device.feedback import Reduced, begun, residuals_after, scattered, summed, with_residuals
-from shardkit.on_device.gradient import divisor_of, global_means, largest_weight
+from shardkit.on_device.cuts import count_from_end, gather_cuts, in_parts, scatter_cuts, take_part
+from shardkit.on_device.feedback import (
+    PartialGradient,
+    add_residual,
+    attach_residuals,
+    collect_residuals,
+    scatter_with_feedback,
+    sum_by_algorithm,
+)
 from shardkit.on_device.handles import Handle, cast_floating
+from shardkit.on_device.mean_sums import global_means
+from shardkit.on_device.means import divisor_of, largest_weight
 from shardkit.on_device.precision import Precision
 from shardkit.plans.plan import Placement
-from shardkit.plans.splits import LeafLayout, is_layout, map_layouts
+from shardkit.plans.splits import Cuts, LeafLayout, is_layout, map_layouts
 from shardkit.plans.storage import is_padded, stored_array, wrap_stored
 
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
@@ -36,8 +56,8 @@ def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """
     leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
     layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
-    seen = [enter_leaf(placement, policy, layout, x) for layout, x in zip(layouts, leaves, strict=True)]
-    return jax.tree.unflatten(structure, seen)
+    entered = [enter_leaf(placement, policy, layout, x) for layout, x in zip(layouts, leaves, strict=True)]
+    return jax.tree.unflatten(structure, entered)
 
 
 def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: Any) -> Any:
@@ -51,30 +71,42 @@ def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: A
     # sum it at each use of the leaf, in each microbatch, before `leave` can choose when, in which dtype and by which
     # algorithm. The mark sends nothing, and since the gradient is taken of the marked leaf, it stays this device's sum.
     batch_axes = [axis for axes in spec_axes(placement.batch) for axis in axes]
-    x, data_axes = stored_array(x), (*batch_axes, *layout.varies)
+    data_axes = (*batch_axes, *layout.varies)
+    x = stored_array(x)
     if layout.lazy:
-        return _handled(layout, x, data_axes, policy)
+        return _make_handle(layout, x, data_axes, policy)
     cuts = layout.cuts(gather=("step",))
-    return vary(whole(cast_floating(x, policy.compute), cuts, layout.padding(cuts)), data_axes)
+    weight = gather_cuts(cast_floating(x, policy.compute), cuts, layout.padding(cuts))
+    return vary(weight, data_axes)
 
 
-def _handled(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
-    """The Handle of a lazy leaf: opening it gathers what is at rest in parts; a part of a whole leaf has it beside."""
+def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
+    """The Handle of a lazy leaf: what the loss gathers is in parts; of a whole leaf the part has the gradient."""
     compute, reduce = policy.compute, policy.reduce
     gathers = layout.cuts(gather=("layer",))
-    now = layout.cuts(gather=("step",))
-    if now:  # sent in the compute dtype; the part's own decides that of its gradient
-        x = whole(cast_floating(x, compute), now, layout.padding(now)).astype(x.dtype)
+    gathers_now = layout.cuts(gather=("step",))
+    if gathers_now:  # sent in the compute dtype; the part's own decides that of its gradient
+        weight = gather_cuts(cast_floating(x, compute), gathers_now, layout.padding(gathers_now))
+        x = weight.astype(x.dtype)
     scatters = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
     part = x
-    for cut in scatters:
-        part = own_part(part, cut.axes, dim=cut.dim)
-    if scatters:  # only its gradient is used, and that is a sum
-        part = cast_floating(part, reduce)
-    beside = vary(x if gathers else cast_floating(x, compute), data_axes) if scatters else None
+    whole = None
+    if scatters:
+        for cut in scatters:
+            part = take_part(part, cut.axes, dim=cut.dim)
+        part = cast_floating(part, reduce)  # only its gradient is used, and that is a sum
+        whole = vary(x if gathers else cast_floating(x, compute), data_axes)
     sizes = tuple((dim - x.ndim, size) for dim, size in layout.padding(gathers))
-    gathers, scatters = from_end(gathers, x.ndim), from_end(scatters, x.ndim)
-    return Handle(vary(part, data_axes), beside, gathers, scatters, compute, reduce, layout.entry, sizes)
+    return Handle(
+        vary(part, data_axes),
+        whole,
+        gathers=count_from_end(gathers, x.ndim),
+        scatters=count_from_end(scatters, x.ndim),
+        compute=compute,
+        reduce=reduce,
+        entry=layout.entry,
+        sizes=sizes,
+    )
 
 
 def leave(
@@ -97,18 +129,66 @@ def leave(
     # first gives the mean of means, which is another number as soon as two devices have unequal weights.
     means = global_means(means, placement.plan.batch_axes)
     divisor = divisor_of(largest_weight(means["loss"])) * scale
+    structure = jax.tree.structure(grads)
+    layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
     with jax.named_scope(PLAN):
-        layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
-        leaves = []
-        for layout, leaf in zip(layouts, with_residuals(grads, residuals, divisor), strict=True):
-            leaves.append(_scattered(leaf, layout, policy.reduce))
-        leaves = [begun(leaf) for leaf in _sum_by_algorithms(leaves, layouts, policy.reduce)]
-        reduced = []
-        for layout, leaf in zip(layouts, leaves, strict=True):
-            grad = _sum_what_varies(leaf.grad, layout, policy.reduce)
-            reduced.append(wrap_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows))
-    grads = jax.tree.unflatten(jax.tree.structure(grads), reduced)
-    return means, grads, residuals_after(residuals, leaves, divisor)
+        scattered = []
+        for layout, gradient in zip(layouts, attach_residuals(grads, residuals, divisor), strict=True):
+            scattered.append(_scatter(gradient, layout, policy.reduce))
+        gradients = _sum_by_algorithms(scattered, layouts, policy.reduce)
+        gradients = [add_residual(gradient) for gradient in gradients]
+        updates = []
+        for layout, gradient in zip(layouts, gradients, strict=True):
+            grad = _sum_what_varies(gradient.grad, layout, policy.reduce)
+            grad = grad.astype(jnp.float32) / divisor
+            updates.append(wrap_stored(grad, layout.padded, layout.rows))
+    residuals = collect_residuals(residuals, gradients, divisor)
+    return means, jax.tree.unflatten(structure, updates), residuals
+
+
+def _scatter(gradient: PartialGradient, layout: LeafLayout, dtype: Any) -> PartialGradient:
+    """A gradient summed in the reduce dtype and split once per step."""
+    if gradient.residual is not None:
+        return scatter_with_feedback(gradient, layout, dtype)
+    grad = gradient.grad
+    cuts = count_from_end(layout.cuts(scatter=("step",)), grad.ndim)
+    if cuts and _scatters_by_layer(grad, cuts, dtype):
+        return gradient._replace(grad=lax.map(lambda layer: scatter_cuts(layer, cuts, dtype), grad))
+    return gradient._replace(grad=scatter_cuts(grad, cuts, dtype))
+
+
+def _scatters_by_layer(grad: jax.Array, cuts: Cuts, dtype: Any) -> bool:
+    """Whether a copy in a wider dtype has more than LAYER_BYTES a layer: it would be the largest array of a step."""
+    itemsize = jnp.dtype(dtype).itemsize
+    if itemsize <= grad.dtype.itemsize:
+        return False
+    splits_layers = any(cut.dim == -grad.ndim for cut in cuts)
+    return itemsize * grad.size > grad.shape[0] * LAYER_BYTES and not splits_layers
+
+
+def _sum_by_algorithms(
+    gradients: Sequence[PartialGradient], layouts: Sequence[LeafLayout], dtype: Any
+) -> list[PartialGradient]:
+    """The gradients after the sums for which a strategy has an algorithm of its own, those with feedback last."""
+    # An algorithm may concatenate leaves, which must be partial sums over the same axes.
+    groups: dict[tuple[tuple[str, ...], Algorithm, frozenset[str]], list[int]] = {}
+    for number, layout in enumerate(layouts):
+        unreduced = varying_axes(gradients[number].grad)
+        for axes, algorithm in layout.sums:
+            axes = tuple(axis for axis in axes if axis in unreduced)
+            if axes:
+                groups.setdefault((axes, algorithm, unreduced), []).append(number)
+
+    def has_feedback(group: Any) -> bool:
+        (_, algorithm, _), _ = group
+        return bool(algorithm.feedback)
+
+    gradients = list(gradients)
+    for (axes, algorithm, _), numbers in sorted(groups.items(), key=has_feedback):
+        sums = sum_by_algorithm(algorithm, [gradients[number] for number in numbers], axes, dtype)
+        for number, gradient in zip(numbers, sums, strict=True):
+            gradients[number] = gradient
+    return gradients
 
 
 def _sum_what_varies(grad: jax.Array, layout: LeafLayout, dtype: Any) -> jax.Array:
@@ -123,29 +203,6 @@ def _sum_what_varies(grad: jax.Array, layout: LeafLayout, dtype: Any) -> jax.Arr
     return all_reduce(grad, axes)
 
 
-def _sum_by_algorithms(leaves: list[Reduced], layouts: list[LeafLayout], dtype: Any) -> list[Reduced]:
-    """The gradients after the sums for which a strategy has an algorithm of its own, those with feedback last."""
-    groups: dict[Any, list[int]] = {}
-    for number, layout in enumerate(layouts):
-        for axes, algorithm in layout.sums:
-            # An algorithm may concatenate leaves, which must be partial sums alike.
-            varying = varying_axes(leaves[number].grad)
-            axes = tuple(axis for axis in axes if axis in varying)
-            if axes:
-                groups.setdefault((axes, algorithm, varying), []).append(number)
-
-    def has_feedback(group: Any) -> bool:
-        (_, algorithm, _), _ = group
-        return bool(algorithm.feedback)
-
-    leaves = list(leaves)
-    for (axes, algorithm, _), numbers in sorted(groups.items(), key=has_feedback):
-        sums = summed(algorithm, [leaves[number] for number in numbers], axes, dtype)
-        for number, leaf in zip(numbers, sums, strict=True):
-            leaves[number] = leaf
-    return leaves
-
-
 @jax.named_scope(PLAN)
 def to_rest(params: Any, placement: Placement) -> Any:
     """The parameters at rest, from the updated shards.
@@ -157,23 +214,10 @@ def to_rest(params: Any, placement: Placement) -> Any:
     # the optimizer, and not where the next step uses them: the state then holds what its plan says, and a step that
     # ends a run leaves whole parameters. The gather's result is typed as the same on all devices. A plain all_gather's
     # would vary, and shard_map would refuse it as replicated, or the partitioner gather what it does not trust.
-    def one(layout: LeafLayout, x: Any) -> Any:
-        still = layout.padding(layout.cuts(gather=("never", "layer", "step")))
-        x = whole(stored_array(x), layout.cuts(gather=("update",)), set(layout.padded) - set(still), replicated=True)
-        return wrap_stored(x, still, layout.rows)
+    def gather_update(layout: LeafLayout, x: Any) -> Any:
+        padded_at_rest = layout.padding(layout.cuts(gather=("never", "layer", "step")))
+        padded_in_update = set(layout.padded) - set(padded_at_rest)
+        x = gather_cuts(stored_array(x), layout.cuts(gather=("update",)), padded_in_update, replicated=True)
+        return wrap_stored(x, padded_at_rest, layout.rows)
 
-    return map_layouts(one, placement.layouts, params)
-
-
-def _scattered(leaf: Reduced, layout: LeafLayout, dtype: Any) -> Reduced:
-    """A gradient summed in the reduce dtype and split once per step."""
-    if leaf.residual is not None:
-        return scattered(leaf, layout, dtype)
-    grad = leaf.grad
-    # Layer by layer, where a copy in a wider dtype has more than LAYER_BYTES a layer: it is the largest array of a
-    # step.
-    wider = jnp.dtype(dtype).itemsize * grad.size if jnp.dtype(dtype).itemsize > grad.dtype.itemsize else 0
-    cuts = from_end(layout.cuts(scatter=("step",)), grad.ndim)
-    if cuts and wider > grad.shape[0] * LAYER_BYTES and all(cut.dim > -grad.ndim for cut in cuts):
-        return leaf._replace(grad=lax.map(lambda layer: to_parts(layer, cuts, dtype), grad))
-    return leaf._replace(grad=to_parts(grad, cuts, dtype))
+    return map_layouts(gather_update, placement.layouts, params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import compress
@@ -63,32 +63,53 @@ def frozen_leaves(noted: list[Any], structure: Any) -> list[bool]:
     return frozen
 
 
-def chosen(tree: Any, trained: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Callable[[list[Any]], Any]]:
-    """The leaves that are trained; the tree with other values for them; their gradients in a tree with zeros elsewhere.
+class TrainedLeaves:
+    """Which leaves of a tree are trained, by `trained=`, a prefix of the tree: splits trees like it, and joins them.
 
-    The zeros are the same on all devices, so that nothing sums them. `trained` must be a prefix of the tree.
+    A GradFn with frozen leaves is noted for the step around it when this is made.
+
+    Worked example: of `{"head": w, "norm": g, "scale": s}` with `trained={"head": True, "norm": False, "scale": True}`,
+    `select()` is `[w, s]`, `merge([v, t])` is `{"head": v, "norm": g, "scale": t}`, and `with_zeros([dw, ds])` is
+    `{"head": dw, "norm": 0, "scale": ds}`.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    flags = _flags(tree, True if trained is None else trained)
-    noted = _NOTED.get()
-    if noted is not None:
-        noted.append(jax.tree.unflatten(structure, flags))
 
-    def joined(values: list[Any], others: list[Any]) -> Any:
-        given = iter(values)
-        each = [next(given) if flag else other for flag, other in zip(flags, others, strict=True)]
-        return jax.tree.unflatten(structure, each)
+    def __init__(self, tree: Any, trained: Any):
+        self._leaves, self._structure = jax.tree.flatten(tree)
+        self._flags = _flags_of(tree, True if trained is None else trained)
+        noted = _NOTED.get()
+        if noted is not None:
+            noted.append(jax.tree.unflatten(self._structure, self._flags))
 
-    def gradients(values: list[Any]) -> Any:
-        return joined(values, [jnp.zeros(x.shape, x.dtype) for x in leaves])
+    def select(self, tree: Any = None) -> list[Any]:
+        """The leaves that are trained, of this tree or another one."""
+        leaves = self._leaves if tree is None else jax.tree.leaves(tree)
+        return list(compress(leaves, self._flags))
 
-    return list(compress(leaves, flags)), lambda values: joined(values, leaves), gradients
+    def merge(self, values: list[Any]) -> Any:
+        """The tree with other values for the leaves that are trained."""
+        return self._join(values, self._leaves)
+
+    def with_zeros(self, grads: list[Any]) -> Any:
+        """The gradients of all leaves. Zeros are the same on all devices, so that nothing sums them."""
+        return self._join(grads, [jnp.zeros(x.shape, x.dtype) for x in self._leaves])
+
+    def _join(self, values: list[Any], others: list[Any]) -> Any:
+        remaining = iter(values)
+        leaves = []
+        for is_trained, other in zip(self._flags, others, strict=True):
+            leaves.append(next(remaining) if is_trained else other)
+        return jax.tree.unflatten(self._structure, leaves)
 
 
-def _flags(tree: Any, trained: Any) -> list[bool]:
+def _flags_of(tree: Any, trained: Any) -> list[bool]:
     """For each leaf of the tree whether it is trained."""
+
+    def repeat(flag: bool, subtree: Any) -> Any:
+        return jax.tree.map(lambda _: flag, subtree)
+
     try:
-        return jax.tree.leaves(jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), trained, tree))
+        return jax.tree.leaves(jax.tree.map(repeat, trained, tree))
     except ValueError as error:
-        ours, theirs = jax.tree.structure(trained), jax.tree.structure(tree)
+        ours = jax.tree.structure(trained)
+        theirs = jax.tree.structure(tree)
         raise ValueError(f"{_TRAINED}; got {ours} for {theirs}. Make it with jax.tree.map.") from error

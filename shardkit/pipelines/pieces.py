@@ -19,8 +19,10 @@ from shardkit._arguments.checks import named
 from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives import axis_index, broadcast, vary
 from shardkit.collectives.axes import vary_like
-from shardkit.on_device.gradient import Mean, kind, loss_and_aux, means_by_path, scaled_gradients
+from shardkit.on_device.gradient import cotangent_of
 from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
+from shardkit.on_device.loss_results import loss_and_aux
+from shardkit.on_device.means import Mean, kind, means_by_path
 from shardkit.pipelines.divergent import collectives
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.remat.layers import layers_in_a_list
@@ -218,7 +220,8 @@ class Pieces:
                 means = self._means(with_parts(shared, leaves), given, self.moving.join(moving, others))
                 return means["loss"].total, means
 
-            _, means, (shared_grads, dy) = scaled_gradients(total, scale, parts(shared), moving)
+            loss, pullback, means = jax.vjp(total, parts(shared), moving, has_aux=True)
+            shared_grads, dy = pullback(cotangent_of(loss, scale))
             return self._summed(means), shared_grads, dy
 
         return Piece(backward, self._shared, self._common, self.x, jax.ShapeDtypeStruct((), jnp.float32))

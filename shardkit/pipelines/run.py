@@ -22,10 +22,10 @@ from shardkit.collectives import axis_index, axis_size, shift, vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import row, split_microbatches, take_microbatch
-from shardkit.on_device.gradient import Mean
-from shardkit.on_device.handles import is_handle, part_gradient, parts, unsealed, with_parts
+from shardkit.on_device.handles import is_handle, parts, reduce_to_part, unseal_handles, with_parts
+from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
-from shardkit.on_device.trained import check_trained, chosen
+from shardkit.on_device.trained import TrainedLeaves, check_trained
 from shardkit.pipelines.divergent import refuse_divergent, refuse_mixed
 from shardkit.pipelines.ops import BRANCHED, MASKED, LoopState, Ops, Sums, write
 from shardkit.pipelines.pieces import Given, Pieces, StagedModel
@@ -53,8 +53,8 @@ def gradient_of(
         grads = sums.shared | {"layers": jax.tree.unflatten(jax.tree.structure(parts(opened["layers"])), stack)}
         grads = jax.tree.map(_left, params, grads, is_leaf=is_handle)
         means = dict(sums.means)
-        some, _, gradients = chosen({name: grads[name] for name in params}, trained)
-        return means.pop("loss"), means, gradients(some)
+        leaves = TrainedLeaves({name: grads[name] for name in params}, trained)
+        return means.pop("loss"), means, leaves.with_zeros(leaves.select())
 
     return PipelineGradFn(stages, grad_fn, schedule)
 
@@ -74,7 +74,7 @@ def loss_of(model: StagedModel, schedule: Schedule, stages: Stages, mode: Mode) 
 
 def _left(node: Any, grad: Any) -> Any:
     """The gradient of a leaf as it leaves the GradFn: of a lazy leaf with `entry`, that of its part."""
-    return part_gradient(node, grad) if is_handle(node) and node.entry else grad
+    return reduce_to_part(node, grad) if is_handle(node) and node.entry else grad
 
 
 class Execution(NamedTuple):
@@ -95,7 +95,7 @@ class Execution(NamedTuple):
         live = live_axes(where, names, *jax.tree.leaves(params))
         device = axis_index(names) if live else jnp.int32(0)
         spread = self.stages.spread is not None and bool(live)
-        shared = unsealed(dict(params))
+        shared = unseal_handles(dict(params))
         layers = vary(shared.pop("layers"), live)
         if not spread:
             shared = vary(shared, live)  # gradients stay unreduced until the step sums them

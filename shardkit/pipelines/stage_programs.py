@@ -11,7 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import all_reduce, vary
 from shardkit.meshes.layout import all_axes, broadcast_specs, canonical, check_spec
-from shardkit.on_device.gradient import Mean, divisor_of, global_means, value_and_grad
+from shardkit.on_device.gradient import value_and_grad
+from shardkit.on_device.mean_sums import global_means
+from shardkit.on_device.means import Mean, divisor_of
 
 Stage = Callable[[Any, Any], jax.Array]
 

@@ -16,8 +16,8 @@ from shardkit._jax.compat import eval_shape
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import split_microbatches
-from shardkit.on_device.gradient import kind
-from shardkit.on_device.handles import is_handle, opened, parts, unsealed
+from shardkit.on_device.handles import is_handle, open_handles, parts, unseal_handles
+from shardkit.on_device.means import kind
 from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
 from shardkit.remat.regather import regathered, regathered_stack
 
@@ -64,9 +64,9 @@ def gathered(
 
     @wraps(layer_fn)
     def layer(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten(unsealed((args, kwargs)), is_leaf=is_handle)
+        leaves, tree = jax.tree.flatten(unseal_handles((args, kwargs)), is_leaf=is_handle)
         if keep or not any(is_handle(leaf) for leaf in leaves):
-            args, kwargs = jax.tree.unflatten(tree, opened(leaves))
+            args, kwargs = jax.tree.unflatten(tree, open_handles(leaves))
             return (jax.checkpoint(layer_fn, policy=policy) if policy else layer_fn)(*args, **kwargs)
 
         handles = Mask([is_handle(leaf) for leaf in leaves])
@@ -138,7 +138,7 @@ def scan_layers(
         Layered gradient accumulation (arXiv:2106.02679): one layer at a time over all microbatches.
     """
     policy = None if remat is None and not offload else policy_of("scan_layers", remat, offload)
-    stacked = unsealed(stacked)
+    stacked = unseal_handles(stacked)
     _check_stack(stacked)
     counts = {(*jnp.shape(leaf), 0)[0] for leaf in jax.tree.leaves(parts(stacked))}
     if len(counts) != 1 or counts == {0}:
@@ -149,7 +149,7 @@ def scan_layers(
     (layers,) = counts
     first, changed = jax.tree.map(lambda leaf: leaf[0], stacked), list[str]()
     try:
-        after = eval_shape(lambda w, x: _noting(changed, layer_fn, opened(w), x), first, x)
+        after = eval_shape(lambda w, x: _noting(changed, layer_fn, open_handles(w), x), first, x)
     except Exception as error:
         if not layers_in_a_list(stacked):
             raise

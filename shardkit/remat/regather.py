@@ -7,6 +7,7 @@ weights again, and scatters each gradient once, after the last microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives._sums import add_terms, typed_zeros, wide_zeros
 from shardkit.on_device.batch import row
-from shardkit.on_device.handles import is_handle, near, opened, part_gradient, parts
+from shardkit.on_device.handles import gather_kept, is_handle, open_handles, parts, reduce_to_part
 from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable, some_of
 
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
@@ -29,7 +30,7 @@ def regathered(layer_fn: Callable[[Any, Any], Any], weights: Any, x: Any, *, pol
     Several microbatches, which dim 0 of the activations counts, run one after the other between gathering the weights
     and scattering their gradient.
     """
-    sweep = _Sweep(opened, _one_layer, _one_layer_back, stack=False)
+    sweep = _Sweep(open_handles, _one_layer, _one_layer_back, stack=False)
     return _with_derivative(layer_fn, sweep, weights, x, policy, microbatches)
 
 
@@ -38,7 +39,7 @@ def regathered_stack(
 ) -> Any:
     """A stack of layers, as by `regathered`, each gathered while its neighbor computes."""
     forward, backward = partial(_prefetched, layers=layers), partial(_prefetched_back, layers=layers)
-    sweep = _Sweep(lambda w: opened(row(w, 0)), forward, backward, stack=True)
+    sweep = _Sweep(lambda w: open_handles(row(w, 0)), forward, backward, stack=True)
     return _with_derivative(layer_fn, sweep, stacked, x, policy, microbatches)
 
 
@@ -117,8 +118,8 @@ def _with_derivative(
 
 
 def _one_layer(forward: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:
-    weights, kept = near(weights)
-    y, residuals = forward(jax.tree.leaves(opened(weights)), shared, x)
+    weights, kept = gather_kept(weights)
+    y, residuals = forward(jax.tree.leaves(open_handles(weights)), shared, x)
     return y, (residuals, kept)
 
 
@@ -126,8 +127,8 @@ def _one_layer_back(
     passes: Halves, wanted: _Wanted, weights: Any, shared: Leaves, residuals: Any, dy: Leaves
 ) -> list[Any]:
     residuals, kept = residuals
-    again = _after(dy, near(weights, kept)[0])
-    grads, dx = passes.backward(jax.tree.leaves(opened(again)), shared, residuals, dy)
+    again = _after(dy, gather_kept(weights, kept)[0])
+    grads, dx = passes.backward(jax.tree.leaves(open_handles(again)), shared, residuals, dy)
     return [*_part_gradients([*_nodes(weights, wanted), *compress(shared, wanted.shared)], grads), *dx]
 
 
@@ -144,7 +145,7 @@ def _after(dy: Leaves, weights: Any) -> Any:
         held = "part" if node.whole is None else "whole"  # what is gathered
         x = getattr(node, held)
         first = [ct for ct in dy if varying_axes(ct) <= varying_axes(x)]
-        return node.replaced(**{held: jax.lax.optimization_barrier((x, first))[0]})
+        return replace(node, **{held: jax.lax.optimization_barrier((x, first))[0]})
 
     return jax.tree.map(one, weights, is_leaf=is_handle)
 
@@ -156,8 +157,8 @@ def _prefetched(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, la
     """
 
     def fetch(i: Any) -> Any:
-        weights, kept = near(row(stacked, i))
-        return jax.tree.leaves(opened(weights)), kept
+        weights, kept = gather_kept(row(stacked, i))
+        return jax.tree.leaves(open_handles(weights)), kept
 
     def body(carry: Any, i: jax.Array) -> Any:
         x, (weights, kept) = carry
@@ -178,7 +179,7 @@ def _prefetched_back(
     nodes, shared_nodes = _nodes(stacked, wanted), list(compress(shared, wanted.shared))
 
     def fetch(i: Any, kept: Leaves) -> list[Any]:
-        return jax.tree.leaves(opened(near(row(stacked, i), kept)[0]))
+        return jax.tree.leaves(open_handles(gather_kept(row(stacked, i), kept)[0]))
 
     def layer(i: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
         dy, stores, sums = carry
@@ -210,13 +211,13 @@ def _nodes(weights: Any, wanted: _Wanted) -> list[Any]:
 
 
 def _part_gradients(nodes: Leaves, grads: Leaves) -> list[jax.Array]:
-    return [part_gradient(node, grad) for node, grad in zip(nodes, grads, strict=True)]
+    return [reduce_to_part(node, grad) for node, grad in zip(nodes, grads, strict=True)]
 
 
 def learned(node: Any) -> Any:
     """For an array, or for each array of a handle, whether its gradient is wanted."""
     if is_handle(node):
-        return node.replaced(part=learnable(node.part), whole=None if node.whole is None else False)
+        return replace(node, part=learnable(node.part), whole=None if node.whole is None else False)
     return learnable(node)
 
 

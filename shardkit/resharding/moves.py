@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardkit.collectives import all_gather, all_to_all, vary
 from shardkit.collectives.permute import permute
 from shardkit.meshes.layout import canonical, check_spec, local_shape, local_shape_of, spec_axes, table
-from shardkit.on_device.cuts import own_part
+from shardkit.on_device.cuts import take_part
 from shardkit.plans.storage import Storage, is_padded, padded_shape, stored_array, stored_shape
 from shardkit.resharding.redistribution import (
     Axes,
@@ -317,7 +317,7 @@ def _count_pieces(length: int, elements: int, piece: int) -> int:
 def _slice(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
     for dim, axes in enumerate(step.added_axes()):
         if axes:
-            x = own_part(x, axes, dim=dim)
+            x = take_part(x, axes, dim=dim)
     return x
 
 

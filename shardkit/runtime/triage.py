@@ -20,8 +20,9 @@ from shardkit.collectives import axis_index
 from shardkit.meshes.layout import path_name, spec_axes, table
 from shardkit.meshes.rng import step_key
 from shardkit.on_device.batch import batch_specs
-from shardkit.on_device.gradient import GradFn, global_means
+from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.local_step import local_gradients
+from shardkit.on_device.mean_sums import global_means
 from shardkit.on_device.metrics import metrics_of
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision, precision_of
@@ -193,7 +194,7 @@ def triage(
 
         def per_device(params: Any, kept: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, placement, policy)
-            run = carried.bound(grad_fn, kept, policy) if reads else grad_fn
+            run = carried.bind(grad_fn, kept, policy) if reads else grad_fn
             batch, means, grads = local_gradients(run, seen, batch, key, scale, placement, policy, microbatches)
             inspected = {
                 "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit.meshes.rng import refuse_unstable
-from shardkit.on_device.gradient import kind
+from shardkit.on_device.means import kind
 from shardkit.on_device.pipelines import Staged
 
 

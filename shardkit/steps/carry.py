@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,8 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.typed import is_array
 from shardkit.meshes.layout import path_name
-from shardkit.on_device.gradient import GradFn, kind
+from shardkit.on_device.gradient import GradFn, WithCarried
 from shardkit.on_device.groups import Groups
+from shardkit.on_device.means import kind
 from shardkit.on_device.metrics import if_finite
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision
@@ -88,12 +88,12 @@ class Carried:
 
         return map_layouts(one, self._layouts, tree)
 
-    def bound(self, grad_fn: GradFn, tree: Any, policy: Precision) -> GradFn:
+    def bind(self, grad_fn: GradFn, tree: Any, policy: Precision) -> GradFn:
         """The GradFn with the state that it takes, inside shard_map."""
-        takes: Any = grad_fn
-        return partial(takes, carried=self.enter(tree, policy))
+        bound: Any = WithCarried(grad_fn, carried=self.enter(tree, policy))
+        return bound
 
-    def updated(self, carry: Update, metrics: Any, params: Any, step: Any, microbatches: Microbatches | Groups) -> Any:
+    def update(self, carry: Update, metrics: Any, params: Any, step: Any, microbatches: Microbatches | Groups) -> Any:
         """`carry(state, metrics, params)` on global arrays in original shapes, laid out as before.
 
         Where the metrics have "finite" and it is False, the state stays as it was.
@@ -115,7 +115,7 @@ class Carried:
             return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), new, old)
 
         what = "a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean."
-        new = microbatches.apart(update, given, old, step=step, specs=self._placement.rest, what=what)
+        new = microbatches.update_apart(update, given, old, step=step, specs=self._placement.rest, words=what)
         stored = pad_leaves(if_finite(metrics, new, old), self.held, mesh, in_order=in_order)
         return lax.with_sharding_constraint(stored, shardings(mesh, self.held))
 

@@ -11,9 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import Axis, mesh_in_context
 from shardkit._arguments.typed import ARRAYS, check_kind, typed
 from shardkit.on_device.batch import batch_specs
-from shardkit.on_device.gradient import LossFn, global_means, takes_carried
-from shardkit.on_device.local_step import local_means, noting_whole
-from shardkit.on_device.metrics import metrics_of, returned
+from shardkit.on_device.gradient import LossFn, takes_carried
+from shardkit.on_device.local_step import local_means, note_split_leaf
+from shardkit.on_device.mean_sums import global_means
+from shardkit.on_device.metrics import cast_metrics, metrics_of
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipelines.stages import arranged
@@ -26,11 +27,13 @@ from shardkit.steps.carry import Carried
 from shardkit.steps.state import TrainState, described, made_by, makes, shardings
 
 _REPLICATED = PartitionSpec()
-_EVALUATED = {
-    True: "evaluate: the loss takes carried state, and there is none. Pass evaluate(params, batch, state.carried).",
-    False: "evaluate: the loss takes no carried state; got some. Write loss_fn(params, batch, keys, carried), or pass "
-    "evaluate(params, batch).",
-}
+_CARRIED_MISSING = (
+    "evaluate: the loss takes carried state, and there is none. Pass evaluate(params, batch, state.carried)."
+)
+_CARRIED_UNUSED = (
+    "evaluate: the loss takes no carried state; got some. Write loss_fn(params, batch, keys, carried), or pass "
+    "evaluate(params, batch)."
+)
 
 
 class Evaluate:
@@ -39,7 +42,10 @@ class Evaluate:
     __name__ = "evaluate"  # in profiles and reports
 
     def __init__(self, run: Any, plan: Plan, mesh: Any, manual: tuple[str, ...]):
-        self._run, self._plan, self._mesh, self._manual = run, plan, mesh, manual
+        self._run = run
+        self._plan = plan
+        self._mesh = mesh
+        self._manual = manual
 
     def __call__(self, params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
         """The metrics by name."""
@@ -63,7 +69,8 @@ class Evaluate:
     def abstract(self, params: Any) -> Any:
         """The shapes and layouts of the parameters, for `runtime.load_params`."""
         mesh = auto_mesh(self._mesh)
-        params = jax.eval_shape(partial(made_by, params), jax.random.key(0)) if makes(params) else params
+        if makes(params):
+            params = jax.eval_shape(partial(made_by, params), jax.random.key(0))
         rest = record_automatic_splits(self._plan, params, self._manual).placement(params, mesh).at_rest
         shapes = jax.eval_shape(lambda params: pad_leaves(params, rest, mesh), params)
         return change_axis_types(described(shapes, shardings(mesh, rest)), self._mesh)
@@ -113,37 +120,42 @@ def make_eval_step(
     policy = precision_of(precision)
     reads = takes_carried(loss_fn)
     axes = manual_axes("make_eval_step", manual, plan, mesh)
-    given, mesh = mesh, auto_mesh(mesh)
+    callers_mesh = mesh
+    mesh = auto_mesh(callers_mesh)
 
     def evaluate(plan: Plan, params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
         placement = plan.placement(params, mesh)
         check_storage("evaluate: the parameters", params, placement.at_rest, mesh)
         if reads != (carried is not None):
-            raise ValueError(_EVALUATED[reads])
-        kept = Carried("evaluate", carried, params, placement)
+            raise ValueError(_CARRIED_MISSING if reads else _CARRIED_UNUSED)
+        state = Carried("evaluate", carried, params, placement)
 
-        def on_device(rest: Any, carried: Any, batch: Any) -> dict[str, Any]:
-            seen = enter(rest, placement, policy)
-            entered = (kept.enter(carried, policy),) if reads else ()
+        def on_device(params_at_rest: Any, carried: Any, batch: Any) -> dict[str, Any]:
+            weights = enter(params_at_rest, placement, policy)
+            entered = [state.enter(carried, policy)] if reads else []
 
-            def here(seen: Any) -> dict[str, Any]:
-                return local_means(loss_fn, seen, batch, placement, policy, *entered, local=local)
+            def compute(weights: Any) -> dict[str, Any]:
+                return local_means(loss_fn, weights, batch, placement, policy, *entered, local=local)
 
-            with noting_whole(here, params, placement, policy.compute):
-                means = here(seen)
-            return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
+            with note_split_leaf(compute, params, placement, policy.compute):
+                means = compute(weights)
+            metrics = metrics_of(global_means(means, plan.batch_axes))
+            return cast_metrics(metrics, policy.output)
 
-        in_specs = placement.rest, kept.specs, batch_specs(batch, placement.batch, mesh, 1, "evaluate")
-        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED, axis_names=set(axes))
-        return on_mesh(params, kept.tree, batch)
+        batch_spec = batch_specs(batch, placement.batch, mesh, 1, "evaluate")
+        on_mesh = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(placement.rest, state.specs, batch_spec),
+            out_specs=_REPLICATED,
+            axis_names=set(axes),
+        )
+        return on_mesh(params, state.tree, batch)
 
-    def compiled(plan: Plan, laid_out: Any = None) -> Any:
-        out = None if given is mesh else NamedSharding(given, _REPLICATED)
-        return jax.jit(wrap_for_explicit_axes(partial(evaluate, plan), given), out_shardings=out)
+    def build(plan: Plan, layouts: Any = None) -> Any:
+        out = None if callers_mesh is mesh else NamedSharding(callers_mesh, _REPLICATED)
+        return jax.jit(wrap_for_explicit_axes(partial(evaluate, plan), callers_mesh), out_shardings=out)
 
-    run: Any = (
-        compiled(plan)
-        if set(axes) == set(mesh.axis_names)
-        else JitByLayouts(compiled, plan, axes, lambda params: params)
-    )
-    return Evaluate(run, plan, given, axes)
+    all_manual = set(axes) == set(mesh.axis_names)
+    run: Any = build(plan) if all_manual else JitByLayouts(build, plan, axes, lambda params: params)
+    return Evaluate(run, plan, callers_mesh, axes)

@@ -57,7 +57,7 @@ class _Split(NamedTuple):
         policy, grad_fn = self.program.policy, self.program.grad_fn
         seen = enter(params, self.placement, policy)
         if self.program.reads:
-            grad_fn = self.carried.bound(grad_fn, carried, policy)
+            grad_fn = self.carried.bind(grad_fn, carried, policy)
         return local_loss(grad_fn, seen, batch, keys, self.placement, policy)
 
     def on_mesh(self, on_device: Callable[..., Any], batch: Any, keys: PartitionSpec, out: PartitionSpec) -> Any:
@@ -84,7 +84,7 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
     """
     placement = program.plan.placement(state.params, program.mesh)
     carried = Carried("step", state.carried, state.params, placement)
-    parts = program.microbatches.placed(batch, placement).parts
+    parts = program.microbatches.for_batch(batch, placement).parts
     split = _Split(program, placement, carried, split_over(placement.batch), parts)
     if split.devices * parts == 1 or isinstance(program.grad_fn, Staged):
         return

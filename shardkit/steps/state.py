@@ -15,12 +15,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import raised, sized
 from shardkit.meshes.layout import canonical, path_name, spec_axes
-from shardkit.on_device.feedback import first_residuals, residual_shapes, residuals_held
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.metrics import if_finite
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import LossScale, Precision, first_loss_scale, next_loss_scale
+from shardkit.on_device.residuals import residual_layouts, residual_shapes, zero_residuals
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import Storage, check_storage, is_padded, pad_leaves, restore_leaves, stored_array, unpadded
 from shardkit.steps.layer_order import order_matters
@@ -166,7 +166,7 @@ def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: P
     rest = None if made else shardings(mesh, placement.at_rest)
     out = (shardings(mesh, held), rest, NamedSharding(mesh, _REPLICATED))
     opt_state, copies, (step, key, loss_scale) = jax.jit(first, out_shardings=out)(params, key)
-    residuals = first_residuals(params, placement)
+    residuals = zero_residuals(params, placement)
     params = cast_floating(params if made else copies, policy.param)
     return TrainState(step, params, opt_state, key, loss_scale, residuals)
 
@@ -211,7 +211,7 @@ def state_held(where: str, state: TrainState, mesh: Any, plan: Plan) -> TrainSta
         opt_state=optimizer_held(state.opt_state, state.params, placement.in_update),
         key=whole(state.key),
         loss_scale=whole(state.loss_scale),
-        residuals=residuals_held(where, state.residuals, state.params, placement),
+        residuals=residual_layouts(where, state.residuals, state.params, placement),
         carried=optimizer_held(state.carried, state.params, rest),
     )
 
@@ -344,7 +344,7 @@ def updated(
 
     what = "an optimizer", "Use dp, or an optimizer without it: clip by value, not by norm."
     given, old = (grads, metrics["loss"]), (params, opt_state)
-    new = microbatches.apart(update, given, old, step=state.step, specs=placement.update, what=what)
+    new = microbatches.update_apart(update, given, old, step=state.step, specs=placement.update, words=what)
     params, opt_state = if_finite(metrics, new, old)
     params = _kept(params, old[0], frozen)
     if policy.master is not None:

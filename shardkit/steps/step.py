@@ -61,47 +61,66 @@ class Step:
         manual: Any = None,
         schedule: Any = None,
     ):
-        self.plan, self.mesh, self.manual, self.schedule = plan, mesh, manual, schedule
+        self.plan = plan
+        self.mesh = mesh
+        self.manual = manual
+        self.schedule = schedule
         self.ends: dict[str, bool] = ends
-        self._run, self._check, self._first = run, check, first
+        self._run = run
+        self._check = check
+        self._first = first
         self._array = compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The next state, and the metrics by name."""
-        array = self._array
-        if any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
-            leaves = jax.tree_util.tree_leaves_with_path(state)
-            path = next(path for path, x in leaves if type(x) is array and x.is_deleted())
-            raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
-                "step: the state must be the newest; an earlier step was passed its leaf "
-                f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
-                "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
-            )
+        self._check_newest(state)
         args = self._arguments(state, batch)
-        if self._first:  # before anything runs
-            self._first(_called(self._run.trace, args), args)
-            if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):  # else numbers come later
-                self._first = None
-        new, metrics = _called(self._run, args)
+        try:
+            if self._first:  # before anything runs
+                self._first(self._run.trace(*args), args)
+                if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):  # else numbers come later
+                    self._first = None
+            new, metrics = self._run(*args)
+        except (TypeError, ValueError):
+            _check_batch(batch)
+            raise
         new = new._replace(key=state.key)
-        # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
-        dynamic = self.ends["dynamic"]
-        if self.ends["stop"] and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
-            raise NonFiniteError(
-                f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
-                "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",
-                new,
-                metrics,
-            )
+        if self.ends["stop"] and not metrics["finite"]:
+            self._stop(new, metrics)
         return new, metrics
 
     def trace(self, state: TrainState, batch: Any = None) -> jax.stages.Traced:
         """The program of one call, as a jaxpr."""
-        return _called(self._run.trace, self._arguments(state, batch))
+        return _call_checked(self._run.trace, self._arguments(state, batch))
 
     def lower(self, state: TrainState, batch: Any = None) -> jax.stages.Lowered:
         """The program of one call, for the compiler."""
-        return _called(self._run.lower, self._arguments(state, batch))
+        return _call_checked(self._run.lower, self._arguments(state, batch))
+
+    def _check_newest(self, state: TrainState) -> None:
+        """Refuses a state of which an earlier step has taken the memory."""
+        array = self._array
+        if not any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
+            return
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        path = next(path for path, x in leaves if type(x) is array and x.is_deleted())
+        raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
+            "step: the state must be the newest; an earlier step was passed its leaf "
+            f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
+            "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
+        )
+
+    def _stop(self, new: TrainState, metrics: dict[str, jax.Array]) -> None:
+        """Raises for a step that is not finite."""
+        # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
+        if self.ends["dynamic"] and jnp.isfinite(metrics["loss"]):
+            return
+        raise NonFiniteError(
+            f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
+            "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",
+            new,
+            metrics,
+        )
 
     def _arguments(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
         if batch is None:
@@ -113,9 +132,16 @@ class Step:
         return state._replace(key=None), state.key, batch
 
 
-def _called(call: Callable[..., Any], args: tuple[TrainState, jax.Array, Any]) -> Any:
+def _call_checked(call: Callable[..., Any], args: tuple[TrainState, jax.Array, Any]) -> Any:
+    """`call(*args)`; where it fails, an error says what of the batch is no array."""
     try:
         return call(*args)
-    except (TypeError, ValueError):  # jax's names a function that is not the caller's
-        check_kind("step", "batch", args[2], (ARRAYS,))
+    except (TypeError, ValueError):
+        _, _, batch = args
+        _check_batch(batch)
         raise
+
+
+def _check_batch(batch: Any) -> None:
+    """Refuses what is no array, for a call that has failed: jax's error names a function that is not the caller's."""
+    check_kind("step", "batch", batch, (ARRAYS,))

@@ -16,7 +16,9 @@ What not every step has joins in one place each, and can be read past:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,13 +27,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.meshes.rng import step_key
 from shardkit.on_device.batch import batch_specs
-from shardkit.on_device.feedback import residual_specs
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.groups import Groups
-from shardkit.on_device.local_step import local_gradients, noting_whole
-from shardkit.on_device.metrics import all_finite, if_finite, metrics_of, returned
+from shardkit.on_device.local_step import local_gradients, note_split_leaf
+from shardkit.on_device.metrics import all_finite, cast_metrics, if_finite, metrics_of
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision
+from shardkit.on_device.residuals import residual_specs
 from shardkit.on_device.seam import enter, to_rest
 from shardkit.on_device.trained import frozen_leaves, noting_trained
 from shardkit.plans.plan import Placement, Plan
@@ -65,12 +67,17 @@ class TrainProgram:
         check_storage("step: the parameters", state.params, placement.at_rest, self.mesh)
         check_carried("step", self.reads, self.carry, state.carried)
         if self.in_loop:  # else the partitioner splits the parameters that a loop carries further, and gathers them
-            state = state._replace(params=self._pinned(state.params, placement))
+            state = state._replace(params=self._pin(state.params, placement))
         carried = Carried("step", state.carried, state.params, placement)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
+        microbatches = self.microbatches.for_batch(batch, placement)
         with noting_trained() as noted:
-            metrics, grads, residuals = self.gradients(placement, carried, state, key, batch, scale)
+            gradients = self.map_gradients(placement, carried, state, batch, microbatches)
+            step_scale = microbatches.hide_scale(scale, state.step)
+            metrics, grads, residuals = gradients(
+                state.params, carried.tree, state.residuals, batch, step_key(key, state.step), step_scale
+            )
         frozen = frozen_leaves(noted, jax.tree.structure(state.params, is_leaf=is_padded))
         params, opt_state, loss_scale = updated(
             self.optimizer, self.policy, placement, state, grads, metrics, self.microbatches, frozen
@@ -78,54 +85,72 @@ class TrainProgram:
         params = self.back_to_rest(params, placement)
         if state.loss_scale:
             metrics["loss_scale"] = scale
-        own = state.carried
+        new_carried = state.carried
         if self.carry:
-            own = carried.updated(self.carry, metrics, params, state.step, self.microbatches)
-        new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, own)  # `Step` adds the key
-        return new, returned(metrics, self.policy.output)
+            new_carried = carried.update(self.carry, metrics, params, state.step, self.microbatches)
+        new = TrainState(
+            state.step + 1,
+            params,
+            opt_state,
+            key=None,  # `Step` adds it
+            loss_scale=loss_scale,
+            residuals=residuals,
+            carried=new_carried,
+        )
+        return new, cast_metrics(metrics, self.policy.output)
 
-    def gradients(
-        self, placement: Placement, carried: Carried, state: TrainState, key: jax.Array, batch: Any, scale: jax.Array
-    ) -> tuple[Metrics, Any, Any]:
-        """The metrics, the gradients in the layout of the update, and the new residuals, from all devices."""
-        microbatches = self.microbatches.placed(batch, placement)
+    def map_gradients(
+        self,
+        placement: Placement,
+        carried: Carried,
+        state: TrainState,
+        batch: Any,
+        microbatches: Microbatches | Groups,
+    ) -> Callable[..., tuple[Metrics, Any, Any]]:
+        """A function on global arrays: metrics, gradients in the layout of the update, and new residuals.
+
+        It takes parameters, carried state, residuals, batch, the key of the step and the loss scale.
+        """
         residual_spec = residual_specs(state.residuals, state.params, placement)
+        batch_spec = batch_specs(batch, placement.batch, self.mesh, microbatches.parts)
 
-        def on_device(params: Any, own: Any, residuals: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
+        def on_device(
+            params: Any, carried_tree: Any, residuals: Any, batch: Any, key: jax.Array, scale: jax.Array
+        ) -> tuple[Metrics, Any, Any]:
             # Enter: this device's parts of the parameters become what the loss sees.
-            seen = enter(params, placement, self.policy)
-            grad_fn = carried.bound(self.grad_fn, own, self.policy) if self.reads else self.grad_fn
+            weights = enter(params, placement, self.policy)
+            grad_fn = self.grad_fn
+            if self.reads:
+                grad_fn = carried.bind(grad_fn, carried_tree, self.policy)
 
             # Loss and gradient: sums over this device's examples, by the loss and what its lazy leaves send.
-            def local(seen: Any) -> Any:
-                return local_gradients(grad_fn, seen, batch, key, scale, placement, self.policy, microbatches)
-
-            with noting_whole(local, state.params, placement, self.policy.compute):
-                _, means, grads = local(seen)
+            compute = partial(
+                local_gradients,
+                grad_fn,
+                batch=batch,
+                key=key,
+                scale=scale,
+                placement=placement,
+                policy=self.policy,
+                microbatches=microbatches,
+            )
+            with note_split_leaf(compute, state.params, placement, self.policy.compute):
+                _, means, grads = compute(weights)
 
             # Leave: sums over all devices, divided by the weight of the whole batch. `Microbatches` leave by the seam.
-            means, grads, left = microbatches.leave(means, grads, placement, self.policy, scale, residuals)
+            means, grads, new_residuals = microbatches.leave(means, grads, placement, self.policy, scale, residuals)
             metrics = metrics_of(means)
             if self.watches:
                 metrics["finite"] = all_finite(metrics["loss"], grads)
-            return metrics, grads, if_finite(metrics, left, residuals)
+            return metrics, grads, if_finite(metrics, new_residuals, residuals)
 
-        on_mesh = jax.shard_map(
+        return jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(
-                placement.rest,
-                carried.specs,
-                residual_spec,
-                batch_specs(batch, placement.batch, self.mesh, microbatches.parts),
-                _REPLICATED,
-                _REPLICATED,
-            ),
+            in_specs=(placement.rest, carried.specs, residual_spec, batch_spec, _REPLICATED, _REPLICATED),
             out_specs=(_REPLICATED, placement.update, residual_spec),
             axis_names=set(self.manual),
         )
-        scale = microbatches.unfolded(scale, state.step)
-        return on_mesh(state.params, carried.tree, state.residuals, batch, step_key(key, state.step), scale)
 
     def back_to_rest(self, params: Any, placement: Placement) -> Any:
         """The new parameters from the layout of the update to that of the state."""
@@ -139,7 +164,7 @@ class TrainProgram:
             axis_names=set(self.manual),
         )
         params = whole(params)
-        return self._pinned(params, placement) if self.plan.automatic else params
+        return self._pin(params, placement) if self.plan.automatic else params
 
-    def _pinned(self, params: Any, placement: Placement) -> Any:
+    def _pin(self, params: Any, placement: Placement) -> Any:
         return jax.lax.with_sharding_constraint(params, shardings(self.mesh, placement.at_rest))

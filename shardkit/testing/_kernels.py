@@ -20,7 +20,7 @@ from jax.tree_util import keystr
 from shardkit._arguments.checks import counted, divides, named, quoted, sized
 from shardkit._jax import compat
 from shardkit.meshes.layout import all_axes, broadcast_specs, check_spec, split_dims
-from shardkit.on_device.gradient import kind
+from shardkit.on_device.means import kind
 from shardkit.testing._compare import is_spec_or_none, none_is_whole
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from shardkit._arguments.typed import Arrays, Key, Optimizer, typed
 from shardkit.meshes.rng import example_keys, step_key
-from shardkit.on_device.gradient import GradFn, Mean, divisor_of, is_mean, largest_weight, terms_of
+from shardkit.on_device.gradient import GradFn
+from shardkit.on_device.means import Mean, divisor_of, is_mean, largest_weight, terms_of
 from shardkit.steps.carry import check_carried, reads_carried
 from shardkit.steps.state import makes, passed_what_it_takes
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude

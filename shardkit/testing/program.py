@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from shardkit._arguments.typed import Optimizer, typed
 from shardkit.meshes.mesh import make_mesh
 from shardkit.on_device.advice import Unintended
-from shardkit.on_device.gradient import GradFn, Mean
+from shardkit.on_device.gradient import GradFn
+from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.pipelines.stages import arranged
 from shardkit.plans.plan import Plan

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardkit._arguments.typed import short, typed
-from shardkit.meshes.inspection import grid_of_array, is_placed
+from shardkit.meshes.inspection import draw_array, is_on_devices
 from shardkit.meshes.mesh import DeviceGrid, GridTable
 from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
 
@@ -52,12 +52,12 @@ def array(x: jax.Array, output: str | Path | None = None, *, after: jax.Array | 
     """
     given = {"x": x} | ({"after": after} if after is not None else {})
     for name, each in given.items():
-        if not is_placed(each):
+        if not is_on_devices(each):
             raise TypeError(
                 f"viz.array: {name} must be an array on devices; got {short(each)}. Place it, as in "
                 "sk.shard(x, mesh, spec)."
             )
-    grids = [grid_of_array(each) for each in given.values()]
+    grids = [draw_array(each) for each in given.values()]
     if after is not None:
         heads = ("before: ", "after: ")
         grids = [g._replace(title=(head + g.title[0], *g.title[1:])) for head, g in zip(heads, grids, strict=True)]
@@ -70,7 +70,7 @@ def picture_of(grids: list[DeviceGrid]) -> Figure:
     """The grids side by side, each with its title and its tables."""
     ids = sorted({each for grid in grids for cell in grid.cells.values() for each in cell})
     colours = {each: ramp(i, len(ids)) for i, each in enumerate(ids)}
-    blocks = [list(grid.blocks()) for grid in grids]
+    blocks = [list(grid.tables()) for grid in grids]
     sizes = [_size(grid, tables) for grid, tables in zip(grids, blocks, strict=True)]
     across, up = 2 * _EDGE - _GAP + sum(w + _GAP for w, _ in sizes), 2 * _EDGE + max(h for _, h in sizes)
     shrink = min(1, _WIDE / across, _TALL / up)
@@ -88,13 +88,13 @@ def picture_of(grids: list[DeviceGrid]) -> Figure:
         side, column = _side(tables), _column(tables)
         for table in tables:
             top += _LINE
-            if table.at:
-                write(left, top - _LINE / 2, table.at)
+            if table.title:
+                write(left, top - _LINE / 2, table.title)
                 top += _LINE
-            for i, head in enumerate(table.heads):
+            for i, head in enumerate(table.column_labels):
                 write(left + side + (i + 0.5) * column, top - _LINE / 2, head, ha="center")
-            high, wide = _ROW * len(table.sides), column * len(table.heads)
-            for i, text in enumerate(table.sides):
+            high, wide = _ROW * len(table.row_labels), column * len(table.column_labels)
+            for i, text in enumerate(table.row_labels):
                 write(left + side - LETTER, top + (i + 0.5) * _ROW, text, ha="right")
             axes = picture.add_axes(((left + side) / across, 1 - (top + high) / up, wide / across, high / up))
             _fill(axes, table, colours, 72 * column * shrink, 72 * _ROW * shrink)
@@ -105,22 +105,22 @@ def picture_of(grids: list[DeviceGrid]) -> Figure:
 
 def _side(tables: Sequence[GridTable]) -> float:
     """The width of the labels of rows."""
-    return LETTER * (max(len(side) for table in tables for side in table.sides) + 1)
+    return LETTER * (max(len(side) for table in tables for side in table.row_labels) + 1)
 
 
 def _column(tables: Sequence[GridTable]) -> float:
     """The width of a column: of its label, and of a part for each device of its fullest cell."""
-    label = max(len(head) for table in tables for head in table.heads)
+    label = max(len(head) for table in tables for head in table.column_labels)
     parts = max(len(cell) for table in tables for row in table.cells for cell in row)
     return max(_COLUMN, LETTER * (label + 1), _PART * parts)
 
 
 def _size(grid: DeviceGrid, tables: Sequence[GridTable]) -> tuple[float, float]:
     """Width and height of a grid with its title."""
-    table = _side(tables) + _column(tables) * len(tables[0].heads)
+    table = _side(tables) + _column(tables) * len(tables[0].column_labels)
     title = 1.1 * LETTER * max(map(len, grid.title))
-    lines = len(grid.title) + sum(1 + bool(each.at) for each in tables)
-    return max(table, title), lines * _LINE + _ROW * sum(len(each.sides) for each in tables)
+    lines = len(grid.title) + sum(1 + bool(each.title) for each in tables)
+    return max(table, title), lines * _LINE + _ROW * sum(len(each.row_labels) for each in tables)
 
 
 def _fill(axes: Axes, table: GridTable, colours: Mapping[int, RGB], width: float, height: float) -> None:
@@ -128,13 +128,13 @@ def _fill(axes: Axes, table: GridTable, colours: Mapping[int, RGB], width: float
     from matplotlib.patches import Rectangle
 
     axes.set_axis_off()
-    axes.set_xlim(0, len(table.heads))
-    axes.set_ylim(len(table.sides), 0)
-    for row, (side, cells) in enumerate(zip(table.sides, table.cells, strict=True)):
-        for column, (head, ids) in enumerate(zip(table.heads, cells, strict=True)):
+    axes.set_xlim(0, len(table.column_labels))
+    axes.set_ylim(len(table.row_labels), 0)
+    for row, (side, cells) in enumerate(zip(table.row_labels, table.cells, strict=True)):
+        for column, (head, ids) in enumerate(zip(table.column_labels, cells, strict=True)):
             part = 1 / len(ids)
             for number, each in enumerate(ids):
-                left, label = column + number * part, " ".join(filter(None, [table.at, side, head, str(each)]))
+                left, label = column + number * part, " ".join(filter(None, [table.title, side, head, str(each)]))
                 axes.add_patch(Rectangle((left, row), part, 1, facecolor=colours[each], linewidth=0, gid=label))
                 size = min(TEXT, part * width / (0.75 * len(str(each))), 0.7 * height)
                 if size >= _SMALLEST_TEXT:

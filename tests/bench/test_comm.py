@@ -15,7 +15,7 @@ from shardkit import bench, cost
 from shardkit.bench import as_compiled, operations
 from shardkit.bench.comm import fitted, sweeps, table
 from shardkit.bench.fit import Fit
-from shardkit.bench.kernels import Compared, case, placed
+from shardkit.bench.kernels import Compared, case, place
 from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.testing import reference
 from support.refusals import refused
@@ -175,7 +175,7 @@ def test_every_kernel_returns_what_its_reference_does(op, mesh2x4):
     block = operations.values("float32", 8, 8, sweep.operation.block(8, sweep.counts[0]))
     options = sweep.operation.arguments(sweep.redop, 8, sweep.counts[0])
     blocks = sweep.operation.reference(list(block), **options)
-    x = placed(block, mesh2x4, jax.sharding.PartitionSpec(("data", "model")))
+    x = place(block, mesh2x4, jax.sharding.PartitionSpec(("data", "model")))
     for name, way in sweep.ways.items():
         made = case(
             name,
@@ -215,7 +215,7 @@ def test_every_kernel_is_right(op, dtype, mesh2x4):
 @pytest.mark.check
 @pytest.mark.parametrize(("kind", "groups", "text"), GROUPS)
 def test_groups_as_text(kind, groups, text):
-    assert as_compiled.grouped(kind, groups) == text
+    assert as_compiled.describe_groups(kind, groups) == text
 
 
 class Chip:

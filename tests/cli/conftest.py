@@ -1,4 +1,4 @@
-"""Text to train on, and the command in this process."""
+"""The command in this process."""
 
 import signal
 import subprocess
@@ -8,15 +8,7 @@ import jax
 import pytest
 
 from shardkit import cli
-from shardkit.cli import aot, audit, doctor, plans, prove
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    root = tmp_path_factory.mktemp("corpus")
-    for index in range(40):
-        (root / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    return root
+from shardkit.cli import aot, audit, doctor, mesh, prove
 
 
 @pytest.fixture
@@ -45,7 +37,7 @@ def inside(monkeypatch, capsys):
     def offer(n):
         monkeypatch.setattr(jax, "devices", lambda *_: devices[:n])
 
-    for module in (aot, audit, doctor, plans, prove):
+    for module in (aot, audit, doctor, mesh, prove):
         monkeypatch.setattr(module, "offer_cpu_devices", offer)
     monkeypatch.setenv("COLUMNS", "100")
 

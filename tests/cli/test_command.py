@@ -18,14 +18,13 @@ from shardkit.bench.comm import IMPLS, REDOPS
 from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.cli import output
 from shardkit.meshes.simulated import offer_cpu_devices
-from shardkit.runtime.drift import DriftError
 from support.commands import command, environment
 from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 EVERY = cli.every_command()
 CODES = [(ValueError("no"), 2), (TypeError("no"), 2), (ImportError("no"), 2)]
-CODES += [(DriftError("no", []), 1), (KeyError("no"), 70), (None, 70)]
+CODES += [(KeyError("no"), 70), (None, 70)]
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_the_version_the_list_of_commands_and_a_mistake_import_no_jax():
     """Importing jax takes a second and more, also for a typing mistake."""
     code = (
         "import sys\nfrom shardkit.cli import main\n"
-        "for words in ['--version'], ['--help'], ['bench', '--help'], ['tain'], ['completion', '--help']:\n"
+        "for words in ['--version'], ['--help'], ['bench', '--help'], ['lanch'], ['completion', '--help']:\n"
         "    sys.argv = ['shardkit', *words]\n"
         "    try: main()\n"
         "    except SystemExit: pass\n"
@@ -63,7 +62,7 @@ def test_version(shardkit):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("tain",), "error: shardkit has no command 'tain'; did you mean 'train'?\n"),
+        (("lanch",), "error: shardkit has no command 'lanch'; did you mean 'launch'?\n"),
         (("bench", "strategy"), "error: shardkit bench has no command 'strategy'; did you mean 'strategies'?\n"),
         (("--steps", "5"), "error: shardkit has no command '--steps'; shardkit --help lists the commands.\n"),
         (("completion", "csh"), None),
@@ -78,7 +77,7 @@ def test_a_wrong_command_is_wrong_usage(words, error, shardkit):
 def test_without_its_extra_the_command_names_the_remedy(shardkit, monkeypatch):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tyro" else name)
     said = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'\n"
-    assert shardkit("train", "data=2") == (2, "", said)
+    assert shardkit("audit", "a.py:make") == (2, "", said)
     assert shardkit("--version")[0] == 0
 
 
@@ -122,7 +121,7 @@ def test_lists_in_the_help_of_bench_comm_are_complete(monkeypatch, shardkit):
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_complete(shell, shardkit):
     code, out, _ = shardkit("completion", shell)
-    assert code == 0 and shell in out and "--microbatches" in out and "strategies" in out
+    assert code == 0 and shell in out and "--topology" in out and "strategies" in out
 
 
 def test_bash_completes_without_jax(shardkit, tmp_path):
@@ -130,9 +129,9 @@ def test_bash_completes_without_jax(shardkit, tmp_path):
     (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
     (tmp_path / "script").write_text(shardkit("completion", "bash")[1])
     asked = {
-        "shardkit tr": {"train"},
-        "shardkit train --micro": {"--microbatches"},
-        "shardkit train --precision b": {"bf16"},
+        "shardkit la": {"launch"},
+        "shardkit audit --expl": {"--explain"},
+        "shardkit launch --render sl": {"slurm"},
         "shardkit bench com": {"comm", "compare"},
         "shardkit bench comm --cal": {"--calls"},
     }
@@ -162,7 +161,7 @@ def ends(error, monkeypatch, how=SystemExit):
     monkeypatch.setattr(cli, "_run", raising)
     monkeypatch.setattr(cli.os, "_exit", leaving)
     with pytest.raises(how) as end:
-        cli.perform(cli.COMMANDS[0], "train", [])
+        cli.perform(cli.COMMANDS[0], "launch", [])
     return end.value.code
 
 
@@ -173,7 +172,7 @@ def ends(error, monkeypatch, how=SystemExit):
         (
             FileNotFoundError(2, "No such file or directory", "a.json"),
             2,
-            "error: train: a.json cannot be used (No such file or directory). Check the path.\n",
+            "error: launch: a.json cannot be used (No such file or directory). Check the path.\n",
         ),
         (
             ZeroDivisionError("division\nby zero"),
@@ -189,18 +188,16 @@ def test_a_command_ends_with_one_sentence_and_a_code(error, code, said, monkeypa
 
 
 WRONG = {
-    "train --seed 99999999999999999999": "train: --seed must be at most 9,223,372,036,854,775,807; got "
-    "99999999999999999999. Pass a smaller number.",
-    "train --steps 99999999999": "train: --steps must be at most 2,147,483,647; got 99999999999. Pass a smaller "
-    "number.",
-    "train --accumulate 3 --batch 8": "train: --accumulate must divide --batch; got 3 microbatches of 8 examples. "
-    "Change one of them.",
     "aot {}:raises --topology v5e:2x4": "aot: {}:raises must return a step and its arguments; it raises "
     "ZeroDivisionError: division by zero. Run it with python to see the traceback.",
     "audit {}:fails --args i32[]": "audit: the step must be traced with these arguments; it raises "
     "ZeroDivisionError: integer division or modulo by zero. Check the arguments, and the mesh context "
     "that the step needs.",
-    "train --data /dev/zero": "--data: the path must be a file or a directory; /dev/zero is neither. Pass one that is.",
+    "bench comm data8": "bench comm: the mesh must be given as AXIS=SIZE; got 'data8'. Write for example data=8.",
+    "bench comm dta=8": "bench comm: the axis must be one of 'data', 'fsdp', 'expert', 'context', 'zero1', 'zero2', "
+    "'ulysses', 'stage', 'model'; got 'dta'. Write for example data=8.",
+    "bench comm data=2 data=4": "bench comm: axis 'data' must be given once; got 'data=2 data=4'. Remove one of the "
+    "two.",
 }
 
 
@@ -222,14 +219,14 @@ def test_devices_that_cannot_be_simulated(number):
 
 
 @pytest.mark.parametrize(("error", "code"), CODES)
-def test_what_shardkit_refuses_is_wrong_usage_and_drift_a_failed_check(error, code, monkeypatch, capsys):
+def test_what_shardkit_refuses_is_wrong_usage(error, code, monkeypatch, capsys):
     """An error that is raised by a line of shardkit's own; one that Python raises there is unexpected."""
     names = {"__name__": "shardkit.cli.refusing"}
     exec("def refuse(error):\n    raise error\n", names)
     exec("def mistake(error):\n    int('one')\n", names)
     monkeypatch.setattr(cli, "_run", lambda *_: names["mistake" if error is None else "refuse"](error))
     with pytest.raises(SystemExit) as end:
-        cli.perform(cli.COMMANDS[0], "train", [])
+        cli.perform(cli.COMMANDS[0], "launch", [])
     assert end.value.code == code
     assert ("unexpected" in capsys.readouterr().err) == (code == 70)
 
@@ -277,5 +274,5 @@ def test_debug_shows_where_an_error_came_from(shardkit, monkeypatch, capsys):
     monkeypatch.setenv("SHARDKIT_DEBUG", "0")
     error = ZeroDivisionError("division by zero")
     assert ends(error, monkeypatch) == 70 and "Traceback" not in capsys.readouterr().err
-    code, _, err = shardkit("--debug", "train", "data=2")
+    code, _, err = shardkit("--debug", "doctor")
     assert code == 70 and "Traceback (most recent call last)" in err and Path(__file__).name in err

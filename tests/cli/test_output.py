@@ -1,14 +1,13 @@
-"""`--json`, text for people beside it, and what a training run shows and writes."""
+"""`--json`, and text for people beside it."""
 
 import io
 import json
 
 import pytest
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from shardkit import bench
-from shardkit.cli import doctor, output, train
+from shardkit.cli import doctor, output
 from shardkit.jobs.launch import launch
 from shardkit.viz import style
 
@@ -95,36 +94,3 @@ def test_doctor_knows_every_package_of_every_extra(monkeypatch):
         "[cli]: rich 13.0.1; missing tyro; pip install 'shardkit[cli]'",
         "[aot]: libtpu 0.0.42.1",
     ]
-
-
-def test_only_process_0_writes(monkeypatch, tmp_path):
-    monkeypatch.setattr(train.sk.runtime, "is_main", lambda: False)
-    with train.CommandLog(train.Options(json=tmp_path / "run.json"), output.console()) as log:
-        log.row("run", first_step=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_rows_can_be_read_while_the_run_goes_on_and_a_resumed_run_appends(tmp_path):
-    file = tmp_path / "new" / "run.jsonl"
-    options = train.Options(json=file, steps=9)
-    for first in (1, 2):
-        with train.CommandLog(options, output.console()) as log:
-            log.row("run", first_step=first)
-            log.row("step", step=1, loss=float("nan"))
-            assert json.loads(file.read_text().splitlines()[-1]) == {"row": "step", "step": 1, "loss": None}
-    assert len(file.read_text().splitlines()) == 4
-    with train.CommandLog(options, output.console()) as log:  # it had finished, and keeps its results
-        log.row("run", first_step=10)
-    assert len(file.read_text().splitlines()) == 4
-
-
-def test_a_bar_moves_below_the_lines_on_a_terminal_and_not_in_a_pipe():
-    for terminal in (True, False):
-        here = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
-        with train.CommandLog(train.Options(steps=150), here) as log:
-            log.row("run", first_step=1)
-            log.step(12)
-            log.say("step 12: loss 3.210")
-            log._progress.refresh()
-        text = here.file.getvalue()
-        assert "step 12: loss 3.210\n" in text and ("12/150" in text) == terminal

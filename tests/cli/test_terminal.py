@@ -1,10 +1,9 @@
-"""The command on a real terminal of 100 columns: what moves, what is broken between words, what Ctrl-C leaves."""
+"""The command on a real terminal of 100 columns: what is broken between words, and colors."""
 
 import codecs
 import fcntl
 import os
 import re
-import signal
 import struct
 import subprocess
 import termios
@@ -12,7 +11,7 @@ import time
 
 import pytest
 
-from support.commands import SMALL, command, environment
+from support.commands import command, environment
 
 WIDTH = 100
 
@@ -74,23 +73,6 @@ def test_a_mistake_on_a_terminal_breaks_between_words_and_help_has_colors(termin
         "error: launch: the command and its options must come after --. Write for example -- train.py --steps",
         "100.",
     ]
-    shown = terminal("train", "--help")
+    shown = terminal("launch", "--help")
     shown.until()
     assert "\x1b[" in shown.seen and max(map(len, shown.text())) <= WIDTH
-
-
-@pytest.mark.deep
-def test_training_shows_what_it_does_and_ends_at_ctrl_c(terminal, corpus, tmp_path):
-    started = terminal("train", "data=2", "--data", corpus, "--steps", 100_000, "--checkpoint", tmp_path / "c", *SMALL)
-    started.until(r"step 10: loss")
-    assert "/100000" in started.seen
-    os.killpg(started.child.pid, signal.SIGINT)
-    started.until()
-    assert started.child.wait(timeout=60) == 130
-    lines = started.text()
-    assert max(map(len, lines)) <= WIDTH and "nan" not in started.seen
-    newest = max(int(path.name) for path in (tmp_path / "c").glob("[0-9]*"))
-    assert any(line.startswith("stopping after this step; Ctrl-C again stops at once") for line in lines)
-    said = " ".join(line.strip() for line in lines)
-    assert f"interrupted after step {newest}: {newest} steps" in said
-    assert f"step {newest} is saved in" in said and "the same command resumes from there" in said

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.layers.documents import pairs
+from shardkit.layers.documents import count_pairs
 from support.refusals import refused
 
 RNG, T = np.random.default_rng(0), 32_768
@@ -41,7 +41,7 @@ def test_pairs_are_within_three_percent_of_even(kind, window):
     places = np.arange(T)
     first = np.searchsorted(segments, segments)  # of its document
     seen = np.minimum(places - first + 1, window or T)
-    np.testing.assert_array_equal(pairs(segments, window), seen)
+    np.testing.assert_array_equal(count_pairs(segments, window), seen)
     [order] = sk.layers.deal(segments[None], n, window=window)
     assert sorted(order) == [*places]
     held = order.reshape(n, -1, 128)

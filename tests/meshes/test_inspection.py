@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.meshes.inspection import grid_of_array
-from shardkit.meshes.mesh import written
+from shardkit.meshes.inspection import draw_array
+from shardkit.meshes.mesh import format_ids
 from support.refusals import raises, refusals
 
 pytestmark = pytest.mark.check
@@ -74,7 +74,7 @@ def test_three_dims_that_are_split():
 def test_each_device_stands_where_jax_put_its_piece(spec):
     mesh = sk.make_mesh(jax.devices()[::-1], data=2, model=4)
     x = sk.shard(np.arange(64.0).reshape(8, 8), mesh, spec)
-    grid = grid_of_array(x)
+    grid = draw_array(x)
     found = {
         (device, *(label[at].split()[-1].strip("[]") for label, at in zip(grid.labels, place, strict=True)))
         for place, ids in grid.cells.items()
@@ -149,8 +149,8 @@ def test_arrays_without_devices_have_a_line():
 
 
 def test_many_devices_are_ranges():
-    assert written((0, 4)) == "0,4" and written((0, 1, 2, 3, 4, 5, 6, 8)) == "0,1,2,3,4,5,6,8"
-    assert written((*range(16), *range(32, 48), 50)) == "0-15,32-47,50"
+    assert format_ids((0, 4)) == "0,4" and format_ids((0, 1, 2, 3, 4, 5, 6, 8)) == "0,1,2,3,4,5,6,8"
+    assert format_ids((*range(16), *range(32, 48), 50)) == "0-15,32-47,50"
 
 
 NOT_ALIKE = {

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.on_device import seam
-from shardkit.on_device.cuts import to_parts
+from shardkit.on_device.cuts import scatter_cuts
 from shardkit.plans.splits import Cut
 
 STACK = {"layers": jnp.asarray(np.random.default_rng(0).normal(size=(3, 8, 4)), jnp.float32)}
@@ -53,7 +53,7 @@ def test_a_gradient_is_summed_where_it_varies_and_cut_where_it_is_complete(varie
 
     def kernel(grads):
         mine = grads[tuple(sk.axis_index(axis) if axis in varies else 0 for axis in ("a", "b"))]
-        return jax.lax.map(lambda layer: to_parts(layer, (Cut(-1, ("a", "b")),), jnp.float32), mine)
+        return jax.lax.map(lambda layer: scatter_cuts(layer, (Cut(-1, ("a", "b")),), jnp.float32), mine)
 
     mesh = sk.make_mesh(jax.devices()[:4], a=2, b=2)
     found = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P(None, ("a", "b"))))(grads)

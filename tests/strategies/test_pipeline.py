@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -191,3 +192,12 @@ def test_a_stage_that_cannot_be_split_says_so():  # proves F38
         "`cond` at LINE, which both need. Split it, or run the function unsplit."
     }
     assert "test_pipeline.py:" in str(caught[0].message)
+
+
+@pytest.mark.check
+def test_a_step_knows_the_schedule_of_its_pipeline():
+    """Nothing else reads it: a user does, to print or to draw it."""
+    pipe = sk.pipeline(schedules.gpipe(2, 2), "stage")
+    grad_fn = pipe.value_and_grad(*PIECES, layer_numbers=True)
+    made = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=pipe.plan)
+    assert made.step.schedule is pipe.schedule

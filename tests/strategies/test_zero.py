@@ -16,7 +16,7 @@ import shardkit as sk
 from benchmarks import zero_memory
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
-from shardkit.analysis.hlo.differences import compiled, written
+from shardkit.analysis.hlo.differences import compiled, is_written
 from shardkit.models import transformer
 from shardkit.on_device.handles import Handle
 from shardkit.plans.splits import Cut
@@ -516,11 +516,11 @@ def test_every_optax_transformation_is_right_on_sharded_state(name, kind):
 
 def assert_own_traffic(rows, most, most_bytes):
     """What the compiler adds for an optimizer is listed apart and bounded."""
-    own = [row for row in rows if not written(row)]
+    own = [row for row in rows if not is_written(row)]
     count, sent = sum(row.times for row in own), sum(row.total for row in own)
     assert count <= most and sent <= most_bytes
     assert (count == 0) == (most == 0)  # the bound is not idle
-    gradients = [row for row in rows if written(row) and row.kind == "reduce_scatter"]
+    gradients = [row for row in rows if is_written(row) and row.kind == "reduce_scatter"]
     assert sum(row.total for row in gradients) == Fraction(3, 4) * 4 * (16 * 8 + 8 + 8 * 4)
 
 

@@ -1,16 +1,12 @@
-"""The `shardkit` command in a process of its own, with a small model to train."""
+"""The `shardkit` command in a process of its own."""
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from support.compiling import QUICK
-
-SMALL = ["--layers", "1", "--dim", "32", "--heads", "2", "--length", "32", "--batch", "16", "--evaluate-every", "4"]
 
 
 def deep(row):
@@ -25,12 +21,6 @@ def environment():
 
 def command(*words):
     return [sys.executable, "-m", "shardkit", *map(str, words)]
-
-
-def rows(file, kind=None):
-    """The rows of a kind, by default all, in what `train --json` wrote."""
-    found = [json.loads(line) for line in Path(file).read_text().splitlines()]
-    return [row for row in found if kind in (None, row["row"])]
 
 
 def run(*words, code=0, seconds=300):

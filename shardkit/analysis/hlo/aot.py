@@ -38,9 +38,8 @@ from shardkit.analysis.hlo.topology import (
 )
 from shardkit.analysis.hlo.tuning import CompilerOptions, Option, Trial, Tuned, tried
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes, traceable
-from shardkit.meshes.links import Load, Moves
-from shardkit.meshes.placement import DeviceOrder
-from shardkit.meshes.placement import place as placed
+from shardkit.meshes.device_order import DeviceOrder, order_devices
+from shardkit.meshes.network import Load, Moves
 
 __all__ = [
     "Topology",
@@ -170,7 +169,7 @@ def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) ->
     """The order of devices in which a step loads the links of a machine least; no compiler is needed.
 
     Every collective of the step is mapped to the links of a torus with its wraps, of the chips that two devices share,
-    or of hosts with a network adapter for each GPU, as `shardkit/meshes/links.py` says; the busiest link counts. What
+    or of hosts with a network adapter for each GPU, as `shardkit/meshes/network.py` says; the busiest link counts. What
     the compiler adds is not seen, and its own ways through a torus are not known: the seconds are loads over
     bandwidths, and no measurement.
 
@@ -219,7 +218,7 @@ def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) ->
         axes = tuple(axis for axis in sizes if axis in row.axes)  # the order in which a ppermute counts devices
         key = (row.kind, axes, 1 if row.moves is None else row.moves)
         sent[key] = sent.get(key, 0.0) + float(row.total)
-    found = placed(
+    found = order_devices(
         absent_devices(where), sizes, [Load(kind, axes, size, moves) for (kind, axes, moves), size in sent.items()]
     )
     assert found is not None, "the links of every topology's chip are known"

@@ -26,7 +26,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
 
     from shardkit._jax import backends
     from shardkit.analysis.hlo.memory import memory_of
-    from shardkit.meshes.links import arranged, network_of
+    from shardkit.meshes.network import arrange_devices, find_network
 
     request = json.loads((folder / "request.json").read_text())
     try:
@@ -38,9 +38,9 @@ def compile_in(folder: Path) -> dict[str, Any]:
     if wanted > len(devices):
         return {"error": "small", "devices": len(devices)}
     if request["places"]:
-        found = network_of(devices)
+        found = find_network(devices)
         assert found is not None, "placements are of networks"
-        placed = arranged(devices, tuple(map(tuple, request["places"])), shape, found[1])
+        placed = arrange_devices(devices, tuple(map(tuple, request["places"])), shape, found[1])
     elif wanted == len(devices):
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:

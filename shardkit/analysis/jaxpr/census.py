@@ -28,7 +28,7 @@ from shardkit.analysis.jaxpr.foreign import Said, around, said
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import wire
 from shardkit.meshes.layout import table
-from shardkit.meshes.links import Moves
+from shardkit.meshes.network import Moves
 
 
 @dataclass(frozen=True)

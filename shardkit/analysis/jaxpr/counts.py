@@ -17,7 +17,9 @@ from shardkit._jax.compat import inlined, inner_jaxprs
 from shardkit._jax.jaxprs import not_reached
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.meshes.rng import example_keys
-from shardkit.on_device.gradient import LossFn, call_loss, loss_and_aux, terms_of, value_and_grad
+from shardkit.on_device.gradient import LossFn, call_loss, value_and_grad
+from shardkit.on_device.loss_results import loss_and_aux
+from shardkit.on_device.means import terms_of
 
 
 class LossCounts(NamedTuple):
@@ -52,7 +54,7 @@ def of_loss(loss_fn: LossFn, params: Any, batch: Any, iterations: int | None = N
     args = (params, batch, jax.eval_shape(lambda: example_keys(jax.random.key(0), examples)))
 
     def total(*args: Any) -> Any:
-        loss, _ = loss_and_aux(call_loss(loss_fn, *args), several=True)
+        loss, _ = loss_and_aux(call_loss(loss_fn, *args), allow_sum=True)
         return sum(mean.total for mean in terms_of(loss))
 
     def residuals(params: Any, *args: Any) -> Any:

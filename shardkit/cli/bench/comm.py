@@ -11,7 +11,7 @@ import tyro
 import shardkit as sk
 from shardkit.bench.comm import measured, sweeps, table
 from shardkit.cli.bench.options import Output, header, kept
-from shardkit.cli.plans import mesh_of
+from shardkit.cli.mesh import make_mesh
 from shardkit.cli.target import function_of
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
@@ -63,7 +63,7 @@ def comm(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     usual = _QUICK if options.quick else _SLOWLY
     how = {name: usual[name] if value is None else value for name, value in how.items()}
     sizes = None if how["sizes"] is None else sizes_of(how["sizes"])
-    mesh = mesh_of("bench comm", options.mesh, many=cluster.processes > 1)
+    mesh = make_mesh("bench comm", options.mesh, many=cluster.processes > 1)
     named = [word for word in options.impl if ":" not in word]
     tables = sweeps(
         mesh,

@@ -11,7 +11,7 @@ import tyro
 from shardkit import bench
 from shardkit.bench.strategies import OptimizerName, Workload, cases_of, left_out, text
 from shardkit.cli.bench.options import Output, header, kept
-from shardkit.cli.plans import mesh_of, mesh_words
+from shardkit.cli.mesh import make_mesh, read_sizes
 from shardkit.cli.target import load
 from shardkit.models import transformer
 
@@ -67,14 +67,14 @@ def strategies(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     The exit code is 1 if the results of a case differ from one device's by more than rounding.
     """
     words = options.mesh
-    wrong = [axis for axis in mesh_words(words, "strategies") if axis not in ("data", "model")]
+    wrong = [axis for axis in read_sizes("strategies", words) if axis not in ("data", "model")]
     if wrong:
         raise ValueError(
             f"strategies: the axes must be 'data' and 'model'; got {wrong[0]!r}. Write for example data=4 model=2; "
             "pipelines run over 'model'."
         )
     sizes: dict[str, Any] = {name: getattr(options, name) for name in _QUICK} | (_QUICK if options.quick else {})
-    mesh = mesh_of("strategies", words, many=False)
+    mesh = make_mesh("strategies", words, many=False)
     config = transformer.Config(layers=sizes["layers"], dim=sizes["dim"], heads=sizes["heads"])
     work = _users(options.model) if options.model else bench.reference(config, sizes["examples"], sizes["tokens"])
     print(header())

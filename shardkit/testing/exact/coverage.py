@@ -16,9 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.testing.exact.field import Field, mixed
-from shardkit.testing.exact.tower import PRIMES, inverses
-from shardkit.testing.exact.values import Exact
+from shardkit.testing.exact.crossings import Differences
+from shardkit.testing.exact.numbers.arithmetic import subtract
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.hashing import mix
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.tower import PRIMES, invert_by_power
+from shardkit.testing.exact.numbers.values import Exact
 
 ON_MESH, ALONE = 0, 1
 # What a decision is about: two numbers, which is larger; whether they are equal; integers that follow from others.
@@ -87,18 +91,22 @@ class Coverage:
         constants: the logarithms of constants that are compared, but for their signs.
         side: that of the program that runs.
         identifies: whether the differences of numbers are told apart, which takes longer than all else here.
+        differences: those of the run, where they are asked for.
     """
 
     decisions: dict[Any, Decision] = attribute(default_factory=dict)
     constants: set[float] = attribute(default_factory=set)
     side: int = ALONE
     identifies: bool = True
+    differences: Differences | None = None
 
     def note(
         self, field: Field, equation: Any, line: str, truth: np.ndarray, operands: tuple[Exact, Exact], part: str = ""
     ) -> None:
         """What a comparison of floats gave."""
         x, y = operands
+        if self.differences is not None:
+            self.differences.note((self.side, id(equation), part), field, x, y)
         kind = EQUALITY if equation.primitive.name in _EQUALITIES else ORDER
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)
@@ -117,7 +125,7 @@ class Coverage:
     ) -> None:
         """What a comparison of integers gave that follow from floats."""
         for x in operands:
-            if self.identifies and not field.follows(x):
+            if self.identifies and not field.marks.follows_floats(x):
                 self.constants |= _logarithms(np.abs(x[x != 0].astype(np.float64)))
         if field.kind != "zero":
             never = np.zeros(truth.shape, bool)
@@ -174,7 +182,7 @@ class Coverage:
 def _constants(field: Field, x: Exact) -> set[float]:
     if field.rounds and x.degree.total:  # integers that inputs were rounded to are no constants
         return set()
-    top = field.plain(x).number[-2 * field.points : -field.points]
+    top = to_number(field, x).number[-2 * field.points : -field.points]
     constant = (top == top[0]).all(0) & (x.real[0] != 0) & np.isfinite(x.real[0])
     return _logarithms(np.abs(x.real[0][constant]))
 
@@ -187,13 +195,13 @@ def _logarithms(values: np.ndarray) -> set[float]:
 def _identify(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
     """Which difference is compared with zero, but for a constant factor; and where it cannot change its sign."""
     p = np.uint64(PRIMES[-2])
-    difference = field.plain(field.sub(x, y)).number[-2 * field.points : -field.points]
+    difference = to_number(field, subtract(field, x, y)).number[-2 * field.points : -field.points]
     # c d(a) / (c d(b)) is d(a) / d(b) for every constant c, at points a and b; it is 1 for constants.
-    ratio = difference[0] * inverses(difference[1], p) % p
+    ratio = difference[0] * invert_by_power(difference[1], p) % p
     zero = (difference == 0).all(0)
     nothing, none = field.is_zero(y), field.is_zero(x)
     opposite = (x.sign != 0) & (x.sign == -y.sign)
     fixed = zero | (ratio == 1) | opposite | (nothing & (x.sign != 0)) | (none & (y.sign != 0))
     if field.rounds and (x.degree.total or y.degree.total):  # what floats were rounded to is so in this draw alone
         fixed = np.zeros_like(fixed)
-    return mixed(ratio), fixed
+    return mix(ratio), fixed

@@ -15,19 +15,22 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax.primitives import registered
-from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import DiffersError
-from shardkit.testing.exact.operands import Operand
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.tower import PRIMES
+from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.repairs import Call
+from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.search import Event, Record, Remedy, Runs, Search
-from shardkit.testing.exact.tower import PRIMES
-from shardkit.testing.exact.values import Exact
 
 _MOST_FORMS = 64
 # Equations that only pass elements on: a value's origin is behind them.
@@ -35,7 +38,10 @@ _PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "scan", "shard_m
 _MOVES = (*_PASS, "concatenate", "dynamic_slice", "expand_dims", "gather", "pad", "rev", "slice", "split", "stack")
 # Of whose operands a result may have only some elements.
 _PARTS = ("dynamic_slice", "gather", "select_n", "slice", "split")
+# Collectives that only pass elements on.
+_SENT = ("all_gather", "all_gather_invariant", "pvary", "pcast")
 _ZERO = "the reference's is zero"
+_MISREAD = "The mistake is at {1.line}: {0} reads the {1.name} of that line where the reference has another value"
 # How much less likely a mistake is where the reference has what was computed.
 _KNOWN, _KNOWN_ON_ONE, _KNOWN_BEFORE = 3.0, 1.0, 0.5
 # Repairs that are about as likely.
@@ -63,6 +69,7 @@ class _Values:
 
     def __init__(self, field: Field, reference: Record, record: Record):
         self.field, self.record = field, record
+        self.reference = reference
         self.computed: dict[bytes, Exact] = {}  # by the reference, and more than elements of inputs
         self.known: set[bytes] = set()
         self.made: dict[int, Event] = {}
@@ -112,12 +119,46 @@ class _Values:
         """How a value of the mesh must be put together to be a known one."""
         return next((how for form, how in _forms(self.field, x, axes) if _digest(form) in known), None)
 
-    def origin(self, x: Operand) -> Call | None:
+    def misread(self, event: Event) -> Call | None:
+        """What made the one operand of an equation that the reference's equation has another for.
+
+        That other value must be nowhere in the program on the mesh: else the wrong one of its values is read, and the
+        mistake is the equation's.
+        """
+        operands = event.operands
+        if len(operands) < 2 or len(event.results) != 1:
+            return None
+        forms = [self.forms(x, event.place.axes) for x in operands]
+        for other in self.reference.events:
+            if other.place.name != event.place.name or len(other.operands) != len(operands):
+                continue
+            wanted = [_digest(_top(self.field, x)) if _is_float(x) else b"" for x in other.operands]
+            wrong = [i for i, digest in enumerate(wanted) if digest not in forms[i]]
+            if len(wrong) == 1 and wanted[wrong[0]] and wanted[wrong[0]] not in self.everywhere:
+                return self.origin(operands[wrong[0]], _SENT)
+        return None
+
+    def forms(self, x: Operand, axes: Mapping[str, int]) -> set[bytes]:
+        """What a value of the mesh may be put together to."""
+        if not _is_float(x):
+            return set()
+        return {_digest(form) for form, _ in itertools.islice(_forms(self.field, x, axes), _MOST_FORMS)}
+
+    @cached_property
+    def everywhere(self) -> set[bytes]:
+        """What all values of the mesh may be put together to."""
+        digests: set[bytes] = set()
+        for event in self.record.events:
+            for x in filter(_is_float, (*event.operands, *event.results)):
+                digests |= self.forms(x, event.place.axes)
+        return digests
+
+    def origin(self, x: Operand, passing: Sequence[str] = ()) -> Call | None:
         """The equation that made a value, behind those that only passed it on."""
         number = self.record.maker.get(id(x))
         while number is not None:
             event = self.record.events[number]
-            if event.place.equation.primitive.name not in _PASS:
+            if event.place.equation.primitive.name not in (*_PASS, *passing):
                 return event.place
             number = next((self.record.maker[id(y)] for y in event.operands if id(y) in self.record.maker), None)
         return None
@@ -192,6 +233,9 @@ class _Sentence:
         if relation == _ZERO or not entries:
             return (f": {relation}" if relation else "") + (f"; it comes from {last}" if last else "")
         first = min(entries, key=lambda event: (not any(map(explained, event.operands)), self._number(event)))
+        source = self.values.misread(first)
+        if source is not None and source.line != first.place.line:
+            return f"{f': {relation}' if relation else ''}. {_MISREAD.format(first.place, source)}"
         partial = [how for how in map(explained, first.operands) if how]
         text = f": {relation or self._factor(first)}".rstrip(": ")
         if not text and (mask := self._mask(first)):
@@ -204,8 +248,8 @@ class _Sentence:
         """On which devices and at which elements alone a result differs."""
         if self.wanted is None or self.got.shape != self.wanted.shape:
             return ""
-        got = self.got if isinstance(self.got, Exact) else self.field.lifted(self.got)
-        other = ~self.field.same(got, self.wanted)
+        got = self.got if isinstance(self.got, Exact) else self.field.lift(self.got)
+        other = ~find_equal(self.field, got, self.wanted)
         number = self.values.record.maker.get(id(self.got))
         event = self.values.record.events[number] if number is not None else None
         names: list[Sequence[str]] = [()] * other.ndim
@@ -375,7 +419,7 @@ def _residue(field: Field, ratio: Fraction) -> np.uint64:
 
 def _top(field: Field, x: Operand) -> np.ndarray:
     """The components that every value has."""
-    return field.plain(x if isinstance(x, Exact) else field.lifted(x)).number[-2 * field.points : -field.points]
+    return to_number(field, x if isinstance(x, Exact) else field.lift(x)).number[-2 * field.points : -field.points]
 
 
 def _forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tuple[np.ndarray, str]]:

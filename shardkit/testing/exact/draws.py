@@ -20,22 +20,25 @@ import numpy as np
 from shardkit._jax.jaxprs import source_line
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import ALONE, EQUALITY, INTEGERS, ON_MESH, ORDER, Coverage, Decision
+from shardkit.testing.exact.crossings import Crossings, Differences
 from shardkit.testing.exact.difference import located
-from shardkit.testing.exact.field import KINDS, Field, RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
-from shardkit.testing.exact.linear_algebra import FACTORS
-from shardkit.testing.exact.operands import Operand
+from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
+from shardkit.testing.exact.numbers.field import KINDS, MIXED, SEEDS, Field
+from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.tower import LEVELS
+from shardkit.testing.exact.numbers.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degree, Element, Exact
+from shardkit.testing.exact.rules.linear_algebra import FACTORS
+from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.search import Runs
-from shardkit.testing.exact.tower import LEVELS
-from shardkit.testing.exact.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degree, Exact
 
-_SEEDS = 8
 _SCALES = (1.0, 0.3, 0.1, 0.03)
 _POINTS = 2  # of the first draw at least, and of orders: two tell a constant from an unknown
 # By how much real values may differ that are equal, but for rounding; and where factors of matrices magnify it.
 _ROUNDS, _ROUNDS_OF_FACTORS = 1e-13, 1e-9
 _FEWEST = 1  # of further draws
 _MOST_IN_VAIN = 8
+_TOGETHER = 4  # elements that are put where comparisons change
 Side = Callable[[Field, Seen | None], list[Operand]]
 
 
@@ -56,6 +59,7 @@ class Effort(NamedTuple):
         kinds: of the draws behind the first.
         identified: of the draws, in how many it is found out which differences are compared.
         ties: of inputs of which some are equal.
+        crossed: of inputs of which single elements are put where a comparison changes.
         orders: the numbers of random ones, in turn, until all comparisons have gone both ways.
         foreign: how many of these at least, where only one side makes a comparison.
     """
@@ -65,6 +69,7 @@ class Effort(NamedTuple):
     kinds: tuple[str, ...]
     identified: int
     ties: int
+    crossed: int
     orders: Sequence[int]
     foreign: int
 
@@ -73,13 +78,13 @@ def of_kernels(seconds: float) -> Effort:
     """More where a run takes few seconds: what hangs on several comparisons of few elements is seen in few draws."""
     runs = int(min(32, max(8, 0.3 / max(seconds, 1e-3))))
     draws = runs // 2
-    kinds = (*KINDS[1:], "near")
-    return Effort(draws, draws + 8, kinds, identified=4, ties=runs // 4, orders=range(64), foreign=runs)
+    kinds = (*KINDS[1:], "near", MIXED, MIXED)
+    return Effort(draws, draws + 8, kinds, 4, ties=runs // 4, crossed=runs // 2, orders=range(64), foreign=runs)
 
 
 # A step takes a second for each of these. Constants are above all positive numbers in order 1, below in order 2, and
 # among them from order 4 on; this sequence has most steps go both ways in the fewest orders.
-STEP = Effort(draws=1, most=1, kinds=("narrow",), identified=1, ties=0, orders=(1, 7, 2, 4), foreign=1)
+STEP = Effort(draws=1, most=1, kinds=("narrow",), identified=1, ties=0, crossed=0, orders=(1, 7, 2, 4), foreign=1)
 
 
 class Evidence(NamedTuple):
@@ -114,13 +119,15 @@ def equal(
     points: int,
     effort: Effort,
     values: int | None = None,
+    with_unused: Side | None = None,
 ) -> Evidence:
     """Runs the program on the mesh and the one alone in the same fields, and refuses results that differ.
 
     Errors begin with `where`, those of a difference with `subject`. The first `values` of the results are no gradients;
-    by default none is.
+    by default none is. `with_unused` is the program on the mesh with what no result needs, in which a line is looked
+    for.
     """
-    trial = _Trial(where, subject, names, sides, len(names) if values is None else values)
+    trial = _Trial(where, subject, names, sides, len(names) if values is None else values, with_unused)
     # Real values may overflow, or be no numbers, in a branch that is not taken: what that means is decided afterwards.
     with np.errstate(all="ignore"):
         return _run_all(trial, points, effort)
@@ -131,18 +138,30 @@ def _run_all(trial: _Trial, points: int, effort: Effort) -> Evidence:
         trial.run(max(points, _POINTS), kind=KINDS[0])
     except UnknownValueError:  # values beyond floats, or a function that has none here: orders alone
         trial.run(max(points, _POINTS), order=effort.orders[0])
-    if trial.field.order is None and (trial.field.compared or trial.excluded()):
+    field = trial.field
+    if field.order is None and (field.compared or field.chances or trial.excluded() or not trial.defined):
         _draw(trial, effort)
     trial.coverage.identifies = False
     _order(trial, effort)
-    if name := trial.excluded():
-        line = trial.outside or "an unknown line"
+    _check_domains(trial)
+    return trial.evidence()
+
+
+def _check_domains(trial: _Trial) -> None:
+    """Refuses programs of which a result was not compared in any draw, or that no draw shows to be equal as a whole."""
+    name, line = trial.excluded(), trial.outside or "an unknown line"
+    if name:
         raise UndecidedError(
             f"{trial.where}: not decided at {line}: in every draw the {name} is outside of the domain of a function, "
             "as of the logarithm of a negative number. Write it so that both sides take it of the same sign, or "
             "compare floats with assert_matches_reference."
         )
-    return trial.evidence()
+    if trial.draws and not trial.defined:
+        raise UndecidedError(
+            f"{trial.where}: not decided at {line}: in every draw one side alone is outside of the domain of a "
+            "function, as of the logarithm of a negative number, and so NaN where the other is a number. Write it so "
+            "that both sides take it of the same numbers, or compare floats with assert_matches_reference."
+        )
 
 
 def _draw(trial: _Trial, effort: Effort) -> None:
@@ -151,7 +170,7 @@ def _draw(trial: _Trial, effort: Effort) -> None:
     for kind in [*effort.kinds, *[""] * effort.most]:
         waiting = coverage.open(ORDER) or coverage.open(INTEGERS)
         enough = trial.draws >= (effort.most if waiting else effort.draws)
-        missing = trial.excluded() or any(decision.joined for decision in waiting)
+        missing = trial.excluded() or not trial.defined or any(decision.joined for decision in waiting)
         if (enough and not missing) or trial.draws >= effort.most + len(effort.kinds):
             break
         coverage.identifies = trial.draws < effort.identified
@@ -166,6 +185,17 @@ def _draw(trial: _Trial, effort: Effort) -> None:
         trial.draw("zero")
     if coverage.open(EQUALITY):  # zeros may make that no number
         trial.draw("")
+    if coverage.decisions and effort.crossed:
+        _cross(trial, effort.crossed)
+
+
+def _cross(trial: _Trial, count: int) -> None:
+    """Draws in which comparisons change, one more in each: what hangs on several of them is seen in few."""
+    crossings = Crossings()
+    last = trial.draws + count
+    for _ in range(count):
+        if trial.draws < last:
+            trial.cross(crossings, min(_TOGETHER, last - trial.draws))
 
 
 def _order(trial: _Trial, effort: Effort) -> None:
@@ -210,12 +240,14 @@ class _Trial:
 
     Attributes:
         values: how many of the results are no gradients.
+        with_unused: the program on the mesh with what no result needs.
         draws: how many of real inputs there were.
         orders: how many random ones.
         degree: bounds of that of the results, in all draws.
         levels: how many primes a further run needs.
         included: by result, which elements were compared.
         outside: the line where a value was first outside of the domain of a function.
+        defined: whether in some draw no element was outside of a domain on one side alone.
     """
 
     where: str
@@ -223,6 +255,7 @@ class _Trial:
     names: Sequence[str]
     sides: tuple[Side, Side]
     values: int
+    with_unused: Side | None = None
     coverage: Coverage = attribute(default_factory=Coverage)
     field: Field = attribute(init=False)  # of the first run
     draws: int = 0
@@ -234,11 +267,72 @@ class _Trial:
     included: dict[str, np.ndarray] = attribute(default_factory=dict)
     no_number: dict[str, tuple[int, int]] = attribute(default_factory=dict)
     outside: str = ""
+    defined: bool = False
 
     def draw(self, kind: str) -> None:
         """One more draw, which counts unless its values are beyond floats."""
         with suppress(UnknownValueError):
             self.run(_POINTS if self.coverage.identifies else _FEWEST, kind=kind)
+
+    def cross(self, crossings: Crossings, count: int) -> None:
+        """So many draws of the same inputs, of which in each one element more is put where a comparison changes."""
+        kind, elements = crossings.kind(), list[Element]()
+        seed, self.seed = self.seed, self.seed + 1
+        try:
+            for number in range(count + 1):
+                before = Differences()
+                field = self._field(_FEWEST, seed, kind=kind, elements=elements)
+                self._note_differences(field, before)
+                if number:
+                    self._count(field)
+                if number < count:
+                    element = self._crossing(field, crossings, elements, before)
+                    if element is None:
+                        return
+                    elements.append(element)
+        except (RedrawError, UnknownValueError, TooDeepError):
+            return
+        except UndecidedError:
+            raise
+        except UnprovableError:  # as of a loop that inputs like these do not end
+            return
+        finally:
+            self.coverage.differences = None
+
+    def _note_differences(self, field: Field, differences: Differences) -> None:
+        """Compares both programs, and keeps what they compare."""
+        self.coverage.differences = differences
+        self._compare_all(field)
+
+    def _crossing(
+        self, field: Field, crossings: Crossings, elements: Sequence[Element], before: Differences
+    ) -> Element | None:
+        """An element to be put where a comparison changes, by a run in which it is moved."""
+        moved = crossings.moved(field, elements)
+        if moved is None:
+            return None
+        after = Differences()
+        field = self._field(_FEWEST, field.seed, kind=field.kind, elements=[*elements, moved])
+        field.coverage = Coverage(differences=after, identifies=False)
+        for number, side in enumerate(self.sides):
+            field.coverage.side = (ON_MESH, ALONE)[number]
+            side(field, None)
+        return crossings.solve(field, moved, before, after)
+
+    def _field(
+        self,
+        points: int,
+        seed: int,
+        order: int | None = None,
+        kind: str = "",
+        scale: float = 1.0,
+        elements: Sequence[Element] = (),
+    ) -> Field:
+        """A field that notes comparisons."""
+        field = Field(points, seed, self.shallow, order, kind, scale, self.levels)
+        field.coverage, field.centres = self.coverage, tuple(sorted(self.coverage.constants))
+        field.elements = tuple(elements)
+        return field
 
     def evidence(self) -> Evidence:
         """What all runs have shown."""
@@ -250,9 +344,8 @@ class _Trial:
     def run(self, points: int, order: int | None = None, kind: str = "") -> None:
         """Both programs in one field, drawn until no divisor is zero by chance, and values are within floats."""
         scale, redrawn = 0, 0
-        while redrawn < _SEEDS:
-            field = Field(points, self.seed, self.shallow, order, kind, _SCALES[scale], self.levels)
-            field.coverage, field.centres = self.coverage, tuple(sorted(self.coverage.constants))
+        while redrawn < SEEDS:
+            field = self._field(points, self.seed, order, kind, _SCALES[scale])
             self.seed += order is None
             try:
                 self._compare_all(field)
@@ -268,7 +361,7 @@ class _Trial:
                 self._count(field)
                 return
         raise UnprovableError(
-            f"{self.where}: a divisor must not be zero for most inputs; at {_SEEDS} draws one was. Remove a division "
+            f"{self.where}: a divisor must not be zero for most inputs; at {SEEDS} draws one was. Remove a division "
             "by what is always zero."
         )
 
@@ -315,18 +408,21 @@ class _Trial:
         except DiffersError as error:
             line = self._locate(field, 0, None)
             raise UnequalError(f"{self.subject}{error} differs between devices{line}.") from error
+        alike = True
         for index, (name, x, y) in enumerate(zip(self.names, got, wanted, strict=True)):
             if index < self.values or not field.planted:
-                self._compare(field, index, name, x, y)
+                alike &= self._compare(field, index, name, x, y)
+        self.defined |= alike and field.order is None and not field.planted
 
-    def _compare(self, field: Field, index: int, name: str, x: Operand, y: Operand) -> None:
-        a, b = (z if isinstance(z, Exact) else field.lifted(z) for z in (x, y))
+    def _compare(self, field: Field, index: int, name: str, x: Operand, y: Operand) -> bool:
+        """Refuses a result that differs; whether both sides are outside of domains at the same elements."""
+        a, b = (z if isinstance(z, Exact) else field.lift(z) for z in (x, y))
         logs = field.logs or a.factor is not None or b.factor is not None  # whose exps are compared
         most = max(a.used.max(initial=0), b.used.max(initial=0))
         field.deepest = max(field.deepest, int(most))
         if most + logs >= field.levels:
             raise TooDeepError
-        if not field.same(a, b).all():
+        if not find_equal(field, a, b).all():
             agree, hint = _agree(field, a, b), _missing_law(field)
             text = _of_no_number(self._runs(field), a, b) or self._locate(field, index, b)
             if agree:
@@ -334,26 +430,38 @@ class _Trial:
                     f"{self.subject}not decided: the {name} is the reference's in float64 for the inputs that were "
                     f"drawn, but by no law that a proof knows{text}{hint}"
                 )
-            equal = ", where some inputs are equal" if field.planted else ""
-            raise UnequalError(f"{self.subject}the {name} is not the reference's for all inputs{equal}{text}.")
+            raise UnequalError(f"{self.subject}the {name} is not the reference's for all inputs{_among(field)}{text}.")
         if field.order is None and not field.planted:  # else it is compared for inputs that are equal alone
-            self.degree = self.degree.plus(a.degree)
+            self.degree = self.degree.plus(a.degree, b.degree)
             done = (a.poison != OUTSIDE) & (b.poison != OUTSIDE)
             self.included[name] = done | self.included.get(name, False)
             both = int(((a.poison > 0) & (b.poison > 0) & done).sum())
             if both:
                 self.no_number[name] = both, a.poison.size
+        alone = ((a.poison == OUTSIDE) & (b.poison == 0)) | ((b.poison == OUTSIDE) & (a.poison == 0))
+        return not alone.any()
 
     def _locate(self, field: Field, index: int, wanted: Exact | None) -> str:
         """How and where a result differs; "" in an order behind draws, whose differences say what is not decided."""
         if field.order is not None and self.draws:
             return ""
-        return located(self._runs(field), index, wanted)
+        runs = self._runs(field)
+        if self.with_unused is not None:
+            with suppress(UnsupportedError, RedrawError, TooDeepError, UnknownValueError, HangsError):
+                return located(runs._replace(on_mesh=self.with_unused), index, wanted)
+        return located(runs, index, wanted)
 
     def _runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""
         field.coverage = None
         return Runs(field, *self.sides)
+
+
+def _among(field: Field) -> str:
+    """For which inputs a difference was seen, if they are chosen."""
+    if field.elements:
+        return ", for some that a comparison tells apart"
+    return ", where some inputs are equal" if field.planted else ""
 
 
 def _of_no_number(runs: Runs, x: Exact, y: Exact) -> str:

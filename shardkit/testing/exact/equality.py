@@ -28,11 +28,13 @@ from shardkit.testing._kernels import (
     checked_reference,
 )
 from shardkit.testing.exact.draws import Evidence, UnprovableError, equal, of_kernels
-from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
-from shardkit.testing.exact.operands import Operand
-from shardkit.testing.exact.rules import ORDERED, held, is_key
-from shardkit.testing.exact.tower import LEVELS
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.inputs import draw_input
+from shardkit.testing.exact.numbers.tower import LEVELS
+from shardkit.testing.exact.rules.known import to_known
+from shardkit.testing.exact.rules.operands import Operand, is_key
+from shardkit.testing.exact.rules.primitive_rules import ORDERED
 
 # What a proof takes on one core, about: per element and component, and per product of a matmul.
 _DRAWS = 8  # about
@@ -181,17 +183,21 @@ def assert_equal_for_all_inputs(
             f"{wrong}. Check out_specs and the gathers."
         )
     values = [f"result{_behind(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
-    traced, vectors, derivatives, compared = _trace((mapped, plain), shapes, wanted, grad)
+    everything, vectors, derivatives, compared = _trace((mapped, plain), shapes, wanted, grad)
+    traced = [without_unused(program) for program in everything]
     seconds = check_size(where, traced, points, _DRAWS)
     names = [*values, *derivatives]
     symbols = [*jax.tree.leaves(args), *vectors]
 
-    def run(side: int, field: Field, seen: Seen | None) -> list[Operand]:
+    def run(program: Any, field: Field, seen: Seen | None) -> list[Operand]:
         inputs = [symbol(field, f"{i}", x) for i, x in enumerate(symbols)]
-        return Interpreter(field, seen=seen).run(traced[side], inputs)
+        return Interpreter(field, seen=seen).run(program, inputs)
 
-    programs = partial(run, 0), partial(run, 1)
-    evidence = equal(where, f"{where}: {on(mesh)}, ", names, programs, points, of_kernels(seconds), len(values))
+    programs = partial(run, traced[0]), partial(run, traced[1])
+    subject = f"{where}: {on(mesh)}, "
+    # What a wrong kernel computes and does not use may be what it should have used.
+    with_unused = partial(run, everything[0])
+    evidence = equal(where, subject, names, programs, points, of_kernels(seconds), len(values), with_unused=with_unused)
     return Equality(
         f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {compared}",
         tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shapes)),
@@ -228,13 +234,13 @@ def _describe(evidence: Evidence) -> tuple[str, ...]:
 def symbol(field: Field, name: str, x: Any) -> Operand:
     """An input: unknown if it is a float, else what it is."""
     if is_float(x):
-        return field.drawn(name, np.shape(x))
+        return draw_input(field, name, np.shape(x))
     if isinstance(x, jax.ShapeDtypeStruct):
         raise UnprovableError(
             "assert_equal_for_all_inputs: integers, booleans and keys must be given, because a proof holds for their "
             f"values; got the shape {x.dtype}{list(x.shape)}. Pass an array."
         )
-    return held(x)
+    return to_known(x)
 
 
 def check_floats(where: str, shapes: Any) -> None:
@@ -315,7 +321,8 @@ class _Traced(NamedTuple):
     """Two functions, traced with their derivatives.
 
     Attributes:
-        programs: (leaves of the arguments, vectors) -> [results, then derivatives], of both functions.
+        programs: (leaves of the arguments, vectors) -> [results, then derivatives], of both functions, with what no
+            result needs.
         vectors: the shapes of cotangents, or of tangents.
         derivatives: their names.
         compared: what all that is, in words.
@@ -358,7 +365,7 @@ def _trace(functions: Sequence[Callable[..., Any]], shapes: Any, results: Any, g
 
 
 def _jaxpr(program: Callable[..., Any], leaves: list[Any], vectors: list[Any]) -> Any:
-    return without_unused(jax.make_jaxpr(program)(leaves, vectors))
+    return jax.make_jaxpr(program)(leaves, vectors)
 
 
 def _flat(function: Callable[..., Any], structure: Any) -> Callable[..., list[Any]]:

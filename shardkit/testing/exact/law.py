@@ -23,11 +23,12 @@ from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import ALONE, Coverage
 from shardkit.testing.exact.draws import STEP, UnprovableError, equal
 from shardkit.testing.exact.equality import check_floats, check_size, symbol
-from shardkit.testing.exact.field import ROUNDING, Field
 from shardkit.testing.exact.interpreter import Interpreter, Seen
-from shardkit.testing.exact.operands import Operand, stacked
-from shardkit.testing.exact.rules import ORDERED, held
-from shardkit.testing.exact.values import Exact
+from shardkit.testing.exact.numbers.field import ROUNDING, Field
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.known import to_known
+from shardkit.testing.exact.rules.operands import Operand, join_operands
+from shardkit.testing.exact.rules.primitive_rules import ORDERED
 from shardkit.testing.one_device import Reference, Training, gradient_of, update_of
 from shardkit.testing.program import Program
 
@@ -186,7 +187,7 @@ def _on_mesh(
     without = set(field.uninterpreted)
     first = run(traced.init, _symbols(field, "params", program.params))
     state = jax.tree.unflatten(jax.tree.structure(traced.shapes), first)
-    key = [held(program.key)]
+    key = [to_known(program.key)]
     per_call = program.row.steps or 1
     losses: list[Operand] = []
     metrics_of_steps: list[Operand] = []
@@ -197,7 +198,7 @@ def _on_mesh(
         ]
         batch = batches[0]
         if program.row.steps:
-            batch = [stacked(field, leaves, 0, new=True) for leaves in zip(*batches, strict=True)]
+            batch = [join_operands(field, leaves, 0, new=True) for leaves in zip(*batches, strict=True)]
         results = run(traced.program, [*jax.tree.leaves(state._replace(key=None)), *key, *batch])
         state, metrics = jax.tree.unflatten(jax.tree.structure(traced.step.out_info), results)
         found = [metrics["loss"], *jax.tree.leaves({name: metrics[name] for name in means})]

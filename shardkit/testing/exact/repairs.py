@@ -22,10 +22,13 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import mesh_axes, source_line
 from shardkit._jax.primitives import registered
 from shardkit.testing._compare import is_float
-from shardkit.testing.exact.field import Field
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.exact.operands import Operand
-from shardkit.testing.exact.values import Exact
+from shardkit.testing.exact.numbers.arithmetic import multiply
+from shardkit.testing.exact.numbers.assembly import where
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.exchanges import Devices
+from shardkit.testing.exact.rules.operands import Operand
 
 # What each variable was last.
 Values = Mapping[Any, Operand]
@@ -150,12 +153,14 @@ class _Tools:
         self.name, self.axes, self.rank = place.name, place.axes, len(place.axes)
         self.params, self.operands = place.equation.params, place.operands
         self.run = Interpreter(field, place.axes)
+        self.devices = Devices(field, place.axes)
 
     def all(self, others: Sequence[Any]) -> Iterator[Repair]:
         if len(self.place.results) != 1:
             return
         [result] = self.place.results
         yield from self.collectives()
+        yield from self.masks(others)
         if self.name == "axis_index":
             yield from self.indices()
         elif _is_whole(result) and result.dtype.kind == "i":
@@ -186,11 +191,6 @@ class _Tools:
         if primitive is not None:
             equation = equation.replace(primitive=primitive)
         return self.run.step(equation, list(operands))
-
-    def dims(self, names: Sequence[str]) -> list[int]:
-        return [list(self.axes).index(name) for name in names]
-
-    # Collectives
 
     def collectives(self) -> Iterator[Repair]:
         kind, bound = registered(self.place.equation.primitive.name).kind, mesh_axes(self.place.equation)
@@ -224,13 +224,13 @@ class _Tools:
                 yield self.instead(_COLLECTIVE, words, lambda xs, p=pairs: [self.permuted(xs[0], p, bound)])
 
     def reduced(self, x: Operand, names: Sequence[str], by: str = "sum") -> Operand:
-        return self.run._reduced(x, self.dims(names), by)
+        return self.devices.reduce(x, names, by)
 
     def gathered(self, x: Operand, names: Sequence[str]) -> Operand:
-        return self.run._gathered(x, self.dims(names), self.params["all_gather_dimension"], self.params["tiled"])
+        return self.devices.gather(x, names, self.params["all_gather_dimension"], self.params["tiled"])
 
     def permuted(self, x: Operand, pairs: Any, names: Sequence[str]) -> Operand:
-        return self.run._permuted(x, sorted(self.dims(names)), pairs)
+        return self.devices.permute(x, names, pairs)
 
     def sums(self) -> Iterator[Repair]:
         """Sums, means, extremes and shifts over axes along which the result differs."""
@@ -271,7 +271,34 @@ class _Tools:
     def scaled(self, x: Operand, ratio: Fraction) -> Operand:
         if not isinstance(x, Exact):
             return np.asarray(x * x.dtype.type(float(ratio)), x.dtype)
-        return self.field.mul(x, self.field.lifted(np.full((1,) * len(x.shape), float(ratio))))
+        return multiply(self.field, x, self.field.lift(np.full((1,) * len(x.shape), float(ratio))))
+
+    # Masks
+
+    def masks(self, others: Sequence[Any]) -> Iterator[Repair]:
+        """Zero where a mask is false: of what is summed over devices, or of a result."""
+        [result] = self.place.results
+        sends = registered(self.place.equation.primitive.name).kind in ("all_reduce", "reduce_scatter")
+        operand = self.operands[0] if self.operands else result
+        if not isinstance(operand if sends else result, Exact):
+            return
+        for v in others:
+            shape = getattr(v.aval, "shape", None)
+            if getattr(v.aval, "dtype", None) != np.dtype("bool") or shape is None:
+                continue
+            words = f"{self.name} of what is zero where a mask is false"
+            if sends and _fits(shape, operand.shape[self.rank :]):
+                masked = lambda xs, ys, values, v=v: self.again([self.masked(xs[0], values[v])])  # noqa: E731
+                yield Repair(_SUM, words, masked)
+            elif not sends and _fits(shape, result.shape[self.rank :]):
+                masked = lambda xs, ys, values, v=v: [self.masked(ys[0], values[v])]  # noqa: E731
+                yield Repair(_FACTOR, words, masked, behind=True)
+
+    def masked(self, x: Exact, mask: Operand) -> Operand:
+        """x, zero where a mask of its first dims is false."""
+        own = x.shape[self.rank :]
+        mask = mask.reshape(mask.shape + (1,) * (len(own) - (mask.ndim - self.rank)))
+        return where(mask, x, self.field.lift(np.zeros((1,) * len(x.shape), np.float32)))
 
     # Integers
 
@@ -280,7 +307,7 @@ class _Tools:
         bound = mesh_axes(self.place.equation)
         for name, n in self.axes.items():
             if (name,) != bound:
-                yield self.changed(_INDEX, f"the index along {name!r}", lambda x, m=name: self.run._index((m,)))
+                yield self.changed(_INDEX, f"the index along {name!r}", lambda x, m=name: self.devices.number((m,)))
                 continue
             for by in sorted({1, n - 1}):
                 words = f"the index along {name!r} of the device {by} further on"
@@ -304,7 +331,7 @@ class _Tools:
 
     def index(self, name: str, like: np.ndarray) -> np.ndarray:
         """The index of a device, as an array that broadcasts."""
-        index = self.run._index((name,)).astype(like.dtype)
+        index = self.devices.number((name,)).astype(like.dtype)
         return index.reshape(index.shape + (1,) * (like.ndim - index.ndim))
 
     # Where elements go
@@ -355,7 +382,7 @@ class _Tools:
         """On each device along an axis its own one of the pieces."""
         result = pieces[0]
         for i, piece in enumerate(pieces[1:], 1):
-            result = self.run._where(self.run._index((name,)) == i, piece, result)
+            result = self.devices.choose(self.devices.number((name,)) == i, piece, result)
         return result
 
     def positions(self) -> Iterator[Repair]:
@@ -445,8 +472,13 @@ class _Tools:
 
     def times(self, xs: list[Operand], at: int, other: Operand) -> Sequence[Operand]:
         """The equation with an operand times another value."""
-        factors = (y if isinstance(y, Exact) else self.field.lifted(y) for y in (xs[at], other))
-        return self.again(_with(xs, at, self.field.mul(*factors)))
+        factors = (y if isinstance(y, Exact) else self.field.lift(y) for y in (xs[at], other))
+        return self.again(_with(xs, at, multiply(self.field, *factors)))
+
+
+def _fits(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    """Whether a mask of a shape says something of the first dims of another."""
+    return bool(shape) and shape == of[: len(shape)]
 
 
 def _alike(a: Any, b: Any) -> bool:

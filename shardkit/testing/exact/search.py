@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 from shardkit._jax.jaxprs import walk
 from shardkit._jax.primitives import registered
-from shardkit.testing.exact.field import Field, RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
-from shardkit.testing.exact.operands import Operand
+from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.repairs import Call, Change, Repair, Values, repairs
-from shardkit.testing.exact.values import Exact
+from shardkit.testing.exact.rules.operands import Operand
 
 # How many runs are tried, and equations of all of them: a minute, of the largest programs that are proved.
 MOST_RUNS, _MOST_EQUATIONS = 600, 150_000
@@ -247,10 +249,10 @@ class Search:
 
     def right(self, x: Operand, index: int) -> bool:
         """Whether a result is the reference's."""
-        a, b = (y if isinstance(y, Exact) else self.field.lifted(y) for y in (x, self.wanted[index]))
+        a, b = (y if isinstance(y, Exact) else self.field.lift(y) for y in (x, self.wanted[index]))
         if a.shape != b.shape or (a.poison != b.poison).any():  # what is outside of a domain is right nowhere
             return False
-        return bool(self.field.same(a, b).all())
+        return bool(find_equal(self.field, a, b).all())
 
     def tried(self, changes: Mapping[Any, Change]) -> Operand | None:
         """What the changed equation gives, if that makes the result right."""
@@ -323,6 +325,8 @@ class Search:
 
     def _confirmed(self, places: Sequence[Call], way: int, sizes: Sequence[int]) -> bool:
         """Whether it is right with other numbers too, of which others are larger."""
+        if self.field.elements:  # with other numbers they would be no special ones
+            return True
         if self._second is None:
             settings: Any = self.field.settings
             field = Field(settings[0], settings[1] + 1, *settings[2:])

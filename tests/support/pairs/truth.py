@@ -111,11 +111,21 @@ def difference(case: Case) -> str | None:
         if sides.numbers[generic].any():
             return "value"
         clear = np.flatnonzero(~sides.unclear[:GENERIC])
-        return "nan" if sides.differ[clear].all() else "domain"
+        return "nan" if sides.differ[clear].all() and _differ_at_any_size(case) else "domain"
     special = sure[sure >= GENERIC]
     if not len(special):
         return None
     return "ties" if sides.numbers[special].any() else "nan at ties"
+
+
+def _differ_at_any_size(case: Case) -> bool:
+    """Whether both sides differ too where all numbers are small, or large, or of one sign."""
+    given = []
+    for x in points(len(case.split), *case.shape):
+        sizes = 2.0 ** (np.arange(COUNT) % 16 - 6).reshape(COUNT, 1, 1)
+        given.append(np.concatenate([x[:COUNT] * sizes, np.abs(x[:COUNT]) * sizes, -np.abs(x[:COUNT]) * sizes]))
+    sides = _Sides(case, given, np.float64)
+    return bool(sides.differ[~sides.unclear].all())
 
 
 def _apart(x: np.ndarray, y: np.ndarray, share: float) -> np.ndarray:

@@ -15,9 +15,11 @@ from shardkit.testing import assert_equal_for_all_inputs
 from shardkit.testing.exact.coverage import EQUALITY, Coverage
 from shardkit.testing.exact.draws import STEP, UnprovableError, equal
 from shardkit.testing.exact.equality import ASSUMED, check_size
-from shardkit.testing.exact.field import Field, RedrawError
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.exact.tower import PRIMES
+from shardkit.testing.exact.numbers.errors import RedrawError
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.inputs import draw_input
+from shardkit.testing.exact.numbers.tower import PRIMES
 from support.refusals import raises, refusals, refused, value_error
 
 MESH = sk.abstract_mesh(data=2)
@@ -63,12 +65,14 @@ def test_what_a_certificate_says():
     found = proved(squared)
     assert found[:3] == ("squared and squared, on mesh data=2, values", ("float32[4, 2]",), 3)
     assert found.uninterpreted == () and found.assumed == ASSUMED
-    assert found.chance == pytest.approx((2 / PRIMES[0]) ** 3)
+    assert found.chance == pytest.approx((2 / (PRIMES[-1] - 1)) ** 3)
     two = proved(squared, points=1, grad=True)  # one is taken as two, which tell a constant from an unknown
     assert two.what.endswith(", values and gradients") and two.points == 2
-    assert two.chance == pytest.approx((2 / PRIMES[0]) ** 2)
+    assert two.chance == pytest.approx((2 / (PRIMES[-1] - 1)) ** 2)
     product = proved(lambda x: x * x * x / 7, points=2)
-    assert product.what.startswith("<lambda> and <lambda>") and product.chance == pytest.approx((3 / PRIMES[0]) ** 2)
+    assert product.what.startswith("<lambda> and <lambda>") and product.chance == pytest.approx(
+        (3 / (PRIMES[-1] - 1)) ** 2
+    )
     other = proved(wave)
     assert other.uninterpreted == ("sin", "tanh") and str(other).splitlines() == [
         "equal for all inputs: wave and wave, on mesh data=2, values",
@@ -252,7 +256,7 @@ def test_what_a_float_was_rounded_to_may_be_another_integer():
     field = Field(2, 3)
     field.coverage = Coverage()
     program = jax.make_jaxpr(lambda x: jnp.where(jnp.floor(x) == 7, 0.0, x))(0.5)
-    Interpreter(field).run(program, [field.drawn("x", ())])
+    Interpreter(field).run(program, [draw_input(field, "x", ())])
     [decision] = field.coverage.decisions.values()
     assert decision.kind == EQUALITY and decision.open and not decision.decided.any()
 

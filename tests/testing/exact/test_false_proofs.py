@@ -69,6 +69,20 @@ SPLIT = {
         lambda x: jnp.where(x > jnp.roll(x, 1, 1), x, 0),
         lambda x: jnp.where(x >= jnp.roll(x, 1, 1), x, 0),
     ),
+    # Few inputs have both: a large element, and a small one beside it.
+    "a count times a number": (
+        lambda x: (jnp.cumsum(jnp.float32(x > 3), 1) * x)[:, 1:2].sum(1, keepdims=True) + 0 * x,
+        lambda x: jnp.maximum((jnp.cumsum(jnp.float32(x > 3), 1) * x)[:, 1:2], 0) + 0 * x,
+    ),
+    "ties of a product": (
+        lambda x: jnp.where(3 * x < 2 * next_to(x) + 1, x, 0),
+        lambda x: jnp.where(3 * x <= 2 * next_to(x) + 1, x, 0),
+    ),
+    # Some element is outside of a domain for every input.
+    "log of deviations": (
+        lambda x: x + 0 * jnp.log(x - x.mean(1, keepdims=True)),
+        lambda x: x,
+    ),
     # What is no number was one.
     "0 log 0": (lambda x: x + MASK * jnp.log(MASK), lambda x: x),
     "0 log of a mask": (lambda x: MASK * jnp.log(MASK * x), lambda x: jnp.where(MASK > 0, jnp.log(x), 0)),

@@ -15,9 +15,11 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
 from shardkit.testing.exact import search
-from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.exact.values import OUTSIDE, TRULY
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.inputs import draw_input
+from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.values import OUTSIDE, TRULY, Exact
 
 RNG = np.random.default_rng(3)
 # Two matrices of each shape.
@@ -89,7 +91,7 @@ def rows(*matrices):
 
 def given(field, name, value):
     """An input of these real values."""
-    x = field.drawn(name, value.shape)
+    x = draw_input(field, name, value.shape)
     return Exact(x.number, x.facts, value[None], degree=x.degree)
 
 
@@ -285,7 +287,7 @@ def test_other_matrices_have_other_factors():
 
     field, results = run(factors, SQUARE[0])
     for x, y in zip(results[:6], results[6:], strict=True):
-        differs = ~field.same(x, y)
+        differs = ~find_equal(field, x, y)
         assert differs[np.tril_indices(4)].all() if len(x.shape) == 2 else differs.all()
 
 

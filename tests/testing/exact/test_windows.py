@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import Row, assert_equal_for_all_inputs
-from shardkit.testing.exact.field import Exact, Field
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.law import equal_for_all_inputs
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.one_device import Reference, Training
 from shardkit.testing.program import Program
 
@@ -32,12 +34,12 @@ def whole(rng, shape):
 def means_what_jax_computes(function, *args):
     """The numbers are jax's integers modulo primes, the real values are its floats, and no sign is wrong."""
     field = Field(2, 3)
-    found = Interpreter(field).run(jax.make_jaxpr(function)(*args), [field.lifted(x) for x in args])
+    found = Interpreter(field).run(jax.make_jaxpr(function)(*args), [field.lift(x) for x in args])
     for x, wanted in zip(found, jax.tree.leaves(jax.jit(function)(*args)), strict=True):
         wanted = np.asarray(wanted)
-        x = x if isinstance(x, Exact) else field.lifted(x)
+        x = x if isinstance(x, Exact) else field.lift(x)
         assert x.shape == wanted.shape
-        assert field.same(x, field.lifted(wanted)).all()
+        assert find_equal(field, x, field.lift(wanted)).all()
         np.testing.assert_array_equal(x.real[0], wanted)
         assert not (x.sign * np.sign(wanted) < 0).any()
 
@@ -161,9 +163,9 @@ def test_what_is_no_number_spreads_as_in_jax(value):
 
     args = np.arange(1, 7, dtype=np.float32)[None, None], np.array([[[1, 0, -3]]], np.float32)
     field = Field(2, 3)
-    found = Interpreter(field).run(jax.make_jaxpr(every)(*args), [field.lifted(x) for x in args])
+    found = Interpreter(field).run(jax.make_jaxpr(every)(*args), [field.lift(x) for x in args])
     for x, wanted in zip(found, jax.jit(every)(*args), strict=True):
-        assert field.same(x, field.lifted(np.asarray(wanted))).all()
+        assert find_equal(field, x, field.lift(np.asarray(wanted))).all()
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -172,8 +174,8 @@ def test_logarithms_of_sums_of_exps(reverse):
         return jnp.exp(lax.cumlogsumexp(jnp.log(x), 1, reverse=reverse))
 
     field, x = Field(2, 3), np.arange(12, dtype=np.float32).reshape(3, 4) % 5 + 1
-    [found] = Interpreter(field).run(jax.make_jaxpr(sums)(x), [field.lifted(x)])
-    assert field.same(found, field.lifted(np.asarray(lax.cumsum(x, 1, reverse=reverse)))).all()
+    [found] = Interpreter(field).run(jax.make_jaxpr(sums)(x), [field.lift(x)])
+    assert find_equal(field, found, field.lift(np.asarray(lax.cumsum(x, 1, reverse=reverse)))).all()
     np.testing.assert_allclose(found.real[0], sums(x), 1e-5)
 
 

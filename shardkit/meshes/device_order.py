@@ -1,0 +1,372 @@
+"""The order of devices in a mesh that loads the links of a network least.
+
+Each axis of the mesh gets some of the prime factors of the network's dimensions. Of a torus of x=4, y=4 and a mesh of
+data=2, model=8: "model" may have both factors of x and one of y, a block of 4x2, or all of y and one of x. "data" has
+the factor that is left over. The search tries such sets of factors, and keeps the one whose links are busy for the
+shortest time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations, permutations, product
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from shardkit._arguments.checks import sized
+from shardkit.meshes.layout import table
+from shardkit.meshes.network import (
+    Coordinates,
+    Load,
+    Moves,
+    Network,
+    arrange_devices,
+    find_network,
+    time_busiest_link,
+    time_load,
+)
+
+
+class LoadTimes(NamedTuple):
+    """A load, and the seconds that its busiest link is busy.
+
+    Attributes:
+        load: what is sent.
+        seconds: in this order of the devices.
+        usual: in jax's order.
+        bound: in the order that is best for this load alone.
+    """
+
+    load: Load
+    seconds: float
+    usual: float
+    bound: float
+
+
+class DeviceOrder(NamedTuple):
+    """An order of devices for a mesh, for `make_mesh(placement=...)` and `aot.compile(placement=...)`; print it.
+
+    Attributes:
+        network: the network.
+        axes: names and sizes of the mesh axes.
+        places: coordinates on the network of the device at each place of the mesh, in row-major order.
+        rows: the loads that it is for.
+    """
+
+    network: Network
+    axes: Mapping[str, int]
+    places: Coordinates
+    rows: tuple[LoadTimes, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the busiest links, one collective after the other."""
+        return sum(row.seconds for row in self.rows)
+
+    @property
+    def usual(self) -> float:
+        """The same in jax's order."""
+        return sum(row.usual for row in self.rows)
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no order goes below that splits the network's dimensions: each collective in its own best."""
+        return sum(row.bound for row in self.rows)
+
+    def grid(self, devices: Sequence[Any]) -> np.ndarray:
+        """Devices in the shape of the mesh, which are those of the network; a ValueError for others."""
+        found = find_network(devices)
+        if found is None:
+            self._refuse_devices(f"{len(devices)} of kind {devices[0].device_kind!r}")
+        network, coordinates = found
+        if network != self.network:
+            self._refuse_devices(str(network))
+        if sorted(self.places) != sorted(coordinates) or math.prod(self.axes.values()) != len(devices):
+            raise ValueError(
+                f"placement: every device of {self.network} must have one place in the mesh; got "
+                f"{len(set(self.places))} of them in {sized(self.axes.items())}. Make another with aot.place."
+            )
+        return arrange_devices(devices, self.places, tuple(self.axes.values()), coordinates)
+
+    def _refuse_devices(self, devices: str) -> NoReturn:
+        raise ValueError(
+            f"placement: the devices must be those of {self.network}; got {devices}. Make another with aot.place."
+        )
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("kind", "axes", "sent/device", "jax's order", "this order", "at least")]
+        for row in self.rows:
+            times = _milliseconds(row.usual, row.seconds, row.bound)
+            rows.append((row.load.kind, ",".join(row.load.axes), f"{row.load.sent / 2**20:,.1f} MiB", *times))
+        rows.append(("in all", "", "", *_milliseconds(self.usual, self.seconds, self.bound)))
+        return f"mesh {sized(self.axes.items())} on {self.network}, ms of the busiest link\n{table(rows)}"
+
+
+def _milliseconds(*seconds: float) -> list[str]:
+    return [f"{1e3 * time:,.3f}" for time in seconds]
+
+
+def assume_equal_gathers(axes: Mapping[str, int]) -> list[Load]:
+    """What is sent where nothing is known of a step: over each axis an array of one size is gathered."""
+    return [Load("all_gather", (axis,), (size - 1) / size) for axis, size in axes.items() if size > 1]
+
+
+def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequence[Load]) -> DeviceOrder | None:
+    """The order whose busiest links are busy for the shortest time, of all that split the network's dimensions.
+
+    jax's own stays where no other is better. Inside an axis devices stand as is best for a ring along it; so a
+    ppermute over two axes may have a better order.
+
+    Args:
+        devices: jax's devices, or what has their coordinates; all of a network.
+        axes: names and sizes of the mesh axes.
+        loads: what is sent over them.
+
+    Returns:
+        DeviceOrder; None for devices without known links, such as CPUs.
+
+    Raises:
+        ValueError: the devices fill no box.
+
+    Cost: up to 2 s for 512 devices and three axes; sets of prime factors of the network's dimensions are tried, but for
+    those that cannot be better.
+    """
+    found = find_network(devices)
+    if found is None:
+        return None
+    network, coordinates = found
+    jax_order = _order_by_jax(devices, axes, coordinates)
+    used = []
+    for load in loads:
+        if load.sent and math.prod(axes[axis] for axis in load.axes) > 1:
+            used.append(load)
+    search = _Search(network, axes, used)
+    order = search.find_best()
+    rows = []
+    for load, least in zip(used, search.alone, strict=True):
+        seconds = time_load(network, axes, order, load)
+        usual = time_load(network, axes, jax_order, load)
+        rows.append(LoadTimes(load, seconds, usual, min(least, usual)))
+    if sum(row.usual for row in rows) <= (1 + 1e-9) * sum(row.seconds for row in rows):
+        order = jax_order
+        rows = [row._replace(seconds=row.usual) for row in rows]
+    return DeviceOrder(network, dict(axes), order, tuple(rows))
+
+
+def _order_by_jax(devices: Sequence[Any], axes: Mapping[str, int], coordinates: Coordinates) -> Coordinates:
+    """The coordinates in the order of jax's own rule, which knows one slice; else they stay as they are."""
+    if len({getattr(device, "slice_index", None) for device in devices}) > 1:
+        return coordinates
+    by_id = {device.id: position for device, position in zip(devices, coordinates, strict=True)}
+    try:
+        grid = mesh_utils.create_device_mesh(tuple(axes.values()), devices, allow_split_physical_axes=True)
+    except Exception:  # it fails, in several ways, to split a dimension with a factor of 5 or 7
+        return coordinates
+    return tuple(by_id[device.id] for device in grid.flat)
+
+
+class _Factor(NamedTuple):
+    """A factor of a dimension: `radix` steps of `stride` devices each."""
+
+    dim: int
+    stride: int
+    radix: int
+
+
+_Factors = tuple[_Factor, ...]
+_FEW = 3  # digits of an axis whose orders are all tried
+
+
+class _Search:
+    """Branch and bound: one axis after the other gets prime factors of the network's dimensions."""
+
+    def __init__(self, network: Network, axes: Mapping[str, int], loads: Sequence[Load]):
+        self.network = network
+        self.loads = loads
+        self.factorizations = _factorize(network)
+        self.axes = {axis: size for axis, size in axes.items() if size > 1}
+        self.names = list(axes)
+        # those that send most first: what they cannot have bounds the rest
+        self.order = sorted(self.axes, key=lambda axis: -sum(load.sent for load in loads if axis in load.axes))
+        self.alone = [self._time_alone(load) for load in loads]
+        self.least = math.inf
+        self.chosen: dict[str, _Factors] = {}
+
+    def find_best(self) -> Coordinates:
+        """The order of the devices: each axis along a way of short steps through its factors."""
+        for factors in self.factorizations:
+            self._assign({}, factors, 0.0)
+        return _locate(self.network, tuple(self.chosen.get(axis, ()) for axis in self.names))
+
+    def _assign(self, chosen: dict[str, _Factors], free: _Factors, seconds: float) -> None:
+        """Gives the next axis each set of free factors, as long as that can beat the best.
+
+        `seconds` are those of the loads whose axes all have their factors.
+        """
+        open_axes = self.axes.keys() - chosen.keys()
+        # The loads over open axes take at least what they take alone.
+        bound = 0.0
+        for load, alone in zip(self.loads, self.alone, strict=True):
+            if open_axes & set(load.axes):
+                bound += alone
+        if seconds + bound >= self.least * (1 - 1e-9):
+            return
+        if not open_axes:
+            self.least = seconds
+            self.chosen = chosen
+            return
+        axis = self.order[len(chosen)]
+        for factors in _choose_factors(free, self.axes[axis]):
+            more = {**chosen, axis: factors}
+            remaining = tuple(factor for factor in free if factor not in factors)
+            self._assign(more, remaining, seconds + sum(self._time_completed(axis, more)))
+
+    def _time_completed(self, axis: str, chosen: Mapping[str, _Factors]) -> Iterator[float]:
+        """Seconds of the loads of which this is the last axis to be chosen."""
+        for load in self.loads:
+            used = self.axes.keys() & set(load.axes)
+            if axis in used and used <= chosen.keys():
+                yield self._time(load, tuple(chosen[name] for name in load.axes if name in chosen))
+
+    def _time_alone(self, load: Load) -> float:
+        """The least seconds that the load can have."""
+        size = math.prod(self.axes.get(axis, 1) for axis in load.axes)
+        least = math.inf
+        for free in self.factorizations:
+            for factors in _choose_factors(free, size):
+                least = min(least, self._time(load, (factors,)))
+        return least
+
+    def _time(self, load: Load, factors: tuple[_Factors, ...]) -> float:
+        if load.kind != "ppermute":  # the order inside a group does not matter
+            factors = (tuple(sorted(factor for axis_factors in factors for factor in axis_factors)),)
+        return load.sent * _time_byte(self.network, load.kind, factors, load.moves)
+
+
+def _factorize(network: Network) -> list[_Factors]:
+    """The prime factors of all dimensions, in every order that differs.
+
+    A dimension of 12 is (2, 2, 3), (2, 3, 2) or (3, 2, 2). In the first order, 2 devices with 6 between them are a
+    factor of stride 6, the next 2 one of stride 3, and 3 neighbors one of stride 1.
+    """
+    by_dim = []
+    for dim, line in enumerate(network.dims):
+        orders = _order_distinctly(tuple(_find_primes(line.size)))
+        by_dim.append([_add_strides(dim, order) for order in orders])
+    return [sum(parts, ()) for parts in product(*by_dim)]
+
+
+def _order_distinctly(radices: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The orders of radices that differ."""
+    if not radices:
+        return [()]
+    orders = []
+    for first in sorted(set(radices)):
+        number = radices.index(first)
+        others = radices[:number] + radices[number + 1 :]
+        for order in _order_distinctly(others):
+            orders.append((first, *order))
+    return orders
+
+
+def _add_strides(dim: int, radices: Sequence[int]) -> _Factors:
+    factors = []
+    for number, radix in enumerate(radices):
+        factors.append(_Factor(dim, math.prod(radices[number + 1 :]), radix))
+    return tuple(factors)
+
+
+def _find_primes(n: int) -> list[int]:
+    """The prime factors of a number, from the smallest on."""
+    primes = []
+    divisor = 2
+    while n > 1:
+        if divisor * divisor > n:
+            divisor = n
+        if n % divisor == 0:
+            primes.append(divisor)
+            n //= divisor
+        else:
+            divisor += 1
+    return primes
+
+
+def _choose_factors(free: _Factors, size: int) -> Iterator[_Factors]:
+    """The sets of factors whose product is the size."""
+    for factors in combinations(free, len(_find_primes(size))):
+        if math.prod(factor.radix for factor in factors) == size:
+            yield factors
+
+
+@lru_cache(maxsize=100_000)
+def _time_byte(network: Network, kind: str, factors: tuple[_Factors, ...], moves: Moves) -> float:
+    """Seconds of the busiest link for one byte sent by each device, over axes that have these factors."""
+    group_factors = sum(factors, ())
+    if kind == "ppermute":
+        members = np.array(_locate(network, factors))
+        return time_busiest_link(network, kind, _list_groups(network, members, group_factors), moves)
+    members = _reflect_digits(group_factors) @ _step_vectors(network, group_factors)
+    return time_busiest_link(network, kind, _list_groups(network, members, group_factors), alike=True)
+
+
+def _list_groups(network: Network, members: np.ndarray, factors: _Factors) -> np.ndarray:
+    """All groups of devices that differ in these factors alone: coordinates, [groups, members, dims]."""
+    devices = np.array(list(np.ndindex(network.shape)))
+    first = np.ones(len(devices), bool)
+    for factor in factors:
+        first &= devices[:, factor.dim] // factor.stride % factor.radix == 0
+    return devices[first][:, None] + members[None]
+
+
+def _locate(network: Network, factors: Sequence[_Factors]) -> Coordinates:
+    """The coordinates of the devices of a mesh, in row-major order, whose axes have these factors."""
+    ndim = len(network.dims)
+    coordinates = np.zeros((1, ndim), int)
+    for axis_factors in factors:
+        steps = _walk_axis(network, axis_factors)
+        coordinates = (coordinates[:, None] + steps[None]).reshape(-1, ndim)
+    return tuple(map(tuple, coordinates.tolist()))
+
+
+@lru_cache(maxsize=100_000)
+def _walk_axis(network: Network, factors: _Factors) -> np.ndarray:
+    """Steps along an axis that has these factors, in the order that is best for a ring: [size, dims]."""
+    digits: list[_Factor] = []
+    for factor in sorted(factors, key=lambda factor: (factor.dim, -factor.stride)):
+        neighbors = digits and digits[-1].dim == factor.dim
+        if neighbors and digits[-1].stride == factor.stride * factor.radix:
+            digits[-1] = factor._replace(radix=factor.radix * digits[-1].radix)  # one longer digit
+        else:
+            digits.append(factor)
+    orders = permutations(digits) if len(digits) <= _FEW else [tuple(digits)]
+    walks = [_reflect_digits(order) @ _step_vectors(network, order) for order in orders]
+    if len(walks) == 1:
+        return walks[0]
+    return min(walks, key=lambda walk: time_busiest_link(network, "ppermute", _list_groups(network, walk, factors)))
+
+
+def _step_vectors(network: Network, digits: Sequence[_Factor]) -> np.ndarray:
+    """What one of each digit adds to coordinates, [digits, dims]."""
+    steps = np.zeros((len(digits), len(network.dims)), int)
+    for row, digit in zip(steps, digits, strict=True):
+        row[digit.dim] = digit.stride
+    return steps
+
+
+def _reflect_digits(digits: Sequence[_Factor]) -> np.ndarray:
+    """Every number of these digits, each one step from the next: a reflected Gray code, [numbers, digits].
+
+    Of two digits of radix 2 and 3: 00 01 02 12 11 10.
+    """
+    if not digits:
+        return np.zeros((1, 0), int)
+    minor = _reflect_digits(digits[1:])
+    parts = []
+    for value in range(digits[0].radix):
+        part = minor if value % 2 == 0 else minor[::-1]
+        parts.append(np.insert(part, 0, value, axis=1))
+    return np.concatenate(parts)

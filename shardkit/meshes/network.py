@@ -1,0 +1,391 @@
+"""Networks of linked devices, and the load that collectives put on their links.
+
+The devices of a network fill a box. Along some dimensions neighbors are linked, as in a torus; along others a switch
+connects all, that of a host or of a data center. A collective is carried out dimension by dimension, over slow ones
+while its data are few:
+
+- all_gather, and a reduce_scatter in the other direction: between hosts or slices, then along the torus, whose
+  dimensions take turns at being first, each with its part of the data (the bucket algorithm), last inside a host or a
+  chip. Along a torus halves go round a ring in both directions where the group stands evenly round it, else all goes to
+  both ends of a line. An all_reduce is one of each.
+- all_to_all and ppermute: each message on the shortest way, dimension by dimension, in halves where two are equal.
+
+Groups that lie between each other share links, and so do the devices of a chip. The busiest link decides how long a
+collective takes. Latency, and what a compiler does instead, are left out.
+
+Worked example: 8 devices of a v5e of x=2, y=4 gather one byte of each. Half of every byte goes along x first, to 1
+other device, and then along y, to 3 others, with the half that came: 1/2 and 3 bytes. The other half goes along y
+first, and then along x with the 3 halves that came: 3/2 and 2 bytes. So a device sends 2.5 bytes along x and 4.5 along
+y, 7 in all, as many as it must.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardkit import cost
+from shardkit._arguments.checks import sized
+
+_BETWEEN, _TORUS, _INSIDE = range(3)  # the order in which a gather takes dimensions
+_CORE_LINK = 600e9  # bytes/s, one direction, between the two devices of a tpu7x chip, six times a link: its page
+_GATHERS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+
+
+class Dim(NamedTuple):
+    """One dimension of a network.
+
+    Attributes:
+        name: "slice", "host", "x", "y", "z", "core" or "gpu".
+        size: devices along it.
+        level: 0 between hosts or slices, 1 for a torus, 2 inside a chip or host.
+        wrap: whether the last is linked with the first, of a torus.
+        bandwidth: bytes/s, one direction, of a link or into the switch.
+    """
+
+    name: str
+    size: int
+    level: int
+    wrap: bool
+    bandwidth: float
+
+
+class Network(NamedTuple):
+    """A box of devices and their links.
+
+    Attributes:
+        chip: the name of the chip.
+        dims: its dimensions, those between hosts or slices first.
+        shared: whether devices that differ in the last dimension alone share the links of all others.
+    """
+
+    chip: str
+    dims: tuple[Dim, ...]
+    shared: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Devices along each dimension."""
+        return tuple(dim.size for dim in self.dims)
+
+    def __str__(self) -> str:
+        return f"{self.chip} " + " x ".join(f"{dim.name}={dim.size}" for dim in self.dims)
+
+
+Coordinates = tuple[tuple[int, ...], ...]  # of devices on a network
+
+
+def find_network(devices: Sequence[Any]) -> tuple[Network, Coordinates] | None:
+    """The network of some devices, and the coordinates of each in it; None for a kind without known links.
+
+    Raises:
+        ValueError: the devices fill no box.
+    """
+    chip = cost.chip_of(devices[0].device_kind)
+    if chip is None:
+        return None
+    if chip.torus:
+        names = ["slice", *"xyz"[: chip.torus], "core"]
+        positions = _positions_on_torus(devices, chip.torus)
+    else:
+        names = ["host", "gpu"]
+        positions = _positions_in_hosts(devices)
+    positions -= positions.min(axis=0)
+    shape = positions.max(axis=0) + 1
+    distinct = len(set(map(tuple, positions.tolist())))
+    if distinct != len(devices) or math.prod(shape) != len(devices):
+        raise ValueError(
+            f"make_mesh: placement needs devices that fill a box; got {len(devices)} in one of "
+            f"{sized(zip(names, shape.tolist(), strict=True))}. Pass all devices of a slice, or leave placement out."
+        )
+    # A torus of three dims closes where it is made of cubes of 4, one of two in a dim of a whole pod's 16.
+    made_of_cubes = not (shape[1 : 1 + chip.torus] % 4).any()
+    used = [number for number, size in enumerate(shape) if size > 1] or [0]
+    dims = []
+    for number in used:
+        wrap = made_of_cubes if chip.torus == 3 else shape[number] == 16
+        dims.append(_make_dim(chip, names[number], int(shape[number]), wrap))
+    network = Network(chip.name, tuple(dims), shared=dims[-1].name == "core")
+    return network, tuple(map(tuple, positions[:, used].tolist()))
+
+
+def _slice_numbers(devices: Sequence[Any]) -> list[int]:
+    return [getattr(device, "slice_index", None) or 0 for device in devices]
+
+
+def _positions_on_torus(devices: Sequence[Any], ndim: int) -> np.ndarray:
+    """The slice, the place on the torus and the core of each device, [devices, dims]."""
+    positions = []
+    for number, device in zip(_slice_numbers(devices), devices, strict=True):
+        positions.append((number, *device.coords[:ndim], device.core_on_chip))
+    return np.array(positions)
+
+
+def _positions_in_hosts(devices: Sequence[Any]) -> np.ndarray:
+    """The host of each device, and its number there in the order of the devices, [devices, 2]."""
+    hosts = [(number, device.process_index) for number, device in zip(_slice_numbers(devices), devices, strict=True)]
+    host_numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
+    counts = Counter[tuple[int, int]]()
+    positions = []
+    for host in hosts:
+        positions.append((host_numbers[host], counts[host]))
+        counts[host] += 1
+    return np.array(positions)
+
+
+def _make_dim(chip: cost.Chip, name: str, size: int, wrap: bool) -> Dim:
+    if name in ("slice", "host"):
+        return Dim(name, size, _BETWEEN, False, chip.network_bandwidth)
+    if name in ("core", "gpu"):
+        bandwidth = _CORE_LINK if name == "core" else chip.link_bandwidth
+        return Dim(name, size, _INSIDE, False, bandwidth)
+    return Dim(name, size, _TORUS, bool(wrap), chip.link_bandwidth)
+
+
+Moves = int | tuple[tuple[int, int], ...]  # of a ppermute: by how many places, or from which to which
+
+
+def arrange_devices(
+    devices: Sequence[Any], order: Coordinates, shape: Sequence[int], coordinates: Coordinates
+) -> np.ndarray:
+    """The devices in an order of coordinates, in a shape; `coordinates` are those of each device."""
+    by_coordinates = dict(zip(coordinates, devices, strict=True))
+    grid = np.empty(len(order), dtype=object)
+    grid[:] = [by_coordinates[position] for position in order]
+    return grid.reshape(tuple(shape))
+
+
+class Load(NamedTuple):
+    """Collectives of one kind over the same axes.
+
+    Attributes:
+        kind: the collective.
+        axes: mesh axes.
+        sent: bytes that a device sends in all, as `cost.wire` has them.
+        moves: of a ppermute, by how many places every message goes round, or the pairs (source, target).
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    sent: float
+    moves: Moves = 1
+
+
+def time_load(network: Network, axes: Mapping[str, int], order: Coordinates, load: Load) -> float:
+    """Seconds of the busiest link for a load; `order` has the coordinates of a mesh's devices, in row-major order."""
+    grid = np.array(order).reshape(*axes.values(), len(network.dims))
+    names = list(axes)
+    inner = [names.index(axis) for axis in load.axes]
+    outer = [number for number in range(len(names)) if number not in inner]
+    members = math.prod(axes[axis] for axis in load.axes)
+    groups = grid.transpose(*outer, *inner, len(names)).reshape(-1, members, len(network.dims))
+    return load.sent * time_busiest_link(network, load.kind, groups, load.moves)
+
+
+def time_busiest_link(
+    network: Network, kind: str, groups: np.ndarray, moves: Moves = 1, *, alike: bool = False
+) -> float:
+    """Seconds of the busiest link where each member of each group sends one byte.
+
+    Args:
+        network: the network.
+        kind: the collective.
+        groups: coordinates, [groups, members, dims].
+        moves: as for `Load`.
+        alike: whether all lines of the network in a dimension have the same groups, so that one of each is enough.
+    """
+    # For each dimension the bytes over each link along it: [direction, *coordinates of the device that it leaves].
+    loads = [np.zeros((2, *network.shape)) for _ in network.dims]
+    if kind == "ppermute":
+        _add_permute(network, loads, groups, moves)
+    else:
+        counts = _count_positions(groups)
+        if counts is None:
+            _add_unaligned(network, loads, kind, groups)
+        elif kind in _GATHERS:
+            _add_gather(network, loads, groups, counts, alike)
+        else:
+            _add_all_to_all(network, loads, groups, counts, alike)
+    return _find_busiest(network, loads)
+
+
+def _find_busiest(network: Network, loads: Sequence[np.ndarray]) -> float:
+    seconds = 0.0
+    for dim, load in zip(network.dims, loads, strict=True):
+        if network.shared and dim is not network.dims[-1]:
+            load = load.sum(axis=-1)  # the devices of a chip share its links
+        seconds = max(seconds, float(load.max()) / dim.bandwidth)
+    return seconds
+
+
+def _add_permute(network: Network, loads: Sequence[np.ndarray], groups: np.ndarray, moves: Moves) -> None:
+    members = groups.shape[1]
+    if isinstance(moves, int):
+        pairs = [(number, (number + moves) % members) for number in range(members)]
+    else:
+        pairs = list(moves)
+    sources = groups[:, [source for source, _ in pairs]]
+    targets = groups[:, [target for _, target in pairs]]
+    _send(network, loads, sources, targets, 1.0)
+
+
+def _add_unaligned(network: Network, loads: Sequence[np.ndarray], kind: str, groups: np.ndarray) -> None:
+    """Groups that are no boxes: a ring in both directions, in the order of the mesh, or messages of all pairs."""
+    members = groups.shape[1]
+    if kind in _GATHERS:
+        shifts = [-1, 1]
+        message = 0.5
+    else:
+        shifts = list(range(1, members))
+        message = 1 / (members - 1)
+    for shift in shifts:
+        _send(network, loads, groups, np.roll(groups, shift, axis=1), message)
+
+
+def _add_gather(
+    network: Network, loads: Sequence[np.ndarray], groups: np.ndarray, counts: Sequence[int], alike: bool
+) -> None:
+    others = groups.shape[1] - 1
+    for dim, sent in enumerate(_divide_bucket(network, counts)):
+        if sent:
+            senders = _choose_senders(network, groups, dim, alike)
+            _add_ring(network, loads[dim], groups, dim, counts[dim], sent / others, senders)
+
+
+def _add_all_to_all(
+    network: Network, loads: Sequence[np.ndarray], groups: np.ndarray, counts: Sequence[int], alike: bool
+) -> None:
+    members = groups.shape[1]
+    for dim, count in enumerate(counts):
+        senders = _choose_senders(network, groups, dim, alike)
+        _add_exchange(network, loads[dim], groups, dim, count, members / count / (members - 1), senders)
+
+
+def _count_positions(groups: np.ndarray) -> list[int] | None:
+    """How many positions along each dimension groups have that are boxes of one size; None if they are not.
+
+    The positions need not be next to each other: the devices (0, 0), (0, 2), (1, 0), (1, 2) have [2, 2].
+    """
+    counts = []
+    for dim in range(groups.shape[2]):
+        positions = np.sort(groups[:, :, dim], axis=1)
+        distinct = 1 + np.count_nonzero(np.diff(positions, axis=1), axis=1)
+        if distinct.min() != distinct.max():
+            return None
+        counts.append(int(distinct[0]))
+    return counts if math.prod(counts) == groups.shape[1] else None
+
+
+def _choose_senders(network: Network, groups: np.ndarray, dim: int, alike: bool) -> np.ndarray:
+    """Which members to count, [groups, members]: all, or those on the first line along a dimension.
+
+    With those on the first line come the devices that share its links.
+    """
+    if not alike:
+        return np.ones(groups.shape[:2], bool)
+    last = len(network.dims) - 1
+    others = []
+    for number in range(len(network.dims)):
+        shares_links = network.shared and number == last
+        if number != dim and not shares_links:
+            others.append(number)
+    return (groups[:, :, others] == 0).all(axis=2)
+
+
+def _divide_bucket(network: Network, counts: Sequence[int]) -> list[float]:
+    """What each member of a box sends along each dimension to gather one piece of each, in pieces.
+
+    On a torus of 4x4: half of a piece goes along x first, to 3 others, 1.5 pieces; then along y with the 4 halves that
+    are there, 6 pieces. The other half goes along y first. So 7.5 along each, 15 in all.
+    """
+    sent = [0.0] * len(counts)
+    held = 1
+    for level in (_BETWEEN, _TORUS, _INSIDE):
+        dims = [number for number, dim in enumerate(network.dims) if dim.level == level and counts[number] > 1]
+        for first in range(len(dims)):
+            pieces = held
+            for dim in dims[first:] + dims[:first]:
+                sent[dim] += (counts[dim] - 1) * pieces / len(dims)
+                pieces *= counts[dim]
+        held *= math.prod(counts[dim] for dim in dims)
+    return sent
+
+
+def _find_line(groups: np.ndarray, dim: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The positions of each group along a dimension, [groups, positions], and which of these each member has."""
+    positions = np.sort(groups[:, :, dim], axis=1)[:, :: groups.shape[1] // count]
+    numbers = (positions[:, None, :] < groups[:, :, dim, None]).sum(axis=2)
+    return positions, numbers
+
+
+def _add_ring(
+    network: Network, load: np.ndarray, groups: np.ndarray, dim: int, count: int, sent: float, senders: np.ndarray
+) -> None:
+    """Each of the senders sends that along a dimension, round a ring in both directions, or along a line.
+
+    Along a ring of 4, half of it goes each way. Along a line of 4, the first sends all of its 3 shares to the right;
+    the second passes the share of the first on and adds its own: 2 of 3 to the right, and 1 of 3 to the left.
+    """
+    size = network.dims[dim].size
+    wrap = network.dims[dim].wrap
+    if network.dims[dim].level != _TORUS:
+        np.add.at(load[0], tuple(groups[senders].T), sent)
+        return
+    positions, numbers = _find_line(groups, dim, count)
+    gaps = (np.roll(positions, -1, axis=1) - positions) % size
+    is_ring = (gaps == gaps[:, :1]).all(axis=1) & wrap
+    # A line leaves out the longest gap. Every piece leaves its source to both ends: the nearer to one, the more pass.
+    opening = np.argmax(gaps, axis=1) if wrap else np.full(len(gaps), count - 1)
+    behind = (np.arange(count) - opening[:, None] - 1) % count + 1  # members from one end to each gap
+    for shift, pieces in ((1, behind % count), (-1, (count - behind) % count)):
+        amounts = np.where(is_ring[:, None], sent / 2, sent * pieces / (count - 1))
+        if shift < 0:
+            amounts = np.roll(amounts, 1, axis=1)  # of the gap before
+        target = np.take_along_axis(np.roll(positions, -shift, axis=1), numbers, axis=1)
+        amount = np.take_along_axis(amounts, numbers, axis=1)
+        _send_along(network, load, groups[senders], dim, target[senders], amount[senders])
+
+
+def _add_exchange(
+    network: Network, load: np.ndarray, groups: np.ndarray, dim: int, count: int, message: float, senders: np.ndarray
+) -> None:
+    """Each of the senders sends a message along a dimension to each other position of its group."""
+    positions, _ = _find_line(groups, dim, count)
+    for number in range(count):
+        target = np.broadcast_to(positions[:, number, None], groups.shape[:2])[senders]
+        _send_along(network, load, groups[senders], dim, target, np.full(target.shape, message))
+
+
+def _send(network: Network, loads: Sequence[np.ndarray], sources: np.ndarray, targets: np.ndarray, size: float) -> None:
+    """Each source sends that to its target, dimension by dimension."""
+    position = sources.copy().reshape(-1, len(network.dims))
+    targets = targets.reshape(-1, len(network.dims))
+    for dim in range(len(network.dims)):
+        _send_along(network, loads[dim], position, dim, targets[:, dim], np.full(len(position), size))
+        position[:, dim] = targets[:, dim]
+
+
+def _send_along(
+    network: Network, load: np.ndarray, sources: np.ndarray, dim: int, target: np.ndarray, amount: np.ndarray
+) -> None:
+    """Adds to the links between sources, [messages, dims], and their targets in one dimension, on the shortest way."""
+    line = network.dims[dim]
+    steps = target - sources[:, dim]
+    if line.level != _TORUS:
+        np.add.at(load[0], tuple(sources.T), amount * (steps != 0))
+        return
+    if line.wrap:
+        steps = (steps + line.size // 2) % line.size - line.size // 2
+    half_way = line.wrap & (2 * np.abs(steps) == line.size)  # both directions are as short: half goes each way
+    amount = amount * np.where(half_way, 0.5, 1.0)
+    for direction, sign in enumerate((1, -1)):
+        distances = np.where(half_way, np.abs(steps), np.maximum(sign * steps, 0))
+        for step in range(int(distances.max(initial=0))):
+            passing = distances > step
+            link = sources[passing]
+            link[:, dim] = (link[:, dim] + sign * step) % line.size
+            np.add.at(load[direction], tuple(link.T), amount[passing])

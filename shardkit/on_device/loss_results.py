@@ -1,0 +1,143 @@
+"""What a loss function returned, as Means: the loss, and the auxiliary values by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit._jax.compat import bound_axes
+from shardkit._jax.jaxprs import MEAN
+from shardkit.meshes.layout import path_name
+from shardkit.on_device.means import (
+    Mean,
+    Sum,
+    check_size,
+    dtype_of,
+    is_mean,
+    is_real,
+    kind,
+    terms_of,
+    to_array,
+)
+
+
+def loss_and_aux(out: Any, *, allow_sum: bool = False) -> tuple[Any, dict[str, Any]]:
+    """What a loss function returned, as a Mean and a dict of Means; with `allow_sum` the loss may be a Sum too."""
+    aux: Any = {}
+    if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 2:
+        out, aux = out
+    rule = "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)"
+    values = terms_of(out) if allow_sum else (out,)
+    terms = [_as_mean(value, rule) for value in values]
+    with jax.named_scope(MEAN):
+        terms = [mean._replace(weight=_constant(mean.weight, mean.total)) for mean in terms]
+    loss = Sum(tuple(terms)) if len(terms) > 1 else terms[0]
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got {kind(aux)}. "
+            "Return for example (loss, {'accuracy': Mean(correct, count)})."
+        )
+    return loss, {name: _as_metric(name, value) for name, value in aux.items()}
+
+
+def named_means(out: Any) -> dict[str, Any]:
+    """What a loss function returned, as Means or trees of them by name; the loss under "loss"."""
+    loss, aux = loss_and_aux(out, allow_sum=True)
+    return {"loss": loss, **aux}
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array, total: jax.Array) -> jax.Array:
+    """The weight of a loss, beside its total; deriving it is an error, because gradients are those of the total."""
+    return weight
+
+
+@partial(_constant.defjvp, symbolic_zeros=True)
+def _weight_jvp(primals: Any, tangents: Any) -> Any:
+    weight, _ = primals
+    tangent, _ = tangents
+    if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
+        raise TypeError(
+            "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total; "
+            "this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
+        )
+    return weight, tangent
+
+
+def _as_metric(name: Any, value: Any) -> Any:
+    """A metric as a Mean, or a tree of metrics as one of Means.
+
+    Worked example: `Mean({"mean": m, "variance": v}, count)` is `{"mean": Mean(m, count), "variance": Mean(v, count)}`.
+    """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Use a string."
+        )
+
+    def convert(path: Any, metric: Any) -> Any:
+        if is_mean(metric) and not jax.tree_util.all_leaves([metric.total], _is_metric):
+
+            def convert_total(path_in_total: Any, total: Any) -> Any:
+                return convert((*path, *path_in_total), Mean(total, metric.weight))
+
+            return jax.tree_util.tree_map_with_path(convert_total, metric.total, is_leaf=_is_metric)
+        label = path_name((jax.tree_util.DictKey(name), *path))
+        rule = f"value_and_grad: aux {label!r} must be a scalar or Mean(total, weight)"
+        mean = _as_mean(metric, rule, shaped=is_mean(metric))
+        if mean.weight.shape not in ((), mean.total.shape):
+            raise ValueError(
+                f"Mean {label!r}: the weight must be a scalar or have the shape of the total; got {kind(mean)}. "
+                "Broadcast it with jnp.broadcast_to(weight, total.shape)."
+            )
+        return mean
+
+    return jax.tree_util.tree_map_with_path(convert, value, is_leaf=_is_metric)
+
+
+def _is_metric(x: Any) -> bool:
+    return x is None or isinstance(x, Mean | Sum)
+
+
+def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
+    """A scalar or a Mean as a Mean of arrays; only with `shaped` may total and weight have dims."""
+    pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
+    for number in pair:
+        if not is_real(dtype_of(number)) or (jnp.shape(number) and not shaped):
+            raise TypeError(
+                f"{rule}; got {kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
+            )
+    _check_constant_weight(pair.weight)
+    weight = to_array(pair.weight)
+    if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
+        raise TypeError(
+            f"Mean: the weight must be float32 or an integer, because {weight.dtype} cannot count; got {weight.dtype}. "
+            "Sum it in float32, as Mean.of(values, weights) does."
+        )
+    return Mean(to_array(pair.total), weight)
+
+
+def _check_constant_weight(weight: Any) -> None:
+    """Refuses a weight that no batch changes, and by which nothing can be divided: the total would stay as it is.
+
+    Inside shard_map every value of a batch is traced, so that an array which is not is a constant. Outside of it, as
+    on one device without jit, the batch has values too, and may be of padding alone: then only a plain number is
+    checked.
+    """
+    is_number = type(weight) in (int, float)
+    is_constant_array = bool(bound_axes()) and not isinstance(weight, jax.core.Tracer)
+    if not is_number and not is_constant_array:
+        return
+    check_size(weight)
+    numbers = np.asarray(weight, np.float64)
+    divides = np.isfinite(numbers).all() and (numbers >= 0).all() and (numbers > 0).any()
+    if not divides:
+        shown = numbers if numbers.ndim else f"{numbers.item():g}"
+        raise ValueError(
+            f"Mean: the weight must be above 0 and finite, because the total is divided by the sum of weights; got "
+            f"{shown}. Pass the number of values, or the sum of their weights."
+        )

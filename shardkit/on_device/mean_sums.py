@@ -1,0 +1,132 @@
+"""Sums of totals and weights over devices: of the metrics of a step, and of a loss that is a sum of means.
+
+A total and its weight are summed over the axes over which their types vary, and divided only after that.
+
+Worked example: two devices along "data", with 3 examples and 1. Their losses are Mean(6, 3) and Mean(2, 1), their
+accuracies Mean(2, 3) and Mean(1, 1). Each device concatenates its four numbers, [6, 3, 2, 3] and [2, 1, 1, 1], and one
+all_reduce leaves [8, 4, 3, 4] on both: a loss of 8 / 4 and an accuracy of 3 / 4. The mean of the two accuracies, 5 / 6,
+would count the one example of the second device as often as the three of the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from shardkit._arguments.checks import quoted
+from shardkit._jax.compat import varying_axes
+from shardkit._jax.jaxprs import TOTALS
+from shardkit.collectives import all_reduce, vary
+from shardkit.collectives.axes import axis_size
+from shardkit.on_device.means import Mean, divisor_of, is_mean, kind, means_by_path
+
+
+def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[str, Any]:
+    """The means over all devices: each summed over exactly the axes over which its total varies.
+
+    The sums are float32 and invariant over all axes.
+
+    Raises:
+        ValueError: a weight that varies over other axes of several devices than its total, except for one that varies
+            over none while the total varies over `batch_axes`, which split the batch; an array that varies over further
+            axes, whose devices may have parts of it instead of parts of a sum.
+
+    Cost: one all_reduce of 8 bytes per mean, of an array for each element; those over the same axes share one
+        collective.
+    """
+    leaves, structure = jax.tree.flatten(dict(means), is_leaf=is_mean)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, (name, mean) in enumerate(means_by_path(dict(means))):
+        axes = _axes_of_sum(name, mean, batch_axes)
+        groups.setdefault(axes, []).append(number)
+    # After the loss, total and weight are summed by one collective for all means over the same axes, those over which
+    # the total varies. In the loss, the sum would be sent for each microbatch, and divided where no device has the
+    # weight of them all. Over an axis along which all devices have the same total, as tp's, a sum would count it once
+    # for each.
+    for axes, numbers in groups.items():
+        sums = _sum_together([leaves[number] for number in numbers], axes)
+        for number, mean in zip(numbers, sums, strict=True):
+            leaves[number] = mean
+    sums_by_name = jax.tree.unflatten(structure, leaves)
+    return {name: sums_by_name[name] for name in means}
+
+
+def _sum_together(means: Sequence[Mean], axes: tuple[str, ...]) -> list[Mean]:
+    """Means whose totals vary over the same axes, summed over these by one all_reduce, in float32."""
+    values = []
+    for mean in means:
+        values.append(vary(mean.total.astype(jnp.float32), axes))
+        values.append(vary(mean.weight.astype(jnp.float32), axes))
+    flat, restore = ravel_pytree(values)
+    with jax.named_scope(TOTALS):
+        if axes:
+            flat = all_reduce(flat, axes)
+        values = restore(flat)
+    totals = values[::2]
+    weights = values[1::2]
+    return [Mean(total, weight) for total, weight in zip(totals, weights, strict=True)]
+
+
+def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
+    """The axes over which a mean is summed, after a check that its weight belongs to its total."""
+    total_axes = varying_axes(mean.total)
+    weight_axes = varying_axes(mean.weight)
+    # Along an axis of one device nothing is counted twice, and what varies by an index along it is whole.
+    counted = frozenset(axis for axis in total_axes | weight_axes if axis_size(axis) > 1)
+    further = sorted(counted & total_axes - frozenset(batch_axes))
+    if further and jnp.ndim(mean.total):
+        raise ValueError(
+            f"Mean {name!r}: an array may vary only over the axes of the batch; got {kind(mean.total)}, which varies "
+            f"over {quoted(further)} too. Pass all_gather(..., replicated=True) of parts of the array, or "
+            "all_reduce(...) of parts of a sum."
+        )
+    # A weight that varies over no axis, such as a number of values, counts once on each device; one that varies over
+    # only some of the axes of the total would be counted again along the others.
+    castable = frozenset[str]() if weight_axes else frozenset(batch_axes)
+    missing_of_total = weight_axes - total_axes
+    missing_of_weight = (total_axes - weight_axes) - castable
+    wrong = sorted(counted & (missing_of_total | missing_of_weight))
+    if wrong:
+        example = ", as row_linear over a tp axis" if further else ""
+        raise ValueError(
+            f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
+            f"{quoted(sorted(total_axes))} and the weight over {quoted(sorted(weight_axes))}, which differ in "
+            f"{quoted(wrong)}. Compute both from the same shards, or reduce both alike{example}."
+        )
+    return tuple(sorted(total_axes | weight_axes))
+
+
+def combine_terms(terms: Sequence[Mean]) -> jax.Array:
+    """What is differentiated of a sum of means: their totals, each over its own weight and times the largest weight.
+
+    An all_reduce stands here, because one gradient of several means divides each by the weight of the whole batch, of
+    which a device knows its share. The largest divides them all at the end, as the weight of one Mean does.
+
+    Worked example: of a batch, `a` has weight 8 and `b` weight 2. The total is `8/8 * a.total + 8/2 * b.total`, and
+    after the sum over devices it is divided by 8: `a.total / 8 + b.total / 2`.
+    """
+    varying = [varying_axes(mean.total) for mean in terms]
+    axes = tuple(sorted(frozenset[str]().union(*varying)))
+    weights = jnp.stack([vary(mean.weight.astype(jnp.float32), axes) for mean in terms])
+    if axes:
+        weights = all_reduce(weights, axes)
+    # Beside one that varies, a mean that is the same along an axis counts once for each of its devices: its gradient,
+    # and its weight here, but not in the weights of which the divisor is the largest.
+    copies = jnp.array([_count_copies(axes, term_axes) for term_axes in varying], jnp.float32)
+    largest = divisor_of(jnp.max(weights / copies))
+    divisors = divisor_of(weights)
+    totals = []
+    for mean, divisor in zip(terms, divisors, strict=True):
+        totals.append(largest / divisor * mean.total)
+    return reduce(jnp.add, totals)
+
+
+def _count_copies(axes: tuple[str, ...], term_axes: frozenset[str]) -> int:
+    """How many devices along some axes have the same term."""
+    return math.prod(axis_size(axis) for axis in axes if axis not in term_axes)

@@ -1,0 +1,173 @@
+"""The residuals of error feedback in a state: their shapes and layouts under a plan, and the checks of both.
+
+In a state a residual is `[R, ...]` of the leaf's shape, with a row for each of the R devices whose gradients are still
+to be summed where the first reduction with feedback gets them. Only the sum of the rows matters, so a checkpoint can be
+restored on any number of devices. Residuals are in units of the gradient after it is divided by its weight and the loss
+scale, which change from step to step. `feedback.py` adds them, and returns the new ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit._arguments.checks import mesh_in_context, quoted
+from shardkit._arguments.typed import Arrays, typed
+from shardkit.meshes.layout import all_axes, by_path, canonical, spec_axes
+from shardkit.on_device.feedback import find_first_cut
+from shardkit.plans.plan import Placement, Plan
+from shardkit.plans.splits import LeafLayout, map_layouts
+from shardkit.plans.storage import Storage, is_padded, padded_shape, padding, stored_array, wrap_stored
+
+
+@typed
+def init_residuals(params: Arrays, *, mesh: Mesh | None = None, plan: Plan) -> Any:
+    """The residuals of a new TrainState: zeros for each leaf that the plan reduces with error feedback.
+
+    `init` makes them; pass them to a state from before feedback: `state._replace(residuals=init_residuals(...))`.
+
+    Layout: `residual[R_a, ...]`, float32, with a row for each device over which the gradient is summed
+    Args:
+        params: the parameters, a pytree of arrays or of their shapes.
+        mesh: the mesh; by default that of `jax.set_mesh`.
+        plan: the plan.
+
+    Returns:
+        The pytree of the parameters, with None for leaves without feedback; None for a plan without feedback.
+
+    Raises:
+        ValueError: as `plan.layouts`; a leaf that is not reduced once per step.
+
+    Cost: nothing is sent. A device holds a float32 for each element of its gradients before they are reduced.
+
+    Example:
+        >>> plan = sk.dp("data", reduce=sk.algorithms.compressed(jnp.int8, feedback=True))
+        >>> residuals = sk.init_residuals({"w": jnp.ones(3)}, mesh=mesh, plan=plan)
+        >>> residuals["w"].shape, residuals["w"].sharding.spec
+        ((2, 3), P('data',))
+    """
+    mesh = mesh_in_context("init_residuals", mesh)
+    plan.check(mesh)
+    return zero_residuals(params, plan.placement(params, mesh))
+
+
+def zero_residuals(params: Any, placement: Placement) -> Any:
+    """The residuals of a new state; None without feedback."""
+    shapes = residual_shapes(params, placement)
+    if shapes is None:
+        return None
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
+
+
+def residual_shapes(params: Any, placement: Placement) -> Any:
+    """The residuals of a plan as shapes, dtypes and layouts, each as it is stored; None without feedback."""
+    if not any(strategy.reduce.feedback for strategy in placement.plan.strategies):
+        return None
+    mesh = placement.mesh
+    batch_axes = all_axes(placement.batch)
+
+    def shape_of(layout: LeafLayout, x: Any) -> Any:
+        first = _first_reduction(layout)
+        if first is None:
+            return None
+        grad_spec, summed_axes = first
+        unreduced = (batch_axes | set(layout.varies)) - all_axes(grad_spec) - summed_axes
+        axes = tuple(axis for axis in mesh.axis_names if axis in unreduced)
+        rows = math.prod(mesh.shape[axis] for axis in axes)
+        shape = (rows, *x.shape)
+        spec = canonical(PartitionSpec(axes, *grad_spec))
+        stored = padded_shape(shape, spec, mesh)
+        residual = jax.ShapeDtypeStruct(stored, jnp.float32, sharding=NamedSharding(mesh, spec))
+        return wrap_stored(residual, padding(shape, spec, mesh))
+
+    shapes = map_layouts(shape_of, placement.layouts, params)
+    return shapes if jax.tree.leaves(shapes) else None
+
+
+def _first_reduction(layout: LeafLayout) -> tuple[PartitionSpec, set[str]] | None:
+    """How a gradient is split where its first reduction with feedback gets it, and the axes over which it is summed.
+
+    None if it has no such reduction.
+    """
+    cuts = layout.cuts(scatter=("step",))
+    first = find_first_cut(layout)
+    in_a_cut = first < len(cuts)
+    if not in_a_cut and not any(algorithm.feedback for _, algorithm in layout.sums):
+        return None
+    axes = dict(enumerate(spec_axes(layout.grad)))
+    for cut in cuts[:first]:
+        axes[cut.dim] = axes.get(cut.dim, ()) + cut.axes
+    last_dim = max(axes, default=-1)
+    spec = PartitionSpec(*(axes.get(dim, ()) for dim in range(last_dim + 1)))
+    # Sums come after cuts, and those with feedback after the others.
+    summed_axes = set[str]()
+    if not in_a_cut:
+        for sum_axes, algorithm in layout.sums:
+            if not algorithm.feedback:
+                summed_axes |= set(sum_axes)
+    return spec, summed_axes
+
+
+def residual_specs(residuals: Any, params: Any, placement: Placement) -> Any:
+    """The specs of a state's residuals in a step, for shard_map, after a check that they are those of its plan."""
+    zeros = "residuals=sk.init_residuals(state.params, mesh=mesh, plan=plan)"
+    shapes = residual_shapes(params, placement)
+    if residuals is None and shapes is not None:
+        raise ValueError(
+            "step: a state whose plan reduces gradients with error feedback must hold residuals; it holds none. Pass a "
+            f"state from init, or state._replace({zeros}), which begin with zeros."
+        )
+    if residuals is not None and shapes is None:
+        raise ValueError(
+            "step: a state whose plan has no error feedback must hold no residuals; it holds those of "
+            f"{quoted(_shapes_by_path(residuals))}. Pass state._replace(residuals=None): the steps after it never add "
+            "what compressed reductions have left out so far."
+        )
+    for path, ours, theirs in _differences(residuals, shapes):
+        raise ValueError(
+            f"step: the residual of leaf {path} must have shape {theirs} under this plan and mesh; got {ours}. Save a "
+            "checkpoint and restore it for this plan, which keeps the sum of the residuals, or pass "
+            f"state._replace({zeros}), which begin with zeros."
+        )
+    return _specs(shapes)
+
+
+def residual_layouts(where: str, residuals: Any, params: Any, placement: Placement) -> Any:
+    """How a plan stores the residuals of a state, after a check that they are its own."""
+    if residuals is None:
+        return None
+    shapes = residual_shapes(params, placement)
+    for path, ours, theirs in _differences(residuals, shapes):
+        raise ValueError(
+            f"{where} must be a plan with residuals as those of the state; that of leaf {path} has shape {theirs} "
+            f"under the plan and {ours} in the state. Save a checkpoint and restore it for the target, which keeps the "
+            "sum of the residuals, or pass state._replace(residuals=None), which drops them."
+        )
+    return jax.tree.map(Storage, _specs(shapes))
+
+
+def _specs(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: stored_array(x).sharding.spec, shapes, is_leaf=is_padded)
+
+
+def _differences(residuals: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The leaves whose residuals differ: their paths, and both shapes or None."""
+    ours = _shapes_by_path(residuals)
+    theirs = _shapes_by_path(expected)
+    for path in {**ours, **theirs}:
+        if ours.get(path) != theirs.get(path):
+            yield path, ours.get(path), theirs.get(path)
+
+
+def _shapes_by_path(residuals: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(residuals, is_leaf=is_padded)
+    return {path: tuple(x.shape) for path, x in by_path("step: residuals", leaves).items()}

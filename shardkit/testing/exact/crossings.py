@@ -1,0 +1,132 @@
+"""Inputs for which a comparison is of equal numbers, or goes another way: found by solving for one element.
+
+The difference of what is compared is mostly linear in an element of an input, so two runs say where it is zero.
+
+Worked example: `2 * x[0] < y[0] + 1` was compared at x[0] = 3, y[0] = 4, a difference of 1. With x[0] a sixteenth
+larger it is 1.125, so the slope is 2 and the zero at x[0] = 3 - 1 / 2 = 2.5. The next draw has x[0] = 2.5, where `<`
+and `<=` differ, or an x[0] some way below or above it. The same is computed modulo each prime: there both sides are
+equal too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.arithmetic import subtract
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.values import Element, Exact
+
+_STEP = 1 / 16  # by which an element is moved: a power of two, so that real values stay exact
+_LARGEST = 1e6  # of the elements that are put somewhere
+_EXACTLY = 0.5  # how often a comparison is made one of equal numbers; else it goes either way
+
+
+class Difference(NamedTuple):
+    """What a comparison compares with zero.
+
+    Attributes:
+        number: uint64 [components, ...].
+        real: float64 [...].
+        asked: bool [...], where it is a number.
+    """
+
+    number: np.ndarray
+    real: np.ndarray
+    asked: np.ndarray
+
+
+class Differences:
+    """The differences that a run compared, by side, equation, part of it and how often it ran before."""
+
+    def __init__(self) -> None:
+        self.by_place: dict[Any, Difference] = {}
+        self._times: Counter[Any] = Counter()
+
+    def note(self, place: Any, field: Field, x: Exact, y: Exact) -> None:
+        """One comparison."""
+        difference = to_number(field, subtract(field, x, y))
+        asked = (difference.poison == 0) & (difference.infinite == 0)
+        self.by_place[*place, self._times[place]] = Difference(difference.number, difference.real[0], asked)
+        self._times[place] += 1
+
+
+class Crossings:
+    """Chooses elements of inputs, and what they are to be.
+
+    Attributes:
+        rng: the source of chance.
+        crossed: how often each comparison was solved for.
+    """
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+        self.crossed: Counter[Any] = Counter()
+
+    def kind(self) -> str:
+        """What all other elements are drawn as."""
+        return str(self.rng.choice(["crossed", "crossed near", "crossed wide", "crossed mixed"]))
+
+    def moved(self, field: Field, others: Sequence[Element]) -> Element | None:
+        """An element that is not among the others, moved by a step; None if there is none."""
+        taken = {(element.name, element.place) for element in others}
+        names = [name for name, x in field.inputs.items() if x.number[0].size]
+        if not names:
+            return None
+        name = str(self.rng.choice(names))
+        x = field.inputs[name]
+        place = int(self.rng.integers(x.number[0].size))
+        if (name, place) in taken:
+            return None
+        number = x.number.reshape(len(x.number), -1)[:, place]
+        step = np.array([pow(round(1 / _STEP), -1, int(p)) for p in field.residues.moduli], np.uint64)
+        return Element(name, place, (number + step) % field.residues.moduli, float(x.real.reshape(-1)[place]) + _STEP)
+
+    def solve(self, field: Field, moved: Element, before: Differences, after: Differences) -> Element | None:
+        """What the element must be for a comparison to change; None where none hangs on it linearly."""
+        ways = {}
+        for place, first in before.by_place.items():
+            second = after.by_place.get(place)
+            if second is not None and second.number.shape == first.number.shape:
+                possible = np.flatnonzero(_roots(field, moved, first, second)[1])
+                if len(possible):
+                    ways[place] = possible
+        if not ways:
+            return None
+        fewest = min(self.crossed[place[:3]] for place in ways)
+        places = [place for place in ways if self.crossed[place[:3]] == fewest]
+        place = places[self.rng.integers(len(places))]
+        self.crossed[place[:3]] += 1
+        first, second = before.by_place[place], after.by_place[place]
+        at = int(self.rng.choice(ways[place]))
+        root = float(_roots(field, moved, first, second)[0].reshape(-1)[at])
+        if self.rng.random() < _EXACTLY:
+            return moved._replace(number=_root(field, moved, first, second, at), real=root)
+        away = math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(root)) * float(self.rng.choice([-1.0, 1.0]))
+        return moved._replace(real=root + away)
+
+
+def _roots(field: Field, moved: Element, first: Difference, second: Difference) -> tuple[np.ndarray, np.ndarray]:
+    """Of each difference the real value of the element at which it is zero, and whether that is known."""
+    slope = (second.real - first.real) / _STEP
+    root = moved.real - _STEP - first.real / np.where(slope == 0, math.nan, slope)
+    top = slice(-2 * field.points, -field.points)  # the highest prime that every number has
+    changes = (first.number[top] != second.number[top]).all(0)
+    return root, changes & first.asked & second.asked & (np.abs(root) < _LARGEST)
+
+
+def _root(field: Field, moved: Element, first: Difference, second: Difference, at: int) -> np.ndarray:
+    """The same of one difference, modulo each prime."""
+    components = []
+    columns = (x.reshape(len(x), -1)[:, at].tolist() for x in (first.number, second.number))
+    for p, a, b, number in zip(field.residues.moduli.tolist(), *columns, moved.number.tolist(), strict=True):
+        # first + (x - start) (second - first) / step is zero; a prime that exps have used up says nothing
+        start = number - pow(round(1 / _STEP), -1, p)
+        slope = (b - a) * round(1 / _STEP) % p
+        components.append((start - a * pow(slope, -1, p)) % p if slope else number)
+    return np.array(components, np.uint64)

@@ -1,0 +1,43 @@
+"""The numbers of a proof: what stands for an array of floats, and what arithmetic means for it.
+
+Two programs that agree at random points of a finite field are the same function of all inputs, but for a chance that is
+their degree over the size of the field (Schwartz and Zippel). So a proof runs both programs on random numbers modulo
+primes, exactly, and compares the results. What a field lacks is added in such a way that the laws that programs rely on
+hold exactly: exps and logarithms, an order for maxima and comparisons, infinity and NaN.
+
+Worked example. The real tower has eight primes of about 2**24 to 2**32. Here it has three, 5, 11 and 23, each twice the
+one before it and 1 more, and there is one random point. A number is its residues modulo the three primes:
+
+    x       = (3, 7,  9)         drawn at random: an input
+    y       = (4, 6,  1)         another one
+    x y     = (2, 9,  9)         3 * 4 = 12 is 2 modulo 5, 7 * 6 = 42 is 9 modulo 11, 9 * 1 is 9 modulo 23
+    1 / 2   = (3, 6, 12)         a constant: 2 * 3 is 1 modulo 5, and so on
+    exp(x)  = (-, 9,  8)         4**3 is 9 modulo 11, and 4**7 is 8 modulo 23
+
+4 has order 5 modulo 11, and order 11 modulo 23: the exponent 3, known modulo 5, says what 4**3 is modulo 11. So exp
+takes a residue one prime higher, and the lowest prime of the result has no meaning any more: it is "used up". And
+because exponents add up modulo the order, exp(x + y) is exp(x) exp(y):
+
+    x + y          = (2, 2, 10)
+    exp(x + y)     = (-, 5, 16)  4**2 is 5 modulo 11, 4**2 is 16 modulo 23
+    exp(x) exp(y)  = (-, 5, 16)  9 * 3 is 5 modulo 11, 8 * 2 is 16 modulo 23
+
+A division multiplies with the inverse, and an equality compares the residues that have a meaning:
+
+    1 / exp(x)     = (-, 5,  3)  9 * 5 is 1 modulo 11, 8 * 3 is 1 modulo 23
+    exp(-x)        = (-, 5,  3)  -x is (2, 4, 14); 4**2 is 5 modulo 11, 4**4 is 3 modulo 23
+    exp(x) exp(x)  = (-, 4, 18)  which is not exp(x y) = (-, 5, 13): refuted
+
+Start with `values.py`, what stands for an array, and `arithmetic.py`. The files, each on top of those before it:
+
+- `tower.py` has the primes, `hashing.py` the random functions, `residues.py` the arithmetic of residues alone.
+- `values.py` has `Exact`, the residues of an array with what is known of it; `constants.py` the rational numbers that
+  constants stand for; `assembly.py` puts elements of several arrays together.
+- `field.py` has the `Field`: the tower, the random points, and what is remembered of a run.
+- `logarithms.py` has exp and log, `orders.py` which number is the larger one, `infinities.py` what infinity and NaN
+  become, `functions.py` functions without a law, `arithmetic.py` sums, products and quotients.
+- `inputs.py` draws inputs, `bits.py` sends floats as bits, `marks.py` knows which integers follow from floats.
+- `elimination.py`, `grams.py` and `matrix_functions.py` are the linear algebra.
+
+Imports nothing else of the package: it knows of no jaxpr and of no mesh.
+"""

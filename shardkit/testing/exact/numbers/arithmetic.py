@@ -1,0 +1,183 @@
+"""Sums, products, quotients and powers of numbers of the field, with what is known of the results.
+
+Each function computes four things: the residues; the real values, in float64; the facts, of which the sign, what is
+infinite and what is no number follow the rules of floats; and a bound of the degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.functions import find_squares
+from shardkit.testing.exact.numbers.infinities import (
+    add_infinities,
+    contract_infinities,
+    multiply_infinities,
+    sum_infinities,
+)
+from shardkit.testing.exact.numbers.logarithms import multiply_logarithm, to_number
+from shardkit.testing.exact.numbers.values import OUTSIDE, TRULY, Exact, build_facts
+
+
+def add(field: Field, x: Exact, y: Exact) -> Exact:
+    """x + y; the factors of logarithms are multiplied."""
+    p = field.residues.primes_of(x.number)
+    number = (x.number + y.number) % p
+    factor = x.factor
+    if x.factor is None:
+        factor = y.factor
+    elif y.factor is not None:
+        factor = x.factor * y.factor % p
+    if factor is not None:
+        factor = np.broadcast_to(factor, number.shape)
+    sign = np.where(x.sign == y.sign, x.sign, 0)
+    infinite, poison = add_infinities(field, x, y)
+    used = np.maximum(x.used, y.used)
+    facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
+    return field.settle(Exact(number, facts, x.real + y.real, factor, x.degree.plus(y.degree)))
+
+
+def negate(field: Field, x: Exact) -> Exact:
+    """-x."""
+    p = field.residues.primes_of(x.number)
+    factor = None
+    if x.factor is not None:
+        factor = field.invert_residues(x.factor, x.used[1])
+    facts = build_facts(x.shape, -x.sign, -x.infinite, x.used[0], x.used[1], x.poison)
+    return replace(x, number=(p - x.number) % p, facts=facts, real=-x.real, factor=factor)
+
+
+def subtract(field: Field, x: Exact, y: Exact) -> Exact:
+    """x - y."""
+    return add(field, x, negate(field, y))
+
+
+def multiply(field: Field, x: Exact, y: Exact) -> Exact:
+    """x * y; a logarithm times a small whole number or a mask stays one."""
+    if not x.special and not y.special:
+        product = None
+        if x.factor is not None and y.factor is None:
+            product = multiply_logarithm(field, x, y)
+        elif y.factor is not None and x.factor is None:
+            product = multiply_logarithm(field, y, x)
+        if product is not None:
+            return product
+    x = to_number(field, x)
+    y = to_number(field, y)
+    number = x.number * y.number % field.residues.primes_of(x.number)
+    infinite, poison = multiply_infinities(field, x, y)
+    used = np.maximum(x.used[0], y.used[0])
+    facts = build_facts(number.shape[1:], x.sign * y.sign, infinite, used, poison=poison)
+    return field.settle(Exact(number, facts, x.real * y.real, degree=x.degree.times(y.degree)))
+
+
+def power(field: Field, x: Exact, n: int) -> Exact:
+    """x to a whole power; an even one of a square root is one of what it is the root of."""
+    x = to_number(field, x)
+    if n == 0:  # of what is no number too
+        return field.lift(np.ones(x.shape, np.float32))
+    if n < 0:
+        return invert(field, power(field, x, -n))
+    if n >= 2:
+        squares = find_squares(field, x)
+        if squares is not None:
+            return _power_of_roots(field, x, squares, n)
+    sign: Any = x.sign
+    if n % 2 == 0:
+        sign = 1
+    infinite = np.where(x.is_truly_infinite, TRULY * np.sign(x.infinite) ** n, 0)
+    facts = build_facts(x.shape, sign, infinite, x.used[0], poison=x.poison)
+    number = field.residues.power(x.number, n)
+    return field.settle(Exact(number, facts, x.real**n, degree=x.degree.to_the(n)))
+
+
+def _power_of_roots(field: Field, roots: Exact, squares: Exact, n: int) -> Exact:
+    """sqrt(y)**n is y**(n / 2), or y**((n - 1) / 2) sqrt(y)."""
+    result = power(field, squares, n // 2)
+    if n % 2:
+        result = multiply(field, result, roots).with_sign(1)
+    return result
+
+
+def invert(field: Field, x: Exact) -> Exact:
+    """1 / x; that of zero is infinite, that of infinity zero."""
+    x = to_number(field, x)
+    degree = field.degree_of_inverses(x.degree, x.number[0].size)
+    number = field.invert_residues(x.number, x.used[0])
+    zero = field.is_zero(x)
+    if field.planted:  # zero in this draw, and for no reason of the program
+        infinite = np.zeros(x.shape, int)
+        poison = np.where(zero, OUTSIDE, x.poison)
+    else:
+        infinite = np.where(zero, TRULY, 0)
+        poison = x.poison
+    number = np.where(x.is_truly_infinite, np.uint64(0), number)
+    used = np.where(x.is_truly_infinite, 0, x.used[0])
+    facts = build_facts(x.shape, x.sign, infinite, used, poison=poison)
+    return field.settle(Exact(number, facts, 1 / x.real, degree=degree))
+
+
+def divide(field: Field, x: Exact, y: Exact) -> Exact:
+    """x / y."""
+    return multiply(field, x, invert(field, y))
+
+
+def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) -> Exact:
+    """The sum over dims of the array; `keep` leaves them, with size 1."""
+    dims_of_parts = tuple(dim + 1 for dim in dims)  # behind the components
+    number = x.number.sum(dims_of_parts, np.uint64, keepdims=keep)
+    number = number % field.residues.primes_of(number)
+    factor = x.factor
+    if factor is not None:
+        for dim in sorted(dims_of_parts, reverse=True):
+            factor = _multiply_along(field, factor, dim, keep)
+    # A sum has a sign where all its terms have it.
+    is_positive = (x.sign == 1).all(tuple(dims), keepdims=keep)
+    is_negative = (x.sign == -1).all(tuple(dims), keepdims=keep)
+    sign = np.where(is_positive, 1, np.where(is_negative, -1, 0))
+    infinite, poison = sum_infinities(field, x, dims, keep)
+    used = x.used.max(dims_of_parts, keepdims=keep, initial=0)
+    facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
+    real = x.real.sum(dims_of_parts, keepdims=keep)
+    return field.settle(Exact(number, facts, real, factor, x.degree))
+
+
+def _multiply_along(field: Field, x: np.ndarray, dim: int, keep: bool) -> np.ndarray:
+    """The product of residues along a dim."""
+    p = field.residues.primes_of(x)
+    result = np.ones((*x.shape[:dim], 1, *x.shape[dim + 1 :]), np.uint64)
+    for i in range(x.shape[dim]):
+        result = result * np.take(x, [i], dim) % p
+    if keep:
+        return result
+    return np.squeeze(result, dim)
+
+
+def matmul(field: Field, x: Exact, y: Exact) -> Exact:
+    """[..., m, k] @ [..., k, n]."""
+    x = to_number(field, x)
+    y = to_number(field, y)
+    number = field.residues.matmul(x.number, y.number)
+    used_of_rows = x.used[0].max(-1, keepdims=True, initial=0)
+    used_of_columns = y.used[0].max(-2, keepdims=True, initial=0)
+    used = np.maximum(used_of_rows, used_of_columns)
+    infinite: Any = 0
+    poison: Any = 0
+    if x.special or y.special:
+        infinite, poison = contract_infinities(field, x, y)
+    facts = build_facts(number.shape[1:], _find_common_sign(x, y), infinite, used, poison=poison)
+    real = np.matmul(x.real, y.real)
+    return field.settle(Exact(number, facts, real, degree=x.degree.times(y.degree)))
+
+
+def _find_common_sign(x: Exact, y: Exact) -> int:
+    """The sign that all products of elements have; 0 if there is none."""
+    for x_sign, y_sign in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
+        if np.all(x.sign == x_sign) and np.all(y.sign == y_sign):
+            return x_sign * y_sign
+    return 0

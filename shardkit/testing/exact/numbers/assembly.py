@@ -1,0 +1,80 @@
+"""Elements of several arrays put together in one: by a mask, along a dim, or from places.
+
+An `Exact` has up to four parts: its number, facts, real value and factor. Whatever moves elements moves all of them,
+behind the leading dim that each part has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.values import Exact
+
+
+def where(mask: np.ndarray, x: Exact, y: Exact) -> Exact:
+    """x where the mask [...] holds, else y."""
+    factor = None
+    if x.factor is not None or y.factor is not None:
+        factor = np.where(mask, x.factor_or_ones, y.factor_or_ones)
+    if mask.all():
+        degree = x.degree
+    elif not mask.any():
+        degree = y.degree
+    else:
+        degree = x.degree.plus(y.degree)
+    number = np.where(mask, x.number, y.number)
+    facts = np.where(mask, x.facts, y.facts)
+    real = np.where(mask, x.real, y.real)
+    return Exact(number, facts, real, factor, degree)
+
+
+def join_exact(arrays: Sequence[Exact], dim: int, new: bool) -> Exact:
+    """Arrays stacked along a `new` dim, or concatenated along one of theirs."""
+    number = join_arrays([x.number for x in arrays], dim, new, lead=1)
+    facts = join_arrays([x.facts for x in arrays], dim, new, lead=1)
+    real = join_arrays([x.real for x in arrays], dim, new, lead=1)
+    factor = None
+    if any(x.factor is not None for x in arrays):
+        factor = join_arrays([x.factor_or_ones for x in arrays], dim, new, lead=1)
+    degree = arrays[0].degree.plus(*(x.degree for x in arrays))
+    return Exact(number, facts, real, factor, degree)
+
+
+def join_arrays(arrays: Sequence[np.ndarray], dim: int, new: bool, lead: int = 0) -> np.ndarray:
+    """Arrays stacked or concatenated along a dim behind the first `lead`; their other dims broadcast.
+
+    The dims of a mesh are of size 1 where all devices have the same. So what differs between devices is joined with
+    what does not: [4, 3] and [1, 2] along dim 1 are [4, 3] and [4, 2], and make [4, 5].
+    """
+    shapes = [x.shape[lead:] for x in arrays]
+    if new:
+        shape = np.broadcast_shapes(*shapes)
+        rows = [np.broadcast_to(x, (*x.shape[:lead], *shape)) for x in arrays]
+        return np.stack(rows, lead + dim)
+    without_dim = [(*shape[:dim], 1, *shape[dim + 1 :]) for shape in shapes]
+    common = np.broadcast_shapes(*without_dim)
+    rows = []
+    for x, shape in zip(arrays, shapes, strict=True):
+        full = (*common[:dim], shape[dim], *common[dim + 1 :])
+        rows.append(np.broadcast_to(x, (*x.shape[:lead], *full)))
+    return np.concatenate(rows, lead + dim)
+
+
+def take_elements(source: np.ndarray, places: np.ndarray, rank: int) -> np.ndarray:
+    """The elements of [components, *lead, n] at places [*lead, ...], where a mesh has `rank` dims in front.
+
+    Each device takes elements at places of its own: the result is [components, *lead, ...].
+    """
+    lead = source.shape[1:-1]
+    shape = places.shape[rank:]
+    flat = places.reshape(*places.shape[:rank], -1)
+    if math.prod(places.shape[:rank]) == 1:  # all devices take the same places
+        return source[..., flat.reshape(-1)].reshape(*source.shape[:-1], *shape)
+    lead = np.broadcast_shapes(lead, places.shape[:rank])
+    components = len(source)
+    source = np.broadcast_to(source, (components, *lead, source.shape[-1]))
+    flat = np.broadcast_to(flat, (components, *lead, flat.shape[-1]))
+    return np.take_along_axis(source, flat, -1).reshape(components, *lead, *shape)

@@ -1,0 +1,48 @@
+"""Floats as the integers of their bits, and back: a kernel that sends bits in place of floats is proved too.
+
+Residues have no bits. In their place stands a random word for each float, of which the field remembers the float. So
+what is sent as bits arrives as it was, and an integer that is nobody's bits is a float of which nothing is known.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.functions import apply_function, list_columns
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.values import INPUT, POISON, Exact, build_facts
+
+
+def to_bits(field: Field, x: Exact) -> Exact:
+    """Random integers, from which `from_bits` comes back."""
+    x = to_number(field, x)
+    words = field.residues.hash("bits", x.number)
+    elements = zip(*(list_columns(part) for part in (words, x.number, x.facts, x.real)), strict=True)
+    for word, residues, facts, real in elements:
+        field.numbers_of_bits[word.tobytes()] = residues, facts, real
+    field.degree_of_bits = field.degree_of_bits.plus(x.degree)
+    facts = build_facts(x.shape, used=x.used[0], poison=x.poison)
+    return Exact(words, facts, np.full(x.real.shape, math.nan), degree=INPUT)
+
+
+def from_bits(field: Field, x: Exact) -> Exact:
+    """The floats of these bits; of integers that are no float's bits, unknown ones."""
+    unknown = apply_function(field, "of bits", x)
+    number = unknown.number.reshape(len(unknown.number), -1).copy()
+    facts = unknown.facts.reshape(len(unknown.facts), -1).copy()
+    real = unknown.real.reshape(len(unknown.real), -1).copy()
+    for i, word in enumerate(list_columns(x.number)):
+        if facts[POISON, i]:  # what is no number arrives as none
+            continue
+        if not word.any():  # the bits of 0.0
+            number[:, i] = 0
+            facts[:, i] = 0
+            real[:, i] = 0
+        elif word.tobytes() in field.numbers_of_bits:
+            number[:, i], facts[:, i], real[:, i] = field.numbers_of_bits[word.tobytes()]
+    shape = unknown.shape
+    degree = field.degree_of_bits.plus(INPUT)
+    return Exact(number.reshape(-1, *shape), facts.reshape(-1, *shape), real.reshape(-1, *shape), degree=degree)

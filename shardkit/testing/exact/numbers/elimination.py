@@ -1,0 +1,232 @@
+"""Elimination with matrices of the field: substitution, LU, solutions, Cholesky's factor, rank.
+
+All of it is sums, products and quotients, and so exact, but for the roots on the diagonal of Cholesky's factor. The
+pivots of LU are those of the real values, as LAPACK chooses them; what is solved does not depend on them.
+
+Matrices are the last two dims of arrays; the dims in front are of a mesh and of a batch.
+
+Degrees are not those of the loops, which double in each step. The elements of an inverse or of a solution are
+quotients of determinants (Cramer): a determinant of n rows has degree n, and the divisor is one determinant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.arithmetic import invert, matmul, multiply, subtract
+from shardkit.testing.exact.numbers.assembly import join_exact, where
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.functions import square_root
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.orders import find_keys
+from shardkit.testing.exact.numbers.tower import invert_by_power
+from shardkit.testing.exact.numbers.values import CONSTANT, INPUT, OUTSIDE, POISON, Degree, Exact
+
+
+def substitute(field: Field, a: Exact, b: Exact, lower: bool, unit: bool) -> Exact:
+    """x of a x = b, for a triangular [..., n, n] and [..., n, k]; `unit` reads ones on the diagonal."""
+    a = to_number(field, a)
+    b = to_number(field, b)
+    n = a.shape[-1]
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    b = broadcast_matrices(b, lead)
+    if not n:
+        return b
+    inverses = None
+    if not unit:
+        inverses = _invert_diagonal(field, a)
+    rows: dict[int, Exact] = {}
+    order = range(n) if lower else range(n - 1, -1, -1)
+    for i in order:
+        row = take_block(b, slice(i, i + 1), slice(None))
+        if rows:
+            # x_i is b_i less a_ij x_j for all rows j that are ready: those above it, or below it.
+            ready = slice(0, i) if lower else slice(i + 1, n)
+            coefficients = take_block(a, slice(i, i + 1), ready)
+            row = subtract(field, row, matmul(field, coefficients, _stack_rows(rows)))
+        if inverses is not None:
+            row = multiply(field, row, take_block(inverses, slice(i, i + 1), slice(None)))
+        rows[i] = row
+    return replace(_stack_rows(rows), degree=_degree_of_solution(field, a, b))
+
+
+def _stack_rows(rows: dict[int, Exact]) -> Exact:
+    """Rows [..., 1, k] by their numbers as one matrix."""
+    ordered = [rows[i] for i in sorted(rows)]
+    return join_exact(ordered, len(ordered[0].shape) - 2, new=False)
+
+
+def eliminate(field: Field, a: Exact) -> tuple[Exact, np.ndarray, np.ndarray]:
+    """LU in one matrix, with the row that was swapped in each step, and the order of all rows.
+
+    Worked example: the largest first element of [[1, 2], [4, 6]] is in row 1. So rows 0 and 1 are swapped, the
+    swaps are [1, 1], the order is [1, 0], and the matrix becomes [[4, 6], [1/4, 1/2]]: below the diagonal is L, on
+    and above it U.
+    """
+    m, n = a.shape[-2:]
+    lead = a.shape[:-2]
+    steps = min(m, n)
+    swaps = np.zeros((*lead, steps), np.int32)
+    order = np.broadcast_to(np.arange(m, dtype=np.int32), (*lead, m)).copy()
+    x = a
+    for k in range(steps):
+        sizes = np.abs(find_keys(field, take_block(x, slice(None), slice(k, k + 1))))[..., 0]
+        largest = np.where(np.arange(m) < k, -1.0, sizes).argmax(-1)
+        swaps[..., k] = largest
+        swapped = np.broadcast_to(np.arange(m), (*lead, m)).copy()
+        np.put_along_axis(swapped, largest[..., None], k, -1)
+        swapped[..., k] = largest
+        order = np.take_along_axis(order, swapped, -1)
+        x = _reorder_rows(x, swapped)
+        pivot = take_block(x, slice(k, k + 1), slice(k, k + 1))
+        # Below a pivot that is zero all is zero, and stays so.
+        divisor = where(field.is_zero(pivot), _make_one(field, pivot), pivot)
+        x = _eliminate_column(field, x, k, divisor)
+    degree = degree_over_determinants(field, a, steps, steps).times(a.degree.to_the(steps))
+    return replace(x, degree=degree), swaps, order
+
+
+def _eliminate_column(field: Field, x: Exact, k: int, pivot: Exact) -> Exact:
+    """One step: the column below the pivot over the pivot, and the rest less column times row."""
+    m, n = x.shape[-2:]
+    rows = np.arange(m)[:, None]
+    columns = np.arange(n)
+    column = multiply(field, take_block(x, slice(None), slice(k, k + 1)), invert(field, pivot))
+    product = multiply(field, column, take_block(x, slice(k, k + 1), slice(None)))
+    x = where((rows > k) & (columns > k), subtract(field, x, product), x)
+    return where((rows > k) & (columns == k), column, x)
+
+
+def solve(field: Field, a: Exact, b: Exact) -> Exact:
+    """x of a x = b, for any a [..., n, n] and [..., n, k]."""
+    lu, _, order = eliminate(field, a)
+    b = to_number(field, b)
+    x = substitute(field, lu, _reorder_rows(b, order), lower=True, unit=True)
+    x = substitute(field, lu, x, lower=False, unit=False)
+    return replace(x, degree=_degree_of_solution(field, a, b))
+
+
+def factor_positive(field: Field, a: Exact) -> Exact:
+    """Cholesky's lower factor of a symmetric matrix; outside of its domain where that is not positive definite.
+
+    Elimination without swaps makes A = U D U^T, with the pivots D. The factor is U sqrt(D).
+    """
+    n = a.shape[-1]
+    if not n:
+        return a
+    x = a
+    pivots = []
+    singular = np.zeros(a.shape[:-2], bool)
+    for k in range(n):
+        pivot = take_block(x, slice(k, k + 1), slice(k, k + 1))
+        zero = field.is_zero(pivot)
+        if field.order is None:
+            zero = zero | (pivot.real[0] <= 0)
+        singular = singular | zero[..., 0, 0]
+        pivot = where(zero, _make_one(field, pivot), pivot).with_sign(1)
+        pivots.append(pivot)
+        x = _eliminate_column(field, x, k, pivot)
+    rows = np.arange(n)[:, None]
+    columns = np.arange(n)
+    x = where(rows == columns, _make_one(field, x), x)
+    x = where(rows < columns, make_zero(field, x), x)
+    diagonal = join_exact(pivots, len(x.shape) - 1, new=False)
+    x = multiply(field, x, square_root(field, diagonal))
+    poison = np.maximum(np.where(singular, OUTSIDE, 0), find_poison(field, a))
+    degree = degree_over_determinants(field, a, n, n).times(a.degree.to_the(n)).times(INPUT)
+    facts = x.facts.copy()
+    facts[POISON] = np.maximum(facts[POISON], poison[..., None, None])
+    return field.settle(replace(x, facts=facts, degree=degree))
+
+
+def find_rank(field: Field, a: Exact) -> np.ndarray:
+    """int [...]: the rank of each matrix [..., m, n], the highest at any point.
+
+    By elimination of residues alone, without facts. In a row that no pivot is in yet, any number that is not zero is a
+    pivot; a component without meaning has rank 0.
+    """
+    x = a.number
+    p = field.residues.primes_of(x)
+    m, n = a.shape[-2:]
+    is_free = np.ones((*x.shape[:-2], m, 1), bool)  # rows that no pivot is in
+    for k in range(n):
+        column = np.where(is_free, x[..., k : k + 1], np.uint64(0))
+        place = (column != 0).argmax(-2)[..., None]
+        pivot = np.take_along_axis(column, place, -2)
+        row = np.take_along_axis(x, place, -2)
+        factors = column * invert_by_power(pivot, p) % p
+        is_pivot = (np.arange(m)[:, None] == place) & (pivot != 0)
+        is_free = is_free & ~is_pivot
+        less = (x + p * p - factors * row % p) % p
+        x = np.where(is_free & (pivot != 0), less, x)
+    ranks = (~is_free).sum((-2, -1))
+    valid = field.valid(a.used[0].max((-2, -1), initial=0))
+    return np.asarray(np.where(valid, ranks, 0).max(0))
+
+
+# Degrees and poison
+
+
+def _degree_of_solution(field: Field, a: Exact, b: Exact) -> Degree:
+    """A determinant of n - 1 rows of a and one of b, over one of n rows of a."""
+    n = a.shape[-1]
+    inverses = degree_over_determinants(field, a, n, 1)
+    return inverses.times(a.degree.to_the(n - 1)).times(b.degree)
+
+
+def degree_over_determinants(field: Field, a: Exact, n: int, count: int) -> Degree:
+    """The degree of the inverses of so many determinants of n rows, at most, of each matrix."""
+    if not a.degree.total:
+        return CONSTANT
+    matrices = math.prod(a.shape[:-2])
+    return field.degree_of_inverses(a.degree.to_the(n), count * matrices)
+
+
+def find_poison(field: Field, a: Exact) -> np.ndarray:
+    """int [...]: the poison that each matrix has from its elements."""
+    is_infinite = a.is_truly_infinite.any((-2, -1))
+    poison = a.poison.max((-2, -1), initial=0)
+    return np.maximum(poison, np.where(is_infinite, field.undefined, 0))
+
+
+# Parts of matrices
+
+
+def transpose(a: Exact) -> Exact:
+    """[..., n, m]."""
+    return a.move(lambda part: part.swapaxes(-1, -2))
+
+
+def take_block(a: Exact, rows: slice, columns: slice) -> Exact:
+    """Some rows and columns of each matrix."""
+    return a.move(lambda part: part[..., rows, columns])
+
+
+def broadcast_matrices(a: Exact, lead: Sequence[int]) -> Exact:
+    """Matrices with these dims in front."""
+    return a.move(lambda part: np.broadcast_to(part, (len(part), *lead, *part.shape[-2:])))
+
+
+def make_zero(field: Field, like: Exact) -> Exact:
+    """Zero with as many dims as another array."""
+    return field.lift(np.zeros((1,) * len(like.shape), np.float32))
+
+
+def _make_one(field: Field, like: Exact) -> Exact:
+    return field.lift(np.ones((1,) * len(like.shape), np.float32))
+
+
+def _invert_diagonal(field: Field, a: Exact) -> Exact:
+    """[..., n, 1]."""
+    return invert(field, a.move(lambda part: np.diagonal(part, axis1=-2, axis2=-1)[..., None]))
+
+
+def _reorder_rows(a: Exact, order: np.ndarray) -> Exact:
+    """Matrices [..., m, n] with their rows in another order [..., m]."""
+    lead = np.broadcast_shapes(a.shape[:-2], order.shape[:-1])
+    places = np.broadcast_to(order, (*lead, order.shape[-1]))[None, ..., None]
+    return broadcast_matrices(a, lead).move(lambda part: np.take_along_axis(part, places, -2))

@@ -1,0 +1,304 @@
+"""The field that a program runs in: its residues, constants, and what is remembered of the run.
+
+A run decides comparisons in one of two ways. In a draw, real inputs are drawn beside the numbers, and every operation
+is done on them too, in float64. They say which of two numbers is larger, so that what happens is what happens for
+inputs that exist. In an order, a random total one, real values decide nothing: so a branch is taken that no draw has
+reached (see `orders.py`).
+
+Not a number is a kind of its own: infinity less infinity, zero times infinity, 0 / 0, what a gather reads out of
+bounds. It spreads as in floats, and equals no number. What comes from outside of the domain of a function in a draw, as
+the logarithm of a number that happens to be negative, is told apart: nothing is compared there.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit.testing.exact.numbers.constants import LEAST_INFINITE, simplest
+from shardkit.testing.exact.numbers.errors import RedrawError
+from shardkit.testing.exact.numbers.marks import Marks
+from shardkit.testing.exact.numbers.residues import Residues
+from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES
+from shardkit.testing.exact.numbers.values import (
+    CONSTANT,
+    HUGE,
+    NOT_A_NUMBER,
+    OUTSIDE,
+    TRULY,
+    Degree,
+    Element,
+    Exact,
+    build_facts,
+)
+
+# What real inputs are drawn as, draw by draw; in more draws each input is one of them.
+KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
+MIXED = "mixed"  # of which each element is one of the kinds
+# Inputs of which rows, or elements, are equal, or are zero, or where a comparison changes: a division by zero is then
+# the draw's, not the program's, and gradients are not compared, because the derivative of a maximum of equal numbers is
+# a matter of convention.
+CROSSED = "crossed"
+PLANTED = ("alike", "repeated", "zero", CROSSED)
+SEEDS = 8  # of which one must have no divisor that is zero by chance
+ROUNDING = {"round", "floor", "ceil", "to an integer"}
+_MOST_KEPT = 64  # elements of a constant that is kept
+
+
+class Field:
+    """A field at `points` random points that `seed` draws.
+
+    Attributes:
+        residues: the primes and the points, with the arithmetic of residues.
+        shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
+        order: which order decides comparisons; None where the real values of a draw do.
+        kind: what the inputs of a draw are, one of KINDS or PLANTED, or MIXED, "narrow"; "" for one of KINDS for each.
+            "crossed wide" and its like say what the elements are that are not put where a comparison changes.
+        scale: by what normal inputs are multiplied.
+        levels: how many primes of the tower there are, the highest.
+        settings: the arguments it was made of.
+        marks: which integers follow from floats.
+        uninterpreted: the functions that were applied without a law, by name.
+        compared: how many arrays were put in order.
+        deepest: the most primes that exps used up, on the way to what was compared.
+        outside: the line where a value was first outside of the domain of a function.
+        logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
+        exps: whether an exp was taken.
+        chances: whether random bits of keys were used, which are others in each draw.
+        centres: logarithms of the constants that are compared.
+        inputs: what was drawn, by name.
+        elements: of inputs, what they are to be.
+        coverage: what notes which way comparisons went, if any does.
+        numbers_of_bits: by the residues of a word that stands for bits, the float: residues, facts and real value.
+        degree_of_bits: bounds of the degree of all floats that became bits.
+        squares_of_roots: what a square root is of: by its residues, those of its square.
+        degree_of_squares: bounds of the degree of all numbers that a root was taken of.
+        grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
+        halves: what A^-1 B is, and its degree, for L^-1 B where A is L L^T: by the residues of both factors.
+    """
+
+    def __init__(
+        self,
+        points: int,
+        seed: int,
+        shallow: bool = False,
+        order: int | None = None,
+        kind: str = KINDS[0],
+        scale: float = 1.0,
+        levels: int = LEVELS,
+    ):
+        self.settings = (points, seed, shallow, order, kind, scale, levels)
+        self.points = points
+        self.seed = seed
+        self.shallow = shallow
+        self.order = order
+        self.kind = kind
+        self.scale = scale
+        self.levels = levels
+        self.residues = Residues(points, seed, levels)
+
+        # What the run has seen, which certificates and further draws read.
+        self.marks = Marks()
+        self.uninterpreted: set[str] = set()
+        self.compared = 0
+        self.deepest = 0
+        self.outside = ""
+        self.logs = False
+        self.exps = False
+        self.chances = False
+        self.inputs: dict[str, Exact] = {}
+        self.centres: tuple[float, ...] = ()
+        self.elements: tuple[Element, ...] = ()
+        self.coverage: Any = None
+
+        # Laws between numbers that their residues do not show.
+        self.numbers_of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
+        self.degree_of_bits = CONSTANT
+        self.squares_of_roots: dict[bytes, np.ndarray] = {}
+        self.degree_of_squares = CONSTANT
+        self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
+        self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
+
+        self._divisions = 0
+        self._constants: dict[Any, tuple[np.ndarray, float]] = {}
+        self._lifted: dict[Any, Exact] = {}
+
+    @property
+    def rounds(self) -> bool:
+        """Whether floats were rounded to integers."""
+        return bool(self.uninterpreted & ROUNDING)
+
+    @property
+    def planted(self) -> bool:
+        """Whether inputs are equal, or zero, by the draw: what is no number then is so for these inputs alone."""
+        return self.order is None and self.kind.partition(" ")[0] in PLANTED
+
+    @property
+    def undefined(self) -> int:
+        """The poison of infinity less infinity, and its like."""
+        if self.planted:
+            return OUTSIDE
+        return NOT_A_NUMBER
+
+    def valid(self, used: np.ndarray) -> np.ndarray:
+        """bool [components, ...]: which components have a meaning where so many primes are used up."""
+        level = self.residues.levels_of_components(used.ndim)
+        return (level >= used) & (level < self.levels - self.logs)
+
+    def is_zero(self, x: Exact) -> np.ndarray:
+        """bool [...]: which elements are zero at all points."""
+        zero = ((x.number == 0) | ~self.valid(x.used[0])).all(0)
+        if x.factor is not None:
+            zero = zero & (x.factor == 1).all(0)
+        return zero & (x.infinite == 0) & (x.poison == 0)
+
+    def invert_residues(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """1 / x for residues.
+
+        What is zero in all components is zero, and its inverse is some number. What is zero in one alone is another
+        number, of which this point or prime shows nothing: the points are drawn again.
+        """
+        zero = x == 0
+        if not zero.any():
+            return self.residues.invert(x)
+        valid = self.valid(used)
+        always_zero = np.where(valid, zero, True).all(0)
+        if (zero & valid & ~always_zero).any():
+            raise RedrawError
+        inverse = self.residues.invert(np.where(zero, np.uint64(1), x))
+        p = self.residues.primes_of(x)
+        inverse_of_zero = self.residues.salt("1/0").reshape(p.shape) % p
+        return np.where(zero, inverse_of_zero, inverse)
+
+    def settle(self, x: Exact) -> Exact:
+        """The same array, with one number for what is truly infinite, and with zero for what is no number.
+
+        So arrays that are infinite at the same places are equal there, whatever they were computed from.
+        """
+        if not x.special:
+            return x
+        number = x.number
+        real = x.real
+        for value in (math.inf, -math.inf):
+            negative = value < 0
+            code = -TRULY if negative else TRULY
+            here = x.infinite == code
+            residues = self.residues.infinity(negative).reshape(-1, *[1] * len(x.shape))
+            number = np.where(here, residues, number)
+            real = np.where(here, value, real)
+        no_number = x.poison > 0
+        number = np.where(no_number, np.uint64(0), number)
+        real = np.where(no_number, math.nan, real)
+
+        special = no_number | x.is_truly_infinite
+        factor = x.factor
+        if factor is not None:
+            factor = np.where(special, np.uint64(1), factor)
+        sign = np.where(special, np.sign(x.infinite), x.sign)
+        infinite = np.where(no_number, 0, x.infinite)
+        used = np.where(special, 0, x.used)
+        facts = build_facts(x.shape, sign, infinite, used[0], used[1], x.poison)
+        return Exact(number, facts, real, factor, x.degree)
+
+    # Constants
+
+    def lift(self, x: Any) -> Exact:
+        """A constant array of floats, integers or booleans."""
+        x = np.asarray(x)
+        if x.size > _MOST_KEPT:
+            return self._lift(x)
+        key = (x.tobytes(), str(x.dtype), x.shape)
+        if key not in self._lifted:
+            self._lifted[key] = self._lift(x)
+        return self._lifted[key]
+
+    def _lift(self, x: np.ndarray) -> Exact:
+        # Constants are mostly masks and fillings: each distinct value is lifted once, and taken to its places.
+        values: Any = x.reshape(-1)
+        places: Any = np.zeros(x.shape, np.int64)
+        if x.size > 1:
+            values, places = np.unique(x, return_inverse=True)
+            places = places.reshape(x.shape)
+        residues = []
+        reals = []
+        for value in values:
+            residues_of_value, real_value = self._find_constant(value, x.dtype)
+            residues.append(residues_of_value)
+            reals.append(real_value)
+        if not residues:  # of an empty array
+            residues = [self.residues.moduli]
+            reals = [0.0]
+        table = np.stack(residues, 1)
+        number = np.take(table, places.reshape(-1), 1).reshape(len(table), *x.shape)
+        real = np.take(np.array(reals), places)[None]
+
+        wide = np.asarray(values, np.float64)
+        sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
+        # Integers are never a mask's infinity.
+        is_huge = (np.abs(wide) >= LEAST_INFINITE) & jnp.issubdtype(x.dtype, jnp.floating)
+        infinite = np.where(np.isinf(wide), TRULY, np.where(is_huge, HUGE, 0)) * sign
+        poison = np.where(np.isnan(wide), NOT_A_NUMBER, 0)
+        facts = build_facts(x.shape, np.take(sign, places), np.take(infinite, places), poison=np.take(poison, places))
+        return Exact(number, facts, real)
+
+    def _find_constant(self, value: Any, dtype: Any) -> tuple[np.ndarray, float]:
+        """The residues of a constant, and the real number that it stands for."""
+        key = (value.item(), str(dtype))
+        if key not in self._constants:
+            self._constants[key] = self._make_constant(value, dtype)
+        return self._constants[key]
+
+    def _make_constant(self, value: Any, dtype: Any) -> tuple[np.ndarray, float]:
+        moduli = self.residues.moduli
+        if np.isnan(np.asarray(value, np.float64)):
+            return np.zeros_like(moduli), math.nan
+        if np.isinf(np.asarray(value, np.float64)):
+            return self.residues.infinity(float(value) < 0), float(value)
+        if jnp.issubdtype(dtype, jnp.floating):
+            ratio = simplest(float(value), dtype)
+        else:
+            ratio = Fraction(int(value))
+        residues = []
+        for p in moduli.tolist():
+            residues.append(ratio.numerator * pow(ratio.denominator, -1, p) % p)
+        return np.array(residues, np.uint64), float(ratio)
+
+    # Degrees
+
+    def degree_of_inverses(self, degree: Degree, elements: int) -> Degree:
+        """The degree of the inverses of so many elements of a degree: they count as a division of their own."""
+        if not degree.total:
+            return CONSTANT
+        self._divisions += 1
+        return Degree(1, {**degree.inverses, self._divisions: (1, degree.total * elements)})
+
+    @property
+    def variety(self) -> int:
+        """How many values a variable may have, at least, modulo the largest prime that is compared.
+
+        An input is no zero there. An exp is a power of an element of the order of the prime below.
+        """
+        largest = LEVELS - 1 - self.logs
+        return PRIMES[largest - self.exps] - 1
+
+    def chance(self, degree: Degree) -> float:
+        """A bound of the chance that two different results of this degree agree at all points.
+
+        Their difference is a polynomial of inputs, inverses and values of functions. Multiplied by each divisor as
+        often as its inverse may occur in one term, it is one of inputs and values alone. All primes are compared, so
+        the largest one bounds how rarely it is zero at one point: its degree over the number of values that a variable
+        may have there. Points at which a divisor is zero are drawn again, which is as rare a zero.
+        """
+        total = degree.total
+        weights = 0
+        for power, weight in degree.inverses.values():
+            total += power * weight
+            weights += weight
+        agreeing = min(1.0, total / self.variety) ** self.points
+        smallest = int(self.residues.moduli[0])
+        redrawn = 2 * self.points * weights / smallest  # all primes together: each is twice the last
+        return min(1.0, agreeing / max(1 - redrawn, 1 / SEEDS))

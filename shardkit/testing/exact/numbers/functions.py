@@ -1,0 +1,134 @@
+"""Functions without a law in the field, as tanh: a random function in their place, and their real values.
+
+Equal arguments have equal values, by one hash for a name; nothing else is known of them. So `tanh(x + y)` is
+`tanh(y + x)`, because the arguments are equal, while a program that relies on `tanh(-x) = -tanh(x)` is not proved. Such
+a function is called uninterpreted, and a certificate lists them.
+
+A square root is one too, but for its square: the field remembers of which number each root is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.assembly import where
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.values import INPUT, OUTSIDE, TRULY, Exact, build_facts
+
+# Functions that are 0 or 1 at 0.
+_ZERO_AT_ZERO = {"tanh", "sin", "tan", "sinh", "cbrt", "sqrt", "asin", "atan", "asinh", "atanh", "erf", "erf_inv"}
+_ONE_AT_ZERO = {"cos", "cosh", "erfc", "exp2"}
+_OF_NUMPY = ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2", "log2")
+_INVERSES = ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")  # numpy's begin with arc
+_OF_SCIPY = ("erf", "erfc", "digamma")
+
+
+@cache
+def _real_functions() -> dict[str, Callable[..., Any]]:
+    """The functions on real values, in float64, by the name of their primitive."""
+    from scipy import special  # type: ignore[import-untyped]  # a proof alone needs it, which takes a moment
+
+    functions: dict[str, Callable[..., Any]] = {}
+    for name in _OF_NUMPY:
+        functions[name] = getattr(np, name)
+    for name in _INVERSES:
+        functions[name] = getattr(np, f"arc{name[1:]}")
+    for name in _OF_SCIPY:
+        functions[name] = getattr(special, name)
+    functions["erf_inv"] = special.erfinv
+    functions["lgamma"] = special.gammaln
+    functions["logistic"] = special.expit
+    functions["sqrt"] = np.sqrt
+    functions["pow"] = np.power
+    functions["rem"] = np.fmod
+    functions["nextafter"] = np.nextafter
+    functions["div of integers"] = _divide_integers
+    return functions
+
+
+def _divide_integers(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.trunc(x / y)
+
+
+def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> Exact:
+    """An uninterpreted function of each element; its real values are those of the function of that name."""
+    field.uninterpreted.add(name)
+    arguments = [to_number(field, x) for x in operands]
+    number = field.residues.hash(name, *(x.number for x in arguments))
+    used = arguments[0].used[0]
+    poison = arguments[0].poison
+    for x in arguments[1:]:
+        used = np.maximum(used, x.used[0])
+        poison = np.maximum(poison, x.poison)
+    if name in _ZERO_AT_ZERO:
+        number = np.where(field.is_zero(arguments[0]), np.uint64(0), number)
+    if name in _ONE_AT_ZERO:
+        number = np.where(field.is_zero(arguments[0]), np.uint64(1), number)
+
+    shape = number.shape[1:]
+    function = _real_functions().get(name)
+    if function is None:
+        facts = build_facts(shape, sign, 0, used, poison=poison)
+        real = np.full((1, *shape), math.nan)
+        return field.settle(Exact(number, facts, real, degree=INPUT))
+    # A sum that cancels may be rounded to a number below zero, of which there is no root.
+    reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
+    real = np.asarray(function(*reals))
+    if field.order is None:
+        is_defined = np.isfinite(sum(x.real for x in arguments))[0]
+        poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
+    facts = build_facts(shape, sign, 0, used, poison=poison)
+    result = Exact(number, facts, real, degree=INPUT)
+    if any(x.special for x in arguments):
+        result = _take_limits(field, result, arguments)
+    return field.settle(result)
+
+
+def _take_limits(field: Field, x: Exact, arguments: Sequence[Exact]) -> Exact:
+    """A function's values where an argument is truly infinite: those that it has in floats, as tanh(inf) = 1."""
+    is_infinite = np.zeros(x.shape, bool)
+    for argument in arguments:
+        is_infinite = is_infinite | argument.is_truly_infinite
+    limit = field.lift(np.where(is_infinite, x.real[0], 0.0))
+    return where(is_infinite & (x.poison == 0), limit, x)
+
+
+def square_root(field: Field, x: Exact) -> Exact:
+    """The square root: uninterpreted, but that its square is x."""
+    x = to_number(field, x)
+    root = apply_function(field, "sqrt", x, sign=1)
+    elements = zip(list_columns(root.number), list_columns(x.number), root.poison.reshape(-1), strict=True)
+    for word, square, poison in elements:
+        if not poison:
+            field.squares_of_roots[word.tobytes()] = square
+    field.degree_of_squares = field.degree_of_squares.plus(x.degree)
+    return root
+
+
+def find_squares(field: Field, x: Exact) -> Exact | None:
+    """The squares of an array whose elements are all square roots; None for others."""
+    if not field.squares_of_roots or not x.number.size:
+        return None
+    squares = []
+    for word, poison in zip(list_columns(x.number), x.poison.reshape(-1), strict=True):
+        square = word  # of what is no number: itself
+        if not poison:
+            square = field.squares_of_roots.get(word.tobytes())
+        if square is None:
+            return None
+        squares.append(square)
+    number = np.stack(squares, 1).reshape(x.number.shape)
+    infinite = np.where(x.is_truly_infinite, TRULY, 0)
+    facts = build_facts(x.shape, 1, infinite, x.used[0], poison=x.poison)
+    return field.settle(Exact(number, facts, x.real**2, degree=field.degree_of_squares))
+
+
+def list_columns(x: np.ndarray) -> np.ndarray:
+    """[elements, components]: the components of each element side by side, as a key has them."""
+    return np.ascontiguousarray(x.reshape(len(x), -1).T)

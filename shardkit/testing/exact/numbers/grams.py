@@ -1,0 +1,169 @@
+"""Products that factors of matrices have by their definition, and that their residues do not show.
+
+The factor L of A has random numbers for its roots. So L L^T, computed from them, is not A; only the square of one root
+alone is known. The field therefore keeps, for the matrices that a factorization returns, what their product with
+themselves is: A for L^T, the identity for Q. When a program multiplies such a matrix with itself, that is the result.
+
+Worked example, the distributed QR that stacks factors (TSQR). Two devices have the rows A1 and A2, and compute R1 and
+R2; one of them computes the R of [R1; R2]. Its square is R1^T R1 + R2^T R2, which is kept as A1^T A1 + A2^T A2. That is
+A^T A: so its R is the one of the whole A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.arithmetic import matmul
+from shardkit.testing.exact.numbers.elimination import broadcast_matrices, solve, transpose
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.values import SIGN, Degree, Exact
+
+
+def multiply_with_itself(field: Field, a: Exact) -> Exact:
+    """A^T A of [..., m, n], in which what is kept of the products of its rows stands for them."""
+    product = matmul(field, transpose(a), a)
+    n = a.shape[-1]
+    facts = product.facts.copy()
+    np.einsum("...ii->...i", facts[SIGN])[...] = 1  # the diagonal has sums of squares
+    number = product.number
+    degree = product.degree
+    heights = sorted({height for height, width, _ in field.grams if width == n}, reverse=True)
+    if heights:
+        number = number.copy()
+        masked = mask_used(field, a)
+        p = field.residues.moduli[:, None, None]
+        for place in np.ndindex(*a.shape[:-2]):
+            matrix = (slice(None), *place)
+            kept, other_rows = _find_kept_rows(field, masked[matrix], heights)
+            if not kept:
+                continue
+            rows = a.number[matrix][:, other_rows]
+            total = _multiply_residues(field, rows.swapaxes(1, 2), rows)
+            for squares, squares_degree in kept:
+                total = (total + squares) % p
+                degree = degree.plus(squares_degree)
+            number[matrix] = total
+    return field.settle(Exact(number, facts, product.real, degree=degree))
+
+
+def find_product(field: Field, x: Exact, y: Exact) -> Exact | None:
+    """x y of matrices where x is the transposed y, and something is kept of the products of its rows."""
+    if not field.grams or x.factor is not None or y.factor is not None:
+        return None
+    transposed = transpose(y).number
+    if x.number.shape != transposed.shape or not np.array_equal(x.number, transposed):
+        return None
+    return multiply_with_itself(field, y)
+
+
+def keep_product(field: Field, a: Exact, squares: Exact) -> None:
+    """Keeps A^T A for each matrix [..., m, n]."""
+    masked = mask_used(field, a)
+    m, n = a.shape[-2:]
+    for place in np.ndindex(*a.shape[:-2]):
+        matrix = (slice(None), *place)
+        if not a.poison[place].any():
+            field.grams[m, n, masked[matrix].tobytes()] = squares.number[matrix], squares.degree
+
+
+def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -> Exact:
+    """x of a x = b, where a is a factor L or L^T of a matrix A that is kept; another x as it is.
+
+    A program solves A x = b in two steps: y of L y = b, then x of L^T x = y. The roots of L do not cancel in residues.
+    So at the first step the field solves A x = b itself, and keeps x for the second. The product of y with itself is
+    b^T A^-1 b, which is kept too.
+    """
+    a = broadcast_matrices(a, x.shape[:-2])
+    n = a.shape[-1]
+    upper = transpose(a) if lower else a
+    factors = mask_used(field, upper)
+    halves = mask_used(field, x if lower else b)
+    if x.special or not n:
+        return x
+    kept = []
+    for place in np.ndindex(*x.shape[:-2]):
+        squares_of_factor = field.grams.get((n, n, factors[(slice(None), *place)].tobytes()))
+        if squares_of_factor is None:
+            return x
+        kept.append((place, *squares_of_factor))
+    if not lower:
+        return _take_halves(field, factors, halves, x)
+    squares = matmul(field, a, upper)
+    degree = squares.degree
+    for place, number, degree_of_factor in kept:
+        squares.number[(slice(None), *place)] = number
+        degree = degree.plus(degree_of_factor)
+    solution = solve(field, replace(squares, degree=degree), b)
+    keep_product(field, x, matmul(field, transpose(to_number(field, b)), solution))
+    _keep_halves(field, factors, halves, solution)
+    return x
+
+
+def _keep_halves(field: Field, factors: np.ndarray, halves: np.ndarray, solution: Exact) -> None:
+    """Keeps A^-1 b for the factor of A and L^-1 b, column by column."""
+    for place in np.ndindex(*solution.shape[:-2]):
+        matrix = (slice(None), *place)
+        for column in range(solution.shape[-1]):
+            key = factors[matrix].tobytes(), halves[matrix][..., column].tobytes()
+            field.halves[key] = solution.number[matrix][..., column], solution.degree
+
+
+def _take_halves(field: Field, factors: np.ndarray, halves: np.ndarray, x: Exact) -> Exact:
+    """L^-T of columns, of which A^-1 b is kept."""
+    number = x.number.copy()
+    degree = x.degree
+    for place in np.ndindex(*x.shape[:-2]):
+        matrix = (slice(None), *place)
+        for column in range(x.shape[-1]):
+            key = factors[matrix].tobytes(), halves[matrix][..., column].tobytes()
+            half = field.halves.get(key)
+            if half is not None:
+                number[(*matrix, slice(None), column)] = half[0]
+                degree = degree.plus(half[1])
+    return replace(x, number=number, degree=degree)
+
+
+def _multiply_residues(field: Field, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """[components, m, k] @ [components, k, n], where k may be none."""
+    p = field.residues.moduli[:, None, None]
+    total = np.zeros((len(x), x.shape[1], y.shape[2]), np.uint64)
+    for i in range(x.shape[2]):
+        total = (total + x[:, :, i : i + 1] * y[:, i : i + 1] % p) % p
+    return total
+
+
+def _find_kept_rows(
+    field: Field, a: np.ndarray, heights: Sequence[int]
+) -> tuple[list[tuple[np.ndarray, Degree]], list[int]]:
+    """What is kept of blocks of rows of [components, m, n], and the other rows; the highest blocks first."""
+    kept: list[tuple[np.ndarray, Degree]] = []
+    other_rows: list[int] = []
+    m, n = a.shape[1:]
+    row = 0
+    while row < m:
+        height = 1
+        squares = None
+        for height in heights:
+            if row + height <= m:
+                block = a[:, row : row + height]
+                squares = field.grams.get((height, n, block.tobytes()))
+            if squares is not None:
+                break
+        if squares is None:
+            other_rows.append(row)
+            row += 1
+        else:
+            kept.append(squares)
+            row += height
+    return kept, other_rows
+
+
+def mask_used(field: Field, a: Exact) -> np.ndarray:
+    """The numbers of matrices, zero in the components that have no meaning: by these bytes they are kept."""
+    used = a.used[0].max((-2, -1), initial=0)
+    has_meaning = field.residues.levels_of_components(used.ndim) >= used
+    return np.where(has_meaning[..., None, None], a.number, np.uint64(0))

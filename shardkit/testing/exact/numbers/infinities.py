@@ -1,0 +1,114 @@
+"""What infinity and NaN become in sums and products.
+
+Infinity is of two kinds. TRULY is that of floats: 1 / 0, -inf in a mask. HUGE is a constant beyond 1e9, which programs
+write for infinity in masks: it stays so plus a number, or times one of known sign, so that exp of minus it is 0. In all
+else it is a number like any other, so that what is added and taken away cancels.
+
+Worked example: in `softmax(where(mask, x, -1e30))` the masked x - max is HUGE and negative, its exp is 0, and nothing
+but that matters. In `x + 1e30 - 1e30` it is a number, and the sum is x.
+
+Each function returns two arrays of the facts of a result, [...]: what is infinite, and what is no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.orders import find_keys
+from shardkit.testing.exact.numbers.values import HUGE, NOT_A_NUMBER, OUTSIDE, TRULY, Exact
+
+
+def add_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
+    """Of x + y."""
+    infinite = np.clip(x.infinite + y.infinite, -HUGE, HUGE)
+    poison = np.maximum(x.poison, y.poison)
+    if x.special or y.special:
+        infinite = np.where(y.is_truly_infinite, y.infinite, infinite)
+        infinite = np.where(x.is_truly_infinite, x.infinite, infinite)
+        apart = x.is_truly_infinite & y.is_truly_infinite & (x.infinite != y.infinite)
+        poison = np.maximum(poison, np.where(apart, field.undefined, 0))
+    return infinite, poison
+
+
+def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | int, np.ndarray]:
+    """Of x y, both without a factor."""
+    infinite: np.ndarray | int = 0
+    poison = np.maximum(x.poison, y.poison)
+    if x.infinite.any() or y.infinite.any():
+        # Times a number of no known sign it is one itself, and not infinite.
+        sign = _find_known_sign(x) * _find_known_sign(y)
+        infinite = np.where((x.infinite != 0) | (y.infinite != 0), sign, 0)
+    if x.special or y.special:
+        zero_times_infinity = (x.is_truly_infinite & field.is_zero(y)) | (y.is_truly_infinite & field.is_zero(x))
+        poison = np.maximum(poison, np.where(zero_times_infinity, field.undefined, 0))
+        sign = np.nan_to_num(np.sign(find_keys(field, x)) * np.sign(find_keys(field, y)))
+        infinite = np.where(x.is_truly_infinite | y.is_truly_infinite, TRULY * sign, infinite)
+    return infinite, poison
+
+
+def _find_known_sign(x: Exact) -> np.ndarray:
+    """1, -1, or 0 where it is not known."""
+    sign = np.where(x.infinite != 0, np.sign(x.infinite), x.sign)
+    return np.where((x.number == 0).all(0), 0, sign)
+
+
+def sum_infinities(field: Field, x: Exact, dims: Sequence[int], keep: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Of a sum over dims."""
+    over = tuple(dims)
+    highest = x.infinite.max(over, keepdims=keep, initial=0)
+    lowest = x.infinite.min(over, keepdims=keep, initial=0)
+    infinite = np.clip(highest, 0, HUGE) + np.clip(lowest, -HUGE, 0)
+    poison = x.poison.max(over, keepdims=keep, initial=0)
+    if x.special:
+        plus = highest == TRULY
+        minus = lowest == -TRULY
+        infinite = np.where(plus, TRULY, np.where(minus, -TRULY, infinite))
+        poison = np.maximum(poison, np.where(plus & minus, field.undefined, 0))
+    return infinite, poison
+
+
+def contract_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
+    """Of [..., m, k] @ [..., k, n], by how many of the products in a sum are infinite.
+
+    A count of products is itself a product of matrices: with a mask of where x is infinity and one of where y is
+    positive, `mask_x @ mask_y > 0` says which sums have infinity times a positive number.
+    """
+
+    def has_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.matmul(a.astype(np.float64), b.astype(np.float64)) > 0
+
+    x_sign = np.sign(find_keys(field, x))
+    y_sign = np.sign(find_keys(field, y))
+    x_infinite = x.is_truly_infinite
+    y_infinite = y.is_truly_infinite
+    x_plus, x_minus = x_infinite & (x_sign > 0), x_infinite & (x_sign < 0)
+    y_plus, y_minus = y_infinite & (y_sign > 0), y_infinite & (y_sign < 0)
+    plus = (
+        has_product(x_plus, y_sign > 0)
+        | has_product(x_minus, y_sign < 0)
+        | has_product(x_sign > 0, y_plus)
+        | has_product(x_sign < 0, y_minus)
+    )
+    minus = (
+        has_product(x_plus, y_sign < 0)
+        | has_product(x_minus, y_sign > 0)
+        | has_product(x_sign > 0, y_minus)
+        | has_product(x_sign < 0, y_plus)
+    )
+    undefined = (
+        has_product(x_plus | x_minus, field.is_zero(y))
+        | has_product(field.is_zero(x), y_plus | y_minus)
+        | (plus & minus)
+    )
+    poison = np.where(undefined, field.undefined, 0)
+    # One element that is no number spoils all sums of its row of x, or of its column of y.
+    all_x = np.ones(x.shape, bool)
+    all_y = np.ones(y.shape, bool)
+    for code in (NOT_A_NUMBER, OUTSIDE):
+        spoiled = has_product(x.poison == code, all_y) | has_product(all_x, y.poison == code)
+        poison = np.maximum(poison, np.where(spoiled, code, 0))
+    infinite = np.where(plus, TRULY, 0) + np.where(minus, -TRULY, 0)
+    return infinite, poison

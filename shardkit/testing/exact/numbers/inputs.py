@@ -1,0 +1,97 @@
+"""Inputs of a program: random residues, and real values that are drawn as inputs of many kinds are.
+
+The residues decide whether results are equal. The real values decide which branch is taken, so they are drawn in ways
+that reach other branches: large and small, of one sign, near the constants that are compared, and equal to each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.assembly import where
+from shardkit.testing.exact.numbers.field import CROSSED, KINDS, MIXED, Field
+from shardkit.testing.exact.numbers.values import INPUT, Exact, build_facts
+
+_WIDTHS = {"wide": 16.0, "narrow": 0.1}
+_LARGEST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs are drawn as
+
+
+def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
+    """An input: a random number for every component and element, and a random real value for every element."""
+    size = math.prod(shape)
+    digest = hashlib.blake2b(name.encode(), digest_size=6).digest()
+    rng = np.random.default_rng([field.seed, int.from_bytes(digest, "big")])
+    moduli = field.residues.moduli
+    number = rng.integers(1, moduli[:, None], (len(moduli), size), np.uint64)
+    number = number.reshape(len(number), *shape)
+    kind = field.kind.removeprefix(CROSSED).strip()
+    real = _draw_real(field, rng, kind or KINDS[rng.integers(len(KINDS))], (1, *shape))
+    x = Exact(number, build_facts(shape), real, degree=INPUT)
+    if kind == "alike" and len(shape) and size:
+        x = x.move(lambda part: np.broadcast_to(part[:, :1], part.shape))
+    elif kind == "zero":
+        x = field.lift(np.zeros(shape, np.float32))
+    elif kind == "repeated" and size:
+        x = _repeat_elements(field, rng, x)
+    x = _place_elements(field, name, x)
+    field.inputs[name] = x
+    return x
+
+
+def _draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:
+    """Real values of a kind."""
+    if kind == MIXED:
+        rows = np.stack([_draw_real(field, rng, other, shape) for other in KINDS])
+        chosen = rng.integers(len(KINDS), size=(1, *shape))
+        return np.asarray(np.take_along_axis(rows, chosen, 0)[0])
+    real = rng.normal(size=shape) * field.scale
+    if kind == "positive":
+        return np.asarray(np.exp(real))
+    if kind == "negative":
+        return np.asarray(-np.exp(real))
+    if kind in _WIDTHS:
+        return np.asarray(real * _WIDTHS[kind])
+    if kind == "unit":
+        return rng.uniform(size=shape)
+    if kind == "near":  # the constants that are compared with, so that what is between two of them is met
+        centre = rng.choice(_list_compared_constants(field), size=shape)
+        return np.asarray(centre + 0.3 * np.maximum(np.abs(centre), 1) * real)
+    return np.asarray(real)
+
+
+def _place_elements(field: Field, name: str, x: Exact) -> Exact:
+    """An input with the elements that are to be something."""
+    elements = [element for element in field.elements if element.name == name]
+    if not elements:
+        return x
+    number = x.number.reshape(len(x.number), -1).copy()
+    real = x.real.reshape(1, -1).copy()
+    for element in elements:
+        number[:, element.place] = element.number
+        real[:, element.place] = element.real
+    return replace(x, number=number.reshape(x.number.shape), real=real.reshape(x.real.shape))
+
+
+def _repeat_elements(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
+    """An input of which many elements are equal: to one of the first half, to the one before, or to a constant."""
+    size = math.prod(x.shape)
+    places = np.where(rng.uniform(size=size) < 0.5, rng.integers(0, (size + 1) // 2, size), np.arange(size))
+    places = np.where(rng.uniform(size=size) < 0.3, np.roll(places, 1), places)
+    x = x.move(lambda part: part.reshape(len(part), -1)[:, places].reshape(part.shape))
+    constants = rng.choice(_list_compared_constants(field), size=x.shape)
+    is_constant = rng.uniform(size=x.shape) < 0.4
+    return where(is_constant, field.lift(constants.astype(np.float32)), x)
+
+
+def _list_compared_constants(field: Field) -> list[float]:
+    """Zero, and the constants that were compared, with both signs."""
+    constants = [0.0]
+    for logarithm in field.centres:
+        if abs(logarithm) < _LARGEST_PLANTED:
+            constants += [math.exp(logarithm), -math.exp(logarithm)]
+    return constants

@@ -1,0 +1,143 @@
+"""Exps, which go from one prime of the tower to the next, and logarithms, which are kept beside the number.
+
+exp(x) is a power of an element of order p modulo 2p + 1, so that exp(x + y) is exp(x) exp(y) exactly. Each exp on the
+way from an input to a result uses up one prime.
+
+A logarithm is not computed but kept, as the factor of `Exact`: log(x) has the number 0 and the factor x. Worked
+example, with what each line makes of (number, factor):
+
+    log(x)           (0, x)
+    log(x) + log(y)  (0, x y)        so log(x y) is log(x) + log(y)
+    3 log(x)         (0, x**3)       a small whole number
+    log(x) + 1       (1, x)
+    exp(log(x) + 1)  exp(1) x        so exp(log(x)) is x
+
+Where that is not enough, as for log(x) * y, the logarithm becomes a number: the exponent of its square, one prime
+lower. So log(exp x) is x and any multiple is linear, but the sign of what it is of is lost, and the highest prime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.tower import LEVELS
+from shardkit.testing.exact.numbers.values import (
+    CONSTANT,
+    INPUT,
+    NOT_A_NUMBER,
+    OUTSIDE,
+    TRULY,
+    Exact,
+    build_facts,
+)
+
+_LARGEST_WHOLE = 64  # multiples of a logarithm up to which it stays one
+
+
+def exp(field: Field, x: Exact) -> Exact:
+    """exp, one prime higher; 0 where x is minus infinity."""
+    field.exps = True
+    number = field.residues.exp(x.number)
+    used = x.used[0] + 1
+    degree = CONSTANT
+    if x.degree.total:
+        degree = INPUT  # a random function of its argument, which counts as an input does
+    if x.factor is not None:
+        number = number * x.factor % field.residues.primes_of(number)
+        used = np.maximum(used, x.used[1])
+        degree = degree.times(x.degree)
+    number = np.where(x.is_low, np.uint64(0), number)
+    used = np.where(x.is_low, 0, np.minimum(used, LEVELS))
+    real = np.where(x.is_low, 0.0, np.exp(x.real))
+    infinite = np.where(x.infinite == TRULY, TRULY, 0)
+    facts = build_facts(x.shape, 1, infinite, used, poison=x.poison)
+    return field.settle(Exact(number, facts, real, degree=degree))
+
+
+def log(field: Field, x: Exact) -> Exact:
+    """log, kept as what it is of; that of zero is minus infinity."""
+    x = to_number(field, x)
+    zero = field.is_zero(x)
+    is_negative = ~zero & ((x.sign < 0) & (x.infinite == 0) | (x.infinite < 0))
+    poison = np.maximum(x.poison, np.where(is_negative, NOT_A_NUMBER, 0))
+    infinite = np.where(x.infinite == TRULY, TRULY, np.where(zero, -TRULY, 0))
+    if field.order is None:
+        # Negative in this draw, but not known to be so for all inputs.
+        happens_to_be_negative = ~zero & (x.real[0] < 0) & (poison == 0)
+        poison = np.maximum(poison, np.where(happens_to_be_negative, OUTSIDE, 0))
+    factor = np.where(zero, np.uint64(1), x.number)
+    facts = build_facts(x.shape, 0, infinite, 0, x.used[0], poison)
+    return field.settle(Exact(np.zeros_like(x.number), facts, np.log(x.real), factor, x.degree))
+
+
+def to_number(field: Field, x: Exact) -> Exact:
+    """The same array without a factor: its logarithm becomes a number."""
+    if x.factor is None:
+        return x
+    is_one = (x.factor == 1).all(0)
+    used = np.where(is_one, x.used[0], np.maximum(x.used[0], x.used[1] - 1))
+    number = x.number
+    if not is_one.all():
+        field.logs = True
+        p = field.residues.primes_of(number)
+        # Minus the logarithm of 1 / factor is the logarithm of the factor; an inverse of a factor of zero is drawn
+        # again, or is some number.
+        inverse = field.invert_residues(x.factor, x.used[1])
+        number = (number + p - field.residues.log(inverse)) % p
+    facts = build_facts(x.shape, 0, x.infinite, used, poison=x.poison)
+    return field.settle(Exact(number, facts, x.real, degree=x.degree.plus(INPUT)))
+
+
+def multiply_logarithm(field: Field, x: Exact, y: Exact) -> Exact | None:
+    """A logarithm x times a small whole number or a mask y, which stays one; None for other products."""
+    multiple = find_whole_number(field, y)
+    if multiple is None and not _is_mask(y):
+        return None
+    number = x.number * y.number % field.residues.primes_of(x.number)
+    if multiple is not None:
+        factor = field.residues.power(x.factor_or_ones, abs(multiple))
+        if multiple < 0:
+            factor = field.invert_residues(factor, x.used[1])
+        infinite = x.infinite * np.sign(multiple)
+    else:
+        is_one = (y.number == 1).all(0)
+        factor = np.where(is_one, x.factor_or_ones, np.uint64(1))
+        infinite = x.infinite * is_one
+    factor = np.broadcast_to(factor, number.shape)
+    facts = build_facts(number.shape[1:], 0, infinite, x.used[0], x.used[1], x.poison)
+    return Exact(number, facts, x.real * y.real, factor, x.degree)
+
+
+def _is_mask(y: Exact) -> bool:
+    """Whether a constant is 1 or 0 in each element."""
+    is_one = (y.number == 1).all(0)
+    is_zero = (y.number == 0).all(0)
+    return not y.degree.total and bool((is_one | is_zero).all())
+
+
+def find_whole_number(field: Field, x: Exact) -> int | None:
+    """The one small whole number that every element of a constant is; None if there is none."""
+    if x.factor is not None or x.degree.total or x.number.size == 0:
+        return None
+    first = x.number.reshape(len(x.number), -1)[:, 0]
+    if not (x.number == first.reshape(-1, *[1] * (x.number.ndim - 1))).all():
+        return None
+    # Its residues are n, or p - n if it is -n, for the same n modulo every prime.
+    moduli = field.residues.moduli
+    positive = int(first[0])
+    if positive <= _LARGEST_WHOLE and (first == positive).all():
+        return positive
+    negative = int(moduli[0] - first[0])
+    if negative <= _LARGEST_WHOLE and (moduli - first == negative).all():
+        return -negative
+    return None
+
+
+def exp_keeping_infinity(field: Field, x: Exact) -> Exact:
+    """exp, but infinite with the sign of x where x is: so logarithms can be compared by what they are of."""
+    result = exp(field, x)
+    facts = np.where(x.is_truly_infinite, x.facts, result.facts)
+    return field.settle(replace(result, facts=facts))

@@ -1,0 +1,155 @@
+"""Which of two numbers is the larger one, and which are equal.
+
+Residues have no order. Each number gets a key in float64 that says where it stands, in one of two ways:
+
+- In a draw the key is the real value, but for its last digits.
+- In an order the key is a hash of the residues, so that each of two unknown numbers is the larger one in some order.
+  Only what holds for all inputs is kept: x < y when -y < -x, the signs that are known, and the order of constants. So
+  a branch is taken that no draw has reached. Of any two numbers, one of them unknown, each is above the other in one of
+  the first four orders, unless their signs decide.
+
+Worked example: `max(exp(x), 1)` in order 0. The sign of exp(x) is known to be positive, and its size is hashed to
+1.37, say: unknown sizes lie between 1 and 2. The constant 1 has the size 1 / (1 + 1) = 0.5, because all constants of an
+even order lie below 1. So the maximum is exp(x) here. In order 1 constants lie between 2 and 3, above all unknown
+sizes: there the maximum is 1. Two programs that agree in both orders agree whichever is larger.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.errors import TooDeepError, UnknownValueError
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.hashing import mix
+from shardkit.testing.exact.numbers.logarithms import exp, exp_keeping_infinity, to_number
+from shardkit.testing.exact.numbers.tower import PRIMES
+from shardkit.testing.exact.numbers.values import HUGE, OUTSIDE, TRULY, Exact
+
+_DIGITS = 34  # bits of a real value, by which numbers are put in order
+_SMALLEST = float(np.finfo(np.float64).smallest_subnormal)
+
+
+def find_keys(field: Field, x: Exact) -> np.ndarray:
+    """float64 [...]: the place of each element in the order, equal where the numbers are; NaN for no number."""
+    field.compared += 1
+    x = to_number(field, x)
+    used = int(x.used[0].max(initial=0))
+    field.deepest = max(field.deepest, used)
+    if used >= field.levels - 1:
+        raise TooDeepError
+    if field.order is None:
+        keys = _find_real_keys(field, x)
+    else:
+        keys = _find_random_keys(field, x, field.order)
+    keys = np.where(field.is_zero(x), 0.0, keys)
+    keys = np.where(x.infinite == TRULY, math.inf, keys)
+    keys = np.where(x.infinite == -TRULY, -math.inf, keys)
+    return np.where(x.poison > 0, math.nan, keys)
+
+
+def _find_real_keys(field: Field, x: Exact) -> np.ndarray:
+    """The real values, but for their last digits: what is equal in real numbers may be rounded another way."""
+    real = x.real[0]
+    is_number = ~field.is_zero(x) & (x.poison == 0) & ~x.is_truly_infinite
+    if (~np.isfinite(real) & is_number).any():
+        raise UnknownValueError
+    # What is too small for a float, as a product of exps, still has its sign.
+    is_lost = (real == 0) & (x.sign != 0)
+    return np.where(is_lost, x.sign * _SMALLEST, _drop_last_digits(real))
+
+
+def _drop_last_digits(real: np.ndarray) -> np.ndarray:
+    mantissa, exponent = np.frexp(real)
+    digits = np.rint(mantissa * 2.0**_DIGITS)
+    return np.asarray(np.ldexp(digits, exponent - _DIGITS))
+
+
+def _find_random_keys(field: Field, x: Exact, order: int) -> np.ndarray:
+    """A random total order.
+
+    Unknown sizes are between 1 and 2. Constants are below them in even orders and above them in odd ones; from the
+    fourth on they are among them, and spread about one of those that were compared, so that what is between two
+    constants is seen.
+    """
+    residues = highest_residues(field, x)
+    size, is_negative = _hash_sizes(field, x, residues, order)
+    # Constants, as counts and their shares are, stand in their own order: elsewhere the same are computed without an
+    # unknown, and compared as what they are. They are those that are the same at all points.
+    is_constant = (residues == residues[0]).all(0) & np.isfinite(x.real[0])
+    constants = np.where(is_constant, _drop_last_digits(x.real[0]), math.nan)
+    size = np.where(is_constant, _place_constants(field, constants, order), size)
+    is_negative = np.where(is_constant, constants < 0, is_negative)
+    is_huge = np.abs(x.infinite) == HUGE
+    return np.where(is_huge, 4.0 * np.sign(x.infinite), np.where(is_negative, -size, size))
+
+
+def highest_residues(field: Field, x: Exact) -> np.ndarray:
+    """uint64 [points, ...]: residues of the highest prime in which every number has a meaning.
+
+    That is the highest but one: those of the highest have none once a logarithm became a number.
+    """
+    return x.number[-2 * field.points : -field.points]
+
+
+def _hash_sizes(field: Field, x: Exact, residues: np.ndarray, order: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random sizes between 1 and 2 for all elements, and whether each is negative.
+
+    x and -x have the same size, and other signs. So both are hashed from the one of them that has the lower half of
+    the residues at the first point.
+    """
+    p = np.uint64(PRIMES[-2])
+    is_upper = residues[0] > p // np.uint64(2)
+    canonical = np.where(is_upper, p - residues, residues) % p
+    hashes = np.zeros(x.shape, np.uint64)
+    salts = field.residues.salt(f"order {order // 4}")
+    for point, salt in zip(canonical, salts, strict=False):
+        hashes = mix(hashes, point, salt)
+    # Of four orders that share their hashes, the last two turn all unknown signs round, and the odd ones all sizes.
+    below = is_upper ^ (order % 4 >= 2) ^ (hashes % np.uint64(2) == 1)
+    is_negative = np.where(x.sign == 0, below, x.sign < 0)
+    size = 1 + (hashes >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    if order % 2:
+        size = 3 - size
+    return size, is_negative
+
+
+def _place_constants(field: Field, constants: np.ndarray, order: int) -> np.ndarray:
+    """The sizes of constants, in their own order: below all unknown ones, above them, or among them."""
+    size = np.abs(constants)
+    share = size / (1 + size)
+    if order < 4:
+        return share + 2 * (order % 2)
+    # From the fourth order on: on a logistic curve of random steepness about a constant that was compared.
+    rng = np.random.default_rng([field.seed, order])
+    steepness = math.exp(rng.normal() + 1)
+    middle = rng.choice(field.centres or (0.0,)) + rng.normal() / steepness
+    distance = np.clip(steepness * (middle - np.log(size)), -700, 700)
+    spread = 1 / (1 + np.exp(distance))
+    return 1.01 + 0.97 * spread + 0.01 * share  # the share tells apart what is spread to one place
+
+
+def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
+    """bool [...]: where arrays are equal in the components of both; logarithms as their exps, or all as numbers.
+
+    What is no number equals what is none; nothing is said where one is outside of a function's domain.
+    """
+    if not field.logs and (x.factor is not None or y.factor is not None):
+        # Without one logarithm that became a number, exp gives back what they are of, with its sign.
+        take_exp = exp
+        if x.special or y.special:
+            take_exp = exp_keeping_infinity
+        x = take_exp(field, x)
+        y = take_exp(field, y)
+    x = to_number(field, x)
+    y = to_number(field, y)
+    valid = field.valid(np.maximum(x.used[0], y.used[0]))
+    equal = ((x.number == y.number) | ~valid).all(0)
+    if x.special or y.special:
+        is_infinite = x.is_truly_infinite | y.is_truly_infinite
+        equal = np.where(is_infinite, x.infinite == y.infinite, equal)
+        no_number = (x.poison > 0) | (y.poison > 0)
+        equal = np.where(no_number, x.poison == y.poison, equal)
+        equal = equal | (x.poison == OUTSIDE) | (y.poison == OUTSIDE)
+    return np.asarray(equal)

@@ -1,0 +1,175 @@
+"""Arithmetic modulo the primes of the tower, at several random points at once. Nothing else is known of the numbers.
+
+The leading dim of an array of residues has a component for each prime and each point, prime by prime. With the primes 5
+and 11 and two points, the input x of one element is drawn as four numbers: [3, 0] modulo 5 and [7, 2] modulo 11 are
+[[3], [0], [7], [2]]. At the points all inputs have other values; a program runs at all of them in one go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.hashing import mix
+from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES, find_logarithm, power_table
+
+_MOST_PRODUCTS = 2**15  # products of 32 bits and 16, of which the sum fits a word
+
+
+class Residues:
+    """The primes, the points, and the arithmetic.
+
+    Attributes:
+        points: the number of random points.
+        seed: what the random functions follow from.
+        levels: how many primes of the tower there are, the highest.
+        moduli: uint64 [components], the prime of each component.
+    """
+
+    def __init__(self, points: int, seed: int, levels: int):
+        self.points = points
+        self.seed = seed
+        self.levels = levels
+        self.moduli = np.repeat(np.array(PRIMES[-levels:], np.uint64), points)
+        self._salts: dict[str, np.ndarray] = {}
+
+    def primes_of(self, x: np.ndarray) -> np.ndarray:
+        """uint64 [components, 1, ...]: the primes of an array's components, the last ones if it has fewer."""
+        ones = (1,) * (x.ndim - 1)
+        return self.moduli[-len(x) :].reshape(-1, *ones)
+
+    def levels_of_components(self, dims: int) -> np.ndarray:
+        """int [components, 1, ...]: the number of each component's prime, for an array of so many dims."""
+        levels = np.repeat(np.arange(self.levels), self.points)
+        return levels.reshape(-1, *[1] * dims)
+
+    # Random functions
+
+    def salt(self, name: str) -> np.ndarray:
+        """uint64 [components]: a random word for each component, the same whenever the name is."""
+        if name not in self._salts:
+            words = []
+            for component in range(len(self.moduli)):
+                text = f"{self.seed} {name} {component}"
+                digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+                words.append(int.from_bytes(digest, "big"))
+            self._salts[name] = np.array(words, np.uint64)
+        return self._salts[name]
+
+    def hash(self, name: str, *arrays: np.ndarray) -> np.ndarray:
+        """A random function of some numbers, element by element and component by component."""
+        word: Any = np.uint64(0)
+        for number, x in enumerate(arrays):
+            salt = self.salt(f"{name} {number}")
+            word = mix(word, x, salt.reshape(-1, *[1] * (x.ndim - 1)))
+        return word % self.primes_of(word)
+
+    def infinity(self, negative: bool) -> np.ndarray:
+        """uint64 [components]: the one number that stands for infinity; that of minus infinity is its negative."""
+        number = self.salt("infinity") % self.moduli
+        if negative:
+            return self.moduli - number
+        return number
+
+    # Powers and inverses
+
+    def power(self, x: np.ndarray, n: int) -> np.ndarray:
+        """x**n for n of at least 0, by repeated squares."""
+        p = self.primes_of(x)
+        result = np.ones_like(x)
+        for bit in bin(n)[2:]:
+            result = result * result % p
+            if bit == "1":
+                result = result * x % p
+        return result
+
+    def invert(self, x: np.ndarray) -> np.ndarray:
+        """1 / x, where no number is zero: all inverses at the price of one, by a tree of products.
+
+        Worked example: for [a, b, c, d] the tree is [a, b, c, d], [ab, cd], [abcd]. One inverse is computed,
+        1 / abcd. On the way back 1 / ab is cd / abcd, and 1 / a is b / ab.
+        """
+        p = self.moduli[:, None]
+        flat = x.reshape(len(x), -1)
+        size = 1 << max(flat.shape[1] - 1, 0).bit_length()
+        padding = np.ones((len(x), size - flat.shape[1]), np.uint64)
+        tree = [np.concatenate([flat, padding], 1)]
+        while tree[-1].shape[1] > 1:
+            products = tree[-1]
+            tree.append(products[:, ::2] * products[:, 1::2] % p)
+
+        roots = []
+        for value, prime in zip(tree[-1][:, 0], self.moduli, strict=True):
+            roots.append(pow(int(value), -1, int(prime)))
+        inverse: Any = np.array(roots, np.uint64)[:, None]
+        for products in reversed(tree[:-1]):
+            pairs = np.empty_like(products)
+            pairs[:, ::2] = inverse * products[:, 1::2] % p
+            pairs[:, 1::2] = inverse * products[:, ::2] % p
+            inverse = pairs
+        return inverse[:, : flat.shape[1]].reshape(x.shape)
+
+    # Matrices
+
+    def matmul(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """[components, ..., m, k] @ [components, ..., k, n].
+
+        A product of two residues fills a word of 64 bits, so that two of them could not be added. The second operand
+        is therefore taken in halves of 16 bits, y = high * 2**16 + low.
+        """
+        p = self.primes_of(x)
+        half = np.uint64(16)
+        low_bits = np.uint64(0xFFFF)
+        total: Any = np.uint64(0)
+        for start in range(0, max(x.shape[-1], 1), _MOST_PRODUCTS):
+            left = x[..., start : start + _MOST_PRODUCTS]
+            right = y[..., start : start + _MOST_PRODUCTS, :]
+            high = np.matmul(left, right >> half) % p
+            low = np.matmul(left, right & low_bits)
+            total = (total + (high << half) + low) % p
+        return total
+
+    # Exps and logarithms
+
+    @cached_property
+    def _generators(self) -> np.ndarray:
+        """uint64 [components]: exp(x) is 4**(g x), with a random g for each component.
+
+        With g = 1 for all, exp(1) would be 4, and a proof would hold for this one base alone. g is a number modulo the
+        prime of the component below, in which x is known.
+        """
+        below = np.concatenate([self.moduli[: self.points], self.moduli[: -self.points]])
+        return 1 + self.salt("exp") % (below - np.uint64(1))
+
+    def exp(self, x: np.ndarray) -> np.ndarray:
+        """exp, one prime higher: the components of the lowest prime have no meaning, and are 1."""
+        points = self.points
+        p = self.primes_of(x)
+        generators = self._generators.reshape(p.shape)[points:]
+        exponents = x[:-points] * generators % p[:-points]
+        # The level in the whole tower of each component but the first.
+        first = LEVELS - self.levels + 1
+        levels = np.repeat(np.arange(first, LEVELS), points).reshape(-1, *[1] * (x.ndim - 1))
+        byte = np.uint64(0xFF)
+        result = np.ones(x.shape, np.uint64)
+        for number in range(4):
+            digits = (exponents >> np.uint64(8 * number)) & byte
+            powers = power_table()[levels, number, digits.astype(np.int64)]
+            result[points:] = result[points:] * powers % p[points:]
+        return result
+
+    def log(self, x: np.ndarray) -> np.ndarray:
+        """log, one prime lower: the components of the highest prime have no meaning, and are random."""
+        logs = self.hash("log", x)
+        generators = self._generators[self.points :].tolist()
+        for component, generator in enumerate(generators):
+            level = LEVELS - self.levels + component // self.points
+            prime = PRIMES[level]
+            scale = pow(generator, -1, prime)
+            values = x[component + self.points].reshape(-1).tolist()
+            row = [find_logarithm(level, value) * scale % prime for value in values]
+            logs[component] = np.reshape(np.array(row, np.uint64), logs[component].shape)
+        return logs

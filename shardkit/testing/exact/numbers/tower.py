@@ -1,0 +1,99 @@
+"""A tower of primes, each twice the last and 1 more: powers of an element of order p modulo 2p + 1, and logarithms.
+
+Why twice and 1 more: if p and q = 2p + 1 are primes, the squares modulo q form a group of p elements, and 4 = 2**2
+generates it. So 4**x modulo q hangs on x modulo p alone, and every x modulo p gives another power. That is an
+exponential function from the numbers modulo p to those modulo q.
+
+Worked example: p = 5, q = 11. The powers 4**0, ..., 4**4 modulo 11 are 1, 4, 5, 9, 3, and 4**5 is 1 again.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import numpy as np
+
+# p, 2p + 1, ... of a chain of eight primes (Cunningham's of the first kind); the product of two fits 64 bits.
+PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
+LEVELS = len(PRIMES)
+_SMALL_STEPS = 2**19  # how many small powers of 4 a search for a logarithm keeps
+_LOW_BITS = np.uint64(2**22 - 1)  # by which most numbers that are none of them are told at once
+
+
+@cache
+def power_table() -> np.ndarray:
+    """uint64 [levels, 4, 256]: powers of 4, from which a power is the product of four entries.
+
+    The entry for a level, the number k of a byte, and a digit is 4**(digit * 256**k) modulo the prime of the level. The
+    exponent is taken modulo the prime of the level below. Worked example: 4**515 is 4**(2 * 256) * 4**3.
+    """
+    table = np.ones((LEVELS, 4, 256), np.uint64)
+    for level, p in enumerate(PRIMES):
+        for byte in range(4):
+            base = pow(4, 256**byte, p)
+            for digit in range(1, 256):
+                table[level, byte, digit] = int(table[level, byte, digit - 1]) * base % p
+    return table
+
+
+@cache
+def _make_steps(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The small and the large steps of a search for logarithms of a level.
+
+    Returns:
+        Which low bits any of the small powers has; the small powers 4**0, 4**1, ... in ascending order; their
+        exponents; and 4**-0, 4**-s, 4**-2s, ... where s is the number of small powers.
+    """
+    p, q = PRIMES[level : level + 2]
+    small_powers = _list_powers(4, _SMALL_STEPS, q)
+    large_base = pow(4, -_SMALL_STEPS, q)
+    large_powers = _list_powers(large_base, p // _SMALL_STEPS + 1, q)
+    order = np.argsort(small_powers)
+    has_bits = np.zeros(int(_LOW_BITS) + 1, bool)
+    has_bits[small_powers & _LOW_BITS] = True
+    return has_bits, small_powers[order], order, large_powers
+
+
+def _list_powers(base: int, count: int, q: int) -> np.ndarray:
+    """base**0, base**1, ... modulo q: the list so far, times the next power, is as long a piece again."""
+    powers = np.ones(1, np.uint64)
+    while len(powers) < count:
+        next_power = np.uint64(pow(base, len(powers), q))
+        powers = np.concatenate([powers, powers * next_power % np.uint64(q)])
+    return powers[:count]
+
+
+@lru_cache(2**16)
+def find_logarithm(level: int, value: int) -> int:
+    """Half of the exponent of 4 that gives the square of a number modulo the next prime, by baby and giant steps.
+
+    Only squares are powers of 4, and one of x and -x is a square: so the logarithm is that of x or of -x. The sign is
+    lost, which a certificate says.
+
+    Worked example: modulo 11 (level of 5), the number 9 is 4**3. Its square is 4 = 4**1, and half of 1 modulo 5 is 3.
+    """
+    p, q = PRIMES[level : level + 2]
+    has_bits, small_powers, exponents, large_powers = _make_steps(level)
+    # The square is 4**(i s + j), where s is the number of small powers. So for one i the product with 4**(-i s) is the
+    # small power 4**j.
+    square = np.uint64(value * value % q)
+    candidates = square * large_powers % np.uint64(q)
+    large_steps = np.flatnonzero(has_bits[candidates & _LOW_BITS])
+    places = np.searchsorted(small_powers, candidates[large_steps])
+    places = np.minimum(places, len(small_powers) - 1)
+    hit = int(np.flatnonzero(small_powers[places] == candidates[large_steps])[0])
+    exponent = int(large_steps[hit]) * _SMALL_STEPS + int(exponents[places[hit]])
+    half = (p + 1) // 2
+    return exponent * half % p
+
+
+def invert_by_power(x: np.ndarray, p: np.ndarray | np.uint64) -> np.ndarray:
+    """x**(p - 2), which is 1 / x modulo a prime, or modulo one for each component; 0 for 0 (Fermat)."""
+    result = np.ones_like(x)
+    exponent = np.asarray(p - np.uint64(2))
+    while exponent.any():
+        odd = exponent & np.uint64(1) == 1
+        result = np.where(odd, result * x % p, result)
+        x = x * x % p
+        exponent = exponent >> np.uint64(1)
+    return result

@@ -1,0 +1,193 @@
+"""What stands for an array of floats in a proof: numbers of the field, what is known of each, and their real values.
+
+Worked example: the value of `x / 2` where x is an input that was drawn as 3.0 has, modulo each prime p, the number
+x * (p + 1) / 2 for x's random number, the real value 1.5, and degree 1, that of a linear function of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# The rows of `Exact.facts`.
+SIGN, INFINITE, USED, FACTOR_USED, POISON = range(5)
+# What `Exact.infinite` says: a constant that stands for infinity in a mask, or infinity itself; negative for minus.
+HUGE, TRULY = 1, 2
+# What `Exact.poison` says: not a number, or what is outside of a function's domain for the inputs of this draw.
+NOT_A_NUMBER, OUTSIDE = 1, 2
+
+
+class Degree(NamedTuple):
+    """The degree of values as polynomials of inputs, inverses and values of functions: bounds for every element.
+
+    A proof needs it because a polynomial of degree d that is not zero is zero at a random point modulo p with a chance
+    of at most d / p.
+
+    Worked example: x x / y has degree 3 in x, x and the inverse of y. It is Degree(3, {1: (1, 1)}) if y was the first
+    divisor: one term has the inverse once, and what is divided by has degree 1.
+
+    Attributes:
+        total: the degree.
+        inverses: for each division by its number, the degree in its inverses, and the sum of the degrees of all
+            elements that it divides by.
+    """
+
+    total: int = 0
+    inverses: Mapping[int, tuple[int, int]] = MappingProxyType({})
+
+    def plus(self, *others: Degree) -> Degree:
+        """The degree of a sum, or of an array with elements of all: the largest one."""
+        total = self.total
+        inverses = dict(self.inverses)
+        for other in others:
+            total = max(total, other.total)
+            for division, (power, weight) in other.inverses.items():
+                before, _ = inverses.get(division, (0, 0))
+                inverses[division] = max(power, before), weight
+        return Degree(total, inverses)
+
+    def times(self, other: Degree) -> Degree:
+        """The degree of a product: degrees add up."""
+        inverses = dict(self.inverses)
+        for division, (power, weight) in other.inverses.items():
+            before, _ = inverses.get(division, (0, 0))
+            inverses[division] = power + before, weight
+        return Degree(self.total + other.total, inverses)
+
+    def to_the(self, n: int) -> Degree:
+        """The degree of a power."""
+        inverses = {}
+        for division, (power, weight) in self.inverses.items():
+            inverses[division] = n * power, weight
+        return Degree(self.total * n, inverses)
+
+
+CONSTANT = Degree()
+INPUT = Degree(1)
+
+
+class Element(NamedTuple):
+    """What one element of an input is to be.
+
+    Attributes:
+        name: the name of the input.
+        place: of the element, in row-major order.
+        number: uint64 [components].
+        real: its real value.
+    """
+
+    name: str
+    place: int
+    number: np.ndarray
+    real: float
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """An array of numbers of the field, `number + log(factor)`.
+
+    A logarithm is kept as what it is of, so that exp gives that back: log(x y) + 1 has the factor x y and the number 1.
+    Most arrays have no factor.
+
+    The leading dim of `number` and `factor` has their components, prime by prime and point by point. The leading dim
+    of `facts` has what is known of each element, in five rows:
+
+    - SIGN: 1 where it is not negative, -1 where it is not positive, 0 where nothing is known;
+    - INFINITE: HUGE or TRULY, negative for minus, else 0;
+    - USED and FACTOR_USED: how many of the lowest primes exps have used up on the way to the number and to the factor.
+      Their components have no meaning there;
+    - POISON: NOT_A_NUMBER or OUTSIDE, 0 for a number.
+
+    Attributes:
+        number: uint64 [components, ...].
+        facts: int8 [5, ...].
+        real: float64 [1, ...], the values for the inputs that were drawn.
+        factor: uint64 [components, ...]; None for 1.
+        degree: bounds of its degree.
+    """
+
+    number: np.ndarray
+    facts: np.ndarray
+    real: np.ndarray
+    factor: np.ndarray | None = None
+    degree: Degree = CONSTANT
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array, without the components."""
+        return self.number.shape[1:]
+
+    @property
+    def sign(self) -> np.ndarray:
+        """int8 [...]."""
+        return self.facts[SIGN]
+
+    @property
+    def infinite(self) -> np.ndarray:
+        """int8 [...]."""
+        return self.facts[INFINITE]
+
+    @property
+    def is_low(self) -> np.ndarray:
+        """bool [...], whether it is minus infinity, of both kinds."""
+        return self.facts[INFINITE] < 0
+
+    @property
+    def is_truly_infinite(self) -> np.ndarray:
+        """bool [...], whether it is infinity itself, of both signs."""
+        return np.abs(self.facts[INFINITE]) == TRULY
+
+    @property
+    def used(self) -> np.ndarray:
+        """int8 [2, ...], the used primes of number and factor."""
+        return self.facts[USED : FACTOR_USED + 1]
+
+    @property
+    def poison(self) -> np.ndarray:
+        """int8 [...], 0 for a number."""
+        return self.facts[POISON]
+
+    @property
+    def special(self) -> bool:
+        """Whether an element is no number, or truly infinite."""
+        return bool(self.poison.any() or self.is_truly_infinite.any())
+
+    @property
+    def factor_or_ones(self) -> np.ndarray:
+        """uint64 [components, ...]: the factor, 1 for numbers without a logarithm."""
+        if self.factor is None:
+            return np.ones_like(self.number)
+        return self.factor
+
+    def move(self, move: Callable[[np.ndarray], np.ndarray]) -> Exact:
+        """Moves elements to other places: `move` acts on each part, behind its leading dim."""
+        factor = None
+        if self.factor is not None:
+            factor = move(self.factor)
+        return Exact(move(self.number), move(self.facts), move(self.real), factor, self.degree)
+
+    def row(self, dim: int, i: int) -> Exact:
+        """The elements at a place of a dim, without it."""
+        return self.move(lambda part: np.take(part, i, dim + 1))
+
+    def with_sign(self, sign: int) -> Exact:
+        """The same numbers, of which the sign is known."""
+        facts = build_facts(self.shape, sign, self.infinite, self.used[0], self.used[1], self.poison)
+        return replace(self, facts=facts)
+
+
+def build_facts(
+    shape: Sequence[int], sign: Any = 0, infinite: Any = 0, used: Any = 0, factor_used: Any = 0, poison: Any = 0
+) -> np.ndarray:
+    """int8 [5, ...]: the facts of an array of this shape, each for all elements or for every one."""
+    rows = np.empty((5, *shape), np.int8)
+    rows[SIGN] = sign
+    rows[INFINITE] = infinite
+    rows[USED] = used
+    rows[FACTOR_USED] = factor_used
+    rows[POISON] = poison
+    return rows

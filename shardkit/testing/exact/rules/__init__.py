@@ -1,0 +1,17 @@
+"""What each primitive means in the field: a function of its operands, which knows of no mesh.
+
+Start with `primitive_rules.py`, the table. A rule is a function of a `Scope` (where the equation stands), the equation,
+and its operands, of which at least one is an `Exact`; the others may be arrays that are known, of integers, booleans or
+constants. An equation whose operands are all known is computed by numpy or by jax, in `known.py`.
+
+The dims of a mesh come first in every operand, `rank` of them, of size 1 where all devices have the same; those of the
+array come behind them. So one call of a rule computes the equation of all devices. Worked example: on a mesh of 2 by 4
+devices a bias of shape [3], which is split along the second axis, is [1, 4, 3]. Its sum with an x of [2, 1, 5, 3] is
+[2, 4, 5, 3]: every device has another one.
+
+The families, a file each: `elementwise.py`, `comparisons.py`, `rounding.py`, `reduce_dims.py`, `sorting.py`,
+`contractions.py`, `movement.py` (whatever only moves elements), `scatters.py`, `windows.py` (convolutions and pooling),
+`linear_algebra.py`, `random_keys.py`, and `exchanges.py`, the collectives.
+
+Imports `numbers/`, and of `_jax/` what reads equations.
+"""

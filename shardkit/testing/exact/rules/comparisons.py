@@ -1,0 +1,124 @@
+"""Comparisons, and what chooses one of two numbers by one: max, abs, sign, clamp, select.
+
+A comparison looks at the keys of numbers (`orders.py`), and is noted by the `Coverage` of a proof: where it went one
+way only, the proof runs again in an order in which it goes the other way.
+
+Worked example: `max(x, 0)` compares x >= 0 and takes x or 0, element by element. In a draw in which all x are positive
+the result is x, and so it is in a wrong program that computes x alone. The comparison is noted as one that never
+failed; in an order in which x is negative, the wrong program differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.arithmetic import negate
+from shardkit.testing.exact.numbers.assembly import where
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.orders import find_equal, find_keys
+from shardkit.testing.exact.numbers.values import SIGN, Exact
+from shardkit.testing.exact.rules.operands import Known, Operand, require_known
+from shardkit.testing.exact.rules.scope import Scope
+
+_COMPARE: dict[str, Callable[..., Any]] = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+
+
+def compare(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
+    """lt, le, gt and ge, by the keys."""
+    x, y = scope.lift(x, y)
+    x_keys = find_keys(scope.field, x)
+    y_keys = find_keys(scope.field, y)
+    truth = _COMPARE[equation.primitive.name](x_keys, y_keys)
+    return scope.decide(equation, truth, x, y)
+
+
+def compare_totally(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
+    """lt_to and le_to of searchsorted: a total order, NaN last."""
+    x, y = scope.lift(x, y)
+    x_keys = put_nan_last(find_keys(scope.field, x))
+    y_keys = put_nan_last(find_keys(scope.field, y))
+    truth = _COMPARE[equation.primitive.name.removesuffix("_to")](x_keys, y_keys)
+    return scope.decide(equation, truth, x, y)
+
+
+def put_nan_last(keys: np.ndarray) -> np.ndarray:
+    """Keys in which what is no number is as large as infinity."""
+    return np.where(np.isnan(keys), np.inf, keys)
+
+
+def compare_equal(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
+    """eq and ne: numbers are equal where they are so in the field, and have a place in the order."""
+    x, y = scope.lift(x, y)
+    equal = find_equal(scope.field, x, y) & (find_keys(scope.field, x) == find_keys(scope.field, y))
+    if equation.primitive.name == "ne":
+        return scope.decide(equation, ~equal, x, y)
+    return scope.decide(equation, equal, x, y)
+
+
+def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
+    """max or min; of what is no number and a number it is none."""
+    x, y = scope.lift(x, y)
+    x_keys = find_keys(scope.field, x)
+    y_keys = find_keys(scope.field, y)
+    # max(x, y) is not negative where one of both is not, whichever it is; min(x, y) is not positive.
+    if equation.primitive.name == "max":
+        takes_x = x_keys >= y_keys
+        sign = np.maximum(x.sign, y.sign)
+        is_known = sign > 0
+    else:
+        takes_x = x_keys <= y_keys
+        sign = np.minimum(x.sign, y.sign)
+        is_known = sign < 0
+    mask = scope.decide(equation, takes_x, x, y) | np.isnan(x_keys)
+    chosen = where(mask, x, y)
+    facts = chosen.facts.copy()
+    facts[SIGN] = np.where(is_known, sign, chosen.sign)
+    return replace(chosen, facts=facts)
+
+
+def absolute(scope: Scope, equation: Any, x: Exact) -> Exact:
+    """abs, by the order."""
+    x = to_number(scope.field, x)
+    mask = scope.decide(equation, find_keys(scope.field, x) >= 0, x, scope.constant(0, like=x))
+    return where(mask, x, negate(scope.field, x)).with_sign(1)
+
+
+def find_sign(scope: Scope, equation: Any, x: Exact) -> Exact:
+    """sign, by the order, which has a place for every number."""
+    keys = find_keys(scope.field, x)
+    scope.decide(equation, keys > 0, x, scope.constant(0, like=x))
+    return scope.field.lift(np.sign(keys).astype(np.float32))
+
+
+def clamp(scope: Scope, equation: Any, low: Operand, x: Operand, high: Operand) -> Exact:
+    """clamp: below, between and above are three cases."""
+    field = scope.field
+    low, x, high = scope.lift(low, x, high)
+    low_keys = find_keys(field, low)
+    keys = find_keys(field, x)
+    high_keys = find_keys(field, high)
+    below = scope.decide(equation, keys < low_keys, x, low, " from below")
+    above = scope.decide(equation, keys > high_keys, x, high, " from above")
+    if field.coverage is not None:
+        between = ~below & ~above & ~np.isnan(keys)
+        field.coverage.note_joined(field, equation, scope.line(equation), between, " between")
+    return where(above, high, where(below, low, x))
+
+
+def select(scope: Scope, equation: Any, which: Operand, no: Operand, yes: Operand) -> Exact:
+    """select_n of two, by a known mask or number of the case."""
+    mask = np.asarray(require_known(which, "select_n"), bool)
+    no, yes = scope.lift(no, yes)
+    dims = len(no.shape)
+    if mask.ndim < dims:
+        mask = scope.pad_part(mask[None], dims)[0]
+    return where(mask, yes, no)

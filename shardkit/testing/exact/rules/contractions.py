@@ -1,0 +1,110 @@
+"""Products with sums over dims: dot_general and ragged_dot, as batched products of matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.arithmetic import add, matmul, multiply
+from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.grams import find_product
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.operands import Known, Operand, join_operands, require_known
+from shardkit.testing.exact.rules.scope import Scope
+
+
+def dot_general(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
+    """dot_general."""
+    return _contract(scope, scope.lift_one(x), scope.lift_one(y), equation.params["dimension_numbers"])
+
+
+def _contract(scope: Scope, x: Exact, y: Exact, dimension_numbers: Any) -> Exact:
+    """A product with the dimension numbers of a dot_general.
+
+    x becomes [*mesh, batch, free, contracted] and y [*mesh, batch, contracted, free], with the dims of a kind as one.
+    Worked example: 'bqhd,bkhd->bhqk' has the batch dims b, h and the contracted dim d: it is [b h, q, d] @ [b h, d, k].
+    """
+    (x_contracted, y_contracted), (x_batch, y_batch) = dimension_numbers
+    rank = scope.rank
+    x_free = _list_free_dims(x.shape[rank:], x_contracted, x_batch)
+    y_free = _list_free_dims(y.shape[rank:], y_contracted, y_batch)
+    left = _group_dims(x, rank, (x_batch, x_free, x_contracted))
+    right = _group_dims(y, rank, (y_batch, y_contracted, y_free))
+    product = find_product(scope.field, left, right)
+    if product is None:
+        product = matmul(scope.field, left, right)
+    shape = [x.shape[rank + dim] for dim in (*x_batch, *x_free)]
+    shape += [y.shape[rank + dim] for dim in y_free]
+    return product.move(lambda part: part.reshape((*part.shape[: 1 + rank], *shape)))
+
+
+def _list_free_dims(shape: Sequence[int], contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+    return [dim for dim in range(len(shape)) if dim not in contracted and dim not in batch]
+
+
+def _group_dims(x: Exact, rank: int, groups: Sequence[Sequence[int]]) -> Exact:
+    """An array with the dims of each group as one, behind those of the mesh."""
+    lead = 1 + rank
+    order = []
+    shape = []
+    for group in groups:
+        order += [lead + dim for dim in group]
+        shape.append(math.prod(x.shape[rank + dim] for dim in group))
+
+    def move(part: np.ndarray) -> np.ndarray:
+        return part.transpose(*range(lead), *order).reshape(*part.shape[:lead], *shape)
+
+    return x.move(move)
+
+
+def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known) -> Exact:
+    """ragged_dot: the rows of x, sorted by group, times the matrix of their group; or those sums by group.
+
+    Worked example: with group sizes [2, 1], rows 0 and 1 of x meet w[0], and row 2 meets w[1]. For each group the other
+    rows are masked with zeros, all of x is multiplied, and the products are added.
+    """
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (x_contracted, w_contracted), (x_batch, w_batch) = numbers.dot_dimension_numbers
+    if x_batch or w_batch:
+        raise UnsupportedError("ragged_dot_general with batch dims")
+    sizes = require_known(sizes, "ragged_dot_general")
+    x = scope.lift_one(x)
+    w = scope.lift_one(w)
+    field = scope.field
+    masks = _mask_groups(scope, x, numbers.lhs_ragged_dimensions[0], sizes)
+    products = []
+    for group, mask in enumerate(masks):
+        rows = multiply(field, x, field.lift(mask))
+        matrix = w
+        contracted_of_matrix = w_contracted
+        if numbers.rhs_group_dimensions:
+            [group_dim] = numbers.rhs_group_dimensions
+            matrix = w.row(scope.rank + group_dim, group)
+            contracted_of_matrix = tuple(dim - (dim > group_dim) for dim in w_contracted)
+        dimension_numbers = ((x_contracted, contracted_of_matrix), ((), ()))
+        products.append(_contract(scope, rows, matrix, dimension_numbers))
+    if not numbers.rhs_group_dimensions:
+        return join_operands(field, products, scope.rank, new=True)
+    total = products[0]
+    for product in products[1:]:
+        total = add(field, total, product)
+    return total
+
+
+def _mask_groups(scope: Scope, x: Exact, ragged_dim: int, sizes: Known) -> list[np.ndarray]:
+    """For each group 1 at its rows of x and 0 at the others, in a shape that broadcasts against x."""
+    rank = scope.rank
+    rows = np.arange(x.shape[rank + ragged_dim])
+    sizes = np.asarray(sizes)[..., None]
+    ends = np.cumsum(sizes, -2)
+    belongs = ((rows >= ends - sizes) & (rows < ends)).astype(np.int32)  # [*mesh, group, row]
+    shape = [1] * (len(x.shape) - rank)
+    shape[ragged_dim] = len(rows)
+    masks = []
+    for group in range(belongs.shape[rank]):
+        mask = np.take(belongs, group, rank)
+        masks.append(mask.reshape(*mask.shape[:rank], *shape))
+    return masks

@@ -1,0 +1,252 @@
+"""Collectives between the devices of a mesh: they move elements along the dims in front, or reduce these dims.
+
+Every value has one dim in front for each mesh axis, of size 1 where all devices along the axis have the same. Worked
+example, one psum. On a mesh of data=2, model=3, x has the shape [2, 1] + [5]: it differs along "data" alone.
+
+    psum over "data"     sums dim 0: [1, 1] + [5]
+    psum over "model"    all three devices add the same: x times 3, [2, 1] + [5]
+    psum over both       one after the other: [1, 1] + [5]
+
+The sum is that of the field, exact in any order: so a psum is whatever all devices together give. An all_gather takes
+the dim of the mesh axis to the dim that is gathered; a reduce_scatter sums, and takes a piece of that dim to the mesh
+axis; a ppermute reorders the rows of the mesh axis; an all_to_all exchanges it with the dim that is split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardkit._jax.jaxprs import mesh_axes
+from shardkit._jax.primitives import registered
+from shardkit.testing.exact.numbers.arithmetic import multiply, sum_dims
+from shardkit.testing.exact.numbers.assembly import where
+from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.orders import find_keys
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.operands import Known, Operand, move_operand
+from shardkit.testing.exact.rules.scope import Scope
+
+
+def apply_collective(
+    field: Field, sizes: Mapping[str, int], equation: Any, operands: Sequence[Operand]
+) -> list[Operand]:
+    """The results of a collective on all devices of a mesh with axes of these sizes."""
+    name = equation.primitive.name
+    params = equation.params
+    if params.get("axis_index_groups") is not None:
+        raise UnsupportedError(f"{name} with axis_index_groups")
+    devices = Devices(field, sizes)
+    axes = mesh_axes(equation)
+    row = registered(name)
+    if row.kind == "all_reduce":
+        return [devices.reduce(x, axes, row.reduces or "sum") for x in operands]
+    if row.kind == "all_gather":
+        return [devices.gather(x, axes, params["all_gather_dimension"], params["tiled"]) for x in operands]
+    if row.kind == "reduce_scatter":
+        return [devices.scatter(x, axes, params["scatter_dimension"], params["tiled"]) for x in operands]
+    if row.kind == "ppermute":
+        return [devices.permute(x, axes, params["perm"]) for x in operands]
+    if row.kind == "all_to_all" and "split_axis" in params:
+        split = params["split_axis"]
+        concat = params["concat_axis"]
+        return [devices.exchange(x, axes, split, concat, params["tiled"]) for x in operands]
+    raise UnsupportedError(name)
+
+
+class Devices:
+    """The devices of a mesh.
+
+    Attributes:
+        field: the arithmetic.
+        axes: the mesh axes with their sizes, in the order of the dims in front.
+    """
+
+    def __init__(self, field: Field, axes: Mapping[str, int]):
+        self.field = field
+        self.axes = axes
+        self._names = list(axes)
+        self._sizes = list(axes.values())
+
+    def _find_dims(self, axes: Sequence[str]) -> list[int]:
+        return [self._names.index(axis) for axis in axes]
+
+    def number(self, axes: Sequence[str]) -> Known:
+        """An axis_index: the number of each device along some axes, the major one first."""
+        result = np.zeros((1,) * len(self.axes), np.int32)
+        for axis in axes:
+            size = self.axes[axis]
+            shape = [size if name == axis else 1 for name in self.axes]
+            index = np.arange(size, dtype=np.int32).reshape(shape)
+            result = result * size + index
+        return result
+
+    def choose(self, mask: np.ndarray, x: Operand, y: Operand) -> Operand:
+        """x on the devices where the mask holds, else y."""
+        rank = len(self.axes)
+        mask = mask.reshape(mask.shape + (1,) * (len(x.shape) - rank))
+        if isinstance(x, Exact) or isinstance(y, Exact):
+            return where(mask, *Scope(self.field, rank).lift(x, y))
+        return np.where(mask, x, y)
+
+    # Reductions
+
+    def reduce(self, x: Operand, axes: Sequence[str], by: str) -> Operand:
+        """The same on all devices along some axes: a sum, maximum or minimum."""
+        for dim in self._find_dims(axes):
+            if by == "sum":
+                x = self._sum(x, dim)
+            else:
+                x = self._take_extreme(x, dim, largest=by == "maximum")
+        return x
+
+    def _sum(self, x: Operand, dim: int) -> Operand:
+        n = self._sizes[dim]
+        differs = x.shape[dim] > 1
+        if not isinstance(x, Exact):
+            if differs:
+                return x.sum(dim, x.dtype, keepdims=True)
+            return np.asarray(x * n, x.dtype)
+        if differs:
+            return sum_dims(self.field, x, [dim], keep=True)
+        if n > 1:
+            return multiply(self.field, x, self.field.lift(np.full((1,) * len(x.shape), n)))
+        return x
+
+    def _take_extreme(self, x: Operand, dim: int, largest: bool) -> Operand:
+        if not isinstance(x, Exact):
+            if largest:
+                return x.max(dim, keepdims=True)
+            return x.min(dim, keepdims=True)
+        keys = find_keys(self.field, x)
+        devices = np.expand_dims(keys.argmax(dim) if largest else keys.argmin(dim), dim)
+
+        def take(part: np.ndarray) -> np.ndarray:
+            return np.take_along_axis(part, np.broadcast_to(devices, (len(part), *devices.shape)), dim + 1)
+
+        return to_number(self.field, x).move(take)
+
+    # Movements
+
+    def gather(self, x: Operand, axes: Sequence[str], to: int, tiled: bool) -> Operand:
+        """all_gather: the mesh dims become part of dim `to`, or a new dim there.
+
+        Worked example, tiled over 4 devices: [4] + [2, 3] gathered along dim 0 is [1] + [8, 3].
+        """
+        dims = self._find_dims(axes)
+
+        def move(part: np.ndarray, lead: int) -> np.ndarray:
+            first = lead - len(self.axes)
+            if not tiled:
+                part = np.expand_dims(part, lead + to)
+            for dim in reversed(dims):  # the minor axis first
+                part = self._spread(part, first, dim)
+                part = np.moveaxis(part, first + dim, lead + to - 1)
+                part = _merge_dims(part, lead + to - 1)
+                part = np.expand_dims(part, first + dim)
+            return part
+
+        return move_operand(x, len(self.axes), move)
+
+    def scatter(self, x: Operand, axes: Sequence[str], to: int, tiled: bool) -> Operand:
+        """reduce_scatter: the sum, of which each device has a piece of dim `to`.
+
+        Worked example, tiled over 4 devices: the sum [1] + [8, 3] is split to [1] + [4, 2, 3], and its pieces become
+        the mesh dim, [4] + [2, 3].
+        """
+        x = self.reduce(x, axes, "sum")
+        dims = self._find_dims(axes)
+
+        def move(part: np.ndarray, lead: int) -> np.ndarray:
+            first = lead - len(self.axes)
+            for dim in dims:  # the major axis first
+                part = _split_dim(part, lead + to, self._sizes[dim])
+                part = np.moveaxis(part, lead + to, first + dim)
+                part = np.squeeze(part, first + dim + 1)
+            if tiled:
+                return part
+            return np.squeeze(part, lead + to)
+
+        return move_operand(x, len(self.axes), move)
+
+    def permute(self, x: Operand, axes: Sequence[str], pairs: Any) -> Operand:
+        """ppermute: each device gets the row of the one that sends to it, or zeros."""
+        dims = sorted(self._find_dims(axes))  # pairs number the devices in the mesh's order
+        devices = math.prod(self._sizes[dim] for dim in dims)
+        nobody = devices
+        senders = np.full(devices, nobody)
+        for sender, receiver in pairs:
+            senders[receiver] = sender
+
+        def move(part: np.ndarray, lead: int) -> np.ndarray:
+            first = lead - len(self.axes)
+            part, restore = self._merge_devices(part, first, dims)
+            part = np.concatenate([part, np.zeros_like(part[:1])])
+            return restore(part[senders])
+
+        result = move_operand(x, len(self.axes), move)
+        if isinstance(result, Exact) and result.factor is not None:  # zero is no logarithm: its factor is 1
+            is_zero = (result.factor == 0).all(0)
+            result = replace(result, factor=np.where(is_zero, np.uint64(1), result.factor))
+        return result
+
+    def exchange(self, x: Operand, axes: Sequence[str], split: int, to: int, tiled: bool) -> Operand:
+        """all_to_all: dim `split` is cut into a piece for each device, and what arrives is joined along dim `to`.
+
+        Worked example, tiled over 4 devices: [4] + [8, 3] with split 0 and to 1 is cut to [4] + [4, 2, 3]. The dim of
+        the sender and that of the piece change places, so that dim 0 is the receiver; the pieces of all senders stand
+        along dim 1 of the result, [4] + [2, 12].
+        """
+        dims = self._find_dims(axes)
+
+        def move(part: np.ndarray, lead: int) -> np.ndarray:
+            first = lead - len(self.axes)
+            part, restore = self._merge_devices(part, first, dims)
+            own = 1 + lead - len(dims)  # where the dims of the array begin now
+            part = _split_dim(part, own + split, part.shape[0])
+            part = np.swapaxes(part, 0, own + split)
+            if not tiled:
+                part = np.squeeze(part, own + split + 1)
+                return restore(np.moveaxis(part, own + split, own + to))
+            part = np.moveaxis(part, own + split, own + to)
+            return restore(_merge_dims(part, own + to))
+
+        return move_operand(x, len(self.axes), move)
+
+    def _spread(self, part: np.ndarray, first: int, dim: int) -> np.ndarray:
+        """With a row for each device along an axis, also where all have the same."""
+        shape = (*part.shape[: first + dim], self._sizes[dim], *part.shape[first + dim + 1 :])
+        return np.broadcast_to(part, shape)
+
+    def _merge_devices(
+        self, part: np.ndarray, first: int, dims: Sequence[int]
+    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+        """The devices along some axes as dim 0, and the function that takes them to where they were."""
+        for dim in dims:
+            part = self._spread(part, first, dim)
+        front = [first + dim for dim in dims]
+        part = np.moveaxis(part, front, range(len(dims)))
+        sizes = part.shape[: len(dims)]
+
+        def restore(result: np.ndarray) -> np.ndarray:
+            return np.moveaxis(result.reshape(*sizes, *result.shape[1:]), range(len(dims)), front)
+
+        return part.reshape(math.prod(sizes), *part.shape[len(dims) :]), restore
+
+
+def _split_dim(part: np.ndarray, dim: int, n: int) -> np.ndarray:
+    """A dim as n pieces: [..., n, size / n, ...]."""
+    shape = part.shape
+    return part.reshape(*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :])
+
+
+def _merge_dims(part: np.ndarray, dim: int) -> np.ndarray:
+    """A dim and the next one as one."""
+    shape = part.shape
+    return part.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])

@@ -1,0 +1,141 @@
+"""Equations whose operands are all known: integers, booleans, keys, and floats that follow from no input.
+
+They have no unknowns, so numpy computes them, where it has the same bits as jax and is faster, and else jax. Constants
+of less than 32 bits are widened first, because rounding is not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit.testing.exact.numbers.assembly import join_arrays
+from shardkit.testing.exact.numbers.constants import widen
+from shardkit.testing.exact.rules.binding import bind_primitive
+from shardkit.testing.exact.rules.movement import MOVED_OPERANDS, MOVES_OF_ONE, move_known
+from shardkit.testing.exact.rules.operands import Known, is_key, known_dtype
+from shardkit.testing.exact.rules.random_keys import apply_random, make_words
+
+# Elementwise functions that numpy computes with jax's bits, and faster.
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "shift_right_logical": np.right_shift,
+    "square": np.square,
+    "sqrt": np.sqrt,
+    "rem": np.fmod,
+}
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "reduce_sum": np.add.reduce,
+    "reduce_max": np.maximum.reduce,
+    "reduce_min": np.minimum.reduce,
+    "reduce_and": np.logical_and.reduce,
+    "reduce_or": np.logical_or.reduce,
+}
+
+
+def to_known(x: Any) -> Known:
+    """A constant or an input as a known array; keys as words."""
+    if hasattr(x, "dtype") and is_key(x):
+        return make_words(np.asarray(jax.random.key_data(x)))
+    x = np.asarray(x)
+    return widen(np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)))
+
+
+def compute_known(equation: Any, operands: Sequence[Known], rank: int, draw: int = 0) -> list[Known]:
+    """The results of an equation whose operands are all known, for every device, in a draw of that seed."""
+    name = equation.primitive.name
+    if name in MOVED_OPERANDS and not _is_plain_select(equation, operands):
+        return move_known(equation, operands, rank)
+    if name.startswith("random_"):
+        words = apply_random(equation, operands, draw)
+        if words is not None:
+            return [words]
+    result = _compute_by_numpy(equation, operands, rank)
+    if result is not None:
+        return [result]
+    return bind_primitive(equation, operands, rank)
+
+
+def _is_plain_select(equation: Any, operands: Sequence[Known]) -> bool:
+    """Whether it chooses one of two by a boolean."""
+    return equation.primitive.name == "select_n" and len(operands) == 3 and operands[0].dtype == bool
+
+
+def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """The one result of what numpy computes as jax does; None for anything else."""
+    name = equation.primitive.name
+    params = equation.params
+    if not equation.outvars:
+        return None
+    result = equation.outvars[0].aval
+    if name in _ELEMENTWISE:
+        function = _ELEMENTWISE[name]
+        return np.asarray(function(*_align(operands, rank)), known_dtype(result.dtype))
+    if name == "div" and jnp.issubdtype(result.dtype, jnp.floating):
+        return np.asarray(np.divide(*_align(operands, rank)), known_dtype(result.dtype))
+    if name in _REDUCTIONS and not is_key(result):
+        dims = tuple(rank + dim for dim in params["axes"])
+        return np.asarray(_REDUCTIONS[name](operands[0], axis=dims), known_dtype(result.dtype))
+    if name == "cumsum":
+        return _sum_along(operands[0], rank + params["axis"], params["reverse"], known_dtype(result.dtype))
+    if name in MOVES_OF_ONE and len(operands) == 1:
+        return MOVES_OF_ONE[name](operands[0], rank, equation)
+    if name == "iota" and not operands:
+        return _count_along(result.shape, params["dimension"], known_dtype(result.dtype), rank)
+    if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
+        return operands[0].astype(known_dtype(result.dtype))
+    if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
+        return np.ascontiguousarray(operands[0]).view(result.dtype)
+    if name == "select_n":
+        which, no, yes = _align(operands, rank)
+        return np.where(which, yes, no)
+    if name == "concatenate":
+        return join_arrays(operands, rank + params["dimension"], new=False)
+    if name == "stack":
+        return join_arrays(operands, rank + params["axis"], new=True)
+    return None
+
+
+def _count_along(shape: Sequence[int], dim: int, dtype: Any, rank: int) -> np.ndarray:
+    """An iota: 0, 1, ... along a dim."""
+    sizes = [1] * len(shape)
+    sizes[dim] = shape[dim]
+    counts = np.arange(shape[dim], dtype=dtype).reshape(sizes)
+    return np.broadcast_to(counts, shape)[(None,) * rank]
+
+
+def _sum_along(x: np.ndarray, dim: int, backwards: bool, dtype: Any) -> np.ndarray:
+    """Sums from the first element on, or from the last one back."""
+    if not backwards:
+        return np.asarray(np.cumsum(x, dim, dtype))
+    return np.flip(np.cumsum(np.flip(x, dim), dim, dtype), dim)
+
+
+def _align(operands: Sequence[Known], rank: int) -> list[Known]:
+    """Scalars with as many dims of size 1 as the others have dims of their own."""
+    most = max(x.ndim for x in operands)
+    aligned = []
+    for x in operands:
+        if x.ndim < most:
+            ones = (1,) * (most - x.ndim)
+            x = x.reshape(x.shape[:rank] + ones + x.shape[rank:])
+        aligned.append(x)
+    return aligned

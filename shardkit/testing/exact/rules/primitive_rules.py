@@ -1,0 +1,196 @@
+"""The table of all rules, by the name of the primitive, and what applies them to an equation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.values import OUTSIDE, Exact
+from shardkit.testing.exact.rules import (
+    comparisons,
+    contractions,
+    elementwise,
+    linear_algebra,
+    reduce_dims,
+    rounding,
+    scatters,
+    sorting,
+    windows,
+)
+from shardkit.testing.exact.rules.movement import MOVED_OPERANDS, MOVES_OF_ONE, move_exact
+from shardkit.testing.exact.rules.operands import Operand, join_operands
+from shardkit.testing.exact.rules.scope import Scope
+
+# Primitives that put floats in order.
+ORDERED = {
+    *("max", "min", "clamp", "abs", "sign", "sort", "top_k", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin", "pmax", "pmin"),
+    *("reduce_window_max", "reduce_window_min", "reduce_window", "select_and_scatter_add", "select_and_gather_add"),
+}
+# Primitives that are refused, and what to know of them.
+_WITHOUT_MEANING = {
+    "fft": "whose numbers are complex (a product with matrices of cosines and sines has one)",
+    "eig": "whose values may be complex (eigh of a symmetric matrix has one)",
+    "schur": "which is one of many (eigh of a symmetric matrix has a meaning)",
+    "hessenberg": "which is one of many (qr has a meaning)",
+    "geqrf": "a form of qr that its library chooses (qr has a meaning)",
+    "geqp3": "whose order of columns follows from floats (qr has a meaning)",
+    "householder_product": "of a form of qr that its library chooses (qr has a meaning)",
+}
+# A rule is a function of the scope, the equation and its operands, which returns the result or a list of them.
+RULES: dict[str, Callable[..., Any]] = {
+    # sums, products and quotients
+    "add": elementwise.add,
+    "add_any": elementwise.add,
+    "sub": elementwise.subtract,
+    "neg": elementwise.negate,
+    "mul": elementwise.multiply,
+    "div": elementwise.divide,
+    "square": elementwise.square,
+    "integer_pow": elementwise.integer_power,
+    "pow": elementwise.power,
+    "sqrt": elementwise.root,
+    "rsqrt": elementwise.root,
+    # exps and logarithms
+    "exp": elementwise.exp,
+    "log": elementwise.log,
+    "log1p": elementwise.log_plus_one,
+    "expm1": elementwise.exp_minus_one,
+    "one_minus_square": elementwise.one_minus_square,
+    "logistic": elementwise.logistic,
+    # functions of which nothing but the name is known
+    "tanh": elementwise.function_without_law,
+    "sin": elementwise.function_without_law,
+    "cos": elementwise.function_without_law,
+    "tan": elementwise.function_without_law,
+    "asin": elementwise.function_without_law,
+    "acos": elementwise.function_without_law,
+    "atan": elementwise.function_without_law,
+    "sinh": elementwise.function_without_law,
+    "cosh": elementwise.function_without_law,
+    "asinh": elementwise.function_without_law,
+    "acosh": elementwise.function_without_law,
+    "atanh": elementwise.function_without_law,
+    "atan2": elementwise.function_without_law,
+    "erf": elementwise.function_without_law,
+    "erfc": elementwise.function_without_law,
+    "erf_inv": elementwise.function_without_law,
+    "cbrt": elementwise.function_without_law,
+    "exp2": elementwise.function_without_law,
+    "log2": elementwise.function_without_law,
+    "rem": elementwise.function_without_law,
+    "lgamma": elementwise.function_without_law,
+    "digamma": elementwise.function_without_law,
+    "nextafter": elementwise.function_without_law,
+    # bits and casts
+    "is_finite": elementwise.is_finite,
+    "bitcast_convert_type": elementwise.bitcast,
+    "convert_element_type": rounding.convert,
+    "floor": rounding.round_to_whole,
+    "ceil": rounding.round_to_whole,
+    "round": rounding.round_to_whole,
+    # comparisons
+    "eq": comparisons.compare_equal,
+    "ne": comparisons.compare_equal,
+    "lt": comparisons.compare,
+    "le": comparisons.compare,
+    "gt": comparisons.compare,
+    "ge": comparisons.compare,
+    "lt_to": comparisons.compare_totally,
+    "le_to": comparisons.compare_totally,
+    "max": comparisons.take_larger,
+    "min": comparisons.take_larger,
+    "abs": comparisons.absolute,
+    "sign": comparisons.find_sign,
+    "clamp": comparisons.clamp,
+    "select_n": comparisons.select,
+    "sort": sorting.sort,
+    "top_k": sorting.take_top,
+    "approx_top_k": sorting.take_top,
+    # over dims
+    "reduce_sum": reduce_dims.reduce_sum,
+    "reduce_prod": reduce_dims.reduce_product,
+    "reduce_max": reduce_dims.reduce_extreme,
+    "reduce_min": reduce_dims.reduce_extreme,
+    "argmax": reduce_dims.find_place_of_extreme,
+    "argmin": reduce_dims.find_place_of_extreme,
+    "cumsum": reduce_dims.cumulate,
+    "cumprod": reduce_dims.cumulate,
+    "cummax": reduce_dims.cumulate,
+    "cummin": reduce_dims.cumulate,
+    "cumlogsumexp": windows.cumulate_logs,
+    "dot_general": contractions.dot_general,
+    "ragged_dot_general": contractions.ragged_dot,
+    # places; what only moves elements is in MOVED_OPERANDS and MOVES_OF_ONE
+    "scatter": scatters.scatter,
+    "scatter-add": scatters.scatter,
+    "scatter_add": scatters.scatter,
+    # windows
+    "conv_general_dilated": windows.convolve,
+    "reduce_window": windows.reduce_windows,
+    "reduce_window_sum": windows.add_windows,
+    "reduce_window_max": windows.take_extremes,
+    "reduce_window_min": windows.take_extremes,
+    "select_and_scatter_add": windows.scatter_to_extremes,
+    "select_and_gather_add": windows.gather_from_extremes,
+    # linear algebra
+    "triangular_solve": linear_algebra.solve_triangular,
+    "tridiagonal_solve": linear_algebra.solve_tridiagonal,
+    "lu": linear_algebra.factor_lu,
+    "cholesky": linear_algebra.factor_cholesky,
+    "qr": linear_algebra.factor_qr,
+    "eigh": linear_algebra.factor_symmetric,
+    "svd": linear_algebra.factor_singular,
+}
+
+
+def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
+    """The results of an equation of which at least one operand is in the field."""
+    name = equation.primitive.name
+    if name in MOVES_OF_ONE and len(operands) == 1:
+        move = MOVES_OF_ONE[name]
+        return [operands[0].move(lambda part: move(part, 1 + scope.rank, equation))]
+    if name == "unstack":
+        dim = scope.rank + equation.params["axis"]
+        [x] = operands
+        return [x.row(dim, i) for i in range(x.shape[dim])]
+    if name == "concatenate":
+        return [join_operands(scope.field, operands, scope.rank + equation.params["dimension"])]
+    if name == "stack":
+        return [join_operands(scope.field, operands, scope.rank + equation.params["axis"], new=True)]
+    chooses_one_of_two = name == "select_n" and len(operands) == 3
+    if name in MOVED_OPERANDS and not chooses_one_of_two:
+        return move_exact(scope, equation, operands)
+    rule = RULES.get(name)
+    if rule is None or _has_complex(equation):
+        raise UnsupportedError(_describe_refusal(equation))
+    results = rule(scope, equation, *operands)
+    if not isinstance(results, list):
+        results = [results]
+    if not scope.field.outside and any(_is_outside(x) for x in results):
+        scope.field.outside = scope.line(equation)
+    return results
+
+
+def _is_outside(x: Operand) -> bool:
+    """Whether an element is outside of the domain of a function."""
+    return isinstance(x, Exact) and bool((x.poison == OUTSIDE).any())
+
+
+def _has_complex(equation: Any) -> bool:
+    """Whether an operand or a result is of complex numbers."""
+    variables = (*equation.invars, *equation.outvars)
+    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in variables)
+
+
+def _describe_refusal(equation: Any) -> str:
+    """What has no meaning, and for what reason."""
+    name = equation.primitive.name
+    if name in _WITHOUT_MEANING:
+        return f"{name}, {_WITHOUT_MEANING[name]},"
+    if _has_complex(equation):
+        return f"{name} of complex numbers, which two real arrays in their place would have,"
+    return name

@@ -1,0 +1,78 @@
+"""Random numbers: a key is a word of 64 bits, and its draws are hashes of the word and a place.
+
+jax's own random numbers are hashes too, by another function that takes longer to compile than all the rest of a proof.
+A program that is right is right for any hash.
+
+Worked example: `random.split(key, 2)` of the word w gives mix(w + 2**32) and mix(w + 2 * 2**32). `random.bits(key)` of
+a key gives mix(w + 2**32), cut to 32 bits. In further draws of inputs the bits are hashed with the seed of the draw:
+so a comparison of random numbers goes both ways too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.hashing import mix
+
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)  # bits
+
+
+def make_words(data: np.ndarray) -> np.ndarray:
+    """Keys [...] from their data [..., n] of 32 bits: the two halves of a word side by side.
+
+    So `random_unwrap` gives the data back. Further pairs are hashed into the word.
+    """
+    word = np.zeros(data.shape[:-1], np.uint64)
+    for number, half in enumerate(np.moveaxis(data, -1, 0)):
+        bits = half.astype(np.uint64)
+        if number % 2 == 0:
+            if number:
+                word = mix(word)
+            word = word ^ (bits << _HALF)
+        else:
+            word = word ^ bits
+    return word
+
+
+def apply_random(equation: Any, operands: Sequence[np.ndarray], draw: int) -> np.ndarray | None:
+    """The result of a primitive of random keys, in a draw of that seed; None for one that has no meaning here."""
+    name = equation.primitive.name
+    x = operands[0]
+    if name == "random_seed":
+        return _make_seed(np.asarray(x))
+    if name == "random_wrap":
+        return make_words(x)
+    if name == "random_unwrap":
+        return np.stack([x >> _HALF, x & _LOW_HALF], -1).astype(np.uint32)
+    if name == "random_clone":
+        return x
+    if name == "random_fold_in":
+        return mix(mix(x), operands[1].astype(np.uint64))
+    if name == "random_split":
+        return _hash_places(x, equation.params["shape"])
+    if name == "random_bits":
+        words = _hash_places(x, equation.params["shape"])
+        if draw:
+            words = mix(words, np.uint64(draw))
+        return words.astype(f"uint{equation.params['bit_width']}")
+    return None
+
+
+def _make_seed(x: np.ndarray) -> np.ndarray:
+    """A key of an integer, of which the halves are the data of the key."""
+    seed = x.astype(np.int64).view(np.uint64)
+    if x.dtype.itemsize > 4:
+        return seed
+    return seed & _LOW_HALF
+
+
+def _hash_places(keys: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """A word for each key and each place of the shape."""
+    places = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) << _HALF
+    keys = keys.reshape(keys.shape + (1,) * len(shape))
+    return np.asarray(mix(keys, places.reshape(shape)))

@@ -1,0 +1,95 @@
+"""Casts, and what makes whole numbers of floats.
+
+Rounding of floats is not modelled: a cast from float32 to bfloat16 changes nothing. What rounds to integers is no
+function of residues. In a draw the result is the integer of the real value, and so a constant of this draw; which
+integer it is hangs on the input as the outcome of a comparison does. In an order it is uninterpreted.
+
+Worked example: `floor(x)` where x was drawn as 3.7 is the constant 3. Both programs have the same 3, if they floor the
+same number; if one floors x and the other x + 1e-9, a draw shows no difference, but an order does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit.testing.exact.numbers.arithmetic import negate
+from shardkit.testing.exact.numbers.assembly import where
+from shardkit.testing.exact.numbers.functions import apply_function
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.orders import find_equal, find_keys
+from shardkit.testing.exact.numbers.values import INPUT, Exact
+from shardkit.testing.exact.rules.operands import Operand
+from shardkit.testing.exact.rules.scope import Scope
+
+_NEAR = 1e-6  # how far from an integer a real value is looked at more closely
+
+
+def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
+    """convert_element_type: a cast to integers rounds real values, one to booleans is a comparison."""
+    new_dtype = equation.params["new_dtype"]
+    if np.dtype(new_dtype).kind == "b":
+        return scope.decide(equation, find_keys(scope.field, x) != 0, x, scope.constant(0, like=x))
+    is_float = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)
+    if not is_float or not jnp.issubdtype(new_dtype, jnp.integer):
+        return x
+    field = scope.field
+    x = to_number(field, x)
+    if x.degree.total and field.order is not None:
+        return _truncate_in_an_order(scope, x)
+    integers = _round_real(scope, x, "to an integer", np.trunc)
+    return field.marks.add(integers.astype(new_dtype))
+
+
+def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:
+    """floor, ceil and round."""
+    field = scope.field
+    name = equation.primitive.name
+    x = to_number(field, x)
+    if x.degree.total and field.order is not None:
+        return _round_in_an_order(scope, name, x)
+    functions: dict[str, Callable[..., Any]] = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
+    function = functions[name]
+    if equation.params.get("rounding_method") == lax.RoundingMethod.AWAY_FROM_ZERO:
+        function = _round_away
+    integers = _round_real(scope, x, name, function)
+    constant = replace(field.lift(integers).with_sign(0), degree=INPUT)  # its sign is that of this draw
+    return where((x.poison > 0) | x.is_truly_infinite, x, constant)
+
+
+def _round_away(x: np.ndarray) -> np.ndarray:
+    """Rounded, halves away from zero."""
+    return np.trunc(x + np.copysign(0.5, x))
+
+
+def _round_real(scope: Scope, x: Exact, name: str, function: Callable[..., Any]) -> np.ndarray:
+    """The integers of real values; where one is next to an integer, the field knows whether it is it."""
+    field = scope.field
+    if x.degree.total:
+        field.uninterpreted.add(name)
+    find_keys(field, x)  # refuses values beyond floats
+    real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
+    nearest = np.rint(real)
+    is_near = np.abs(real - nearest) < _NEAR * np.maximum(np.abs(real), 1)
+    is_whole = is_near & find_equal(field, x, field.lift(nearest))
+    return np.where(is_whole, nearest, function(real))
+
+
+def _round_in_an_order(scope: Scope, name: str, x: Exact) -> Exact:
+    """An uninterpreted function; ceil(x) is -floor(-x)."""
+    field = scope.field
+    if name == "ceil":
+        return negate(field, apply_function(field, "floor", negate(field, x)))
+    return apply_function(field, name, x)
+
+
+def _truncate_in_an_order(scope: Scope, x: Exact) -> Exact:
+    """floor(x), or ceil(x) where x is negative."""
+    down = _round_in_an_order(scope, "floor", x)
+    up = _round_in_an_order(scope, "ceil", x)
+    return where(find_keys(scope.field, x) < 0, up, down)

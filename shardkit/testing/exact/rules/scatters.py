@@ -1,0 +1,143 @@
+"""scatter and scatter-add: elements written to, or added at, places that integers say.
+
+A scatter is the transpose of a gather: the place that an update is written to is the one that a gather with the same
+numbers reads. So jax's own gather, applied to the places of the elements, says where each update goes.
+
+Worked example: `x.at[jnp.array([2, 0, 5])].add(u)` with x of three elements. The gather of the places [0, 1, 2] reads
+[2, 0, 3], where 3 is what is out of bounds. u_0 is added to x_2, u_1 to x_0, and u_2 to one more element behind x,
+which is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.values import (
+    INFINITE,
+    NOT_A_NUMBER,
+    OUTSIDE,
+    POISON,
+    SIGN,
+    TRULY,
+    USED,
+    Exact,
+)
+from shardkit.testing.exact.rules.operands import Known, Operand, require_known
+from shardkit.testing.exact.rules.scope import Scope
+
+
+class _Writing(NamedTuple):
+    """Where updates go, on each device.
+
+    Attributes:
+        lead: the sizes of the mesh dims.
+        shape: the shape of the operand on one device.
+        places: int [devices, updates], places in the flat operand; its size for what is out of bounds.
+    """
+
+    lead: tuple[int, ...]
+    shape: tuple[int, ...]
+    places: np.ndarray
+
+    def write(self, old: np.ndarray, new: np.ndarray, adds: bool) -> np.ndarray:
+        """The parts [components, ...] of an operand with those of the updates written in, or added."""
+        old, new = self._by_device(old), self._by_device(new)
+        result = np.concatenate([old, np.zeros((*old.shape[:2], 1), old.dtype)], -1)
+        rows = np.broadcast_to(np.arange(len(self.places))[:, None], self.places.shape)
+        if adds:
+            np.add.at(result, (slice(None), rows, self.places), new)  # type: ignore[arg-type]
+        else:
+            result[:, rows, self.places] = new
+        return result[..., :-1].reshape(len(old), *self.lead, *self.shape)
+
+    def _by_device(self, part: np.ndarray) -> np.ndarray:
+        """[components, devices, elements]."""
+        shape = part.shape[1 + len(self.lead) :]
+        part = np.broadcast_to(part, (len(part), *self.lead, *shape))
+        return part.reshape(len(part), len(self.places), -1)
+
+
+def scatter(scope: Scope, equation: Any, operand: Operand, indices: Known, updates: Operand) -> Exact:
+    """scatter and scatter-add."""
+    indices = require_known(indices, equation.primitive.name)
+    field = scope.field
+    operand = to_number(field, scope.lift_one(operand))
+    updates = to_number(field, scope.lift_one(updates))
+    writing = _find_writing(scope, equation, operand, indices, updates)
+    adds = equation.primitive.name in ("scatter-add", "scatter_add")
+    number = writing.write(operand.number, updates.number, adds)
+    real = writing.write(operand.real, updates.real, adds)
+    facts = writing.write(operand.facts, updates.facts, False)
+    if adds:
+        facts[SIGN] = (operand.sign == 1).all() and (updates.sign == 1).all()
+        infinite = writing.write(_as_counts(operand.infinite), _as_counts(updates.infinite), True)
+        facts[INFINITE] = np.sign(infinite[0])
+        facts[USED] = max(operand.used[0].max(initial=0), updates.used[0].max(initial=0))
+        if operand.special or updates.special:
+            facts[INFINITE], facts[POISON] = _add_specials(scope, writing, operand, updates)
+    degree = operand.degree.plus(updates.degree)
+    return field.settle(Exact(number % field.residues.primes_of(number), facts, real, degree=degree))
+
+
+def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, updates: Exact) -> _Writing:
+    rank = scope.rank
+    numbers = equation.params["dimension_numbers"]
+    shape = operand.shape[rank:]
+    size = math.prod(shape)
+    # The window of one update has size 1 along the dims that the updates do not have.
+    missing_dims = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    update_shape = equation.invars[2].aval.shape
+    window_sizes = [update_shape[dim] for dim in numbers.update_window_dims]
+    sizes = []
+    for dim in range(len(shape)):
+        sizes.append(1 if dim in missing_dims else window_sizes.pop(0))
+    gather_numbers = lax.GatherDimensionNumbers(
+        offset_dims=numbers.update_window_dims,
+        collapsed_slice_dims=numbers.inserted_window_dims,
+        start_index_map=numbers.scatter_dims_to_operand_dims,
+        operand_batching_dims=numbers.operand_batching_dims,
+        start_indices_batching_dims=numbers.scatter_indices_batching_dims,
+    )
+    elements = jnp.arange(size, dtype=jnp.int32).reshape(shape)
+    mode = "fill"  # what is out of bounds is written nowhere
+    if equation.params["mode"] == lax.GatherScatterMode.CLIP:
+        mode = "clip"
+
+    def read_places(indices_of_device: Any) -> Any:
+        starts = jnp.asarray(indices_of_device)
+        return lax.gather(elements, starts, gather_numbers, tuple(sizes), mode=mode, fill_value=size)
+
+    lead = np.broadcast_shapes(*(x.shape[:rank] for x in (operand, indices, updates)))
+    devices = math.prod(lead)
+    index_shape = indices.shape[rank:]
+    indices = np.broadcast_to(indices, lead + index_shape).reshape(devices, *index_shape)
+    places = np.asarray(jax.vmap(read_places)(indices)).reshape(devices, -1)
+    return _Writing(lead, shape, places)
+
+
+def _as_counts(x: np.ndarray) -> np.ndarray:
+    """int64 [1, ...]: facts as a part, of which sums do not overflow."""
+    return x[None].astype(np.int64)
+
+
+def _add_specials(scope: Scope, writing: _Writing, operand: Exact, updates: Exact) -> tuple[np.ndarray, np.ndarray]:
+    """Which sums of a scatter-add are infinite, and which no number."""
+
+    def is_met(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """Whether one term of a sum has it."""
+        return np.asarray(writing.write(_as_counts(old), _as_counts(new), True)[0] > 0)
+
+    plus = is_met(operand.infinite == TRULY, updates.infinite == TRULY)
+    minus = is_met(operand.infinite == -TRULY, updates.infinite == -TRULY)
+    poison = np.where(plus & minus, scope.field.undefined, 0)
+    for code in (NOT_A_NUMBER, OUTSIDE):
+        spoiled = is_met(operand.poison == code, updates.poison == code)
+        poison = np.maximum(poison, np.where(spoiled, code, 0))
+    return np.where(plus, TRULY, 0) + np.where(minus, -TRULY, 0), poison

@@ -1,0 +1,70 @@
+"""Where an equation stands while it is run: the field, the dims of the mesh, the line of the program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardkit._jax.jaxprs import source_line
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.operands import Known, Operand, lift_operand
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What every rule gets beside the equation and its operands.
+
+    Attributes:
+        field: the arithmetic.
+        rank: the number of mesh dims in front.
+        around: the line of the call whose equations these are, for those that know none.
+    """
+
+    field: Field
+    rank: int
+    around: str = ""
+
+    def lift(self, *operands: Operand) -> list[Exact]:
+        """Operands in the field, with dims that broadcast: scalars get dims behind those of the mesh."""
+        lifted = [lift_operand(self.field, x) for x in operands]
+        most = max(len(x.shape) for x in lifted)
+        return [self._pad_dims(x, most) for x in lifted]
+
+    def lift_one(self, x: Operand) -> Exact:
+        """An operand in the field, as it is."""
+        return lift_operand(self.field, x)
+
+    def _pad_dims(self, x: Exact, dims: int) -> Exact:
+        if len(x.shape) == dims:
+            return x
+        return x.move(lambda part: self.pad_part(part, dims))
+
+    def pad_part(self, part: np.ndarray, dims: int) -> np.ndarray:
+        """[components, *mesh, 1, ..., *own]: a part of an array with so many dims in all."""
+        lead = 1 + self.rank
+        missing = 1 + dims - part.ndim
+        return part.reshape(part.shape[:lead] + (1,) * missing + part.shape[lead:])
+
+    def constant(self, value: float, like: Exact) -> Exact:
+        """A constant that broadcasts against an array."""
+        return self.field.lift(np.full((1,) * len(like.shape), value, np.float32))
+
+    def decide(self, equation: Any, truth: np.ndarray, x: Exact, y: Exact, part: str = "") -> Known:
+        """The truth of a comparison of x and y, noted: what follows from it follows from floats.
+
+        `part` tells apart what one equation compares several times, as a clamp does.
+        """
+        if self.field.coverage is not None:
+            self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
+        return self.field.marks.add(np.asarray(truth), decision=True)
+
+    def line(self, equation: Any) -> str:
+        """Where an equation stands in the user's program."""
+        return source_line(equation, self.around)
+
+    def reduced_dims(self, equation: Any) -> list[int]:
+        """The dims of a reduction, behind those of the mesh."""
+        return [self.rank + dim for dim in equation.params["axes"]]

@@ -1,0 +1,65 @@
+"""sort and top_k: elements in the order of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.orders import find_keys
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.comparisons import put_nan_last
+from shardkit.testing.exact.rules.operands import Operand
+from shardkit.testing.exact.rules.scope import Scope
+
+
+def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
+    """sort of several arrays by the first of them, by the order of the field where these are in it."""
+    dim = scope.rank + equation.params["dimension"]
+    sorted_by = operands[: equation.params["num_keys"]]
+    shape = np.broadcast_shapes(*(x.shape for x in operands))
+    keys = []
+    for x in reversed(sorted_by):  # numpy takes the last one first
+        key = find_keys(scope.field, x) if isinstance(x, Exact) else np.asarray(x)
+        keys.append(np.moveaxis(np.broadcast_to(key, shape), dim, -1))
+    places = np.moveaxis(np.lexsort(keys, -1), -1, dim)
+    results = [_take_along(x, places, dim, shape) for x in operands]
+    if any(isinstance(x, Exact) for x in sorted_by):
+        # Integers that are sorted by floats follow from these, as the permutation of an argsort does.
+        marks = scope.field.marks
+        for x, result in zip(operands, results, strict=True):
+            if not isinstance(result, Exact):
+                marks.add(result, natural=marks.is_natural(x))
+    return results
+
+
+def take_top(scope: Scope, equation: Any, x: Exact) -> list[Operand]:
+    """top_k, and approx_top_k as if it missed none: the largest elements, and their places."""
+    params = equation.params
+    dims = len(x.shape) - scope.rank
+    last = params.get("reduction_dimension", dims - 1)
+    dim = scope.rank + params.get("axis", last) % dims
+    if not params.get("aggregate_to_topk", True):
+        raise UnsupportedError("approx_top_k with aggregate_to_topk=False")
+    keys = find_keys(scope.field, x)
+    if not params.get("is_max_k", True):
+        keys = -keys
+    keys = put_nan_last(keys)  # what is no number comes first, as the largest
+    descending = np.argsort(-keys, axis=dim, kind="stable")
+    places = np.take(descending, range(params["k"]), dim)
+    indices = scope.field.marks.add(places.astype(np.int32), natural=True)
+    return [_take_along(x, places, dim, x.shape), indices]
+
+
+def _take_along(x: Operand, places: np.ndarray, dim: int, shape: Sequence[int]) -> Operand:
+    """The elements of an operand of this shape at places along a dim."""
+    if not isinstance(x, Exact):
+        return np.take_along_axis(np.broadcast_to(x, shape), places, dim)
+
+    def take(part: np.ndarray) -> np.ndarray:
+        part = np.broadcast_to(part, (len(part), *shape))
+        return np.take_along_axis(part, np.broadcast_to(places, (len(part), *places.shape)), dim + 1)
+
+    return x.move(take)

@@ -1,0 +1,329 @@
+"""What convolutions, pooling and its gradients mean in the field.
+
+All of them read windows of an array. The places of all windows in the flat array, [windows, elements of one], are
+integers, and what is left is a matmul, a sum or a maximum over the last dim. What a window reads from the padding or
+between dilated elements is one more element behind the array.
+
+Worked example: windows of 3 over [a, b, c, d] with stride 2 and a zero on each side are the places [[4, 0, 1],
+[1, 2, 3]] of [a, b, c, d, 0].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.arithmetic import add, matmul, multiply, sum_dims
+from shardkit.testing.exact.numbers.assembly import join_exact, take_elements, where
+from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.logarithms import exp, log, to_number
+from shardkit.testing.exact.numbers.orders import find_keys
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.operands import Operand
+from shardkit.testing.exact.rules.scope import Scope
+
+# What padding is, by how a window is reduced: what changes no result.
+_NEUTRAL = {"add": 0.0, "mul": 1.0, "max": -math.inf, "min": math.inf}
+
+
+class WindowDim(NamedTuple):
+    """Windows along one dim.
+
+    Attributes:
+        size: elements of the array.
+        windows: how many there are.
+        reads: elements of one.
+        stride: from one to the next.
+        padding: before the first element and behind the last one, negative where elements are cut off.
+        spread: how far the array's elements are apart, with nothing between them.
+        step: from one element of a window to the next.
+    """
+
+    size: int
+    windows: int
+    reads: int
+    stride: int = 1
+    padding: tuple[int, int] = (0, 0)
+    spread: int = 1
+    step: int = 1
+
+
+def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
+    """int64 [windows, elements of one]: places in the flat array, its size for what is none of its elements."""
+    places = np.zeros((1, 1), np.int64)
+    is_inside = np.ones((1, 1), bool)
+    for dim in dims:
+        starts = np.arange(dim.windows)[:, None] * dim.stride - dim.padding[0]
+        offsets = np.arange(dim.reads) * dim.step
+        place, between = np.divmod(starts + offsets, dim.spread)
+        is_element = (place >= 0) & (place < dim.size) & (between == 0)
+        # The windows of all dims so far, times those of this one.
+        shape = len(places) * dim.windows, places.shape[1] * dim.reads
+        places = (places[:, None, :, None] * dim.size + place[:, None]).reshape(shape)
+        is_inside = (is_inside[:, None, :, None] & is_element[:, None]).reshape(shape)
+    return np.where(is_inside, places, math.prod(dim.size for dim in dims))
+
+
+# Shapes behind the dims of the mesh
+
+
+def _reshape(x: Exact, lead: int, shape: Sequence[int]) -> Exact:
+    """Another shape of the dims behind the first `lead`."""
+    return x.move(lambda part: part.reshape((*part.shape[: 1 + lead], *shape)))
+
+
+def _flatten(x: Exact, lead: int) -> Exact:
+    """The dims behind the first `lead` as one."""
+    return _reshape(x, lead, [math.prod(x.shape[lead:])])
+
+
+def _transpose(x: Exact, lead: int, order: Sequence[int]) -> Exact:
+    """The dims behind the first `lead` in another order."""
+    dims = *range(1 + lead), *(1 + lead + dim for dim in order)
+    return x.move(lambda part: part.transpose(dims))
+
+
+def _append(field: Field, x: Exact, filling: float) -> Exact:
+    """One element more along the last dim."""
+    last = field.lift(np.full((1,) * len(x.shape), filling, np.float32))
+    return join_exact([x, last], len(x.shape) - 1, new=False)
+
+
+def _read_windows(field: Field, x: Exact, places: np.ndarray, filling: float) -> Exact:
+    """What windows over the last dim read: [..., windows, elements of one]."""
+    return _append(field, x, filling).move(lambda part: np.take(part, places, -1))
+
+
+# Convolutions
+
+
+def convolve(scope: Scope, equation: Any, x: Operand, kernel: Operand) -> Exact:
+    """conv_general_dilated: a matmul of what windows read, for each group of features and of examples.
+
+    Worked example: images [N, C, 6, 6] and a kernel [F, C, 3, 3] have 16 windows of 9 elements. What they read is
+    [N * 16, C * 9], the kernel is [C * 9, F], and their product [N * 16, F] becomes [N, F, 4, 4].
+    """
+    field = scope.field
+    rank = scope.rank
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    x, kernel = scope.lift(x, kernel)
+    x = _transpose(to_number(field, x), rank, numbers.lhs_spec)
+    kernel = _transpose(to_number(field, kernel), rank, numbers.rhs_spec)
+    result_shape = [equation.outvars[0].aval.shape[dim] for dim in numbers.out_spec]
+    features = result_shape[1]
+    examples, channels, *sizes = x.shape[rank:]
+    places = _find_convolved_places(params, sizes, result_shape[2:], kernel.shape[rank + 2 :])
+    windows, reads_of_window = places.shape
+    feature_groups = params["feature_group_count"]
+    example_groups = params["batch_group_count"]
+    channels = channels // feature_groups  # of a group
+    examples = examples // example_groups
+    groups = example_groups * feature_groups
+    contracted = channels * reads_of_window
+
+    reads = _read_windows(field, _flatten(x, rank + 2), places, 0.0)
+    reads = _reshape(reads, rank, (example_groups, examples, feature_groups, channels, windows, reads_of_window))
+    reads = _transpose(reads, rank, (0, 2, 1, 4, 3, 5))
+    reads = _reshape(reads, rank, (groups, examples * windows, contracted))
+    weights = _reshape(kernel, rank, (groups, features // groups, contracted))
+    product = matmul(field, reads, _transpose(weights, rank, (0, 2, 1)))
+    product = _reshape(product, rank, (groups, examples, windows, features // groups))
+    product = _reshape(_transpose(product, rank, (1, 0, 3, 2)), rank, result_shape)
+    return _transpose(product, rank, np.argsort(numbers.out_spec).tolist())
+
+
+def _find_convolved_places(
+    params: Any, sizes: Sequence[int], windows: Sequence[int], reads: Sequence[int]
+) -> np.ndarray:
+    """The places of a convolution's windows in the dims that it runs over."""
+    options = [params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")]
+    return find_places([WindowDim(*dim) for dim in zip(sizes, windows, reads, *options, strict=True)])
+
+
+# Pooling
+
+
+def _find_pooled_places(equation: Any, array: Any, windows: Any) -> np.ndarray:
+    """The places of the windows of a pooling, by the variables of the array and of a value for each window."""
+    params = equation.params
+    sizes = array.aval.shape
+    ones = (1,) * len(sizes)
+    options = (
+        params["window_dimensions"],
+        params["window_strides"],
+        params["padding"],
+        params.get("base_dilation", ones),
+        params.get("window_dilation", ones),
+    )
+    return find_places([WindowDim(*dim) for dim in zip(sizes, windows.aval.shape, *options, strict=True)])
+
+
+def _shape_as_result(scope: Scope, equation: Any, x: Exact) -> Exact:
+    return _reshape(x, scope.rank, equation.outvars[0].aval.shape)
+
+
+def add_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
+    """reduce_window_sum."""
+    places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
+    reads = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["add"])
+    return _shape_as_result(scope, equation, sum_dims(scope.field, reads, [scope.rank + 1]))
+
+
+def _multiply_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
+    places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
+    reads = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["mul"])
+    dim = scope.rank + 1
+    product = reads.row(dim, 0)
+    for i in range(1, places.shape[1]):
+        product = multiply(scope.field, product, reads.row(dim, i))
+    return _shape_as_result(scope, equation, product)
+
+
+def take_extremes(scope: Scope, equation: Any, x: Exact) -> Exact:
+    """reduce_window_max and reduce_window_min."""
+    by = "max" if equation.primitive.name == "reduce_window_max" else "min"
+    return _take_extremes(scope, equation, x, by)
+
+
+def _take_extremes(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
+    places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
+    keys = _read_keys(scope, x, places, _NEUTRAL[by])
+    chosen = keys.argmax(-1) if by == "max" else keys.argmin(-1)
+    source = _append(scope.field, _flatten(to_number(scope.field, x), scope.rank), _NEUTRAL[by])
+    extremes = _take_on_devices(scope, source, _choose_places(places, chosen))
+    return _shape_as_result(scope, equation, extremes)
+
+
+def _read_keys(scope: Scope, x: Operand, places: np.ndarray, filling: float) -> np.ndarray:
+    """float64 [..., windows, elements of one]: the order of what windows read."""
+    if isinstance(x, Exact):
+        keys = find_keys(scope.field, x)
+    else:
+        keys = np.asarray(x, np.float64)
+    keys = keys.reshape(*keys.shape[: scope.rank], -1)
+    last = np.full((*keys.shape[:-1], 1), filling)
+    return np.concatenate([keys, last], -1)[..., places]
+
+
+def _choose_places(places: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """The place of one element [..., windows] of each window."""
+    places = np.broadcast_to(places, (*chosen.shape, places.shape[1]))
+    return np.take_along_axis(places, chosen[..., None], -1)[..., 0]
+
+
+def _take_on_devices(scope: Scope, x: Exact, places: np.ndarray) -> Exact:
+    """Elements along the last dim, at other places on each device."""
+    return x.move(partial(take_elements, places=places, rank=scope.rank))
+
+
+def reduce_windows(scope: Scope, equation: Any, *operands: Operand) -> Exact:
+    """reduce_window by a sum, product, maximum or minimum of a window and the number that it begins with."""
+    field = scope.field
+    name = _find_reducer(equation.params["jaxpr"])
+    if len(operands) != 2 or name not in _NEUTRAL:
+        raise UnsupportedError(f"reduce_window by {name}")
+    x = scope.lift_one(operands[0])
+    first = _reshape(scope.lift_one(operands[1]), scope.rank, (1,) * len(equation.outvars[0].aval.shape))
+    first = to_number(field, first)
+    if name == "add":
+        return add(field, add_windows(scope, equation, x), first)
+    if name == "mul":
+        return multiply(field, _multiply_windows(scope, equation, x), first)
+    extremes = _take_extremes(scope, equation, x, name)
+    keys = find_keys(field, extremes)
+    key_of_first = find_keys(field, first)
+    stays = keys >= key_of_first if name == "max" else keys <= key_of_first
+    mask = scope.decide(equation, stays, extremes, first)
+    return where(mask | np.isnan(keys), extremes, first)
+
+
+def _find_reducer(body: Any) -> str:
+    """The primitive that joins two numbers."""
+    if len(body.eqns) == 1 and all(v in body.eqns[0].invars for v in body.invars):
+        return body.eqns[0].primitive.name
+    return "another function"
+
+
+# Gradients of pooling
+
+
+def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand) -> Exact:
+    """select_and_scatter_add: an element gets the sum of what is given by all windows of which it is the extreme.
+
+    An element is the j-th one of one window at most. So its terms are a row with one place for each j: the window of
+    which it is the j-th element and the extreme, or nothing.
+    """
+    field = scope.field
+    of_windows, array = equation.invars
+    places = _find_pooled_places(equation, array, of_windows)
+    extremes = _find_first_extremes(scope, equation, x, places)
+    size = math.prod(array.aval.shape)
+    no_window = len(places)
+    windows = np.full((places.shape[1], size + 1), no_window)  # [j, element]
+    for j, places_of_j in enumerate(places.T):
+        windows[j, places_of_j] = np.arange(no_window)
+    windows = windows[:, :size]  # but for the padding
+    none = np.full((*extremes.shape[:-1], 1), size)
+    extremes = np.concatenate([extremes, none], -1)
+    is_extreme = extremes[..., windows] == np.arange(size)
+    gives = _append(field, _flatten(scope.lift_one(source), scope.rank), 0.0)
+    terms = _take_on_devices(scope, gives, np.where(is_extreme, windows, no_window))
+    return _shape_as_result(scope, equation, sum_dims(field, terms, [scope.rank]))
+
+
+def gather_from_extremes(scope: Scope, equation: Any, tangents: Operand, x: Operand) -> Exact:
+    """select_and_gather_add: the tangent of each window's largest, or smallest, element, of equal ones the first.
+
+    Compilers choose among equal ones as they like: what a proof says of gradients, it says where inputs differ.
+    """
+    places = _find_pooled_places(equation, equation.invars[1], equation.outvars[0])
+    extremes = _find_first_extremes(scope, equation, x, places)
+    source = _append(scope.field, _flatten(scope.lift_one(tangents), scope.rank), 0.0)
+    return _shape_as_result(scope, equation, _take_on_devices(scope, source, extremes))
+
+
+def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.ndarray) -> np.ndarray:
+    """int64 [..., windows]: the place of the largest, or smallest, element of each, of equal ones the first.
+
+    Noted as a comparison of all elements of a window with that one, as the gradient of `reduce_max` makes it.
+    """
+    largest = equation.params["select_prim"].name == "ge"
+    filling = _NEUTRAL["max" if largest else "min"]
+    keys = _read_keys(scope, x, places, filling)
+    chosen = np.zeros(keys.shape[:-1], int)
+    best = keys[..., 0]
+    for j in range(1, keys.shape[-1]):
+        key = keys[..., j]
+        stays = best >= key if largest else best <= key
+        chosen = np.where(stays, chosen, j)
+        best = np.where(stays, best, key)
+    extremes = _choose_places(places, chosen)
+    if isinstance(x, Exact) and scope.field.coverage is not None:
+        source = _append(scope.field, _flatten(to_number(scope.field, x), scope.rank), filling)
+        elements = source.move(lambda part: np.take(part, places, -1))
+        extreme = _take_on_devices(scope, source, extremes[..., None])
+        scope.decide(equation, chosen[..., None] == np.arange(places.shape[1]), elements, extreme)
+    return extremes
+
+
+# Sums of exps
+
+
+def cumulate_logs(scope: Scope, equation: Any, x: Exact) -> Exact:
+    """cumlogsumexp: logarithms of sums of exps, by windows that end, or begin, at each element."""
+    field = scope.field
+    dim = 1 + scope.rank + equation.params["axis"]
+    size = x.shape[dim - 1]
+    padding = (size - 1, 0)
+    if equation.params["reverse"]:
+        padding = (0, size)
+    places = find_places([WindowDim(size, size, size, padding=padding)])
+    powers = exp(field, x).move(lambda part: np.moveaxis(part, dim, -1))
+    sums = sum_dims(field, _read_windows(field, powers, places, 0.0), [len(x.shape)])
+    return log(field, sums).move(lambda part: np.moveaxis(part, -1, dim))
