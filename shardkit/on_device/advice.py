@@ -188,10 +188,10 @@ def _varying_too(fact: _Fact, variable: Any) -> _Fact:
 def _compute(equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
     """What is known of the result of a plain primitive."""
     name = equation.primitive.name
-    out = equation.outvars[0].aval
     keeps = name in _KEEP or registered(name).cast
     if not keeps and name not in _SCALE | _SUMS | {"select_n", "concatenate"}:
         return fact
+    out = equation.outvars[0].aval
     if name != "dot_general":
         fact = fact._replace(divided=_union(operand.divided for operand in ins))
     if name == "div" and ins[1].total:

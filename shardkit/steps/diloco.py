@@ -22,7 +22,7 @@ from shardkit._arguments.checks import sized
 from shardkit._arguments.typed import Optimizer, check_kind, kinds_of, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import spec_axes
-from shardkit.pipelines.submeshes import joined, submeshes
+from shardkit.meshes.submeshes import join_submeshes, submeshes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import Storage, collect_arrays, replace_arrays
 from shardkit.steps.builder import TrainStep
@@ -129,7 +129,7 @@ class Diloco:
                 "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision "
                 "with a master copy, from which the next step would go on. Pass make_train_step precision='bf16'."
             )
-        arrays = joined(copies, self.mesh, self._specs(first))
+        arrays = join_submeshes(copies, self.mesh, self._specs(first))
 
         def init_outer(fragment: dict[str, jax.Array]) -> Any:
             return self._pin_outer(self.outer.init(fragment), fragment, first)
@@ -263,7 +263,7 @@ class Diloco:
         arrays: list[dict[str, jax.Array] | None] = []
         for worker in state.workers:
             arrays.append(None if worker is None else collect_arrays(worker.params))
-        return joined(arrays, self.mesh, self._row_specs(state.params), rows=True)
+        return join_submeshes(arrays, self.mesh, self._row_specs(state.params), rows=True)
 
     def _take_rows(self, worker: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
         """The state of a worker with its parameters out of those of all."""
