@@ -36,6 +36,7 @@ def substitute(field: Field, a: Exact, b: Exact, lower: bool, unit: bool) -> Exa
     b = broadcast_matrices(b, lead)
     if not n:
         return b
+    # All inverses of the diagonal at once, which is the price of one.
     inverses = None
     if not unit:
         inverses = _invert_diagonal(field, a)
@@ -69,14 +70,17 @@ def eliminate(field: Field, a: Exact) -> tuple[Exact, np.ndarray, np.ndarray]:
     """
     m, n = a.shape[-2:]
     lead = a.shape[:-2]
+    # x becomes U on and above the diagonal, and L below it, one column in each step.
     steps = min(m, n)
     swaps = np.zeros((*lead, steps), np.int32)
     order = np.broadcast_to(np.arange(m, dtype=np.int32), (*lead, m)).copy()
     x = a
     for k in range(steps):
+        # The pivot is the largest element, in real numbers, of the rows that are left: [..., m].
         sizes = np.abs(find_keys(field, take_block(x, slice(None), slice(k, k + 1))))[..., 0]
         largest = np.where(np.arange(m) < k, -1.0, sizes).argmax(-1)
         swaps[..., k] = largest
+        # Rows k and largest change places: in the order 0, 1, ..., m - 1 these two are exchanged.
         swapped = np.broadcast_to(np.arange(m), (*lead, m)).copy()
         np.put_along_axis(swapped, largest[..., None], k, -1)
         swapped[..., k] = largest
@@ -95,6 +99,8 @@ def _eliminate_column(field: Field, x: Exact, k: int, pivot: Exact) -> Exact:
     m, n = x.shape[-2:]
     rows = np.arange(m)[:, None]
     columns = np.arange(n)
+    # column [..., m, 1] and the pivot's row [..., 1, n] make a product of all rows and columns, of which those behind
+    # the pivot are used.
     column = multiply(field, take_block(x, slice(None), slice(k, k + 1)), invert(field, pivot))
     product = multiply(field, column, take_block(x, slice(k, k + 1), slice(None)))
     x = where((rows > k) & (columns > k), subtract(field, x, product), x)
@@ -105,6 +111,7 @@ def solve(field: Field, a: Exact, b: Exact) -> Exact:
     """x of a x = b, for any a [..., n, n] and [..., n, k]."""
     lu, _, order = eliminate(field, a)
     b = to_number(field, b)
+    # A x = b is L U x = P b, where P reorders the rows: first L y = P b, then U x = y.
     x = substitute(field, lu, _reorder_rows(b, order), lower=True, unit=True)
     x = substitute(field, lu, x, lower=False, unit=False)
     return replace(x, degree=_degree_of_solution(field, a, b))
@@ -123,6 +130,7 @@ def factor_positive(field: Field, a: Exact) -> Exact:
     singular = np.zeros(a.shape[:-2], bool)
     for k in range(n):
         pivot = take_block(x, slice(k, k + 1), slice(k, k + 1))
+        # A pivot that is not positive has no real root. A 1 in its place keeps the steps going; the result is poison.
         zero = field.is_zero(pivot)
         if field.order is None:
             zero = zero | (pivot.real[0] <= 0)
@@ -134,6 +142,7 @@ def factor_positive(field: Field, a: Exact) -> Exact:
     columns = np.arange(n)
     x = where(rows == columns, _make_one(field, x), x)
     x = where(rows < columns, make_zero(field, x), x)
+    # [..., 1, n]: column j of U is multiplied by the root of pivot j.
     diagonal = join_exact(pivots, len(x.shape) - 1, new=False)
     x = multiply(field, x, square_root(field, diagonal))
     poison = np.maximum(np.where(singular, OUTSIDE, 0), find_poison(field, a))
@@ -154,6 +163,7 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
     m, n = a.shape[-2:]
     is_free = np.ones((*x.shape[:-2], m, 1), bool)  # rows that no pivot is in
     for k in range(n):
+        # [components, ..., m, 1]
         column = np.where(is_free, x[..., k : k + 1], np.uint64(0))
         place = (column != 0).argmax(-2)[..., None]
         pivot = np.take_along_axis(column, place, -2)
@@ -161,6 +171,7 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
         factors = column * invert_by_power(pivot, p) % p
         is_pivot = (np.arange(m)[:, None] == place) & (pivot != 0)
         is_free = is_free & ~is_pivot
+        # p * p is added so that the difference of unsigned words is not negative.
         less = (x + p * p - factors * row % p) % p
         x = np.where(is_free & (pivot != 0), less, x)
     ranks = (~is_free).sum((-2, -1))

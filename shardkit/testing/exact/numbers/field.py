@@ -146,11 +146,13 @@ class Field:
 
     def valid(self, used: np.ndarray) -> np.ndarray:
         """bool [components, ...]: which components have a meaning where so many primes are used up."""
+        # The lowest primes are used up by exps; the highest one by logarithms that became numbers.
         level = self.residues.levels_of_components(used.ndim)
         return (level >= used) & (level < self.levels - self.logs)
 
     def is_zero(self, x: Exact) -> np.ndarray:
         """bool [...]: which elements are zero at all points."""
+        # A component without a meaning says nothing: it may be anything, and the number still zero.
         zero = ((x.number == 0) | ~self.valid(x.used[0])).all(0)
         if x.factor is not None:
             zero = zero & (x.factor == 1).all(0)
@@ -232,11 +234,13 @@ class Field:
         if not residues:  # of an empty array
             residues = [self.residues.moduli]
             reals = [0.0]
+        # [components, distinct values]
         table = np.stack(residues, 1)
         number = np.take(table, places.reshape(-1), 1).reshape(len(table), *x.shape)
         real = np.take(np.array(reals), places)[None]
 
         wide = np.asarray(values, np.float64)
+        # Zero is not negative, and not positive either: it is noted as the former.
         sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
         # Integers are never a mask's infinity.
         is_huge = (np.abs(wide) >= LEAST_INFINITE) & jnp.issubdtype(x.dtype, jnp.floating)

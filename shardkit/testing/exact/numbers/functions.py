@@ -60,7 +60,9 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     """An uninterpreted function of each element; its real values are those of the function of that name."""
     field.uninterpreted.add(name)
     arguments = [to_number(field, x) for x in operands]
+    # The residues of all arguments make one random residue, with another hash for each name and place.
     number = field.residues.hash(name, *(x.number for x in arguments))
+    # What the worst of the arguments has used up has no meaning in the result either.
     used = arguments[0].used[0]
     poison = arguments[0].poison
     for x in arguments[1:]:
@@ -72,6 +74,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
         number = np.where(field.is_zero(arguments[0]), np.uint64(1), number)
 
     shape = number.shape[1:]
+    # A function that numpy does not have, as one of a test, is unknown in real numbers too.
     function = _real_functions().get(name)
     if function is None:
         facts = build_facts(shape, sign, 0, used, poison=poison)
@@ -103,6 +106,7 @@ def square_root(field: Field, x: Exact) -> Exact:
     """The square root: uninterpreted, but that its square is x."""
     x = to_number(field, x)
     root = apply_function(field, "sqrt", x, sign=1)
+    # Which root is of which number is looked up by residues: the root itself has no other mark.
     elements = zip(list_columns(root.number), list_columns(x.number), root.poison.reshape(-1), strict=True)
     for word, square, poison in elements:
         if not poison:

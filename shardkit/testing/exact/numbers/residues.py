@@ -33,6 +33,7 @@ class Residues:
         self.points = points
         self.seed = seed
         self.levels = levels
+        # With the primes 5 and 11 and two points: [5, 5, 11, 11].
         self.moduli = np.repeat(np.array(PRIMES[-levels:], np.uint64), points)
         self._salts: dict[str, np.ndarray] = {}
 
@@ -61,6 +62,7 @@ class Residues:
 
     def hash(self, name: str, *arrays: np.ndarray) -> np.ndarray:
         """A random function of some numbers, element by element and component by component."""
+        # Each operand has a salt of its own, so that f(x, y) is not f(y, x).
         word: Any = np.uint64(0)
         for number, x in enumerate(arrays):
             salt = self.salt(f"{name} {number}")
@@ -93,6 +95,7 @@ class Residues:
         1 / abcd. On the way back 1 / ab is cd / abcd, and 1 / a is b / ab.
         """
         p = self.moduli[:, None]
+        # [components, elements], padded with ones to a power of two.
         flat = x.reshape(len(x), -1)
         size = 1 << max(flat.shape[1] - 1, 0).bit_length()
         padding = np.ones((len(x), size - flat.shape[1]), np.uint64)
@@ -101,6 +104,7 @@ class Residues:
             products = tree[-1]
             tree.append(products[:, ::2] * products[:, 1::2] % p)
 
+        # One inverse for each component, by Python's integers.
         roots = []
         for value, prime in zip(tree[-1][:, 0], self.moduli, strict=True):
             roots.append(pow(int(value), -1, int(prime)))
@@ -141,6 +145,7 @@ class Residues:
         With g = 1 for all, exp(1) would be 4, and a proof would hold for this one base alone. g is a number modulo the
         prime of the component below, in which x is known.
         """
+        # The lowest prime has none below it, and no exp: there anything will do.
         below = np.concatenate([self.moduli[: self.points], self.moduli[: -self.points]])
         return 1 + self.salt("exp") % (below - np.uint64(1))
 
@@ -149,6 +154,7 @@ class Residues:
         points = self.points
         p = self.primes_of(x)
         generators = self._generators.reshape(p.shape)[points:]
+        # [components but those of the highest prime, ...]: residues of a prime say what the next one's are.
         exponents = x[:-points] * generators % p[:-points]
         # The level in the whole tower of each component but the first.
         first = LEVELS - self.levels + 1
@@ -163,12 +169,14 @@ class Residues:
 
     def log(self, x: np.ndarray) -> np.ndarray:
         """log, one prime lower: the components of the highest prime have no meaning, and are random."""
+        # Random at first; all components but the highest are filled below.
         logs = self.hash("log", x)
         generators = self._generators[self.points :].tolist()
         for component, generator in enumerate(generators):
             level = LEVELS - self.levels + component // self.points
             prime = PRIMES[level]
             scale = pow(generator, -1, prime)
+            # exp(y) = 4**(g y) modulo the next prime, so y is the exponent over g.
             values = x[component + self.points].reshape(-1).tolist()
             row = [find_logarithm(level, value) * scale % prime for value in values]
             logs[component] = np.reshape(np.array(row, np.uint64), logs[component].shape)

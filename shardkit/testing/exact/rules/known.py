@@ -68,6 +68,7 @@ def compute_known(equation: Any, operands: Sequence[Known], rank: int, draw: int
         words = apply_random(equation, operands, draw)
         if words is not None:
             return [words]
+    # None where numpy and jax may round otherwise, as in exp.
     result = _compute_by_numpy(equation, operands, rank)
     if result is not None:
         return [result]
@@ -89,6 +90,7 @@ def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Kn
     if name in _ELEMENTWISE:
         function = _ELEMENTWISE[name]
         return np.asarray(function(*_align(operands, rank)), known_dtype(result.dtype))
+    # Integers are divided by jax, which rounds to zero where numpy rounds down.
     if name == "div" and jnp.issubdtype(result.dtype, jnp.floating):
         return np.asarray(np.divide(*_align(operands, rank)), known_dtype(result.dtype))
     if name in _REDUCTIONS and not is_key(result):
@@ -100,6 +102,7 @@ def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Kn
         return MOVES_OF_ONE[name](operands[0], rank, equation)
     if name == "iota" and not operands:
         return _count_along(result.shape, params["dimension"], known_dtype(result.dtype), rank)
+    # A cast to bfloat16 keeps float32: rounding is not modelled.
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
         return operands[0].astype(known_dtype(result.dtype))
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
@@ -118,6 +121,7 @@ def _count_along(shape: Sequence[int], dim: int, dtype: Any, rank: int) -> np.nd
     """An iota: 0, 1, ... along a dim."""
     sizes = [1] * len(shape)
     sizes[dim] = shape[dim]
+    # The same on all devices: size 1 along every mesh dim.
     counts = np.arange(shape[dim], dtype=dtype).reshape(sizes)
     return np.broadcast_to(counts, shape)[(None,) * rank]
 

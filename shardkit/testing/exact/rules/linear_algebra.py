@@ -70,6 +70,7 @@ def solve_triangular(scope: Scope, equation: Any, a: Operand, b: Operand) -> Exa
     if transposed:
         a = transpose(a)
         lower = not lower
+    # With random roots on its diagonal, where a is a factor of Cholesky's.
     x = substitute(field, a, b, lower, params["unit_diagonal"])
     if field.grams and not params["unit_diagonal"]:
         x = complete_solution(field, a, b, x, lower)
@@ -108,6 +109,7 @@ def factor_cholesky(scope: Scope, equation: Any, a: Exact) -> Exact:
     field = scope.field
     field.uninterpreted.add("cholesky")
     a = _mirror_triangle(to_number(field, a), lower=True)
+    # From here on the product of the factor with its transpose is a, in every place that computes it.
     factor = factor_positive(field, a)
     keep_product(field, transpose(factor), a)
     return factor
@@ -173,6 +175,7 @@ def factor_symmetric(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     triangle = "L" if lower else "U"
     a = _mirror_triangle(to_number(field, a), lower)
     values, vectors = apply_real_function(partial(np.linalg.eigh, UPLO=triangle), a, [(n,), (n, n)])
+    # Both triangles are equal now: one of them says all.
     word = hash_elements(field, "eigh", take_triangle(a.number))
     # As many eigenvalues as the rank lacks are zero: those that are the smallest in real numbers.
     nearest_to_zero = np.argsort(np.abs(values[0]), -1, kind="stable")

@@ -58,6 +58,7 @@ def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:
     if equation.params.get("rounding_method") == lax.RoundingMethod.AWAY_FROM_ZERO:
         function = _round_away
     integers = _round_real(scope, x, name, function)
+    # It counts as an input: it is another constant in another draw.
     constant = replace(field.lift(integers).with_sign(0), degree=INPUT)  # its sign is that of this draw
     return where((x.poison > 0) | x.is_truly_infinite, x, constant)
 
@@ -75,6 +76,7 @@ def _round_real(scope: Scope, x: Exact, name: str, function: Callable[..., Any])
     find_keys(field, x)  # refuses values beyond floats
     real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
     nearest = np.rint(real)
+    # 2.9999999 is 3 if the number is: (x / 3) * 3 of an x that was drawn as 3. Else it is 2.
     is_near = np.abs(real - nearest) < _NEAR * np.maximum(np.abs(real), 1)
     is_whole = is_near & find_equal(field, x, field.lift(nearest))
     return np.where(is_whole, nearest, function(real))

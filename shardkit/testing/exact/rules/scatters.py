@@ -49,9 +49,11 @@ class _Writing(NamedTuple):
     def write(self, old: np.ndarray, new: np.ndarray, adds: bool) -> np.ndarray:
         """The parts [components, ...] of an operand with those of the updates written in, or added."""
         old, new = self._by_device(old), self._by_device(new)
+        # One element behind the operand takes what is out of bounds, and is dropped.
         result = np.concatenate([old, np.zeros((*old.shape[:2], 1), old.dtype)], -1)
         rows = np.broadcast_to(np.arange(len(self.places))[:, None], self.places.shape)
         if adds:
+            # Places may repeat: add.at adds all of them, where an assignment would keep one.
             np.add.at(result, (slice(None), rows, self.places), new)  # type: ignore[arg-type]
         else:
             result[:, rows, self.places] = new
@@ -74,8 +76,10 @@ def scatter(scope: Scope, equation: Any, operand: Operand, indices: Known, updat
     adds = equation.primitive.name in ("scatter-add", "scatter_add")
     number = writing.write(operand.number, updates.number, adds)
     real = writing.write(operand.real, updates.real, adds)
+    # Facts of an element that is written are those of its update; of sums they are joined below.
     facts = writing.write(operand.facts, updates.facts, False)
     if adds:
+        # Which updates reach an element is not looked at: a sign holds where all numbers have it.
         facts[SIGN] = (operand.sign == 1).all() and (updates.sign == 1).all()
         infinite = writing.write(_as_counts(operand.infinite), _as_counts(updates.infinite), True)
         facts[INFINITE] = np.sign(infinite[0])

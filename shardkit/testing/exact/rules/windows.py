@@ -127,12 +127,15 @@ def convolve(scope: Scope, equation: Any, x: Operand, kernel: Operand) -> Exact:
     groups = example_groups * feature_groups
     contracted = channels * reads_of_window
 
+    # [*mesh, all examples, all channels, windows, elements of one]
     reads = _read_windows(field, _flatten(x, rank + 2), places, 0.0)
     reads = _reshape(reads, rank, (example_groups, examples, feature_groups, channels, windows, reads_of_window))
+    # Groups first, then examples and windows, then what a product sums over: channels and elements.
     reads = _transpose(reads, rank, (0, 2, 1, 4, 3, 5))
     reads = _reshape(reads, rank, (groups, examples * windows, contracted))
     weights = _reshape(kernel, rank, (groups, features // groups, contracted))
     product = matmul(field, reads, _transpose(weights, rank, (0, 2, 1)))
+    # Back: [examples, groups, features of one, windows] is [examples, features, *windows].
     product = _reshape(product, rank, (groups, examples, windows, features // groups))
     product = _reshape(_transpose(product, rank, (1, 0, 3, 2)), rank, result_shape)
     return _transpose(product, rank, np.argsort(numbers.out_spec).tolist())
@@ -206,6 +209,7 @@ def _read_keys(scope: Scope, x: Operand, places: np.ndarray, filling: float) -> 
         keys = find_keys(scope.field, x)
     else:
         keys = np.asarray(x, np.float64)
+    # [*mesh, elements], with the key of the padding behind them.
     keys = keys.reshape(*keys.shape[: scope.rank], -1)
     last = np.full((*keys.shape[:-1], 1), filling)
     return np.concatenate([keys, last], -1)[..., places]
@@ -239,6 +243,7 @@ def reduce_windows(scope: Scope, equation: Any, *operands: Operand) -> Exact:
     keys = find_keys(field, extremes)
     key_of_first = find_keys(field, first)
     stays = keys >= key_of_first if name == "max" else keys <= key_of_first
+    # jax pads with the number it begins with; a window may be padding alone.
     mask = scope.decide(equation, stays, extremes, first)
     return where(mask | np.isnan(keys), extremes, first)
 
@@ -271,6 +276,7 @@ def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand
     windows = windows[:, :size]  # but for the padding
     none = np.full((*extremes.shape[:-1], 1), size)
     extremes = np.concatenate([extremes, none], -1)
+    # [*mesh, j, element]: whether the element is the extreme of the window in which it is the j-th.
     is_extreme = extremes[..., windows] == np.arange(size)
     gives = _append(field, _flatten(scope.lift_one(source), scope.rank), 0.0)
     terms = _take_on_devices(scope, gives, np.where(is_extreme, windows, no_window))
@@ -300,6 +306,7 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
     best = keys[..., 0]
     for j in range(1, keys.shape[-1]):
         key = keys[..., j]
+        # Of equal keys the first stays.
         stays = best >= key if largest else best <= key
         chosen = np.where(stays, chosen, j)
         best = np.where(stays, best, key)
