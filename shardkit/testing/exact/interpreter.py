@@ -127,6 +127,7 @@ class Interpreter:
     def _apply(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """What an equation does: nothing, a collective, arithmetic, or a program of its own."""
         name = equation.primitive.name
+        # Casts of varying types change no number; collectives are registered by their kind.
         row = registered(name)
         if name == ASSUMED:
             return [self._check_replicated(equation, operands[0])]
@@ -218,6 +219,7 @@ class Interpreter:
         """The results, of which the known ones are marked where they follow from floats."""
         if not self._follows_floats(equation, operands):
             return results
+        # Only known arrays are marked: what is in the field is compared by its keys.
         marks = self.field.marks
         following = [x for x in operands if marks.follows_floats(x)]
         natural = equation.primitive.name in _NATURAL and self._are_natural(operands)
@@ -259,6 +261,7 @@ class Interpreter:
 
     def _cut(self, x: Operand, spec: PartitionSpec, sizes: dict[str, int]) -> Operand:
         """An array as the pieces of all devices: with a dim in front for each axis, of size 1 where all have it."""
+        # x [8, 3] under P("data") on data=2, model=2 becomes [2, 1] + [4, 3].
         split_axes = all_axes(spec)
         front = [n if name in split_axes else 1 for name, n in sizes.items()]
 
@@ -314,6 +317,7 @@ class Interpreter:
 
     def _run_scan(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """A scan, round by round."""
+        # Constants, what is carried from round to round, and arrays of which each round gets a row.
         consts, carry, scanned = scan_operands(equation, operands)
         # Unrolled: the length is known, and each round has other numbers.
         rounds = range(equation.params["length"])
@@ -385,6 +389,7 @@ class Interpreter:
         if len(taken) > 1:
             self._refuse_waiting(equation, which, branches)
         results = self.run(branches[taken[0]], inputs)
+        # Devices that take other branches get their results, one branch after the other.
         for number in taken[1:]:
             others = self.run(branches[number], inputs)
             results = self._choose_on_devices(equation, which == number, others, results)

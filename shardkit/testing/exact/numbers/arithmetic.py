@@ -38,6 +38,7 @@ def add(field: Field, x: Exact, y: Exact) -> Exact:
         factor = np.broadcast_to(factor, number.shape)
     # Of two numbers that are not negative the sum is not; of one of each sign nothing is known.
     sign = np.where(x.sign == y.sign, x.sign, 0)
+    # inf - inf is NaN, 1e30 + 1 stays HUGE: what floats would make of them.
     infinite, poison = add_infinities(field, x, y)
     used = np.maximum(x.used, y.used)
     facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
@@ -148,6 +149,7 @@ def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) ->
     is_positive = (x.sign == 1).all(tuple(dims), keepdims=keep)
     is_negative = (x.sign == -1).all(tuple(dims), keepdims=keep)
     sign = np.where(is_positive, 1, np.where(is_negative, -1, 0))
+    # [...] without the dims, or with size 1 in their place.
     infinite, poison = sum_infinities(field, x, dims, keep)
     used = x.used.max(dims_of_parts, keepdims=keep, initial=0)
     facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)

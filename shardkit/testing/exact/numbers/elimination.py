@@ -34,6 +34,7 @@ def substitute(field: Field, a: Exact, b: Exact, lower: bool, unit: bool) -> Exa
     n = a.shape[-1]
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     b = broadcast_matrices(b, lead)
+    # An empty system: b has no rows either.
     if not n:
         return b
     # All inverses of the diagonal at once, which is the price of one.
@@ -49,6 +50,7 @@ def substitute(field: Field, a: Exact, b: Exact, lower: bool, unit: bool) -> Exa
             ready = slice(0, i) if lower else slice(i + 1, n)
             coefficients = take_block(a, slice(i, i + 1), ready)
             row = subtract(field, row, matmul(field, coefficients, _stack_rows(rows)))
+        # Over the diagonal, by its inverse: [..., 1, 1] times [..., 1, k].
         if inverses is not None:
             row = multiply(field, row, take_block(inverses, slice(i, i + 1), slice(None)))
         rows[i] = row
@@ -72,6 +74,7 @@ def eliminate(field: Field, a: Exact) -> tuple[Exact, np.ndarray, np.ndarray]:
     lead = a.shape[:-2]
     # x becomes U on and above the diagonal, and L below it, one column in each step.
     steps = min(m, n)
+    # LAPACK reports both: which row each step swapped, and where all rows ended.
     swaps = np.zeros((*lead, steps), np.int32)
     order = np.broadcast_to(np.arange(m, dtype=np.int32), (*lead, m)).copy()
     x = a
@@ -127,6 +130,7 @@ def factor_positive(field: Field, a: Exact) -> Exact:
         return a
     x = a
     pivots = []
+    # [...], one for each matrix: what is singular is outside of the domain, as sqrt(-1) is.
     singular = np.zeros(a.shape[:-2], bool)
     for k in range(n):
         pivot = take_block(x, slice(k, k + 1), slice(k, k + 1))
@@ -145,6 +149,7 @@ def factor_positive(field: Field, a: Exact) -> Exact:
     # [..., 1, n]: column j of U is multiplied by the root of pivot j.
     diagonal = join_exact(pivots, len(x.shape) - 1, new=False)
     x = multiply(field, x, square_root(field, diagonal))
+    # In an order only a pivot of zero is singular: no sign is drawn there.
     poison = np.maximum(np.where(singular, OUTSIDE, 0), find_poison(field, a))
     degree = degree_over_determinants(field, a, n, n).times(a.degree.to_the(n)).times(INPUT)
     facts = x.facts.copy()
@@ -174,6 +179,7 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
         # p * p is added so that the difference of unsigned words is not negative.
         less = (x + p * p - factors * row % p) % p
         x = np.where(is_free & (pivot != 0), less, x)
+    # [components, ...]; by chance a component may have a lower rank, and none a higher one.
     ranks = (~is_free).sum((-2, -1))
     valid = field.valid(a.used[0].max((-2, -1), initial=0))
     return np.asarray(np.where(valid, ranks, 0).max(0))

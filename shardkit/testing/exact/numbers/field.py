@@ -183,6 +183,7 @@ class Field:
         """
         if not x.special:
             return x
+        # Infinity by the code of `Exact.infinite`: TRULY or -TRULY. HUGE is a number, and stays as it is.
         number = x.number
         real = x.real
         for value in (math.inf, -math.inf):
@@ -196,6 +197,7 @@ class Field:
         number = np.where(no_number, np.uint64(0), number)
         real = np.where(no_number, math.nan, real)
 
+        # The facts of what is special: its own sign, no prime used up, and no logarithm.
         special = no_number | x.is_truly_infinite
         factor = x.factor
         if factor is not None:
@@ -213,6 +215,7 @@ class Field:
         x = np.asarray(x)
         if x.size > _MOST_KEPT:
             return self._lift(x)
+        # A mask of a step is lifted hundreds of times: small constants are kept.
         key = (x.tobytes(), str(x.dtype), x.shape)
         if key not in self._lifted:
             self._lifted[key] = self._lift(x)
@@ -262,6 +265,7 @@ class Field:
             return np.zeros_like(moduli), math.nan
         if np.isinf(np.asarray(value, np.float64)):
             return self.residues.infinity(float(value) < 0), float(value)
+        # n / d is n times the inverse of d, modulo each prime.
         if jnp.issubdtype(dtype, jnp.floating):
             ratio = simplest(float(value), dtype)
         else:
@@ -277,6 +281,8 @@ class Field:
         """The degree of the inverses of so many elements of a degree: they count as a division of their own."""
         if not degree.total:
             return CONSTANT
+        # All elements of one array count as one division: a term of a result has at most one of their inverses for each
+        # time that it was multiplied by it, and the weight is the degree of the product of all divisors.
         self._divisions += 1
         return Degree(1, {**degree.inverses, self._divisions: (1, degree.total * elements)})
 

@@ -68,6 +68,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     for x in arguments[1:]:
         used = np.maximum(used, x.used[0])
         poison = np.maximum(poison, x.poison)
+    # A gradient through tanh of a padded row must vanish: what is known at zero is kept.
     if name in _ZERO_AT_ZERO:
         number = np.where(field.is_zero(arguments[0]), np.uint64(0), number)
     if name in _ONE_AT_ZERO:
@@ -84,6 +85,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
     real = np.asarray(function(*reals))
     if field.order is None:
+        # arcsin(2) is outside of the domain in this draw. What is NaN because an argument is has its poison from there.
         is_defined = np.isfinite(sum(x.real for x in arguments))[0]
         poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
     facts = build_facts(shape, sign, 0, used, poison=poison)
@@ -98,6 +100,7 @@ def _take_limits(field: Field, x: Exact, arguments: Sequence[Exact]) -> Exact:
     is_infinite = np.zeros(x.shape, bool)
     for argument in arguments:
         is_infinite = is_infinite | argument.is_truly_infinite
+    # Only limits that floats know: NaN of sin(inf) becomes poison, 1 of tanh(inf) a constant.
     limit = field.lift(np.where(is_infinite, x.real[0], 0.0))
     return where(is_infinite & (x.poison == 0), limit, x)
 

@@ -68,6 +68,7 @@ def keep_product(field: Field, a: Exact, squares: Exact) -> None:
     m, n = a.shape[-2:]
     for place in np.ndindex(*a.shape[:-2]):
         matrix = (slice(None), *place)
+        # By place, because the matrices of a batch are kept one by one, and a NaN says nothing.
         if not a.poison[place].any():
             field.grams[m, n, masked[matrix].tobytes()] = squares.number[matrix], squares.degree
 
@@ -102,6 +103,7 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
         squares.number[(slice(None), *place)] = number
         degree = degree.plus(degree_of_factor)
     solution = solve(field, replace(squares, degree=degree), b)
+    # y^T y = b^T A^-1 b, as a log-likelihood has it.
     keep_product(field, x, matmul(field, transpose(to_number(field, b)), solution))
     _keep_halves(field, factors, halves, solution)
     return x

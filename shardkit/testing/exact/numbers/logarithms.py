@@ -61,6 +61,7 @@ def exp(field: Field, x: Exact) -> Exact:
 def log(field: Field, x: Exact) -> Exact:
     """log, kept as what it is of; that of zero is minus infinity."""
     x = to_number(field, x)
+    # Where x is zero the logarithm is -inf, and where it is known to be negative NaN.
     zero = field.is_zero(x)
     is_negative = ~zero & ((x.sign < 0) & (x.infinite == 0) | (x.infinite < 0))
     poison = np.maximum(x.poison, np.where(is_negative, NOT_A_NUMBER, 0))
@@ -96,6 +97,7 @@ def to_number(field: Field, x: Exact) -> Exact:
 
 def multiply_logarithm(field: Field, x: Exact, y: Exact) -> Exact | None:
     """A logarithm x times a small whole number or a mask y, which stays one; None for other products."""
+    # A sum of n equal logarithms, or a mean over examples with a mask: these keep the logarithm.
     multiple = find_whole_number(field, y)
     if multiple is None and not _is_mask(y):
         return None

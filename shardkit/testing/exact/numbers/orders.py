@@ -141,7 +141,7 @@ def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
     What is no number equals what is none; nothing is said where one is outside of a function's domain.
     """
     if not field.logs and (x.factor is not None or y.factor is not None):
-        # Without one logarithm that became a number, exp gives back what they are of, with its sign.
+        # As long as no logarithm became a number, exp gives back what they are of, with its sign.
         take_exp = exp
         if x.special or y.special:
             take_exp = exp_keeping_infinity

@@ -82,6 +82,7 @@ class Residues:
         """x**n for n of at least 0, by repeated squares."""
         p = self.primes_of(x)
         result = np.ones_like(x)
+        # 13 is 1101 in binary: x, x**3, x**6, x**13.
         for bit in bin(n)[2:]:
             result = result * result % p
             if bit == "1":
@@ -130,6 +131,7 @@ class Residues:
         total: Any = np.uint64(0)
         for start in range(0, max(x.shape[-1], 1), _MOST_PRODUCTS):
             left = x[..., start : start + _MOST_PRODUCTS]
+            # At most 2**15 products of 32 bits and 16: their sum is below 2**63.
             right = y[..., start : start + _MOST_PRODUCTS, :]
             high = np.matmul(left, right >> half) % p
             low = np.matmul(left, right & low_bits)
@@ -161,6 +163,7 @@ class Residues:
         levels = np.repeat(np.arange(first, LEVELS), points).reshape(-1, *[1] * (x.ndim - 1))
         byte = np.uint64(0xFF)
         result = np.ones(x.shape, np.uint64)
+        # 4**e from the four bytes of e, a product of four entries of the table.
         for number in range(4):
             digits = (exponents >> np.uint64(8 * number)) & byte
             powers = power_table()[levels, number, digits.astype(np.int64)]
@@ -175,6 +178,7 @@ class Residues:
         for component, generator in enumerate(generators):
             level = LEVELS - self.levels + component // self.points
             prime = PRIMES[level]
+            # The logarithms of one component, by baby and giant steps, element by element.
             scale = pow(generator, -1, prime)
             # exp(y) = 4**(g y) modulo the next prime, so y is the exponent over g.
             values = x[component + self.points].reshape(-1).tolist()

@@ -143,6 +143,7 @@ class Exact:
         """bool [...], whether it is infinity itself, of both signs."""
         return np.abs(self.facts[INFINITE]) == TRULY
 
+    # exp(x) of an input has used one prime, exp(exp(x)) two.
     @property
     def used(self) -> np.ndarray:
         """int8 [2, ...], the used primes of number and factor."""

@@ -38,6 +38,7 @@ def bind_primitive(
             value = None
         params[name] = value
 
+    # The equation on one device, of arrays without dims of a mesh.
     def bind_one(*xs: Any) -> list[Any]:
         typed = []
         for variable, x in zip(equation.invars, xs, strict=True):

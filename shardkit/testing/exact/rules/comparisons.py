@@ -46,6 +46,7 @@ def compare_totally(scope: Scope, equation: Any, x: Operand, y: Operand) -> Know
     """lt_to and le_to of searchsorted: a total order, NaN last."""
     x, y = scope.lift(x, y)
     x_keys = put_nan_last(find_keys(scope.field, x))
+    # searchsorted compares so, because a NaN that is neither smaller nor larger has no place in a sorted array.
     y_keys = put_nan_last(find_keys(scope.field, y))
     truth = _COMPARE[equation.primitive.name.removesuffix("_to")](x_keys, y_keys)
     return scope.decide(equation, truth, x, y)
@@ -99,6 +100,7 @@ def absolute(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def find_sign(scope: Scope, equation: Any, x: Exact) -> Exact:
     """sign, by the order, which has a place for every number."""
+    # 1, 0 or -1 in this draw: a constant, which hangs on x as a comparison does.
     keys = find_keys(scope.field, x)
     scope.decide(equation, keys > 0, x, scope.constant(0, like=x))
     return scope.field.lift(np.sign(keys).astype(np.float32))

@@ -71,6 +71,7 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
     """
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (x_contracted, w_contracted), (x_batch, w_batch) = numbers.dot_dimension_numbers
+    # jax.lax.ragged_dot has none; ragged_dot_general may.
     if x_batch or w_batch:
         raise UnsupportedError("ragged_dot_general with batch dims")
     sizes = require_known(sizes, "ragged_dot_general")
@@ -93,6 +94,7 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
         products.append(_contract(scope, rows, matrix, dimension_numbers))
     if not numbers.rhs_group_dimensions:
         return join_operands(field, products, scope.rank, new=True)
+    # Rows of other groups are zero in each product: the sum has every row once.
     total = products[0]
     for product in products[1:]:
         total = add(field, total, product)

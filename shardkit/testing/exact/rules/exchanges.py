@@ -80,6 +80,7 @@ class Devices:
     def number(self, axes: Sequence[str]) -> Known:
         """An axis_index: the number of each device along some axes, the major one first."""
         result = np.zeros((1,) * len(self.axes), np.int32)
+        # Of data=2, model=3: index("data") is [[0], [1]], and of both it is [[0, 1, 2], [3, 4, 5]].
         for axis in axes:
             size = self.axes[axis]
             shape = [size if name == axis else 1 for name in self.axes]
@@ -192,6 +193,7 @@ class Devices:
         def move(part: np.ndarray, lead: int) -> np.ndarray:
             first = lead - len(self.axes)
             part, restore = self._merge_devices(part, first, dims)
+            # One row of zeros behind the devices, for those to which nobody sends.
             part = np.concatenate([part, np.zeros_like(part[:1])])
             return restore(part[senders])
 

@@ -62,6 +62,7 @@ def to_known(x: Any) -> Known:
 def compute_known(equation: Any, operands: Sequence[Known], rank: int, draw: int = 0) -> list[Known]:
     """The results of an equation whose operands are all known, for every device, in a draw of that seed."""
     name = equation.primitive.name
+    # A plain select is numpy's where; one of many cases takes its elements by places.
     if name in MOVED_OPERANDS and not _is_plain_select(equation, operands):
         return move_known(equation, operands, rank)
     if name.startswith("random_"):
@@ -105,6 +106,7 @@ def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Kn
     # A cast to bfloat16 keeps float32: rounding is not modelled.
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
         return operands[0].astype(known_dtype(result.dtype))
+    # Bits of the same width: float32 and int32.
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
         return np.ascontiguousarray(operands[0]).view(result.dtype)
     if name == "select_n":

@@ -131,8 +131,10 @@ def factor_qr(scope: Scope, equation: Any, a: Exact) -> list[Any]:
 
     # R^T R = A^T A of the first columns gives R but for the signs of its rows, and Q = A R^-1.
     left = take_block(a, slice(None), slice(0, m))
+    # Left has as many columns as rows at most; of stacked factors the product is the sum of what is kept.
     squares = multiply_with_itself(field, left)
     factor = factor_positive(field, squares)
+    # Q is the transposed solution of R^T Q^T = A^T.
     upper = transpose(factor)
     q = transpose(substitute(field, factor, transpose(left), lower=True, unit=False))
     is_positive = _find_signs(scope, equation, left, np.diagonal(real_r, axis1=-2, axis2=-1))
@@ -197,6 +199,7 @@ def factor_singular(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     field = scope.field
     field.uninterpreted.add("svd")
     a = to_number(field, a)
+    # U [m, m] and V^T [n, n], or [m, least] and [least, n].
     full = params["full_matrices"] and params["compute_uv"]
     left = (m, m if full else least)
     right = (n if full else least, n)

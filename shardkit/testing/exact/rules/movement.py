@@ -118,6 +118,7 @@ def move_known(equation: Any, operands: Sequence[Known], rank: int) -> list[Know
     for i in data:
         shape = operands[i].shape[rank:]
         rows.append(np.broadcast_to(operands[i], lead + shape).reshape(*lead, -1))
+    # NaN in an array of booleans is True, and in one of integers it is replaced by `_fill_value`.
     rows.append(np.full((*lead, 1), _fill_value(equation), rows[0].dtype))
     source = np.concatenate(rows, -1)[None]
     return [take_elements(source, places, rank)[0] for places in _find_places(equation, operands, data, rank)]
@@ -174,6 +175,7 @@ def _find_places(equation: Any, operands: Sequence[Any], data: Sequence[int], ra
     """
     # A pad of x [3] with one filling: places of x are [0, 1, 2], that of the filling is 3.
     start: int = 0
+    # Operands that are indices stay as they are; those that are moved become places.
     places = list(operands)
     for number in data:
         shape = operands[number].shape[rank:]
@@ -210,6 +212,7 @@ def _find_padded_places(x: np.ndarray, filling: np.ndarray, config: Any, rank: i
         # n elements with `between` zeros after each but the last.
         size = low + high + max(n + (n - 1) * between, 0)
         step = between + 1
+        # The first element at 0 or behind: the smallest i with low + i step >= 0.
         first = -(low // step) if low < 0 else 0  # of the elements that are kept
         last = min(n, (size - 1 - low) // step + 1)
         count = max(last - first, 0)

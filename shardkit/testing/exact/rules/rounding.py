@@ -35,6 +35,7 @@ def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
     new_dtype = equation.params["new_dtype"]
     if np.dtype(new_dtype).kind == "b":
         return scope.decide(equation, find_keys(scope.field, x) != 0, x, scope.constant(0, like=x))
+    # A cast among floats, or of integers that are in the field (as bits), keeps the numbers.
     is_float = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)
     if not is_float or not jnp.issubdtype(new_dtype, jnp.integer):
         return x
@@ -42,6 +43,7 @@ def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
     x = to_number(field, x)
     if x.degree.total and field.order is not None:
         return _truncate_in_an_order(scope, x)
+    # Known from here on, and marked: which integer it is follows from the draw.
     integers = _round_real(scope, x, "to an integer", np.trunc)
     return field.marks.add(integers.astype(new_dtype))
 

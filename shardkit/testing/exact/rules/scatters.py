@@ -96,6 +96,7 @@ def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, u
     shape = operand.shape[rank:]
     size = math.prod(shape)
     # The window of one update has size 1 along the dims that the updates do not have.
+    # `x.at[i].set(row)` of x [5, 3]: the index dim 0 is inserted, so the window is [1, 3].
     missing_dims = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     update_shape = equation.invars[2].aval.shape
     window_sizes = [update_shape[dim] for dim in numbers.update_window_dims]
@@ -118,6 +119,7 @@ def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, u
         starts = jnp.asarray(indices_of_device)
         return lax.gather(elements, starts, gather_numbers, tuple(sizes), mode=mode, fill_value=size)
 
+    # Where one of the three differs between devices, all get a row for each device.
     lead = np.broadcast_shapes(*(x.shape[:rank] for x in (operand, indices, updates)))
     devices = math.prod(lead)
     index_shape = indices.shape[rank:]
@@ -138,6 +140,7 @@ def _add_specials(scope: Scope, writing: _Writing, operand: Exact, updates: Exac
         """Whether one term of a sum has it."""
         return np.asarray(writing.write(_as_counts(old), _as_counts(new), True)[0] > 0)
 
+    # A sum has infinity where one of its terms has, and NaN where terms have infinity of both signs.
     plus = is_met(operand.infinite == TRULY, updates.infinite == TRULY)
     minus = is_met(operand.infinite == -TRULY, updates.infinite == -TRULY)
     poison = np.where(plus & minus, scope.field.undefined, 0)

@@ -18,6 +18,7 @@ from shardkit.testing.exact.rules.scope import Scope
 def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
     """sort of several arrays by the first of them, by the order of the field where these are in it."""
     dim = scope.rank + equation.params["dimension"]
+    # argsort sorts the keys and, beside them, the places 0, 1, 2, ...
     sorted_by = operands[: equation.params["num_keys"]]
     # What all devices have alike is sorted by keys that differ between them.
     shape = np.broadcast_shapes(*(x.shape for x in operands))

@@ -58,6 +58,7 @@ def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
     places = np.zeros((1, 1), np.int64)
     is_inside = np.ones((1, 1), bool)
     for dim in dims:
+        # Positions count from the first element, in steps of one; elements stand `spread` apart.
         starts = np.arange(dim.windows)[:, None] * dim.stride - dim.padding[0]
         offsets = np.arange(dim.reads) * dim.step
         place, between = np.divmod(starts + offsets, dim.spread)
@@ -265,11 +266,14 @@ def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand
     which it is the j-th element and the extreme, or nothing.
     """
     field = scope.field
+    # The first operand has a value for each window, the second one is the array that was pooled.
     of_windows, array = equation.invars
     places = _find_pooled_places(equation, array, of_windows)
     extremes = _find_first_extremes(scope, equation, x, places)
     size = math.prod(array.aval.shape)
     no_window = len(places)
+    # An array of 4, windows of 2 with stride 1: places [[0, 1], [1, 2], [2, 3]]. Element 1 is the 0-th of window 1 and
+    # the 1st of window 0: windows is [[0, 1, 2, none], [none, 0, 1, 2]].
     windows = np.full((places.shape[1], size + 1), no_window)  # [j, element]
     for j, places_of_j in enumerate(places.T):
         windows[j, places_of_j] = np.arange(no_window)
@@ -327,6 +331,7 @@ def cumulate_logs(scope: Scope, equation: Any, x: Exact) -> Exact:
     field = scope.field
     dim = 1 + scope.rank + equation.params["axis"]
     size = x.shape[dim - 1]
+    # Window i reads elements 0 to i, and padding before them; a reverse one i to the end.
     padding = (size - 1, 0)
     if equation.params["reverse"]:
         padding = (0, size)
