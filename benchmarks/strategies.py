@@ -24,15 +24,15 @@ from benchmarks.start import start
 from shardkit import bench
 from shardkit.bench.strategies import (
     MICROBATCHES,
-    Cases,
+    CaseBuilder,
     Loss,
     PlanCase,
+    apply_optimizer,
     has_stages,
-    held,
+    list_plans,
     mean,
+    placed_arguments,
     text,
-    updated,
-    ways,
 )
 from shardkit.layers.attention import dot_attention
 from shardkit.models import transformer
@@ -42,9 +42,9 @@ from shardkit.plans.splits import map_layouts
 
 def beside(work: bench.Workload, mesh: Mesh) -> dict[str, Callable[[], bench.Case]]:
     """The further cases that fit the mesh, by name."""
-    cases = Cases(work, mesh)
+    cases = CaseBuilder(work, mesh)
     found: dict[str, Callable[[], bench.Case]] = {}
-    for way in ways(mesh.shape, work):
+    for way in list_plans(mesh.shape, work):
         if way.manual is None:
             found[f"jit, constraints: {way.held}"] = partial(by_constraints, cases, way)
     for plan_of in (sk.dp, sk.fsdp):
@@ -55,7 +55,7 @@ def beside(work: bench.Workload, mesh: Mesh) -> dict[str, Callable[[], bench.Cas
     return found
 
 
-def by_constraints(cases: Cases, way: PlanCase) -> bench.Case:
+def by_constraints(cases: CaseBuilder, way: PlanCase) -> bench.Case:
     """jit's step of a loss with constraints: the reference transformer's, or any other's on its parameters."""
     config, mesh = cases.work.config, cases.mesh
     seen = map_layouts(lambda layout: layout.seen, way.plan.layouts(cases.work.params, mesh))
@@ -66,17 +66,17 @@ def by_constraints(cases: Cases, way: PlanCase) -> bench.Case:
     return cases.jit("jit, constraints", way, loss_fn)
 
 
-def tutorial(cases: Cases, name: str, plan_of: Callable[..., sk.Plan]) -> bench.Case:
+def tutorial(cases: CaseBuilder, name: str, plan_of: Callable[..., sk.Plan]) -> bench.Case:
     """A step in microbatches, as tutorials write it."""
-    carry, batch = held(cases.in_microbatches(name, plan_of))
-    how = cases.optimizer(), carry, batch, cases.mesh, cases.every, MICROBATCHES
+    carry, batch = placed_arguments(cases.in_microbatches(name, plan_of))
+    how = cases.optimizer(), carry, batch, cases.mesh, cases.axis_names, MICROBATCHES
     return in_microbatches(f"tutorial: {name}", cases.work.loss_fn, *how)
 
 
-def scan(cases: Cases) -> bench.Case:
+def scan(cases: CaseBuilder) -> bench.Case:
     """The pipeline, as tutorials write it."""
     assert cases.work.config is not None, "only the reference transformer has pieces"
-    carry, batch = held(cases.pipeline("GPipe"))
+    carry, batch = placed_arguments(cases.pipeline("GPipe"))
     how = cases.optimizer(), carry, batch, cases.mesh, "model", cases.microbatches
     return scan_gpipe("tutorial: GPipe scan", cases.work.config, *how)
 
@@ -170,7 +170,7 @@ def in_microbatches(
 
     def step(carry: Any, batch: Any) -> Any:
         loss, gradients = gradient(carry[0], batch)
-        return updated(optimizer, carry, gradients, loss)
+        return apply_optimizer(optimizer, carry, gradients, loss)
 
     return bench.Case(name, jitted(step, carry, mesh), carry, (batch,))
 
@@ -214,7 +214,7 @@ def scan_gpipe(
 
     def step(carry: Any, batch: Any) -> Any:
         loss, gradients = jax.value_and_grad(lambda params: nats(params, batch) / batch["tokens"].size)(carry[0])
-        return updated(optimizer, carry, gradients, loss)
+        return apply_optimizer(optimizer, carry, gradients, loss)
 
     return bench.Case(name, jitted(step, carry, mesh), carry, (batch,))
 

@@ -50,9 +50,9 @@ from shardkit.plans.splits import Split as Split
 from shardkit.strategies.pipeline import pipeline as pipeline
 from shardkit.on_device.pipelines import PipelineGradFn as PipelineGradFn
 from shardkit.on_device.pipelines import PipelineLoss as PipelineLoss
-from shardkit.pipelines.submeshes import submeshes as submeshes
-from shardkit.pipelines.submeshes import device_put_pipeline as device_put_pipeline
-from shardkit.pipelines.submeshes import device_put_value_and_grad as device_put_value_and_grad
+from shardkit.meshes.submeshes import submeshes as submeshes
+from shardkit.pipelines.device_put import device_put_pipeline as device_put_pipeline
+from shardkit.pipelines.device_put import device_put_value_and_grad as device_put_value_and_grad
 
 # layer by layer
 from shardkit.remat.layers import gathered as gathered

@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import planner, runtime
 from shardkit._arguments.typed import typed
-from shardkit.cli import train
 from shardkit.on_device.precision import precision_of
 from shardkit.runtime.cluster.config import DistributedConfig
-from support.refusals import type_error, value_error
+from support.refusals import type_error
 
 pytestmark = pytest.mark.check
 HERE = Path(__file__).parent
@@ -95,24 +94,3 @@ def test_what_means_nothing_is_refused(call, message, monkeypatch):
     with pytest.raises((TypeError, ValueError)) as error:
         call()
     assert re.fullmatch(message, str(error.value)), error.value
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"verify": -1}, "train: --verify must be at least 0; got -1. Pass 0 or more."),
-        ({"learning_rate": math.nan}, "train: --learning-rate must be above 0; got nan. Pass a positive number."),
-        ({"layers": 0}, "train: --layers must be at least 1; got 0. Pass 1 or more."),
-        ({"checkpoint_every": 0}, "train: --checkpoint-every must be at least 1; got 0. Pass 1 or more."),
-        ({"dim": -16}, "train: --dim must be at least 1; got -16. Pass 1 or more."),
-        ({"seed": -1}, "train: --seed must be at least 0; got -1. Pass 0 or more."),
-        ({"dropout": 1.0}, "train: --dropout must be below 1; got 1.0. Pass for example 0.1."),
-        (
-            {"json": HERE},
-            f"train: --json must be a file; got the directory {HERE}. Pass for example {HERE / 'run.json'}.",
-        ),
-    ],
-)
-def test_options_of_training_that_mean_nothing(options, message):
-    with value_error(message):
-        train.train(train.Options(**options))

@@ -69,39 +69,45 @@ def sweeps(
     axis: checks.Axis | None = None,
 ) -> list[Sweep]:
     """The tables of `comm`, with its arguments checked; nothing is compiled."""
-    axes = _axes(mesh, axis)
-    chosen = _operations(ops, tuple(kernels or ()))
+    axes = _choose_axes(mesh, axis)
+    operations_chosen = _choose_operations(ops, tuple(kernels or ()))
     _check_kinds(dtypes, redops)
-    own = {name: Way(kernel) for name, kernel in (kernels or {}).items()}
-    names = tuple(impls) if impls is not None else () if own else IMPLS
-    found, lacking = [], dict.fromkeys(names, "")
-    for operation, dtype in itertools.product(chosen, dtypes):
-        for redop in _redops(operation, redops, ops is not None):
+    user_ways = {name: Way(kernel) for name, kernel in (kernels or {}).items()}
+    names: tuple[str, ...] = IMPLS
+    if impls is not None:
+        names = tuple(impls)
+    elif user_ways:
+        names = ()
+    result = []
+    reasons: dict[str, str] = {}  # for each implementation, the first reason why an operation lacks it
+    for operation, dtype in itertools.product(operations_chosen, dtypes):
+        for redop in _choose_redops(operation, redops, ops is not None):
             ways: dict[str, Way] = {}
             for name in names:
-                why = _lacks(operation, name, redop, dtype, axes)
-                if why and impls is not None and ops is not None:
-                    raise ValueError(why)
-                lacking[name] = lacking[name] or why
-                if not why:
+                reason = _why_lacking(operation, name, redop, dtype, axes)
+                if not reason:
                     ways[name] = operation.ways[name]
-            if ways or own:
-                _check_signatures(own, operation, redop, axes)
-                counts = _counts(operation, mesh, axes, dtype, sizes)
-                found.append(Sweep(operation, ways | own, redop, dtype, counts, mesh, axes))
-    unused = [name for name in names if impls is not None and not any(name in each.ways for each in found)]
-    if unused:
-        raise ValueError(lacking[unused[0]])
-    return found
+                elif impls is not None and ops is not None:
+                    raise ValueError(reason)
+                else:
+                    reasons.setdefault(name, reason)
+            if ways or user_ways:
+                _check_signatures(user_ways, operation, redop, axes)
+                counts = _choose_counts(operation, mesh, axes, dtype, sizes)
+                result.append(Sweep(operation, ways | user_ways, redop, dtype, counts, mesh, axes))
+    for name in impls or ():
+        if not any(name in sweep.ways for sweep in result):
+            raise ValueError(reasons[name])
+    return result
 
 
-def _axes(mesh: Mesh, axis: checks.Axis | None) -> tuple[str, ...]:
+def _choose_axes(mesh: Mesh, axis: checks.Axis | None) -> tuple[str, ...]:
     axes = tuple(mesh.axis_names) if axis is None else checks.axis_names(WHERE, axis)
-    for each in axes:
-        if each not in mesh.shape:
+    for name in axes:
+        if name not in mesh.shape:
             raise ValueError(
-                f"{WHERE}: --axis must name axes of the mesh, {checks.quoted(mesh.shape)}; got {each!r}. Add it to "
-                f"the mesh, as in {each}=2, or name another."
+                f"{WHERE}: --axis must name axes of the mesh, {checks.quoted(mesh.shape)}; got {name!r}. Add it to "
+                f"the mesh, as in {name}=2, or name another."
             )
     return axes
 
@@ -113,26 +119,26 @@ def _check_kinds(dtypes: Sequence[str], redops: Sequence[str]) -> None:
             raise ValueError(f"{WHERE}: dtype 'float64' needs 64-bit jax, which is off. Set JAX_ENABLE_X64=1.")
     for redop in redops:
         checks.one_of(WHERE, "redop", redop, REDOPS)
-    whole = [dtype for dtype in dtypes if jnp.issubdtype(jnp.dtype(dtype), jnp.integer)]
-    if whole and "mean" in redops:
-        raise ValueError(f"{WHERE}: a mean needs a floating-point dtype; got {whole[0]}. Pass another --redop.")
+    for dtype in dtypes:
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.integer) and "mean" in redops:
+            raise ValueError(f"{WHERE}: a mean needs a floating-point dtype; got {dtype}. Pass another --redop.")
 
 
-def _check_signatures(own: Mapping[str, Way], operation: Operation, redop: str, axes: tuple[str, ...]) -> None:
+def _check_signatures(ways: Mapping[str, Way], operation: Operation, redop: str, axes: tuple[str, ...]) -> None:
     options = operation.arguments(redop, 2, 2)
-    for name, way in own.items():
+    for name, way in ways.items():
         signature = inspect.signature(way.kernel)
         try:
             signature.bind(None, axes, **options)
         except TypeError:
-            wanted = ", ".join(["x", "axis", *options])
+            arguments = ", ".join(["x", "axis", *options])
             raise ValueError(
-                f"{WHERE}: a kernel for {operation.name} must take ({wanted}); {name} takes {signature}. Write "
+                f"{WHERE}: a kernel for {operation.name} must take ({arguments}); {name} takes {signature}. Write "
                 "def kernel(x, axis, **options), and name the operation that it computes by --op."
             ) from None
 
 
-def _operations(ops: Sequence[str] | None, kernels: Sequence[str]) -> list[Operation]:
+def _choose_operations(ops: Sequence[str] | None, kernels: Sequence[str]) -> list[Operation]:
     if kernels and not ops:
         raise ValueError(
             f"{WHERE}: a kernel of your own must be compared with a reference, that of its operation; got "
@@ -141,11 +147,11 @@ def _operations(ops: Sequence[str] | None, kernels: Sequence[str]) -> list[Opera
     if ops is None:
         return list(OPERATIONS.values())
     try:
-        names = [checks.spelled(WHERE, "op", each, tuple(OPERATIONS), _OTHER_NAMES) for each in ops]
+        names = [checks.spelled(WHERE, "op", name, tuple(OPERATIONS), _OTHER_NAMES) for name in ops]
     except ValueError:
         if not kernels:
             raise
-        unknown = next(each for each in ops if each not in {*OPERATIONS, *_OTHER_NAMES})
+        unknown = next(name for name in ops if name not in {*OPERATIONS, *_OTHER_NAMES})
         raise ValueError(
             f"{WHERE}: a kernel must have a reference to be compared with; there is none for {unknown!r}, only for "
             f"{checks.quoted(OPERATIONS)}. Pass the operation that {kernels[0]} computes."
@@ -153,11 +159,11 @@ def _operations(ops: Sequence[str] | None, kernels: Sequence[str]) -> list[Opera
     return [OPERATIONS[name] for name in dict.fromkeys(names)]
 
 
-def _redops(operation: Operation, redops: Sequence[str], named: bool) -> list[str]:
+def _choose_redops(operation: Operation, redops: Sequence[str], is_named: bool) -> list[str]:
     if not operation.redops:
         return ["none"]
     for redop in redops:
-        if named and redop not in operation.redops:
+        if is_named and redop not in operation.redops:
             raise ValueError(
                 f"{WHERE}: --redop of {operation.name} must be {checks.either(operation.redops)}; got {redop}. Pass "
                 f"for example --redop {operation.redops[0]}, or another --op."
@@ -165,14 +171,18 @@ def _redops(operation: Operation, redops: Sequence[str], named: bool) -> list[st
     return [redop for redop in redops if redop in operation.redops]
 
 
-def _lacks(operation: Operation, name: str, redop: str, dtype: str, axes: tuple[str, ...]) -> str:
+def _why_lacking(operation: Operation, name: str, redop: str, dtype: str, axes: tuple[str, ...]) -> str:
     """Why an operation has no such implementation here, or nothing."""
     if name not in operation.ways:
-        everywhere = dict.fromkeys(way for each in OPERATIONS.values() for way in each.ways)
-        of, choices = (operation.name, operation.ways) if name in everywhere else ("an operation", everywhere)
+        subject = operation.name
+        choices = list(operation.ways)
+        all_names = _list_implementations()
+        if name not in all_names:
+            subject = "an operation"
+            choices = all_names
         return (
-            f"{WHERE}: --impl of {of} must be {checks.either(list(choices))}; got {name}. Pass for example --impl "
-            f"{next(iter(choices))}, or a kernel of your own, as in train.py:kernel."
+            f"{WHERE}: --impl of {subject} must be {checks.either(choices)}; got {name}. Pass for example --impl "
+            f"{choices[0]}, or a kernel of your own, as in train.py:kernel."
         )
     way = operation.ways[name]
     if way.redops is not None and redop not in (*way.redops, "none"):
@@ -190,21 +200,37 @@ def _lacks(operation: Operation, name: str, redop: str, dtype: str, axes: tuple[
     return ""
 
 
-def _counts(
+def _list_implementations() -> list[str]:
+    """The names of the implementations of all operations, each once."""
+    names: dict[str, None] = {}
+    for operation in OPERATIONS.values():
+        names |= dict.fromkeys(operation.ways)
+    return list(names)
+
+
+def _choose_counts(
     operation: Operation, mesh: Mesh, axes: tuple[str, ...], dtype: str, sizes: Sequence[int] | None
 ) -> tuple[int, ...]:
-    n, itemsize = math.prod(mesh.shape[axis] for axis in axes), jnp.dtype(dtype).itemsize
-    cpu = mesh.devices.flat[0].platform == "cpu"
-    given = sizes if sizes is not None else [2**k for k in (range(10, 23, 4) if cpu else range(10, 27, 2))]
-    counts = {size: operation.elements(size, n, itemsize) for size in given}
-    for size, count in counts.items():
-        if not count and sizes is not None:
-            least = itemsize * (n if operation.splits else 1)
+    """The elements of the whole array for each size, without those that leave a device without an element."""
+    n = math.prod(mesh.shape[axis] for axis in axes)
+    itemsize = jnp.dtype(dtype).itemsize
+    is_named = sizes is not None
+    if sizes is None:
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        exponents = range(10, 23, 4) if on_cpu else range(10, 27, 2)
+        sizes = [2**exponent for exponent in exponents]
+    counts: dict[int, None] = {}  # each once: sizes are rounded down
+    for size in sizes:
+        count = operation.elements(size, n, itemsize)
+        if count:
+            counts[count] = None
+        elif is_named:
+            least = itemsize * n if operation.splits else itemsize
             raise ValueError(
                 f"{WHERE}: a size must give each of {n} devices an element; got {size} bytes of {dtype} for "
                 f"{operation.name}, which takes {least} or more. Begin --sizes at {least}."
             )
-    return tuple(dict.fromkeys(count for count in counts.values() if count))
+    return tuple(counts)
 
 
 def comm(
@@ -257,49 +283,70 @@ def comm(
 
     Source: nccl-tests, doc/PERFORMANCE.md, for size, algorithm bandwidth and bus bandwidth.
     """
-    every = sweeps(mesh, ops=ops, impls=impls, kernels=kernels, sizes=sizes, dtypes=dtypes, redops=redops, axis=axis)
-    how: Any = {"mode": mode, "calls": calls, "rounds": rounds}
-    return [record for each in every for record in measured(each, **how)]
+    records = []
+    for sweep in sweeps(
+        mesh, ops=ops, impls=impls, kernels=kernels, sizes=sizes, dtypes=dtypes, redops=redops, axis=axis
+    ):
+        records += measure_sweep(sweep, mode=mode, calls=calls, rounds=rounds)
+    return records
 
 
-def measured(sweep: Sweep, *, mode: str = "inside", calls: int = 20, rounds: int = 20) -> list[Record]:
+def measure_sweep(sweep: Sweep, *, mode: str = "inside", calls: int = 20, rounds: int = 20) -> list[Record]:
     """The records of one table; see `comm`."""
     checks.one_of(WHERE, "mode", mode, MODES)
     calls, rounds = checks.whole(WHERE, calls=calls, rounds=rounds)
-    records = [r for count in sweep.counts for r in _of_size(sweep, count, mode, calls, rounds)]
-    return [record for name in sweep.ways for record in _fitted([r for r in records if r["case"] == name])]
+    records: dict[str, list[Record]] = {name: [] for name in sweep.ways}
+    for count in sweep.counts:
+        for record in _measure_size(sweep, count, mode, calls, rounds):
+            records[record["case"]].append(record)
+    result = []
+    for way_records in records.values():
+        _add_fit(way_records)
+        result += way_records
+    return result
 
 
-def _of_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) -> list[Record]:
-    operation, mesh, n = sweep.operation, sweep.mesh, sweep.n
+def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) -> list[Record]:
+    """The records of all implementations for one size."""
+    operation = sweep.operation
+    mesh = sweep.mesh
+    n = sweep.n
     options = operation.arguments(sweep.redop, n, count)
     block = operations.values(sweep.dtype, mesh.size, n, operation.block(n, count))
     by_axes = block.reshape(*mesh.devices.shape, -1)
     expected = reference.over_mesh(partial(operation.reference, **options), by_axes, dict(mesh.shape), sweep.axes)
     expected = expected.reshape(mesh.size, -1)
     x = place(block, mesh, P(tuple(mesh.axis_names)))
-    compared, cases, fields = {}, [], {}
+    poison = operations.poison(sweep.dtype)
+    axis = sweep.axes if len(sweep.axes) > 1 else sweep.axes[0]
+    shared = _describe_sweep(sweep, count)
+    compared: dict[str, Compared] = {}
+    cases = []
+    fields: dict[str, Record] = {}
     for name, way in sweep.ways.items():
-        compared[name] = Compared(expected, operations.bound(way, sweep.dtype, sweep.redop, block, sweep.sizes))
-        kernel = _called(way.kernel, sweep.axes if len(sweep.axes) > 1 else sweep.axes[0], options)
-        cases.append(case(name, kernel, x, operations.poison(sweep.dtype), expected, mesh, compared[name]))
+        bound = operations.bound(way, sweep.dtype, sweep.redop, block, sweep.sizes)
+        compared[name] = Compared(expected, bound)
+        kernel = _bind(way.kernel, axis, options)
+        cases.append(case(name, kernel, x, poison, expected, mesh, compared[name]))
         hops = None if way.hops is None else way.hops(n)
-        fields[name] = {"impl": name} | _known(sweep, count) | _read(cases[-1], mesh, mode, calls, hops)
-    size = count * jnp.dtype(sweep.dtype).itemsize
+        fields[name] = {"impl": name} | shared | _read_program(cases[-1], mesh, mode, calls, hops)
     along = f"{', '.join(sweep.axes)} of {checks.sized(mesh.shape.items())}"
-    row = f"{operation.name} {sweep.redop}, {size} bytes of {sweep.dtype}, {along}"
+    row = f"{operation.name} {sweep.redop}, {shared['size']} bytes of {sweep.dtype}, {along}"
     records = measure(
         WHERE, row, cases, mode=mode, calls=calls, rounds=rounds, tolerance=0.0, fields=fields, refuse=False
     )
     wrong = of_all_processes([compared[record["case"]].wrong for record in records])
-    return [_with_bandwidth(r, compared[r["case"]], each) for r, each in zip(records, wrong, strict=True)]
+    result = []
+    for record, elements in zip(records, wrong, strict=True):
+        result.append(_add_bandwidth(record, compared[record["case"]], elements))
+    return result
 
 
-def _called(kernel: Callable[..., Any], axis: checks.Axis, options: Mapping[str, Any]) -> Callable[..., Any]:
+def _bind(kernel: Callable[..., Any], axis: checks.Axis, options: Mapping[str, Any]) -> Callable[..., Any]:
     return lambda x: kernel(x, axis, **options)
 
 
-def _known(sweep: Sweep, count: int) -> Record:
+def _describe_sweep(sweep: Sweep, count: int) -> Record:
     return {
         "op": sweep.operation.name,
         "size": count * jnp.dtype(sweep.dtype).itemsize,
@@ -313,16 +360,18 @@ def _known(sweep: Sweep, count: int) -> Record:
     }
 
 
-def _read(case: Case, mesh: Mesh, mode: str, calls: int, hops: int | None) -> Record:
-    calls = calls if mode == "inside" else 1
+def _read_program(case: Case, mesh: Mesh, mode: str, calls: int, hops: int | None) -> Record:
+    if mode != "inside":
+        calls = 1
     program: Any = case.step if case.repeated is None else case.repeated(calls)
     traced = program.trace(case.carry, *case.args)
     return as_compiled.reading(traced, traced.lower().compile(), mesh, calls, hops)
 
 
-def _with_bandwidth(record: Record, compared: Compared, wrong: int) -> Record:
-    bus, seconds = OPERATIONS[record["op"]].bus, record["wall_us_median"] / 1e6
-    algbw = record["size"] / seconds / 1e9
+def _add_bandwidth(record: Record, compared: Compared, wrong: int) -> Record:
+    """The record with its bandwidths and what was wrong; samples and environment stay last."""
+    bus = OPERATIONS[record["op"]].bus
+    algbw = record["size"] / (record["wall_us_median"] / 1e6) / 1e9
     figures = {
         "disagreement_relative_max": compared.error,
         "wrong": wrong,
@@ -335,18 +384,19 @@ def _with_bandwidth(record: Record, compared: Compared, wrong: int) -> Record:
     return record | figures | last
 
 
-def _fitted(records: list[Record]) -> list[Record]:
-    """The records of one implementation, with the time that the others of it let one expect."""
+def _add_fit(records: list[Record]) -> None:
+    """Adds to the records of one implementation the time that all its sizes together let one expect."""
     try:
         fit = alpha_beta(records)
     except ValueError:  # a single size
-        fit = None
+        for record in records:
+            record |= {"fit": None, "fit_us": None, "of_fit": None}
+        return
     for record in records:
-        seconds = fit and fit.seconds(record["hops"], record["written_bytes"])
-        record["fit"] = fit and fit._asdict()
-        record["fit_us"] = seconds and 1e6 * seconds
-        record["of_fit"] = seconds and 1e6 * seconds / record["wall_us_median"]
-    return records
+        microseconds = 1e6 * fit.seconds(record["hops"], record["written_bytes"])
+        record["fit"] = fit._asdict()
+        record["fit_us"] = microseconds
+        record["of_fit"] = microseconds / record["wall_us_median"]
 
 
 def table(records: Sequence[Record]) -> str:
@@ -359,21 +409,35 @@ def table(records: Sequence[Record]) -> str:
         Lines of text; docs/benchmarks/collectives.md says what the columns are.
     """
     first = records[0]
-    columns = [each for each in _COLUMNS if first["chip"] is not None or "chip" not in each[0]]
-    lines = [tuple(head for head, _ in columns), *(tuple(cell(r) for _, cell in columns) for r in records)]
-    reduced = "" if first["redop"] == "none" else f" {first['redop']}"
-    where = f", along {first['physical']}" if first["physical"] else ""
-    title = f"{first['op']}{reduced} over {first['axes']} (mesh {checks.sized(first['mesh'].items())}{where})"
-    fits = {}
-    for r in records:
-        if r["fit"]:
-            sizes = {each["size"] for each in records if each["impl"] == r["impl"] and not each["wrong"]}
-            fits[r["impl"]] = f"fit of {r['impl']}: {fitted(Fit(**r['fit']), len(sizes))}"
-    wrong = [f"wrong: {r['impl']}, {r['size']} B: {r['wrong_first'] or 'on others'}" for r in records if r["wrong"]]
+    columns = dict(_COLUMNS)
+    if first["chip"] is None:
+        del columns["chip us"], columns["of chip"]
+    lines = [tuple(columns)]
+    for record in records:
+        lines.append(tuple(cell(record) for cell in columns.values()))
+    title = first["op"]
+    if first["redop"] != "none":
+        title += f" {first['redop']}"
+    title += f" over {first['axes']} (mesh {checks.sized(first['mesh'].items())}"
+    if first["physical"]:
+        title += f", along {first['physical']}"
+    title += ")"
+    sizes: dict[str, set[int]] = {}  # by implementation, of right results
+    for record in records:
+        if not record["wrong"]:
+            sizes.setdefault(record["impl"], set()).add(record["size"])
+    fits: dict[str, str] = {}
+    wrong = []
+    for record in records:
+        impl = record["impl"]
+        if record["fit"]:
+            fits[impl] = f"fit of {impl}: {describe_fit(Fit(**record['fit']), len(sizes.get(impl, ())))}"
+        if record["wrong"]:
+            wrong.append(f"wrong: {impl}, {record['size']} B: {record['wrong_first'] or 'on others'}")
     return "\n".join([title, layout.table(lines), *fits.values(), *wrong])
 
 
-def fitted(fit: Fit, sizes: int) -> str:
+def describe_fit(fit: Fit, sizes: int) -> str:
     """A fit to so many sizes in a line; two sizes are met exactly, which says nothing of how good it is."""
     how = f"within {fit.residual:.0%}" if sizes > 2 else "from two sizes only"
     return f"{fit.latency * 1e6:.5g} us a hop, {fit.bandwidth / 1e9:.5g} GB/s, {how}"

@@ -81,39 +81,51 @@ def reference(config: transformer.Config, examples: int, tokens: int) -> Workloa
         >>> model.batch["tokens"].shape
         (8, 4)
     """
-    keys, shape = jax.random.split(jax.random.key(1)), (examples, tokens)
-    pair = zip(("tokens", "targets"), keys, strict=True)
-    batch = {name: jax.random.randint(key, shape, 0, config.vocabulary) for name, key in pair}
-    return Workload(transformer.loss_fn(config), transformer.init(jax.random.key(0), config), batch, None, config)
+    token_key, target_key = jax.random.split(jax.random.key(1))
+    shape = (examples, tokens)
+    batch = {
+        "tokens": jax.random.randint(token_key, shape, 0, config.vocabulary),
+        "targets": jax.random.randint(target_key, shape, 0, config.vocabulary),
+    }
+    params = transformer.init(jax.random.key(0), config)
+    return Workload(transformer.loss_fn(config), params, batch, None, config)
 
 
-def ways(sizes: Mapping[str, int], work: Workload) -> list[PlanCase]:
+def list_plans(sizes: Mapping[str, int], work: Workload) -> list[PlanCase]:
     """The plans that fit a mesh of axes "data" and "model", in the order of the table."""
-    every = tuple(axis for axis in ("data", "model") if axis in sizes)
-    model, data, config = sizes.get("model", 1), sizes.get("data", 1), work.config
-    found = [PlanCase("dp", sk.dp(every)), PlanCase("zero1", sk.zero1(every)), PlanCase("fsdp", sk.fsdp(every))]
+    axes = tuple(axis for axis in ("data", "model") if axis in sizes)
+    model = sizes.get("model", 1)
+    data = sizes.get("data", 1)
+    config = work.config
+    cases = [PlanCase("dp", sk.dp(axes)), PlanCase("zero1", sk.zero1(axes)), PlanCase("fsdp", sk.fsdp(axes))]
     if config is not None:
-        found += [PlanCase("fsdp, by layer", sk.fsdp(every, layerwise=LAYERS), by_layer=True, jit=False)]
+        cases.append(PlanCase("fsdp, by layer", sk.fsdp(axes, layerwise=LAYERS), by_layer=True, jit=False))
     if model > 1 and work.rules is not None and data > 1:
-        found += [PlanCase("fsdp x rules", sk.fsdp("data"), manual="data")]
-    if config is not None and _has_columns(sizes, config):
-        rules = transformer.tensor_rules(config, "model", model)
-        plain, split = Axes("model", impl="gather"), Axes("model", sequence=True, impl="gather")
-        tp, sequence = sk.tp("model", rules), sk.tp("model", rules, sequence=True)
-        if data == 1:
-            return [*found, PlanCase("tp", tp, plain), PlanCase("tp, sequence", sequence, split, jit=False)]
-        fsdp = sk.fsdp("data", layerwise=LAYERS)
-        found += [
-            PlanCase("dp x tp", sk.chain(sk.dp("data"), tp), plain),
-            PlanCase("fsdp x tp", sk.chain(fsdp, tp), plain, by_layer=True),
-            PlanCase("fsdp x tp, sequence", sk.chain(fsdp, sequence), split, by_layer=True, jit=False),
-        ]
-    return found
+        cases.append(PlanCase("fsdp x rules", sk.fsdp("data"), manual="data"))
+    if config is None or not _has_columns(sizes, config):
+        return cases
+    rules = transformer.tensor_rules(config, "model", model)
+    tp = sk.tp("model", rules)
+    tp_sequence = sk.tp("model", rules, sequence=True)
+    tp_axes = Axes("model", impl="gather")
+    sequence_axes = Axes("model", sequence=True, impl="gather")
+    if data == 1:
+        cases.append(PlanCase("tp", tp, tp_axes))
+        cases.append(PlanCase("tp, sequence", tp_sequence, sequence_axes, jit=False))
+        return cases
+    fsdp = sk.fsdp("data", layerwise=LAYERS)
+    cases.append(PlanCase("dp x tp", sk.chain(sk.dp("data"), tp), tp_axes))
+    cases.append(PlanCase("fsdp x tp", sk.chain(fsdp, tp), tp_axes, by_layer=True))
+    name = "fsdp x tp, sequence"
+    cases.append(PlanCase(name, sk.chain(fsdp, tp_sequence), sequence_axes, by_layer=True, jit=False))
+    return cases
 
 
-def left_out(sizes: Mapping[str, int], work: Workload) -> list[str]:
+def explain_left_out(sizes: Mapping[str, int], work: Workload) -> list[str]:
     """Why some cases do not fit the mesh, in a sentence each."""
-    model, config, reasons = sizes.get("model", 1), work.config, []
+    model = sizes.get("model", 1)
+    config = work.config
+    reasons = []
     if model == 1:
         reasons.append("tensor parallelism and pipelines, which need an axis 'model'")
     elif config is None:
@@ -130,7 +142,8 @@ def left_out(sizes: Mapping[str, int], work: Workload) -> list[str]:
 
 def _has_columns(sizes: Mapping[str, int], config: transformer.Config) -> bool:
     model = sizes.get("model", 1)
-    return model > 1 and not (config.heads % model or config.width % model or config.vocabulary % model)
+    divide = all(size % model == 0 for size in (config.heads, config.width, config.vocabulary))
+    return model > 1 and divide
 
 
 def has_stages(sizes: Mapping[str, int], work: Workload) -> bool:
@@ -141,27 +154,30 @@ def has_stages(sizes: Mapping[str, int], work: Workload) -> bool:
 
 def cases_of(work: Workload, mesh: Mesh, optimizer: OptimizerName = "adamw") -> dict[str, Callable[[], Case]]:
     """Every case that fits, by name, one device first. A case is built when it is called; its step is not compiled."""
-    each = Cases(work, mesh, optimizer)
-    found: dict[str, Callable[[], Case]] = {"one device": each.one_device}
-    for way in ways(mesh.shape, work):
-        if way.jit:
-            found[f"jit: {way.held}"] = partial(each.jit, "jit", way)
-        found[way.held] = partial(each.of, way)
-    for plan_of in (sk.dp, sk.zero2, sk.fsdp):  # ZeRO-2 is ZeRO-1 where there is one microbatch
-        name = f"{plan_of.__name__}, {MICROBATCHES} microbatches"
-        found[name] = partial(each.in_microbatches, name, plan_of)
+    builder = CaseBuilder(work, mesh, optimizer)
+    cases: dict[str, Callable[[], Case]] = {"one device": builder.one_device}
+    for plan_case in list_plans(mesh.shape, work):
+        if plan_case.jit:
+            cases[f"jit: {plan_case.held}"] = partial(builder.jit, "jit", plan_case)
+        cases[plan_case.held] = partial(builder.of, plan_case)
+    for make_plan in (sk.dp, sk.zero2, sk.fsdp):  # ZeRO-2 is ZeRO-1 where there is one microbatch
+        name = f"{make_plan.__name__}, {MICROBATCHES} microbatches"
+        cases[name] = partial(builder.in_microbatches, name, make_plan)
     if has_stages(mesh.shape, work):
-        found |= {"GPipe": partial(each.pipeline, "GPipe"), "1F1B": partial(each.pipeline, "1F1B")}
-    return found
+        cases["GPipe"] = partial(builder.pipeline, "GPipe")
+        cases["1F1B"] = partial(builder.pipeline, "1F1B")
+    return cases
 
 
-class Cases:
+class CaseBuilder:
     """Builds cases over one mesh."""
 
     def __init__(self, work: Workload, mesh: Mesh, optimizer: OptimizerName = "adamw"):
         one_of("strategies", "optimizer", optimizer, get_args(OptimizerName))
-        self.work, self.mesh, self.name = work, mesh, optimizer
-        self.every = tuple(mesh.axis_names)
+        self.work = work
+        self.mesh = mesh
+        self.name = optimizer
+        self.axis_names = tuple(mesh.axis_names)
         self._built: dict[str, Case] = {}
 
     def optimizer(self, plan: sk.Plan | None = None) -> optax.GradientTransformation:
@@ -175,70 +191,79 @@ class Cases:
 
     def one_device(self) -> Case:
         """The whole step on the first device."""
-        here = NamedSharding(Mesh(self.mesh.devices.ravel()[:1], ("one",)), P())
-        carry = jax.device_put((self.work.params, self.optimizer().init(self.work.params)), here)
-        update = jax.tree.map(lambda _: here, self.work.params)
-        batch = jax.device_put(self.work.batch, here)
+        first_device = NamedSharding(Mesh(self.mesh.devices.ravel()[:1], ("one",)), P())
+        params = self.work.params
+        carry = jax.device_put((params, self.optimizer().init(params)), first_device)
+        update = jax.tree.map(lambda _: first_device, params)
+        batch = jax.device_put(self.work.batch, first_device)
         return partitioned("one device", self.work.loss_fn, self.optimizer(), carry, batch, update)
 
-    def of(self, way: PlanCase) -> Case:
+    def of(self, plan_case: PlanCase) -> Case:
         """A plan's own step."""
-        config = self.work.config
-        loss_fn = self.work.loss_fn if config is None else transformer.loss_fn(config, way.axes)
-        return self.built(way.held, sk.value_and_grad(loss_fn), way.plan, manual=way.manual)
+        loss_fn = self.work.loss_fn
+        if self.work.config is not None:
+            loss_fn = transformer.loss_fn(self.work.config, plan_case.axes)
+        return self.build(plan_case.held, sk.value_and_grad(loss_fn), plan_case.plan, manual=plan_case.manual)
 
-    def jit(self, kind: str, way: PlanCase, loss_fn: Loss | None = None) -> Case:
+    def jit(self, kind: str, plan_case: PlanCase, loss_fn: Loss | None = None) -> Case:
         """jit's step, held as a plan holds it; of the loss for one device, or of one with constraints."""
-        case = self.of(way)
-        carry, batch = held(case)
-        layouts = way.plan.layouts(self.work.params, self.mesh)
-        update = map_layouts(lambda layout: NamedSharding(self.mesh, layout.update), layouts)
-        if way.manual:
+        carry, batch = placed_arguments(self.of(plan_case))
+        if plan_case.manual:
             update = jax.tree.map(lambda x: x.sharding, carry[0])
-        name = f"{kind}: {way.held}"
+        else:
+            layouts = plan_case.plan.layouts(self.work.params, self.mesh)
+            update = map_layouts(lambda layout: NamedSharding(self.mesh, layout.update), layouts)
+        name = f"{kind}: {plan_case.held}"
         return partitioned(name, loss_fn or self.work.loss_fn, self.optimizer(), carry, batch, update)
 
-    def in_microbatches(self, name: str, plan_of: Callable[..., sk.Plan]) -> Case:
+    def in_microbatches(self, name: str, make_plan: Callable[..., sk.Plan]) -> Case:
         """A plan's step in microbatches."""
-        return self.built(name, sk.value_and_grad(self.work.loss_fn), plan_of(self.every), accumulate=MICROBATCHES)
+        grad_fn = sk.value_and_grad(self.work.loss_fn)
+        return self.build(name, grad_fn, make_plan(self.axis_names), accumulate=MICROBATCHES)
 
     def pipeline(self, name: str) -> Case:
         """A pipeline over "model" by a schedule; the data axis splits examples."""
         config = self.work.config
         assert config is not None, "only the reference transformer has pieces"
-        make = {"GPipe": sk.schedules.gpipe, "1F1B": sk.schedules.one_f_one_b}[name]
-        plan = sk.chain(sk.dp("data"), sk.pp("model")) if "data" in self.every else sk.pp("model")
+        make_schedule = {"GPipe": sk.schedules.gpipe, "1F1B": sk.schedules.one_f_one_b}[name]
+        plan = sk.pp("model")
+        if "data" in self.axis_names:
+            plan = sk.chain(sk.dp("data"), plan)
         axes = Axes(stage="model")
-        pipe = sk.pipeline(make(self.mesh.shape["model"], self.microbatches), "model")
-        grad_fn = pipe.value_and_grad(*transformer.pieces(config, axes), mode="branch", layer_numbers=True)
-        return self.built(name, transformer.in_order(grad_fn, axes), plan)
+        schedule = make_schedule(self.mesh.shape["model"], self.microbatches)
+        embed, stage, head = transformer.pieces(config, axes)
+        pipe = sk.pipeline(schedule, "model")
+        grad_fn = pipe.value_and_grad(embed, stage, head, mode="branch", layer_numbers=True)
+        return self.build(name, transformer.in_order(grad_fn, axes), plan)
 
     @property
     def microbatches(self) -> int:
         """Of the pipelines: two for a stage, if there are so many examples."""
         examples = len(self.work.batch["tokens"]) // self.mesh.shape.get("data", 1)
-        return max(m for m in range(1, 2 * self.mesh.shape["model"] + 1) if examples % m == 0)
+        divisors = [count for count in range(1, 2 * self.mesh.shape["model"] + 1) if examples % count == 0]
+        return max(divisors)
 
-    def built(self, name: str, grad_fn: Any, plan: sk.Plan, *, accumulate: int = 1, manual: Any = None) -> Case:
+    def build(self, name: str, grad_fn: Any, plan: sk.Plan, *, accumulate: int = 1, manual: Any = None) -> Case:
         """A step of `make_train_step`, and its state."""
         if name not in self._built:
-            params, mesh = self.work.params, self.mesh
-            how: dict[str, Any] = {"mesh": mesh, "plan": plan, "accumulate": accumulate}
+            params = self.work.params
+            mesh = self.mesh
+            options: dict[str, Any] = {"mesh": mesh, "plan": plan, "accumulate": accumulate}
             if manual is not None:
-                how["manual"] = manual
+                options["manual"] = manual
                 params = sk.shard(params, mesh, self.work.rules)
-            init, step = sk.make_train_step(grad_fn, self.optimizer(plan), **how)
+            init, step = sk.make_train_step(grad_fn, self.optimizer(plan), **options)
             batch = jax.device_put(self.work.batch, NamedSharding(mesh, plan.batch_spec(mesh)))
             self._built[name] = Case(name, step, init(params, jax.random.key(2)), (batch,))
         return self._built[name]
 
 
-def held(case: Case) -> tuple[Any, Any]:
+def placed_arguments(case: Case) -> tuple[Any, Any]:
     """Parameters with the optimizer's state, and the batch, as a plan lays them out."""
     return (case.carry.params, case.carry.opt_state), case.args[0]
 
 
-def updated(optimizer: Any, carry: Any, gradients: Any, loss: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+def apply_optimizer(optimizer: Any, carry: Any, gradients: Any, loss: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
     """The carry after a step of the optimizer, as every step that is not of `make_train_step` ends."""
     params, opt_state = carry
     updates, opt_state = optimizer.update(gradients, opt_state, params)
@@ -249,9 +274,12 @@ def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
     """A loss for `value_and_grad` as a scalar function of parameters and batch, without keys."""
 
     def scalar(params: Any, batch: Any) -> jax.Array:
-        out = loss_fn(params, batch, None)
-        out = out[0] if isinstance(out, tuple) and not isinstance(out, sk.Mean) else out
-        return out.total / out.weight if isinstance(out, sk.Mean) else out
+        loss = loss_fn(params, batch, None)
+        if isinstance(loss, tuple) and not isinstance(loss, sk.Mean):  # (loss, aux)
+            loss = loss[0]
+        if isinstance(loss, sk.Mean):
+            return loss.total / loss.weight
+        return loss
 
     return scalar
 
@@ -264,12 +292,18 @@ def partitioned(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any
 
     def step(carry: Any, batch: Any) -> tuple[Any, Any]:
         loss, gradients = jax.value_and_grad(mean(loss_fn))(carry[0], batch)
-        return updated(optimizer, carry, jax.lax.with_sharding_constraint(gradients, update), loss)
+        gradients = jax.lax.with_sharding_constraint(gradients, update)
+        return apply_optimizer(optimizer, carry, gradients, loss)
 
-    held = jax.tree.map(lambda x: x.sharding, carry)
-    given = jax.tree.map(lambda x: x.sharding, batch)
-    whole = NamedSharding(jax.tree.leaves(held)[0].mesh, P())
-    jitted = jax.jit(step, in_shardings=(held, given), out_shardings=(held, whole), donate_argnums=0)
+    carry_shardings = jax.tree.map(lambda x: x.sharding, carry)
+    batch_shardings = jax.tree.map(lambda x: x.sharding, batch)
+    replicated = NamedSharding(jax.tree.leaves(carry_shardings)[0].mesh, P())
+    jitted = jax.jit(
+        step,
+        in_shardings=(carry_shardings, batch_shardings),
+        out_shardings=(carry_shardings, replicated),
+        donate_argnums=0,
+    )
     return Case(name, jitted, carry, (batch,))
 
 
@@ -326,32 +360,52 @@ def strategies(
                 f"strategies: --only must name cases that fit the mesh; got {name!r}; these fit: {quoted(names[1:])}. "
                 "Pass some of them."
             )
-    programs, fields = [], {}
-    for name in [name for name in names if not only or name in (names[0], *only)]:
+    chosen = names
+    if only:
+        chosen = [name for name in names if name == names[0] or name in only]
+    programs = []
+    fields: dict[str, dict[str, Any]] = {}
+    for name in chosen:
         progress(name)
-        program, found = _program(cases[name](), compiler_options)
+        program, compiled = _compile(cases[name](), compiler_options)
         programs.append(program)
         fields[name] = {
-            "held_bytes": found.memory.held,
-            "temp_bytes": found.memory.temp,
-            "written_bytes": float(found.census.sent()),
-            "wire_bytes": float(sum(row.total for row in found.rows)),
+            "held_bytes": compiled.memory.held,
+            "temp_bytes": compiled.memory.temp,
+            "written_bytes": float(compiled.census.sent()),
+            "wire_bytes": float(sum(row.total for row in compiled.rows)),
         }
-    how: dict[str, Any] = {"mode": "dispatched", "calls": calls, "rounds": rounds, "fields": fields, "refuse": False}
-    row = sized(mesh.shape.items())
-    return measure("strategies", row, programs, tolerance=_tolerance(programs[0]), **how)
+    return measure(
+        "strategies",
+        sized(mesh.shape.items()),
+        programs,
+        mode="dispatched",
+        calls=calls,
+        rounds=rounds,
+        tolerance=_find_tolerance(programs[0]),
+        fields=fields,
+        refuse=False,
+    )
 
 
 def text(records: Sequence[Record]) -> str:
     """The records as a table: speeds as multiples of one device's, CPU times as fractions, MiB of one device."""
     lines = [("case", "tokens/s", "CPU time", "held MiB", "temp MiB", "sent, written", "sent, compiled", "difference")]
-    for r in records:
-        written = f"{r['written_bytes'] / MIB:.2f}" if r["written_bytes"] else ""
-        sizes = [f"{r[f'{name}_bytes'] / MIB:.2f}" for name in ("held", "temp")]
-        times = [f"{1 / r['wall_ratio']:.2f}", f"{r['cpu_ratio']:.3f}"]
-        wrong = f", {r['wrong']} WRONG" * bool(r["wrong"])
-        sent = f"{r['wire_bytes'] / MIB:.2f}" if r["wire_bytes"] else ""
-        lines.append((r["case"], *times, *sizes, written, sent, f"{r['disagreement_relative_max']:.0e}{wrong}"))
+    for record in records:
+        difference_text = f"{record['disagreement_relative_max']:.0e}"
+        if record["wrong"]:
+            difference_text += f", {record['wrong']} WRONG"
+        line = (
+            record["case"],
+            f"{1 / record['wall_ratio']:.2f}",
+            f"{record['cpu_ratio']:.3f}",
+            _in_mib(record["held_bytes"]),
+            _in_mib(record["temp_bytes"]),
+            _in_mib(record["written_bytes"]) if record["written_bytes"] else "",
+            _in_mib(record["wire_bytes"]) if record["wire_bytes"] else "",
+            difference_text,
+        )
+        lines.append(line)
     first = records[0]
     return "\n".join(
         [
@@ -361,6 +415,10 @@ def text(records: Sequence[Record]) -> str:
             f"results agree within {first['tolerance_relative']:.1e}",
         ]
     )
+
+
+def _in_mib(size: float) -> str:
+    return f"{size / MIB:.2f}"
 
 
 def _check(work: Workload, mesh: Mesh) -> None:
@@ -375,42 +433,56 @@ def _check(work: Workload, mesh: Mesh) -> None:
             "Run the command without shardkit launch."
         )
     counts = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(work.batch)}
-    ways = mesh.size * MICROBATCHES
-    if len(counts) != 1 or not max(counts) or max(counts) % ways:
+    parts = mesh.size * MICROBATCHES
+    if len(counts) != 1 or not max(counts) or max(counts) % parts:
         raise ValueError(
             "strategies: dim 0 of every array of the batch must be the example, divisible by devices x microbatches; "
-            f"got {', '.join(map(str, sorted(counts)))} for {mesh.size} x {MICROBATCHES}. Pass {ways} examples."
+            f"got {', '.join(map(str, sorted(counts)))} for {mesh.size} x {MICROBATCHES}. Pass {parts} examples."
         )
 
 
-def _program(case: Case, options: Mapping[str, Any]) -> tuple[Case, Compiled]:
+def _compile(case: Case, options: Mapping[str, Any]) -> tuple[Case, Compiled]:
     """The case compiled, once for reading and timing, with one thread for each device."""
     traced = traceable(case.step).trace(case.carry, *case.args)
     # A simulated device is one thread, because how a pool divides work is noise.
-    alone = {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else {}
-    program = traced.lower().compile(compiler_options={**alone, **options})
-    found = read_compiled(traced, program, (case.carry, *case.args))
-    carry, args = case.carry, case.args
+    compiler_options: dict[str, Any] = {}
+    if jax.default_backend() == "cpu":
+        compiler_options["xla_cpu_multi_thread_eigen"] = False
+    compiler_options |= options
+    program = traced.lower().compile(compiler_options=compiler_options)
+    compiled = read_compiled(traced, program, (case.carry, *case.args))
+    carry = case.carry
+    args = case.args
     if isinstance(carry, sk.TrainState):  # the key of a step stays outside jit
-        carry, args = carry._replace(key=None), (carry.key, *args)
-    return Case(case.name, program, carry, args, _results), found
+        args = (carry.key, *args)
+        carry = carry._replace(key=None)
+    return Case(case.name, program, carry, args, _select_results), compiled
 
 
-def _results(carry: Any, value: Any) -> Any:
+def _select_results(carry: Any, value: Any) -> Any:
     """What must agree: parameters, loss, and the first moments, which show gradients as updated parameters do not."""
-    params, opt_state = (carry.params, carry.opt_state) if isinstance(carry, sk.TrainState) else carry
+    if isinstance(carry, sk.TrainState):
+        params = carry.params
+        opt_state = carry.opt_state
+    else:
+        params, opt_state = carry
     moments = [mu for _, mu in optax.tree_utils.tree_get_all_with_path(opt_state, "mu")]
     return params, moments, value["loss"]
 
 
-def _tolerance(one: Case) -> float:
+def _find_tolerance(one_device: Case) -> float:
     """Of results relative to each leaf's largest element, from what the order of sums changes on one device."""
-    [batch] = one.args
-    place = jax.tree.map(lambda x: x.sharding, one.carry)
-    found = []
-    for each in (batch, jax.tree.map(lambda x: jax.device_put(jnp.flip(x, 0), x.sharding), batch)):
-        carry = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=place)(one.carry)
-        found.append(jax.tree.map(np.asarray, _results(*one.step(carry, each))))
-    coarsest = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(found[0]))
-    least = coarsest * (4 + max(x.size for x in jax.tree.leaves(batch)) ** 0.5)
-    return float(max(least, _OTHER_ORDER * difference(found[1], found[0], 0.0)[0]))
+    [batch] = one_device.args
+    shardings = jax.tree.map(lambda x: x.sharding, one_device.carry)
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
+
+    def run(batch: Any) -> Any:
+        carry, value = one_device.step(copy(one_device.carry), batch)
+        return jax.tree.map(np.asarray, _select_results(carry, value))
+
+    results = run(batch)
+    reversed_batch = jax.tree.map(lambda x: jax.device_put(jnp.flip(x, 0), x.sharding), batch)
+    changed, _, _ = difference(run(reversed_batch), results, 0.0)
+    epsilon = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(results))
+    elements = max(x.size for x in jax.tree.leaves(batch))
+    return float(max(epsilon * (4 + elements**0.5), _OTHER_ORDER * changed))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from shardkit._arguments.checks import Axis, at_least, divisor, finite, positive
 from shardkit._arguments.typed import Key, check_fields, typed
 from shardkit.meshes.layout import specs_from_rules
-from shardkit.remat.recompute import Remat, policy_of
+from shardkit.remat.recompute import Remat, find_policy
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Config:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.remat is not None:
-            policy_of("Config", self.remat, False)
+            find_policy("Config", self.remat, False)
         for name in ("vocabulary", "layers", "dim", "heads", "kv_heads", "hidden", "top_k", "group", "microbatches"):
             at_least("Config", 1, **{name: getattr(self, name)})
         for name in ("dropout", "experts", "balance", "router_z"):

@@ -9,9 +9,11 @@ from shardkit._arguments.checks import named, quoted
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 
 
-def collectives(jaxpr: Any) -> Iterator[Site]:
+def find_collectives(jaxpr: Any) -> Iterator[Site]:
     """Every collective of a jaxpr, inside its loops and branches too."""
-    return (site for site in walk(jaxpr) if kind_of(site.equation))
+    for site in walk(jaxpr):
+        if kind_of(site.equation):
+            yield site
 
 
 def refuse_divergent(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...], remedy: str) -> None:
@@ -19,24 +21,30 @@ def refuse_divergent(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...], r
 
     All members of a replica group of an all_reduce over other axes have the same index along `axes`, and take the same
     branch. A ppermute has no groups: it waits for the devices in the other branch.
+
+    Worked example: a mesh of stage=2, model=2, and a branch that the two devices of stage 0 take. An all_reduce over
+    "model" is between these two: both take part. One over "stage" waits for stage 1, which does not run it. A ppermute
+    over "model" moves between devices of one stage alone, but is one call of all four.
     """
     for jaxpr in jaxprs:
-        for site in collectives(jaxpr):
-            kind, over = kind_of(site.equation), mesh_axes(site.equation)
-            if kind == "ppermute" or set(over) & set(axes):
+        for site in find_collectives(jaxpr):
+            collective = kind_of(site.equation)
+            names = mesh_axes(site.equation)
+            if collective == "ppermute" or set(names) & set(axes):
                 raise ValueError(
                     f"{where}: a stage must hold no ppermute and no collective over {named(axes)}, because devices "
-                    f"take different branches there; got {kind} over {quoted(over)} at {site.source}. {remedy}"
+                    f"take different branches there; got {collective} over {quoted(names)} at {site.source}. {remedy}"
                 )
 
 
 def refuse_mixed(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...]) -> None:
     """Refuses collectives over `axes`, along which devices run different microbatches."""
-    for site in (site for jaxpr in jaxprs for site in collectives(jaxpr)):
-        over = mesh_axes(site.equation)
-        if set(over) & set(axes):
-            raise ValueError(
-                f"{where}: a stage must hold no collective over {named(axes)}, whose devices run other microbatches;"
-                f" got {kind_of(site.equation)} over {quoted(over)} at {site.source}. Leave that axis out, as "
-                f"moe(..., stage={axes[0]!r}) does."
-            )
+    for jaxpr in jaxprs:
+        for site in find_collectives(jaxpr):
+            names = mesh_axes(site.equation)
+            if set(names) & set(axes):
+                raise ValueError(
+                    f"{where}: a stage must hold no collective over {named(axes)}, whose devices run other "
+                    f"microbatches; got {kind_of(site.equation)} over {quoted(names)} at {site.source}. Leave that "
+                    f"axis out, as moe(..., stage={axes[0]!r}) does."
+                )

@@ -17,12 +17,15 @@ from jax import lax
 from shardkit._jax.compat import eval_shape
 from shardkit.collectives._sums import add_terms, typed_zeros
 from shardkit.on_device.batch import row
-from shardkit.pipelines.pieces import Given, Piece, Pieces
+from shardkit.pipelines.pieces import Piece, PieceArguments, Pieces
 from shardkit.pipelines.split_backward import TwoHalves
 
 Fields = dict[str, jax.Array]  # a row of the table
 Leaves = list[jax.Array]
 Fn = Callable[..., Any]
+# `(layers, args, residuals, dy) -> (layers, dx, weight_residuals)`: a stage's backward pass, which adds to the sums of
+# the layers' gradients what it computes of them
+StageBackward = Callable[[Leaves, PieceArguments, Leaves, Leaves], tuple[Leaves, Leaves, Leaves]]
 
 
 class Sums(NamedTuple):
@@ -43,181 +46,278 @@ class LoopState(NamedTuple):
     sums: Sums
 
 
-class Exclusion(NamedTuple):
-    """How the devices that an op does not belong to leave it out."""
+class Masked:
+    """Devices that an op does not belong to compute it, and discard the result.
 
-    # `(on, fn, otherwise, *args)`: `fn(*args)` where on; elsewhere `otherwise(*args)`, or values to discard
-    run: Callable[..., Any]
-    # `(on, fn, otherwise, piece)`: `fn()` where on, elsewhere `otherwise()`; `fn` runs that piece
-    choose: Callable[[Any, Fn, Fn, Piece], Any]
-    update: Callable[[Any, jax.Array, jax.Array], jax.Array]  # `(on, new, old)`: what `run` leaves of a sum
+    So all devices meet in every collective of the op, whichever axis it is over.
+    """
+
+    def run(self, on: Any, fn: Fn, otherwise: Fn, *args: Any) -> Any:
+        """`fn(*args)`; where not `on` its results are to be discarded."""
+        return fn(*args)
+
+    def choose(self, on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
+        """`fn()` where on, elsewhere `otherwise()`; `fn` runs that piece."""
+        if piece.silent:
+            return lax.cond(on, fn, otherwise)
+        # Selected, not multiplied by zero: what is discarded may be NaN.
+        return jax.tree.map(partial(jnp.where, on), fn(), otherwise())
+
+    def update(self, on: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+        """A sum after `run`, from what `run` made of it."""
+        return jnp.where(on, new, old)
 
 
-def _select(on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
-    if piece.silent:
+class Branched:
+    """Devices that an op does not belong to take an empty branch."""
+
+    def run(self, on: Any, fn: Fn, otherwise: Fn, *args: Any) -> Any:
+        """`fn(*args)` where on, elsewhere `otherwise(*args)`."""
+        return lax.cond(on, fn, otherwise, *args)
+
+    def choose(self, on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
+        """`fn()` where on, elsewhere `otherwise()`."""
         return lax.cond(on, fn, otherwise)
-    return jax.tree.map(partial(jnp.where, on), fn(), otherwise())
 
-
-# Selected, not multiplied by zero: what is discarded may be NaN.
-MASKED = Exclusion(lambda on, fn, otherwise, *args: fn(*args), _select, jnp.where)
-BRANCHED = Exclusion(lax.cond, lambda on, fn, otherwise, piece: lax.cond(on, fn, otherwise), lambda on, new, old: new)
+    def update(self, on: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+        """A sum after `run`: only devices that are on get here."""
+        return new
 
 
 class Ops(NamedTuple):
-    """The ops of a schedule, each `(state, row of the table) -> state`, with what it sends where it sends something."""
+    """The ops of a schedule, each `(state, row of the table) -> state`, with what it sends where it sends something.
+
+    Worked example: tick 4 of 1F1B on two devices with three microbatches, in which device 0 runs 0F2 and device 1 runs
+    1B1. The program of both is F, then B.
+
+        device 0   F: the embedding of microbatch 2, then the stage, gives y. It sends y to device 1.
+                   B: is off. Masked, it is computed with the arguments of microbatch 0, and its gradients are not
+                   add_terms; branched, it gives zeros. What is sent of it is not read.
+        device 1   F: is off.
+                   B: reads the stage's input of microbatch 1 from slot 1 of `inputs`, computes residuals and y again,
+                   adds the head's loss to the means, gets dy from the head, adds the gradients of its layers to the
+                   sums, and sends dx to device 0.
+    """
 
     pieces: Pieces  # embedding, stage and head
-    given: Callable[[Any, Any, Any], Given]  # the arguments of the pieces by stage, chunk and microbatch
+    find_arguments: Callable[[Any, Any, Any], PieceArguments]  # of the pieces, by stage, chunk and microbatch
     shared: Any  # the parameters beside the layers
     scale: Any  # the loss scale
     last: int  # number of the last stage
     saves: bool  # F saves what B needs; otherwise B starts from the stage's input
     train: bool  # with a backward pass
     split: TwoHalves | None  # the stage's backward pass as I and W; None where it runs whole
-    exclusion: Exclusion  # MASKED or BRANCHED
-    # `given` of embed and head by microbatch, where all devices run them together; None where one of them does
-    common: Callable[[Any], Given] | None
+    exclusion: Masked | Branched  # how devices leave out an op that is not theirs
+    # the arguments of embed and head by microbatch, where all devices run them together; None where one of them does
+    find_common: Callable[[Any], PieceArguments] | None
 
-    def forward(self, state: LoopState, at: Fields) -> tuple[LoopState, Leaves]:
+    def forward(self, state: LoopState, fields: Fields) -> tuple[LoopState, Leaves]:
         """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""
-        p, given, x = self.pieces, self._given(at, "forward"), row(state.inputs, at["forward_input"])
+        args = self._find_op_arguments(fields, "forward")
+        x = row(state.inputs, fields["forward_input"])
+        on = fields["forward_on"] > 0
 
         def run() -> Any:
-            here = self._embedded(at, "forward", given, x)
-            return p.forward(given, here) if self.saves else (p.stage(given, here), [])
+            stage_input = self._embed_on_first(fields, "forward", args, x)
+            if self.saves:
+                return self.pieces.forward(args, stage_input)
+            return self.pieces.stage(args, stage_input), []
 
-        y, residuals = self.exclusion.run(at["forward_on"] > 0, run, lambda: jax.tree.map(typed_zeros, eval_shape(run)))
+        def skip() -> Any:
+            return jax.tree.map(typed_zeros, eval_shape(run))
+
+        y, residuals = self.exclusion.run(on, run, skip)
         if self.saves:
-            state = state._replace(saved=write(state.saved, at["forward_saved"], [*residuals, *y]))
+            state = state._replace(saved=write_slot(state.saved, fields["forward_saved"], [*residuals, *y]))
         if not self.train:
-            means, last = state.sums.means, (at["forward_stage"] == self.last) & (at["forward_on"] > 0)
-            given, last = self._end(at, "head", given, last)
-            means = self._choose(last, lambda: add_terms(means, p.head(self.shared, given, y)), lambda: means, p.head)
+            means = self._add_means(state.sums.means, fields, args, y)
             state = state._replace(sums=state.sums._replace(means=means))
         return state, y
 
-    def backward(self, state: LoopState, at: Fields) -> tuple[LoopState, Leaves]:
+    def _add_means(self, means: Any, fields: Fields, args: PieceArguments, y: Leaves) -> Any:
+        """The means with those of the head, on the last stage of a step of evaluation."""
+        is_last = (fields["forward_stage"] == self.last) & (fields["forward_on"] > 0)
+        args, runs = self._find_end(fields, "head", args, is_last)
+
+        def run_head() -> Any:
+            return add_terms(means, self.pieces.head(self.shared, args, y))
+
+        return self._choose(runs, run_head, lambda: means, self.pieces.head)
+
+    def backward(self, state: LoopState, fields: Fields) -> tuple[LoopState, Leaves]:
         """B: the gradients of a stage's input and of its weights."""
 
-        def through(layers: Leaves, given: Given, residuals: Leaves, dy: Leaves) -> tuple[Leaves, Leaves, Leaves]:
-            grads, dx = self.pieces.backward(given, residuals, dy)
-            return self._added(layers, grads, at["backward_chunk"], at["backward_on"] > 0), dx, []
+        def run_stage(
+            layers: Leaves, args: PieceArguments, residuals: Leaves, dy: Leaves
+        ) -> tuple[Leaves, Leaves, Leaves]:
+            grads, dx = self.pieces.backward(args, residuals, dy)
+            layers = self._add_to_chunk(layers, grads, fields["backward_chunk"], fields["backward_on"] > 0)
+            return layers, dx, []
 
-        state, dx, _ = self._back(state, at, through, [])
+        state, dx, _ = self._run_backward(state, fields, run_stage, [])
         return state, dx
 
-    def input_gradient(self, state: LoopState, at: Fields, whole: bool) -> tuple[LoopState, Leaves]:
+    def input_gradient(self, state: LoopState, fields: Fields, whole: bool) -> tuple[LoopState, Leaves]:
         """I: the gradient of a stage's input. Where `whole`, some devices run B in this tick: I, and W at once."""
         split = self.split
         assert split
 
-        def through(layers: Leaves, given: Given, residuals: Leaves, dy: Leaves) -> tuple[Leaves, Leaves, Leaves]:
-            dx, found = split.first(*jax.tree.leaves((given, residuals, dy)))
+        def run_stage(
+            layers: Leaves, args: PieceArguments, residuals: Leaves, dy: Leaves
+        ) -> tuple[Leaves, Leaves, Leaves]:
+            dx, weight_residuals = split.first(*jax.tree.leaves((args, residuals, dy)))
             if whole:
-                layers = self._with_weights(layers, given, found, at["backward_chunk"], at["backward_on"] == 1)
-            return layers, dx, found
+                is_whole = fields["backward_on"] == 1
+                layers = self._add_weight_gradients(layers, args, weight_residuals, fields["backward_chunk"], is_whole)
+            return layers, dx, weight_residuals
 
-        state, dx, found = self._back(state, at, through, split.residuals)
-        return state._replace(weight_residuals=write(state.weight_residuals, at["backward_kept"], found)), dx
+        state, dx, weight_residuals = self._run_backward(state, fields, run_stage, split.residuals)
+        slots = write_slot(state.weight_residuals, fields["backward_kept"], weight_residuals)
+        return state._replace(weight_residuals=slots), dx
 
-    def weight_gradient(self, state: LoopState, at: Fields) -> LoopState:
+    def weight_gradient(self, state: LoopState, fields: Fields) -> LoopState:
         """W: the gradients of a stage's weights, from the residuals of I."""
-        given, residuals = self._given(at, "weight"), row(state.weight_residuals, at["weight_kept"])
-        on = at["weight_on"] > 0
-        layers = self._with_weights(state.sums.layers, given, residuals, at["weight_chunk"], on)
+        args = self._find_op_arguments(fields, "weight")
+        residuals = row(state.weight_residuals, fields["weight_kept"])
+        on = fields["weight_on"] > 0
+        layers = self._add_weight_gradients(state.sums.layers, args, residuals, fields["weight_chunk"], on)
         return state._replace(sums=state.sums._replace(layers=layers))
 
-    def _back(
-        self, state: LoopState, at: Fields, through: Callable[..., tuple[Leaves, Leaves, Leaves]], residuals: list[Any]
+    def _run_backward(
+        self, state: LoopState, fields: Fields, run_stage: StageBackward, weight_residuals: list[Any]
     ) -> tuple[LoopState, Leaves, Leaves]:
-        """A backward pass: `through` the stage, after the head on the last and before the embedding on the first.
+        """A backward pass: through the stage, after the head on the last and before the embedding on the first.
+
+        Args:
+            state: buffers and sums.
+            fields: the row of the table.
+            run_stage: the backward pass of the stage.
+            weight_residuals: the shapes of what it returns beside dx.
 
         Returns:
-            The state, dx, and what `through` returns beside it, of the shapes of `residuals`.
+            The state, dx, and the residuals of weight gradients.
         """
-        p, given, on = self.pieces, self._given(at, "backward"), at["backward_on"]
-        again = row(state.inputs, at["backward_input"])
-        saved = row(state.saved, at["backward_saved"])
-        received = row(state.cotangents, at["backward_cotangent"])
+        args = self._find_op_arguments(fields, "backward")
+        on = fields["backward_on"]
+        stage_input = row(state.inputs, fields["backward_input"])
+        saved = row(state.saved, fields["backward_saved"])
+        received = row(state.cotangents, fields["backward_cotangent"])
+        activations = len(self.pieces.x)
 
         def run(sums: Sums) -> Any:
-            first = self._first(at, "backward")
+            is_first = self._is_first(fields, "backward")
             if self.saves:
-                residuals, y = saved[: -len(p.x)], saved[-len(p.x) :]
+                residuals = saved[:-activations]
+                y = saved[-activations:]
             else:
-                y, residuals = p.forward(given, self._embedded(at, "backward", given, again))
-            last = (at["backward_stage"] == self.last) & (on > 0)
-            given_head, heads = self._end(at, "head", given, last)
-
-            def head() -> Any:
-                means, grads, dy = p.head_backward(self.shared, given_head, y, self.scale)
-                return add_terms(sums.means, means), add_terms(sums.shared, grads), self._own(last, dy, received)
-
-            means, shared, dy = self._choose(heads, head, lambda: (sums.means, sums.shared, received), p.head_backward)
-            layers, dx, found = through(sums.layers, given, residuals, dy)
-            given_embed, embeds = self._end(at, "embed_gradient", given, first)
-
-            def embed() -> Leaves:
-                leaving = self._own(first, dx, [jnp.zeros_like(x) for x in dx])
-                return add_terms(shared, p.embed_backward(self.shared, given_embed, leaving))
-
-            shared = self._choose(embeds, embed, lambda: shared, p.embed_backward)
-            return Sums(layers, shared, means), dx, found
+                y, residuals = self.pieces.forward(args, self._embed_on_first(fields, "backward", args, stage_input))
+            means, shared, dy = self._run_head_backward(sums, fields, args, y, received)
+            layers, dx, weight_residuals = run_stage(sums.layers, args, residuals, dy)
+            shared = self._run_embed_backward(shared, fields, args, dx, is_first)
+            return Sums(layers, shared, means), dx, weight_residuals
 
         def skip(sums: Sums) -> Any:
-            return sums, [typed_zeros(x) for x in p.moving.split(p.x)[0]], [typed_zeros(x) for x in residuals]
+            dx, _ = self.pieces.differentiable.split(self.pieces.x)
+            return sums, [typed_zeros(x) for x in dx], [typed_zeros(x) for x in weight_residuals]
 
-        sums, dx, found = self.exclusion.run(on > 0, run, skip, state.sums)
-        return state._replace(sums=sums), dx, found
+        sums, dx, residuals = self.exclusion.run(on > 0, run, skip, state.sums)
+        return state._replace(sums=sums), dx, residuals
 
-    def _with_weights(self, layers: Leaves, given: Given, residuals: Leaves, chunk: Any, on: Any) -> Leaves:
+    def _run_head_backward(
+        self, sums: Sums, fields: Fields, args: PieceArguments, y: Leaves, received: Leaves
+    ) -> tuple[Any, Any, Leaves]:
+        """Means, sums of shared gradients, and dy: on the last stage from the head, elsewhere as received."""
+        is_last = (fields["backward_stage"] == self.last) & (fields["backward_on"] > 0)
+        args, runs = self._find_end(fields, "head", args, is_last)
+
+        def run_head() -> Any:
+            means, grads, dy = self.pieces.head_backward(self.shared, args, y, self.scale)
+            return add_terms(sums.means, means), add_terms(sums.shared, grads), self._select_own(is_last, dy, received)
+
+        def skip() -> Any:
+            return sums.means, sums.shared, received
+
+        return self._choose(runs, run_head, skip, self.pieces.head_backward)
+
+    def _run_embed_backward(self, shared: Any, fields: Fields, args: PieceArguments, dx: Leaves, is_first: Any) -> Any:
+        """Sums of shared gradients, on the first stage with those of the embedding."""
+        args, runs = self._find_end(fields, "embed_gradient", args, is_first)
+
+        def run_embed() -> Leaves:
+            first_dx = self._select_own(is_first, dx, [jnp.zeros_like(x) for x in dx])
+            return add_terms(shared, self.pieces.embed_backward(self.shared, args, first_dx))
+
+        return self._choose(runs, run_embed, lambda: shared, self.pieces.embed_backward)
+
+    def _embed_on_first(self, fields: Fields, op: str, args: PieceArguments, x: Leaves) -> Leaves:
+        """The stage's input: on the first stage the embedding's."""
+        embed = self.pieces.embed
+        is_first = self._is_first(fields, op)
+        end = "embed" if op == "forward" else "embed_gradient"
+        args, runs = self._find_end(fields, end, args, is_first)
+
+        def run_embed() -> Leaves:
+            return self._select_own(is_first, embed(self.shared, args), x)
+
+        return self._choose(runs, run_embed, lambda: x, embed)
+
+    def _add_weight_gradients(
+        self, layers: Leaves, args: PieceArguments, residuals: Leaves, chunk: Any, on: Any
+    ) -> Leaves:
         """The sums with the weight gradients of one stage and microbatch."""
 
         def run(layers: Leaves) -> Leaves:
             assert self.split
-            return self._added(layers, self.split.second(*jax.tree.leaves(given), residuals=residuals), chunk, on)
+            grads = self.split.second(*jax.tree.leaves(args), residuals=residuals)
+            return self._add_to_chunk(layers, grads, chunk, on)
 
         return self.exclusion.run(on, run, lambda layers: layers, layers)
 
-    def _added(self, layers: Leaves, grads: Leaves, chunk: Any, on: Any) -> Leaves:
-        """The sums with a stage's gradients added to its chunk."""
+    def _add_to_chunk(self, layers: Leaves, grads: Leaves, chunk: Any, on: Any) -> Leaves:
+        """The sums with a stage's gradients add_terms to its chunk."""
         out = []
         for total, grad in zip(layers, grads, strict=True):
-            here = 0 if total.shape[0] == 1 else chunk
-            new = self.exclusion.update(on, add_terms(total[here], grad), total[here])
-            out.append(lax.dynamic_update_index_in_dim(total, new, here, 0))
+            index = 0 if total.shape[0] == 1 else chunk
+            new = self.exclusion.update(on, add_terms(total[index], grad), total[index])
+            out.append(lax.dynamic_update_index_in_dim(total, new, index, 0))
         return out
 
-    def _embedded(self, at: Fields, op: str, given: Given, x: Leaves) -> Leaves:
-        """The stage's input: on the first stage the embedding's."""
-        embed, first = self.pieces.embed, self._first(at, op)
-        given, embeds = self._end(at, "embed" if op == "forward" else "embed_gradient", given, first)
-        return self._choose(embeds, lambda: self._own(first, embed(self.shared, given), x), lambda: x, embed)
+    def _find_op_arguments(self, fields: Fields, op: str) -> PieceArguments:
+        """The arguments of the pieces in an op of this row."""
+        args = self.find_arguments(fields[f"{op}_stage"], fields[f"{op}_chunk"], fields[f"{op}_microbatch"])
+        return args._replace(keys=jax.tree.map(jax.random.clone, args.keys))  # other ops draw the same, as intended
 
-    def _end(self, at: Fields, what: str, given: Given, mine: Any) -> tuple[Given, Any]:
-        """The arguments of embedding or head, and whether they run: on this device, or if spread on all of them."""
-        if self.common is None:
-            return given, mine
-        return (self.common(at[what]), True) if what in at else (given, False)
+    def _is_first(self, fields: Fields, op: str) -> Any:
+        return (fields[f"{op}_stage"] == 0) & (fields[f"{op}_on"] > 0)
 
-    def _own(self, mine: Any, here: Leaves, otherwise: Leaves) -> Leaves:
+    # ---- embedding and head on one device, or spread over all
+
+    def _find_end(self, fields: Fields, end: str, args: PieceArguments, is_own: Any) -> tuple[PieceArguments, Any]:
+        """The arguments of embedding or head, and whether they run: on this device, or if spread on all of them.
+
+        Spread, all devices run them for one microbatch, that of the table's `ends`: `fields` has the end in ticks in
+        which they do. Whether they run is then no traced value, but True or False.
+        """
+        if self.find_common is None:
+            return args, is_own
+        if end not in fields:
+            return args, False
+        return self.find_common(fields[end]), True
+
+    def _select_own(self, is_own: Any, own: Leaves, otherwise: Leaves) -> Leaves:
         """Of what all devices compute together, what the device of that stage goes on with."""
-        return here if self.common is None else jax.tree.map(partial(jnp.where, mine), here, otherwise)
+        if self.find_common is None:
+            return own
+        return jax.tree.map(partial(jnp.where, is_own), own, otherwise)
 
     def _choose(self, on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
-        if isinstance(on, bool):
-            return fn() if on else otherwise()
+        if on is True:
+            return fn()
+        if on is False:
+            return otherwise()
         return self.exclusion.choose(on, fn, otherwise, piece)
 
-    def _given(self, at: Fields, op: str) -> Given:
-        given = self.given(*(at[f"{op}_{what}"] for what in ("stage", "chunk", "microbatch")))
-        return given._replace(keys=jax.tree.map(jax.random.clone, given.keys))  # other ops draw the same, as intended
 
-    def _first(self, at: Fields, op: str) -> Any:
-        return (at[f"{op}_stage"] == 0) & (at[f"{op}_on"] > 0)
-
-
-def write(buffers: Leaves, slot: Any, leaves: Leaves) -> Leaves:
+def write_slot(buffers: Leaves, slot: Any, leaves: Leaves) -> Leaves:
     """The arrays with one slot replaced."""
     return [lax.dynamic_update_index_in_dim(b, x, slot, 0) for b, x in zip(buffers, leaves, strict=True)]

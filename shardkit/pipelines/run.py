@@ -2,6 +2,22 @@
 
 Every device runs the same loop. A tick is forward, backward and weight gradient, each where some device runs it then,
 followed by the moves to the neighbors. A device reads its own column of the table; `ops.py` holds what it computes.
+
+Worked example: 1F1B on two devices with three microbatches, and its tick 4.
+
+    tick      0   1   2   3   4   5   6   7
+    device 0  0F0 0F1 .   0B0 0F2 0B1 .   0B2
+    device 1  .   1F0 1B0 1F1 1B1 1F2 1B2 .
+
+Ticks 3 to 5 are one segment: in each of them some device runs F and some device B, outputs move to the right and
+cotangents to the left. The program of the segment is a scan over its three rows of the table. In tick 4
+
+    device    at the start writes                computes              sends at the end
+    0         nothing of use: device 1 ran no B  y of 0F2              y to device 1, for slot 0 of its inputs
+    1         nothing of use: device 0 ran no F  the loss, dx of 1B1   dx to device 0, for slot 0 of its cotangents
+
+At the start of tick 5 device 0 writes dx to its slot 0 and reads it for 0B1, and device 1 writes y to its slot 0 and
+reads it for 1F2. Both devices send and receive both ways in every tick: what nobody needs goes to a slot that is free.
 """
 
 from __future__ import annotations
@@ -27,8 +43,8 @@ from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.on_device.trained import TrainedLeaves, check_trained
 from shardkit.pipelines.divergent import refuse_divergent, refuse_mixed
-from shardkit.pipelines.ops import BRANCHED, MASKED, LoopState, Ops, Sums, write
-from shardkit.pipelines.pieces import Given, Pieces, StagedModel
+from shardkit.pipelines.ops import Branched, LoopState, Masked, Ops, Sums, write_slot
+from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.schedules import Schedule, Stages
 from shardkit.schedules.action import device_of
@@ -37,7 +53,7 @@ from shardkit.schedules.table import ENDS, FIELDS, Segment, Table, buffer_of
 Mode = Literal["masked", "branch"]
 
 
-def gradient_of(
+def build_grad_fn(
     model: StagedModel, schedule: Schedule, stages: Stages, mode: Mode, recompute: bool, trained: Any = None
 ) -> PipelineGradFn:
     """The GradFn of a model in pieces."""
@@ -47,11 +63,9 @@ def gradient_of(
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         opened = with_parts(params, parts(params))
-        sums = execution.sums(opened, batch, keys, scale)
-        layers = jax.tree.leaves(parts(opened["layers"]))
-        stack = [total.reshape(leaf.shape) for total, leaf in zip(sums.layers, layers, strict=True)]
-        grads = sums.shared | {"layers": jax.tree.unflatten(jax.tree.structure(parts(opened["layers"])), stack)}
-        grads = jax.tree.map(_left, params, grads, is_leaf=is_handle)
+        sums = execution.sum_microbatches(opened, batch, keys, scale)
+        grads = sums.shared | {"layers": _join_chunks(sums.layers, parts(opened["layers"]))}
+        grads = jax.tree.map(_finish_gradient, params, grads, is_leaf=is_handle)
         means = dict(sums.means)
         leaves = TrainedLeaves({name: grads[name] for name in params}, trained)
         return means.pop("loss"), means, leaves.with_zeros(leaves.select())
@@ -59,22 +73,53 @@ def gradient_of(
     return PipelineGradFn(stages, grad_fn, schedule)
 
 
-def loss_of(model: StagedModel, schedule: Schedule, stages: Stages, mode: Mode) -> PipelineLoss:
+def _join_chunks(sums: Sequence[jax.Array], stack: Any) -> Any:
+    """Sums `[chunks, layers, ...]` as the stack `[chunks * layers, ...]` that they are the gradients of."""
+    leaves, tree = jax.tree.flatten(stack)
+    grads = [total.reshape(leaf.shape) for total, leaf in zip(sums, leaves, strict=True)]
+    return jax.tree.unflatten(tree, grads)
+
+
+def _finish_gradient(node: Any, grad: Any) -> Any:
+    """The gradient of a leaf as it leaves the GradFn: of a lazy leaf with `entry`, that of its part."""
+    if is_handle(node) and node.entry:
+        return reduce_to_part(node, grad)
+    return grad
+
+
+def build_loss(model: StagedModel, schedule: Schedule, stages: Stages, mode: Mode) -> PipelineLoss:
     """The loss of a model in pieces, by the forward actions of the schedule."""
     model.check()
     forward = schedule.forward()
     execution = Execution(model, forward, stages, mode, train=False)
 
     def loss(params: Any, batch: Any, keys: Any) -> tuple[Mean, dict[str, Mean]]:
-        means = dict(execution.sums(params, batch, keys).means)
+        means = dict(execution.sum_microbatches(params, batch, keys).means)
         return means.pop("loss"), means
 
     return PipelineLoss(stages, loss, forward)
 
 
-def _left(node: Any, grad: Any) -> Any:
-    """The gradient of a leaf as it leaves the GradFn: of a lazy leaf with `entry`, that of its part."""
-    return reduce_to_part(node, grad) if is_handle(node) and node.entry else grad
+class _DeviceInputs(NamedTuple):
+    """What this device has: its layers and its examples."""
+
+    stacks: Any  # its part of the stack, `[chunks, layers, ...]`
+    microbatches: Any  # batch and keys, `[microbatches, examples, ...]`
+    starts: np.ndarray  # for each stage of the model the index of its first layer
+    counts: np.ndarray  # and its number of layers
+
+    def find_arguments(self, stage: Any, chunk: Any, microbatch: Any) -> PieceArguments:
+        """The arguments of the pieces for a stage, which is this chunk of the device, and a microbatch."""
+        batch, keys = take_microbatch(self.microbatches, microbatch)
+        layers = take_microbatch(self.stacks, chunk)
+        return PieceArguments(layers, jnp.asarray(self.starts)[stage], jnp.asarray(self.counts)[stage], batch, keys)
+
+    def find_common(self, microbatch: Any) -> PieceArguments:
+        """The arguments of embed and head where all devices run them together.
+
+        The number of the microbatch is the same on all devices, so that they meet in the collectives of the two.
+        """
+        return self.find_arguments(0, 0, microbatch)
 
 
 class Execution(NamedTuple):
@@ -87,9 +132,11 @@ class Execution(NamedTuple):
     recompute: bool = False  # whether backward passes compute their residuals again
     train: bool = True  # whether there are backward passes
 
-    def sums(self, params: Any, batch: Any, keys: Any, scale: Any = 1) -> Sums:
+    def sum_microbatches(self, params: Any, batch: Any, keys: Any, scale: Any = 1) -> Sums:
         """The sums over all microbatches on this device."""
-        where, p, v = self.model.where, self.schedule.devices, self.schedule.chunks
+        where = self.model.where
+        devices = self.schedule.devices
+        last_stage = devices * self.schedule.chunks - 1
         names = bound(where, self.stages.axis)
         self._check(names, params, (batch, keys))
         live = live_axes(where, names, *jax.tree.leaves(params))
@@ -99,55 +146,69 @@ class Execution(NamedTuple):
         layers = vary(shared.pop("layers"), live)
         if not spread:
             shared = vary(shared, live)  # gradients stay unreduced until the step sums them
-        rows = jax.tree.leaves(layers)[0].shape[0]
-        each = self.stages.layers_per_stage or self.stages.layers_of(rows * p)
-        microbatches = split_microbatches((batch, keys), self.schedule.microbatches)
-        starts, counts = np.concatenate([[0], np.cumsum(each)[:-1]]).astype(np.int32), np.array(each, np.int32)
-        stacks = jax.tree.map(lambda leaf: leaf.reshape(v, rows // v, *leaf.shape[1:]), layers)
 
-        def given(stage: Any, chunk: Any, microbatch: Any) -> Given:
-            batch, keys = take_microbatch(microbatches, microbatch)
-            layers = take_microbatch(stacks, chunk)
-            return Given(layers, jnp.asarray(starts)[stage], jnp.asarray(counts)[stage], batch, keys)
-
-        def common(microbatch: Any) -> Given:
-            # Its number is the same on all devices, so that they meet in the collectives of embed and head.
-            return given(0, 0, microbatch)
-
+        sizes = self._count_layers(layers)
+        inputs = self._arrange_inputs(layers, sizes, (batch, keys))
         zero = vary(jnp.int32(0), live)
-        together: tuple[Any, ...] = ()
+        common = None
+        owner = None
         if spread:
-            together = eval_shape(common, jnp.int32(0)), device_of(p * v - 1, p, self.schedule.placement)
-        pieces = Pieces(self.model, shared, eval_shape(given, zero, zero, zero), live, min(each), *together)
+            common = eval_shape(inputs.find_common, jnp.int32(0))
+            owner = device_of(last_stage, devices, self.schedule.placement)
+        example = eval_shape(inputs.find_arguments, zero, zero, zero)
+        pieces = Pieces(self.model, shared, example, live, min(sizes), common, owner)
         self._check_collectives(pieces, names, bool(live))
+
         table = self.schedule.table(saved=not self.recompute, spread=spread)
         ops = Ops(
             pieces,
-            given,
+            inputs.find_arguments,
             shared,
             jnp.asarray(scale, jnp.float32),
-            last=p * v - 1,
+            last=last_stage,
             saves=self.train and not self.recompute,
             train=self.train,
-            split=self._split(pieces, table),
-            exclusion=BRANCHED if self.mode == "branch" else MASKED,
-            common=common if spread else None,
+            split=self._find_split(pieces, table),
+            exclusion=Branched() if self.mode == "branch" else Masked(),
+            find_common=inputs.find_common if spread else None,
         )
-        executor = Executor(table, ops, live or None, wrap=v > 1 and self.schedule.placement == "loop")
-        return executor.run(jax.tree.leaves(parts(stacks)), device)
+        wraps = self.schedule.chunks > 1 and self.schedule.placement == "loop"
+        executor = Executor(table, ops, live or None, wraps)
+        return executor.run(jax.tree.leaves(parts(inputs.stacks)), device)
+
+    def _count_layers(self, layers: Any) -> tuple[int, ...]:
+        """How many layers each stage of the model has."""
+        if self.stages.layers_per_stage:
+            return self.stages.layers_per_stage
+        rows = jax.tree.leaves(layers)[0].shape[0]
+        return self.stages.layers_of(rows * self.schedule.devices)
+
+    def _arrange_inputs(self, layers: Any, sizes: tuple[int, ...], examples: Any) -> _DeviceInputs:
+        """Layers by chunk, and batch and keys by microbatch."""
+        chunks = self.schedule.chunks
+
+        def split_chunks(leaf: jax.Array) -> jax.Array:
+            return leaf.reshape(chunks, leaf.shape[0] // chunks, *leaf.shape[1:])
+
+        microbatches = split_microbatches(examples, self.schedule.microbatches)
+        stacks = jax.tree.map(split_chunks, layers)
+        ends = np.cumsum(sizes)
+        starts = np.concatenate([[0], ends[:-1]])
+        return _DeviceInputs(stacks, microbatches, starts.astype(np.int32), np.array(sizes, np.int32))
 
     def _check(self, names: tuple[str, ...], params: Any, examples: Any) -> None:
         """Refuses a mesh, parameters or examples that the schedule does not fit."""
-        where, count = self.model.where, self.schedule.microbatches
+        where = self.model.where
+        count = self.schedule.microbatches
         if axis_size(names) != self.schedule.devices:
             raise ValueError(
                 f"{where}: the schedule must be for the devices of {named(names)}; it is for {self.schedule.devices} "
                 f"and there are {axis_size(names)}. Make one with devices={axis_size(names)}."
             )
         if not isinstance(params, Mapping) or "layers" not in params:
-            found = quoted(params) if isinstance(params, Mapping) else type(params).__name__
+            got = quoted(params) if isinstance(params, Mapping) else type(params).__name__
             raise ValueError(
-                f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put the "
+                f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {got}. Put the "
                 "stack of layers under 'layers', and everything else beside it."
             )
         sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(examples) if leaf.ndim})
@@ -158,19 +219,22 @@ class Execution(NamedTuple):
                 "for other microbatches."
             )
 
-    def _check_collectives(self, pieces: Pieces, names: tuple[str, ...], several: bool) -> None:
+    def _check_collectives(self, pieces: Pieces, names: tuple[str, ...], is_pipeline: bool) -> None:
         """Refuses collectives of the pieces that would wait for devices that do something else."""
         if self.mode == "branch":
-            traced = [pieces.embed, *([pieces.forward, pieces.backward] if self.train else [pieces.stage])]
-            traced += [pieces.embed_backward, pieces.head_backward] if self.train else [pieces.head]
-            where = f"{self.model.where}: mode='branch'"
-            refuse_divergent(where, [t.jaxpr for t in traced], names, "Use mode='masked'.")
-        elif several:
-            ends = [pieces.embed, pieces.head_backward if self.train else pieces.head]
-            traced = [pieces.stage, *([] if self.stages.spread is not None else ends)]
-            refuse_mixed(self.model.where, [t.jaxpr for t in traced], names)
+            if self.train:
+                traced = [pieces.embed, pieces.forward, pieces.backward, pieces.embed_backward, pieces.head_backward]
+            else:
+                traced = [pieces.embed, pieces.stage, pieces.head]
+            jaxprs = [piece.jaxpr for piece in traced]
+            refuse_divergent(f"{self.model.where}: mode='branch'", jaxprs, names, "Use mode='masked'.")
+        elif is_pipeline:
+            traced = [pieces.stage]
+            if self.stages.spread is None:
+                traced += [pieces.embed, pieces.head_backward if self.train else pieces.head]
+            refuse_mixed(self.model.where, [piece.jaxpr for piece in traced], names)
 
-    def _split(self, pieces: Pieces, table: Table) -> TwoHalves | None:
+    def _find_split(self, pieces: Pieces, table: Table) -> TwoHalves | None:
         """The two halves of a backward pass, where the schedule and the stage have them."""
         if not self.train or not any("I" in segment.ops for segment in table.segments):
             return None
@@ -190,96 +254,114 @@ class Executor(NamedTuple):
     table: Table  # ticks, ops and slots
     ops: Ops  # what a device computes
     axis: Axis | None  # the pipe axis; None for one device
-    wrap: bool  # whether the last device's neighbor is the first
+    wraps: bool  # whether the last device's neighbor is the first
 
     def run(self, layers: list[jax.Array], device: Any) -> Sums:
         """All ticks of this device; `layers` are the parts of the stack, `[chunks, layers, ...]`."""
-        state = self._first_state(layers)
+        state = self._allocate_state(layers)
         # A constant of the program, in as few bytes as hold its numbers, of which a device reads its column once.
         table = jnp.asarray(self.table.rows.astype(np.min_scalar_type(self.table.rows.max())))
         column = lax.dynamic_index_in_dim(table, device, 1, keepdims=False).astype(jnp.int32)
-        ends = jnp.asarray(self.table.ends) if self.ops.common else None
-        for segments, times in _rounds(self.table.segments):
-            begin, ticks = segments[0].begin, sum(segment.ticks for segment in segments)
-            rows = _part((column, ends), begin, times * ticks)
-            run_round = partial(self._round, segments)
+        ends = jnp.asarray(self.table.ends) if self.ops.find_common else None
+        for segments, times in _find_rounds(self.table.segments):
+            begin = segments[0].begin
+            ticks = sum(segment.ticks for segment in segments)
+            rows = _slice_rows((column, ends), begin, times * ticks)
+            run_round = partial(self._run_round, segments)
             if times == 1:
                 state, _ = run_round(state, rows)
             else:
-                state, _ = lax.scan(run_round, state, _repeated(rows, times))
+                state, _ = lax.scan(run_round, state, _split_rounds(rows, times))
         return state.sums
 
-    def _first_state(self, layers: list[jax.Array]) -> LoopState:
+    def _allocate_state(self, layers: list[jax.Array]) -> LoopState:
         """Buffers with as many slots as the table needs, and sums, all of zeros."""
-        slots, pieces, split = self.table.buffers, self.ops.pieces, self.ops.split
+        slots = self.table.buffers
+        pieces = self.ops.pieces
 
         def allocate(count: int, leaves: Sequence[Any]) -> list[jax.Array]:
             return [typed_zeros(x, shape=(count, *x.shape)) for x in leaves]
 
         zeros_like = partial(jax.tree.map, wide_zeros)
         if self.ops.train:
-            means = pieces.head_backward.out[0]
+            means, _, _ = pieces.head_backward.out
             sums = Sums(zeros_like(layers), zeros_like(parts(self.ops.shared)), zeros_like(means))
         else:
             sums = Sums([], [], zeros_like(pieces.head.out))
-        saved = [*pieces.forward.out[1], *pieces.x] if self.ops.saves else []
-        moving, _ = pieces.moving.split(pieces.x)
+        saved = []
+        if self.ops.saves:
+            _, residuals = pieces.forward.out
+            saved = [*residuals, *pieces.x]
+        cotangents, _ = pieces.differentiable.split(pieces.x)
         return LoopState(
             allocate(slots["inputs"], pieces.x),
             allocate(slots["saved"], saved),
-            allocate(slots["cotangents"], moving),
-            allocate(slots["kept"], split.residuals if split else []),
+            allocate(slots["cotangents"], cotangents),
+            allocate(slots["kept"], self.ops.split.residuals if self.ops.split else []),
             sums,
         )
 
-    def _round(self, segments: Sequence[Segment], state: LoopState, rows: Any) -> tuple[LoopState, None]:
+    def _run_round(self, segments: Sequence[Segment], state: LoopState, rows: Any) -> tuple[LoopState, None]:
+        """The ticks of consecutive segments; `rows` are those of the table."""
         for segment in segments:
-            at = segment.begin - segments[0].begin
-            here, ends = _part(rows, at, segment.ticks)
+            fields, ends = _slice_rows(rows, segment.begin - segments[0].begin, segment.ticks)
             columns = np.array([FIELDS.index(field) for field in segment.moves], int)
             # In the first tick nothing has arrived: slot 0 is written with what is in it.
-            places = jnp.concatenate([jnp.zeros((1, len(columns)), jnp.int32), here[:, columns]])
-            none = [row(getattr(state, buffer_of(field)), 0) for field in segment.moves]
-            (state, moved), _ = lax.scan(partial(self._tick, segment), (state, none), (here, ends, places[:-1]))
-            state = self._arrived(state, segment, moved, places[-1])
+            slots = jnp.concatenate([jnp.zeros((1, len(columns)), jnp.int32), fields[:, columns]])
+            arrivals = [row(getattr(state, buffer_of(field)), 0) for field in segment.moves]
+            run_tick = partial(self._run_tick, segment)
+            (state, arrivals), _ = lax.scan(run_tick, (state, arrivals), (fields, ends, slots[:-1]))
+            state = self._write_arrivals(state, segment, arrivals, slots[-1])
         return state, None
 
-    def _tick(self, segment: Segment, carry: Any, here: Any) -> tuple[Any, None]:
+    def _run_tick(self, segment: Segment, carry: Any, rows: Any) -> tuple[Any, None]:
+        """One tick: writes what has arrived, computes, and sends."""
+        state, arrivals = carry
+        columns, ends, slots = rows
         # What moved at the end of a tick is written to its slot at the start of the next: a buffer that is written
         # before it is read is updated in place, where the compiler would otherwise copy it.
-        (state, moved), (fields, ends, places) = carry, here
-        state = self._arrived(state, segment, moved, places)
-        at = {field: fields[k] for k, field in enumerate(FIELDS)}
+        state = self._write_arrivals(state, segment, arrivals, slots)
+        fields = {field: columns[k] for k, field in enumerate(FIELDS)}
         if ends is not None:
-            at |= {end: ends[ENDS.index(end)] for end in segment.ends}
+            fields |= {end: ends[ENDS.index(end)] for end in segment.ends}
+
         results: dict[str, list[jax.Array]] = {}
         if "F" in segment.ops:
             # The backward pass starts after the forward pass: their temporary memory would add up.
-            state, results["inputs"] = _complete(self.ops.forward(state, at))
-        if self.ops.split and "I" in segment.ops:
-            state, results["cotangents"] = self.ops.input_gradient(state, at, whole="B" in segment.ops)
-        elif self.ops.train and {"B", "I"} & set(segment.ops):
-            state, results["cotangents"] = self.ops.backward(state, at)
+            state, results["inputs"] = _finish_before(self.ops.forward(state, fields))
+        if "B" in segment.ops or "I" in segment.ops:
+            state, results["cotangents"] = self._run_backward(segment, state, fields)
         if self.ops.split and "W" in segment.ops:
-            state = self.ops.weight_gradient(state, at)
-        return (state, [self._sent(results[buffer_of(field)], field) for field in segment.moves]), None
+            state = self.ops.weight_gradient(state, fields)
+        return (state, [self._send(results[buffer_of(field)], field) for field in segment.moves]), None
 
-    def _arrived(
-        self, state: LoopState, segment: Segment, moved: list[list[jax.Array]], places: jax.Array
+    def _run_backward(
+        self, segment: Segment, state: LoopState, fields: dict[str, jax.Array]
+    ) -> tuple[LoopState, list[jax.Array]]:
+        """I where the segment has it and the stage can be split, else B."""
+        if self.ops.split and "I" in segment.ops:
+            return self.ops.input_gradient(state, fields, whole="B" in segment.ops)
+        return self.ops.backward(state, fields)
+
+    def _write_arrivals(
+        self, state: LoopState, segment: Segment, arrivals: list[list[jax.Array]], slots: jax.Array
     ) -> LoopState:
         """The state with what has moved, in its slots."""
-        for k, (field, leaves) in enumerate(zip(segment.moves, moved, strict=True)):
+        for k, (field, leaves) in enumerate(zip(segment.moves, arrivals, strict=True)):
             name = buffer_of(field)
-            buffers, place = getattr(state, name), places[k]
+            buffers = getattr(state, name)
+            slot = slots[k]
             if name in self.table.crowded:
+                # The number of a slot beyond the last means that nobody needs it: the last one keeps what is in it.
                 last = self.table.buffers[name] - 1
-                arrives, place = place <= last, jnp.minimum(place, last)
-                pairs = zip(leaves, row(buffers, place), strict=True)
-                leaves = [jnp.where(arrives, new, old) for new, old in pairs]
-            state = state._replace(**{name: write(buffers, place, leaves)})  # type: ignore[arg-type]
+                arrives = slot <= last
+                slot = jnp.minimum(slot, last)
+                kept = row(buffers, slot)
+                leaves = [jnp.where(arrives, new, old) for new, old in zip(leaves, kept, strict=True)]
+            state = state._replace(**{name: write_slot(buffers, slot, leaves)})  # type: ignore[arg-type]
         return state
 
-    def _sent(self, leaves: list[jax.Array], field: str) -> list[jax.Array]:
+    def _send(self, leaves: list[jax.Array], field: str) -> list[jax.Array]:
         """What a neighbor, or the device itself, receives."""
         side = field.split("_")[-1]
         if side == "self" or self.axis is None:
@@ -289,43 +371,56 @@ class Executor(NamedTuple):
         # the others for ever. What is sent in vain goes to a free slot, or nowhere. It stands at the end of the tick
         # because nothing of this tick reads it: what F returns may be under way while B computes. It is no part of what
         # the backward pass of a stage differentiates: cotangents go back by moves of the table, when that says so.
-        return list(shift(leaves, self.axis, by=1 if side == "left" else -1, wrap=self.wrap))
+        return list(shift(leaves, self.axis, by=1 if side == "left" else -1, wrap=self.wraps))
 
 
-def _part(rows: Any, begin: int, ticks: int) -> Any:
+def _slice_rows(rows: Any, begin: int, ticks: int) -> Any:
     return jax.tree.map(lambda x: x[begin : begin + ticks], rows)
 
 
-def _repeated(rows: Any, times: int) -> Any:
+def _split_rounds(rows: Any, times: int) -> Any:
+    """Rows `[times * ticks, ...]` as `[times, ticks, ...]`."""
     return jax.tree.map(lambda x: x.reshape(times, -1, x.shape[-1]), rows)
 
 
-def _rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment], int]]:
+def _find_rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment], int]]:
     """Runs of segments that repeat, and how often: the program holds a run once.
 
     On one or two devices a segment has only a few ticks, and the program would grow with the microbatches.
+
+    Worked example: segments of the kinds F B F B F B W give (F B, 3 times), then (W, once).
     """
     kinds = [(segment.ops, segment.ticks, segment.moves, segment.ends) for segment in segments]
-    at = 0
-    while at < len(kinds):
-        width, times = 1, 1
-        for size in range(2, (len(kinds) - at) // 2 + 1):
-            count = 1
-            while kinds[at + count * size : at + (count + 1) * size] == kinds[at : at + size]:
-                count += 1
-            if count > 1 and count * size > times * width:
-                width, times = size, count
-        yield segments[at : at + width], times
-        at += times * width
+    begin = 0
+    while begin < len(kinds):
+        best_width = 1
+        best_times = 1
+        for width in range(2, (len(kinds) - begin) // 2 + 1):
+            times = _count_repeats(kinds[begin:], width)
+            if times > 1 and width * times > best_width * best_times:
+                best_width = width
+                best_times = times
+        yield segments[begin : begin + best_width], best_times
+        begin += best_width * best_times
 
 
-def _complete(tree: Any) -> Any:
-    """A barrier: what comes after it starts when the whole tree is computed."""
+def _count_repeats(kinds: Sequence[Any], width: int) -> int:
+    """How often a sequence begins with its first `width` elements, one run after the other."""
+    first = kinds[:width]
+    times = 1
+    while kinds[times * width : (times + 1) * width] == first:
+        times += 1
+    return times
+
+
+def _finish_before(tree: Any) -> Any:
+    """The tree after a barrier: what comes after it starts when the whole tree is computed."""
     leaves, structure = jax.tree.flatten(tree)
-    places: dict[frozenset[str], list[int]] = {}
-    for k, leaf in enumerate(leaves):
-        places.setdefault(frozenset(varying_axes(leaf)), []).append(k)
-    for alike in places.values():  # one barrier would type all of them as varying over the axes of any
-        for k, leaf in zip(alike, lax.optimization_barrier([leaves[k] for k in alike]), strict=True):
-            leaves[k] = leaf
+    numbers_by_axes: dict[frozenset[str], list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        numbers_by_axes.setdefault(frozenset(varying_axes(leaf)), []).append(number)
+    for numbers in numbers_by_axes.values():  # one barrier would type all of them as varying over the axes of any
+        results = lax.optimization_barrier([leaves[number] for number in numbers])
+        for number, leaf in zip(numbers, results, strict=True):
+            leaves[number] = leaf
     return jax.tree.unflatten(structure, leaves)

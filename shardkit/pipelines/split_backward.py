@@ -4,6 +4,21 @@ Dead-code elimination is not enough: weight gradients alone would compute the wh
 first half hands over the values inside the chain that the second half uses, and a loop over layers becomes two loops:
 the first stacks these values, the second scans over the stacks.
 
+Worked example: a stage of one layer `h = x @ w, y = tanh(h)`. Its backward pass is a function of w, which is lasting,
+of the residuals x and h, and of dy. A label says which half has a value, 1 the first, 2 the second:
+
+    equation             label of the result    run by
+    s = 1 - tanh(h)**2   1                      the first half
+    dh = dy * s          1, 2                   the first half, which hands dh to the second
+    t = transpose(w)     1                      the first half
+    dx = dh @ t          1                      the first half, which returns dx
+    u = transpose(x)     2                      the second half: a view costs nothing
+    dw = u @ dh          2                      the second half, which returns dw
+
+The residuals are dh and x: what the second half reads, and neither computes nor is passed as lasting. In a scan over L
+layers both are stacked, [L, ...]: the first scan goes from the last layer to the first and carries dx, the second
+carries nothing.
+
 Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.
 """
 
@@ -24,8 +39,8 @@ from shardkit._jax import compat
 from shardkit._jax.primitives import registered
 
 # Labels are sets of halves, as bits.
-FIRST, SECOND = 1, 2
-BOTH = FIRST | SECOND
+FIRST = 1
+SECOND = 2
 # Views of a value, as casts are. The second half computes them again, unless their operands are larger.
 _VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "rev", "copy", "name"}
 
@@ -51,26 +66,29 @@ class TwoHalves:
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], first: Sequence[bool], lasting: Sequence[bool]):
         closed = jax.make_jaxpr(fn)(*args)
-        self._program, self._lasting = _program(closed.jaxpr, closed.consts), list(lasting)
+        self._program = _inline_program(closed.jaxpr, closed.consts)
+        self._lasting = list(lasting)
         results = [FIRST if flag else SECOND for flag in first]
-        self._labels = _label(self._program, _steady(self._program, lasting), results, at_hand=lasting)
+        steady = _find_steady(self._program, lasting)
+        self._labels = _label_program(self._program, steady, results, at_hand=lasting)
         self.residuals: list[Any] = compat.eval_shape(lambda *args: self.first(*args)[1], *args)
         self.whole = _only_views(self._program, self._labels)
-        self.why = _why(self._program, self._labels) if self.whole else ""
+        self.why = _explain_whole(self._program, self._labels) if self.whole else ""
 
     def first(self, *args: Any) -> tuple[list[Any], list[Any]]:
         """The first results and the residuals, given all arguments."""
-        results, residuals = _run(self._program, self._labels, FIRST, args)
-        return self._of(FIRST, results), residuals
+        results, residuals = _run_half(self._program, self._labels, FIRST, args)
+        return self._select_results(FIRST, results), residuals
 
     def second(self, *lasting: Any, residuals: Sequence[Any]) -> list[Any]:
         """The other results, given the lasting arguments and the residuals."""
-        given = iter(lasting)
-        args = [next(given) if flag else None for flag in self._lasting]
-        return self._of(SECOND, _run(self._program, self._labels, SECOND, args, residuals)[0])
+        next_lasting = iter(lasting)
+        args = [next(next_lasting) if flag else None for flag in self._lasting]
+        results, _ = _run_half(self._program, self._labels, SECOND, args, residuals)
+        return self._select_results(SECOND, results)
 
-    def _of(self, half: int, results: Sequence[Any]) -> list[Any]:
-        return [results[k] for k in _places(half, self._labels.results)]
+    def _select_results(self, half: int, results: Sequence[Any]) -> list[Any]:
+        return [results[k] for k in _find_members(half, self._labels.results)]
 
 
 class _Program(NamedTuple):
@@ -94,199 +112,289 @@ class _Labels(NamedTuple):
     residuals: list[Any]
 
 
-def _program(jaxpr: Any, constants: Sequence[Any]) -> _Program:
-    closed = jax.make_jaxpr(partial(compat.inlined, jaxpr, constants))(*(v.aval for v in jaxpr.invars))
-    loops = {
-        number: _program(compat.inner_jaxprs(equation)[0][1], compat.inner_constants(equation)[0])
-        for number, equation in enumerate(closed.jaxpr.eqns)
-        if equation.primitive.name == "scan"
-    }
+def _inline_program(jaxpr: Any, constants: Sequence[Any]) -> _Program:
+    """The program of a jaxpr, with the equations of the functions that it calls in place of the calls."""
+    avals = [v.aval for v in jaxpr.invars]
+    closed = jax.make_jaxpr(partial(compat.inlined, jaxpr, constants))(*avals)
+    loops = {}
+    for number, equation in enumerate(closed.jaxpr.eqns):
+        if equation.primitive.name == "scan":
+            _, body = compat.inner_jaxprs(equation)[0]
+            loops[number] = _inline_program(body, compat.inner_constants(equation)[0])
     return _Program(closed.jaxpr, closed.consts, loops)
 
 
-def _steady(program: _Program, lasting: Sequence[bool]) -> set[Any]:
+# ---- what follows from lasting arguments alone
+
+
+def _find_steady(program: _Program, lasting: Sequence[bool]) -> set[Any]:
     """The variables that follow from lasting arguments alone, those in loops included."""
     steady = {*program.jaxpr.constvars, *compress(program.jaxpr.invars, lasting)}
     for number, equation in enumerate(program.jaxpr.eqns):
         operands = _are_steady(equation.invars, steady)
-        results = [all(operands) and not compat.acts(equation)] * len(equation.outvars)
         if number in program.loops:
-            body, carry = program.loops[number], _carry(equation)
-            carried: list[bool] | None = None
-            while carried != operands[carry]:  # a carry is steady if it is so in every round
-                carried = operands[carry]
-                inside = _steady(body, operands)
-                results = _are_steady(body.jaxpr.outvars, inside)
-                operands[carry] = [a and b for a, b in zip(carried, results, strict=False)]
-            steady |= inside
+            body_steady, results = _find_steady_in_loop(equation, program.loops[number], operands)
+            steady |= body_steady
+        else:
+            is_steady = all(operands) and not compat.acts(equation)
+            results = [is_steady] * len(equation.outvars)
         steady.update(compress(equation.outvars, results))
     return steady
 
 
-def _label(program: _Program, steady: set[Any], results: Sequence[int], at_hand: Sequence[bool]) -> _Labels:
+def _find_steady_in_loop(equation: Any, body: _Program, operands: list[bool]) -> tuple[set[Any], list[bool]]:
+    """The steady variables of a loop's body, and which of its results are: a carry, if it is so in every round."""
+    carry = _find_carry(equation)
+    while True:
+        steady = _find_steady(body, operands)
+        results = _are_steady(body.jaxpr.outvars, steady)
+        carries = operands[carry]
+        still = [before and after for before, after in zip(carries, results, strict=False)]
+        if still == carries:
+            return steady, results
+        operands = [*operands]
+        operands[carry] = still
+
+
+def _are_steady(atoms: Iterable[Any], steady: set[Any]) -> list[bool]:
+    return [_is_literal(v) or v in steady for v in atoms]
+
+
+# ---- which half has what
+
+
+def _label_program(program: _Program, steady: set[Any], results: Sequence[int], at_hand: Sequence[bool]) -> _Labels:
     """The labels that follow from those of the results, from the last equation to the first.
 
     The second half may compute the `steady` variables again, and is passed the arguments that are `at_hand`.
     """
-    variables, equations = defaultdict[Any, int](int), [0] * len(program.jaxpr.eqns)
-    loops, residuals = dict[int, _Labels](), list[Any]()
+    variables = defaultdict[Any, int](int)
+    equations = [0] * len(program.jaxpr.eqns)
+    loops: dict[int, _Labels] = {}
+    residuals: list[Any] = []
 
     def mark(atoms: Iterable[Any], labels: Iterable[int]) -> None:
         for v, label in zip(atoms, labels, strict=True):
-            if not hasattr(v, "val"):
+            if not _is_literal(v):
                 variables[v] |= label
 
     mark(program.jaxpr.outvars, results)
     for number, equation in reversed([*enumerate(program.jaxpr.eqns)]):
         wanted = [variables[v] for v in equation.outvars]
-        first = FIRST if any(label & FIRST for label in wanted) or compat.acts(equation) else 0
+        # An equation that acts, as a print does, runs once, whether or not its results are wanted.
+        in_first = compat.acts(equation) or any(label & FIRST for label in wanted)
+        first = FIRST if in_first else 0
+        stacks = []
         if number in program.loops:
-            loops[number] = loop = _label_loop(equation, program.loops[number], steady, wanted)
-            made, read, stacks = loop.results, loop.arguments, [(number, key) for key in loop.residuals]
+            loop = _label_loop(equation, program.loops[number], steady, wanted)
+            loops[number] = loop
+            computed = loop.results
+            operands = loop.arguments
+            stacks = [(number, key) for key in loop.residuals]
         else:
-            again = _is_view(equation, _are_steady(equation.invars, steady)) or not first
-            made = [first | _again(v, label, again, steady) for v, label in zip(equation.outvars, wanted, strict=True)]
-            read, stacks = [first | reduce(or_, made, 0)] * len(equation.invars), []
-        equations[number] = first | reduce(or_, made, 0)
-        pairs = zip(equation.outvars, wanted, made, strict=True)
-        residuals += [v for v, want, made_in in pairs if want & ~made_in & SECOND] + stacks
-        mark(equation.outvars, [label & FIRST for label in made])
-        mark(equation.invars, read)
-    arguments = [variables[v] for v in program.jaxpr.invars]
-    pairs = zip(program.jaxpr.invars, arguments, at_hand, strict=True)
-    residuals += [v for v, label, here in pairs if label & SECOND and not here]
-    passed = [label & (BOTH if here else FIRST) for label, here in zip(arguments, at_hand, strict=True)]
-    return _Labels(variables, passed, equations, list(results), loops, residuals)
+            computed = _label_results(equation, wanted, first, steady)
+            operands = [first | reduce(or_, computed, 0)] * len(equation.invars)
+        equations[number] = first | reduce(or_, computed, 0)
+        for v, label, halves in zip(equation.outvars, wanted, computed, strict=True):
+            if label & SECOND and not halves & SECOND:
+                residuals.append(v)
+        residuals += stacks
+        mark(equation.outvars, [label & FIRST for label in computed])
+        mark(equation.invars, operands)
+
+    arguments = []
+    for v, is_at_hand in zip(program.jaxpr.invars, at_hand, strict=True):
+        label = variables[v]
+        if label & SECOND and not is_at_hand:
+            residuals.append(v)
+        arguments.append(label if is_at_hand else label & FIRST)
+    return _Labels(variables, arguments, equations, list(results), loops, residuals)
+
+
+def _label_results(equation: Any, wanted: Sequence[int], first: int, steady: set[Any]) -> list[int]:
+    """Which half computes the results of an equation, which is no loop, from which half wants them."""
+    is_view = _is_view(equation, _are_steady(equation.invars, steady))
+    can_repeat = is_view or not first
+    return [
+        first | _label_repeated(v, label, can_repeat, steady) for v, label in zip(equation.outvars, wanted, strict=True)
+    ]
+
+
+def _label_repeated(v: Any, wanted: int, can_repeat: bool, steady: set[Any]) -> int:
+    """SECOND where the second half wants a variable and computes it, instead of reading it from the residuals."""
+    if can_repeat or v in steady:
+        return wanted & SECOND
+    return 0
 
 
 def _label_loop(equation: Any, body: _Program, steady: set[Any], wanted: Sequence[int]) -> _Labels:
     """The labels of a loop's body, the same in every round; its results and arguments are those of the loop."""
-    carry = _carry(equation)
-    carries, outs = carry.stop - carry.start, equation.outvars
-    results, at_hand = [label & FIRST for label in wanted], [True] * len(equation.invars)
-    results, labels = _settled(body, steady, results, at_hand, carry, FIRST)
+    carry = _find_carry(equation)
+    carries = carry.stop - carry.start
+    outs = equation.outvars
+    # The first half: its results, and what other rounds of it need of the carry.
+    results = [label & FIRST for label in wanted]
+    at_hand = [True] * len(equation.invars)
+    results, labels = _settle_carry(body, steady, results, at_hand, carry, FIRST)
     # What the first half has in every round anyway, it also returns.
     for k, v in enumerate(body.jaxpr.outvars[carries:], carries):
-        if not hasattr(v, "val") and v not in steady:
+        if not _is_literal(v) and v not in steady:
             results[k] |= labels.variables[v] & FIRST
+    # The second half: it is passed a carry that it can compute itself, since the first half does not have it.
     at_hand[carry] = [v in steady or not label for v, label in zip(outs, results[:carries], strict=False)]
-    pairs = zip(outs, wanted, results, strict=True)
-    results = [had | _again(v, label, not had, steady) for v, label, had in pairs]
-    results, labels = _settled(body, steady, results, at_hand, carry, SECOND)
+    results = [
+        label | _label_repeated(v, want, not label, steady)
+        for v, want, label in zip(outs, wanted, results, strict=True)
+    ]
+    results, labels = _settle_carry(body, steady, results, at_hand, carry, SECOND)
     arguments = [*labels.arguments[: carry.start], *results[:carries], *labels.arguments[carry.stop :]]
     return labels._replace(results=results, arguments=arguments)
 
 
-def _settled(
+def _settle_carry(
     body: _Program, steady: set[Any], results: list[int], at_hand: Sequence[bool], carry: slice, half: int
 ) -> tuple[list[int], _Labels]:
     """The results of a loop's body with every carry that other rounds of this half need, and the labels."""
-    before: list[int] | None = None
-    while results != before:
-        before, labels = results, _label(body, steady, results, at_hand)
+    while True:
+        labels = _label_program(body, steady, results, at_hand)
         read = [label & half for label in labels.arguments[carry]]
-        results = [a | b for a, b in zip(results, read, strict=False)] + results[len(read) :]
-    return results, labels
+        carries = [result | label for result, label in zip(results, read, strict=False)]
+        needed = carries + results[len(read) :]
+        if needed == results:
+            return results, labels
+        results = needed
 
 
-def _again(v: Any, wanted: int, again: bool, steady: set[Any]) -> int:
-    """SECOND where the second half wants a variable and computes it, instead of finding it among the residuals."""
-    return wanted & SECOND if again or v in steady else 0
+# ---- running a half
 
 
-def _run(
+def _run_half(
     program: _Program, labels: _Labels, half: int, args: Sequence[Any], residuals: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
     """One half: its results, None for others, and of the first the residuals; unused arguments may be None."""
-    values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.constants, strict=True))
-    values |= zip(program.jaxpr.invars, args, strict=True)
-    values |= zip(labels.residuals if half == SECOND else (), residuals, strict=True)
-    for number in _places(half, labels.equations):
+    values: dict[Any, Any] = {}
+    values.update(zip(program.jaxpr.constvars, program.constants, strict=True))
+    values.update(zip(program.jaxpr.invars, args, strict=True))
+    if half == SECOND:
+        values.update(zip(labels.residuals, residuals, strict=True))
+    for number in _find_members(half, labels.equations):
         equation = program.jaxpr.eqns[number]
         operands = [compat.value_of(v, values) for v in equation.invars]
         if number in program.loops:
             loop = labels.loops[number]
             stacks = [(number, key) for key in loop.residuals]
-            handed = [values[key] for key in stacks] if half == SECOND else []
-            outs, stacked = _run_loop(equation, program.loops[number], loop, half, operands, handed)
-            values |= zip(stacks if half == FIRST else (), stacked, strict=True)
+            stacked = [values[key] for key in stacks] if half == SECOND else []
+            outs, stacked = _run_loop(equation, program.loops[number], loop, half, operands, stacked)
+            if half == FIRST:
+                values.update(zip(stacks, stacked, strict=True))
         else:
             outs = compat.bind(equation, operands)
-        values |= {v: out for v, out in zip(equation.outvars, outs, strict=True) if out is not None}
-    asked = [v if label & half else None for v, label in zip(program.jaxpr.outvars, labels.results, strict=True)]
-    results = [compat.value_of(v, values) for v in asked]
-    return results, [values[key] for key in labels.residuals] if half == FIRST else []
+        for v, out in zip(equation.outvars, outs, strict=True):
+            if out is not None:
+                values[v] = out
+    results = []
+    for v, label in zip(program.jaxpr.outvars, labels.results, strict=True):
+        results.append(compat.value_of(v, values) if label & half else None)
+    if half == SECOND:
+        return results, []
+    return results, [values[key] for key in labels.residuals]
 
 
 def _run_loop(
     equation: Any, body: _Program, labels: _Labels, half: int, operands: Sequence[Any], stacks: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """One half of a loop: its results, None for others, and of the first the stacked residuals."""
-    carry = _carry(equation)
+    carry = _find_carry(equation)
     # To scan, None is a tree without leaves.
     operands = [x if label & half else None for x, label in zip(operands, labels.arguments, strict=True)]
+    constants = operands[: carry.start]
 
-    def one(carried: list[Any], each: Any) -> Any:
-        outs, residuals = _run(body, labels, half, [*operands[: carry.start], *carried, *each[0]], each[1])
-        return outs[: len(carried)], (outs[len(carried) :], residuals)
+    def run_round(carried: list[Any], slices: Any) -> Any:
+        scanned, residuals = slices
+        outs, residuals = _run_half(body, labels, half, [*constants, *carried, *scanned], residuals)
+        carries = len(carried)
+        return outs[:carries], (outs[carries:], residuals)
 
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     with compat.made_by(equation):
-        carried, (outs, stacked) = jax.lax.scan(one, operands[carry], (operands[carry.stop :], stacks), **options)
+        carried, (outs, stacked) = jax.lax.scan(run_round, operands[carry], (operands[carry.stop :], stacks), **options)
     return [*carried, *outs], stacked
+
+
+# ---- a function that cannot be cut
 
 
 def _only_views(program: _Program, labels: _Labels) -> bool:
     """Whether the second half only looks at what it is handed."""
-    numbers = set(_places(SECOND, labels.equations)) - program.loops.keys()
-    names = {program.jaxpr.eqns[number].primitive.name for number in numbers}
-    return all(map(_views, names)) and all(_only_views(body, labels.loops[n]) for n, body in program.loops.items())
+    for number in _find_members(SECOND, labels.equations):
+        if number not in program.loops and not _is_view_primitive(program.jaxpr.eqns[number].primitive.name):
+            return False
+    return all(_only_views(body, labels.loops[number]) for number, body in program.loops.items())
 
 
-def _why(program: _Program, labels: _Labels) -> str:
+def _explain_whole(program: _Program, labels: _Labels) -> str:
     """Names an equation of the first half that computes the second results."""
     rule = "TwoHalves: the second results must have equations of their own, which the first results do not need; got "
-    makers = [maker for key in labels.residuals if (maker := _maker(program, key)) is not None]
+    makers = []
+    for key in labels.residuals:
+        maker = _find_maker(program, key)
+        if maker is not None:
+            makers.append(maker)
     if not makers:
         return f"{rule}none that compute anything. Run the function unsplit."
     maker = max(makers, key=lambda equation: len(compat.inner_jaxprs(equation)))
     frames = compat.user_frames(maker)
-    line = " at {}:{} ({})".format(Path(frames[0][0]).name, *frames[0][1:]) if frames else ""
+    line = ""
+    if frames:
+        file, number, function = frames[0]
+        line = f" at {Path(file).name}:{number} ({function})"
     return f"{rule}`{maker.primitive.name}`{line}, which both need. Split it, or run the function unsplit."
 
 
-def _maker(program: _Program, key: Any) -> Any:
+def _find_maker(program: _Program, key: Any) -> Any:
     """The equation, in the innermost loop, that computes a residual; None for an argument."""
     number, variable = key if isinstance(key, tuple) else (None, key)
     for n, equation in enumerate(program.jaxpr.eqns):
-        if n in program.loops and variable in equation.outvars:
-            number, variable = n, program.loops[n].jaxpr.outvars[equation.outvars.index(variable)]
-        elif variable in equation.outvars:
+        if variable not in equation.outvars:
+            continue
+        if n not in program.loops:
             return equation
-    return None if number is None else _maker(program.loops[number], variable)
+        number = n
+        variable = program.loops[n].jaxpr.outvars[equation.outvars.index(variable)]
+    if number is None:
+        return None
+    return _find_maker(program.loops[number], variable)
 
 
-def _views(name: str) -> bool:
+def _is_view_primitive(name: str) -> bool:
     return name in _VIEWS or registered(name).cast
 
 
 def _is_view(equation: Any, steady: Sequence[bool]) -> bool:
     """Whether an equation gives another view of operands that are no larger than its result."""
-    if not _views(equation.primitive.name):
+    if not _is_view_primitive(equation.primitive.name):
         return False
-    sizes = [prod(v.aval.shape) * v.aval.dtype.itemsize for v in (*equation.invars, equation.outvars[0])]
-    return sum(size for size, flag in zip(sizes, steady, strict=False) if not flag) <= sizes[-1]
+    operands = 0
+    for v, flag in zip(equation.invars, steady, strict=True):
+        if not flag:
+            operands += _count_bytes(v)
+    return operands <= _count_bytes(equation.outvars[0])
 
 
-def _carry(equation: Any) -> slice:
+def _count_bytes(v: Any) -> int:
+    return int(prod(v.aval.shape) * v.aval.dtype.itemsize)
+
+
+def _find_carry(equation: Any) -> slice:
     """The operands of a scan that are its carry."""
-    consts, carries = compat.scan_parts(equation)
-    return slice(consts, consts + carries)
+    constants, carries = compat.scan_parts(equation)
+    return slice(constants, constants + carries)
 
 
-def _are_steady(atoms: Iterable[Any], steady: set[Any]) -> list[bool]:
-    return [hasattr(v, "val") or v in steady for v in atoms]
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
 
 
-def _places(half: int, labels: Iterable[int]) -> list[int]:
+def _find_members(half: int, labels: Iterable[int]) -> list[int]:
+    """The numbers of what a half has."""
     return [k for k, label in enumerate(labels) if label & half]

@@ -32,38 +32,43 @@ class Station(NamedTuple):
         """The axes that split examples: gradients are unreduced over them until `finish`."""
         return all_axes(self.entering) & all_axes(self.leaving)
 
-    def unreduced(self, spec: PartitionSpec) -> tuple[str, ...]:
+    def find_unreduced(self, spec: PartitionSpec) -> tuple[str, ...]:
         """The axes over which the gradient of a leaf of that layout is unreduced."""
-        return tuple(axis for axis in self.mesh.axis_names if axis in self.examples - all_axes(spec))
+        unreduced = self.examples - all_axes(spec)
+        return tuple(axis for axis in self.mesh.axis_names if axis in unreduced)
 
-    def sums(self, specs: Any) -> Any:
-        """The layouts of the sums of gradients: dim 0 counts the unreduced parts."""
-        return jax.tree.map(lambda spec: PartitionSpec(self.unreduced(spec) or None, *spec), specs)
+    def find_sum_specs(self, specs: Any) -> Any:
+        """The layouts of the sums of gradients: dim 0 counts the unreduced parts.
+
+        Worked example: on a mesh of data=4 a weight [8, 8] that all devices have, `P()`. Its sum is [4, 8, 8] with
+        `P("data")`: each device has its own part [1, 8, 8], of its own examples.
+        """
+        return jax.tree.map(lambda spec: PartitionSpec(self.find_unreduced(spec) or None, *spec), specs)
 
 
-def checked(where: str, stage: Stage, leaving: PartitionSpec, mesh: Mesh, params: Any, x: Any) -> jax.Array:
+def run_checked(where: str, stage: Stage, leaving: PartitionSpec, mesh: Mesh, params: Any, x: Any) -> jax.Array:
     """The output of a stage, checked against its layout and varying over all axes of it."""
     y = stage(params, x)
     check_spec(where, leaving, mesh, y.ndim)
     return vary(y, tuple(sorted(all_axes(leaving))))
 
 
-def fitted(spec: PartitionSpec, tree: Any) -> Any:
+def fit_specs(spec: PartitionSpec, tree: Any) -> Any:
     """The spec for every leaf of a tree, truncated to its dims."""
     return jax.tree.map(lambda x: canonical(PartitionSpec(*spec[: x.ndim])), tree)
 
 
-def forward(station: Station) -> Any:
+def build_forward(station: Station) -> Any:
     """A program that runs the stage on one microbatch."""
 
     def run(params: Any, x: Any) -> jax.Array:
-        in_specs = (broadcast_specs(station.params, params), fitted(station.entering, x))
+        in_specs = (broadcast_specs(station.params, params), fit_specs(station.entering, x))
         return jax.shard_map(station.kernel, mesh=station.mesh, in_specs=in_specs, out_specs=station.leaving)(params, x)
 
     return jax.jit(run)
 
 
-def zeros(station: Station) -> Any:
+def build_zeros(station: Station) -> Any:
     """A program that returns zeros for the sums of gradients."""
 
     def kernel(params: Any) -> Any:
@@ -71,55 +76,60 @@ def zeros(station: Station) -> Any:
 
     def run(params: Any) -> Any:
         specs = broadcast_specs(station.params, params)
-        return jax.shard_map(kernel, mesh=station.mesh, in_specs=(specs,), out_specs=station.sums(specs))(params)
+        return jax.shard_map(kernel, mesh=station.mesh, in_specs=(specs,), out_specs=station.find_sum_specs(specs))(
+            params
+        )
 
     return jax.jit(run)
 
 
-def backward(station: Station, first: bool) -> Any:
+def build_backward(station: Station, first: bool) -> Any:
     """A program that adds one microbatch's gradients to the sums and returns the cotangent of x."""
 
     def kernel(params: Any, x: Any, dy: jax.Array, sums: Any) -> tuple[Any, Any]:
         # The gradients of varying parameters are unreduced: they are reduced once, in `finish`.
         params = vary(params, tuple(sorted(station.examples)))
         if first:  # the pipeline's input need not be floating point
-            _, pull = jax.vjp(lambda params: station.kernel(params, x), params)
-            (grads,), dx = pull(dy), None
+            _, pullback = jax.vjp(lambda params: station.kernel(params, x), params)
+            (grads,) = pullback(dy)
+            dx = None
         else:
-            _, pull = jax.vjp(station.kernel, params, x)
-            grads, dx = pull(dy)
-        return jax.tree.map(lambda sum_, g: sum_ + g[None].astype(jnp.float32), sums, grads), dx
+            _, pullback = jax.vjp(station.kernel, params, x)
+            grads, dx = pullback(dy)
+        return jax.tree.map(lambda total, grad: total + grad[None].astype(jnp.float32), sums, grads), dx
 
     def run(params: Any, x: Any, dy: jax.Array, sums: Any) -> tuple[Any, Any]:
         specs = broadcast_specs(station.params, params)
-        sum_specs = station.sums(specs)
-        in_specs = (specs, fitted(station.entering, x), station.leaving, sum_specs)
+        sum_specs = station.find_sum_specs(specs)
+        in_specs = (specs, fit_specs(station.entering, x), station.leaving, sum_specs)
         out_specs = (sum_specs, station.entering)
         return jax.shard_map(kernel, mesh=station.mesh, in_specs=in_specs, out_specs=out_specs)(params, x, dy, sums)
 
     return jax.jit(run, donate_argnums=3)
 
 
-def finish(station: Station) -> Any:
+def build_finish(station: Station) -> Any:
     """A program that reduces the sums of gradients and divides by the global weight."""
 
     def run(sums: Any, weight: jax.Array) -> Any:
         specs = broadcast_specs(station.params, sums)
 
         def kernel(sums: Any, weight: jax.Array) -> Any:
-            def mean(sum_: jax.Array, spec: PartitionSpec) -> jax.Array:
-                axes = station.unreduced(spec)
-                return (all_reduce(sum_[0], axes) if axes else sum_[0]) / divisor_of(weight)
+            def average(total: jax.Array, spec: PartitionSpec) -> jax.Array:
+                # Once a step, and not in `build_backward`, where each microbatch would send all gradients.
+                axes = station.find_unreduced(spec)
+                grad = all_reduce(total[0], axes) if axes else total[0]
+                return grad / divisor_of(weight)
 
-            return jax.tree.map(mean, sums, specs)
+            return jax.tree.map(average, sums, specs)
 
-        in_specs = (station.sums(specs), PartitionSpec())
+        in_specs = (station.find_sum_specs(specs), PartitionSpec())
         return jax.shard_map(kernel, mesh=station.mesh, in_specs=in_specs, out_specs=specs)(sums, weight)
 
     return jax.jit(run, donate_argnums=0)
 
 
-def head(station: Station, loss: Callable[[jax.Array, Any], Any]) -> Any:
+def build_head(station: Station, loss: Callable[[jax.Array, Any], Any]) -> Any:
     """A program that returns the loss's sums over the mesh, and the cotangent of the last stage's output."""
     grad_fn: Any = value_and_grad(lambda y, targets, keys: loss(y, targets))
 
@@ -128,7 +138,7 @@ def head(station: Station, loss: Callable[[jax.Array, Any], Any]) -> Any:
         return global_means({"loss": mean, **aux}, all_axes(station.leaving)), dy
 
     def run(y: jax.Array, targets: Any) -> tuple[dict[str, Mean], jax.Array]:
-        in_specs = (station.leaving, fitted(station.leaving, targets))
+        in_specs = (station.leaving, fit_specs(station.leaving, targets))
         out_specs = (PartitionSpec(), station.leaving)
         return jax.shard_map(kernel, mesh=station.mesh, in_specs=in_specs, out_specs=out_specs)(y, targets)
 
@@ -136,7 +146,8 @@ def head(station: Station, loss: Callable[[jax.Array, Any], Any]) -> Any:
 
 
 @jax.jit
-def averages(means: list[dict[str, Mean]]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def compute_averages(means: list[dict[str, Mean]]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The weight of the loss, and every mean over all microbatches."""
-    sums = jax.tree.map(lambda *x: sum(x), *means)
-    return sums["loss"].weight, {name: mean.total / divisor_of(mean.weight) for name, mean in sums.items()}
+    sums = jax.tree.map(lambda *terms: sum(terms), *means)
+    averages = {name: mean.total / divisor_of(mean.weight) for name, mean in sums.items()}
+    return sums["loss"].weight, averages

@@ -19,36 +19,45 @@ from shardkit.schedules import Stages
 STACK = "layers"
 
 
-def stack_plan(stages: Stages) -> Plan:
+def build_stack_plan(stages: Stages) -> Plan:
     """The plan of `pp` for these stages."""
     axes = axis_names("pp", stages.axis)
     spread = None if stages.spread is None else make_dim_chooser("pipeline", axes, stages.spread)
 
     def place(leaf: Leaf) -> Split | str:
-        here = stages._replace(devices=stages.devices or leaf.ways)
         if not is_in_subtrees(leaf.path, (STACK,)):
-            return split_by_rules("pipeline", axes, spread, leaf) if spread else f"not in the stack {STACK!r}"
-        if here.devices != leaf.ways:
-            raise ValueError(
-                f"pp: the schedule is for {here.devices} devices; {named(axes)} has {leaf.ways}. Make the mesh with "
-                f"{here.devices} devices there, or the schedule with devices={leaf.ways}."
-            )
-        if not leaf.shape or 0 in leaf.split:
-            what = "has no dims" if not leaf.shape else "is split on dim 0 by another strategy"
-            raise ValueError(
-                f"pp: dim 0 of a leaf of the stack must be its layers, split over {named(axes)} only; leaf {leaf.path} "
-                f"{what}. Move it out of {STACK!r}, or split another dim."
-            )
-        rows = here.rows(leaf.shape[0])
+            if spread is None:
+                return f"not in the stack {STACK!r}"
+            return split_by_rules("pipeline", axes, spread, leaf)
+        # Stages for any number of devices are for those of the mesh.
+        mesh_stages = stages._replace(devices=stages.devices or leaf.ways)
+        _check_leaf(leaf, mesh_stages, axes)
+        rows = mesh_stages.rows(leaf.shape[0])
         if leaf.ways == 1 and not rows:
             return "the axis has one device"
-        return Split(0, rows=rows, note=here.note())
+        return Split(0, rows=rows, note=mesh_stages.note())
 
-    (made,) = strategy("pp", axes, place=place, rank=0, rules=stages.spread).strategies
-    return Plan((made._replace(stages=stages),))
+    plan = strategy("pp", axes, place=place, rank=0, rules=stages.spread)
+    (pp,) = plan.strategies
+    return Plan((pp._replace(stages=stages),))
 
 
-def arranged(plan: Plan, function: Any, accumulate: int = 1) -> Plan:
+def _check_leaf(leaf: Leaf, stages: Stages, axes: tuple[str, ...]) -> None:
+    """Refuses a leaf of the stack whose layers cannot be split into these stages."""
+    if stages.devices != leaf.ways:
+        raise ValueError(
+            f"pp: the schedule is for {stages.devices} devices; {named(axes)} has {leaf.ways}. Make the mesh with "
+            f"{stages.devices} devices there, or the schedule with devices={leaf.ways}."
+        )
+    if not leaf.shape or 0 in leaf.split:
+        what = "is split on dim 0 by another strategy" if leaf.shape else "has no dims"
+        raise ValueError(
+            f"pp: dim 0 of a leaf of the stack must be its layers, split over {named(axes)} only; leaf {leaf.path} "
+            f"{what}. Move it out of {STACK!r}, or split another dim."
+        )
+
+
+def fit_plan(plan: Plan, function: Any, accumulate: int = 1) -> Plan:
     """The plan for a GradFn or loss: accumulated if it has several microbatches, its `pp` with a pipeline's stages.
 
     Raises:
@@ -59,17 +68,30 @@ def arranged(plan: Plan, function: Any, accumulate: int = 1) -> Plan:
     if not isinstance(function, Staged):
         return plan
     stages = function.stages
-    (mine,) = stack_plan(stages).strategies
-    found = next((s for s in plan.strategies if s.stages is not None and s.axes == mine.axes), None)
-    if found is None or found.stages is None:
+    (pp,) = build_stack_plan(stages).strategies
+    planned = _find_pp(plan, pp.axes)
+    if planned is None or planned.stages is None:
         raise ValueError(
-            f"pp: the plan of a pipeline must have {mine.name}, which assigns layers to stages; got {plan}. "
-            f"Pass chain({mine.name}, ...)."
+            f"pp: the plan of a pipeline must have {pp.name}, which assigns layers to stages; got {plan}. "
+            f"Pass chain({pp.name}, ...)."
         )
-    if found.stages.devices is not None and found.stages[1:] != stages[1:]:
-        theirs, ours = (f"{each.devices} devices{each.note()}" for each in (found.stages, stages))
+    if planned.stages.devices is not None and planned.stages[1:] != stages[1:]:
         raise ValueError(
-            f"pp: the plan of a pipeline must have the stages of its schedule, {ours}; got those of another, {theirs}. "
-            f"Pass the plan of the same pipeline, or chain({mine.name}, ...)."
+            "pp: the plan of a pipeline must have the stages of its schedule, "
+            f"{_describe(stages)}; got those of another, {_describe(planned.stages)}. "
+            f"Pass the plan of the same pipeline, or chain({pp.name}, ...)."
         )
-    return plan._replace(strategies=tuple(mine if s is found else s for s in plan.strategies))
+    strategies = [pp if part is planned else part for part in plan.strategies]
+    return plan._replace(strategies=tuple(strategies))
+
+
+def _find_pp(plan: Plan, axes: tuple[str, ...]) -> Any:
+    """The strategy of a plan that splits a stack into stages over these axes; None if there is none."""
+    for part in plan.strategies:
+        if part.stages is not None and part.axes == axes:
+            return part
+    return None
+
+
+def _describe(stages: Stages) -> str:
+    return f"{stages.devices} devices{stages.note()}"

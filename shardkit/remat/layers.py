@@ -1,9 +1,26 @@
-"""Functions that gather the weights among their arguments: one layer, or a stack of layers in sequence."""
+"""Functions that gather the weights among their arguments: one layer, or a stack of layers in sequence.
+
+Worked example: one layer `y = tanh(x @ w)` of a loss, with w f32[8, 8] whose rows fsdp splits over 4 devices, and
+`remat="dots"`. The loss gets w as a handle around this device's part, f32[2, 8].
+
+    forward:   all_gather of the part        w  [8, 8]
+               h = x @ w, y = tanh(h)        x, h and y  [4, 8]
+               saved for the backward pass: x, which is an input, and h, which is the result of a matmul. Not w: the
+               part that it is gathered from is an argument, and is there anyway
+    backward:  dy arrives                    dy [4, 8]
+               all_gather of the part        w  [8, 8], a second time
+               dh = dy * (1 - tanh(h)**2)    dh [4, 8]
+               dx = dh @ w.T                 dx [4, 8]
+               dw = x.T @ dh                 dw [8, 8], of this device's examples
+               reduce_scatter of dw          [2, 8], summed over devices: the gradient of the part
+
+With `remat="full"` h is not saved, and the backward pass computes it again from x and w.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -18,8 +35,8 @@ from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import split_microbatches
 from shardkit.on_device.handles import is_handle, open_handles, parts, unseal_handles
 from shardkit.on_device.means import kind
-from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
-from shardkit.remat.regather import regathered, regathered_stack
+from shardkit.remat.recompute import POLICIES, Mask, Remat, find_policy
+from shardkit.remat.regather import regather_layer, regather_stack
 
 LayerFn = Callable[[Any, Any], Any]
 Args = ParamSpec("Args")
@@ -60,24 +77,37 @@ def gathered(
 
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3: reshard after forward.
     """
-    policy = None if remat is None and not offload else policy_of("gathered", remat, offload)
+    policy = _find_policy("gathered", remat, offload)
 
     @wraps(layer_fn)
     def layer(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten(unseal_handles((args, kwargs)), is_leaf=is_handle)
-        if keep or not any(is_handle(leaf) for leaf in leaves):
-            args, kwargs = jax.tree.unflatten(tree, open_handles(leaves))
-            return (jax.checkpoint(layer_fn, policy=policy) if policy else layer_fn)(*args, **kwargs)
-
         handles = Mask([is_handle(leaf) for leaf in leaves])
+        if keep or not any(handles.flags):
+            args, kwargs = jax.tree.unflatten(tree, open_handles(leaves))
+            return _checkpoint(layer_fn, policy)(*args, **kwargs)
 
-        def again(weights: list[Any], others: list[Any]) -> Any:
+        def call(weights: list[Any], others: list[Any]) -> Any:
             args, kwargs = jax.tree.unflatten(tree, handles.join(weights, others))
             return layer_fn(*args, **kwargs)
 
-        return regathered(again, *handles.split(leaves), policy=policy or POLICIES["dots"])
+        weights, others = handles.split(leaves)
+        return regather_layer(call, weights, others, policy=policy or POLICIES["dots"])
 
     return layer
+
+
+def _find_policy(where: str, remat: Remat, offload: bool) -> Any:
+    """The policy that is asked for; None if none is."""
+    if remat is None and not offload:
+        return None
+    return find_policy(where, remat, offload)
+
+
+def _checkpoint(layer_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    if policy is None:
+        return layer_fn
+    return jax.checkpoint(layer_fn, policy=policy)
 
 
 @typed
@@ -137,70 +167,49 @@ def scan_layers(
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.3: forward and backward prefetching; Lamy-Poirier,
         Layered gradient accumulation (arXiv:2106.02679): one layer at a time over all microbatches.
     """
-    policy = None if remat is None and not offload else policy_of("scan_layers", remat, offload)
+    policy = _find_policy("scan_layers", remat, offload)
     stacked = unseal_handles(stacked)
     _check_stack(stacked)
-    counts = {(*jnp.shape(leaf), 0)[0] for leaf in jax.tree.leaves(parts(stacked))}
-    if len(counts) != 1 or counts == {0}:
-        raise ValueError(
-            f"scan_layers: all leaves must have the same number of layers along dim 0; got {sorted(counts)}. Stack "
-            "them, and close over what the layers share in layer_fn."
-        )
-    (layers,) = counts
-    first, changed = jax.tree.map(lambda leaf: leaf[0], stacked), list[str]()
-    try:
-        after = eval_shape(lambda w, x: _noting(changed, layer_fn, open_handles(w), x), first, x)
-    except Exception as error:
-        if not layers_in_a_list(stacked):
-            raise
-        raise TypeError(
-            f"scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
-            f"{len(stacked)}. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), "
-            "*layers), or call gathered(layer_fn)(weights, x) layer by layer."
-        ) from error
-    if changed:
-        raise ValueError(
-            "scan_layers: a layer must not change its weights, such as statistics of BatchNorm, because the change is "
-            f"lost; it changed {changed[0]}. Pass use_running_average=True to BatchNorm, or use LayerNorm."
-        )
+    layers = _count_layers(stacked)
+    after = _trace_first_layer(layer_fn, stacked, x)
     _check_carried(x, after)
     x = jax.tree.map(vary_like, x, after)  # as the layers will type it
     _check_microbatches(x, microbatches)
-    x = split_microbatches(x, microbatches) if microbatches > 1 else x
-    if microbatches > 1 or any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle)):
-        options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
-        if prefetch:
-            x = regathered_stack(layer_fn, stacked, x, layers=layers, **options)
-        else:
-            x, _ = jax.lax.scan(lambda x, w: (regathered(layer_fn, w, x, **options), None), x, stacked)
+    has_handles = any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle))
+    if microbatches == 1 and not has_handles:
+        return _scan(_checkpoint(layer_fn, policy), stacked, x)
+
+    if microbatches > 1:
+        x = split_microbatches(x, microbatches)
+    options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
+    if prefetch:
+        x = regather_stack(layer_fn, stacked, x, layers=layers, **options)
     else:
-        layer = jax.checkpoint(layer_fn, policy=policy) if policy else layer_fn
-        x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, stacked)
-    return x if microbatches == 1 else jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
+        x = _scan(partial(regather_layer, layer_fn, **options), stacked, x)
+    if microbatches > 1:
+        x = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
+    return x
 
 
-def _check_carried(x: Any, after: Any) -> None:
-    """Refuses a layer that does not return what the next one gets."""
-    before, then = ([(path_name(p), kind(leaf)) for p, leaf in tree_leaves_with_path(tree)] for tree in (x, after))
-    # A Python number, or what was made of one, takes any dtype.
-    plain = any(getattr(leaf, "weak_type", not hasattr(leaf, "dtype")) for leaf in jax.tree.leaves(x))
-    same = [path for path, _ in before] == [path for path, _ in then] if plain else before == then
-    if not same:
-        told = [
-            ", ".join(what if path == path_name(()) else f"{path}: {what}" for path, what in each)
-            for each in (before, then)
-        ]
-        raise TypeError(
-            "scan_layers: layer_fn(weights, x) must return an x of the same tree, shapes and dtypes, which the next "
-            f"layer gets; it gets {told[0]} and returns {told[1]}. Cast or reshape it in the layer."
-        )
+def _scan(layer: LayerFn, stacked: Any, x: Any) -> Any:
+    """The activations after all layers of a stack."""
+
+    def run_layer(x: Any, weights: Any) -> tuple[Any, None]:
+        return layer(weights, x), None
+
+    x, _ = jax.lax.scan(run_layer, x, stacked)
+    return x
 
 
 def _check_stack(stacked: Any) -> None:
     """Refuses a stack whose layer dim is sharded: a device would run only its own layers."""
     for leaf in jax.tree.leaves(stacked, is_leaf=is_handle):
-        cuts = (*leaf.gathers, *leaf.scatters) if is_handle(leaf) else ()
-        axes = [axis for cut in cuts if cut.dim == -leaf.part.ndim for axis in cut.axes]
+        if not is_handle(leaf):
+            continue
+        axes: list[str] = []
+        for cut in (*leaf.gathers, *leaf.scatters):
+            if cut.dim == -leaf.part.ndim:  # dims of cuts are counted from the end
+                axes += cut.axes
         if axes:
             raise ValueError(
                 f"scan_layers: dim 0 of a stack, the layers, must not be sharded; {leaf.path or 'a leaf'} is sharded "
@@ -209,28 +218,111 @@ def _check_stack(stacked: Any) -> None:
             )
 
 
-def _noting(changed: list[str], layer_fn: LayerFn, weights: Any, x: Any) -> Any:
-    """`layer_fn(weights, x)`, with the paths of what it changed in a module of flax nnx, whose variables can be set."""
-    before = jax.tree.leaves(weights)
-    y = layer_fn(weights, x)
-    held = weights if isinstance(weights, tuple) else (weights,)
-    if not any(isinstance(each, dict | list) for each in held):  # a function may use those as its own
-        now = jax.tree_util.tree_leaves_with_path(weights)
-        changed += [path_name(path) for (path, leaf), old in zip(now, before, strict=False) if leaf is not old]
-    return y
+def _count_layers(stacked: Any) -> int:
+    """The number of layers of a stack."""
+    counts = set()
+    for leaf in jax.tree.leaves(parts(stacked)):
+        shape = jnp.shape(leaf)
+        counts.add(shape[0] if shape else 0)
+    if len(counts) != 1 or counts == {0}:
+        raise ValueError(
+            f"scan_layers: all leaves must have the same number of layers along dim 0; got {sorted(counts)}. Stack "
+            "them, and close over what the layers share in layer_fn."
+        )
+    return counts.pop()
 
 
-def layers_in_a_list(stacked: Any) -> bool:
+def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
+    """Shapes and types of the activations after the first layer."""
+    changes: list[str] = []
+
+    def run_layer(weights: Any, x: Any) -> Any:
+        weights = open_handles(weights)
+        before = jax.tree.leaves(weights)
+        y = layer_fn(weights, x)
+        changes.extend(_find_changes(weights, before))
+        return y
+
+    first = jax.tree.map(lambda leaf: leaf[0], stacked)
+    try:
+        after = eval_shape(run_layer, first, x)
+    except Exception as error:
+        if not is_list_of_layers(stacked):
+            raise
+        raise TypeError(
+            f"scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
+            f"{len(stacked)}. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), "
+            "*layers), or call gathered(layer_fn)(weights, x) layer by layer."
+        ) from error
+    if changes:
+        raise ValueError(
+            "scan_layers: a layer must not change its weights, such as statistics of BatchNorm, because the change is "
+            f"lost; it changed {changes[0]}. Pass use_running_average=True to BatchNorm, or use LayerNorm."
+        )
+    return after
+
+
+def _find_changes(weights: Any, before: list[Any]) -> list[str]:
+    """The paths of what a layer set in a module of flax nnx, whose variables can be set."""
+    modules = weights if isinstance(weights, tuple) else (weights,)
+    if any(isinstance(module, dict | list) for module in modules):
+        return []  # a function may use a dict or a list as its own
+    changes = []
+    for (path, leaf), old in zip(tree_leaves_with_path(weights), before, strict=False):
+        if leaf is not old:
+            changes.append(path_name(path))
+    return changes
+
+
+def is_list_of_layers(stacked: Any) -> bool:
     """Whether this is a list of layers: pytrees of the same structure and shapes."""
     if not isinstance(stacked, list) or len(stacked) < 2:
         return False
-    return len({str(jax.tree.map(jnp.shape, parts(layer))) for layer in stacked}) == 1
+    shapes = {str(jax.tree.map(jnp.shape, parts(layer))) for layer in stacked}
+    return len(shapes) == 1
+
+
+def _check_carried(x: Any, after: Any) -> None:
+    """Refuses a layer that does not return what the next one gets."""
+    taken = _find_kinds(x)
+    returned = _find_kinds(after)
+    if any(_takes_any_dtype(leaf) for leaf in jax.tree.leaves(x)):
+        # Its dtype becomes that of the layers: only the tree is compared.
+        matches = [path for path, _ in taken] == [path for path, _ in returned]
+    else:
+        matches = taken == returned
+    if not matches:
+        raise TypeError(
+            "scan_layers: layer_fn(weights, x) must return an x of the same tree, shapes and dtypes, which the next "
+            f"layer gets; it gets {_describe_kinds(taken)} and returns {_describe_kinds(returned)}. Cast or reshape it "
+            "in the layer."
+        )
+
+
+def _find_kinds(tree: Any) -> list[tuple[str, str]]:
+    """Path, and dtype with shape, of each leaf."""
+    return [(path_name(path), kind(leaf)) for path, leaf in tree_leaves_with_path(tree)]
+
+
+def _takes_any_dtype(leaf: Any) -> bool:
+    """Whether this is a Python number, or an array that was made of one."""
+    if not hasattr(leaf, "dtype"):
+        return True
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def _describe_kinds(kinds: list[tuple[str, str]]) -> str:
+    root = path_name(())
+    texts = [text if path == root else f"{path}: {text}" for path, text in kinds]
+    return ", ".join(texts)
 
 
 def _check_microbatches(x: Any, microbatches: int) -> None:
     """Refuses activations that do not divide into microbatches."""
     sizes = sorted({leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(x)})
-    if microbatches < 1 or (microbatches > 1 and any(not size or size % microbatches for size in sizes)):
+    if microbatches == 1:
+        return
+    if microbatches < 1 or any(not size or size % microbatches for size in sizes):
         raise ValueError(
             f"scan_layers: dim 0 of every activation must be divisible by microbatches, at least 1; got sizes {sizes} "
             f"and microbatches={microbatches}. Choose a divisor of the examples on a device, and let layer_fn "

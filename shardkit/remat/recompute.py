@@ -3,13 +3,17 @@
 A layer is split into a forward pass that returns residuals, as a policy says, and a backward pass that takes them. Only
 values that depend on activations are residuals: the backward pass recomputes whatever follows from weights alone, so
 that no policy can save a gathered weight, or a cast of one.
+
+Worked example: the layer `tanh(x @ w.astype(bfloat16))` with w f32[8, 8] and x bf16[4, 8], and the policy "full", which
+saves only inputs. jax would save w, its cast and x. Here x [4, 8] depends on activations and is saved. The cast of w
+follows from w alone: the backward pass, which is given w again, casts it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +35,13 @@ Leaves = Sequence[Any]
 Remat = str | tuple[str, ...] | Callable[..., Any] | None
 
 
-def policy_of(where: str, remat: Remat, offload: bool) -> Any:
+def find_policy(where: str, remat: Remat, offload: bool) -> Any:
     """The jax policy for `remat`: a policy's name, the names of what is saved, or a policy."""
     if offload:
-        return _offloading(where, remat)
+        return _find_offload_policy(where, remat)
     if isinstance(remat, str) and remat in POLICIES:
         return POLICIES[remat]
-    if isinstance(remat, tuple) and remat and all(isinstance(name, str) for name in remat):
+    if _is_tuple_of_names(remat):
         return jax.checkpoint_policies.save_only_these_names(*remat)
     if callable(remat):
         return remat
@@ -47,12 +51,12 @@ def policy_of(where: str, remat: Remat, offload: bool) -> Any:
     )
 
 
-def _offloading(where: str, remat: Remat) -> Any:
+def _find_offload_policy(where: str, remat: Remat) -> Any:
     """The policy that saves to host memory what `remat` saves."""
     policies = jax.checkpoint_policies
     if remat == "dots_without_batch":
         return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-    if isinstance(remat, tuple) and remat and all(isinstance(name, str) for name in remat):
+    if _is_tuple_of_names(remat):
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=list(remat),
@@ -65,24 +69,40 @@ def _offloading(where: str, remat: Remat) -> Any:
     )
 
 
-class Mask:
-    """Splits a list of leaves into chosen ones and others, and joins them again."""
+def _is_tuple_of_names(remat: Any) -> TypeGuard[tuple[str, ...]]:
+    if not isinstance(remat, tuple) or not remat:
+        return False
+    return all(isinstance(name, str) for name in remat)
 
-    def __init__(self, chosen: Sequence[bool]):
-        self.chosen = tuple(chosen)
+
+class Mask:
+    """Splits a list of leaves into chosen ones and others, and joins them again.
+
+    `Mask([True, False, True])` splits `[a, b, c]` into `[a, c]` and `[b]`, and joins these to `[a, b, c]`.
+    """
+
+    def __init__(self, flags: Sequence[bool]):
+        self.flags = tuple(flags)
 
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The chosen leaves, and the others."""
-        pairs = list(zip(leaves, self.chosen, strict=True))
-        return [x for x, chosen in pairs if chosen], [x for x, chosen in pairs if not chosen]
+        chosen = []
+        others = []
+        for leaf, flag in zip(leaves, self.flags, strict=True):
+            if flag:
+                chosen.append(leaf)
+            else:
+                others.append(leaf)
+        return chosen, others
 
     def join(self, chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """All leaves in their order."""
-        a, b = iter(chosen), iter(others)
-        return [next(a) if chosen else next(b) for chosen in self.chosen]
+        next_chosen = iter(chosen)
+        next_other = iter(others)
+        return [next(next_chosen if flag else next_other) for flag in self.flags]
 
 
-def learnable(x: Any) -> bool:
+def is_differentiable(x: Any) -> bool:
     """Whether an array can have a gradient."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
@@ -100,17 +120,19 @@ class Traced:
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*examples)
         self.out = on_this_mesh(out)
         # What no result needs is not sent: a derivative computes its function again, as far as it needs that.
-        self.jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+        needed = [True] * len(closed.jaxpr.outvars)
+        self.jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, needed, instantiate=True)
         self.constants = closed.consts
 
     def __call__(self, *args: Any, constants: Sequence[Any] | None = None) -> Any:
         """Its results for these arguments; `constants` replace the arrays that it closes over."""
-        constants = self.constants if constants is None else constants
-        flat = jax.core.eval_jaxpr(self.jaxpr, constants, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(self.out), flat)
+        if constants is None:
+            constants = self.constants
+        results = jax.core.eval_jaxpr(self.jaxpr, constants, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.out), results)
 
 
-def some_of(fn: Callable[..., list[Any]], flags: list[bool], *args: Any) -> list[Any]:
+def run_for_results(fn: Callable[..., list[Any]], flags: list[bool], *args: Any) -> list[Any]:
     """The results of a function that are flagged; what only the others need is neither computed nor sent."""
     if all(flags):
         return fn(*args)
@@ -119,70 +141,95 @@ def some_of(fn: Callable[..., list[Any]], flags: list[bool], *args: Any) -> list
     return jax.core.eval_jaxpr(jaxpr, traced.constants, *jax.tree.leaves(args))
 
 
-class Halves(NamedTuple):
+class WantedGradients(NamedTuple):
+    """For each weight, shared leaf and activation of a layer whether its gradient is wanted."""
+
+    weights: Sequence[bool]
+    shared: Sequence[bool]
+    x: Sequence[bool]
+
+
+class LayerPasses:
     """A layer's forward and backward pass over its microbatches, one after the other.
 
-    Attributes:
-        forward: `(weights, shared, x) -> (y, residuals)`, lists of leaves.
-        backward: `(weights, shared, residuals, dy) -> (gradients of weights and shared leaves, dx)`: those wanted, with
-            dy for the leaves of y that can have a gradient; over several microbatches sums in float32.
+    Args:
+        layer: a layer `(weights, x) -> y`. The leaves that it closes over, its constants, are called shared.
+        policy: what the forward pass saves; None for what jax saves.
+        microbatches: above 1, dim 0 of activations, residuals and dy counts microbatches.
+        examples: the leaves of weights, shared leaves, and those of one microbatch's activations.
+        wanted: which gradients the backward pass returns.
     """
 
-    forward: Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
-    backward: Callable[[Leaves, Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
+    def __init__(
+        self, layer: Traced, policy: Any, microbatches: int, examples: Sequence[Leaves], wanted: WantedGradients
+    ):
+        weights, shared, _ = examples
+        self._microbatches = microbatches
+        self._parameter_gradients = sum(wanted.weights) + sum(wanted.shared)
+        self._forward = _trace_with_pullback(layer, policy, examples, wanted)
+        _, pullback = self._forward.out
+        residuals, self._pullback_tree = jax.tree.flatten(pullback)
+        jaxpr, from_activations = not_reached(self._forward.jaxpr, len(weights) + len(shared), len(residuals))
+        self._saved = Mask(from_activations)
+        # What follows from weights alone; the backward pass computes it once for all microbatches.
+        self._rebuild = partial(jax.core.eval_jaxpr, jaxpr, self._forward.constants)
 
+    def forward(self, weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
+        """`(y, residuals)`, lists of leaves."""
 
-def halves(layer: Traced, policy: Any, microbatches: int, examples: Sequence[Leaves], wanted: Sequence[Any]) -> Halves:
-    """The two passes of a layer.
+        def run_microbatch(x: Leaves) -> tuple[list[Any], list[Any]]:
+            y, pullback = self._forward(weights, shared, x)
+            residuals, _ = self._saved.split(jax.tree.leaves(pullback))
+            return y, residuals
 
-    The leaves that a layer `(weights, x) -> y` closes over, its constants, are called shared. `examples` are the leaves
-    of weights, shared leaves, and those of one microbatch's activations; `wanted` says of which the gradient is.
-    """
-    weights_end, parameters_end = len(examples[0]), len(examples[0]) + len(examples[1])
-    moving = Mask([flag for flags in wanted for flag in flags])
-    out = Mask([learnable(y) for y in jax.tree.leaves(layer.out)])
+        if self._microbatches == 1:
+            return run_microbatch(x)
+        return jax.lax.map(run_microbatch, x)
 
-    def with_pullback(*leaves: Any) -> Any:
-        chosen, others = moving.split(leaves)
+    def backward(self, weights: Leaves, shared: Leaves, residuals: Leaves, dy: Leaves) -> tuple[list[Any], list[Any]]:
+        """`(gradients of weights and shared leaves, dx)`, those that are wanted.
 
-        def run(chosen: Leaves) -> Any:
-            args = moving.join(chosen, others)
-            shared = args[weights_end:parameters_end]
-            return out.split(jax.tree.leaves(layer(args[:weights_end], args[parameters_end:], constants=shared)))
+        `dy` is for the leaves of y that can have a gradient. Over microbatches the gradients are summed in float32.
+        """
+        rebuilt = self._rebuild(*weights, *shared)
 
-        saving = run if policy is None else jax.checkpoint(run, policy=policy, prevent_cse=False)
-        y, pullback, rest = jax.vjp(saving, chosen, has_aux=True)
-        return out.join(y, rest), pullback
+        def run_microbatch(residuals: Leaves, dy: Leaves) -> tuple[list[Any], list[Any]]:
+            pullback = jax.tree.unflatten(self._pullback_tree, self._saved.join(residuals, rebuilt))
+            (grads,) = pullback(list(dy))
+            return grads[: self._parameter_gradients], grads[self._parameter_gradients :]
 
-    traced = Traced(with_pullback, *(leaf for leaves in examples for leaf in leaves))
-    residuals, pullback_of = jax.tree.flatten(traced.out[1])
-    rebuilt_jaxpr, from_activations = not_reached(traced.jaxpr, parameters_end, len(residuals))
-    saved = Mask(from_activations)
-    rebuilt = partial(jax.core.eval_jaxpr, rebuilt_jaxpr, traced.constants)  # what follows from weights alone
+        if self._microbatches == 1:
+            return run_microbatch(residuals, dy)
 
-    def forward(weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
-        def one(x: Leaves) -> tuple[list[Any], list[Any]]:
-            y, pullback = traced(weights, shared, x)
-            return y, saved.split(jax.tree.leaves(pullback))[0]
-
-        return one(x) if microbatches == 1 else jax.lax.map(one, x)
-
-    def backward(weights: Leaves, shared: Leaves, residuals: Leaves, dy: Leaves) -> tuple[list[Any], list[Any]]:
-        others = rebuilt(*weights, *shared)
-        parameters = sum(wanted[0]) + sum(wanted[1])
-
-        def one(residuals: Leaves, dy: Leaves) -> tuple[list[Any], list[Any]]:
-            (grads,) = jax.tree.unflatten(pullback_of, saved.join(residuals, others))(list(dy))
-            return grads[:parameters], grads[parameters:]
-
-        if microbatches == 1:
-            return one(residuals, dy)
-
-        def add(sums: list[Any], each: Any) -> tuple[list[Any], list[Any]]:
-            grads, dx = one(*each)
+        def accumulate(sums: list[Any], microbatch: Any) -> tuple[list[Any], list[Any]]:
+            grads, dx = run_microbatch(*microbatch)
             return add_terms(sums, grads), dx
 
-        shapes, _ = eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (residuals, dy)))
-        return jax.lax.scan(add, [wide_zeros(g) for g in shapes], (residuals, dy))
+        first = jax.tree.map(lambda leaf: leaf[0], (residuals, dy))
+        shapes, _ = eval_shape(run_microbatch, *first)
+        zeros = [wide_zeros(x) for x in shapes]
+        return jax.lax.scan(accumulate, zeros, (residuals, dy))
 
-    return Halves(forward, backward)
+
+def _trace_with_pullback(layer: Traced, policy: Any, examples: Sequence[Leaves], wanted: WantedGradients) -> Traced:
+    """A layer as `(weights, shared, x) -> (leaves of y, pullback)`; the leaves of the pullback are its residuals."""
+    weights, shared, x = examples
+    weights_end = len(weights)
+    shared_end = weights_end + len(shared)
+    differentiated = Mask([*wanted.weights, *wanted.shared, *wanted.x])
+    out = Mask([is_differentiable(y) for y in jax.tree.leaves(layer.out)])
+
+    def run_with_pullback(*leaves: Any) -> Any:
+        chosen, others = differentiated.split(leaves)
+
+        def run(chosen: Leaves) -> Any:
+            args = differentiated.join(chosen, others)
+            y = layer(args[:weights_end], args[shared_end:], constants=args[weights_end:shared_end])
+            return out.split(jax.tree.leaves(y))
+
+        if policy is not None:
+            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+        y, pullback, integers = jax.vjp(run, chosen, has_aux=True)
+        return out.join(y, integers), pullback
+
+    return Traced(run_with_pullback, *weights, *shared, *x)

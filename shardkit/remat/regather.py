@@ -2,13 +2,16 @@
 
 Each is a function with its own derivative. Its forward pass saves what the policy names; its backward pass gathers the
 weights again, and scatters each gradient once, after the last microbatch.
+
+Why not jax.checkpoint around gather and layer: it would gather again too, but a policy could then save gathered
+weights, and each of several microbatches would gather for itself, and scatter a gradient of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -19,209 +22,316 @@ from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives._sums import add_terms, typed_zeros, wide_zeros
 from shardkit.on_device.batch import row
 from shardkit.on_device.handles import gather_kept, is_handle, open_handles, parts, reduce_to_part
-from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable, some_of
+from shardkit.remat.recompute import (
+    LayerPasses,
+    Leaves,
+    Traced,
+    WantedGradients,
+    is_differentiable,
+    run_for_results,
+)
 
+LayerFn = Callable[[Any, Any], Any]
+# One layer with gathered weights: `(weights, shared, x) -> (y, residuals)`, lists of leaves.
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
 
 
-def regathered(layer_fn: Callable[[Any, Any], Any], weights: Any, x: Any, *, policy: Any, microbatches: int = 1) -> Any:
-    """`layer_fn(opened(weights), x)`, whose backward pass gathers the weights again.
+def regather_layer(layer_fn: LayerFn, weights: Any, x: Any, *, policy: Any, microbatches: int = 1) -> Any:
+    """`layer_fn(open_handles(weights), x)`, whose backward pass gathers the weights again.
 
     Several microbatches, which dim 0 of the activations counts, run one after the other between gathering the weights
     and scattering their gradient.
     """
-    sweep = _Sweep(open_handles, _one_layer, _one_layer_back, stack=False)
-    return _with_derivative(layer_fn, sweep, weights, x, policy, microbatches)
+    return _RegatheredLayers(layer_fn, _OneLayer(), weights, x, policy, microbatches).run(weights, x)
 
 
-def regathered_stack(
-    layer_fn: Callable[[Any, Any], Any], stacked: Any, x: Any, *, layers: int, policy: Any, microbatches: int = 1
-) -> Any:
-    """A stack of layers, as by `regathered`, each gathered while its neighbor computes."""
-    forward, backward = partial(_prefetched, layers=layers), partial(_prefetched_back, layers=layers)
-    sweep = _Sweep(lambda w: open_handles(row(w, 0)), forward, backward, stack=True)
-    return _with_derivative(layer_fn, sweep, stacked, x, policy, microbatches)
+def regather_stack(layer_fn: LayerFn, stacked: Any, x: Any, *, layers: int, policy: Any, microbatches: int = 1) -> Any:
+    """A stack of layers, as by `regather_layer`, each gathered while its neighbor computes."""
+    return _RegatheredLayers(layer_fn, _PrefetchedStack(layers), stacked, x, policy, microbatches).run(stacked, x)
 
 
-class _Wanted(NamedTuple):
-    """For each gathered weight, shared leaf and activation whether its gradient is wanted."""
+class _RegatheredLayers:
+    """A layer, or a stack of layers, as a function of flat leaves with a derivative of its own.
 
-    weights: list[bool]
-    shared: list[bool]
-    x: list[bool]
+    Args:
+        layer_fn: one layer, `(weights, x) -> y`, of gathered weights.
+        sweep: when which layer is gathered and run.
+        weights: handles and arrays: the layer's, or the stack's.
+        x: activations; with several microbatches dim 0 counts them.
+        policy: what the forward pass saves.
+        microbatches: their number.
+    """
 
+    def __init__(
+        self,
+        layer_fn: LayerFn,
+        sweep: _OneLayer | _PrefetchedStack,
+        weights: Any,
+        x: Any,
+        policy: Any,
+        microbatches: int,
+    ):
+        def take_microbatch(x: Any) -> Any:
+            return row(x, 0) if microbatches > 1 else x
 
-class _Sweep(NamedTuple):
-    """How one layer, or a stack of them, runs."""
+        whole = eval_shape(sweep.gather, weights)
+        microbatch = eval_shape(take_microbatch, x)
+        self._sweep = sweep
+        self._policy = policy
+        self._microbatches = microbatches
+        self._layer = Traced(layer_fn, whole, microbatch)
+        self._examples = (jax.tree.leaves(whole), self._layer.constants, jax.tree.leaves(microbatch))
+        arguments = (weights, self._layer.constants, jax.tree.leaves(x))
+        self._arguments = jax.tree.structure(arguments)
+        flags = jax.tree.map(flag_differentiable, arguments, is_leaf=is_handle)
+        self._differentiable = jax.tree.leaves(flags)
+        # One trace of a call may serve several calls: jax.jit and jax.checkpoint keep it. Which gradients are asked for
+        # may differ between them, and jax keeps one tree of residuals and one backward pass for all. So both are made
+        # for every gradient that there can be, and what a call asks for goes from its forward to its backward pass as
+        # the shape of an empty array: its length is an index into this list.
+        self._masks: list[list[bool]] = []
 
-    gather: Callable[[Any], Any]  # the weights of one layer, gathered
-    # `(one layer's forward pass, weights, shared, x) -> (y, residuals)`
-    forward: Callable[[Forward, Any, Leaves, Leaves], tuple[list[Any], Any]]
-    # `(halves, wanted, weights, shared, residuals, dy) -> the wanted gradients`; the residuals of `forward` include the
-    # weights' secondary parts
-    backward: Callable[[Halves, _Wanted, Any, Leaves, Any, Leaves], list[Any]]
-    stack: bool  # whether the weights are those of several layers
+    def run(self, weights: Any, x: Any) -> Any:
+        """The layer's or the stack's y."""
+        call = jax.custom_vjp(self._run_primal)
+        call.defvjp(self._run_forward, self._run_backward, symbolic_zeros=True)
+        leaves = jax.tree.leaves((weights, self._layer.constants, x))
+        return jax.tree.unflatten(jax.tree.structure(self._layer.out), call(leaves))
 
+    @cached_property
+    def _wanted(self) -> WantedGradients:
+        """Every gradient that there can be."""
+        weights, shared, x = jax.tree.unflatten(self._arguments, self._differentiable)
+        return WantedGradients(jax.tree.leaves(parts(weights)), shared, x)
 
-def _with_derivative(
-    layer_fn: Callable[[Any, Any], Any], sweep: _Sweep, weights: Any, x: Any, policy: Any, microbatches: int
-) -> Any:
-    whole = eval_shape(sweep.gather, weights)
-    one = eval_shape(lambda x: row(x, 0) if microbatches > 1 else x, x)
-    layer = Traced(layer_fn, whole, one)
-    examples = (jax.tree.leaves(whole), layer.constants, jax.tree.leaves(one))
-    leaves, tree = jax.tree.flatten((weights, layer.constants, jax.tree.leaves(x)))
-    possible = jax.tree.leaves(jax.tree.map(learned, jax.tree.unflatten(tree, leaves), is_leaf=is_handle))
+    @cached_property
+    def _passes(self) -> LayerPasses:
+        return LayerPasses(self._layer, self._policy, self._microbatches, self._examples, self._wanted)
 
-    def primal(weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
-        def run(x: Any) -> list[Any]:
-            return jax.tree.leaves(layer(weights, x, constants=shared))
+    def _run_primal(self, leaves: Leaves) -> list[Any]:
+        """Without a derivative: nothing is saved."""
 
-        return (run(x) if microbatches == 1 else jax.lax.map(run, x)), []
+        def run_layer(weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
+            def run_microbatch(x: Any) -> list[Any]:
+                return jax.tree.leaves(self._layer(weights, x, constants=shared))
 
-    # One trace of a call may serve several: jax.jit and jax.checkpoint keep it. What is wanted may differ between them,
-    # and jax keeps one tree of residuals and one backward pass for all. So both are those of every gradient that there
-    # can be, and what is wanted goes from the forward pass to the backward pass as the shape of an empty array.
-    masks: list[list[bool]] = []
+            if self._microbatches == 1:
+                return run_microbatch(x), []
+            return jax.lax.map(run_microbatch, x), []
 
-    @cache
-    def every() -> tuple[Halves, _Wanted]:
-        flags, shared_flags, x_flags = jax.tree.unflatten(tree, possible)
-        wanted = _Wanted(jax.tree.leaves(parts(flags)), shared_flags, x_flags)
-        return halves(layer, policy, microbatches, examples, wanted), wanted
+        y, _ = self._sweep.forward(run_layer, *jax.tree.unflatten(self._arguments, leaves))
+        return y
 
-    @jax.custom_vjp
-    def call(leaves: Leaves) -> list[Any]:
-        return sweep.forward(primal, *jax.tree.unflatten(tree, leaves))[0]
+    def _run_forward(self, leaves: Leaves) -> tuple[list[Any], Any]:
+        mask = self._find_asked(leaves)
+        if mask not in self._masks:
+            self._masks.append(mask)
+        weights, shared, x = jax.tree.unflatten(self._arguments, [leaf.value for leaf in leaves])
+        y, residuals = self._sweep.forward(self._passes.forward, weights, shared, x)
+        mask_number = jnp.zeros((0, self._masks.index(mask)))
+        return y, (weights, shared, residuals, mask_number)
 
-    def forward(leaves: Leaves) -> tuple[list[Any], Any]:
-        asked = [flag and leaf.perturbed for flag, leaf in zip(possible, leaves, strict=True)]
-        if sweep.stack:  # after the first layer, every activation depends on weights
-            first = len(leaves) - len(examples[2])
-            asked[first:] = possible[first:]
-        if asked not in masks:
-            masks.append(asked)
-        weights, shared, x = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
-        y, residuals = sweep.forward(every()[0].forward, weights, shared, x)
-        return y, (weights, shared, residuals, jnp.zeros((0, masks.index(asked))))
+    def _find_asked(self, leaves: Leaves) -> list[bool]:
+        """For each leaf whether this call asks for its gradient."""
+        asked = [flag and leaf.perturbed for flag, leaf in zip(self._differentiable, leaves, strict=True)]
+        if self._sweep.is_stack:  # after the first layer, every activation depends on weights
+            _, _, x = self._examples
+            first = len(leaves) - len(x)
+            asked[first:] = self._differentiable[first:]
+        return asked
 
-    def backward(saved: Any, dy: Leaves) -> tuple[list[Any]]:
-        weights, shared, residuals, mask = saved
-        asked = masks[mask.shape[1]]
-        dy = [_instantiated(ct) for ct, out in zip(dy, jax.tree.leaves(layer.out), strict=True) if learnable(out)]
-        run = partial(sweep.backward, *every())
-        grads = iter(some_of(run, list(compress(asked, possible)), weights, shared, residuals, dy))
+    def _run_backward(self, saved: Any, dy: Leaves) -> tuple[list[Any]]:
+        weights, shared, residuals, mask_number = saved
+        asked = self._masks[mask_number.shape[1]]
+        cotangents = []
+        for ct, out in zip(dy, jax.tree.leaves(self._layer.out), strict=True):
+            if is_differentiable(out):
+                cotangents.append(_materialize(ct))
+        # The sweep returns every possible gradient. What only those that nobody asks for need is dropped.
+        flags = list(compress(asked, self._differentiable))
+        run = partial(self._sweep.backward, self._passes, self._wanted)
+        grads = iter(run_for_results(run, flags, weights, shared, residuals, cotangents))
         return ([next(grads) if flag else None for flag in asked],)
 
-    call.defvjp(forward, backward, symbolic_zeros=True)
-    return jax.tree.unflatten(jax.tree.structure(layer.out), call(leaves))
+
+class _OneLayer:
+    """One layer, gathered before its forward pass and again before its backward pass."""
+
+    is_stack = False
+
+    def gather(self, weights: Any) -> Any:
+        """The weights of the layer."""
+        return open_handles(weights)
+
+    def forward(self, run_layer: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:
+        """y and residuals, among them the weights' secondary parts: what hybrid fsdp keeps of them nearby."""
+        # The gather stands here, directly before the layer that uses it and inside the loop over layers: outside of the
+        # loop all layers' weights would be in memory at once. It stands outside of the loop over microbatches, which
+        # `run_layer` is: inside it each microbatch would gather.
+        weights, secondary = gather_kept(weights)
+        y, residuals = run_layer(jax.tree.leaves(open_handles(weights)), shared, x)
+        return y, (residuals, secondary)
+
+    def backward(
+        self, passes: LayerPasses, wanted: WantedGradients, weights: Any, shared: Leaves, residuals: Any, dy: Leaves
+    ) -> list[Any]:
+        """The gradients of weights, shared leaves and activations that are wanted."""
+        residuals, secondary = residuals
+        nearby, _ = gather_kept(weights, secondary)
+        # Gathered a second time, from the parts: the forward pass has let go of the weights.
+        delayed = _delay_gathers(nearby, dy)
+        grads, dx = passes.backward(jax.tree.leaves(open_handles(delayed)), shared, residuals, dy)
+        # The gradients are complete for all microbatches of the layer here, and reduced once: earlier, each microbatch
+        # would send its own; later, outside of the loop over layers, all layers' whole gradients would be in memory.
+        nodes = [*_select_nodes(weights, wanted), *compress(shared, wanted.shared)]
+        return [*_reduce_to_parts(nodes, grads), *dx]
 
 
-def _one_layer(forward: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:
-    weights, kept = gather_kept(weights)
-    y, residuals = forward(jax.tree.leaves(open_handles(weights)), shared, x)
-    return y, (residuals, kept)
-
-
-def _one_layer_back(
-    passes: Halves, wanted: _Wanted, weights: Any, shared: Leaves, residuals: Any, dy: Leaves
-) -> list[Any]:
-    residuals, kept = residuals
-    again = _after(dy, gather_kept(weights, kept)[0])
-    grads, dx = passes.backward(jax.tree.leaves(open_handles(again)), shared, residuals, dy)
-    return [*_part_gradients([*_nodes(weights, wanted), *compress(shared, wanted.shared)], grads), *dx]
-
-
-def _after(dy: Leaves, weights: Any) -> Any:
+def _delay_gathers(weights: Any, dy: Leaves) -> Any:
     """The weights, not gathered before the cotangents exist.
 
     Without a barrier the compiler merges this gather with that of the forward pass, and keeps all weights in between. A
     result of a barrier varies wherever one of its operands does, so a part waits only for those that vary no further.
     """
 
-    def one(node: Any) -> Any:
-        if not (is_handle(node) and node.gathers):
+    def delay(node: Any) -> Any:
+        if not is_handle(node) or not node.gathers:
             return node
-        held = "part" if node.whole is None else "whole"  # what is gathered
-        x = getattr(node, held)
-        first = [ct for ct in dy if varying_axes(ct) <= varying_axes(x)]
-        return replace(node, **{held: jax.lax.optimization_barrier((x, first))[0]})
+        field = "part" if node.whole is None else "whole"  # what is gathered
+        x = getattr(node, field)
+        cotangents = [ct for ct in dy if varying_axes(ct) <= varying_axes(x)]
+        x, _ = jax.lax.optimization_barrier((x, cotangents))
+        return replace(node, **{field: x})
 
-    return jax.tree.map(one, weights, is_leaf=is_handle)
+    return jax.tree.map(delay, weights, is_leaf=is_handle)
 
 
-def _prefetched(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, layers: int) -> tuple[list[Any], Any]:
-    """All layers, each gathered while the one before it computes; the last one is outside the loop.
+class _StackResiduals(NamedTuple):
+    """What the forward pass of a prefetched stack saves."""
 
-    Its gathered weights are kept: the backward pass begins with it, when no compute is left to hide another gather.
+    layers: Any  # residuals and secondary parts of all layers but the last, stacked
+    last: Any  # those of the last
+    weights: list[Any]  # the gathered weights of the last layer
+
+
+class _PrefetchedStack:
+    """A stack of layers, each gathered while its neighbor computes.
+
+    Worked example: the two passes of three layers, from top to bottom. In a line, neither side needs the other, so that
+    the compiler may overlap them.
+
+        compute              gather in flight
+                             layer 0
+        forward, layer 0     layer 1
+        forward, layer 1     layer 2
+        forward, layer 2                        (the weights of layer 2 are kept)
+        backward, layer 2    layer 1
+        backward, layer 1    layer 0
+        backward, layer 0
     """
 
-    def fetch(i: Any) -> Any:
-        weights, kept = gather_kept(row(stacked, i))
-        return jax.tree.leaves(open_handles(weights)), kept
+    is_stack = True
 
-    def body(carry: Any, i: jax.Array) -> Any:
-        x, (weights, kept) = carry
-        ahead = fetch(i + 1)
-        x, residuals = forward(weights, shared, x)
-        return (x, ahead), (residuals, kept)
+    def __init__(self, layers: int):
+        self.layers = layers
 
-    (x, (weights, kept)), residuals = jax.lax.scan(body, (x, fetch(0)), jnp.arange(layers - 1))
-    x, last = forward(weights, shared, x)
-    return x, (residuals, (last, kept), weights)
+    def gather(self, stacked: Any) -> Any:
+        """The weights of one layer."""
+        return open_handles(row(stacked, 0))
+
+    def forward(self, run_layer: Forward, stacked: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:
+        """All layers, each gathered while the one before it computes; the last one is outside the loop.
+
+        Its gathered weights are kept: the backward pass begins with it, when no compute is left to hide another gather.
+        """
+
+        def fetch(number: Any) -> Any:
+            weights, secondary = gather_kept(row(stacked, number))
+            return jax.tree.leaves(open_handles(weights)), secondary
+
+        def run_round(carry: Any, number: jax.Array) -> Any:
+            x, (weights, secondary) = carry
+            # Issued before the layer and used in the next round: after it, nothing would be left to overlap with.
+            following = fetch(number + 1)
+            x, residuals = run_layer(weights, shared, x)
+            return (x, following), (residuals, secondary)
+
+        carry = (x, fetch(0))
+        (x, (weights, secondary)), residuals = jax.lax.scan(run_round, carry, jnp.arange(self.layers - 1))
+        x, last = run_layer(weights, shared, x)
+        return x, _StackResiduals(residuals, (last, secondary), weights)
+
+    def backward(
+        self,
+        passes: LayerPasses,
+        wanted: WantedGradients,
+        stacked: Any,
+        shared: Leaves,
+        residuals: _StackResiduals,
+        dy: Leaves,
+    ) -> list[Any]:
+        """All layers from the last to the first, each gathered while the one after it computes."""
+        layer_residuals, secondary = residuals.layers
+        last_residuals, _ = residuals.last
+        nodes = _select_nodes(stacked, wanted)
+        shared_nodes = list(compress(shared, wanted.shared))
+
+        def fetch(number: Any) -> list[Any]:
+            kept = row(secondary, number)
+            weights, _ = gather_kept(row(stacked, number), kept)
+            return jax.tree.leaves(open_handles(weights))
+
+        def run_layer(number: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
+            dy, stack_grads, shared_sums = carry
+            grads, dx = passes.backward(weights, shared, residuals, dy)
+            # Reduced in the round of its layer, for the reason that `_OneLayer` gives. The gradients of shared leaves
+            # are sums over layers: they are reduced once, after the last round.
+            layer_grads = _reduce_to_parts(nodes, grads[: len(nodes)])
+            stack_grads = [
+                jax.lax.dynamic_update_index_in_dim(stack, grad, number, 0)
+                for stack, grad in zip(stack_grads, layer_grads, strict=True)
+            ]
+            return dx, stack_grads, add_terms(shared_sums, grads[len(nodes) :])
+
+        def run_round(carry: Any, number: jax.Array) -> Any:
+            weights, carry = carry
+            previous = fetch(number - 1)
+            return (previous, run_layer(number, weights, row(layer_residuals, number), carry)), None
+
+        stack_grads = [typed_zeros(part) for part in parts(nodes)]
+        shared_sums = [wide_zeros(leaf) for leaf in shared_nodes]
+        carry = (dy, stack_grads, shared_sums)
+        final = self.layers - 1
+        previous = fetch(final - 1) if final else []
+        carry = run_layer(final, residuals.weights, last_residuals, carry)
+        if final:
+            numbers = jnp.arange(final - 1, 0, -1)
+            (previous, carry), _ = jax.lax.scan(run_round, (previous, carry), numbers)
+            carry = run_layer(0, previous, row(layer_residuals, 0), carry)
+        dx, stack_grads, shared_sums = carry
+        return [*stack_grads, *_reduce_to_parts(shared_nodes, shared_sums), *dx]
 
 
-def _prefetched_back(
-    passes: Halves, wanted: _Wanted, stacked: Any, shared: Leaves, residuals: Any, dy: Leaves, *, layers: int
-) -> list[Any]:
-    """All layers from the last to the first, each gathered while the one after it computes."""
-    (residuals, kept), (last, _), weights = residuals
-    nodes, shared_nodes = _nodes(stacked, wanted), list(compress(shared, wanted.shared))
-
-    def fetch(i: Any, kept: Leaves) -> list[Any]:
-        return jax.tree.leaves(open_handles(gather_kept(row(stacked, i), kept)[0]))
-
-    def layer(i: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
-        dy, stores, sums = carry
-        grads, dx = passes.backward(weights, shared, residuals, dy)
-        found = _part_gradients(nodes, grads[: len(nodes)])
-        stores = [jax.lax.dynamic_update_index_in_dim(s, g, i, 0) for s, g in zip(stores, found, strict=True)]
-        return dx, stores, add_terms(sums, grads[len(nodes) :])
-
-    def body(carry: Any, i: jax.Array) -> Any:
-        weights, carry = carry
-        ahead = fetch(i - 1, row(kept, i - 1))
-        return (ahead, layer(i, weights, row(residuals, i), carry)), None
-
-    stores = [typed_zeros(p) for p in parts(nodes)]
-    carry = (dy, stores, [wide_zeros(leaf) for leaf in shared_nodes])
-    final = layers - 1
-    ahead = fetch(final - 1, row(kept, final - 1)) if final else []
-    carry = layer(final, weights, last, carry)
-    if final:
-        (ahead, carry), _ = jax.lax.scan(body, (ahead, carry), jnp.arange(final - 1, 0, -1))
-        carry = layer(0, ahead, row(residuals, 0), carry)
-    dx, stores, sums = carry
-    return [*stores, *_part_gradients(shared_nodes, sums), *dx]
-
-
-def _nodes(weights: Any, wanted: _Wanted) -> list[Any]:
+def _select_nodes(weights: Any, wanted: WantedGradients) -> list[Any]:
     """The handles and arrays whose gradient is wanted."""
     return list(compress(jax.tree.leaves(weights, is_leaf=is_handle), wanted.weights))
 
 
-def _part_gradients(nodes: Leaves, grads: Leaves) -> list[jax.Array]:
+def _reduce_to_parts(nodes: Leaves, grads: Leaves) -> list[jax.Array]:
+    """Gradients of weights, summed over devices and scattered to the layout of their parts; in that of other leaves."""
     return [reduce_to_part(node, grad) for node, grad in zip(nodes, grads, strict=True)]
 
 
-def learned(node: Any) -> Any:
-    """For an array, or for each array of a handle, whether its gradient is wanted."""
-    if is_handle(node):
-        return replace(node, part=learnable(node.part), whole=None if node.whole is None else False)
-    return learnable(node)
+def flag_differentiable(node: Any) -> Any:
+    """For an array, or for each array of a handle, whether it can have a gradient."""
+    if not is_handle(node):
+        return is_differentiable(node)
+    whole = None if node.whole is None else False  # the gradient of a whole weight goes to its part
+    return replace(node, part=is_differentiable(node.part), whole=whole)
 
 
-def _instantiated(ct: Any) -> Any:
+def _materialize(ct: Any) -> Any:
+    """A cotangent as an array: jax passes zeros as a symbol."""
     if isinstance(ct, jax.custom_derivatives.SymbolicZero):
         return typed_zeros(ct.aval)
     return ct

@@ -27,7 +27,7 @@ from shardkit.on_device.metrics import metrics_of
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
-from shardkit.pipelines.stages import arranged
+from shardkit.pipelines.stages import fit_plan
 from shardkit.plans.axis_types import auto_mesh, wrap_for_explicit_axes
 from shardkit.plans.manual import JitByLayouts, manual_axes
 from shardkit.plans.plan import Plan
@@ -174,7 +174,7 @@ def triage(
     mesh = mesh_in_context("triage", mesh)
     check_function("triage", grad_fn)
     at_least("triage", 1, accumulate=accumulate)
-    plan = arranged(plan, grad_fn, accumulate)
+    plan = fit_plan(plan, grad_fn, accumulate)
     plan.check(mesh)
     given, mesh = mesh, auto_mesh(mesh)
     policy = precision_of(precision)

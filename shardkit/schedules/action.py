@@ -35,45 +35,74 @@ Cell = tuple[Action, ...]
 Rows = tuple[tuple[Cell, ...], ...]
 
 
-def alone(stage: int, op: str, microbatch: int) -> Cell:
+def make_cell(stage: int, op: str, microbatch: int) -> Cell:
     """A cell with one action."""
     return (Action(stage, op, microbatch),)
 
 
 def device_of(stage: int, devices: int, placement: StagePlacement) -> int:
-    """The device of a stage: stages are placed in a loop, or along a V."""
-    turn, place = divmod(stage, devices)
-    return devices - 1 - place if placement == "v" and turn % 2 else place
+    """The device of a stage: stages are placed in a loop, or along a V.
+
+    Worked example: six stages on three devices are on devices 0 1 2 0 1 2 in a loop, and on 0 1 2 2 1 0 along a V.
+    """
+    chunk, device = divmod(stage, devices)
+    if placement == "v" and chunk % 2:
+        return devices - 1 - device
+    return device
 
 
-def parsed(text: str) -> Cell | None:
+def parse_cell(text: str) -> Cell | None:
     """The cell of `2F0`, of `(2F1;2B0)OVERLAP_F_B`, or of nothing; None for any other text."""
+    if not text:
+        return ()
     pair = _PAIR.fullmatch(text)
-    matches = [_ACTION.fullmatch(part) for part in (pair.groups() if pair else [text] if text else [])]
-    if None in matches:
-        return None
-    return tuple(Action(int(m[1]), m[2], int(m[3])) for m in matches if m)
+    words = pair.groups() if pair else (text,)
+    cell = []
+    for word in words:
+        match = _ACTION.fullmatch(word)
+        if match is None:
+            return None
+        stage, op, microbatch = match.groups()
+        cell.append(Action(int(stage), op, int(microbatch)))
+    return tuple(cell)
 
 
-def written(cell: Cell) -> str:
-    """The cell in the notation that `parsed` reads."""
-    return f"({';'.join(map(str, cell))})OVERLAP_F_B" if len(cell) > 1 else "".join(map(str, cell))
+def format_cell(cell: Cell) -> str:
+    """The cell in the notation that `parse_cell` reads."""
+    words = [str(action) for action in cell]
+    if len(words) > 1:
+        return f"({';'.join(words)})OVERLAP_F_B"
+    return "".join(words)
 
 
-def drawn(rows: Sequence[Sequence[Cell]], arrow: tuple[int, int] | None = None) -> str:
+def draw_grid(rows: Sequence[Sequence[Cell]], arrow: tuple[int, int] | None = None) -> str:
     """The grid, a line per device and a column per tick; with an arrow under (device, tick), the ticks around it."""
     ticks = range(max(map(len, rows), default=0))
     if arrow:
-        ticks = range(max(0, arrow[1] - _SHOWN), max(arrow[1] + 1, min(len(ticks), arrow[1] + _SHOWN + 1)))
-    texts = [["/".join(map(str, row[t])) if t < len(row) else "" for t in ticks] for row in rows]
-    width = max(len(text) for row in [map(str, ticks), *texts] for text in row) if ticks else 0
+        _, tick = arrow
+        end = min(len(ticks), tick + _SHOWN + 1)
+        ticks = range(max(0, tick - _SHOWN), max(tick + 1, end))
+    header = [str(tick) for tick in ticks]
+    texts = [[_format_short(row, tick) for tick in ticks] for row in rows]
+    width = 0
+    for cells in [header, *texts]:
+        width = max([width, *map(len, cells)])
+    label_width = len("device ") + 1 + len(str(len(rows)))
 
-    def line(head: str, cells: Iterable[str]) -> str:
-        return " ".join([head.ljust(8 + len(str(len(rows)))), *(cell.ljust(width) for cell in cells)]).rstrip()
+    def format_line(label: str, cells: Iterable[str]) -> str:
+        padded = [cell.ljust(width) for cell in cells]
+        return " ".join([label.ljust(label_width), *padded]).rstrip()
 
-    lines = [line("tick", map(str, ticks))]
-    for device, row in enumerate(texts):
-        lines.append(line(f"device {device}", [text or "." for text in row]))
+    lines = [format_line("tick", header)]
+    for device, cells in enumerate(texts):
+        lines.append(format_line(f"device {device}", [cell or "." for cell in cells]))
         if arrow and arrow[0] == device:
-            lines.append(line("", ["^" if t == arrow[1] else "" for t in ticks]))
+            lines.append(format_line("", ["^" if tick == arrow[1] else "" for tick in ticks]))
     return "\n".join(lines)
+
+
+def _format_short(row: Sequence[Cell], tick: int) -> str:
+    """The actions of a tick, as a drawing has them: `2F1/2B0`; "" for none, and after the end of the row."""
+    if tick >= len(row):
+        return ""
+    return "/".join(str(action) for action in row[tick])

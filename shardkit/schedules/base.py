@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from shardkit._arguments import checks
 from shardkit.schedules import rules
-from shardkit.schedules.action import Cell, Rows, StagePlacement, device_of, drawn, parsed, written
+from shardkit.schedules.action import Cell, Rows, StagePlacement, device_of, draw_grid, format_cell, parse_cell
 from shardkit.schedules.grid import Grid
-from shardkit.schedules.simulate import Each, Timeline, costs_of, least, simulated
-from shardkit.schedules.slots import Slots, coloured, lives
-from shardkit.schedules.table import Table, lowered
+from shardkit.schedules.simulate import StageCost, Timeline, find_costs, find_least_makespan, simulate
+from shardkit.schedules.slots import Slots, assign_slots, find_lives
+from shardkit.schedules.table import Table, lower_schedule
 
 F = TypeVar("F", bound=Callable[..., "Schedule"])
 
@@ -34,12 +34,15 @@ class Schedule(Grid):
 
     def order(self, device: int) -> list[str]:
         """The actions of a device in order: `["0F0", "0F1", "0B0", ...]`."""
-        [device] = checks.count("Schedule.order", device=device)
+        (device,) = checks.count("Schedule.order", device=device)
         if device >= self.devices:
             raise ValueError(
                 f"Schedule.order: device must be one of {self.devices}; got {device}. Pass 0 to {self.devices - 1}."
             )
-        return [str(action) for cell in self.rows[device] for action in cell]
+        order = []
+        for cell in self.rows[device]:
+            order += [str(action) for action in cell]
+        return order
 
     def check(self) -> None:
         """Refuses a table that does not run every action once, on the right device and after its inputs.
@@ -52,7 +55,8 @@ class Schedule(Grid):
 
     def to_csv(self) -> str:
         """The table in PyTorch's notation: a line per device; cells such as `2F0`, `(2F1;2B0)OVERLAP_F_B`, or empty."""
-        return "".join(",".join(map(written, row)) + "\n" for row in self.rows)
+        lines = [",".join(map(format_cell, row)) for row in self.rows]
+        return "".join(f"{line}\n" for line in lines)
 
     @staticmethod
     def from_csv(text: str) -> Schedule:
@@ -75,25 +79,17 @@ class Schedule(Grid):
         lines = text.removeprefix("\ufeff").rstrip().splitlines()
         while lines and not lines[0].strip():
             del lines[0]
-        cells = [[parsed(cell.strip()) for cell in line.split(",")] for line in lines]
-        for device, row in enumerate(cells):
-            if None in row:
-                tick = row.index(None)
-                raise ValueError(
-                    "from_csv: a cell must be empty, an action such as 2F0, or a pair such as (2F1;2B0)OVERLAP_F_B; "
-                    f"got {lines[device].split(',')[tick].strip()!r} on device {device} at tick {tick}. Write one."
-                )
-        rows = tuple(tuple(cell or () for cell in row) for row in cells)
-        placement = _placement(rows)
+        rows = tuple(_parse_line(device, line) for device, line in enumerate(lines))
+        placement = _find_placement(rows)
         rules.check_cells("from_csv", rows, placement)
-        return Schedule(rules.times("from_csv", rows), placement, "from_csv")
+        return Schedule(rules.find_ticks("from_csv", rows), placement, "from_csv")
 
     def simulate(
         self,
-        forward: Each = 1,
-        backward: Each = 2,
-        input_grad: Each | None = None,
-        weight_grad: Each | None = None,
+        forward: StageCost = 1,
+        backward: StageCost = 2,
+        input_grad: StageCost | None = None,
+        weight_grad: StageCost | None = None,
         communication: float = 0,
         *,
         overlapped: float | None = None,
@@ -119,14 +115,14 @@ class Schedule(Grid):
         Raises:
             ValueError: a cost below 0; forward, backward or overlapped of 0; a sequence of another length.
         """
-        return simulated(self, forward, backward, input_grad, weight_grad, communication, overlapped, synchronous)
+        return simulate(self, forward, backward, input_grad, weight_grad, communication, overlapped, synchronous)
 
     def least_makespan(
         self,
-        forward: Each = 1,
-        backward: Each = 2,
-        input_grad: Each | None = None,
-        weight_grad: Each | None = None,
+        forward: StageCost = 1,
+        backward: StageCost = 2,
+        input_grad: StageCost | None = None,
+        weight_grad: StageCost | None = None,
         communication: float = 0,
         *,
         memory: float | None = None,
@@ -149,16 +145,22 @@ class Schedule(Grid):
             >>> schedule.simulate().makespan, schedule.least_makespan(), schedule.least_makespan(memory=1)
             (99.5, 99.5, 288.0)
         """
-        p, v = self.devices, self.chunks
-        costs = costs_of("least_makespan", p * v, v, forward, backward, input_grad, weight_grad, communication)
+        p = self.devices
+        v = self.chunks
+        costs = find_costs("least_makespan", p * v, v, forward, backward, input_grad, weight_grad, communication)
         if memory is not None:
-            [memory] = checks.positive("least_makespan", memory=memory)
-        return least(p, self.microbatches, v, costs, memory)
+            (memory,) = checks.positive("least_makespan", memory=memory)
+        return find_least_makespan(p, self.microbatches, v, costs, memory)
 
     def forward(self) -> Schedule:
         """The forwards alone, on each device in the same order and as early as possible: a step of evaluation."""
-        orders = [[(action,) for cell in row for action in cell if action.op == "F"] for row in self.rows]
-        return scheduled(self.name, orders, self.microbatches, self.placement)
+        orders = []
+        for row in self.rows:
+            order: list[Cell] = []
+            for cell in row:
+                order += [(action,) for action in cell if action.op == "F"]
+            orders.append(order)
+        return build_schedule(self.name, orders, self.microbatches, self.placement)
 
     def slots(self, saved: bool = False) -> Slots:
         """The number of buffers that a device needs for stage inputs, residuals and cotangents, and who uses which.
@@ -166,61 +168,94 @@ class Schedule(Grid):
         Args:
             saved: F saves the residuals of B; False: B recomputes them from the stage input.
         """
-        return coloured(self, lives(self, saved))
+        return assign_slots(self, find_lives(self, saved))
 
     def table(self, saved: bool = False, spread: bool = False) -> Table:
         """The int32 table that one program for all devices scans over; `saved` as for `slots`.
 
         With `spread` its segments differ too in what all devices run together, embedding and head.
         """
-        return lowered(self, saved, spread)
+        return lower_schedule(self, saved, spread)
 
     def __str__(self) -> str:
-        return drawn(self.rows)
+        return draw_grid(self.rows)
 
 
-def _placement(rows: Rows) -> StagePlacement:
+def _parse_line(device: int, line: str) -> tuple[Cell, ...]:
+    """The cells of a line of a CSV file."""
+    row = []
+    for tick, text in enumerate(line.split(",")):
+        cell = parse_cell(text.strip())
+        if cell is None:
+            raise ValueError(
+                "from_csv: a cell must be empty, an action such as 2F0, or a pair such as (2F1;2B0)OVERLAP_F_B; "
+                f"got {text.strip()!r} on device {device} at tick {tick}. Write one."
+            )
+        row.append(cell)
+    return tuple(row)
+
+
+def _find_placement(rows: Rows) -> StagePlacement:
     """The placement of most actions, so that one wrong cell does not change it; "loop" if they are equally many."""
-    placed = [(action.stage, device) for device, row in enumerate(rows) for cell in row for action in cell]
-    loop, turned = (
-        sum(device_of(stage, len(rows), placement) == device for stage, device in placed)
-        for placement in get_args(StagePlacement)
-    )
+    loop = _count_at_home(rows, "loop")
+    turned = _count_at_home(rows, "v")
     return "v" if turned > loop else "loop"
 
 
-def scheduled(
+def _count_at_home(rows: Rows, placement: StagePlacement) -> int:
+    """How many actions are on the device that has their stage under this placement."""
+    count = 0
+    for device, row in enumerate(rows):
+        for cell in row:
+            count += sum(device_of(action.stage, len(rows), placement) == device for action in cell)
+    return count
+
+
+def build_schedule(
     name: str, orders: Iterable[Sequence[Cell]], microbatches: int, placement: StagePlacement = "loop"
 ) -> Schedule:
     """The schedule in which each device follows its order and begins each cell as soon as its inputs are there.
 
     Actions of microbatches from `microbatches` on are left out, so that an order may be written for more.
+
+    Worked example: the orders 0F0 0F1 0B0 0B1 and 1F0 1B0 1F1 1B1 become
+
+        tick      0   1   2   3   4   5
+        device 0  0F0 0F1 .   0B0 .   0B1
+        device 1  .   1F0 1B0 1F1 1B1 .
     """
-    kept = [[tuple(a for a in cell if a.microbatch < microbatches) for cell in order] for order in orders]
-    rows = rules.times(name, [[cell for cell in order if cell] for order in kept])
-    return Schedule(rows, placement if len(rows) > 1 else "loop", name)
+    rows = []
+    for order in orders:
+        row = []
+        for cell in order:
+            actions = tuple(action for action in cell if action.microbatch < microbatches)
+            if actions:
+                row.append(actions)
+        rows.append(row)
+    table = rules.find_ticks(name, rows)
+    return Schedule(table, placement if len(table) > 1 else "loop", name)
 
 
 def builder(build: F) -> F:
     """Refuses `stages=`, because a device may have several stages."""
 
     @wraps(build)
-    def checked(*args: Any, **sizes: Any) -> Schedule:
-        if "stages" in sizes:
-            given = sizes["stages"]
+    def check_and_build(*args: Any, **options: Any) -> Schedule:
+        if "stages" in options:
+            stages = options["stages"]
             raise TypeError(
                 f"{build.__name__}: a schedule is made for devices, which may have several stages each; got "
-                f"stages={given!r}. Pass devices={given!r}."
+                f"stages={stages!r}. Pass devices={stages!r}."
             )
-        return build(*args, **sizes)
+        return build(*args, **options)
 
-    return checked  # type: ignore[return-value]
+    return check_and_build  # type: ignore[return-value]
 
 
-def sizes(where: str, **values: int) -> tuple[int, ...]:
+def check_sizes(where: str, **values: int) -> tuple[int, ...]:
     """The sizes of a schedule as whole numbers from 1, of at most a million actions together."""
-    found = checks.whole(where, **values)
-    if math.prod(found) > 10**6:
-        given = checks.sized(zip(values, found, strict=True))
-        raise ValueError(f"{where}: a schedule must have a million pieces of work at most; got {given}. Lower one.")
-    return found
+    sizes = checks.whole(where, **values)
+    if math.prod(sizes) > 10**6:
+        got = checks.sized(zip(values, sizes, strict=True))
+        raise ValueError(f"{where}: a schedule must have a million pieces of work at most; got {got}. Lower one.")
+    return sizes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, builder, scheduled, sizes
+from shardkit.schedules.action import make_cell
+from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 
 
 @builder
@@ -29,9 +29,16 @@ def breadth_first(devices: int, microbatches: int, chunks: int) -> Schedule:
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv:2211.05953).
     """
-    devices, microbatches, chunks = sizes("breadth_first", devices=devices, microbatches=microbatches, chunks=chunks)
-    turns = [(chunk, "F") for chunk in range(chunks)] + [(chunk, "B") for chunk in reversed(range(chunks))]
-    orders = [
-        [alone(chunk * devices + d, op, i) for chunk, op in turns for i in range(microbatches)] for d in range(devices)
-    ]
-    return scheduled("breadth_first", orders, microbatches)
+    devices, microbatches, chunks = check_sizes(
+        "breadth_first", devices=devices, microbatches=microbatches, chunks=chunks
+    )
+    orders = []
+    for d in range(devices):
+        stages = [chunk * devices + d for chunk in range(chunks)]
+        order = []
+        for stage in stages:
+            order += [make_cell(stage, "F", i) for i in range(microbatches)]
+        for stage in reversed(stages):
+            order += [make_cell(stage, "B", i) for i in range(microbatches)]
+        orders.append(order)
+    return build_schedule("breadth_first", orders, microbatches)

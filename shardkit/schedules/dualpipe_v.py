@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.base import Schedule, builder, scheduled, sizes
-from shardkit.schedules.words import v_order
+from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
+from shardkit.schedules.words import parse_v_order
 
 
 @builder
@@ -32,17 +32,25 @@ def dualpipe_v(devices: int, microbatches: int) -> Schedule:
 
     Source: DeepSeek-V3 (arXiv:2412.19437) and the DualPipe repository, where it is the "cut-in-half" schedule.
     """
-    p, microbatches = sizes("dualpipe_v", devices=devices, microbatches=microbatches)
+    p, microbatches = check_sizes("dualpipe_v", devices=devices, microbatches=microbatches)
     total = max(microbatches, 2 * p)
     orders = []
     for d in range(p):
-        words = ["F0"] * (2 * (p - 1 - d)) + ["F0", "F1"] * (d + 1) + ["I1", "W", "F1"] * (p - 1 - d)
-        paired = ["F0 B1", "F1 B0"] * (total - 2 * p + d + 1)
+        words = ["F0"] * (2 * (p - 1 - d))
+        words += ["F0", "F1"] * (d + 1)
+        words += ["I1", "W", "F1"] * (p - 1 - d)
+        pairs = ["F0 B1", "F1 B0"] * (total - 2 * p + d + 1)
         if d == p - 1:
             # The input of chunk 1 comes from chunk 0 of this device, so the first two actions cannot be a pair.
-            paired[:1] = ["F0", "B1"]
-        words += paired + ["B1", "F1 B0"] * (p - 1 - d)
-        words += [("B" if n <= d else "I") + chunk for n, chunk in enumerate("10" * (d + 1))]
-        words += ["W", "I0"] * (p - 1 - d) + ["W"] * (d + 1)
-        orders.append(v_order(d, p, words))
-    return scheduled("dualpipe_v", orders, microbatches, "v")
+            pairs[:1] = ["F0", "B1"]
+        words += pairs
+        words += ["B1", "F1 B0"] * (p - 1 - d)
+        # The last backward passes, chunk 1 and chunk 0 in turn: whole ones first, then in two parts.
+        for number in range(2 * (d + 1)):
+            op = "B" if number <= d else "I"
+            chunk = 1 - number % 2
+            words.append(f"{op}{chunk}")
+        words += ["W", "I0"] * (p - 1 - d)
+        words += ["W"] * (d + 1)
+        orders.append(parse_v_order(d, p, words))
+    return build_schedule("dualpipe_v", orders, microbatches, "v")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate, product
+from itertools import product
 
 from shardkit.schedules.action import Action
 from shardkit.schedules.tighten import SLACK, Actions
 
 _MOST = 20_000  # beginnings of orders, a second
+_NEXT_STAGE = {"F": 1, "I": -1, "W": 0}  # from a stage to the one that uses its result
 
 
 class Exhaustion:
@@ -17,78 +18,132 @@ class Exhaustion:
     Microbatches are alike: each stage may take them in turn.
 
     Attributes:
-        best: the least makespan; as given, where no order is faster.
+        best: the least makespan; as passed, where no order is faster.
         order: the actions of the fastest, in the order of time; None where none is faster.
-        left: how many more beginnings would have been tried; above 0, `best` is proved.
+        remaining: how many more beginnings would have been tried; above 0, `best` is proved.
     """
 
     def __init__(self, work: Actions, places: int, best: float):
-        self.work, self.places, self.best, self.left = work, places, best, _MOST
+        self.best = best
         self.order: list[Action] | None = None
-        self.next = dict.fromkeys(product("IFW", work.stages), 0)
-        self.free = [0.0] * work.p
-        # The least time from the begin of an action to the end of its microbatch's last.
-        last = [("W", 0), *product("I", work.stages), *product("F", reversed(work.stages))]
-        times = accumulate(work.cost[Action(stage, op, 0)] for op, stage in last)
-        self.after = dict(zip(last, times, strict=True))
-        self.ended: dict[Action, float] = {}
-        self.seen: dict[tuple[int, ...], list[list[float]]] = {}
+        self.remaining = _MOST
+        self._work = work
+        self._places = places
+        # The beginning of an order that is being tried: the next microbatch of each op and stage, when each device is
+        # free, and when each action ends.
+        self._next = dict.fromkeys(product("IFW", work.stages), 0)
+        self._free = [0.0] * work.p
+        self._ended: dict[Action, float] = {}
+        # For each number of actions of each op and stage the times of the beginnings that have been tried.
+        self._tried: dict[tuple[int, ...], list[list[float]]] = {}
+        self._after = _find_times_to_the_end(work)
         self._explore(0.0)
 
     def _explore(self, now: float) -> None:
         """Tries all that may follow, where the last action began at `now`."""
-        if len(self.ended) == len(self.work.cost):
-            self.best, self.order = max(self.free), list(self.ended)
+        if len(self._ended) == len(self._work.cost):
+            self.best = max(self._free)
+            self.order = list(self._ended)
             return
-        self.left -= 1
-        ready = self._ready()
-        if self.left <= 0 or self._bound(ready, now) >= self.best - SLACK or self._dominated(now):
+        self.remaining -= 1
+        if self.remaining <= 0:
+            return
+        ready = self._find_ready()
+        if self._find_bound(ready, now) >= self.best - SLACK or self._is_dominated(now):
             return
         for begin, action in ready:
-            if begin >= now - SLACK and not self._late(begin, action, ready):
-                stage, op, _ = action
-                free = self.free[:]
-                self.free[self.work.device[stage]] = self.ended[action] = begin + self.work.cost[action]
-                self.next[op, stage] += 1
-                self._explore(begin)
-                self.next[op, stage] -= 1
-                del self.ended[action]
-                self.free = free
+            if begin >= now - SLACK and not self._comes_late(begin, action, ready):
+                self._try(begin, action)
 
-    def _ready(self) -> list[tuple[float, Action]]:
+    def _try(self, begin: float, action: Action) -> None:
+        """Explores the orders in which this action is next, and takes it back."""
+        stage, op, _ = action
+        free = self._free[:]
+        end = begin + self._work.cost[action]
+        self._free[self._work.device[stage]] = end
+        self._ended[action] = end
+        self._next[op, stage] += 1
+        self._explore(begin)
+        self._next[op, stage] -= 1
+        del self._ended[action]
+        self._free = free
+
+    def _find_ready(self) -> list[tuple[float, Action]]:
         """What may be next of each stage, and when it would begin."""
         ready = []
-        for (op, stage), i in self.next.items():
-            device, action = self.work.device[stage], Action(stage, op, i)
-            held = sum(self.next["F", other] - self.next["W", other] for other in self.work.chunks[device])
-            if i < self.work.m and (op != "F" or held < self.places):
-                ready.append((max(self.free[device], self.work.ready(action, self.ended)), action))
-        return sorted(each for each in ready if each[0] < math.inf)
+        for (op, stage), i in self._next.items():
+            if i == self._work.m:
+                continue
+            device = self._work.device[stage]
+            if op == "F" and self._count_in_flight(device) >= self._places:
+                continue
+            action = Action(stage, op, i)
+            begin = max(self._free[device], self._work.find_ready(action, self._ended))
+            if begin < math.inf:
+                ready.append((begin, action))
+        return sorted(ready)
 
-    def _bound(self, ready: list[tuple[float, Action]], now: float) -> float:
-        """What no order that goes on from here goes below."""
-        rest = [0.0] * self.work.p
-        for (op, stage), i in self.next.items():
-            rest[self.work.device[stage]] += (self.work.m - i) * self.work.cost[Action(stage, op, 0)]
-        devices = [max(free, now) + time for free, time in zip(self.free, rest, strict=True) if time]
-        chains = [max(begin, now) + self.after.get((each.op, each.stage), 0.0) for begin, each in ready]
-        return max([0.0, *devices, *chains])
+    def _count_in_flight(self, device: int) -> int:
+        """How many chunks a device holds, from F to W."""
+        return sum(self._next["F", stage] - self._next["W", stage] for stage in self._work.chunks[device])
 
-    def _late(self, begin: float, action: Action, ready: list[tuple[float, Action]]) -> bool:
+    def _find_bound(self, ready: list[tuple[float, Action]], now: float) -> float:
+        """What no order that goes on from here goes below.
+
+        A device has the work that is left to it before it; and of each microbatch on its way, the rest of the way.
+        """
+        work_left = [0.0] * self._work.p
+        for (op, stage), i in self._next.items():
+            work_left[self._work.device[stage]] += (self._work.m - i) * self._work.cost[Action(stage, op, 0)]
+        bounds = [0.0]
+        for free, time in zip(self._free, work_left, strict=True):
+            if time:
+                bounds.append(max(free, now) + time)
+        for begin, action in ready:
+            bounds.append(max(begin, now) + self._after.get((action.op, action.stage), 0.0))
+        return max(bounds)
+
+    def _comes_late(self, begin: float, action: Action, ready: list[tuple[float, Action]]) -> bool:
         """Whether a part of a backward would have fitted in before, on the same device."""
-        device = self.work.device[action.stage]
-        parts = [(at, each) for at, each in ready if each.op != "F" and self.work.device[each.stage] == device]
-        # One without a cost counts as more than the slack: two of them would exclude each other.
-        return any(at + max(self.work.cost[each], 2 * SLACK) <= begin + SLACK for at, each in parts)
+        device = self._work.device[action.stage]
+        for other_begin, other in ready:
+            if other.op == "F" or self._work.device[other.stage] != device:
+                continue
+            # One without a cost counts as more than the slack: two of them would exclude each other.
+            cost = max(self._work.cost[other], 2 * SLACK)
+            if other_begin + cost <= begin + SLACK:
+                return True
+        return False
 
-    def _dominated(self, now: float) -> bool:
-        """Whether another order of the same actions was as early in all that matters from here."""
-        times = [max(free, now) for free in self.free]
-        for op, stage in self.next:
-            to = stage + {"F": 1, "I": -1, "W": 0}[op]
-            if to != stage and to in self.work.stages:
-                times += [self.ended[Action(stage, op, i)] for i in range(self.next[op, to], self.next[op, stage])]
-        known = self.seen.setdefault(tuple(self.next.values()), [])
-        worse = any(all(old <= new + SLACK for old, new in zip(olds, times, strict=True)) for olds in known)
-        known += [] if worse else [times]
-        return worse
+    def _is_dominated(self, now: float) -> bool:
+        """Whether another order of the same actions was as early in all that matters from here.
+
+        What matters is when devices are free, and when the results arrive that the next stages have not used yet.
+        """
+        times = [max(free, now) for free in self._free]
+        for op, stage in self._next:
+            target = stage + _NEXT_STAGE[op]
+            if target != stage and target in self._work.stages:
+                for i in range(self._next[op, target], self._next[op, stage]):
+                    times.append(self._ended[Action(stage, op, i)])
+        tried = self._tried.setdefault(tuple(self._next.values()), [])
+        for earlier_times in tried:
+            if all(old <= new + SLACK for old, new in zip(earlier_times, times, strict=True)):
+                return True
+        tried.append(times)
+        return False
+
+
+def _find_times_to_the_end(work: Actions) -> dict[tuple[str, int], float]:
+    """For each op and stage the least time from the begin of the action to the end of its microbatch's last.
+
+    Worked example: two stages, each action of one unit. The way of a microbatch is F0 F1 I1 I0 W0, so that F0 has 5,
+    F1 4, I1 3, I0 2 and W0 1.
+    """
+    way_back = [("W", 0), *product("I", work.stages), *product("F", reversed(work.stages))]
+    times = {}
+    total = 0.0
+    for op, stage in way_back:
+        total += work.cost[Action(stage, op, 0)]
+        times[op, stage] = total
+    return times

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, builder, scheduled, sizes
+from shardkit.schedules.action import make_cell
+from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 
 
 @builder
@@ -30,6 +30,10 @@ def gpipe(devices: int, microbatches: int) -> Schedule:
 
     Source: Huang et al., GPipe (arXiv:1811.06965).
     """
-    devices, microbatches = sizes("gpipe", devices=devices, microbatches=microbatches)
-    orders = [[alone(d, op, i) for op in "FB" for i in range(microbatches)] for d in range(devices)]
-    return scheduled("gpipe", orders, microbatches)
+    devices, microbatches = check_sizes("gpipe", devices=devices, microbatches=microbatches)
+    orders = []
+    for d in range(devices):
+        forwards = [make_cell(d, "F", i) for i in range(microbatches)]
+        backwards = [make_cell(d, "B", i) for i in range(microbatches)]
+        orders.append(forwards + backwards)
+    return build_schedule("gpipe", orders, microbatches)

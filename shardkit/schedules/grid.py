@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardkit.schedules.action import Action, Rows, StagePlacement, device_of
-from shardkit.schedules.rules import needs
+from shardkit.schedules.rules import find_needs
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,12 @@ class Grid:
     @cached_property
     def ticks(self) -> dict[Action, int]:
         """The tick of every action, in the order of ticks; in a cell the forward comes first."""
-        length = max(map(len, self.rows))
-        cells = ((t, row[t]) for t in range(length) for row in self.rows if t < len(row))
-        return {action: t for t, cell in cells for action in cell}
+        ticks = {}
+        for tick in range(max(map(len, self.rows))):
+            for row in self.rows:
+                cell = row[tick] if tick < len(row) else ()
+                ticks.update(dict.fromkeys(cell, tick))
+        return ticks
 
     def device(self, stage: int) -> int:
         """The device of a model stage."""
@@ -45,4 +48,4 @@ class Grid:
 
     def needs(self, action: Action) -> list[Action]:
         """The actions that must end before this one begins."""
-        return needs(action, self.devices * self.chunks - 1, self.ticks)
+        return find_needs(action, self.devices * self.chunks - 1, self.ticks)

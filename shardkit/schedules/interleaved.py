@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, builder, scheduled, sizes
+from shardkit.schedules.action import make_cell
+from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 
 
 @builder
@@ -35,16 +35,23 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
 
     Source: Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2.2.
     """
-    p, microbatches, chunks = sizes("interleaved", devices=devices, microbatches=microbatches, chunks=chunks)
-    rounds = -(-microbatches // p)
-    turns = [(g * p + r, chunk * p) for g in range(rounds) for chunk in range(chunks) for r in range(p)]
+    p, microbatches, chunks = check_sizes("interleaved", devices=devices, microbatches=microbatches, chunks=chunks)
+    # What a device runs, in the order of forwards: p microbatches through chunk 0, then through chunk 1, and so on.
+    turns = []
+    for first in range(0, microbatches, p):
+        for chunk in range(chunks):
+            turns += [(first + r, chunk) for r in range(p)]
     orders = []
     for d in range(p):
+        forwards = [make_cell(chunk * p + d, "F", i) for i, chunk in turns]
+        backwards = [make_cell((chunks - 1 - chunk) * p + d, "B", i) for i, chunk in turns]
         # With one chunk nothing returns around the ring, so the warm-up is shorter.
-        ahead = min(len(turns), (chunks - 1) * p + (p - 1 - d) * (2 if chunks > 1 else 1))
-        forwards = [alone(first + d, "F", i) for i, first in turns]
-        backwards = [alone((chunks - 1) * p - first + d, "B", i) for i, first in turns]
-        pairs = zip(forwards[ahead:], backwards, strict=False)
-        order = [*forwards[:ahead], *(cell for pair in pairs for cell in pair), *backwards[len(turns) - ahead :]]
+        later_devices = p - 1 - d
+        warm_up = (chunks - 1) * p + 2 * later_devices if chunks > 1 else later_devices
+        warm_up = min(warm_up, len(turns))
+        order = forwards[:warm_up]
+        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+            order += [forward, backward]
+        order += backwards[len(turns) - warm_up :]
         orders.append(order)
-    return scheduled("interleaved", orders, microbatches)
+    return build_schedule("interleaved", orders, microbatches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardkit.schedules.action import Action
-from shardkit.schedules.base import Schedule, builder, sizes
+from shardkit.schedules.base import Schedule, builder, check_sizes
 
 
 @builder
@@ -33,14 +33,22 @@ def lockstep(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
         device 0  0F0     0F1     0B0     0B1
         device 1  .       1F0/1B0 1F1/1B1 .
     """
-    p, m, v = sizes("lockstep", devices=devices, microbatches=microbatches, chunks=chunks)
+    p, m, v = check_sizes("lockstep", devices=devices, microbatches=microbatches, chunks=chunks)
     cells: dict[tuple[int, int], list[Action]] = {}
     for op in "FB":
         for i in range(m):
             g, r = divmod(i, p)
             for s in range(v * p):
                 c, d = divmod(s, p)
-                tick = g * v * p + r + (s if op == "F" else (v * p - 1) + (v - 1 - c) * p + (p - 1 - d))
+                tick = g * v * p + r
+                if op == "F":
+                    tick += c * p + d
+                else:
+                    tick += (v * p - 1) + (v - 1 - c) * p + (p - 1 - d)
                 cells.setdefault((d, tick), []).append(Action(s, op, i))
     ticks = 1 + max(tick for _, tick in cells)
-    return Schedule(tuple(tuple(tuple(cells.get((d, t), ())) for t in range(ticks)) for d in range(p)), name="lockstep")
+    rows = []
+    for d in range(p):
+        row = [tuple(cells.get((d, tick), ())) for tick in range(ticks)]
+        rows.append(tuple(row))
+    return Schedule(tuple(rows), name="lockstep")

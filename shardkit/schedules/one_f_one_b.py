@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, builder, scheduled, sizes
+from shardkit.schedules.action import make_cell
+from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 
 
 @builder
@@ -30,12 +30,14 @@ def one_f_one_b(devices: int, microbatches: int) -> Schedule:
 
     Source: Narayanan et al., PipeDream (SOSP 2019) and Megatron-LM (arXiv:2104.04473), section 2.2.1.
     """
-    devices, microbatches = sizes("one_f_one_b", devices=devices, microbatches=microbatches)
+    devices, microbatches = check_sizes("one_f_one_b", devices=devices, microbatches=microbatches)
     orders = []
     for d in range(devices):
-        ahead = devices - 1 - d
-        order = [alone(d, "F", i) for i in range(ahead)]
+        warm_up = devices - 1 - d
+        order = [make_cell(d, "F", i) for i in range(warm_up)]
         for i in range(microbatches):
-            order += [alone(d, "F", i + ahead), alone(d, "B", i)]
+            # The first stages run out of microbatches: `build_schedule` leaves out those from m on.
+            order.append(make_cell(d, "F", i + warm_up))
+            order.append(make_cell(d, "B", i))
         orders.append(order)
-    return scheduled("one_f_one_b", orders, microbatches)
+    return build_schedule("one_f_one_b", orders, microbatches)

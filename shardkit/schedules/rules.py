@@ -3,84 +3,123 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from itertools import product
-from typing import NoReturn, get_args
+from typing import NamedTuple, NoReturn, get_args
 
 from shardkit._arguments import checks
-from shardkit.schedules.action import OPS, Action, Cell, Rows, StagePlacement, device_of, drawn
+from shardkit.schedules.action import OPS, Action, Cell, Rows, StagePlacement, device_of, draw_grid
+
+# The op of the same stage and microbatch that must come before this one, and those beside which it must not stand.
+_BEFORE = {"B": "F", "I": "F", "W": "I"}
+_EXCLUDES = {"B": "IW", "I": "B", "W": "B"}
 
 
-def needs(action: Action, last_stage: int, known: Container[Action]) -> list[Action]:
+def find_needs(action: Action, last_stage: int, actions: Container[Action]) -> list[Action]:
     """The actions that must end before this one begins.
 
-    `known` are the actions of the schedule, which say whether the next stage's backward is whole or split.
+    `actions` are those of the schedule, which say whether the next stage's backward is whole or split.
+
+    Worked example: in a schedule of three stages, 1F0 needs 0F0; 1B0 needs 1F0 and 2B0, or 2I0 where that is split;
+    2B0 needs 2F0 alone; 1W0 needs 1I0.
     """
     stage, op, i = action
     if op == "F":
         return [Action(stage - 1, "F", i)] if stage else []
     if op == "W":
         return [Action(stage, "I", i)]
-    whole = Action(stage + 1, "B", i)
-    return [Action(stage, "F", i), *([whole if whole in known else Action(stage + 1, "I", i)] * (stage < last_stage))]
+    needs = [Action(stage, "F", i)]
+    if stage < last_stage:
+        whole = Action(stage + 1, "B", i)
+        needs.append(whole if whole in actions else Action(stage + 1, "I", i))
+    return needs
 
 
 def refuse(name: str, reason: str, rows: Sequence[Sequence[Cell]], device: int, tick: int) -> NoReturn:
     """Raises with the grid and an arrow under the cell."""
-    raise ValueError(f"{name}: {reason}\n{drawn(rows, (device, tick))}")
+    raise ValueError(f"{name}: {reason}\n{draw_grid(rows, (device, tick))}")
 
 
 def check(name: str, rows: Rows, placement: StagePlacement) -> None:
     """See `Schedule.check`."""
     checks.one_of(name, "placement", placement, get_args(StagePlacement))
     check_cells(name, rows, placement)
-    at = {action: t for row in rows for t, cell in enumerate(row) for action in cell}
-    last_stage = max(action.stage for action in at)
-    timed = times(name, rows)
-    for tick, device in product(range(len(timed[0])), range(len(rows))):
-        cell = rows[device][tick : tick + 1]
-        if cell and cell[0] != timed[device][tick]:
-            # The first cell that has to move later lacks an input.
-            wants = ((action, need) for action in cell[0] for need in needs(action, last_stage, at))
-            action, late = next((action, need) for action, need in wants if at[need] >= tick)
-            reason = (
-                f"an action must run after its inputs; got {action} at tick {tick}, and its input {late} at tick "
-                f"{at[late]}. Move {action} to tick {at[late] + 1} or later."
-            )
-            refuse(name, reason, rows, device, tick)
+    timed = find_ticks(name, rows)
+    for tick in range(len(timed[0])):
+        for device, row in enumerate(rows):
+            if tick < len(row) and row[tick] != timed[device][tick]:
+                # The first cell that has to move later lacks an input.
+                _refuse_late_input(name, rows, device, tick)
+
+
+def _refuse_late_input(name: str, rows: Rows, device: int, tick: int) -> None:
+    """Names an action of a cell that begins before one of its inputs has ended, and the input."""
+    ticks: dict[Action, int] = {}
+    for row in rows:
+        for t, cell in enumerate(row):
+            ticks.update(dict.fromkeys(cell, t))
+    last_stage = max(action.stage for action in ticks)
+    for action in rows[device][tick]:
+        for need in find_needs(action, last_stage, ticks):
+            if ticks[need] >= tick:
+                reason = (
+                    f"an action must run after its inputs; got {action} at tick {tick}, and its input {need} at tick "
+                    f"{ticks[need]}. Move {action} to tick {ticks[need] + 1} or later."
+                )
+                refuse(name, reason, rows, device, tick)
 
 
 def check_cells(name: str, rows: Rows, placement: StagePlacement) -> None:
     """As `check`, except for when inputs arrive from other devices."""
-    everything = {action for row in rows for cell in row for action in cell}
-    if not everything:
+    actions = {action for row in rows for cell in row for action in cell}
+    if not actions:
         raise ValueError(f"{name}: a schedule must have an action; got none. Write for example '0F0,0B0'.")
-    seen: dict[Action, int] = {}
-    for tick, device in product(range(max(map(len, rows))), range(len(rows))):
-        for cell in rows[device][tick : tick + 1]:
-            if len(cell) > 1 and (len(cell) > 2 or cell[0].op != "F" or cell[1].op not in "BI"):
-                reason = (
-                    "a device must run one action per tick, or a forward and then a backward; got "
-                    f"{' and '.join(map(str, cell))} on device {device} at tick {tick}. Move one to another tick."
-                )
+    seen: dict[Action, int] = {}  # the tick of every action up to here
+    for tick in range(max(map(len, rows))):
+        for device, row in enumerate(rows):
+            if tick >= len(row):
+                continue
+            cell = row[tick]
+            reason = _find_wrong_pair(cell, device, tick)
+            if reason:
                 refuse(name, reason, rows, device, tick)
             for action in cell:
                 home = device_of(action.stage, len(rows), placement)
-                wrong = _uncounted(action, len(everything)) or _misplaced(action, device, tick, home, seen, everything)
-                if wrong:
-                    refuse(name, wrong, rows, device, tick)
+                reason = _find_gap(action, len(actions)) or _find_misplacement(
+                    action, device, tick, home, seen, actions
+                )
+                if reason:
+                    refuse(name, reason, rows, device, tick)
                 seen[action] = tick
-    chunks = max(action.stage for action in seen) // len(rows) + 1
-    for i, stage in product(range(max(action.microbatch for action in seen) + 1), range(chunks * len(rows))):
-        split = any(Action(stage, op, i) in seen for op in "IW")
-        for op in "FIW" if split else "FB":
-            if Action(stage, op, i) not in seen:
+    _check_complete(name, rows, placement, seen)
+
+
+def _check_complete(name: str, rows: Rows, placement: StagePlacement, ticks: dict[Action, int]) -> None:
+    """Refuses a table in which a stage leaves out a microbatch."""
+    microbatches = max(action.microbatch for action in ticks) + 1
+    chunks = max(action.stage for action in ticks) // len(rows) + 1
+    for i in range(microbatches):
+        for stage in range(chunks * len(rows)):
+            is_split = Action(stage, "I", i) in ticks or Action(stage, "W", i) in ticks
+            for op in "FIW" if is_split else "FB":
+                if Action(stage, op, i) in ticks:
+                    continue
                 device = device_of(stage, len(rows), placement)
                 reason = f"every stage must run every microbatch; {stage}{op}{i} is missing on device {device}. Add it."
-                end = 1 + max((t for t, cell in enumerate(rows[device]) if cell), default=-1)
-                refuse(name, reason, rows, device, end)
+                busy_ticks = [tick for tick, cell in enumerate(rows[device]) if cell]
+                refuse(name, reason, rows, device, 1 + max(busy_ticks, default=-1))
 
 
-def _uncounted(action: Action, actions: int) -> str | None:
+def _find_wrong_pair(cell: Cell, device: int, tick: int) -> str | None:
+    """The error of a cell with several actions that are not a forward and then a backward; None if it is legal."""
+    ops = [action.op for action in cell]
+    if len(ops) < 2 or ops in (["F", "B"], ["F", "I"]):
+        return None
+    return (
+        "a device must run one action per tick, or a forward and then a backward; got "
+        f"{' and '.join(map(str, cell))} on device {device} at tick {tick}. Move one to another tick."
+    )
+
+
+def _find_gap(action: Action, actions: int) -> str | None:
     """The error of an action whose numbers so many different actions cannot reach; None if they can."""
     for name, number in (("stages", action.stage), ("microbatches", action.microbatch)):
         if number >= actions:
@@ -91,8 +130,8 @@ def _uncounted(action: Action, actions: int) -> str | None:
     return None
 
 
-def _misplaced(
-    action: Action, device: int, tick: int, home: int, seen: dict[Action, int], everything: set[Action]
+def _find_misplacement(
+    action: Action, device: int, tick: int, home: int, seen: dict[Action, int], actions: set[Action]
 ) -> str | None:
     """The error of an action on `device`, whose stage is on device `home`, after those seen; None if it is legal."""
     stage, op, i = action
@@ -105,60 +144,89 @@ def _misplaced(
         )
     if action in seen:
         return f"an action must run once; got {action} at ticks {seen[action]} and {tick}. Drop one."
-    for other in {"B": "IW", "I": "B", "W": "B"}.get(op, ""):
+    for other in _EXCLUDES.get(op, ""):
         if Action(stage, other, i) in seen:
             return f"a backward must be whole, B, or split, I and W; got {stage}{other}{i} and {action}. Drop one."
-    first = Action(stage, {"B": "F", "I": "F", "W": "I"}.get(op, ""), i)
-    if first in everything and first not in seen:
-        return f"{first.op} must run before {op}; got {action} at tick {tick} before {first}. Swap them."
+    before = Action(stage, _BEFORE.get(op, ""), i)
+    if before in actions and before not in seen:
+        return f"{before.op} must run before {op}; got {action} at tick {tick} before {before}. Swap them."
     return None
 
 
-def times(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
+class _Waiting(NamedTuple):
+    """A cell that cannot begin."""
+
+    column: int  # where it stands in its row
+    cell: Cell
+    need: Action  # an input of it that has not begun
+
+
+def find_ticks(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
     """The table with every cell at its column, or as much later as its inputs need; refuses a deadlock.
 
     What one device sends to another is there a tick later; inside a cell the forward comes first.
+
+    A device goes on along its order until a cell lacks an input, and is then put to sleep under that input; whoever
+    runs the input wakes it up. If devices still sleep when none is awake, they wait for each other.
     """
-    order = [[(column, cell) for column, cell in enumerate(row) if cell] for row in rows]
-    home = {action: device for device, row in enumerate(order) for _, cell in row for action in cell}
+    orders = []
+    home: dict[Action, int] = {}
+    for device, row in enumerate(rows):
+        order = [(column, cell) for column, cell in enumerate(row) if cell]
+        for _, cell in order:
+            home.update(dict.fromkeys(cell, device))
+        orders.append(order)
     last_stage = max((action.stage for action in home), default=0)
     table: list[list[Cell]] = [[] for _ in rows]
-    at: dict[Action, int] = {}
-    places = [0] * len(rows)
+    ticks: dict[Action, int] = {}
+    next_cells = [0] * len(rows)  # how far along its order each device is
     waiting: dict[Action, list[int]] = {}  # the devices that wait for an action
-    ready = list(range(len(rows)))
-    while ready:
-        device = ready.pop()
+    awake = list(range(len(rows)))
+    while awake:
+        device = awake.pop()
         row = table[device]
-        while places[device] < len(order[device]):
-            column, cell = order[device][places[device]]
-            inputs = [need for action in cell for need in needs(action, last_stage, home) if need not in cell]
-            missing = next((need for need in inputs if need not in at), None)
+        while next_cells[device] < len(orders[device]):
+            column, cell = orders[device][next_cells[device]]
+            inputs = _find_inputs(cell, last_stage, home)
+            missing = next((need for need in inputs if need not in ticks), None)
             if missing:
                 waiting.setdefault(missing, []).append(device)
                 break
-            tick = max([column, len(row), *(at[need] + 1 for need in inputs)])
-            row += [()] * (tick - len(row)) + [cell]
-            places[device] += 1
+            tick = max([column, len(row), *(ticks[need] + 1 for need in inputs)])
+            row += [()] * (tick - len(row))
+            row.append(cell)
+            next_cells[device] += 1
             for action in cell:
-                at[action] = tick
-                ready += waiting.pop(action, ())
+                ticks[action] = tick
+                awake += waiting.pop(action, ())
     if waiting:
-        stuck = {device: (*order[device][places[device]], need) for need, those in waiting.items() for device in those}
+        stuck = {}
+        for need, devices in waiting.items():
+            for device in devices:
+                column, cell = orders[device][next_cells[device]]
+                stuck[device] = _Waiting(column, cell, need)
         _refuse_deadlock(name, rows, stuck, home)
-    ticks = max(map(len, table))
-    return tuple((*row, *[()] * (ticks - len(row))) for row in table)
+    length = max(map(len, table))
+    return tuple((*row, *[()] * (length - len(row))) for row in table)
+
+
+def _find_inputs(cell: Cell, last_stage: int, actions: Container[Action]) -> list[Action]:
+    """The actions that must end before a cell begins: those that its actions need, and does not have itself."""
+    inputs = []
+    for action in cell:
+        inputs += [need for need in find_needs(action, last_stage, actions) if need not in cell]
+    return inputs
 
 
 def _refuse_deadlock(
-    name: str, rows: Sequence[Sequence[Cell]], stuck: dict[int, tuple[int, Cell, Action]], home: dict[Action, int]
+    name: str, rows: Sequence[Sequence[Cell]], stuck: dict[int, _Waiting], home: dict[Action, int]
 ) -> NoReturn:
     """Names a cell on a cycle of devices, each of which waits for the next: following any stuck device leads to one."""
     seen: list[int] = []
     device = min(stuck)
     while device not in seen:
         seen.append(device)
-        device = home[stuck[device][2]]
+        device = home[stuck[device].need]
     column, cell, need = stuck[device]
     waiting = " and ".join(map(str, cell))
     reason = (

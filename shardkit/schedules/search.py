@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate, product
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple, get_args
 
 from shardkit._arguments import checks
 from shardkit.schedules.action import Action, StagePlacement
-from shardkit.schedules.base import Schedule, builder, scheduled, sizes
+from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 from shardkit.schedules.exhaust import Exhaustion
 from shardkit.schedules.interleaved import interleaved
 from shardkit.schedules.one_f_one_b import one_f_one_b
-from shardkit.schedules.simulate import Each, costs_of, least, peak
+from shardkit.schedules.simulate import StageCost, count_peak, find_costs, find_least_makespan
 from shardkit.schedules.tighten import SLACK, Actions, Timed
 from shardkit.schedules.zero_bubble_h1 import zero_bubble_h1
 from shardkit.schedules.zero_bubble_v import zero_bubble_v
@@ -29,10 +29,10 @@ def search(
     chunks: int = 1,
     *,
     memory: float | None = None,
-    forward: Each = 1,
-    backward: Each = 2,
-    input_grad: Each | None = None,
-    weight_grad: Each | None = None,
+    forward: StageCost = 1,
+    backward: StageCost = 2,
+    input_grad: StageCost | None = None,
+    weight_grad: StageCost | None = None,
     communication: float = 0,
 ) -> Schedule:
     """The schedule of the least makespan among those that are tried, with a backward in two halves or whole.
@@ -69,40 +69,33 @@ def search(
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 3, for the rules; Qi et al.,
     Pipeline Parallelism with Controllable Memory (arXiv:2405.15362), for orders that repeat.
     """
-    p, m, v = sizes("search", devices=devices, microbatches=microbatches, chunks=chunks)
-    memory = float(p) if memory is None else memory
-    [memory] = checks.positive("search", memory=memory)
+    p, m, v = check_sizes("search", devices=devices, microbatches=microbatches, chunks=chunks)
+    if memory is None:
+        memory = float(p)
+    (memory,) = checks.positive("search", memory=memory)
     if memory < 1:
         raise ValueError(
             f"search: memory must hold one microbatch, all chunks of a device; got {memory}. Pass memory=1 or more."
         )
-    costs = costs_of("search", p * v, v, forward, backward, input_grad, weight_grad, communication)
+    costs = find_costs("search", p * v, v, forward, backward, input_grad, weight_grad, communication)
     places = math.floor(memory * v + 1e-9)
-    best: tuple[float, StagePlacement, Timed] = (math.inf, "loop", [])
+    bound = find_least_makespan(p, m, v, costs, memory) + SLACK
     placements: Sequence[StagePlacement] = get_args(StagePlacement) if v > 1 and p > 1 else ("loop",)
-    bound = least(p, m, v, costs, memory) + SLACK
-    for placement in placements[::-1]:
-        if best[0] <= bound:
+    best = _Candidate(math.inf, "loop", [])
+    for placement in reversed(placements):
+        if best.makespan <= bound:
             break
         work = Actions(p, m, v, placement, costs)
-        found: dict[float, Timed] = {}  # what ends at once is most often the same
-        for rows in _tried(work, places):
-            found.setdefault(work.makespan(rows), rows)
-            if min(found) <= bound:
-                break
-        for span in sorted(found)[:_TIGHTENED]:
-            if best[0] > bound:
-                rows = found[span] if span <= bound else work.tightened(found[span], places)
-                best = min(best, (work.makespan(rows), placement, rows), key=itemgetter(0))
-        if best[0] > bound and p * m * v <= _FEW:
-            faster = Exhaustion(work, places, best[0])
-            best = (faster.best, placement, work.timed(faster.order)) if faster.order else best
-    _, placement, rows = best
-    whole = interleaved(p, m, v) if v > 1 else one_f_one_b(p, m)
-    line = whole.simulate(forward, backward, input_grad, weight_grad, communication)
-    if line.makespan < best[0] - SLACK and max(line.peak_in_flight) <= memory + SLACK:
-        return replace(whole, name="search")
-    return scheduled("search", [[(action,) for _, action in row] for row in rows], m, placement)
+        best = _search_placement(work, places, bound, best)
+
+    unsplit = interleaved(p, m, v) if v > 1 else one_f_one_b(p, m)
+    timeline = unsplit.simulate(forward, backward, input_grad, weight_grad, communication)
+    if timeline.makespan < best.makespan - SLACK and max(timeline.peak_in_flight) <= memory + SLACK:
+        return replace(unsplit, name="search")
+    orders = []
+    for row in best.rows:
+        orders.append([(action,) for _, action in row])
+    return build_schedule("search", orders, m, best.placement)
 
 
 _TIGHTENED = 8  # of what is tried for a placement, the fastest
@@ -110,20 +103,58 @@ _PERIOD = 6  # F, I and W of two chunks
 _FEW = 16  # pieces, of which all orders are compared
 
 
-def _tried(work: Actions, places: int) -> Iterator[Timed]:
+class _Candidate(NamedTuple):
+    """When devices begin their actions, and what comes of it."""
+
+    makespan: float
+    placement: StagePlacement
+    rows: Timed
+
+
+def _search_placement(work: Actions, places: int, bound: float, best: _Candidate) -> _Candidate:
+    """The faster of the best up to here and of what is found with this placement; stops at the bound."""
+    rows_by_makespan: dict[float, Timed] = {}  # what ends at once is most often the same
+    for rows in _try_orders(work, places):
+        rows_by_makespan.setdefault(work.find_makespan(rows), rows)
+        if min(rows_by_makespan) <= bound:
+            break
+    for makespan in sorted(rows_by_makespan)[:_TIGHTENED]:
+        if best.makespan <= bound:
+            break
+        rows = rows_by_makespan[makespan]
+        if makespan > bound:
+            rows = work.tighten(rows, places)
+        candidate = _Candidate(work.find_makespan(rows), work.placement, rows)
+        if candidate.makespan < best.makespan:
+            best = candidate
+    if best.makespan > bound and work.p * work.m * work.v <= _FEW:
+        exhaustion = Exhaustion(work, places, best.makespan)
+        if exhaustion.order:
+            best = _Candidate(exhaustion.best, work.placement, work.run_order(exhaustion.order))
+    return best
+
+
+def _try_orders(work: Actions, places: int) -> Iterator[Timed]:
     """What is tried: when devices with `places` for chunks begin what."""
-    orders: list[Iterable[Action]] = []
-    if work.v <= 2:
-        known = (zero_bubble_h1 if work.v == 1 else zero_bubble_v)(work.p, work.m)
-        orders += [known.ticks] if known.placement == work.placement else []
-    if work.v == 2 and work.placement == "v":
-        orders += repeated(work.p, work.m, places)
-    for order in orders:
-        rows = work.timed(order)
-        if max(peak([action for _, action in row]) for row in rows) <= places:
+    for order in _find_known_orders(work, places):
+        rows = work.run_order(order)
+        peaks = [count_peak([action for _, action in row]) for row in rows]
+        if max(peaks) <= places:
             yield rows
     for rule in _RULES:
-        yield GreedyRun(work, places, rule).rows()
+        yield GreedyRun(work, places, rule).run()
+
+
+def _find_known_orders(work: Actions, places: int) -> Iterator[Iterable[Action]]:
+    """The published orders of this placement, for one or two chunks."""
+    if work.v == 1:
+        yield zero_bubble_h1(work.p, work.m).ticks
+    if work.v == 2:
+        schedule = zero_bubble_v(work.p, work.m)
+        if schedule.placement == work.placement:
+            yield schedule.ticks
+        if work.placement == "v":
+            yield from find_repeating_orders(work.p, work.m, places)
 
 
 class Preference(NamedTuple):
@@ -160,96 +191,140 @@ class GreedyRun:
     """One run of a rule: which device begins which action, and when."""
 
     def __init__(self, work: Actions, places: int, rule: Preference):
-        self.work, self.places, self.rule = work, places, rule
-        self.ended: dict[Action, float] = {}  # of all that have begun
-        self.next = {op: [0] * len(work.stages) for op in "FIW"}  # the microbatch of each stage
-        self.order: Timed = [[] for _ in range(work.p)]
+        self._work = work
+        self._places = places
+        self._rule = rule
+        self._ended: dict[Action, float] = {}  # of all that have begun
+        self._next = {op: [0] * len(work.stages) for op in "FIW"}  # the microbatch of each stage
+        self._rows: Timed = [[] for _ in range(work.p)]
 
-    def rows(self) -> Timed:
-        """When each device begins its actions, in order."""
-        free = [(0.0, d) for d in range(self.work.p)]
+    def run(self) -> Timed:
+        """When each device begins its actions, in order.
+
+        A device that has done what it has begun looks for what to begin. If nothing is ready, it looks again when
+        something will be; if nothing of what it needs has begun, it sleeps until another device begins that.
+        """
+        free = [(0.0, device) for device in range(self._work.p)]
         asleep: set[int] = set()
         while free:
-            now, d = heappop(free)
-            action, later = self._chosen(d, now)
-            if action is None:
-                if later < math.inf:
-                    heappush(free, (later, d))
-                else:
-                    asleep.add(d)
-                continue
-            end = self.ended[action] = now + self.work.cost[action]
-            self.next[action.op][action.stage] += 1
-            self.order[d].append((now, action))
-            heappush(free, (end, d))
-            for other, _ in self.work.needed[action]:
-                device = self.work.device[other.stage]
-                if device in asleep:
-                    asleep.remove(device)
-                    heappush(free, (end, device))
-        return self.order
+            now, device = heappop(free)
+            action, later = self._choose(device, now)
+            if action is None and later < math.inf:
+                heappush(free, (later, device))
+            elif action is None:
+                asleep.add(device)
+            else:
+                heappush(free, (self._begin(device, action, now), device))
+                for other, _ in self._work.needed[action]:
+                    waiting = self._work.device[other.stage]
+                    if waiting in asleep:
+                        asleep.remove(waiting)
+                        heappush(free, (self._ended[action], waiting))
+        return self._rows
 
-    def _chosen(self, d: int, now: float) -> tuple[Action | None, float]:
+    def _begin(self, device: int, action: Action, now: float) -> float:
+        """Notes an action that begins now; returns when it ends."""
+        end = now + self._work.cost[action]
+        self._ended[action] = end
+        self._next[action.op][action.stage] += 1
+        self._rows[device].append((now, action))
+        return end
+
+    def _choose(self, device: int, now: float) -> tuple[Action | None, float]:
         """What a device begins now, or None; and when something else will be ready."""
         ready: dict[str, list[Action]] = {"F": [], "I": [], "W": []}
         later = math.inf
         # A place stays free for each later chunk: the microbatch that is ahead of all others can always go on.
-        held = sum(self.next["F"][stage] - self.next["W"][stage] for stage in self.work.chunks[d])
-        room = self.places - self.work.v + 1 - held
-        for number, stage in enumerate(self.work.chunks[d]):
+        room = self._places - self._work.v + 1 - self._count_between(device, "F", "W")
+        for number, stage in enumerate(self._work.chunks[device]):
             for op, actions in ready.items():
-                i = self.next[op][stage]
-                if i == self.work.m or (op == "F" and room + number <= 0):
+                i = self._next[op][stage]
+                has_place = op != "F" or room + number > 0
+                if i == self._work.m or not has_place:
                     continue
                 action = Action(stage, op, i)
-                at = self.work.ready(action, self.ended)
-                if at <= now + SLACK:
+                begin = self._work.find_ready(action, self._ended)
+                if begin <= now + SLACK:
                     actions.append(action)
                 elif op != "W":
-                    later = min(later, at)
-        return self._first(d, ready, now, later), later
+                    later = min(later, begin)
+        return self._prefer(device, ready, now, later), later
 
-    def _first(self, d: int, ready: dict[str, list[Action]], now: float, later: float) -> Action | None:
-        rule, turn = self.rule, bool(self.order[d]) and self.order[d][-1][1].op != "F"
-        forwards, backs, weights = (ready[op][::-1] for op in "FIW")  # the last chunk first
-        forward = next(iter(forwards), None)
-        back = min(backs, key=attrgetter("microbatch"), default=None) if rule.oldest else next(iter(backs), None)
-        weight = min(weights, key=attrgetter("microbatch"), default=None)
-        first = forward if back is None or (forward and rule.in_turn and turn) else back
-        waiting = sum(self.next["I"][stage] - self.next["W"][stage] for stage in self.work.chunks[d])
+    def _count_between(self, device: int, first: str, last: str) -> int:
+        """How many microbatches of a device's chunks have begun one op, and not yet another."""
+        return sum(self._next[first][stage] - self._next[last][stage] for stage in self._work.chunks[device])
+
+    def _prefer(self, device: int, ready: dict[str, list[Action]], now: float, later: float) -> Action | None:
+        """What the rule begins of all that is ready; None if it waits."""
+        rule = self._rule
+        forwards = ready["F"][::-1]  # the last chunk first
+        input_gradients = ready["I"][::-1]
+        forward = forwards[0] if forwards else None
+        weight = _find_oldest(ready["W"][::-1])
+        if rule.oldest:
+            back = _find_oldest(input_gradients)
+        else:
+            back = input_gradients[0] if input_gradients else None
+        row = self._rows[device]
+        after_backward = bool(row) and row[-1][1].op != "F"
+        first = back
+        if back is None or (forward and rule.in_turn and after_backward):
+            first = forward
+        waiting = self._count_between(device, "I", "W")
         if first is forward and weight and rule.waiting and waiting > rule.waiting:
             return weight
-        if first is None and weight and rule.patient and later < now + self.work.cost[weight]:
+        if first is None and weight and rule.patient and later < now + self._work.cost[weight]:
             return None
         return first or weight
 
 
-def repeated(p: int, m: int, places: int) -> Iterator[list[Action]]:
+def _find_oldest(actions: list[Action]) -> Action | None:
+    """The action of the least microbatch, of several the first; None of none."""
+    return min(actions, key=attrgetter("microbatch"), default=None)
+
+
+def find_repeating_orders(p: int, m: int, places: int) -> Iterator[list[Action]]:
     """Orders for two chunks placed as a V, in which each microbatch repeats those before it, six actions later.
 
     A pass moves one or two actions later from device to device, always one in V-Min, two there and one back in V-Half,
     and turns after one to six; no two actions of a device may fall together.
+
+    Worked example: two devices, all steps and turns of one. The first microbatch is on stages 0 1 2 3 at times 0 1 2 3,
+    and back on 3 2 1 0 at times 4 5 6 7. Device 0, which has stages 0 and 3, is busy at 0, 3, 4 and 7. Modulo six
+    that is 0, 3, 4 and 1, all different: the second microbatch may follow at 6, 9, 10 and 13. The two weight gradients
+    take the times that are free, after 4 that is 5, and after 7 that is 8.
     """
     passes = [("F", stage) for stage in range(2 * p)] + [("I", stage) for stage in reversed(range(2 * p))]
     for steps, turns in product(product((1, 2), repeat=4), product(range(1, _PERIOD + 1), repeat=3)):
         gaps = [0]
         for step, turn in zip(steps, (*turns, 0), strict=True):
-            gaps += [step] * (p - 1) + [turn]
-        at = dict(zip(passes, accumulate(gaps), strict=False))
-        if all(_weighed(at, (2 * p - 1 - d, d), places) for d in range(p)):
-            timed = [(begin + _PERIOD * i, Action(stage, op, i)) for i in range(m) for (op, stage), begin in at.items()]
-            yield [action for _, action in sorted(timed)]
+            gaps += [step] * (p - 1)
+            gaps.append(turn)
+        begins = dict(zip(passes, accumulate(gaps), strict=False))
+        if all(_add_weight_gradients(begins, (2 * p - 1 - d, d), places) for d in range(p)):
+            yield _repeat(begins, m)
 
 
-def _weighed(at: dict[tuple[str, int], int], stages: tuple[int, int], places: int) -> bool:
+def _repeat(begins: dict[tuple[str, int], int], m: int) -> list[Action]:
+    """The order of m microbatches, each a period after the one before it."""
+    timed = []
+    for i in range(m):
+        for (op, stage), begin in begins.items():
+            timed.append((begin + _PERIOD * i, Action(stage, op, i)))
+    return [action for _, action in sorted(timed)]
+
+
+def _add_weight_gradients(begins: dict[tuple[str, int], int], stages: tuple[int, int], places: int) -> bool:
     """Adds the weight gradients of a device's two stages where it is free; False where it is not, or has no places."""
-    taken = {at[op, stage] % _PERIOD for op in "FI" for stage in stages}
+    taken = {begins[op, stage] % _PERIOD for op in "FI" for stage in stages}
     if len(taken) < 4:
         return False
-    held = 0
+    in_flight = 0
     for stage in stages:
-        soon = range(at["I", stage] + 1, at["I", stage] + 1 + _PERIOD)
-        at["W", stage] = next(begin for begin in soon if begin % _PERIOD not in taken)
-        taken.add(at["W", stage] % _PERIOD)
-        held += at["W", stage] - at["F", stage]
-    return held <= _PERIOD * places
+        begin = begins["I", stage] + 1
+        while begin % _PERIOD in taken:
+            begin += 1
+        begins["W", stage] = begin
+        taken.add(begin % _PERIOD)
+        in_flight += begin - begins["F", stage]
+    return in_flight <= _PERIOD * places

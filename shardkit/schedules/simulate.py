@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from shardkit._arguments import checks
-from shardkit.schedules.action import Action, StagePlacement, device_of
+from shardkit.schedules.action import Action, Cell, StagePlacement, device_of
 from shardkit.schedules.grid import Grid
 
 
@@ -53,57 +53,87 @@ class Costs(NamedTuple):
     communication: float
 
 
-Each = float | Sequence[float]  # a cost: of all chunks of a device, or of each stage
+StageCost = float | Sequence[float]  # a cost: of all chunks of a device, or of each stage
+Span = tuple[float, float]
 
 
-def costs_of(
+def find_costs(
     where: str,
     stages: int,
     chunks: int,
-    forward: Each,
-    backward: Each,
-    input_grad: Each | None,
-    weight_grad: Each | None,
+    forward: StageCost,
+    backward: StageCost,
+    input_grad: StageCost | None,
+    weight_grad: StageCost | None,
     communication: float,
 ) -> Costs:
-    """The costs of the stages, of those of a device's whole layers or as given; refuses what is no cost."""
-    given = {"input_grad": input_grad, "weight_grad": weight_grad, "forward": forward, "backward": backward}
-    wanted = {name: cost for name, cost in given.items() if cost is not None or not name.endswith("grad")}
-    each = {name: _staged(where, name, cost, stages, chunks) for name, cost in wanted.items()}
-    if input_grad is None and weight_grad is None:
-        each["input_grad"] = tuple(cost / 2 for cost in each["backward"])
-    for name, other in (("input_grad", "weight_grad"), ("weight_grad", "input_grad")):
-        if name not in each:
-            each[name] = tuple(cost - part for cost, part in zip(each["backward"], each[other], strict=True))
-            if min(each[name]) < 0:
-                raise ValueError(
-                    f"{where}: {other} must be at most backward; got {given[other]} of {backward}. Pass {name} too."
-                )
-    [communication] = checks.at_least_zero(where, communication=communication)
-    ops = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
-    return Costs({op: each[name] for op, name in ops.items()}, communication)
+    """The costs of each stage, from those of all chunks of a device or of each stage; refuses what is no cost.
+
+    Worked example: with two chunks, forward 1 and backward 2, a stage has F 0.5, B 1, and I and W 0.5 each. With
+    input_grad 1.3 as well, I is 0.65 and W what is missing to B, 0.35.
+    """
+    inputs = None
+    weights = None
+    if input_grad is not None:
+        inputs = _split_by_stage(where, "input_grad", input_grad, stages, chunks, checks.at_least_zero)
+    if weight_grad is not None:
+        weights = _split_by_stage(where, "weight_grad", weight_grad, stages, chunks, checks.at_least_zero)
+    forwards = _split_by_stage(where, "forward", forward, stages, chunks, checks.positive)
+    backwards = _split_by_stage(where, "backward", backward, stages, chunks, checks.positive)
+    if inputs is None and weights is None:
+        inputs = tuple(cost / 2 for cost in backwards)
+    if inputs is None:
+        assert weights is not None
+        inputs = _subtract(where, "input_grad", backwards, "weight_grad", weights, weight_grad, backward)
+    if weights is None:
+        weights = _subtract(where, "weight_grad", backwards, "input_grad", inputs, input_grad, backward)
+    (communication,) = checks.at_least_zero(where, communication=communication)
+    return Costs({"F": forwards, "B": backwards, "I": inputs, "W": weights}, communication)
 
 
-def _staged(where: str, name: str, cost: Each | None, stages: int, chunks: int) -> tuple[float, ...]:
+def _split_by_stage(
+    where: str, name: str, cost: StageCost, stages: int, chunks: int, check: Callable[..., tuple[float, ...]]
+) -> tuple[float, ...]:
     """A cost of each stage."""
-    check: Callable[..., tuple[float, ...]] = checks.at_least_zero if name.endswith("grad") else checks.positive
-    cost = cost.tolist() if isinstance(cost, np.ndarray) else cost
+    if isinstance(cost, np.ndarray):
+        cost = cost.tolist()
     if not isinstance(cost, Sequence):
-        [whole] = check(where, **{name: cost})
-        return (whole / chunks,) * stages
+        (device_cost,) = check(where, **{name: cost})
+        return (device_cost / chunks,) * stages
     if len(cost) != stages:
         raise ValueError(
             f"{where}: {name} must be a number, or one for each of {stages} stages; got {len(cost)}. Pass {stages}."
         )
-    return tuple(check(where, **{f"{name}[{stage}]": each})[0] for stage, each in enumerate(cost))
+    costs: list[float] = []
+    for stage, stage_cost in enumerate(cost):
+        costs += check(where, **{f"{name}[{stage}]": stage_cost})
+    return tuple(costs)
 
 
-def simulated(
+def _subtract(
+    where: str,
+    name: str,
+    backward: tuple[float, ...],
+    part_name: str,
+    part: tuple[float, ...],
+    passed_part: StageCost | None,
+    passed_backward: StageCost,
+) -> tuple[float, ...]:
+    """The cost of one part of a backward pass, which is what the other part leaves of it."""
+    costs = tuple(cost - known for cost, known in zip(backward, part, strict=True))
+    if min(costs) < 0:
+        raise ValueError(
+            f"{where}: {part_name} must be at most backward; got {passed_part} of {passed_backward}. Pass {name} too."
+        )
+    return costs
+
+
+def simulate(
     schedule: Grid,
-    forward: Each,
-    backward: Each,
-    input_grad: Each | None,
-    weight_grad: Each | None,
+    forward: StageCost,
+    backward: StageCost,
+    input_grad: StageCost | None,
+    weight_grad: StageCost | None,
     communication: float,
     overlapped: float | None,
     synchronous: bool,
@@ -111,73 +141,141 @@ def simulated(
     """The timeline of a schedule; see `Schedule.simulate`."""
     if not isinstance(synchronous, bool):
         raise TypeError(f"simulate: synchronous must be True or False; got {synchronous!r}. Pass one of them.")
-    p, v = schedule.devices, schedule.chunks
-    costs, communication = costs_of("simulate", p * v, v, forward, backward, input_grad, weight_grad, communication)
-    both = 0.0 if overlapped is None else checks.positive("simulate", overlapped=overlapped)[0] / v
-
-    spans: dict[Action, tuple[float, float]] = {}
-    free: list[float] = [0] * schedule.devices
-    own: list[list[Action]] = [[] for _ in free]  # the actions of each device, in order
+    p = schedule.devices
+    v = schedule.chunks
+    costs = find_costs("simulate", p * v, v, forward, backward, input_grad, weight_grad, communication)
+    pair_cost = None
+    if overlapped is not None:
+        (overlapped,) = checks.positive("simulate", overlapped=overlapped)
+        pair_cost = overlapped / v
+    run = _Run(schedule, costs, pair_cost, synchronous)
     for tick in range(max(map(len, schedule.rows))):
-        if synchronous and tick:
-            free = [max(free) + communication] * schedule.devices
-        for device, row in enumerate(schedule.rows):
-            cell = row[tick] if tick < len(row) else ()
-            together = overlapped is not None and len(cell) == 2
-            # In the order of ticks every input comes before what needs it.
-            for actions in [cell] if together else [(action,) for action in cell]:
-                start = free[device]
-                for need in (need for action in actions for need in schedule.needs(action) if need not in actions):
-                    away = not synchronous and schedule.device(need.stage) != device
-                    start = max(start, spans[need][1] + communication * away)
-                free[device] = start + (both if together else costs[actions[0].op][actions[0].stage])
-                spans.update(dict.fromkeys(actions, (start, free[device])))
-                own[device] += actions
+        run.run_tick(tick)
+    return _summarize(schedule, run.spans, run.device_actions)
 
+
+class _Run:
+    """A schedule on the clock, tick by tick: in their order every input comes before what needs it.
+
+    Args:
+        schedule: the table.
+        costs: of each action.
+        pair_cost: of a forward and a backward that share a cell and run together; None: one after the other.
+        synchronous: whether the devices wait for each other at the end of every tick.
+
+    Attributes:
+        spans: begin and end of each action.
+        device_actions: the actions of each device, in order.
+    """
+
+    def __init__(self, schedule: Grid, costs: Costs, pair_cost: float | None, synchronous: bool):
+        self._schedule = schedule
+        self._costs = costs
+        self._pair_cost = pair_cost
+        self._synchronous = synchronous
+        self._free: list[float] = [0] * schedule.devices  # when each device has done what it has begun
+        self.spans: dict[Action, Span] = {}
+        self.device_actions: list[list[Action]] = [[] for _ in range(schedule.devices)]
+
+    def run_tick(self, tick: int) -> None:
+        """Runs the cells of all devices in a tick."""
+        if self._synchronous and tick:
+            self._free = [max(self._free) + self._costs.communication] * self._schedule.devices
+        for device, row in enumerate(self._schedule.rows):
+            cell = row[tick] if tick < len(row) else ()
+            if self._pair_cost is not None and len(cell) == 2:
+                self._run_together(device, cell, self._pair_cost)
+            else:
+                for action in cell:
+                    self._run_together(device, (action,), self._costs.of[action.op][action.stage])
+
+    def _run_together(self, device: int, actions: Cell, cost: float) -> None:
+        begin = self._free[device]
+        for action in actions:
+            for need in self._schedule.needs(action):
+                if need not in actions:
+                    begin = max(begin, self._find_arrival(need, device))
+        end = begin + cost
+        self._free[device] = end
+        self.spans.update(dict.fromkeys(actions, (begin, end)))
+        self.device_actions[device] += actions
+
+    def _find_arrival(self, action: Action, device: int) -> float:
+        """When the result of an action is on a device. In a synchronous run the end of a tick has sent it."""
+        _, end = self.spans[action]
+        if self._synchronous or self._schedule.device(action.stage) == device:
+            return end
+        return end + self._costs.communication
+
+
+def _summarize(schedule: Grid, spans: dict[Action, Span], device_actions: list[list[Action]]) -> Timeline:
     makespan = max(end for _, end in spans.values())
-    # Actions that run together count once.
-    busy = [sum(end - begin for begin, end in {spans[action] for action in actions}) for actions in own]
+    busy = []
+    idle_within = []
+    for actions in device_actions:
+        device_spans = {spans[action] for action in actions}  # actions that run together count once
+        busy.append(sum(end - begin for begin, end in device_spans))
+        first = min(begin for begin, _ in device_spans)
+        last = max(end for _, end in device_spans)
+        idle_within.append(last - first - busy[-1])
     work = max(busy)
-    lasts = [max(spans[a][1] for a in actions) - min(spans[a][0] for a in actions) for actions in own]
     return Timeline(
         makespan=makespan,
         bubble=(makespan - work) / work,
         bubble_of_total=(makespan - work) / makespan,
-        bubble_of_span=max(last - time for last, time in zip(lasts, busy, strict=True)) / work,
-        peak_in_flight=tuple(peak(actions) / schedule.chunks for actions in own),
+        bubble_of_span=max(idle_within) / work,
+        peak_in_flight=tuple(count_peak(actions) / schedule.chunks for actions in device_actions),
         spans=spans,
         busy=tuple(busy),
     )
 
 
-def least(p: int, m: int, v: int, costs: Costs, memory: float | None) -> float:
+def find_least_makespan(p: int, m: int, v: int, costs: Costs, memory: float | None) -> float:
     """See `Schedule.least_makespan`."""
+    placements: Sequence[StagePlacement] = get_args(StagePlacement) if p > 1 else ("loop",)
+    return min(_bound_makespan(p, m, v, placement, costs, memory) for placement in placements)
+
+
+def _bound_makespan(p: int, m: int, v: int, placement: StagePlacement, costs: Costs, memory: float | None) -> float:
+    """What no schedule of this placement goes below.
+
+    Worked example: p = 2, m = 4, v = 1, F = I = W = 1, no communication. One microbatch there and back takes 5: F, F, I
+    of stage 1, I and W of stage 0. The first device works 4 (1 + 2) = 12 from the begin on, the second as long after
+    the first F, 13. With memory for one microbatch, each is in flight for 5 on the first device, four in turn: 20.
+    """
+    forward = costs.of["F"]
     # A backward is whole or in two halves, whichever is less; and so is what the stage before waits for.
-    there, halves = costs.of["F"], list(zip(costs.of["B"], costs.of["I"], costs.of["W"], strict=True))
-    back = [min(whole, first + rest) for whole, first, rest in halves]
-    passed = [min(whole, first) for whole, first, _ in halves]
-    found = []
-    for placement in get_args(StagePlacement) if p > 1 else ("loop",):
-        home = [device_of(stage, p, placement) for stage in range(p * v)]
-        hops = [costs.communication * (here != after) for here, after in pairwise(home)]
-        # From the begin of the forward of a stage to the end of its own backward.
-        held = [sum(there[s:]) + sum(passed[s + 1 :]) + back[s] + 2 * sum(hops[s:]) for s in range(p * v)]
-        bounds = [held[0]]
-        for first in range(p):  # the first stage of each device
-            own = [stage for stage in range(p * v) if home[stage] == home[first]]
-            work = m * sum(there[stage] + back[stage] for stage in own)
-            bounds.append(sum(there[:first]) + sum(hops[:first]) + work)
-            if memory is not None:
-                bounds.append(m * sum(held[stage] for stage in own) / (memory * v))
-        found.append(max(bounds))
-    return min(found)
+    backward = []
+    awaited = []
+    for whole, input_grad, weight_grad in zip(costs.of["B"], costs.of["I"], costs.of["W"], strict=True):
+        backward.append(min(whole, input_grad + weight_grad))
+        awaited.append(min(whole, input_grad))
+    stages = range(p * v)
+    devices = [device_of(stage, p, placement) for stage in stages]
+    hops = [costs.communication * (device != following) for device, following in pairwise(devices)]
+    # From the begin of the forward of a stage to the end of its own backward.
+    in_flight = []
+    for stage in stages:
+        compute = sum(forward[stage:]) + sum(awaited[stage + 1 :]) + backward[stage]
+        in_flight.append(compute + 2 * sum(hops[stage:]))
+    bounds = [in_flight[0]]
+    for first in range(p):  # the first stage of each device
+        device_stages = [stage for stage in stages if devices[stage] == devices[first]]
+        work = m * sum(forward[stage] + backward[stage] for stage in device_stages)
+        bounds.append(sum(forward[:first]) + sum(hops[:first]) + work)
+        if memory is not None:
+            bounds.append(m * sum(in_flight[stage] for stage in device_stages) / (memory * v))
+    return max(bounds)
 
 
-def peak(actions: list[Action]) -> int:
+def count_peak(actions: list[Action]) -> int:
     """The most forwards whose backward has not ended."""
-    held = peak = 0
+    in_flight = 0
+    peak = 0
     for action in actions:
-        held += action.op == "F"
-        peak = max(peak, held)
-        held -= action.op in "BW"
+        if action.op == "F":
+            in_flight += 1
+        peak = max(peak, in_flight)
+        if action.op in "BW":
+            in_flight -= 1
     return peak

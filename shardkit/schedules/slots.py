@@ -40,44 +40,74 @@ class Slots(NamedTuple):
     kept_of: dict[Work, int]
 
 
-def coloured(schedule: Grid, needed: Sequence[Lives]) -> Slots:
-    """The slots of a schedule, of what is needed when; see `Schedule.slots`."""
-    counts, places = zip(*(_coloured(schedule, live) for live in needed), strict=True)
-    return Slots(*counts, *places)
+def assign_slots(schedule: Grid, lives: Sequence[Lives]) -> Slots:
+    """The slots of a schedule, for what is needed when; see `Schedule.slots`."""
+    inputs, saved, cotangents, kept = (_assign_buffer(schedule, live) for live in lives)
+    return Slots(
+        inputs=inputs.slots,
+        saved=saved.slots,
+        cotangents=cotangents.slots,
+        kept=kept.slots,
+        input_of=inputs.slot_of,
+        saved_of=saved.slot_of,
+        cotangent_of=cotangents.slot_of,
+        kept_of=kept.slot_of,
+    )
 
 
-def lives(schedule: Grid, saved: bool) -> tuple[Lives, Lives, Lives, Lives]:
+class _Buffer(NamedTuple):
+    """The number of slots of a buffer on a device, the most over devices, and the slot of each piece of work."""
+
+    slots: int
+    slot_of: dict[Work, int]
+
+
+def find_lives(schedule: Grid, saved: bool) -> tuple[Lives, Lives, Lives, Lives]:
     """When stage inputs, residuals, cotangents and weight-gradient residuals are needed.
 
     What arrives at the end of a tick is there from the next tick on, and may overwrite a slot read in that tick.
+
+    Worked example: 1F1B on two devices with three microbatches, B from the stage's input. Stage 1 gets the input of
+    microbatch 1 at the end of tick 1, and runs 1F1 in tick 3 and 1B1 in tick 4: it is needed from tick 2 to tick 4.
     """
-    inputs, residuals, cotangents, kept = (dict[Work, tuple[int, int]]() for _ in range(4))
+    inputs: Lives = {}
+    residuals: Lives = {}
+    cotangents: Lives = {}
+    kept: Lives = {}
     for (stage, op, i), tick in schedule.ticks.items():
+        work = (stage, i)
         if op == "W":
-            kept[stage, i] = (schedule.ticks[Action(stage, "I", i)] + 1, tick)
-        elif stage and (op == "F") == saved:
-            inputs[stage, i] = (schedule.ticks[Action(stage - 1, "F", i)] + 1, tick)
-        if op in "BI":
-            if saved:
-                residuals[stage, i] = (schedule.ticks[Action(stage, "F", i)], tick)
-            for need in schedule.needs(Action(stage, op, i))[1:]:
-                cotangents[stage, i] = (schedule.ticks[need] + 1, tick)
+            kept[work] = (schedule.ticks[Action(stage, "I", i)] + 1, tick)
+            continue
+        # The last reader of an input: F if it saves residuals, else the backward.
+        reads_input = (op == "F") == saved
+        if stage and reads_input:
+            inputs[work] = (schedule.ticks[Action(stage - 1, "F", i)] + 1, tick)
+        if op == "F":
+            continue
+        if saved:
+            residuals[work] = (schedule.ticks[Action(stage, "F", i)], tick)
+        _, *later_stage = schedule.needs(Action(stage, op, i))
+        for need in later_stage:
+            cotangents[work] = (schedule.ticks[need] + 1, tick)
     return inputs, residuals, cotangents, kept
 
 
-def _coloured(schedule: Grid, live: dict[Work, tuple[int, int]]) -> tuple[int, dict[Work, int]]:
+def _assign_buffer(schedule: Grid, lives: Lives) -> _Buffer:
     """The lowest free slot of its device for each interval of ticks, which uses the fewest slots."""
-    places: dict[Work, int] = {}
+    slot_of: dict[Work, int] = {}
     counts = [0] * schedule.devices
     free: list[list[int]] = [[] for _ in counts]
-    held: list[list[tuple[int, int]]] = [[] for _ in counts]
-    for work, (begin, end) in sorted(live.items(), key=lambda item: item[1]):
+    taken: list[list[tuple[int, int]]] = [[] for _ in counts]  # the last tick of what is in a slot, and the slot
+    for work, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
         device = schedule.device(work[0])
-        while held[device] and held[device][0][0] < begin:
-            heappush(free[device], heappop(held[device])[1])
+        while taken[device] and taken[device][0][0] < begin:
+            _, slot = heappop(taken[device])
+            heappush(free[device], slot)
         if not free[device]:
             heappush(free[device], counts[device])
             counts[device] += 1
-        places[work] = heappop(free[device])
-        heappush(held[device], (end, places[work]))
-    return max(counts), places
+        slot = heappop(free[device])
+        slot_of[work] = slot
+        heappush(taken[device], (end, slot))
+    return _Buffer(max(counts), slot_of)

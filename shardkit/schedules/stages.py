@@ -34,8 +34,8 @@ class Stages(NamedTuple):
         cls, schedule: Schedule, axis: Axis, layers_per_stage: tuple[int, ...] | None = None, spread: Any = None
     ) -> Stages:
         """The stages of a schedule."""
-        each = None if layers_per_stage is None else tuple(layers_per_stage)
-        return cls(axis, schedule.devices, schedule.chunks, schedule.placement, each, spread)
+        counts = None if layers_per_stage is None else tuple(layers_per_stage)
+        return cls(axis, schedule.devices, schedule.chunks, schedule.placement, counts, spread)
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
         """How many layers of a stack each stage has.
@@ -44,37 +44,55 @@ class Stages(NamedTuple):
             ValueError: layers that the stages do not divide; a `layers_per_stage` of another length or sum, or below 1.
         """
         assert self.devices is not None  # those of a mesh
-        stages, each = self.devices * self.chunks, self.layers_per_stage
-        if each is None:
+        stages = self.devices * self.chunks
+        counts = self.layers_per_stage
+        if counts is None:
             if layers % stages or not layers:
                 raise ValueError(
                     f"pp: the layers of a stack must be divisible by its stages; got {layers} layers over {stages} "
                     "stages. Pass layers_per_stage=, or choose another number of layers or stages."
                 )
             return (layers // stages,) * stages
-        if len(each) != stages or sum(each) != layers or min(each) < 1:
+        if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
             raise ValueError(
                 f"pp: layers_per_stage= must give each of {stages} stages at least one layer, {layers} in all; got "
-                f"{each}. Pass {stages} numbers that add up to {layers}."
+                f"{counts}. Pass {stages} numbers that add up to {layers}."
             )
-        return each
+        return counts
 
     def rows(self, layers: int) -> tuple[int, ...]:
         """The original row of each stored row of dim 0: device by device, chunk by chunk.
 
         Stages of fewer layers than the largest are padded with -1. Empty for the original order.
+
+        Worked example: two devices with two chunks each, in a loop, and stages of 1, 2, 2 and 2 layers, which begin at
+        rows 0, 1, 3 and 5. Device 0 has stages 0 and 2, device 1 stages 1 and 3: 0 -1, 3 4, 1 2, 5 6.
         """
         sizes = self.layers_of(layers)
-        starts, longest, p = (0, *accumulate(sizes)), max(sizes), len(sizes) // self.chunks
-        turns = range(0, len(sizes), p)  # the order of "v" is its own inverse
-        stages = [t + device_of(t + d, p, self.placement) for d in range(p) for t in turns]
-        rows = tuple(starts[s] + i if i < sizes[s] else -1 for s in stages for i in range(longest))
-        return () if rows == tuple(range(layers)) else rows
+        starts = (0, *accumulate(sizes))
+        longest = max(sizes)
+        p = len(sizes) // self.chunks
+        rows = []
+        for device in range(p):
+            for first in range(0, len(sizes), p):  # the stages of a chunk begin with this one
+                # The order of "v" is its own inverse: this is the stage of the chunk that the device has.
+                stage = first + device_of(first + device, p, self.placement)
+                layer_rows = [starts[stage] + i for i in range(sizes[stage])]
+                padding = [-1] * (longest - sizes[stage])
+                rows += layer_rows + padding
+        if rows == list(range(layers)):
+            return ()
+        return tuple(rows)
 
     def note(self) -> str:
         """Their text in a description of the plan."""
-        chunks = f", {self.chunks} chunks in stage order" if self.chunks > 1 else ""
-        turning = ", placed as a V" if chunks and self.placement == "v" else ""
-        each = f", stages of {', '.join(map(str, self.layers_per_stage))} layers" if self.layers_per_stage else ""
-        spread = ", embedding and head spread" if self.spread is not None else ""
-        return chunks + turning + each + spread
+        notes = []
+        if self.chunks > 1:
+            notes.append(f"{self.chunks} chunks in stage order")
+            if self.placement == "v":
+                notes.append("placed as a V")
+        if self.layers_per_stage:
+            notes.append(f"stages of {', '.join(map(str, self.layers_per_stage))} layers")
+        if self.spread is not None:
+            notes.append("embedding and head spread")
+        return "".join(f", {note}" for note in notes)

@@ -10,15 +10,37 @@ import numpy as np
 
 from shardkit.schedules.action import OPS
 from shardkit.schedules.grid import Grid
-from shardkit.schedules.slots import Lives, Slots, coloured, lives
+from shardkit.schedules.slots import Lives, Slots, assign_slots, find_lives
 
-MOVES = tuple(f"{what}_from_{where}" for what in ("input", "cotangent") for where in ("left", "right", "self"))
+MOVES = (
+    "input_from_left",
+    "input_from_right",
+    "input_from_self",
+    "cotangent_from_left",
+    "cotangent_from_right",
+    "cotangent_from_self",
+)
 """What a device may receive at the end of a tick, and from which neighbor."""
 FIELDS = (
-    *("forward_on", "forward_stage", "forward_chunk", "forward_microbatch", "forward_input", "forward_saved"),
-    *("backward_on", "backward_stage", "backward_chunk", "backward_microbatch", "backward_input", "backward_saved"),
-    *("backward_cotangent", "backward_kept"),
-    *("weight_on", "weight_stage", "weight_chunk", "weight_microbatch", "weight_kept"),
+    "forward_on",
+    "forward_stage",
+    "forward_chunk",
+    "forward_microbatch",
+    "forward_input",
+    "forward_saved",
+    "backward_on",
+    "backward_stage",
+    "backward_chunk",
+    "backward_microbatch",
+    "backward_input",
+    "backward_saved",
+    "backward_cotangent",
+    "backward_kept",
+    "weight_on",
+    "weight_stage",
+    "weight_chunk",
+    "weight_microbatch",
+    "weight_kept",
     *MOVES,
 )
 """The columns of a `Table`, each a number for every tick of every device."""
@@ -85,18 +107,51 @@ class Table(NamedTuple):
         return self.rows[:, :, FIELDS.index(field)]
 
 
-def lowered(schedule: Grid, saved: bool, spread: bool) -> Table:
-    """The table of a schedule; see `Schedule.table`."""
-    needed = lives(schedule, saved)
-    slots = coloured(schedule, needed)
-    ticks = max(map(len, schedule.rows))
+_NOWHERE = -1
+_NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+_BUFFERS = {"input": "inputs", "saved": "saved", "cotangent": "cotangents", "kept": "kept"}
+_MOVED_BUFFERS = ("inputs", "cotangents")
+
+
+def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
+    """The table of a schedule; see `Schedule.table`.
+
+    Worked example: 1F0 in tick 1 of 1F1B on two devices writes into the row of tick 1 and device 1 `forward_on` 1,
+    `forward_stage` 1, `forward_microbatch` 0 and `forward_input` 0, the slot that the row of tick 0 and device 1 names
+    as `input_from_left`.
+    """
+    lives = find_lives(schedule, saved)
+    slots = assign_slots(schedule, lives)
+    rows = _write_rows(schedule, slots)
+    ends = _find_ends(schedule)
+    segments = _find_segments(schedule, rows, ends, spread)
+    crowded = _assign_free_slots(rows, segments, slots, _find_free_slots(schedule, slots, lives))
+    rows[rows == _NOWHERE] = 0  # what is read there is discarded
+    buffers = {}
+    for name in _BUFFERS.values():
+        size = getattr(slots, name)
+        # What F and I save for nobody needs a slot; what moves is dropped.
+        if name in crowded and name not in _MOVED_BUFFERS:
+            size += 1
+        buffers[name] = max(1, size)
+    return Table(rows, segments, slots, buffers, crowded, ends)
+
+
+def buffer_of(field: str) -> str:
+    """The buffer into which a field points, by the names of `Slots`; "" for none."""
+    words = field.split("_")
+    value = words[0] if field in MOVES else words[1]
+    return _BUFFERS.get(value, "")
+
+
+def _write_rows(schedule: Grid, slots: Slots) -> np.ndarray:
+    """The fields of all ticks, int32 `[ticks, devices, fields]`, with `_NOWHERE` for slots of nothing."""
     blank = [_NOWHERE if buffer_of(field) else 0 for field in FIELDS]
-    rows = np.tile(np.array(blank, np.int32), (ticks, schedule.devices, 1))
-    kinds: list[set[str]] = [set() for _ in range(ticks)]
+    rows = np.tile(np.array(blank, np.int32), (_count_ticks(schedule), schedule.devices, 1))
     for (stage, op, i), tick in schedule.ticks.items():
-        kinds[tick].add(op)
-        work, device = (stage, i), schedule.device(stage)
-        name = {"F": "forward", "W": "weight"}.get(op, "backward")
+        work = (stage, i)
+        device = schedule.device(stage)
+        name = _NAMES[op]
         values = {
             f"{name}_on": 2 if op == "I" else 1,
             f"{name}_stage": stage,
@@ -107,65 +162,97 @@ def lowered(schedule: Grid, saved: bool, spread: bool) -> Table:
             f"{name}_cotangent": slots.cotangent_of.get(work, _NOWHERE),
             f"{name}_kept": slots.kept_of.get(work, _NOWHERE),
         }
-        for field in values.keys() & set(FIELDS):
-            rows[tick, device, FIELDS.index(field)] = values[field]
-        if received := _received(schedule, slots, stage, op, i):
-            field, taker, slot = received
+        for field, value in values.items():
+            if field in FIELDS:
+                rows[tick, device, FIELDS.index(field)] = value
+        receipt = _find_receipt(schedule, slots, stage, op, i)
+        if receipt is not None:
+            field, taker, slot = receipt
             rows[tick, taker, FIELDS.index(field)] = slot
-    segments, begin, ends = [], 0, _ends(schedule, ticks)
-    together = [tuple(end for end, i in zip(ENDS, tick, strict=True) if spread and i >= 0) for tick in ends]
-    ops_of = ["".join(op for op in OPS if op in kind) for kind in kinds]
-    for (ops, here), run in groupby(zip(ops_of, together, strict=True)):
-        length = len(list(run))
-        moves = tuple(
-            field for field in MOVES if (rows[begin : begin + length, :, FIELDS.index(field)] != _NOWHERE).any()
-        )
-        segments.append(Segment(ops, begin, length, moves, here))
-        begin += length
-    crowded = _written_in_vain(rows, segments, slots, _free(schedule, slots, needed))
-    rows[rows == _NOWHERE] = 0  # what is read there is discarded
-    moved = ("inputs", "cotangents")
-    buffers = {
-        name: max(1, getattr(slots, name) + (name in crowded and name not in moved)) for name in _BUFFERS.values()
-    }
-    return Table(rows, tuple(segments), slots, buffers, crowded, ends)
+    return rows
 
 
-def _ends(schedule: Grid, ticks: int) -> np.ndarray:
-    last, backwards = max(stage for stage, _, _ in schedule.ticks), any(op in "BI" for _, op, _ in schedule.ticks)
-    ends = np.full((ticks, len(ENDS)), -1, np.int32)
+def _count_ticks(schedule: Grid) -> int:
+    return max(map(len, schedule.rows))
+
+
+def _find_receipt(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> tuple[str, int, int] | None:
+    """Where the result of an action is received: the field, the device and the slot; None if nowhere."""
+    if op == "W":
+        return None
+    if op == "F":
+        target = stage + 1
+        value = "input"
+        slot_of = slots.input_of
+        side = "left"
+    else:
+        target = stage - 1
+        value = "cotangent"
+        slot_of = slots.cotangent_of
+        side = "right"
+    if (target, i) not in slot_of:
+        return None
+    taker = schedule.device(target)
+    if schedule.placement == "v":
+        side = {1: "left", 0: "self", -1: "right"}[taker - schedule.device(stage)]
+    return f"{value}_from_{side}", taker, slot_of[target, i]
+
+
+def _find_ends(schedule: Grid) -> np.ndarray:
+    """See `Table.ends`."""
+    last_stage = max(action.stage for action in schedule.ticks)
+    has_backward = any(action.op in "BI" for action in schedule.ticks)
+    head_ops = "BI" if has_backward else "F"
+    ends = np.full((_count_ticks(schedule), len(ENDS)), -1, np.int32)
     for (stage, op, i), tick in schedule.ticks.items():
         if stage == 0 and op == "F":
             ends[tick, ENDS.index("embed")] = i
         if stage == 0 and op in "BI":
             ends[tick, ENDS.index("embed_gradient")] = i
-        if stage == last and op in ("BI" if backwards else "F"):
+        if stage == last_stage and op in head_ops:
             ends[tick, ENDS.index("head")] = i
     return ends
 
 
-_NOWHERE = -1
-_BUFFERS = {"input": "inputs", "saved": "saved", "cotangent": "cotangents", "kept": "kept"}
+def _find_segments(schedule: Grid, rows: np.ndarray, ends: np.ndarray, spread: bool) -> tuple[Segment, ...]:
+    """Runs of ticks with the same kinds of op, and where embedding and head are spread with the same ends."""
+    tick_ops: list[set[str]] = [set() for _ in range(_count_ticks(schedule))]
+    for action, tick in schedule.ticks.items():
+        tick_ops[tick].add(action.op)
+    kinds = []
+    for ops, microbatches in zip(tick_ops, ends, strict=True):
+        tick_ends: tuple[str, ...] = ()
+        if spread:
+            tick_ends = tuple(end for end, i in zip(ENDS, microbatches, strict=True) if i >= 0)
+        kinds.append(("".join(op for op in OPS if op in ops), tick_ends))
+    segments = []
+    begin = 0
+    for (ops_text, tick_ends), run in groupby(kinds):
+        ticks = len(list(run))
+        moves = []
+        for field in MOVES:
+            slots = rows[begin : begin + ticks, :, FIELDS.index(field)]
+            if (slots != _NOWHERE).any():
+                moves.append(field)
+        segments.append(Segment(ops_text, begin, ticks, tuple(moves), tick_ends))
+        begin += ticks
+    return tuple(segments)
 
 
-def buffer_of(field: str) -> str:
-    """The buffer into which a field points, by the names of `Slots`; "" for none."""
-    return _BUFFERS.get(field.split("_")[0 if field in MOVES else 1], "")
-
-
-def _free(schedule: Grid, slots: Slots, needed: Sequence[Lives]) -> dict[str, np.ndarray]:
+def _find_free_slots(schedule: Grid, slots: Slots, lives: Sequence[Lives]) -> dict[str, np.ndarray]:
     """For each buffer a slot that no value is in, [ticks + 1, devices]; their number where all are taken."""
-    ticks, free = max(map(len, schedule.rows)), {}
-    for name, live, places in zip(_BUFFERS.values(), needed, slots[4:], strict=True):
+    ticks = _count_ticks(schedule)
+    free = {}
+    for name, live, slot_of in zip(_BUFFERS.values(), lives, slots[4:], strict=True):
         taken = np.zeros((ticks + 1, schedule.devices, getattr(slots, name) + 1), bool)
         for work, (begin, end) in live.items():
-            taken[begin : end + 1, schedule.device(work[0]), places[work]] = True
+            taken[begin : end + 1, schedule.device(work[0]), slot_of[work]] = True
         free[name] = taken.argmin(axis=2)
     return free
 
 
-def _written_in_vain(
-    rows: np.ndarray, segments: list[Segment], slots: Slots, free: dict[str, np.ndarray]
+def _assign_free_slots(
+    rows: np.ndarray, segments: Sequence[Segment], slots: Slots, free: dict[str, np.ndarray]
 ) -> frozenset[str]:
     """Gives what is written for nobody a free slot, in place; returns the buffers that have none at some tick.
 
@@ -173,27 +260,19 @@ def _written_in_vain(
     the end of a tick is written at the start of the next.
     """
     crowded = set()
-    kinds = {"forward_saved": "F", "backward_kept": "I"}
     for segment in segments:
-        for field in (*segment.moves, *(field for field, op in kinds.items() if op in segment.ops)):
-            here = rows[segment.begin : segment.begin + segment.ticks, :, FIELDS.index(field)]
-            begin = segment.begin + (field in MOVES)
+        fields = list(segment.moves)
+        if "F" in segment.ops:
+            fields.append("forward_saved")
+        if "I" in segment.ops:
+            fields.append("backward_kept")
+        for field in fields:
+            column = rows[segment.begin : segment.begin + segment.ticks, :, FIELDS.index(field)]
+            written = segment.begin + 1 if field in MOVES else segment.begin
             name = buffer_of(field)
-            np.copyto(here, free[name][begin : begin + segment.ticks], where=here == _NOWHERE, casting="unsafe")
-            if getattr(slots, name) and (here == getattr(slots, name)).any():
+            free_slots = free[name][written : written + segment.ticks]
+            np.copyto(column, free_slots, where=column == _NOWHERE, casting="unsafe")
+            size = getattr(slots, name)
+            if size and (column == size).any():
                 crowded.add(name)
     return frozenset(crowded)
-
-
-def _received(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> tuple[str, int, int] | None:
-    """Where the result of an action is received: the field, the device and the slot; None if nowhere."""
-    if op == "F":
-        to, what, places, side = stage + 1, "input", slots.input_of, "left"
-    else:
-        to, what, places, side = stage - 1, "cotangent", slots.cotangent_of, "right"
-    if op == "W" or (to, i) not in places:
-        return None
-    taker = schedule.device(to)
-    if schedule.placement == "v":
-        side = {1: "left", 0: "self", -1: "right"}[taker - schedule.device(stage)]
-    return f"{what}_from_{side}", taker, places[to, i]

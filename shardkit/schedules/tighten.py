@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 
 from shardkit.schedules.action import Action, StagePlacement, device_of
-from shardkit.schedules.rules import needs
+from shardkit.schedules.rules import find_needs
 from shardkit.schedules.simulate import Costs
 
 Row = list[tuple[float, Action]]  # when the actions of a device begin, in order
@@ -21,6 +21,9 @@ class Actions:
     """The actions of a pipeline with backwards in two halves, and what they need.
 
     Attributes:
+        p, m, v: devices, microbatches, chunks.
+        placement: of the stages.
+        stages: their numbers.
         device: the device of each stage.
         chunks: the stages of each device.
         cost: how long each action takes.
@@ -29,80 +32,152 @@ class Actions:
     """
 
     def __init__(self, p: int, m: int, v: int, placement: StagePlacement, costs: Costs):
-        self.p, self.m, self.v, self.placement, self.stages = p, m, v, placement, range(p * v)
+        self.p = p
+        self.m = m
+        self.v = v
+        self.placement = placement
+        self.stages = range(p * v)
         self.device = [device_of(stage, p, placement) for stage in self.stages]
-        self.chunks = [[stage for stage in self.stages if self.device[stage] == d] for d in range(p)]
-        actions = [Action(*each) for each in product(self.stages, "FIW", range(m))]
+        self.chunks: list[list[int]] = [[] for _ in range(p)]
+        for stage in self.stages:
+            self.chunks[self.device[stage]].append(stage)
+        actions = [Action(stage, op, i) for stage, op, i in product(self.stages, "FIW", range(m))]
         self.cost = {action: costs.of[action.op][action.stage] for action in actions}
         self.needs: Inputs = {action: [] for action in actions}
         self.needed: Inputs = {action: [] for action in actions}
+        last_stage = p * v - 1
         for action in actions:
-            for need in needs(action, p * v - 1, ()):
-                away = costs.communication * (self.device[need.stage] != self.device[action.stage])
-                self.needs[action].append((need, away))
-                self.needed[need].append((action, away))
+            for need in find_needs(action, last_stage, ()):
+                moves = self.device[need.stage] != self.device[action.stage]
+                delay = costs.communication * moves
+                self.needs[action].append((need, delay))
+                self.needed[need].append((action, delay))
 
-    def ready(self, action: Action, ended: Mapping[Action, float]) -> float:
+    def find_ready(self, action: Action, ended: Mapping[Action, float]) -> float:
         """When the inputs of an action are there; infinite while one of them has not begun."""
-        return max((ended.get(need, math.inf) + away for need, away in self.needs[action]), default=0.0)
+        arrivals = [ended.get(need, math.inf) + delay for need, delay in self.needs[action]]
+        return max(arrivals, default=0.0)
 
-    def timed(self, actions: Iterable[Action]) -> Timed:
+    def run_order(self, actions: Iterable[Action]) -> Timed:
         """When they begin, each after its inputs and after those before it on its device."""
         rows: Timed = [[] for _ in range(self.p)]
         ended: dict[Action, float] = {}
         free = [0.0] * self.p
         for action in actions:
             device = self.device[action.stage]
-            begin = max(free[device], self.ready(action, ended))
+            begin = max(free[device], self.find_ready(action, ended))
             rows[device].append((begin, action))
-            ended[action] = free[device] = begin + self.cost[action]
+            end = begin + self.cost[action]
+            ended[action] = end
+            free[device] = end
         return rows
 
-    def makespan(self, rows: Timed) -> float:
+    def find_makespan(self, rows: Timed) -> float:
         """When the last action ends."""
-        return max(begin + self.cost[action] for row in rows for begin, action in row[-1:])
+        ends = []
+        for row in rows:
+            if row:
+                begin, action = row[-1]
+                ends.append(begin + self.cost[action])
+        return max(ends)
 
-    def tightened(self, rows: Timed, places: int) -> Timed:
+    def tighten(self, rows: Timed, places: int) -> Timed:
         """The rows, after each action has moved to the earliest idle time, and then to the latest before the end.
 
         A device holds at most `places` chunks, from F to W; read from the end on, from W to F.
+
+        Worked example: two devices, which run one microbatch after the other; every action takes one unit.
+
+            begin      0   1   2   3   4   5   6   7   8   9
+            device 0   0F0 .   .   0I0 0W0 0F1 .   .   0I1 0W1
+            device 1   .   1F0 1I0 1W0 .   .   1F1 1I1 1W1 .
+
+        Each action to its earliest idle time, with places for two chunks: 0F1 passes 0W0 and 0I0, and what follows from
+        it moves too.
+
+            device 0   0F0 0F1 .   0I0 0W0 .   0I1 0W1
+            device 1   .   1F0 1I0 1W0 1F1 1I1 1W1 .
+
+        Then each to its latest, from the end on: 1W0, for which nothing waits, gives way to 1F1, and 0F1 moves next to
+        what follows it. The makespan was 10, then 8, and is 7.
+
+            device 0   0F0 .   0F1 0I0 0W0 0I1 0W1
+            device 1   .   1F0 1I0 1F1 1I1 1W0 1W1
+
+        With a place for one chunk 0F1 must wait for the end of 0W0, and the makespan stays 10.
         """
-        rows = self._earlier(rows, self.needs, ("F", "W"), places)
-        return self._mirrored(self._earlier(self._mirrored(rows), self.needed, ("W", "F"), places))
+        rows = self._move_earlier(rows, self.needs, ("F", "W"), places)
+        mirrored = self._mirror(rows)
+        mirrored = self._move_earlier(mirrored, self.needed, ("W", "F"), places)
+        return self._mirror(mirrored)
 
-    def _mirrored(self, rows: Timed) -> Timed:
-        end = self.makespan(rows)
-        return [[(end - begin - self.cost[action], action) for begin, action in reversed(row)] for row in rows]
+    def _mirror(self, rows: Timed) -> Timed:
+        """The rows with time running backwards: an action begins where it ended, counted from the end."""
+        makespan = self.find_makespan(rows)
+        mirrored = []
+        for row in rows:
+            mirrored.append([(makespan - begin - self.cost[action], action) for begin, action in reversed(row)])
+        return mirrored
 
-    def _earlier(self, rows: Timed, needs: Inputs, held: tuple[str, str], places: int) -> Timed:
-        at = {action: begin for row in rows for begin, action in row}
+    def _move_earlier(self, rows: Timed, needs: Inputs, in_flight: tuple[str, str], places: int) -> Timed:
+        """The rows, after each action, in the order of begins, has moved to the earliest idle time it fits into."""
         rows = [list(row) for row in rows]
-        for action in sorted(at, key=at.__getitem__):
-            ready = max((at[need] + self.cost[need] + away for need, away in needs[action]), default=0.0)
-            if ready < at[action] - SLACK:
-                row = rows[self.device[action.stage]]
-                old = row.index((at[action], action))
-                new, at[action] = self._gap(row, old, ready, held, places)
-                row.insert(new, (at[action], row.pop(old)[1]))
+        begins: dict[Action, float] = {}
+        for row in rows:
+            begins.update((action, begin) for begin, action in row)
+        for action in sorted(begins, key=begins.__getitem__):
+            arrivals = [begins[need] + self.cost[need] + delay for need, delay in needs[action]]
+            ready = max(arrivals, default=0.0)
+            if ready >= begins[action] - SLACK:
+                continue
+            row = rows[self.device[action.stage]]
+            old = row.index((begins[action], action))
+            new, begin = self._find_gap(row, old, ready, in_flight, places)
+            del row[old]
+            row.insert(new, (begin, action))
+            begins[action] = begin
         return rows
 
-    def _gap(self, row: Row, old: int, ready: float, held: tuple[str, str], places: int) -> tuple[int, float]:
-        """The earliest idle time of a device that an action fits into: its place in the row, and its begin."""
-        now, action = row[old]
-        best, until = (old, now), now + self.cost[action]
-        takes, gives = held
-        there = sum((each.op == takes) - (each.op == gives) for _, each in row[:old]) if action.op == takes else 0
+    def _find_gap(self, row: Row, old: int, ready: float, in_flight: tuple[str, str], places: int) -> tuple[int, float]:
+        """The earliest idle time of a device that an action fits into: its place in the row, and its begin.
+
+        Goes from the action's old place to the left, gap by gap, until its inputs are not there yet. `in_flight` are
+        the ops that take a place and give it back. An action that takes one keeps it for all that it passes: it goes no
+        further than where there are places for it.
+        """
+        old_begin, action = row[old]
+        cost = self.cost[action]
+        takes, gives = in_flight
+        held = 0
+        if action.op == takes:
+            held = _count_held(row[:old], takes, gives)
+        best = (old, old_begin)
+        gap_end = old_begin + cost
         for new in range(old, -1, -1):
-            idle = row[new - 1][0] + self.cost[row[new - 1][1]] if new else 0.0
-            begin = max(idle, ready)
-            if begin + self.cost[action] <= until + SLACK:
-                best = new, begin
-            if not new or idle <= ready:
+            gap_begin = 0.0
+            if new:
+                begin, before = row[new - 1]
+                gap_begin = begin + self.cost[before]
+            earliest = max(gap_begin, ready)
+            if earliest + cost <= gap_end + SLACK:
+                best = (new, earliest)
+            if not new or gap_begin <= ready:
                 break
-            until, passed = row[new - 1][0], row[new - 1][1].op
+            gap_end = begin
             if action.op == takes:
                 # What it passes runs with one chunk more in flight.
-                there -= (passed == takes) - (passed == gives)
-                if there + (passed == takes) + 1 > places:
+                held -= (before.op == takes) - (before.op == gives)
+                if held + (before.op == takes) + 1 > places:
                     break
         return best
+
+
+def _count_held(row: Row, takes: str, gives: str) -> int:
+    """How many chunks are in flight after these actions."""
+    held = 0
+    for _, action in row:
+        if action.op == takes:
+            held += 1
+        elif action.op == gives:
+            held -= 1
+    return held

@@ -8,25 +8,31 @@ from collections.abc import Iterable
 from shardkit.schedules.action import Action, Cell
 
 
-def v_order(device: int, stages: int, words: Iterable[str]) -> list[Cell]:
+def parse_v_order(device: int, devices: int, words: Iterable[str]) -> list[Cell]:
     """The cells of a device, from words.
 
     "F0" is the next forward of chunk 0, "B1" or "I1" the next backward of chunk 1, "W" the oldest pending
     weight gradient, and "F0 B1" a forward and a backward in one cell.
+
+    Worked example: on device 0 of 2, whose chunks are stages 0 and 3, the words F0 F0 F1 I1 "F1 B0" W are the cells
+    0F0 0F1 3F0 3I0 3F1/0B0 3W0.
     """
-    stage = {"0": device, "1": 2 * stages - 1 - device}
+    stages = {"0": device, "1": 2 * devices - 1 - device}
     forwards: Counter[str] = Counter()
     backwards: Counter[str] = Counter()
-    waiting: deque[Action] = deque()
+    waiting: deque[Action] = deque()  # input gradients, the weight gradients of which are to come
 
-    def action(op: str, chunk: str = "") -> Action:
+    def make_action(op: str, chunk: str = "") -> Action:
         if op == "W":
             return waiting.popleft()._replace(op="W")
         count = forwards if op == "F" else backwards
-        made = Action(stage[chunk], op, count[chunk])
+        action = Action(stages[chunk], op, count[chunk])
         count[chunk] += 1
         if op == "I":
-            waiting.append(made)
-        return made
+            waiting.append(action)
+        return action
 
-    return [tuple(action(*part) for part in word.split()) for word in words]
+    cells = []
+    for word in words:
+        cells.append(tuple(make_action(*part) for part in word.split()))
+    return cells

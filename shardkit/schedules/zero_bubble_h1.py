@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, builder, scheduled, sizes
+from shardkit.schedules.action import make_cell
+from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 
 
 @builder
@@ -31,15 +31,19 @@ def zero_bubble_h1(devices: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2.
     """
-    devices, microbatches = sizes("zero_bubble_h1", devices=devices, microbatches=microbatches)
+    devices, microbatches = check_sizes("zero_bubble_h1", devices=devices, microbatches=microbatches)
     orders = []
     for d in range(devices):
-        ahead, weighed = min(microbatches, devices - 1 - d), 0
-        order = [alone(d, "F", i) for i in range(ahead)]
+        warm_up = min(microbatches, devices - 1 - d)
+        weight_gradients = 0  # how many are done
+        order = [make_cell(d, "F", i) for i in range(warm_up)]
         for i in range(microbatches):
-            order += [alone(d, "F", i + ahead), alone(d, "I", i)]
-            if i >= d or i + ahead >= microbatches:
-                order.append(alone(d, "W", weighed))
-                weighed += 1
-        orders.append(order + [alone(d, "W", i) for i in range(weighed, microbatches)])
-    return scheduled("zero_bubble_h1", orders, microbatches)
+            order.append(make_cell(d, "F", i + warm_up))
+            order.append(make_cell(d, "I", i))
+            no_forward_left = i + warm_up >= microbatches
+            if i >= d or no_forward_left:
+                order.append(make_cell(d, "W", weight_gradients))
+                weight_gradients += 1
+        order += [make_cell(d, "W", i) for i in range(weight_gradients, microbatches)]
+        orders.append(order)
+    return build_schedule("zero_bubble_h1", orders, microbatches)

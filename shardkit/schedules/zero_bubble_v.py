@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.base import Schedule, builder, scheduled, sizes
-from shardkit.schedules.words import v_order
+from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
+from shardkit.schedules.words import parse_v_order
 
 
 @builder
@@ -34,13 +34,19 @@ def zero_bubble_v(devices: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 6.
     """
-    p, microbatches = sizes("zero_bubble_v", devices=devices, microbatches=microbatches)
+    p, microbatches = check_sizes("zero_bubble_v", devices=devices, microbatches=microbatches)
     total = max(microbatches, 2 * p - 1)
     orders = []
     for d in range(p):
-        warm = ["F0"] * (2 * (p - d) - 1) + ["F1", "F0"] * d + ["F1", "I1", "W"] * (p - d)
-        both = ["F0", "I0", "W", "F1", "I1", "W"] * (total - (2 * p - 1 - d))
-        late = ["I0", "W", "F1", "I1", "W"] * (p - 1 - d)
-        cool = ["I0", "I1"] * d + ["I0", "W"] * (p - d) + ["W"] * (2 * d)
-        orders.append(v_order(d, p, warm + both + late + cool))
-    return scheduled("zero_bubble_v", orders, microbatches, "v")
+        words = ["F0"] * (2 * (p - d) - 1)
+        words += ["F1", "F0"] * d
+        words += ["F1", "I1", "W"] * (p - d)
+        # From here on every device is busy: the six actions of two chunks, again and again.
+        words += ["F0", "I0", "W", "F1", "I1", "W"] * (total - (2 * p - 1 - d))
+        # No forward of chunk 0 is left, then none at all.
+        words += ["I0", "W", "F1", "I1", "W"] * (p - 1 - d)
+        words += ["I0", "I1"] * d
+        words += ["I0", "W"] * (p - d)
+        words += ["W"] * (2 * d)
+        orders.append(parse_v_order(d, p, words))
+    return build_schedule("zero_bubble_v", orders, microbatches, "v")

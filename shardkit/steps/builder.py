@@ -21,7 +21,7 @@ from shardkit.on_device.groups import Groups
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.on_device.precision import Precision, precision_of
-from shardkit.pipelines.stages import arranged
+from shardkit.pipelines.stages import fit_plan
 from shardkit.plans.axis_types import auto_mesh, change_axis_types, wrap_for_explicit_axes
 from shardkit.plans.manual import JitByLayouts, manual_axes, record_automatic_splits
 from shardkit.plans.plan import Plan
@@ -167,7 +167,7 @@ def make_train_step(
             f"make_train_step: nonfinite='stop' checks every step, but steps={steps} returns after {steps}. Pass "
             "nonfinite='skip', and check the metric 'finite'."
         )
-    plan = arranged(plan, grad_fn, deterministic or accumulate)
+    plan = fit_plan(plan, grad_fn, deterministic or accumulate)
     plan.check(mesh)
     policy, axes = precision_of(precision), manual_axes("make_train_step", manual, plan, mesh)
     all_manual = set(axes) == set(mesh.axis_names)

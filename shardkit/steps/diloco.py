@@ -22,7 +22,7 @@ from shardkit._arguments.checks import sized
 from shardkit._arguments.typed import Optimizer, check_kind, kinds_of, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import spec_axes
-from shardkit.pipelines.submeshes import joined, submeshes
+from shardkit.meshes.submeshes import join_submeshes, submeshes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import Storage, collect_arrays, replace_arrays
 from shardkit.steps.builder import TrainStep
@@ -126,7 +126,7 @@ class Diloco:
                 "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision "
                 "with a master copy, from which the next step would go on. Pass make_train_step precision='bf16'."
             )
-        whole = joined(copies, self.mesh, self._specs(first))
+        whole = join_submeshes(copies, self.mesh, self._specs(first))
 
         def init_outer(fragment: dict[str, jax.Array]) -> Any:
             return self._pin_outer(self.outer.init(fragment), fragment, first)
@@ -233,7 +233,7 @@ class Diloco:
         if any(x.is_deleted() for x in jax.tree.leaves((state.workers, state.params, state.outer))):
             raise ValueError("diloco: the state must be the newest; got one that step, finish or exchange was passed.")
         named = [each and collect_arrays(each.params) for each in state.workers]
-        return joined(named, self.mesh, self._row_specs(state.params), rows=True)
+        return join_submeshes(named, self.mesh, self._row_specs(state.params), rows=True)
 
     def _own(self, state: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
         """The state of a worker with its parameters out of those of all."""

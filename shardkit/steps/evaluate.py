@@ -17,7 +17,7 @@ from shardkit.on_device.mean_sums import global_means
 from shardkit.on_device.metrics import cast_metrics, metrics_of
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
-from shardkit.pipelines.stages import arranged
+from shardkit.pipelines.stages import fit_plan
 from shardkit.plans.axis_types import auto_mesh, change_axis_types, wrap_for_explicit_axes
 from shardkit.plans.manual import JitByLayouts, manual_axes, record_automatic_splits
 from shardkit.plans.plan import Plan
@@ -115,7 +115,7 @@ def make_eval_step(
     """
     mesh = mesh_in_context("make_eval_step", mesh)
     check_function("make_eval_step", loss_fn)
-    plan = arranged(plan, loss_fn)
+    plan = fit_plan(plan, loss_fn)
     plan.check(mesh)
     policy = precision_of(precision)
     reads = takes_carried(loss_fn)

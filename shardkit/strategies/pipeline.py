@@ -12,8 +12,8 @@ from shardkit._arguments.checks import Axis
 from shardkit._arguments.typed import typed
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.pipelines.pieces import StagedModel
-from shardkit.pipelines.run import Mode, gradient_of, loss_of
-from shardkit.pipelines.stages import stack_plan
+from shardkit.pipelines.run import Mode, build_grad_fn, build_loss
+from shardkit.pipelines.stages import build_stack_plan
 from shardkit.plans.dim_rules import DimRules
 from shardkit.plans.plan import Plan
 from shardkit.schedules import Schedule, Stages
@@ -53,7 +53,7 @@ def pp(axis: Axis) -> Plan:
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2.
     """
-    return stack_plan(Stages(axis))
+    return build_stack_plan(Stages(axis))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """`pp(axis)` with these stages; `chain` joins it with other plans."""
-        return stack_plan(self.stages)
+        return build_stack_plan(self.stages)
 
     @partial(typed, where="pipeline.value_and_grad")
     def value_and_grad(
@@ -140,7 +140,7 @@ class Pipeline:
         """
         self._check("pipeline.value_and_grad", mode)
         model = StagedModel(embed, stage, head, layer_numbers, "pipeline.value_and_grad")
-        return gradient_of(model, self.schedule, self.stages, mode, recompute, trained)
+        return build_grad_fn(model, self.schedule, self.stages, mode, recompute, trained)
 
     @partial(typed, where="pipeline.loss")
     def loss(
@@ -161,7 +161,7 @@ class Pipeline:
         """
         self._check("pipeline.loss", mode)
         model = StagedModel(embed, stage, head, layer_numbers, "pipeline.loss")
-        return loss_of(model, self.schedule, self.stages, mode)
+        return build_loss(model, self.schedule, self.stages, mode)
 
     def _check(self, where: str, mode: Mode) -> None:
         if self.spread is not None and mode == "branch":

@@ -22,7 +22,7 @@ from shardkit.on_device.advice import Unintended
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import PipelineGradFn
-from shardkit.pipelines.stages import arranged
+from shardkit.pipelines.stages import fit_plan
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import unpadded
 from shardkit.steps.builder import TrainStep, make_train_step
@@ -175,7 +175,7 @@ class Program:
             options: dict[str, Any] = {name: getattr(row, name) for name in names}
             checked = partial(make_train_step, grad_fn, row.optimizer, mesh=mesh, plan=row.plan, carry=carry, **options)
             built = checked(check=False)  # a proof compares numbers; what the first call would refuse explains them
-            plan = arranged(row.plan, grad_fn, row.deterministic or row.accumulate)
+            plan = fit_plan(row.plan, grad_fn, row.deterministic or row.accumulate)
         return cls(row, mesh, plan, built.init, built.step, params, batches, key, carried, checked)
 
     def refused(self) -> str:

@@ -13,7 +13,7 @@ from jax import lax
 import shardkit as sk
 from shardkit import bench, cost
 from shardkit.bench import as_compiled, operations
-from shardkit.bench.comm import fitted, sweeps, table
+from shardkit.bench.comm import describe_fit, sweeps, table
 from shardkit.bench.fit import Fit
 from shardkit.bench.kernels import Compared, case, place
 from shardkit.bench.operations import DTYPES, OPERATIONS
@@ -323,5 +323,5 @@ def test_what_is_not_named_is_left_out(data8):
 def test_a_fit_of_two_sizes_says_so():
     """A line meets two points exactly, which is no proof of it."""
     fit = Fit(1e-6, 1e9, 0.0)
-    assert fitted(fit, 2) == "1 us a hop, 1 GB/s, from two sizes only"
-    assert fitted(fit._replace(residual=0.125), 3) == "1 us a hop, 1 GB/s, within 12%"
+    assert describe_fit(fit, 2) == "1 us a hop, 1 GB/s, from two sizes only"
+    assert describe_fit(fit._replace(residual=0.125), 3) == "1 us a hop, 1 GB/s, within 12%"

@@ -34,7 +34,7 @@ def test_every_plan_that_fits_the_mesh_is_a_case():
     tp = ["jit: tp", "tp", "tp, sequence"]
     assert names(work, model=4) == ["one device", *data, *tp, *many, *pipelines]
     assert names(work, model=8) == ["one device", *data, *many]
-    assert strategies.left_out({"model": 8}, work) == [
+    assert strategies.explain_left_out({"model": 8}, work) == [
         "tensor parallelism: 4 heads of width 64 over model=8",
         "pipelines: 4 layers over model=8",
     ]
@@ -78,7 +78,7 @@ def test_the_tolerance_is_of_the_order_of_one_devices_sums():
     for change, wanted in ((1e-4, 1e-3), (0.0, 8 * np.finfo(np.float32).eps)):
         step = lambda carry, batch, by=change: (carry, {"loss": 1 + by * batch[0]})  # noqa: E731
         case = bench.Case("one device", step, carry, (jnp.zeros(16).at[0].set(1.0),))
-        assert strategies._tolerance(case) == pytest.approx(wanted, rel=2e-3)
+        assert strategies._find_tolerance(case) == pytest.approx(wanted, rel=2e-3)
 
 
 # proves S61: explicit collectives give what jit with NamedShardings gives, and send less

@@ -18,7 +18,7 @@ from shardkit.models import transformer
 from shardkit.on_device.handles import Handle
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.plans.splits import Cut
-from shardkit.remat.recompute import POLICIES, Traced, halves, learnable
+from shardkit.remat.recompute import POLICIES, LayerPasses, Traced, WantedGradients, is_differentiable
 from support.conformance import weights
 
 LAYERS, TOKENS, WIDTH, HIDDEN = 3, 24, 32, 80
@@ -84,9 +84,10 @@ def backward_of(stage, weights, x, policy=None):
     leaves, inputs = jax.tree.leaves(weights), jax.tree.leaves(x)
     layer = Traced(stage, weights, x)
     examples = (leaves, layer.constants, inputs)
-    passes = halves(layer, policy, 1, examples, [[learnable(leaf) for leaf in each] for each in examples])
+    wanted = WantedGradients(*([is_differentiable(leaf) for leaf in each] for each in examples))
+    passes = LayerPasses(layer, policy, 1, examples, wanted)
     y, saved = jax.jit(passes.forward)(*examples)
-    dy = [jnp.cos(leaf) for leaf in y if learnable(leaf)]
+    dy = [jnp.cos(leaf) for leaf in y if is_differentiable(leaf)]
     args = [leaves, layer.constants, saved, dy]
     cuts = np.cumsum([0, *map(len, args)])
 

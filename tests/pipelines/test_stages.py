@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import compiled
-from shardkit.pipelines.stages import arranged
+from shardkit.pipelines.stages import fit_plan
 from shardkit.plans.storage import Padded
 from shardkit.schedules import Stages
 from support import optimizers, pipelines
@@ -449,7 +449,7 @@ def test_the_plan_of_a_pipeline_has_its_stages():
 def test_a_plan_says_what_it_does_with_a_stack():
     mesh, params = sk.abstract_mesh(stage=2, d=2), make_params(12)
     plan = sk.chain(sk.zero1("d", min_size=1), sk.pp("stage"))
-    assert sk.describe(arranged(plan, staged(2, 3)), params, mesh).splitlines() == [
+    assert sk.describe(fit_plan(plan, staged(2, 3)), params, mesh).splitlines() == [
         "leaf      shape       at rest     bytes/device  update             bytes/device  why",
         "layers.b  [12, 4]     ('stage',)  96            (('stage', 'd'),)  48            "
         "pp('stage') splits dim 0, 3 chunks in stage order; zero1('d') splits dim 0",
@@ -459,7 +459,7 @@ def test_a_plan_says_what_it_does_with_a_stack():
         "pp('stage'): not in the stack 'layers'; zero1('d') splits dim 0",
         "pp('stage') + zero1('d'): 688 bytes per device at rest, 344 per gradient or optimizer moment",
     ]
-    uneven = arranged(sk.pp("stage"), staged(2, 2, "v", UNEVEN))
+    uneven = fit_plan(sk.pp("stage"), staged(2, 2, "v", UNEVEN))
     assert sk.describe(uneven, make_params(7), mesh).splitlines()[1] == (
         "layers.b  [7, 4]     ('stage',)  96            ('stage',)  96            "
         "pp('stage') splits dim 0, 2 chunks in stage order, placed as a V, stages of 1, 3, 1, 2 layers"

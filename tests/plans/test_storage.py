@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.analysis.hlo.differences import compiled, written
+from shardkit.analysis.hlo.differences import compiled, is_written
 from shardkit.plans.storage import Padded, collect_arrays
 from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN, without_a_mesh
@@ -161,11 +161,11 @@ def test_cutting_and_padding_add_no_collective(kind, name):  # proves F13, F55
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         init, step = make(PLANS[kind](), optax.with_extra_args_support(OPTIMIZERS[name]()))
         found = compiled(step, init(make_params(), jax.random.key(0)), make_batch())
-    own = [row for row in found.rows if not written(row)]
+    own = [row for row in found.rows if not is_written(row)]
     # muon multiplies matrices with their transposes, for which the compiler gathers rows that do not divide
     count, sent = (21, 1600) if name == "muon" else OWN[name]
     assert sum(row.times for row in own) <= count and sum(row.total for row in own) <= sent
-    ours = {kind: sum(row.total for row in found.rows if written(row) and row.kind == kind) for kind in SENT}
+    ours = {kind: sum(row.total for row in found.rows if is_written(row) and row.kind == kind) for kind in SENT}
     assert ours == dict.fromkeys(SENT, Fraction(3, 4) * 4 * HELD)
 
 

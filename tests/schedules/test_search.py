@@ -11,10 +11,10 @@ import pytest
 
 from shardkit import schedules
 from shardkit.schedules.action import Action
-from shardkit.schedules.base import scheduled
+from shardkit.schedules.base import build_schedule
 from shardkit.schedules.exhaust import Exhaustion
 from shardkit.schedules.search import search
-from shardkit.schedules.simulate import costs_of
+from shardkit.schedules.simulate import find_costs
 from shardkit.schedules.tighten import Actions
 from support.refusals import value_error
 
@@ -111,15 +111,15 @@ def test_no_order_of_few_actions_is_faster_and_the_bound_holds_for_all(costs):
     for pair in product(orders, repeat=2):
         cells = [[(Action(device, *action),) for action in order] for device, order in enumerate(pair)]
         with contextlib.suppress(ValueError):  # two orders may wait for each other
-            lines.append(scheduled("drawn", cells, 3).simulate(**costs[1]))
-    priced = costs_of("test", 2, 1, *(costs[1].get(name) for name in COST_NAMES), costs[1].get("communication", 0))
+            lines.append(build_schedule("drawn", cells, 3).simulate(**costs[1]))
+    priced = find_costs("test", 2, 1, *(costs[1].get(name) for name in COST_NAMES), costs[1].get("communication", 0))
     for memory in (1, 2, 3):
         fastest = min(line.makespan for line in lines if max(line.peak_in_flight) <= memory)
         found = search(2, 3, memory=memory, **costs[1])
         assert found.simulate(**costs[1]).makespan == fastest >= found.least_makespan(memory=memory, **costs[1])
         # With nothing to start from, as fast: it leaves out no order that matters.
         every = Exhaustion(Actions(2, 3, 1, "loop", priced), memory, math.inf)
-        assert every.best == fastest and every.left > 0
+        assert every.best == fastest and every.remaining > 0
 
 
 @pytest.mark.parametrize("placement", ["loop", "v"])
@@ -130,12 +130,12 @@ def test_of_few_pieces_the_search_finds_the_fastest_and_the_bound_holds(memory, 
     for _ in range(6):
         costs = {name: [rng.randint(1, 4) for _ in range(4)] for name in ("forward", "input_grad", "weight_grad")}
         costs["backward"] = [i + w for i, w in zip(costs["input_grad"], costs["weight_grad"], strict=True)]
-        work = Actions(2, 2, 2, placement, costs_of("test", 4, 2, *(costs[name] for name in COST_NAMES), 0.5))
+        work = Actions(2, 2, 2, placement, find_costs("test", 4, 2, *(costs[name] for name in COST_NAMES), 0.5))
         every = Exhaustion(work, int(2 * memory), math.inf)
         found = search(2, 2, 2, memory=memory, communication=0.5, **costs)
         line = found.simulate(communication=0.5, **costs)
         assert found.least_makespan(memory=memory, communication=0.5, **costs) <= line.makespan <= every.best
-        assert every.left > 0 and max(line.peak_in_flight) <= memory
+        assert every.remaining > 0 and max(line.peak_in_flight) <= memory
         assert found.placement != placement or line.makespan == every.best
 
 

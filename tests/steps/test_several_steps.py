@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
-from shardkit.analysis.hlo.differences import compiled, written
+from shardkit.analysis.hlo.differences import compiled, is_written
 from support.training import lenient
 
 STEPS = 3
@@ -69,7 +69,7 @@ def test_parameters_that_a_loop_carries_are_not_gathered_again():
     mesh = sk.make_mesh(jax.devices()[:4], data=4)
     state, several = built(mesh, sk.zero1("data", min_size=1, uneven="pad"), steps=STEPS)
     rows = compiled(several, state, BATCHES).rows
-    assert rows and all(map(written, rows))
+    assert rows and all(map(is_written, rows))
 
 
 def test_a_batch_without_the_dim_of_steps(data8):

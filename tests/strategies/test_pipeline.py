@@ -16,7 +16,7 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit._jax.jaxprs import walk
 from shardkit.analysis.jaxpr.census import census_of
-from shardkit.pipelines.pieces import Given, Pieces, StagedModel
+from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
 from shardkit.schedules import Schedule
 from support import pipelines
 from support.pipelines import BUILDERS, PIECES, TOKENS, D, check, embed, head, layer, make, mesh_of, stage, traced_step
@@ -166,7 +166,9 @@ def dots(jaxpr: Any) -> int:
 def test_a_split_backward_does_no_work_twice():
     schedule, layers = schedules.zero_bubble_h1(4, 6), 8
     params, batch = pipelines.make_params(2), pipelines.make_batch(1)
-    given = Given(params.pop("layers"), jnp.int32(0), jnp.int32(2), batch, sk.example_keys(jax.random.key(1), 1))
+    given = PieceArguments(
+        params.pop("layers"), jnp.int32(0), jnp.int32(2), batch, sk.example_keys(jax.random.key(1), 1)
+    )
     pieces = Pieces(StagedModel(*PIECES, True, "here"), params, given, (), 2)
     (x,), residuals = pieces.x, pieces.forward.out[1]
     second = jax.make_jaxpr(lambda given, left: pieces.split.second(*jax.tree.leaves(given), residuals=left))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import shardkit as sk
-from shardkit.bench.comm import measured, sweeps, table
+from shardkit.bench.comm import measure_sweep, sweeps, table
 from shardkit.cli.bench.options import Output, header, kept
 from shardkit.cli.mesh import make_mesh
 from shardkit.cli.target import function_of
@@ -79,7 +79,7 @@ def comm(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         print(header(), sk.describe(mesh), sep="\n", flush=True)
     records = []
     for each in tables:
-        found = measured(each, mode=options.mode, calls=how["calls"], rounds=how["rounds"])
+        found = measure_sweep(each, mode=options.mode, calls=how["calls"], rounds=how["rounds"])
         records += found
         if cluster.is_master:
             print("", table(found), sep="\n", flush=True)

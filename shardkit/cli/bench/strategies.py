@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from shardkit import bench
-from shardkit.bench.strategies import OptimizerName, Workload, cases_of, left_out, text
+from shardkit.bench.strategies import OptimizerName, Workload, cases_of, explain_left_out, text
 from shardkit.cli.bench.options import Output, header, kept
 from shardkit.cli.mesh import make_mesh, read_sizes
 from shardkit.cli.target import load
@@ -78,7 +78,7 @@ def strategies(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     config = transformer.Config(layers=sizes["layers"], dim=sizes["dim"], heads=sizes["heads"])
     work = _users(options.model) if options.model else bench.reference(config, sizes["examples"], sizes["tokens"])
     print(header())
-    for reason in left_out(mesh.shape, work):
+    for reason in explain_left_out(mesh.shape, work):
         print(f"left out: {reason}")
     how: dict[str, Any] = {name: sizes[name] for name in ("calls", "rounds")}
     only = options.only

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.meshes.layout import canonical
-from shardkit.pipelines.submeshes import joined
+from shardkit.meshes.submeshes import join_submeshes
 from shardkit.plans.storage import is_padded, stored_array
 from shardkit.steps.diloco import DilocoState
 
@@ -44,7 +44,7 @@ class Workers:
             jax.jit(_expanded, out_shardings=layout)(each) if each else None
             for each, layout in zip(own, layouts, strict=True)
         ]
-        return joined(stacked, self.mesh, specs, rows=True) | others
+        return join_submeshes(stacked, self.mesh, specs, rows=True) | others
 
     def records(self, records: Mapping[str, Any]) -> dict[str, Any]:
         """The records of what `together` returns."""

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.cli import text as corpus
 from shardkit.runtime.data.loader import loader, prefetch_to_device
 from support.refusals import raises
 
@@ -157,19 +156,6 @@ def test_an_exception_comes_after_what_came_before_it():
     assert [next(batches), next(batches)] == [1, 2]
     with pytest.raises(OSError, match="late"):
         next(batches)
-
-
-# proves F64, F66: text goes the same way, a function of seed and step
-def test_text_batches_are_global_arrays_of_the_same_examples(mesh2x4):
-    text = np.arange(250, dtype=np.uint8)
-    options = {"seed": 1, "step": 5, "batch": 4, "length": 8}
-    whole = corpus.batch_at(text, **options)
-    out = corpus.global_batch_at(text, **options, mesh=mesh2x4, spec=P("data", "model"))
-    for name, x in whole.items():
-        np.testing.assert_array_equal(out[name], x)
-        assert out[name].sharding.spec == P("data", "model")
-    some = corpus.batch_at(text, **options, rows=np.array([1, 3]))
-    np.testing.assert_array_equal(some["tokens"], whole["tokens"][[1, 3]])
 
 
 def refused(wording, mesh, error=ValueError, **options):

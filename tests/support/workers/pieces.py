@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.cli import text as corpus
 from shardkit.runtime.data import arrays, reading
 from shardkit.runtime.data.loader import loader
 from shardkit.runtime.drift import replica_drift
@@ -120,10 +119,6 @@ for seed in (3, 3, 4):
     sampler = IndexSampler(40, ShardByJaxProcess(), shuffle=True, num_epochs=1, seed=seed)
     samples = grain.DataLoader(data_source=range(40), sampler=sampler, worker_count=0)
     saw["grain"].append([int(x) for x in samples])
-text = np.arange(250, dtype=np.uint8)
-saw["text"] = reading.fetch(
-    corpus.global_batch_at(text, seed=1, step=5, batch=8, length=6, mesh=mesh, spec=P("data"))["tokens"]
-).tolist()
 
 
 def loss_fn(params, batch, keys):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.pipelines import stage_programs
-from shardkit.pipelines.submeshes import _line
+from shardkit.pipelines.device_put import build_stations
 from support.counting import Compiles
 from support.refusals import value_error
 
@@ -69,18 +69,6 @@ def close(found, wanted, rtol=1e-6):
 
 def same_leaves(found, wanted):
     jax.tree.map(close, found, wanted)
-
-
-# ---- meshes
-
-
-def test_a_mesh_is_cut_along_an_axis():  # proves F5
-    mesh = sk.make_mesh(data=2, stage=4)
-    parts = sk.submeshes(mesh, "stage")
-    assert [dict(part.shape) for part in parts] == [{"data": 2, "stage": 1}] * 4
-    for s, part in enumerate(parts):
-        assert list(part.devices.flat) == list(mesh.devices[:, s])
-        assert part.axis_types == mesh.axis_types
 
 
 # ---- values
@@ -290,16 +278,16 @@ def test_gradients_are_reduced_once_a_step():
     """No microbatch sends anything but the sums of the loss; the end sends each gradient once, in float32."""
     (mesh,) = sk.submeshes(sk.make_mesh(stage=1, data=8), "stage")
     params, (x, labels) = layers((12, 10), jnp.bfloat16)[0], inputs(16, 12)
-    (station,) = _line("test", [logits], [mesh], P("data"), P())
+    (station,) = build_stations("test", [logits], [mesh], P("data"), P())
     x, y = (jnp.zeros((16, width), jnp.bfloat16) for width in (12, 10))
-    backward, zeros = stage_programs.backward(station, first=True), stage_programs.zeros(station)
+    backward, zeros = stage_programs.build_backward(station, first=True), stage_programs.build_zeros(station)
     sums = zeros(params)
-    assert not sk.census(stage_programs.forward(station), params, x).rows
+    assert not sk.census(stage_programs.build_forward(station), params, x).rows
     assert not sk.census(zeros, params).rows
     assert not sk.census(backward, params, x, y, sums).rows
-    head = sk.census(stage_programs.head(station, cross_entropy), y, labels)
+    head = sk.census(stage_programs.build_head(station, cross_entropy), y, labels)
     assert (head.count(kind="all_reduce"), head.sent()) == (1, 2 * (8 - 1) * 2 * 8 / 8)
-    end = sk.census(stage_programs.finish(station), sums, jnp.float32(1))
+    end = sk.census(stage_programs.build_finish(station), sums, jnp.float32(1))
     assert end.sent() == end.sent(axis="data") == 2 * (8 - 1) * 4 * (12 * 10 + 10) / 8
 
 

@@ -22,65 +22,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import divisor, quoted, sized, whole
+from shardkit._arguments.checks import divisor, sized, whole
 from shardkit._arguments.typed import short, typed
 from shardkit.meshes.layout import check_spec, local_shape_of, path_name
 from shardkit.on_device.batch import split_microbatches, take_microbatch
 from shardkit.pipelines import stage_programs
-from shardkit.pipelines.stage_programs import Stage, Station, fitted
+from shardkit.pipelines.stage_programs import Stage, Station, fit_specs
 from shardkit.schedules import one_f_one_b
 
 Specs = PartitionSpec | Sequence[Any]
 REPLICATED = PartitionSpec()
-
-
-@typed
-def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
-    """The slices of a mesh along one axis, one per stage of a pipeline.
-
-    Args:
-        mesh: the mesh; `make_mesh(stage=2, data=4)` is split along "stage" into two halves.
-        axis: mesh axis along which it is split. The slices keep it, with size 1, so that specs stay valid.
-
-    Returns:
-        One mesh per device of the axis, in its order.
-
-    Raises:
-        ValueError: the mesh has no such axis.
-
-    Example:
-        >>> [dict(each.shape) for each in sk.submeshes(mesh, "data")]
-        [{'data': 1, 'model': 4}, {'data': 1, 'model': 4}]
-    """
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"submeshes: axis {axis!r} is not an axis of this mesh; its axes are {quoted(mesh.axis_names)}. "
-            "Use one of them, or add the axis to make_mesh."
-        )
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            f"submeshes: the mesh must have devices; got abstract {sized(mesh.shape.items())}. Pass sk.make_mesh(...)."
-        )
-    slices = np.split(mesh.devices, mesh.shape[axis], mesh.axis_names.index(axis))
-    return [Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types) for devices in slices]
-
-
-def joined(
-    own: Sequence[Any], mesh: Mesh, specs: dict[str, PartitionSpec], *, rows: bool = False
-) -> dict[str, jax.Array]:
-    """Arrays over a mesh of the arrays on each of its submeshes, in the buffers that are there.
-
-    With `rows` those of one submesh come after those of another; else they are the same. None: of another process.
-    """
-    here = [arrays for arrays in own if arrays is not None]
-    found: dict[str, jax.Array] = {}
-    for path, spec in specs.items():
-        shape, shards = here[0][path].shape, [each.data for x in here for each in x[path].addressable_shards]
-        if rows:
-            shards = [shard if shape else shard[None] for shard in shards]
-            shape = (len(own) * shape[0], *shape[1:]) if shape else (len(own),)
-        found[path] = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), shards)
-    return found
 
 
 @typed
@@ -116,21 +67,21 @@ def device_put_pipeline(
     Example:
         >>> meshes = sk.submeshes(mesh, "data")
         >>> forward = sk.device_put_pipeline([lambda w, x: x * w, lambda w, x: x + w], meshes)
-        >>> params = [sk.shard(jnp.float32(w), each, P()) for w, each in zip((3, 1), meshes)]
+        >>> params = [sk.shard(jnp.float32(w), part, P()) for w, part in zip((3, 1), meshes)]
         >>> [y.tolist() for y in forward(params, np.arange(4, dtype=np.float32), microbatches=2)]
         [[1.0, 4.0], [7.0, 10.0]]
 
     Source: Huang et al., GPipe (arXiv:1811.06965), for the order.
     """
     where = "device_put_pipeline"
-    line = _line(where, stages, meshes, specs, param_specs)
-    programs = [stage_programs.forward(station) for station in line]
+    stations = build_stations(where, stages, meshes, specs, param_specs)
+    programs = [stage_programs.build_forward(station) for station in stations]
 
     def forward(params: Sequence[Any], batch: Any, *, microbatches: int) -> list[jax.Array]:
         outputs = []
-        for x in _split(where, batch, microbatches):
+        for x in _split_batch(where, batch, microbatches):
             for s, program in enumerate(programs):
-                x = program(params[s], _moved(where, line, s, x))
+                x = program(params[s], _move_input(where, stations, s, x))
             outputs.append(x)
         return outputs
 
@@ -176,7 +127,7 @@ def device_put_value_and_grad(
     Example:
         >>> meshes, x = sk.submeshes(mesh, "data"), np.ones(4, np.float32)
         >>> stages, loss = [lambda w, x: x * w, lambda w, x: x + w], lambda y, targets: jnp.mean(y - targets)
-        >>> params = [sk.shard(jnp.float32(w), each, P()) for w, each in zip((3, 1), meshes)]
+        >>> params = [sk.shard(jnp.float32(w), part, P()) for w, part in zip((3, 1), meshes)]
         >>> value, aux, grads = sk.device_put_value_and_grad(stages, loss, meshes)(params, x, 0 * x, microbatches=2)
         >>> float(value), [float(grad) for grad in grads]
         (4.0, [1.0, 1.0])
@@ -184,50 +135,93 @@ def device_put_value_and_grad(
     Source: Narayanan et al., PipeDream (SOSP 2019), for the order.
     """
     where = "device_put_value_and_grad"
-    line = _line(where, stages, meshes, specs, param_specs)
-    forwards = [stage_programs.forward(station) for station in line]
-    backwards = [stage_programs.backward(station, first=station is line[0]) for station in line]
-    zeros = [stage_programs.zeros(station) for station in line]
-    finishes = [stage_programs.finish(station) for station in line]
-    head = stage_programs.head(line[-1], loss)
-    actions = cache(lambda microbatches: tuple(one_f_one_b(len(line), microbatches).ticks))
+    stations = build_stations(where, stages, meshes, specs, param_specs)
+    programs = _StepPrograms(where, stations, loss)
 
     def run(
         params: Sequence[Any], batch: Any, targets: Any, *, microbatches: int
     ) -> tuple[jax.Array, dict[str, jax.Array], list[Any]]:
-        pairs = _split(where, (batch, targets), microbatches)
-        inputs: dict[tuple[int, int], Any] = {}
-        cotangents: dict[tuple[int, int], jax.Array] = {}
-        means = []
-        sums = [zero(each) for zero, each in zip(zeros, params, strict=True)]
-        for s, op, i in actions(microbatches):
-            if op == "F":
-                x, target = pairs[i]
-                if s == 0:
-                    inputs[s, i] = _moved(where, line, s, x)
-                y = forwards[s](params[s], inputs[s, i])
-                if s + 1 < len(line):
-                    inputs[s + 1, i] = _moved(where, line, s + 1, y)
-                else:
-                    mean, cotangents[s, i] = head(y, _placed(target, line[s].leaving, line[s].mesh))
-                    means.append(mean)
-            else:
-                sums[s], dx = backwards[s](params[s], inputs.pop((s, i)), cotangents.pop((s, i)), sums[s])
-                if s > 0:
-                    cotangents[s - 1, i] = _placed(dx, line[s - 1].leaving, line[s - 1].mesh)
-        weight, values = stage_programs.averages(means)
-        weights = [_placed(weight, REPLICATED, station.mesh) for station in line]
-        grads = [finish(*each) for finish, *each in zip(finishes, sums, weights, strict=True)]
-        return values.pop("loss"), values, grads
+        pairs = _split_batch(where, (batch, targets), microbatches)
+        return programs.run(params, pairs)
 
     return run
 
 
-def _line(
+class _StepPrograms:
+    """The programs of a step's stages, and the order in which one step dispatches them."""
+
+    def __init__(self, where: str, stations: Sequence[Station], loss: Callable[[jax.Array, Any], Any]):
+        self._where = where
+        self._stations = stations
+        self._forwards = [stage_programs.build_forward(station) for station in stations]
+        self._backwards = [stage_programs.build_backward(station, first=station is stations[0]) for station in stations]
+        self._zeros = [stage_programs.build_zeros(station) for station in stations]
+        self._finishes = [stage_programs.build_finish(station) for station in stations]
+        self._head = stage_programs.build_head(stations[-1], loss)
+        self._order = cache(lambda microbatches: tuple(one_f_one_b(len(stations), microbatches).ticks))
+
+    def run(self, params: Sequence[Any], pairs: Sequence[Any]) -> tuple[jax.Array, dict[str, jax.Array], list[Any]]:
+        """The loss, the auxiliary values and the gradients, of pairs of a microbatch and its targets.
+
+        The order of dispatch is that of the table, tick by tick: a device runs its programs in the order in which they
+        were dispatched, so that this is 1F1B on each of them.
+
+        Worked example: two stages, two microbatches. F of stage 0 takes x_0 and its y moves to mesh 1; then F of stage
+        0 takes x_1, while mesh 1 runs F of stage 1 and the head, which leaves dy_0 there; B of stage 1 takes the saved
+        input and dy_0, adds to its sums, and its dx moves to mesh 0 as dy_0 of stage 0.
+        """
+        stations = self._stations
+        last = len(stations) - 1
+        inputs: dict[tuple[int, int], Any] = {}  # by stage and microbatch, from F to B
+        cotangents: dict[tuple[int, int], jax.Array] = {}
+        means = []
+        sums = [build(stage_params) for build, stage_params in zip(self._zeros, params, strict=True)]
+        for s, op, i in self._order(len(pairs)):
+            if op == "F":
+                x, targets = pairs[i]
+                if s == 0:
+                    inputs[s, i] = _move_input(self._where, stations, s, x)
+                y = self._forwards[s](params[s], inputs[s, i])
+                if s < last:
+                    inputs[s + 1, i] = _move_input(self._where, stations, s + 1, y)
+                else:
+                    targets = _put(targets, stations[s].leaving, stations[s].mesh)
+                    mean, cotangents[s, i] = self._head(y, targets)
+                    means.append(mean)
+            else:
+                sums[s], dx = self._backwards[s](params[s], inputs.pop((s, i)), cotangents.pop((s, i)), sums[s])
+                if s > 0:
+                    cotangents[s - 1, i] = _put(dx, stations[s - 1].leaving, stations[s - 1].mesh)
+        weight, values = stage_programs.compute_averages(means)
+        weights = [_put(weight, REPLICATED, station.mesh) for station in stations]
+        grads = [
+            finish(stage_sums, stage_weight)
+            for finish, stage_sums, stage_weight in zip(self._finishes, sums, weights, strict=True)
+        ]
+        return values.pop("loss"), values, grads
+
+
+def build_stations(
     where: str, stages: Sequence[Stage], meshes: Sequence[Mesh], specs: Specs, param_specs: Specs
 ) -> list[Station]:
     """The stations, after all checks that do not need shapes."""
-    count = len(stages)
+    _check_meshes(where, len(stages), meshes)
+    borders = _expand_specs(where, "specs", specs, len(stages) + 1)
+    leaves = _expand_specs(where, "param_specs", param_specs, len(stages))
+    for s, mesh in enumerate(meshes):
+        for spec in borders[s : s + 2]:
+            check_spec(f"{where}: stage {s}", spec, mesh, len(spec))
+        for spec in jax.tree.leaves(leaves[s], is_leaf=lambda x: isinstance(x, PartitionSpec)):
+            check_spec(f"{where}: the parameters of stage {s}", spec, mesh, len(spec))
+    stations = []
+    for s, (stage, mesh, (entering, leaving)) in enumerate(zip(stages, meshes, pairwise(borders), strict=True)):
+        kernel = partial(stage_programs.run_checked, f"{where}: the output of stage {s}", stage, leaving, mesh)
+        stations.append(Station(kernel, mesh, entering, leaving, leaves[s]))
+    return stations
+
+
+def _check_meshes(where: str, count: int, meshes: Sequence[Mesh]) -> None:
+    """Refuses meshes that are not one per stage, of equal size and of different devices."""
     if not count or len(meshes) != count:
         raise ValueError(
             f"{where}: there must be one mesh per stage, and at least one; got stages={count}, "
@@ -244,28 +238,17 @@ def _line(
             f"{where}: all meshes must have the same number of devices, because each device sends to one of the next "
             f"mesh; got {', '.join(map(str, sizes))}. Split one mesh with submeshes."
         )
-    for (a, one), (b, other) in combinations(enumerate(meshes), 2):
-        shared = sorted(device.id for device in set(one.devices.flat) & set(other.devices.flat))
+    for (a, mesh_a), (b, mesh_b) in combinations(enumerate(meshes), 2):
+        shared = sorted(device.id for device in set(mesh_a.devices.flat) & set(mesh_b.devices.flat))
         if shared:
             raise ValueError(
                 f"{where}: no two meshes may share a device; stages {a} and {b} share {', '.join(map(str, shared))}. "
                 "Split one mesh with submeshes."
             )
-    borders = _listed(where, "specs", specs, count + 1)
-    leaves = _listed(where, "param_specs", param_specs, count)
-    for s, mesh in enumerate(meshes):
-        for spec in borders[s : s + 2]:
-            check_spec(f"{where}: stage {s}", spec, mesh, len(spec))
-        for spec in jax.tree.leaves(leaves[s], is_leaf=lambda x: isinstance(x, PartitionSpec)):
-            check_spec(f"{where}: the parameters of stage {s}", spec, mesh, len(spec))
-    line = []
-    for s, (stage, mesh, (entering, leaving)) in enumerate(zip(stages, meshes, pairwise(borders), strict=True)):
-        kernel = partial(stage_programs.checked, f"{where}: the output of stage {s}", stage, leaving, mesh)
-        line.append(Station(kernel, mesh, entering, leaving, leaves[s]))
-    return line
 
 
-def _listed(where: str, name: str, specs: Specs, count: int) -> list[Any]:
+def _expand_specs(where: str, name: str, specs: Specs, count: int) -> list[Any]:
+    """A list of so many specs: the list that was passed, or one spec for all."""
     if isinstance(specs, PartitionSpec):
         return [specs] * count
     if len(specs) != count:
@@ -276,36 +259,42 @@ def _listed(where: str, name: str, specs: Specs, count: int) -> list[Any]:
     return list(specs)
 
 
-def _split(where: str, batch: Any, microbatches: int) -> list[Any]:
+def _split_batch(where: str, batch: Any, microbatches: int) -> list[Any]:
     """The microbatches of a batch, as views of host arrays."""
     whole(where, microbatches=microbatches)
     shapes = [(path_name(path), np.shape(x)) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
-    if len({shape[:1] for _, shape in shapes} | {()}) != 2:
+    counts = {shape[0] for _, shape in shapes if shape}  # scalars belong to every microbatch
+    if len(counts) != 1:
+        described = ", ".join(f"{name}: {shape}" for name, shape in shapes)
         raise ValueError(
             f"{where}: every array of the batch must have the same number of examples along dim 0; got "
-            f"{', '.join(f'{name}: {shape}' for name, shape in shapes) or 'no array'}. "
-            "Pass arrays that share dim 0."
+            f"{described or 'no array'}. Pass arrays that share dim 0."
         )
-    rows = shapes[0][1][0]
-    divisor(where, "microbatches", microbatches, "the batch", rows)
+    divisor(where, "microbatches", microbatches, "the batch", counts.pop())
     split = split_microbatches(jax.tree.map(np.asarray, batch), microbatches)
     return [take_microbatch(split, i) for i in range(microbatches)]
 
 
-def _placed(tree: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
-    return jax.device_put(tree, jax.tree.map(partial(NamedSharding, mesh), fitted(spec, tree)))
+def _put(tree: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+    """The arrays on a mesh, in this layout."""
+    shardings = jax.tree.map(partial(NamedSharding, mesh), fit_specs(spec, tree))
+    return jax.device_put(tree, shardings)
 
 
-def _moved(where: str, line: Sequence[Station], s: int, tree: Any) -> Any:
+def _move_input(where: str, stations: Sequence[Station], s: int, tree: Any) -> Any:
     """The input of stage s, on its mesh; refuses a move that changes the shape of its shards."""
-    what, spec, mesh = f"{where}: the input of stage {s}", line[s].entering, line[s].mesh
-    source = line[s - 1].mesh if s else mesh
+    what = f"{where}: the input of stage {s}"
+    spec = stations[s].entering
+    target = stations[s].mesh
+    source = stations[s - 1].mesh if s else target
     for x in jax.tree.leaves(tree):
-        sent, arriving = (local_shape_of(what, x.shape, fitted(spec, x), each) for each in (source, mesh))
+        fitted = fit_specs(spec, x)
+        sent = local_shape_of(what, x.shape, fitted, source)
+        arriving = local_shape_of(what, x.shape, fitted, target)
         if sent != arriving:
             raise ValueError(
                 f"{what} must have shards of one shape on both sides of the move; with {spec} they are {sent} on "
-                f"{sized(source.shape.items())} and {arriving} on {sized(mesh.shape.items())}. "
+                f"{sized(source.shape.items())} and {arriving} on {sized(target.shape.items())}. "
                 "Give all meshes the same axis sizes, or choose another spec."
             )
-    return _placed(tree, spec, mesh)
+    return _put(tree, spec, target)
