@@ -210,7 +210,7 @@ def triage(
             batch, means, grads = local_gradients(run, entered, batch, key, scale, placement, policy, microbatches)
             inspected = {
                 "params": map_layouts(lambda layout, x: _observe(stored_array(x), layout.rest), layouts, params),
-                "carried": jax.tree.map(lambda held, x: _observe(stored_array(x), held.spec), carried.held, kept),
+                "carried": jax.tree.map(lambda held, x: _observe(stored_array(x), held.spec), carried.storage, kept),
                 "batch": jax.tree.map(lambda spec, x: _observe(x, spec), specs, batch),
                 "means": jax.tree.map(_observe, means),
                 "grads": map_layouts(lambda layout, x: _observe(x, layout.grad), layouts, grads),
