@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from numbers import Integral, Rational, Real
@@ -24,7 +24,8 @@ def quoted(names: Iterable[object]) -> str:
 
 def named(axes: Sequence[str]) -> str:
     """`axis 'data'` or `axes 'data', 'model'`."""
-    return f"{'axis' if len(axes) == 1 else 'axes'} {quoted(axes)}"
+    noun = "axis" if len(axes) == 1 else "axes"
+    return f"{noun} {quoted(axes)}"
 
 
 def sized(sizes: Iterable[tuple[str, int]]) -> str:
@@ -34,32 +35,43 @@ def sized(sizes: Iterable[tuple[str, int]]) -> str:
 
 def counted(n: int, thing: str, plural: str = "s") -> str:
     """`1 device`, `2 devices`."""
-    return f"{n} {thing}{plural if n != 1 else ''}"
+    if n == 1:
+        return f"{n} {thing}"
+    return f"{n} {thing}{plural}"
 
 
 def either(words: Sequence[str]) -> str:
     """`a`, `a or b`, `a, b or c`."""
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    *others, last = words
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"
 
 
 def raised(error: BaseException) -> str:
     """`TypeError: no array`: an exception's type and the first line of its text, without the dot."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *(line.rstrip(".") for line in lines[:1])])
+    name = type(error).__name__
+    for line in str(error).splitlines():
+        text = line.strip()
+        if text:
+            return f"{name}: {text.rstrip('.')}"
+    return name
 
 
 def one_of(where: str, name: str, value: object, choices: Sequence[object]) -> None:
     """Refuses what is none of the choices; the error names one to pass."""
     if value not in choices or isinstance(value, bool):  # True would be 1
-        raise ValueError(
-            f"{where}: {name} must be {either([repr(each) for each in choices])}; got {value!r}. "
-            f"Pass for example {name}={choices[0]!r}."
-        )
+        rule = either([repr(choice) for choice in choices])
+        raise ValueError(f"{where}: {name} must be {rule}; got {value!r}. Pass for example {name}={choices[0]!r}.")
 
 
 def axis_names(where: str, axis: Axis) -> tuple[str, ...]:
     """The axis names as a tuple; refuses other types, an empty tuple and duplicate axes."""
-    names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else ()
+    names: tuple[str, ...] = ()
+    if isinstance(axis, str):
+        names = (axis,)
+    elif isinstance(axis, Iterable):
+        names = tuple(axis)
     if not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(
             f"{where}: axis must be a mesh axis name or a tuple of names; got {axis!r}. "
@@ -88,32 +100,38 @@ def finite(where: str, **values: float | None) -> None:
 def shapes(where: str, **arrays: tuple[Any, str]) -> None:
     """Refuses arrays of mismatched shapes, given with their dims as letters: `x=(x, "..D"), gain=(gain, "D")`.
 
-    Each letter has one size, set by the first array with it; ".." means any dims. An array that is None passes.
+    Each letter has one size, set by the first array with it; ".." means any dims. An array that is None passes. In the
+    example an x of shape [2, 8, 64] sets D=64, and a gain of shape [32] is refused.
     """
     sizes: dict[str, int] = {}
     for name, (x, dims) in arrays.items():
         if x is None:
             continue
-        letters, shape = dims.replace(".", ""), tuple(getattr(x, "shape", ()))
-        before = len(shape) - len(letters) if dims.startswith("..") else 0
+        letters = dims.replace(".", "")
+        shape = tuple(getattr(x, "shape", ()))
+        first = max(len(shape) - len(letters), 0) if dims.startswith("..") else 0
+        lettered = shape[first : first + len(letters)]
         fits = len(shape) >= len(letters) if ".." in dims else len(shape) == len(letters)
-        found = list(zip(letters, shape[max(before, 0) :], strict=False))
-        if not fits or any(sizes.get(letter, size) != size for letter, size in found):
-            wanted = ", ".join(re.findall(r"\.\.|\w", dims))
-            known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
+        for letter, size in zip(letters, lettered, strict=False):
+            if sizes.get(letter, size) != size:
+                fits = False
+        if not fits:
+            rule = ", ".join(re.findall(r"\.\.|\w", dims))
+            known_sizes = sized((letter, sizes[letter]) for letter in letters if letter in sizes)
+            suffix = "" if known_sizes == "none" else f", {known_sizes}"
             raise ValueError(
-                f"{where}: {name} must have the shape [{wanted}]{f', {known}' if known else ''}; got {shape}. "
-                "Pass an array of that shape."
+                f"{where}: {name} must have the shape [{rule}]{suffix}; got {shape}. Pass an array of that shape."
             )
-        sizes |= dict(found)
+        sizes |= zip(letters, lettered, strict=True)
 
 
 def dim_of(where: str, dim: int, ndim: int, name: str = "dim") -> int:
     """`dim` as a non-negative index into `ndim` dimensions."""
     if not -ndim <= dim < ndim:
+        remedy = f"0 to {ndim - 1}" if ndim else "an array of rank 1 or more"
         raise ValueError(
             f"{where}: {name} must name a dimension of the array; got {dim} for an array of rank {ndim}. "
-            f"Choose {f'0 to {ndim - 1}' if ndim else 'an array of rank 1 or more'}."
+            f"Choose {remedy}."
         )
     return dim % ndim
 
@@ -146,47 +164,62 @@ def count(where: str, **values: int) -> tuple[int, ...]:
 
 
 def _whole(where: str, least: int, values: dict[str, int]) -> tuple[int, ...]:
+    numbers = []
     for name, value in values.items():
-        number = _number(value)
+        number = _as_number(value)
         if not least <= number < math.inf or number != int(number):
             raise ValueError(
                 f"{where}: {name} must be a whole number of at least {least}; got {value!r}. "
                 f"Pass {name}={least} or more."
             )
-    return tuple(map(int, values.values()))
+        numbers.append(int(value))
+    return tuple(numbers)
 
 
 def positive(where: str, *, infinite: bool = False, **values: float) -> tuple[float, ...]:
     """The values as Python numbers; refuses all but finite (or `infinite`) numbers greater than 0."""
-    return _real(where, "greater than 0", lambda number: number > 0, infinite, values)
+    numbers = []
+    for name, value in values.items():
+        number = _as_number(value)
+        if number == math.inf and not infinite:
+            raise _not_finite(where, name, value)
+        if not number > 0:  # nor nan
+            raise ValueError(f"{where}: {name} must be greater than 0; got {value!r}. Pass for example {name}=1.")
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def at_least_zero(where: str, **values: float) -> tuple[float, ...]:
     """The values as Python numbers; refuses all but finite numbers from 0."""
-    return _real(where, "0 or more", lambda number: number >= 0, False, values)
-
-
-def _real(
-    where: str, rule: str, holds: Callable[[float], bool], infinite: bool, values: dict[str, float]
-) -> tuple[float, ...]:
+    numbers = []
     for name, value in values.items():
-        number = _number(value)
-        if number == math.inf and not infinite:
-            raise ValueError(f"{where}: {name} must be finite; got {value!r}. Pass for example {name}=1.")
-        if not holds(number):
-            raise ValueError(f"{where}: {name} must be {rule}; got {value!r}. Pass for example {name}=1.")
-    return tuple(map(_number, values.values()))
+        number = _as_number(value)
+        if number == math.inf:
+            raise _not_finite(where, name, value)
+        if not number >= 0:  # nor nan
+            raise ValueError(f"{where}: {name} must be 0 or more; got {value!r}. Pass for example {name}=1.")
+        numbers.append(number)
+    return tuple(numbers)
 
 
-def _number(value: object) -> float:
+def _not_finite(where: str, name: str, value: float) -> ValueError:
+    return ValueError(f"{where}: {name} must be finite; got {value!r}. Pass for example {name}=1.")
+
+
+def _as_number(value: object) -> float:
     """NumPy's scalars as Python's; nan, which every check refuses, for anything but a real number."""
     if isinstance(value, bool):
         return math.nan
     if isinstance(value, Integral):
-        return int(value) if abs(int(value)) <= sys.float_info.max else math.copysign(math.inf, int(value) > 0 or -1)
+        number = int(value)
+        if abs(number) <= sys.float_info.max:
+            return number
+        return math.inf if number > 0 else -math.inf
     if isinstance(value, Rational):
         return value  # type: ignore[return-value]  # a Fraction stays exact
-    return float(value) if isinstance(value, Real) else math.nan
+    if isinstance(value, Real):
+        return float(value)
+    return math.nan
 
 
 def spelled(
@@ -194,29 +227,33 @@ def spelled(
 ) -> str:
     """The choice that the value spells, or another name of one, ignoring capitals, "-", "_" and spaces."""
 
-    def plain(text: object) -> str:
-        return str(text).lower().translate({ord(c): None for c in "-_ "})
+    def simplify(text: object) -> str:
+        return str(text).lower().replace("-", "").replace("_", "").replace(" ", "")
 
-    names = {plain(choice): choice for choice in choices} | {plain(k): v for k, v in (others or {}).items()}
-    if plain(value) not in names:
+    choice_of = {simplify(choice): choice for choice in choices}
+    for other, choice in (others or {}).items():
+        choice_of[simplify(other)] = choice
+    if simplify(value) not in choice_of:
         one_of(where, name, value, choices)
-    return names[plain(value)]
+    return choice_of[simplify(value)]
 
 
 def compiler_options(where: str, given: Any) -> dict[str, bool | int | float | str]:
     """The options of a compiler as a dict; refuses all but a mapping of names to plain, finite values."""
-    plain = isinstance(given, Mapping) and all(
-        isinstance(name, str)
-        and isinstance(value, bool | int | float | str)
-        and not (isinstance(value, float) and not math.isfinite(value))
-        for name, value in given.items()
-    )
-    if not plain:
+    if not isinstance(given, Mapping) or not all(_is_compiler_option(name, value) for name, value in given.items()):
         raise TypeError(
             f"{where}: options must map names of compiler options to numbers, strings or booleans; got {given!r}. "
             "Pass for example {'xla_tpu_enable_async_collective_fusion': False}."
         )
     return dict(given)
+
+
+def _is_compiler_option(name: object, value: object) -> bool:
+    if not isinstance(name, str):
+        return False
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, bool | int | str)
 
 
 def divisor(where: str, name: str, value: int, of: str, size: int) -> None:
@@ -231,10 +268,10 @@ def mesh_in_context(where: str, given: Mesh | AbstractMesh | None, devices: bool
     Raises:
         ValueError: neither, or two different meshes. jax runs nothing on another mesh than that of the context.
     """
-    context = _context()
+    context = _mesh_of_context()
     if devices and isinstance(given, AbstractMesh):
-        told = sized(given.shape.items())
-        raise ValueError(f"{where}: the mesh must have devices; got abstract {told}. Pass sk.make_mesh({told}).")
+        sizes = sized(given.shape.items())
+        raise ValueError(f"{where}: the mesh must have devices; got abstract {sizes}. Pass sk.make_mesh({sizes}).")
     if given is None:
         if context.empty:
             raise ValueError(
@@ -245,26 +282,30 @@ def mesh_in_context(where: str, given: Mesh | AbstractMesh | None, devices: bool
     inside_jit = not isinstance(context, Mesh)  # where shapes may be asked for of any mesh, and jax checks the rest
     if not isinstance(given, Mesh) or context.empty or inside_jit or context == given:
         return given  # type: ignore[return-value]  # an AbstractMesh serves whoever runs nothing
-    own, around = _told(given), _told(context)
-    if own == around:
-        own, around = f"{own} of {_types(given)} axes", f"{around} of {_types(context)} axes"
+    given_text = _describe_mesh(given)
+    context_text = _describe_mesh(context)
+    if given_text == context_text:
+        given_text += f" of {_axis_types(given)} axes"
+        context_text += f" of {_axis_types(context)} axes"
     raise ValueError(
-        f"{where}: mesh must be the mesh of jax.set_mesh where there is one; got mesh {own} in the context of "
-        f"{around}. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
+        f"{where}: mesh must be the mesh of jax.set_mesh where there is one; got mesh {given_text} in the context of "
+        f"{context_text}. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
     )
 
 
 def apart(mesh: Any) -> AbstractContextManager[Any]:
     """Inside it `mesh` is the mesh of `jax.set_mesh`, where there is one; nothing where there is none."""
-    return nullcontext() if _context().empty else jax.set_mesh(mesh)
+    return nullcontext() if _mesh_of_context().empty else jax.set_mesh(mesh)
 
 
 def replicated_in_context(x: Any, mesh: Any) -> Any:
     """An array that was made on the mesh of a `jax.set_mesh`, if there is one, on `mesh`."""
-    return x if _context().empty else jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    if _mesh_of_context().empty:
+        return x
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def _context() -> Any:
+def _mesh_of_context() -> Any:
     """The mesh of `jax.set_mesh`, without its devices inside jit; an empty one where there is none."""
     try:
         return jax.sharding.get_mesh()
@@ -272,10 +313,11 @@ def _context() -> Any:
         return jax.sharding.get_abstract_mesh()
 
 
-def _types(mesh: Any) -> str:
+def _axis_types(mesh: Any) -> str:
     """`Auto`, or `Auto and Explicit`: what else tells two meshes apart."""
-    return " and ".join(dict.fromkeys(kind.name for kind in mesh.axis_types))
+    names = [axis_type.name for axis_type in mesh.axis_types]
+    return " and ".join(dict.fromkeys(names))
 
 
-def _told(mesh: Any) -> str:
+def _describe_mesh(mesh: Any) -> str:
     return " x ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "()"

@@ -56,15 +56,19 @@ def _no_accelerator() -> bool:
 
 def cpu_only() -> bool:
     """Whether jax finds no accelerator, or is configured to use none."""
-    chosen = getattr(jax.config, "jax_platforms", None)
-    return chosen == "cpu" if chosen else _no_accelerator()
+    platforms = getattr(jax.config, "jax_platforms", None)
+    if platforms:
+        return bool(platforms == "cpu")
+    return _no_accelerator()
 
 
 def detect_cluster(timeout: int) -> tuple[str | None, int | None, int | None, tuple[int, ...] | None]:
     """What jax detects of a job: the coordinator's address, number of processes, this process, its devices."""
     detect = private("clusters.ClusterEnv").auto_detect_unset_distributed_params
     address, size, rank, devices = detect(None, None, None, None, None, timeout)
-    return address, size, rank, None if devices is None else tuple(devices)
+    if devices is not None:
+        devices = tuple(devices)
+    return address, size, rank, devices
 
 
 def joined_job() -> tuple[str, int, int]:
@@ -117,7 +121,9 @@ def _process_index(backend: Any = None) -> int:
 def process_index_here(backend: Any) -> int:
     """The index of the process as which this thread traces; in other threads the actual one."""
     index = getattr(_AS_PROCESS, "index", None)
-    return int(private("xla_bridge.get_backend")(backend).process_index()) if index is None else index
+    if index is not None:
+        return int(index)
+    return int(private("xla_bridge.get_backend")(backend).process_index())
 
 
 @contextmanager
@@ -128,7 +134,8 @@ def as_process(index: int) -> Iterator[None]:
     """
     with _AS_PROCESS_LOCK:
         function = private("xla_bridge.process_index")
-        code, before = function.__code__, getattr(_AS_PROCESS, "index", None)
+        code = function.__code__
+        index_before = getattr(_AS_PROCESS, "index", None)
         _AS_PROCESS.index = index
         function.__code__ = _process_index.__code__
         try:
@@ -136,27 +143,35 @@ def as_process(index: int) -> Iterator[None]:
                 yield
         finally:
             function.__code__ = code
-            _AS_PROCESS.index = before
+            _AS_PROCESS.index = index_before
 
 
 def lowered_mesh(lowered: Any) -> tuple[dict[str, int], int]:
     """Sizes by name of the axes of a lowered program's first mesh (empty without one), and its number of partitions."""
     module = lowered.compiler_ir("stablehlo")
-    meshes = [str(op.attributes["mesh"]) for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    axes = re.findall(r'"([^"]*)"=(\d+)', next((text for text in meshes if "=" in text), ""))
-    return {name: int(size) for name, size in axes}, int(module.operation.attributes["mhlo.num_partitions"])
+    sizes: dict[str, int] = {}
+    for op in module.body.operations:
+        if op.operation.name == "sdy.mesh" and not sizes:
+            axes = re.findall(r'"([^"]*)"=(\d+)', str(op.attributes["mesh"]))  # <["data"=2, "model"=4]>
+            sizes = {name: int(size) for name, size in axes}
+    return sizes, int(module.operation.attributes["mhlo.num_partitions"])
 
 
 def lowered_arguments(lowered: Any) -> list[bool]:
     """For each argument of a lowered program, whether its sharding is given and not left to the compiler."""
-    attributes = _main(lowered.compiler_ir("stablehlo")).arg_attrs
-    return [bool({"sdy.sharding", "mhlo.sharding"} & {each.name for each in attrs}) for attrs in attributes]
+    are_given = []
+    for attributes in _main(lowered.compiler_ir("stablehlo")).arg_attrs:
+        names = {attribute.name for attribute in attributes}
+        are_given.append(bool(names & {"sdy.sharding", "mhlo.sharding"}))
+    return are_given
 
 
 def _main(module: Any) -> Any:
     """The main function of a StableHLO module."""
-    named = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
-    return named["main"]
+    for op in module.body.operations:
+        if "sym_name" in op.attributes and op.attributes["sym_name"].value == "main":
+            return op
+    raise KeyError("main")
 
 
 @contextmanager
@@ -165,13 +180,13 @@ def captured_log(of: str) -> Iterator[list[str]]:
 
     All other lines reach standard error as they are written. The list is complete at the end.
     """
-    found: list[str] = []
+    captured: list[str] = []
     with _LOG_LOCK:
         sys.stderr.flush()
         try:
-            before = os.dup(2)
+            stderr = os.dup(2)
         except OSError:  # there is none
-            yield found
+            yield captured
             return
         read, write = os.pipe()
         os.dup2(write, 2)
@@ -181,19 +196,19 @@ def captured_log(of: str) -> Iterator[list[str]]:
             with open(read, "rb") as lines:
                 for line in lines:
                     if of.encode() in line:
-                        found.append(line.decode(errors="replace").rstrip())
+                        captured.append(line.decode(errors="replace").rstrip())
                     else:
-                        os.write(before, line)
+                        os.write(stderr, line)
 
         reader = threading.Thread(target=pass_on, daemon=True)
         reader.start()
         try:
-            yield found
+            yield captured
         finally:
             sys.stderr.flush()
-            os.dup2(before, 2)  # closes the last writer of the pipe
+            os.dup2(stderr, 2)  # closes the last writer of the pipe
             reader.join()
-            os.close(before)
+            os.close(stderr)
 
 
 def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
@@ -209,11 +224,15 @@ def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) ->
     with private("interpreters.mlir.make_ir_context")():
         module: Any = ir.Module.parse(bytecode)
         main = _main(module)
-        # The compiler chooses the layouts of arguments and results that the program does not specify.
-        free = [["sdy.sharding" not in each for each in attrs] for attrs in (main.arg_attrs, main.result_attrs)]
         client = devices[0].client
-        placed = np.array(devices).reshape(1, -1)
-        settings = private("compiler.get_compile_options")(1, len(devices), placed, options, backend=client)
+        assignment = np.array(devices).reshape(1, -1)  # [replicas, partitions]
+        settings = private("compiler.get_compile_options")(1, len(devices), assignment, options, backend=client)
+        # The compiler chooses the layouts of arguments and results that the program does not specify.
         build = settings.executable_build_options
-        build.allow_spmd_sharding_propagation_to_parameters, build.allow_spmd_sharding_propagation_to_output = free
+        build.allow_spmd_sharding_propagation_to_parameters = _have_no_sharding(main.arg_attrs)
+        build.allow_spmd_sharding_propagation_to_output = _have_no_sharding(main.result_attrs)
         return client.compile(module, executable_devices=_jax.DeviceList(tuple(devices)), compile_options=settings)
+
+
+def _have_no_sharding(attributes: Any) -> list[bool]:
+    return ["sdy.sharding" not in attribute for attribute in attributes]

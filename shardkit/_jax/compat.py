@@ -85,33 +85,41 @@ def invariant(aval: Any, axes: Sequence[str]) -> Any:
 
 def all_gather_replicated(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
     """A tiled all_gather whose result is invariant over `axes`."""
-    if not tracked_axes() & set((axes,) if isinstance(axes, str) else axes):  # vmap tracks no axes
+    names = (axes,) if isinstance(axes, str) else axes
+    if not tracked_axes() & set(names):  # vmap tracks no axes
         return lax.all_gather(x, axes, axis=dim, tiled=True)
     return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
 
 
 def bound_axes() -> dict[str, int]:
     """Names and sizes of the axes bound here by shard_map or vmap, in mesh order."""
-    sizes = {name: size for name, size in private("core.get_axis_env")().axis_sizes.items() if isinstance(name, str)}
-    mesh = jax.sharding.get_abstract_mesh().axis_names  # nested shard_maps bind axes in another order
-    return {name: sizes[name] for name in sorted(sizes, key=lambda n: mesh.index(n) if n in mesh else len(mesh))}
+    bound_sizes = private("core.get_axis_env")().axis_sizes
+    sizes = {}
+    for name in jax.sharding.get_abstract_mesh().axis_names:  # nested shard_maps bind axes in another order
+        if name in bound_sizes:
+            sizes[name] = bound_sizes[name]
+    for name, size in bound_sizes.items():  # those of vmap
+        if isinstance(name, str):
+            sizes.setdefault(name, size)
+    return sizes
 
 
 def bound(where: str, axis: Axis) -> tuple[str, ...]:
     """The axis names as a tuple, all of them bound by the surrounding shard_map (or vmap)."""
     names = axis_names(where, axis)
-    known = bound_axes()
+    sizes = bound_axes()
     for name in names:
-        if name not in known:
-            if not known:
-                raise ValueError(
-                    f"{where}: axis {name!r} is not bound here, because no shard_map surrounds this call. "
-                    "Call it inside jax.shard_map over a mesh with that axis."
-                )
+        if name in sizes:
+            continue
+        if not sizes:
             raise ValueError(
-                f"{where}: axis {name!r} is not an axis of this mesh; its axes are {quoted(known)}. "
-                "Use one of them, or add the axis to make_mesh."
+                f"{where}: axis {name!r} is not bound here, because no shard_map surrounds this call. "
+                "Call it inside jax.shard_map over a mesh with that axis."
             )
+        raise ValueError(
+            f"{where}: axis {name!r} is not an axis of this mesh; its axes are {quoted(sizes)}. "
+            "Use one of them, or add the axis to make_mesh."
+        )
     return names
 
 
@@ -126,8 +134,18 @@ ONE_DEVICE = "as_on_one_device"
 HIGH_LEVEL = "call_hi_primitive"
 # Primitives that call their only jaxpr with their operands.
 CALLS = {
-    *(ONE_DEVICE, "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"),
+    ONE_DEVICE,
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "eval_jaxpr",
 }
 
 
@@ -135,10 +153,12 @@ def inlined(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
     """The results of a jaxpr, evaluated equation by equation, with the functions that it calls inlined."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
     for equation in jaxpr.eqns:
-        operands, inner = [value_of(v, values) for v in equation.invars], inner_jaxprs(equation)
-        if equation.primitive.name in CALLS and len(inner) == 1 and len(inner[0][1].invars) == len(operands):
+        operands = [value_of(v, values) for v in equation.invars]
+        inner = [inner_jaxpr for _, inner_jaxpr in inner_jaxprs(equation)]
+        is_call = equation.primitive.name in CALLS and len(inner) == 1 and len(inner[0].invars) == len(operands)
+        if is_call:
             with made_by(equation):
-                results = inlined(inner[0][1], inner_constants(equation)[0], *operands)
+                results = inlined(inner[0], inner_constants(equation)[0], *operands)
         else:
             results = bind(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
@@ -173,21 +193,22 @@ def acts(equation: Any) -> bool:
 
 def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:
     """The jaxprs that an equation runs, with the names of its parameters that hold them."""
-    return [(name, getattr(each, "jaxpr", each)) for name, each in _programs(equation)]
+    return [(name, getattr(program, "jaxpr", program)) for name, program in _programs(equation)]
 
 
 def inner_constants(equation: Any) -> list[Sequence[Any]]:
     """For each of `inner_jaxprs`, the arrays it closes over, in the order of its constvars."""
-    return [getattr(each, "consts", ()) for _, each in _programs(equation)]
+    return [getattr(program, "consts", ()) for _, program in _programs(equation)]
 
 
 def _programs(equation: Any) -> Iterator[tuple[str, Any]]:
     for name, value in equation.params.items():
         if equation.primitive.name == "custom_linear_solve":  # its other functions only say what its derivatives are
             value = getattr(value, "solve", value)
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(each, "jaxpr", each), "eqns"):
-                yield name, each
+        items = value if isinstance(value, tuple | list) else (value,)
+        for item in items:
+            if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                yield name, item
 
 
 @lru_cache(64)
@@ -198,7 +219,8 @@ def expanded(equation: Any) -> Any:
     def program(*operands: Any) -> list[Any]:
         return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))
 
-    return jax.make_jaxpr(program)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
+    return jax.make_jaxpr(program)(*shapes)
 
 
 def reaches_others(equation: Any) -> bool:
@@ -254,15 +276,16 @@ def in_scope(equation: Any, name: str) -> bool:
 
 def transforms(equation: Any) -> list[str]:
     """The jax transformations that an equation went through, outermost first, without named scopes of their names."""
-    return [each.name for each in equation.source_info.name_stack.stack if type(each).__name__ == "Transform"]
+    stack = equation.source_info.name_stack.stack
+    return [entry.name for entry in stack if type(entry).__name__ == "Transform"]
 
 
 def made_by_pmap(equation: Any) -> bool:
     """Whether an equation is a call that was traced inside jax.pmap, which no longer has a primitive."""
     if equation.primitive.name not in ("jit", "pjit"):
         return False
-    frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
-    return any(f.file_name == _PMAP for f in frames)
+    traceback = equation.source_info.traceback
+    return traceback is not None and any(frame.file_name == _PMAP for frame in traceback.frames)
 
 
 def manual_axes(equation: Any) -> tuple[str, ...]:

@@ -37,36 +37,39 @@ def mend() -> None:
         return
     for name in _SUMS:
         primitive = private(f"lax.parallel.{name}")
-        own = private("interpreters.mlir._lowerings")[primitive].rule
-        if getattr(own, "func", None) is not _lowered:
-            mlir.register_lowering(primitive, partial(_lowered, own))
+        jax_rule = private("interpreters.mlir._lowerings")[primitive].rule
+        if getattr(jax_rule, "func", None) is not _lower_scatter:  # unless it is replaced already
+            mlir.register_lowering(primitive, partial(_lower_scatter, jax_rule))
 
 
 def races(platforms: Any) -> bool:
     """Whether a reduce_scatter that is lowered for these platforms goes through gloo."""
     joined = private("distributed.global_state").client is not None
-    carried_by = getattr(jax.config, "jax_cpu_collectives_implementation", None)
-    return tuple(platforms) == ("cpu",) and joined and carried_by == "gloo"
+    implementation = getattr(jax.config, "jax_cpu_collectives_implementation", None)
+    return tuple(platforms) == ("cpu",) and joined and implementation == "gloo"
 
 
-def _lowered(own: Any, ctx: Any, x: Any, **params: Any) -> Any:
+def _lower_scatter(jax_rule: Any, ctx: Any, x: Any, **params: Any) -> Any:
     if not races(ctx.platforms or ctx.module_context.platforms):
-        return own(ctx, x, **params)
+        return jax_rule(ctx, x, **params)
     (aval,) = ctx.avals_in
-    manual = aval.manual_axis_type
-    varying = manual.update(varying=manual.varying | manual.unreduced, unreduced=frozenset())
+    # all_to_all takes no unreduced operand: to it the shares of a sum are plain values, which vary.
+    axis_type = aval.manual_axis_type
+    varying = axis_type.update(varying=axis_type.varying | axis_type.unreduced, unreduced=frozenset())
     ctx = ctx.replace(avals_in=[aval.update(manual_axis_type=varying)])
-    return mlir.lower_fun(partial(_sum_of_exchanged, **params), multiple_results=False)(ctx, x)
+    return mlir.lower_fun(partial(_exchange_and_sum, **params), multiple_results=False)(ctx, x)
 
 
-def _sum_of_exchanged(
+def _exchange_and_sum(
     x: jax.Array, *, scatter_dimension: int, axis_name: Any, axis_size: int, axis_index_groups: Any = None, tiled: bool
 ) -> jax.Array:
-    """What a reduce_scatter returns: this device's piece of each device's array, added in their order."""
-    dim, shape = scatter_dimension, list(x.shape)
+    """A reduce_scatter: sums this device's piece of all devices' arrays, in their order."""
+    dim = scatter_dimension
+    shape = list(x.shape)
     if tiled:
         shape[dim : dim + 1] = [axis_size, shape[dim] // axis_size]
     pieces = lax.all_to_all(x.reshape(shape), axis_name, dim, dim, axis_index_groups=axis_index_groups, tiled=True)
     # XLA's CPU compiler also adds 16 bits wide, in float32, and rounds once.
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits <= 16
-    return pieces.sum(dim, dtype=jnp.float32 if narrow else x.dtype).astype(x.dtype)
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits <= 16
+    sum_dtype = jnp.float32 if is_narrow else x.dtype
+    return pieces.sum(dim, dtype=sum_dtype).astype(x.dtype)

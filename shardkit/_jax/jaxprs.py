@@ -23,13 +23,14 @@ from shardkit._jax.primitives import registered
 
 T = TypeVar("T")
 
-# Scopes, by which a traced program says what its collectives are for: those by which a plan gathers leaves and reduces
-# their gradients; what else is sent for each microbatch and right in each; weight and total of a loss; their sums over
-# devices.
-PLAN, PER_MICROBATCH, MEAN, TOTALS = "shardkit_plan", "per_microbatch", "shardkit_mean", "shardkit_totals"
+# Scopes, by which a traced program says what its collectives are for.
+PLAN = "shardkit_plan"  # a plan gathers leaves, and reduces their gradients
+PER_MICROBATCH = "per_microbatch"  # anything else that is sent for each microbatch, and is right in each
+MEAN = "shardkit_mean"  # weight and total of a loss
+TOTALS = "shardkit_totals"  # their sums over devices
 _HERE = Path(__file__).parents[1]
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
-_TESTING = _HERE / "testing"  # which calls a user's function, and is no part of it
+_TESTING = _HERE / "testing"  # calls a user's function, and is no part of it
 _KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_arguments" / "typed.py"}
 
 
@@ -53,8 +54,9 @@ class Site(NamedTuple):
         """The mesh axes bound here, with their sizes."""
         if self.outer is None:
             return {}
-        mesh = self.outer.equation.params["mesh"].shape if self.outer.name == "shard_map" else {}
-        return {**self.outer.sizes, **mesh}
+        if self.outer.name != "shard_map":
+            return self.outer.sizes
+        return {**self.outer.sizes, **self.outer.equation.params["mesh"].shape}
 
     @property
     def backward(self) -> bool:
@@ -77,20 +79,26 @@ class Site(NamedTuple):
 
 
 def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None = None) -> Iterator[Site]:
-    """Every equation of a program in order, those of inner jaxprs directly after the equation that holds them."""
+    """Every equation of a program in order, those of inner jaxprs directly after the equation that holds them.
+
+    Of a scan of 3 steps whose body is `sin` and a jit of `cos`: scan (times 1), sin (3), jit (3), cos (3).
+    """
     for equation in jaxpr.eqns:
         site = Site(equation, jaxpr, times, branch, outer)
         yield site
         inner = compat.inner_jaxprs(equation)
-        for number, (parameter, sub) in enumerate(inner):
-            runs, where = times, branch
+        for number, (parameter, inner_jaxpr) in enumerate(inner):
+            inner_times = times
+            inner_branch = branch
             if site.name == "scan":
-                runs = None if times is None else times * equation.params["length"]
+                inner_times = None if times is None else times * equation.params["length"]
             elif site.name == "while":
-                runs = None
+                inner_times = None
             elif site.name == "cond" and parameter == "branches":
-                where = f"{branch + ', ' if branch else ''}branch {number + 1} of {len(inner)}"
-            yield from walk(sub, runs, where, site)
+                inner_branch = f"branch {number + 1} of {len(inner)}"
+                if branch:
+                    inner_branch = f"{branch}, {inner_branch}"
+            yield from walk(inner_jaxpr, inner_times, inner_branch, site)
 
 
 def without_unused(closed: Any) -> ClosedJaxpr:
@@ -106,14 +114,21 @@ def kind_of(equation: Any) -> str | None:
 
 def mesh_axes(equation: Any) -> tuple[str, ...]:
     """The mesh axes that an equation names."""
-    named = [equation.params.get(key) for key in registered(equation.primitive.name).axes]
-    return tuple(a for each in named for a in (each if isinstance(each, tuple) else (each,)) if isinstance(a, str))
+    values = [equation.params.get(key) for key in registered(equation.primitive.name).axes]
+    axes: list[str] = []
+    for value in values:
+        names = value if isinstance(value, tuple) else (value,)
+        axes += [name for name in names if isinstance(name, str)]  # vmap's axes may be numbers
+    return tuple(axes)
 
 
 def communicates(jaxpr: Any) -> str:
     """The first equation of a program that needs the mesh, and its axes, as errors name them; "" if there is none."""
     for site in walk(jaxpr):
-        if name := kind_of(site.equation) or (site.name if registered(site.name).on_mesh else None):
+        name = kind_of(site.equation)
+        if name is None and registered(site.name).on_mesh:
+            name = site.name
+        if name is not None:
             axes = mesh_axes(site.equation)
             return f"{name} over {quoted(axes)}" if axes else name
     return ""
@@ -126,33 +141,40 @@ def flow(
     literal: Callable[[Any], T],
     values: dict[Any, T] | None = None,
 ) -> list[T]:
-    """What is known of a jaxpr's results.
+    """Follows facts through a jaxpr, from its arguments to its results.
 
-    `given` is what is known of its constants and arguments, in that order, `step(equation, operands)` of an equation's
-    results, and `literal` of a literal; `values` is filled with what is known of every variable.
+    `given` has a fact for each of its constants and arguments, in that order, `step(equation, operands)` returns those
+    of an equation's results, and `literal` that of a literal; `values` is filled with those of every variable.
     """
-    known: dict[Any, T] = {} if values is None else values
+    facts: dict[Any, T] = {} if values is None else values
 
     def read(atoms: Sequence[Any]) -> list[T]:
-        return [literal(atom) if hasattr(atom, "val") else known[atom] for atom in atoms]
+        return [literal(atom) if hasattr(atom, "val") else facts[atom] for atom in atoms]
 
-    known.update(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+    facts.update(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
     for equation in jaxpr.eqns:
-        known.update(zip(equation.outvars, step(equation, read(equation.invars)), strict=True))
+        results = step(equation, read(equation.invars))
+        facts.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)
 
 
 def settled(carried: list[T], turn: Callable[[list[T]], list[T]]) -> list[T]:
     """What holds of a loop's carry in every iteration: `turn` adds what one iteration does, until nothing changes."""
-    while (after := turn(carried)) != carried:
+    while True:
+        after = turn(carried)
+        if after == carried:
+            return carried
         carried = after
-    return carried
 
 
 def called(equation: Any) -> Any:
     """The jaxpr that an equation calls with its operands, one to one; None where it is no plain call."""
-    inner = [sub for _, sub in compat.inner_jaxprs(equation)] if equation.primitive.name in compat.CALLS else []
-    return inner[0] if len(inner) == 1 and len(inner[0].invars) == len(equation.invars) else None
+    if equation.primitive.name not in compat.CALLS:
+        return None
+    jaxprs = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
+    if len(jaxprs) != 1 or len(jaxprs[0].invars) != len(equation.invars):
+        return None
+    return jaxprs[0]
 
 
 def scan_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], list[T]]:
@@ -175,28 +197,33 @@ def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
         A jaxpr of those arguments, whose results are those of the `last` results that follow from them; and for each of
         the `last` results whether it does not.
     """
-    inputs, before = len(jaxpr.invars), len(jaxpr.outvars) - last
-    reached = _reached(jaxpr, [k >= given for k in range(inputs)])
-    moved = marks(jaxpr.outvars[before:], reached)
+    argument_count = len(jaxpr.invars)
+    first_result = len(jaxpr.outvars) - last
+    other_arguments = [number >= given for number in range(argument_count)]
+    reached = _find_dependents(jaxpr, other_arguments)
+    depends = marks(jaxpr.outvars[first_result:], reached)
     # An equation with an effect is never dead code: those that other arguments reach are taken out first.
-    first = [e for e in jaxpr.eqns if not all(marks(e.outvars, reached)) or not any(marks(e.invars, reached))]
-    still, _ = partial_eval.dce_jaxpr(
-        jaxpr.replace(eqns=first),
-        [False] * before + [not moves for moves in moved],
-        instantiate=[True] * given + [False] * (inputs - given),
-    )
-    return still, moved
-
-
-def _reached(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
-    """The variables of a jaxpr that depend on these arguments."""
-    reached = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
+    equations = []
     for equation in jaxpr.eqns:
-        ins = marks(equation.invars, reached)
-        if any(ins):
-            outs = _results_reached(equation, ins)
-            reached.update(v for v, marked in zip(equation.outvars, outs, strict=True) if marked)
-    return reached
+        if not all(marks(equation.outvars, reached)) or not any(marks(equation.invars, reached)):
+            equations.append(equation)
+    independent, _ = partial_eval.dce_jaxpr(
+        jaxpr.replace(eqns=equations),
+        [False] * first_result + [not marked for marked in depends],
+        instantiate=[not marked for marked in other_arguments],
+    )
+    return independent, depends
+
+
+def _find_dependents(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
+    """The variables of a jaxpr that depend on these arguments."""
+    dependents = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
+    for equation in jaxpr.eqns:
+        operands = marks(equation.invars, dependents)
+        if any(operands):
+            results = _mark_results(equation, operands)
+            dependents.update(v for v, marked in zip(equation.outvars, results, strict=True) if marked)
+    return dependents
 
 
 def marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
@@ -204,25 +231,34 @@ def marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
     return [not isinstance(atom, Literal) and atom in variables for atom in atoms]
 
 
-def _results_reached(equation: Any, ins: list[bool]) -> list[bool]:
-    def through(jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
-        return marks(jaxpr.outvars, _reached(jaxpr, arguments))
-
-    name, inner = equation.primitive.name, [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
-    if name in {*compat.CALLS, "shard_map"} and len(inner) == 1 and len(inner[0].invars) == len(ins):
-        return through(inner[0], ins)
+def _mark_results(equation: Any, operands: list[bool]) -> list[bool]:
+    """Which results of an equation depend on the marked operands."""
+    name = equation.primitive.name
+    inner = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
+    if name in {*compat.CALLS, "shard_map"} and len(inner) == 1 and len(inner[0].invars) == len(operands):
+        return _mark_results_of_jaxpr(inner[0], operands)
     if name == "cond":
-        return [ins[0] or any(branches) for branches in zip(*(through(each, ins[1:]) for each in inner), strict=True)]
+        index, *arguments = operands
+        branches = [_mark_results_of_jaxpr(jaxpr, arguments) for jaxpr in inner]
+        return [index or any(marked) for marked in zip(*branches, strict=True)]
     if name == "scan":
-        first, carry = compat.scan_parts(equation)
-        last = first + carry
-        while True:
-            outs = through(inner[0], ins)
-            carried = [a or b for a, b in zip(ins[first:last], outs[:carry], strict=True)]
-            if carried == ins[first:last]:
-                return [*carried, *outs[carry:]]
-            ins[first:last] = carried
+        return _mark_results_of_scan(equation, inner[0], operands)
     return [True] * len(equation.outvars)
+
+
+def _mark_results_of_jaxpr(jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
+    return marks(jaxpr.outvars, _find_dependents(jaxpr, arguments))
+
+
+def _mark_results_of_scan(equation: Any, body: Any, operands: list[bool]) -> list[bool]:
+    """A carry that depends on the operands in one iteration does in all later ones."""
+    consts, carry, xs = scan_operands(equation, operands)
+    while True:
+        results = _mark_results_of_jaxpr(body, [*consts, *carry, *xs])
+        after = [before or marked for before, marked in zip(carry, results[: len(carry)], strict=True)]
+        if after == carry:
+            return [*carry, *results[len(carry) :]]
+        carry = after
 
 
 def source_line(equation: Any, around: str = "") -> str:
@@ -238,10 +274,12 @@ def source_line(equation: Any, around: str = "") -> str:
 @lru_cache(maxsize=4096)
 def _line_behind(traceback: Any, around: str) -> str:
     frames = [frame for frame in compat.frames_of(traceback) if not Path(frame[0]).is_relative_to(_TESTING)]
-    above = [f for f in frames if not is_kernel(f[0])]
+    above = [frame for frame in frames if not is_kernel(frame[0])]
     if not above:
-        return around or (_written(frames[0]) if frames else "unknown")
-    return _user_line(traceback) or _written(above[0])
+        if around:
+            return around
+        return _format_frame(frames[0]) if frames else "unknown"
+    return _user_line(traceback) or _format_frame(above[0])
 
 
 def user_line(equation: Any) -> str:
@@ -251,8 +289,10 @@ def user_line(equation: Any) -> str:
 
 def _user_line(traceback: Any) -> str:
     outside = [frame for frame in compat.frames_of(traceback) if not _is_ours(frame[0])]
-    own = [frame for frame in outside if _own(frame[0])]
-    return next(map(_written, own or outside), "")
+    users = [frame for frame in outside if _is_users(frame[0])]
+    if users:
+        return _format_frame(users[0])
+    return _format_frame(outside[0]) if outside else ""
 
 
 def way_of(site: Site) -> tuple[str, ...]:
@@ -262,7 +302,10 @@ def way_of(site: Site) -> tuple[str, ...]:
         path = Path(frame[0])
         if path.parent.name == "_arguments" or any(path.is_relative_to(folder) for folder in _PYTHON):
             continue
-        line = f"{path.relative_to(_HERE)}:{frame[1]} ({frame[2]})" if _is_ours(frame[0]) else _written(frame)
+        if _is_ours(frame[0]):
+            line = f"{path.relative_to(_HERE)}:{frame[1]} ({frame[2]})"
+        else:
+            line = _format_frame(frame)
         if line not in lines:
             lines.append(line)
     return tuple(lines)
@@ -273,18 +316,24 @@ def own_line(frames: Sequence[tuple[str, int, str]]) -> str:
 
     "" where there is none.
     """
-    return next((_written(frame) for frame in frames if _own(frame[0])), "")
+    for frame in frames:
+        if _is_users(frame[0]):
+            return _format_frame(frame)
+    return ""
 
 
 @cache
-def _own(file: str) -> bool:
+def _is_users(file: str) -> bool:
+    """Whether a file is the user's own, and not one of shardkit, of an installed package or of Python."""
     path = Path(file)
-    if path.is_relative_to(_HERE) or {"site-packages", "dist-packages"} & set(path.parts) or file.startswith("<frozen"):
+    if path.is_relative_to(_HERE) or file.startswith("<frozen"):
+        return False
+    if {"site-packages", "dist-packages"} & set(path.parts):
         return False
     return not any(path.is_relative_to(folder) for folder in _PYTHON)
 
 
-def _written(frame: tuple[str, int, str]) -> str:
+def _format_frame(frame: tuple[str, int, str]) -> str:
     file, line, function = frame
     return f"{file_name(file)}:{line} ({function})"
 
@@ -303,11 +352,14 @@ def _is_ours(file: str) -> bool:
 def file_name(file: str) -> str:
     """The name of a file without its folder; of a notebook's cell "cell 3", by the number before its last run."""
     # IPython's files of cells are numbers that nobody knows; a cell that runs again has another number.
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    cell = shell.compile.format_code_name(file) if shell else None
-    return cell[1].replace("In[", "cell ").rstrip("]") if cell else _name(file)
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = None if get_shell is None else get_shell()
+    cell = shell.compile.format_code_name(file) if shell else None  # ("Cell", "In[3]")
+    if cell:
+        return cell[1].replace("In[", "cell ").rstrip("]")
+    return _last_part(file)
 
 
 @cache
-def _name(file: str) -> str:
+def _last_part(file: str) -> str:
     return Path(file).name

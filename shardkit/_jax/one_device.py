@@ -30,7 +30,7 @@ def _no_mesh() -> Iterator[None]:
         yield
 
 
-def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, results: Any) -> Any:
+def _lower_program(ctx: Any, *operands: Any, program: ClosedJaxpr, results: Any) -> Any:
     inner = ctx.replace(avals_in=program.in_avals, avals_out=program.out_avals)
     with _no_mesh():
         return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(inner, *operands)
@@ -40,7 +40,7 @@ _program = Primitive(compat.ONE_DEVICE)
 _program.multiple_results = True
 _program.def_effectful_abstract_eval(lambda *_, program, results: (results, program.effects))
 _program.def_impl(lambda *operands, program, results: jaxpr_as_fun(program)(*operands))
-mlir.register_lowering(_program, _lowered)
+mlir.register_lowering(_program, _lower_program)
 
 
 def as_on_one_device(fn: Callable[..., Any], *args: Any, may_send: bool = False) -> Any:
@@ -59,19 +59,25 @@ def as_on_one_device(fn: Callable[..., Any], *args: Any, may_send: bool = False)
     with _no_mesh():
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         program, structure = jax.make_jaxpr(fn, return_shape=True)(*shapes)
-    if (found := communicates(program.jaxpr)) and not may_send:
+    collective = communicates(program.jaxpr)
+    if collective and not may_send:
         raise ValueError(
             "value_and_grad: with local=True a loss is traced as on one device, and must not communicate; it calls "
-            f"{found}. Leave out local=."
+            f"{collective}. Leave out local=."
         )
     leaves = jax.tree.leaves(args)
-    axes = tuple(sorted(frozenset[str]().union(*map(compat.varying_axes, leaves))))
+    varying: set[str] = set()
+    for leaf in leaves:
+        varying |= compat.varying_axes(leaf)
+    axes = tuple(sorted(varying))
 
-    def like() -> list[jax.Array]:
+    # Traced for its types alone: those of the program's results, varying over these axes.
+    def make_results() -> list[jax.Array]:
         zeros = [jnp.zeros(x.shape, x.dtype) for x in program.out_avals]
         return [compat.cast_varying(x, axes) for x in zeros] if axes else zeros
 
-    results = _program.bind(*leaves, program=program, results=tuple(jax.make_jaxpr(like)().out_avals))
+    result_types = tuple(jax.make_jaxpr(make_results)().out_avals)
+    results = _program.bind(*leaves, program=program, results=result_types)
     return jax.tree.unflatten(jax.tree.structure(structure), results)
 
 
@@ -88,14 +94,16 @@ def noting(*remedies: Remedy) -> Iterator[None]:
         yield
     except Exception as error:
         for note, otherwise in remedies:
-            if _can(otherwise):
-                frames = [(each.filename, each.lineno or 0, each.name) for each in extract_tb(error.__traceback__)]
-                error.add_note(note.format(line=own_line(frames[::-1]) or "the line above"))
+            if _can_call(otherwise):
+                frames = []
+                for frame in reversed(extract_tb(error.__traceback__)):
+                    frames.append((frame.filename, frame.lineno or 0, frame.name))
+                error.add_note(note.format(line=own_line(frames) or "the line above"))
                 break
         raise
 
 
-def _can(call: Callable[[], Any]) -> bool:
+def _can_call(call: Callable[[], Any]) -> bool:
     try:
         call()
     except Exception:

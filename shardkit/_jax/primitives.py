@@ -49,7 +49,7 @@ class Primitive(NamedTuple):
 
 # vmap reduces over a tuple of axes, as shard_map does. It gathers, scatters and permutes over one axis at a time, and
 # permutes only if every device sends.
-def _gathered(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+def _gather_tiled(x: Any, axes: tuple[str, ...], dim: int) -> Any:
     for name in reversed(axes):
         x = lax.all_gather(x, name, axis=dim, tiled=True)
     return x
@@ -57,7 +57,7 @@ def _gathered(x: Any, axes: tuple[str, ...], dim: int) -> Any:
 
 def _gather(x: Any, axes: tuple[str, ...], params: Any) -> Any:
     dim = params["all_gather_dimension"]
-    return _gathered(x if params["tiled"] else jnp.expand_dims(x, dim), axes, dim)
+    return _gather_tiled(x if params["tiled"] else jnp.expand_dims(x, dim), axes, dim)
 
 
 def _scatter(x: Any, axes: tuple[str, ...], params: Any) -> Any:
@@ -73,36 +73,41 @@ def _exchange(x: Any, axes: tuple[str, ...], params: Any) -> Any:
 
 
 def _permute(x: Any, axes: tuple[str, ...], params: Any) -> Any:
-    known = list(compat.bound_axes())
-    names = tuple(sorted(axes, key=known.index))  # ppermute counts devices in the mesh's order
-    source = np.full(math.prod(compat.bound_axes()[name] for name in names), -1)
-    senders, targets = zip(*params["perm"], strict=True) if params["perm"] else ((), ())
-    for places in (senders, targets):
-        if len(set(places)) < len(places) or not set(places) <= set(range(len(source))):
+    sizes = compat.bound_axes()
+    names = tuple(name for name in sizes if name in axes)  # ppermute counts devices in the mesh's order
+    count = math.prod(sizes[name] for name in names)
+    pairs = params["perm"]
+    sources = [source for source, _ in pairs]
+    targets = [target for _, target in pairs]
+    for devices in (sources, targets):
+        if len(set(devices)) < len(devices) or not set(devices) <= set(range(count)):
             raise ValueError(
-                f"emulate: ppermute over {quoted(names)} must name each of its {len(source)} devices at most once as "
-                f"source and once as target; got {params['perm']}. Remove duplicates and devices that do not exist."
+                f"emulate: ppermute over {quoted(names)} must name each of its {count} devices at most once as "
+                f"source and once as target; got {pairs}. Remove duplicates and devices that do not exist."
             )
-    if len(names) == 1 and len(targets) == len(source):
-        return lax.ppermute(x, names[0], params["perm"])
-    source[list(targets)] = senders
-    mine = jnp.asarray(source)[lax.axis_index(names)]
-    return jnp.where(mine >= 0, _gathered(x[None], names, 0)[mine], jnp.zeros_like(x))
+    if len(names) == 1 and len(targets) == count:
+        return lax.ppermute(x, names[0], pairs)
+    sender_of = np.full(count, -1)  # -1: nothing arrives
+    sender_of[targets] = sources
+    sender = jnp.asarray(sender_of)[lax.axis_index(names)]
+    return jnp.where(sender >= 0, _gather_tiled(x[None], names, 0)[sender], jnp.zeros_like(x))
 
 
-_SUMMED = "{value} is summed over {over} there without check_vma, where the gradient of a sum is a sum."
-_GATHERED = (
+_SUM_REASON = "{value} is summed over {over} there without check_vma, where the gradient of a sum is a sum."
+_GATHER_REASON = (
     "{value} is gathered over {over} there and each device uses the whole; its gradient is summed over the devices and "
     "split again."
 )
-_KEPT = "{value} is summed over {over} there and each device keeps a piece; its gradient gathers those of all pieces."
-_EXCHANGED = "the pieces of {value} are exchanged over {over} there; their gradients are sent back."
-_SENT = "{value} is sent along {along} there; its gradient is sent back."
-_REDUCE = Primitive("", "all_reduce", "all-reduce", why=_SUMMED, emulate=lambda x, axes, _: lax.psum(x, axes))
-_GATHER = Primitive("", "all_gather", "all-gather", why=_GATHERED, emulate=_gather, dim="all_gather_dimension")
-_SCATTER = Primitive("", "reduce_scatter", "reduce-scatter", differs=True, why=_KEPT, emulate=_scatter)
-_EXCHANGE = Primitive("", "all_to_all", differs=True, gradient="all_to_all", why=_EXCHANGED)
-_PERMUTE = Primitive("", "ppermute", differs=True, gradient="ppermute", why=_SENT)
+_SCATTER_REASON = (
+    "{value} is summed over {over} there and each device keeps a piece; its gradient gathers those of all pieces."
+)
+_EXCHANGE_REASON = "the pieces of {value} are exchanged over {over} there; their gradients are sent back."
+_PERMUTE_REASON = "{value} is sent along {along} there; its gradient is sent back."
+_REDUCE = Primitive("", "all_reduce", "all-reduce", why=_SUM_REASON, emulate=lambda x, axes, _: lax.psum(x, axes))
+_GATHER = Primitive("", "all_gather", "all-gather", why=_GATHER_REASON, emulate=_gather, dim="all_gather_dimension")
+_SCATTER = Primitive("", "reduce_scatter", "reduce-scatter", differs=True, why=_SCATTER_REASON, emulate=_scatter)
+_EXCHANGE = Primitive("", "all_to_all", differs=True, gradient="all_to_all", why=_EXCHANGE_REASON)
+_PERMUTE = Primitive("", "ppermute", differs=True, gradient="ppermute", why=_PERMUTE_REASON)
 _SAME = Primitive("", same=True)
 _CAST = Primitive("", same=True, cast=True)
 # Those of jax 0.10 to 0.12, in the order in which pictures show their kinds.

@@ -62,7 +62,9 @@ class Sealed(_ExtendedDType):
 
     def __init__(self, holds: Any, name: str, last: int = 0):
         compat.private("dtypes.ExtendedDType")
-        self.holds, self._name, self.last = jnp.dtype(holds), name, last
+        self.holds = jnp.dtype(holds)
+        self._name = name
+        self.last = last
 
     @property
     def name(self) -> str:
@@ -84,7 +86,7 @@ class Sealed(_ExtendedDType):
         return hash((self.holds, self._name, self.last))
 
 
-def _unsealed_type(x: Any) -> Any:
+def _unseal_type(x: Any) -> Any:
     if x.ndim < x.dtype.last:
         raise TypeError(f"{x.dtype} without its dim {x.ndim - x.dtype.last}")
     return x.update(dtype=x.dtype.holds)
@@ -92,15 +94,17 @@ def _unsealed_type(x: Any) -> Any:
 
 def _unseal_batch(args: Any, dims: Any) -> Any:
     """Under vmap: a dim that is taken off behind the first of those that stay would change what they count."""
-    (x,), (dim,) = args, dims
+    (x,) = args
+    (dim,) = dims
     if dim > x.ndim - 1 - x.dtype.last:
         raise TypeError(f"vmap over dim {dim} of {x.dtype}")
     return _unseal.bind(x), dim
 
 
-_seal, _unseal = Primitive("seal"), Primitive("unseal")
+_seal = Primitive("seal")
+_unseal = Primitive("unseal")
 _seal.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
-_unseal.def_abstract_eval(_unsealed_type)
+_unseal.def_abstract_eval(_unseal_type)
 batching.defvectorized(_seal)
 batching.primitive_batchers[_unseal] = _unseal_batch
 for _primitive in (_seal, _unseal):
@@ -128,28 +132,32 @@ _PASS = {_unseal.name, "scan", "while", "cond", *compat.CALLS}
 
 
 def misused(jaxpr: Any) -> str:
-    """The name of a sealed array that an equation does what is wrong to, and by what and where; "" if all is right.
+    """The name of a sealed array that is used in a wrong way, with the equation and its line; "" if there is none.
 
-    Right are calls and loops, which pass it on, and what changes dims in front of the last ones that it has.
+    Calls and loops may pass it on, and equations may change the dims in front of the last ones that must stay: a scan
+    over stacked layers slices dim 0, and the rows and columns of each layer stay.
     """
     for site in walk(jaxpr):
-        for aval in (atom.aval for atom in site.equation.invars):
-            if is_sealed(aval) and not _keeps(site.equation, aval.shape, aval.ndim - aval.dtype.last):
+        for atom in site.equation.invars:
+            aval = atom.aval
+            if is_sealed(aval) and not _keeps_dims(site.equation, aval.shape, aval.ndim - aval.dtype.last):
                 return f"{aval.dtype}, by {site.name} at {site.source}"
     return ""
 
 
-def _keeps(equation: Any, shape: tuple[int, ...], first: int) -> bool:
-    """Whether all dims of the shape from `first` on are passed on."""
-    name, params, last = equation.primitive.name, equation.params, range(first, len(shape))
+def _keeps_dims(equation: Any, shape: tuple[int, ...], first: int) -> bool:
+    """Whether an equation passes on all dims of the shape from `first` on, whole and in their order."""
+    name = equation.primitive.name
+    params = equation.params
+    last_dims = range(first, len(shape))
     if name == "slice":
         strides = params["strides"] or (1,) * len(shape)
-        cut = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-        return list(cut)[first:] == [(0, size, 1) for size in shape[first:]]
+        slices = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
+        return slices[first:] == [(0, size, 1) for size in shape[first:]]
     if name == "dynamic_slice":
         return tuple(params["slice_sizes"][first:]) == shape[first:]
     if name == "squeeze":
-        return not set(params["dimensions"]) & set(last)
+        return not set(params["dimensions"]) & set(last_dims)
     if name == "transpose":
-        return tuple(params["permutation"][first:]) == tuple(last)
+        return tuple(params["permutation"][first:]) == tuple(last_dims)
     return name in _PASS or registered(name).same

@@ -123,13 +123,17 @@ def all_reduce(
         elif deterministic:
             total = sum_blocks(leaf, names)
             addends = axis_size(names) * leaf.shape[0]
-        elif op == "mean":
-            return lax.pmean(leaf, names)
         else:
-            return lax.psum(leaf, names)
+            return reduce_array(leaf, names, op=op)
         return total / addends if op == "mean" else total
 
     return jax.tree.map(reduce_leaf, x)
+
+
+def reduce_array(x: jax.Array, names: _Names, *, op: str = "sum") -> jax.Array:
+    """`all_reduce` of one array by "sum" or "mean", for kernels whose arguments are checked already."""
+    addend = vary(x, names)
+    return lax.pmean(addend, names) if op == "mean" else lax.psum(addend, names)
 
 
 def _reduce_booleans(x: jax.Array, names: _Names, op: str) -> jax.Array:
@@ -200,12 +204,14 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False,
         gathered_dim = dim_of("all_gather", dim, jnp.ndim(leaf))
         if table is not None:
             return execute.all_gather(leaf, names, gathered_dim, replicated, table)
-        return _gather_shard(vary(leaf, names), names, gathered_dim, replicated)
+        return gather_array(leaf, names, gathered_dim, replicated=replicated)
 
     return jax.tree.map(gather_leaf, x)
 
 
-def _gather_shard(shard: jax.Array, names: _Names, dim: int, replicated: bool) -> jax.Array:
+def gather_array(x: jax.Array, names: _Names, dim: int, *, replicated: bool = False) -> jax.Array:
+    """`all_gather` of one array, for kernels whose arguments are checked already."""
+    shard = vary(x, names)
     if shard.shape[dim] == 0:  # jax refuses to gather empty arrays
         return jnp.zeros(shard.shape, shard.dtype) if replicated else shard
     squeezed, squeezed_dim = _drop_unit_dims(shard, dim)
@@ -258,19 +264,25 @@ def reduce_scatter(
     def scatter_leaf(leaf: jax.Array) -> jax.Array:
         split_dim = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
         divides("reduce_scatter", split_dim, leaf.shape[split_dim], names, count)
-        addend = vary(as_numbers(leaf), names)
         if table is not None:
-            shard = execute.reduce_scatter(addend, names, split_dim, table)
+            shard = execute.reduce_scatter(vary(as_numbers(leaf), names), names, split_dim, table)
         else:
-            shard = _scatter_sum(addend, names, split_dim)
+            shard = scatter_array(leaf, names, split_dim)
         return shard / count if op == "mean" else shard
 
     return jax.tree.map(scatter_leaf, x)
 
 
-def _scatter_sum(x: jax.Array, names: _Names, dim: int) -> jax.Array:
-    if x.shape[dim] == 0:  # jax refuses to scatter empty arrays
-        return x
+def scatter_array(x: jax.Array, names: _Names, dim: int, *, op: str = "sum") -> jax.Array:
+    """`reduce_scatter` of one array, for kernels whose arguments are checked already."""
+    addend = vary(as_numbers(x), names)
+    shard = addend
+    if addend.shape[dim]:  # jax refuses to scatter empty arrays
+        shard = _scatter_addend(addend, names, dim)
+    return shard / axis_size(names) if op == "mean" else shard
+
+
+def _scatter_addend(x: jax.Array, names: _Names, dim: int) -> jax.Array:
     squeezed, squeezed_dim = _drop_unit_dims(x, dim)
     # Under vmap jax scatters over one axis at a time; the major axis first.
     calls: list[Any] = [names] if compat.tracked_axes().issuperset(names) else list(names)

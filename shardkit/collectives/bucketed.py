@@ -13,7 +13,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives.axes import axis_size, vary
-from shardkit.collectives.basic import all_gather, all_reduce, reduce_scatter
+from shardkit.collectives.basic import gather_array, reduce_array, scatter_array
 from shardkit.collectives.padding import join_flat, split_flat
 
 
@@ -67,9 +67,9 @@ def all_reduce_tree(
 
     def reduce_bucket(bucket: jax.Array) -> jax.Array:
         if _count_bytes(bucket) < scatter_from:
-            return all_reduce(bucket, names, op=op)
-        shards = reduce_scatter(split_flat(bucket, count), names, op=op)
-        return join_flat(all_gather(shards, names, replicated=True), bucket.shape)
+            return reduce_array(bucket, names, op=op)
+        shards = scatter_array(split_flat(bucket, count), names, 0, op=op)
+        return join_flat(gather_array(shards, names, 0, replicated=True), bucket.shape)
 
     leaves, structure = jax.tree.flatten(tree)
     leaves = [vary(leaf, names) for leaf in leaves]

@@ -231,7 +231,7 @@ def reduce_scatter_two_level(
             chunks = _split_chunks(wide, split_dim, machines * devices)
             by_device = chunks.reshape(machines, devices, *chunks.shape[1:]).swapaxes(0, 1)
             if inner_wire_dtype is None:
-                machine_sums = basic.reduce_scatter(by_device, fast)[0]
+                machine_sums = basic.scatter_array(by_device, fast, 0)[0]
                 remainder = jnp.zeros_like(by_device)
             else:
                 machine_sums, remainder = _sum_quantized(by_device, fast, inner_wire_dtype, block)
@@ -305,7 +305,7 @@ def all_reduce(
                 rounding = total - totals[axis_index(names)]
                 remainder = _add_to_own_chunk(remainder, rounding, names)
             else:
-                totals = basic.all_gather(total.astype(leaf.dtype)[None], names, replicated=True)
+                totals = basic.gather_array(total.astype(leaf.dtype)[None], names, 0, replicated=True)
             return restore(totals), restore(remainder)
 
         exact = partial(basic.all_reduce, axis=names)

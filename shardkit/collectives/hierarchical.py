@@ -55,9 +55,9 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
     # not 8. Scattered after the slow all_reduce, all 8 would.
     def reduce_leaf(leaf: jax.Array) -> jax.Array:
         leaf = jnp.asarray(leaf)
-        machine_sum = basic.reduce_scatter(split_flat(leaf, count), fast, op=op)
-        total = basic.all_reduce(machine_sum, slow, op=op)
-        return join_flat(basic.all_gather(total, fast, replicated=True), leaf.shape)
+        machine_sum = basic.scatter_array(split_flat(leaf, count), fast, 0, op=op)
+        total = basic.reduce_array(machine_sum, slow, op=op)
+        return join_flat(basic.gather_array(total, fast, 0, replicated=True), leaf.shape)
 
     return jax.tree.map(reduce_leaf, x)
 
@@ -93,8 +93,8 @@ def all_gather(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, replicated:
     # The slow links come first, while there is one shard to send; after the fast ones there would be I of them.
     def gather_leaf(leaf: jax.Array) -> jax.Array:
         gathered_dim = dim_of(where, dim, jnp.ndim(leaf))
-        column = basic.all_gather(leaf, slow, dim=gathered_dim, replicated=replicated)
-        gathered = basic.all_gather(column, fast, dim=gathered_dim, replicated=replicated)
+        column = basic.gather_array(leaf, slow, gathered_dim, replicated=replicated)
+        gathered = basic.gather_array(column, fast, gathered_dim, replicated=replicated)
         return _swap_levels(gathered, gathered_dim, inner_major)
 
     return jax.tree.map(gather_leaf, x)
@@ -133,8 +133,8 @@ def reduce_scatter(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, op: Lit
         split_dim = dim_of(where, dim, jnp.ndim(leaf))
         divides(where, split_dim, leaf.shape[split_dim], (*slow, *fast), math.prod(outer_major))
         swapped = _swap_levels(leaf, split_dim, outer_major)
-        machine_sum = basic.reduce_scatter(swapped, fast, dim=split_dim, op=op)
-        return basic.reduce_scatter(machine_sum, slow, dim=split_dim, op=op)
+        machine_sum = basic.scatter_array(swapped, fast, split_dim, op=op)
+        return basic.scatter_array(machine_sum, slow, split_dim, op=op)
 
     return jax.tree.map(scatter_leaf, x)
 

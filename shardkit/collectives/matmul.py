@@ -22,8 +22,8 @@ from shardkit._jax import backends, compat
 from shardkit._jax.compat import bound
 from shardkit.collectives._sums import save_as_dot, wide, wide_zeros
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
-from shardkit.collectives.basic import all_gather, reduce_scatter
-from shardkit.collectives.permute import shift
+from shardkit.collectives.basic import gather_array, scatter_array
+from shardkit.collectives.permute import shift_array
 from shardkit.cost import Links
 
 Impl = Literal["gather", "ring", "bidirectional", "auto"] | Links
@@ -189,7 +189,7 @@ def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, impl: st
     n = axis_size(names)
     me = axis_index(names)
     if impl == "gather":
-        x_TD = all_gather(x, names, dim=token_dim)
+        x_TD = gather_array(x, names, token_dim)
         return tuple(_dot(x_TD, w, 1) for w in ws)
     directions = _choose_directions(impl, x.shape[token_dim], n)
 
@@ -241,9 +241,9 @@ def _all_gather_matmul_backward(names: _Names, impl: str, residuals: Any, dys: _
         return dx
 
     if impl == "gather":
-        x_TD = all_gather(x, names, dim=token_dim)
+        x_TD = gather_array(x, names, token_dim)
         dws = tuple(_outer(x_TD, dy, token_dim + 1) for dy in dys)
-        return reduce_scatter(multiply_dx(dys).astype(x.dtype), names, dim=token_dim), dws
+        return scatter_array(multiply_dx(dys).astype(x.dtype), names, token_dim), dws
     dys = tuple(_split_by_device(dy, token_dim, n) for dy in dys)
 
     def take_dys(source: Any) -> list[jax.Array]:
@@ -259,8 +259,8 @@ def _all_gather_matmul_backward(names: _Names, impl: str, residuals: Any, dys: _
     # directions of a link are busy, and neither message waits for this hop's matmuls.
     def hop(k: Any, carry: Any) -> Any:
         rows, dx, dws = carry
-        arriving_rows = shift(rows, names)
-        arriving_dx = shift(dx, names, by=-1)
+        arriving_rows = shift_array(rows, names)
+        arriving_dx = shift_array(dx, names, by=-1)
         dx = _add_to_arrival(arriving_dx, multiply_dx(take_dys(me + 2 + k)))
         return arriving_rows, dx, add_to_dws(dws, rows, me - k)
 
@@ -275,7 +275,7 @@ def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, imp
     n = axis_size(names)
     me = axis_index(names)
     if impl == "gather":
-        return save_as_dot(reduce_scatter(_dot(h, w, w.ndim - 1), names, dim=token_dim))
+        return save_as_dot(scatter_array(_dot(h, w, w.ndim - 1), names, token_dim))
     h = _split_by_device(h, token_dim, n)
     directions = _choose_directions(impl, h.shape[token_dim + 1], n)
 
@@ -305,7 +305,7 @@ def _matmul_reduce_scatter_backward(names: _Names, impl: str, residuals: Any, dy
     me = axis_index(names)
     w_transposed = jnp.moveaxis(w, -1, 0)
     if impl == "gather":
-        dy_TD = all_gather(dy, names, dim=token_dim)
+        dy_TD = gather_array(dy, names, token_dim)
         return _dot(dy_TD, w_transposed, 1), _outer(h, dy_TD, token_dim + 1)
     h = _split_by_device(h, token_dim, n)
 
@@ -317,7 +317,7 @@ def _matmul_reduce_scatter_backward(names: _Names, impl: str, residuals: Any, dy
 
     def hop(k: Any, carry: Any) -> Any:
         dy_rows, dh, dw = carry
-        arrival = shift(dy_rows, names)
+        arrival = shift_array(dy_rows, names)
         dh, dw = multiply(k, dy_rows, dh, dw)
         return arrival, dh, dw
 
@@ -349,7 +349,7 @@ def _choose_directions(impl: str, rows: int, n: int) -> list[_Direction]:
 
 
 def _send(messages: Sequence[jax.Array], directions: Sequence[_Direction], names: _Names) -> list[jax.Array]:
-    return [shift(message, names, by=way.by) for message, way in zip(messages, directions, strict=True)]
+    return [shift_array(message, names, by=way.by) for message, way in zip(messages, directions, strict=True)]
 
 
 def _dot(x: jax.Array, y: jax.Array, dims: int, *, partial_sum: bool = False) -> jax.Array:

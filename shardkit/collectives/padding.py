@@ -18,7 +18,7 @@ from shardkit._arguments.checks import Axis, dim_of, named
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
 from shardkit.collectives.axes import as_numbers, axis_size
-from shardkit.collectives.basic import all_gather, reduce_scatter
+from shardkit.collectives.basic import gather_array, scatter_array
 
 
 @typed
@@ -122,7 +122,7 @@ def all_gather_uneven(x: Arrays, sizes: Sequence[int], axis: Axis, *, dim: int =
     def gather_leaf(leaf: jax.Array) -> jax.Array:
         gathered_dim = dim_of(where, dim, jnp.ndim(leaf))
         _check_rows(where, leaf, gathered_dim, most, "max(sizes)", "Pad every device's piece to it.")
-        padded = all_gather(leaf, names, dim=gathered_dim, replicated=replicated)
+        padded = gather_array(leaf, names, gathered_dim, replicated=replicated)
         pieces = []
         for device, size in enumerate(sizes):
             start = device * most
@@ -176,7 +176,7 @@ def reduce_scatter_uneven(
             piece = lax.slice_in_dim(leaf, start, start + size, axis=split_dim)
             pieces.append(_pad_end(piece, split_dim, most - size))
             start += size
-        return reduce_scatter(jnp.concatenate(pieces, axis=split_dim), names, dim=split_dim, op=op)
+        return scatter_array(jnp.concatenate(pieces, axis=split_dim), names, split_dim, op=op)
 
     return jax.tree.map(scatter_leaf, x)
 

@@ -45,6 +45,11 @@ def shift(x: Arrays, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
         [0 1 2 3]
     """
     names = bound("shift", axis)
+    return jax.tree.map(lambda leaf: shift_array(leaf, names, by=by, wrap=wrap), x)
+
+
+def shift_array(x: jax.Array, names: _Names, *, by: int = 1, wrap: bool = True) -> jax.Array:
+    """`shift` of one array, for kernels whose arguments are checked already."""
     count = axis_size(names)
     if wrap:
         pairs = [(i, (i + by) % count) for i in range(count)]
@@ -83,12 +88,12 @@ def broadcast(x: Arrays, axis: Axis, *, source: int = 0) -> Any:
     return jax.tree.map(lambda leaf: _broadcast_leaf(vary(leaf, names), names, source), x)
 
 
-def permute(x: Any, names: _Names, pairs: Pairs) -> Any:
-    """Sends each leaf by (source, target) pairs of joint indices over `names`, the first axis major."""
+def permute(x: jax.Array, names: _Names, pairs: Pairs) -> jax.Array:
+    """Sends an array by (source, target) pairs of joint indices over `names`, the first axis major."""
     if not compat.tracked_axes() & set(names):
-        return jax.tree.map(lambda leaf: _permute_in_vmap(leaf, names, pairs), x)
+        return _permute_in_vmap(x, names, pairs)
     mesh_names, mesh_pairs = _convert_to_mesh_order(names, pairs)
-    return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), mesh_names, mesh_pairs), x)
+    return lax.ppermute(vary(x, names), mesh_names, mesh_pairs)
 
 
 def _permute_in_vmap(x: jax.Array, names: _Names, pairs: Pairs) -> jax.Array:
@@ -112,6 +117,8 @@ def _convert_to_mesh_order(names: _Names, pairs: Pairs) -> tuple[_Names, Pairs]:
     """
     sizes = compat.bound_axes()
     mesh_names = tuple(name for name in sizes if name in names)
+    if mesh_names == names:
+        return names, pairs
     shape = [sizes[name] for name in names]
     mesh_shape = [sizes[name] for name in mesh_names]
 

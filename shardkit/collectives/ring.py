@@ -19,7 +19,7 @@ from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import as_numbers, axis_index, axis_size, varies, vary
-from shardkit.collectives.permute import shift
+from shardkit.collectives.permute import shift_array
 from shardkit.collectives.replicated import assume_replicated
 
 _Names = tuple[str, ...]
@@ -169,13 +169,13 @@ def _all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> j
 
     def hop(k: Any, carry: Any) -> Any:
         shard, out = carry
-        shard = shift(shard, names)  # from the previous device
+        shard = shift_array(shard, names)  # from the previous device
         return shard, store(out, shard, me - k - 1)
 
     def hop_both_ways(k: Any, carry: Any) -> Any:
         from_below, from_above, out = carry
-        from_below = shift(from_below, names)
-        from_above = shift(from_above, names, by=-1)
+        from_below = shift_array(from_below, names)
+        from_above = shift_array(from_above, names, by=-1)
         out = store(out, from_below, me - k - 1)
         out = store(out, from_above, me + k + 1)
         return from_below, from_above, out
@@ -210,7 +210,7 @@ def _reduce_scatter(x: jax.Array, names: _Names, dim: int, bidirectional: bool) 
         hops = n - 1
 
         def hop(k: Any, partial_sum: jax.Array) -> jax.Array:
-            return shift(partial_sum, names) + part_for(me + hops - 1 - k)
+            return shift_array(partial_sum, names) + part_for(me + hops - 1 - k)
 
         return lax.fori_loop(0, hops, hop, part_for(me + hops))
 
@@ -218,15 +218,15 @@ def _reduce_scatter(x: jax.Array, names: _Names, dim: int, bidirectional: bool) 
 
     def hop_both_ways(k: Any, carry: Any) -> Any:
         from_below, from_above = carry
-        from_below = shift(from_below, names) + part_for(me + half - 1 - k)
-        from_above = shift(from_above, names, by=-1)
+        from_below = shift_array(from_below, names) + part_for(me + half - 1 - k)
+        from_above = shift_array(from_above, names, by=-1)
         # In the last hop this device's own part is added from below alone: it counts once.
         part = jnp.where(k < half - 1, part_for(me - half + 1 + k), jnp.zeros_like(from_above))
         return from_below, from_above + part
 
     farthest_below = part_for(me + half)
     if n % 2 == 0:  # one more device below than above
-        farthest_below = shift(part_for(me + half + 1), names) + farthest_below
+        farthest_below = shift_array(part_for(me + half + 1), names) + farthest_below
     from_below, from_above = lax.fori_loop(0, half, hop_both_ways, (farthest_below, part_for(me - half)))
     return from_below + from_above
 

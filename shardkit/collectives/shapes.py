@@ -13,8 +13,8 @@ from shardkit._arguments.checks import Axis, at_least, dim_of, member
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
 from shardkit.collectives.axes import as_numbers, axis_size, vary
-from shardkit.collectives.basic import all_gather
-from shardkit.collectives.permute import shift
+from shardkit.collectives.basic import gather_array
+from shardkit.collectives.permute import shift_array
 
 _COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "sum": jnp.add,
@@ -68,10 +68,10 @@ def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "su
             if count == 1:
                 total = neutral
             else:
-                total = jnp.where(index > 0, shift(total, names, wrap=False), neutral)
+                total = jnp.where(index > 0, shift_array(total, names, wrap=False), neutral)
         distance = 1
         while distance < count - first:
-            arrival = shift(total, names, by=distance, wrap=False)
+            arrival = shift_array(total, names, by=distance, wrap=False)
             total = jnp.where(index >= distance + first, _COMBINE[op](arrival, total), total)
             distance *= 2
         return total
@@ -131,12 +131,12 @@ def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after
             rows = min(size, before - nearer_rows)
             edge = lax.slice_in_dim(block, size - rows, size, axis=split_dim)
             distance = nearer_rows // size + 1
-            pieces.insert(0, shift(edge, names, by=distance, wrap=wrap))
+            pieces.insert(0, shift_array(edge, names, by=distance, wrap=wrap))
         for nearer_rows in range(0, after, size):
             rows = min(size, after - nearer_rows)
             edge = lax.slice_in_dim(block, 0, rows, axis=split_dim)
             distance = nearer_rows // size + 1
-            pieces.append(shift(edge, names, by=-distance, wrap=wrap))
+            pieces.append(shift_array(edge, names, by=-distance, wrap=wrap))
         return jnp.concatenate(pieces, axis=split_dim)
 
     return jax.tree.map(extend_leaf, x)
@@ -187,8 +187,8 @@ def gather_to_one(x: Arrays, axis: Axis, *, dim: int = 0, target: int = 0) -> An
     is_target = lax.axis_index(names) == target
 
     def gather_leaf(leaf: jax.Array) -> jax.Array:
-        dim_of("gather_to_one", dim, jnp.ndim(leaf))  # an error names this function, not all_gather
-        gathered = all_gather(leaf, names, dim=dim)
+        gathered_dim = dim_of("gather_to_one", dim, jnp.ndim(leaf))
+        gathered = gather_array(leaf, names, gathered_dim)
         return jnp.where(is_target, gathered, jnp.zeros_like(gathered))
 
     return jax.tree.map(gather_leaf, x)

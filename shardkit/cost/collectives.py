@@ -56,23 +56,30 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
     """
     [n] = checks.whole("wire", n=n)
     [size] = checks.at_least_zero("wire", size=size)
-    listed = isinstance(pairs, Sequence) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs)
-    if pairs is not None and not listed:
+    if pairs is not None and not _are_pairs(pairs):
         raise ValueError(
             f"wire: pairs must be a sequence of (source, target); got {pairs!r}. Pass for example [(0, 1), (1, 0)]."
         )
     checks.one_of("wire", "kind", kind, (*COLLECTIVE_KINDS, "broadcast"))
-    operand, share = Fraction(size), Fraction(n - 1, n)
-    if kind == "ppermute":
-        moves = n > 1 if pairs is None else any(source != target for source, target in pairs)
-        return Traffic(operand * moves, int(moves))
-    return {
-        "all_reduce": Traffic(2 * share * operand, 2 * (n - 1)),
-        "all_gather": Traffic((n - 1) * operand, n - 1),
-        "reduce_scatter": Traffic(share * operand, n - 1),
-        "all_to_all": Traffic(share * operand, n - 1),
-        "broadcast": Traffic(operand * (n > 1), n - 1),  # from one device to the next
-    }[kind]
+    operand = Fraction(size)
+    others_share = Fraction(n - 1, n)  # of the operand that does not stay here
+    match kind:
+        case "all_reduce":  # a reduce_scatter, then an all_gather of the pieces
+            return Traffic(2 * others_share * operand, 2 * (n - 1))
+        case "all_gather":
+            return Traffic((n - 1) * operand, n - 1)
+        case "reduce_scatter" | "all_to_all":
+            return Traffic(others_share * operand, n - 1)
+        case "broadcast":  # from one device to the next
+            return Traffic(operand, n - 1) if n > 1 else Traffic(Fraction(0), 0)
+    moves = n > 1 if pairs is None else any(source != target for source, target in pairs)
+    return Traffic(operand, 1) if moves else Traffic(Fraction(0), 0)
+
+
+def _are_pairs(pairs: object) -> bool:
+    if not isinstance(pairs, Sequence):
+        return False
+    return all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs)
 
 
 def bus_factor(op: str, n: int) -> float:
@@ -102,7 +109,9 @@ def bus_factor(op: str, n: int) -> float:
     name = checks.spelled("bus_factor", "op", op, _BUS)
     if name in _SENT_ONCE:
         return 1.0
-    return (2 if name == "all_reduce" else 1) * (n - 1) / n
+    if name == "all_reduce":
+        return 2 * (n - 1) / n
+    return (n - 1) / n
 
 
 def collective_time(kind: str, size: float, n: int, *, bandwidth: float, latency: float = 0.0) -> float:

@@ -59,12 +59,15 @@ class Links(NamedTuple):
 
     def of(self, axis: str | Sequence[str]) -> Link:
         """The link of an axis; of several axes the one that takes longest for a message, at each of its figures."""
-        own = dict(self.axes)
-        found = [own.get(name, self.link) for name in ((axis,) if isinstance(axis, str) else axis)]
-        if len(set(found)) <= 1:
-            return found[0] if found else self.link
-        slowest = min(found, key=lambda link: link.bandwidth)
-        return slowest._replace(latency=max(link.latency for link in found))
+        names = (axis,) if isinstance(axis, str) else axis
+        link_of = dict(self.axes)
+        links = [link_of.get(name, self.link) for name in names]
+        if not links:
+            return self.link
+        if len(set(links)) == 1:
+            return links[0]
+        slowest = min(links, key=lambda link: link.bandwidth)
+        return slowest._replace(latency=max(link.latency for link in links))
 
 
 def links(chip: str | Chip) -> Links:
@@ -88,8 +91,9 @@ def links(chip: str | Chip) -> Links:
 
     Source: How to Scale Your Model, part 3, and NCCL's tuning table (src/graph/tuning.cc) for the latencies.
     """
-    it = hardware.chip(chip)
-    return Links(Link(_HOP if it.torus else _SWITCHED, it.link_bandwidth, f"chip {it.name}"), it.flops)
+    described = hardware.chip(chip)
+    latency = _HOP if described.torus else _SWITCHED
+    return Links(Link(latency, described.link_bandwidth, f"chip {described.name}"), described.flops)
 
 
 @typed
@@ -119,13 +123,18 @@ def ring_from(link: Link, columns: float, *, flops: float, value_bytes: float = 
 
     Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition (ASPLOS 2023).
     """
-    latency, bandwidth = _figures("ring_from", link)
+    latency, bandwidth = _check_link("ring_from", link)
     columns, flops, value_bytes = checks.positive("ring_from", columns=columns, flops=flops, value_bytes=value_bytes)
     [ways] = checks.whole("ring_from", ways=ways)
-    spare = 2 * columns * ways / (value_bytes * flops) - 1 / bandwidth  # seconds a byte that the matmul takes longer
+    # Seconds a byte: the matmul of a message is longer than its bytes on the wire, and hides the latency once the
+    # message is large enough.
+    compute = 2 * columns * ways / (value_bytes * flops)
+    spare = compute - 1 / bandwidth
     if spare > 0:
         return latency / spare
-    return 0.0 if spare == latency == 0 else math.inf
+    if spare == 0 and latency == 0:
+        return 0.0
+    return math.inf
 
 
 @typed
@@ -150,11 +159,15 @@ def scatter_from(link: Link, n: int) -> float:
 
     Source: Thakur, Rabenseifner, Gropp (2005), section 4.5.
     """
-    latency, bandwidth = _figures("scatter_from", link)
+    latency, bandwidth = _check_link("scatter_from", link)
     [n] = checks.whole("scatter_from", n=n)
-    tree, pair = math.ceil(math.log2(n)), 2 * (n - 1)
-    fewer = tree - pair / n  # of the bytes
-    return latency * bandwidth * (pair - tree) / fewer if fewer > 0 else math.inf
+    tree_messages = math.ceil(math.log2(n))  # of all bytes
+    pair_messages = 2 * (n - 1)  # of 1/n of them
+    # Over 8 devices the tree sends the bytes 3 times, and the pair 14/8 times, in 11 messages more.
+    fewer_bytes = tree_messages - pair_messages / n
+    if fewer_bytes <= 0:
+        return math.inf
+    return latency * bandwidth * (pair_messages - tree_messages) / fewer_bytes
 
 
 @typed
@@ -182,15 +195,16 @@ def bucket_bytes(link: Link, n: int, *, share: float = 0.1) -> int:
 
     Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020), section 3.2.
     """
-    latency, bandwidth = _figures("bucket_bytes", link)
+    latency, bandwidth = _check_link("bucket_bytes", link)
     [n] = checks.whole("bucket_bytes", n=n)
     [share] = checks.positive("bucket_bytes", share=share)
     if share >= 1:
         raise ValueError(f"bucket_bytes: share must be above 0 and below 1; got {share}. Pass for example share=0.1.")
-    return max(1, math.ceil(round(n * latency * bandwidth * (1 - share) / share, 3)))
+    size = n * latency * bandwidth * (1 - share) / share
+    return max(1, math.ceil(round(size, 3)))  # 3240000.0000000005 is 3240000
 
 
-def _figures(where: str, link: Link) -> tuple[float, float]:
+def _check_link(where: str, link: Link) -> tuple[float, float]:
     [latency] = checks.at_least_zero(where, latency=link.latency)
     [bandwidth] = checks.positive(where, bandwidth=link.bandwidth)
     return latency, bandwidth

@@ -50,25 +50,21 @@ class Chip(NamedTuple):
 _GIB = 2**30
 _GB = 10**9
 
-chips: Mapping[str, Chip] = MappingProxyType(
-    {
-        c.name: c
-        for c in (
-            Chip("v4", 275e12, 32 * _GIB, 1200e9, 45e9, 3, 1, 6.25e9, f"{_TPU}v4; {_BOOK}"),
-            Chip("v5e", 197e12, 16 * _GIB, 819e9, 45e9, 2, 1, 3.125e9, f"{_TPU}v5e; {_BOOK}"),
-            Chip("v5p", 459e12, 95 * _GIB, 2765e9, 90e9, 3, 1, 6.25e9, f"{_TPU}v5p; {_BOOK}"),
-            Chip("v6e", 918e12, 32 * _GIB, 1638e9, 90e9, 2, 1, 12.5e9, f"{_TPU}v6e; {_BOOK}"),
-            Chip("tpu7x", 2307e12, 192 * _GIB, 7380e9, 100e9, 3, 1, 12.5e9, f"{_TPU}tpu7x"),
-            # 80 GB SXM
-            Chip("a100", 312e12, 80 * _GB, 2039e9, 300e9, 0, 8, 25e9, f"{_NVIDIA}a100/"),
-            # SXM; the datasheet's 1979 TFLOP/s are with sparsity
-            Chip("h100", 989e12, 80 * _GB, 3350e9, 450e9, 0, 8, 50e9, f"{_NVIDIA}h100/"),
-            Chip("h200", 989e12, 141 * _GB, 4800e9, 450e9, 0, 8, 50e9, f"{_NVIDIA}h200/"),
-            # as in a DGX B200, which has 1440 GB and 64 TB/s for eight
-            Chip("b200", 2250e12, 180 * _GB, 8000e9, 900e9, 0, 8, 50e9, f"{_NVIDIA}dgx-b200/"),
-        )
-    }
+_CHIPS = (
+    Chip("v4", 275e12, 32 * _GIB, 1200e9, 45e9, 3, 1, 6.25e9, f"{_TPU}v4; {_BOOK}"),
+    Chip("v5e", 197e12, 16 * _GIB, 819e9, 45e9, 2, 1, 3.125e9, f"{_TPU}v5e; {_BOOK}"),
+    Chip("v5p", 459e12, 95 * _GIB, 2765e9, 90e9, 3, 1, 6.25e9, f"{_TPU}v5p; {_BOOK}"),
+    Chip("v6e", 918e12, 32 * _GIB, 1638e9, 90e9, 2, 1, 12.5e9, f"{_TPU}v6e; {_BOOK}"),
+    Chip("tpu7x", 2307e12, 192 * _GIB, 7380e9, 100e9, 3, 1, 12.5e9, f"{_TPU}tpu7x"),
+    # 80 GB SXM
+    Chip("a100", 312e12, 80 * _GB, 2039e9, 300e9, 0, 8, 25e9, f"{_NVIDIA}a100/"),
+    # SXM; the datasheet's 1979 TFLOP/s are with sparsity
+    Chip("h100", 989e12, 80 * _GB, 3350e9, 450e9, 0, 8, 50e9, f"{_NVIDIA}h100/"),
+    Chip("h200", 989e12, 141 * _GB, 4800e9, 450e9, 0, 8, 50e9, f"{_NVIDIA}h200/"),
+    # as in a DGX B200, which has 1440 GB and 64 TB/s for eight
+    Chip("b200", 2250e12, 180 * _GB, 8000e9, 900e9, 0, 8, 50e9, f"{_NVIDIA}dgx-b200/"),
 )
+chips: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS})
 """The chips that are known, by name, each with the pages that its figures are from."""
 
 
@@ -119,15 +115,23 @@ def chip_of(device_kind: str | None) -> Chip | None:
         ('v5e', None)
     """
     kind = str(device_kind or "")
+    if kind in _KINDS:
+        return chips[_KINDS[kind]]
     words = re.split(r"[ -]", kind.lower())
-    if {"pcie", "nvl"} & set(words):
+    if "pcie" in words or "nvl" in words:
         return None
-    return chips.get(_KINDS.get(kind) or next((word for word in words if word in chips), ""))
+    for word in words:
+        if word in chips:
+            return chips[word]
+    return None
 
 
 def device_kind(name: str) -> str:
     """What jax calls a chip: the first of the kinds of a TPU, or the words with which a GPU's begins."""
-    return next((kind for kind, own in _KINDS.items() if own == name), f"NVIDIA {name.upper()}")
+    for kind, chip_name in _KINDS.items():
+        if chip_name == name:
+            return kind
+    return f"NVIDIA {name.upper()}"
 
 
 _chip = chip  # where an argument takes the name
@@ -151,11 +155,13 @@ def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
 
     Source: How to Scale Your Model, part 3: W, the bidirectional bandwidth, times the number of axes.
     """
-    it = _chip(chip)
+    described = _chip(chip)
     [axes] = checks.whole("group_bandwidth", axes=axes)
-    if axes > max(1, it.torus):
+    most = max(1, described.torus)
+    if axes > most:
         raise ValueError(
-            f"group_bandwidth: axes must be at most {max(1, it.torus)} for chip {it.name!r}; got {axes}. "
+            f"group_bandwidth: axes must be at most {most} for chip {described.name!r}; got {axes}. "
             "Choose fewer axes or another chip."
         )
-    return it.link_bandwidth * (2 * axes if it.torus else 1)
+    links = 2 * axes if described.torus else 1
+    return described.link_bandwidth * links

@@ -52,13 +52,20 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
             f"bubble: schedule {schedule!r} does not take chunks; got chunks={chunks}. "
             "Leave chunks out, or choose 'interleaved', 'lockstep' or 'breadth_first'."
         )
-    fits = microbatches >= stages if name == "breadth_first" else microbatches % stages == 0
+    if name == "breadth_first":
+        rule = "at least"
+        fits = microbatches >= stages
+    else:
+        rule = "a multiple of"
+        fits = microbatches % stages == 0
     if chunks > 1 and not fits:
-        rule = "at least" if name == "breadth_first" else "a multiple of"
-        call = f"schedules.{'interleaved' if name == '1f1b' else name}({stages}, {microbatches}, {chunks})"
+        function = "interleaved" if name == "1f1b" else name
+        call = f"schedules.{function}({stages}, {microbatches}, {chunks})"
         raise ValueError(
             f"bubble: the closed form of {name!r} needs {rule} stages={stages} microbatches; got {microbatches}. "
             f"Change them, or call {call}.simulate(...), which is exact."
         )
-    ideal = microbatches * chunks
-    return (stages - 1) / (ideal if of == "ideal" else ideal + stages - 1)
+    # In forwards and backwards of a chunk: 4 stages, 16 microbatches and 3 chunks are busy for 48, and idle for 3.
+    busy = microbatches * chunks
+    idle = stages - 1
+    return idle / busy if of == "ideal" else idle / (busy + idle)

@@ -56,16 +56,17 @@ def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
         >>> [sk.cost.quantized_bytes(1024, dtype) for dtype in ("bfloat16", "int8", "int4")]
         [2048, 1028, 516]
     """
-    [elements], [block] = (
-        checks.count("quantized_bytes", elements=elements),
-        checks.whole("quantized_bytes", block=block),
-    )
+    [elements] = checks.count("quantized_bytes", elements=elements)
+    [block] = checks.whole("quantized_bytes", block=block)
     checks.one_of("quantized_bytes", "dtype", dtype, tuple(FORMATS))
-    form = FORMATS[dtype]
-    if not elements or not form.scaled:
-        return elements * form.bits // 8
+    wire_format = FORMATS[dtype]
+    if not elements or not wire_format.scaled:
+        return elements * wire_format.bits // 8
+    # 1000 elements of int4 in blocks of 256: four blocks of 128 bytes and a scale each, 516.
     block = min(block, elements)
-    return -(-elements // block) * (-(-block * form.bits // 8) + 1)
+    blocks = -(-elements // block)
+    value_bytes = -(-block * wire_format.bits // 8)
+    return blocks * (value_bytes + 1)
 
 
 @partial(typed, only=bool)
@@ -104,13 +105,26 @@ def quantization_error(largest: float, dtype: str, *, n: int = 1) -> float:
     [largest] = checks.at_least_zero("quantization_error", largest=largest)
     [n] = checks.whole("quantization_error", n=n)
     checks.one_of("quantization_error", "dtype", dtype, tuple(FORMATS))
-    form = FORMATS[dtype]
-    most = max(float(largest), (form.largest if form.scaled else 1.0) * 2.0**SMALLEST)
-    if form.mantissa is None:
-        half, exponent = math.frexp(most / form.largest)  # half is in [1/2, 1)
-        each = math.ldexp(0.5, exponent - (half == 0.5))
-    else:
-        each = math.ldexp(0.5, math.frexp(most)[1] - 1 - form.mantissa)
-        each = each if form.scaled else max(each, most - form.largest)
+    wire_format = FORMATS[dtype]
+    smallest = 2.0**SMALLEST
+    if wire_format.scaled:
+        smallest *= wire_format.largest
+    most = max(float(largest), smallest)
+    element_error = _bound_element_error(most, wire_format)
     additions = (n - 1) * 2.0**-24
-    return n * each + additions / (1 - additions) * n * (most + each)
+    return n * element_error + additions / (1 - additions) * n * (most + element_error)
+
+
+def _bound_element_error(most: float, wire_format: Format) -> float:
+    """The largest rounding error of one element, in a block of magnitudes up to `most`."""
+    if wire_format.mantissa is None:
+        # The scale is the smallest power of two above most / largest: 2^exponent, or itself where it is one.
+        fraction, exponent = math.frexp(most / wire_format.largest)  # the fraction is in [1/2, 1)
+        if fraction == 0.5:
+            exponent -= 1
+        return math.ldexp(0.5, exponent)
+    _, exponent = math.frexp(most)
+    error = math.ldexp(0.5, exponent - 1 - wire_format.mantissa)
+    if wire_format.scaled:
+        return error
+    return max(error, most - wire_format.largest)  # above its largest value bfloat16 is clipped

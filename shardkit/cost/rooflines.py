@@ -60,22 +60,23 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
 
     Source: Williams, Waterman, Patterson, Roofline (2009); How to Scale Your Model, part 1.
     """
-    it = hardware.chip(chip)
+    described = hardware.chip(chip)
     flops, bytes, sent = checks.at_least_zero("roofline", flops=flops, bytes=bytes, sent=sent)
     checks.positive("roofline", work=flops + bytes + sent)
     times = {
-        "compute": flops / it.flops,
-        "memory": bytes / it.hbm_bandwidth,
-        "network": sent / group_bandwidth(it, axes),
+        "compute": flops / described.flops,
+        "memory": bytes / described.hbm_bandwidth,
+        "network": sent / group_bandwidth(described, axes),
     }
     bound = max(times, key=lambda part: times[part])
+    seconds = times[bound]
     return Roofline(
-        times[bound],
-        times["compute"],
-        times["memory"],
-        times["network"],
-        bound,
-        flops / bytes if bytes else math.inf,
-        it.flops / it.hbm_bandwidth,
-        flops / times[bound],
+        seconds=seconds,
+        compute_seconds=times["compute"],
+        memory_seconds=times["memory"],
+        network_seconds=times["network"],
+        bound=bound,
+        intensity=flops / bytes if bytes else math.inf,
+        critical_intensity=described.flops / described.hbm_bandwidth,
+        flops_per_second=flops / seconds,
     )

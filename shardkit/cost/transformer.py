@@ -8,6 +8,7 @@ Megatron-LM (arXiv:2104.04473), section 5.1 and appendix; the variants are count
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 from shardkit._arguments import checks
 from shardkit._arguments.typed import typed
@@ -15,23 +16,38 @@ from shardkit.cost.activations import recomputation
 from shardkit.cost.hardware import Chip, chip
 
 
-def _matrices(
+class _Layer(NamedTuple):
+    """Counts of one layer."""
+
+    attention: int  # weights of its matrices
+    feed_forward: int
+    biases: int
+
+
+def _count_layer(
     where: str, hidden: int, heads: int | None, kv_heads: int | None, ffn: int | None, gated: bool
-) -> tuple[int, int, int]:
-    """Weights of one layer's attention and feed-forward matrices, and the width of its biases."""
+) -> _Layer:
+    """The weights and biases of one layer's matrices."""
     [hidden] = checks.whole(where, hidden=hidden)
     if heads is None and kv_heads is not None:
         raise ValueError(f"{where}: kv_heads needs heads; got heads=None, kv_heads={kv_heads}. Pass heads.")
-    kv = hidden
+    kv_hidden = hidden
     if heads is not None:
-        kv_heads = heads if kv_heads is None else kv_heads
+        if kv_heads is None:
+            kv_heads = heads
         heads, kv_heads = checks.whole(where, heads=heads, kv_heads=kv_heads)
         checks.divisor(where, "heads", heads, "hidden", hidden)
         checks.divisor(where, "kv_heads", kv_heads, "heads", heads)
-        kv = kv_heads * (hidden // heads)
-    [ffn] = checks.whole(where, ffn=4 * hidden if ffn is None else ffn)
+        kv_hidden = kv_heads * (hidden // heads)
+    if ffn is None:
+        ffn = 4 * hidden
+    [ffn] = checks.whole(where, ffn=ffn)
     up = 2 * ffn if gated else ffn
-    return hidden * (2 * hidden + 2 * kv), hidden * (up + ffn), 3 * hidden + 2 * kv + up
+    return _Layer(
+        attention=hidden * (2 * hidden + 2 * kv_hidden),  # queries and output; keys and values
+        feed_forward=hidden * (up + ffn),
+        biases=3 * hidden + 2 * kv_hidden + up,
+    )
 
 
 @partial(typed, only=bool)
@@ -81,11 +97,16 @@ def transformer_parameters(
     where = "transformer_parameters"
     layers, hidden = checks.whole(where, layers=layers, hidden=hidden)
     vocabulary, sequence = checks.count(where, vocabulary=vocabulary, sequence=sequence)
-    attention, feed_forward, widths = _matrices(where, hidden, heads, kv_heads, ffn, gated)
+    counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
     norm = 2 * hidden if biases else hidden
-    layer = attention + feed_forward + 2 * norm + (widths if biases else 0)
-    embeddings = (vocabulary * (1 if tied else 2) + sequence) * hidden
-    return layers * layer + embeddings + (norm if final_norm else 0)
+    layer = counts.attention + counts.feed_forward + 2 * norm
+    if biases:
+        layer += counts.biases
+    tables = 1 if tied else 2
+    parameters = layers * layer + (vocabulary * tables + sequence) * hidden
+    if final_norm:
+        parameters += norm
+    return parameters
 
 
 @partial(typed, only=bool)
@@ -130,13 +151,16 @@ def transformer_flops(
     where = "transformer_flops"
     layers, hidden, sequence, batch = checks.whole(where, layers=layers, hidden=hidden, sequence=sequence, batch=batch)
     [vocabulary] = checks.count(where, vocabulary=vocabulary)
-    attention, feed_forward, _ = _matrices(where, hidden, heads, kv_heads, ffn, gated)
+    counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
     recompute = recomputation(where, recompute)
+    # Of one token: forward, of which backward is twice as much.
     scores = 4 * sequence * hidden
-    layer = 2 * (attention + feed_forward) + scores
+    layer = 2 * (counts.attention + counts.feed_forward) + scores
+    head = 2 * hidden * vocabulary
     # "selective" as published: the scores' forward and backward, not only their forward
     repeated = {"none": 0, "selective": 3 * scores, "full": layer}[recompute]
-    return float(batch * sequence * (layers * (3 * layer + repeated) + 3 * 2 * hidden * vocabulary))
+    token = layers * (3 * layer + repeated) + 3 * head
+    return float(batch * sequence * token)
 
 
 def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 1) -> float:

@@ -81,12 +81,14 @@ def tensor_volume(
             "tensor_volume: regather must go with sequence_parallel; got regather=True and sequence_parallel=False. "
             "Without it the input is whole on every device: set regather=False."
         )
-    reduced = float(wire("all_reduce", batch * sequence * hidden * value_bytes, ways).sent)
-    backward = 2 * reduced + (2 * reduced if recompute == "full" else 0)
-    # under full recomputation the repeated forward gathers the inputs anyway
-    if regather and recompute != "full":
-        backward += reduced  # two all_gathers, each half an all_reduce
-    return Volume(2 * reduced, backward)
+    all_reduce = float(wire("all_reduce", batch * sequence * hidden * value_bytes, ways).sent)
+    forward = 2 * all_reduce
+    backward = 2 * all_reduce
+    if recompute == "full":
+        backward += forward
+    elif regather:  # under full recomputation the repeated forward gathers the inputs anyway
+        backward += all_reduce  # two all_gathers, each half an all_reduce
+    return Volume(forward, backward)
 
 
 def context_volume(
@@ -134,18 +136,21 @@ def context_volume(
     batch, sequence, hidden, ways, kv_hidden = checks.whole(
         where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, kv_hidden=kv_hidden
     )
-    gradient_bytes = value_bytes if gradient_bytes is None else gradient_bytes
+    if gradient_bytes is None:
+        gradient_bytes = value_bytes
     value_bytes, gradient_bytes = checks.positive(where, value_bytes=value_bytes, gradient_bytes=gradient_bytes)
-    local = batch * sequence / ways * value_bytes
-    q, kv = local * hidden, 2 * local * kv_hidden
     if ways == 1:
         return Volume(0.0, 0.0)
+    token_bytes = batch * sequence / ways * value_bytes  # of this device's tokens, per channel
+    q = token_bytes * hidden
+    kv = 2 * token_bytes * kv_hidden
     if method == "ring":
-        return Volume((ways - 1) * kv, (ways - 1) * kv + ways * kv * gradient_bytes / value_bytes)
+        kv_gradients = ways * kv * gradient_bytes / value_bytes
+        return Volume((ways - 1) * kv, (ways - 1) * kv + kv_gradients)
     if method == "all_gather":
         return Volume((ways - 1) * kv, 2 * (ways - 1) * kv)
-    moved = (ways - 1) / ways * (2 * q + kv)
-    return Volume(moved, moved)
+    exchanged = (ways - 1) / ways * (2 * q + kv)  # queries and output; keys and values
+    return Volume(exchanged, exchanged)
 
 
 def expert_volume(
@@ -175,5 +180,6 @@ def expert_volume(
     where = "expert_volume"
     tokens, hidden, ways, top_k = checks.whole(where, tokens=tokens, hidden=hidden, ways=ways, top_k=top_k)
     capacity_factor, value_bytes = checks.positive(where, capacity_factor=capacity_factor, value_bytes=value_bytes)
-    moved = float(wire("all_to_all", 1, ways).sent) * tokens * top_k * capacity_factor * hidden * value_bytes
-    return Volume(2 * moved, 2 * moved)
+    sent_share = float(wire("all_to_all", 1, ways).sent)
+    exchanged = sent_share * tokens * top_k * capacity_factor * hidden * value_bytes
+    return Volume(2 * exchanged, 2 * exchanged)  # dispatch and combine

@@ -72,9 +72,9 @@ def zero_breakdown(
         optimizer_bytes=optimizer_bytes,
     )
     return ZeroMemory(
-        parameters * parameter_bytes / (ways if stage >= 3 else 1),
-        parameters * gradient_bytes / (ways if stage >= 2 else 1),
-        parameters * optimizer_bytes / (ways if stage >= 1 else 1),
+        parameters=parameters * parameter_bytes / (ways if stage >= 3 else 1),
+        gradients=parameters * gradient_bytes / (ways if stage >= 2 else 1),
+        optimizer=parameters * optimizer_bytes / (ways if stage >= 1 else 1),
     )
 
 
@@ -160,13 +160,14 @@ def zero_volume(
         where, parameters=parameters, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes
     )
     share = float(wire("reduce_scatter", 1, ways).sent)
-    reduced, gathered = share * parameters * gradient_bytes, share * parameters * parameter_bytes
-    if layer_major:
-        accumulate = 1
+    reduction = share * parameters * gradient_bytes
+    gather = share * parameters * parameter_bytes
+    passes = 1 if layer_major else accumulate  # of microbatches, or of all at once, through a layer
     if stage == 0:
-        return 2 * reduced
+        return 2 * reduction  # an all_reduce
     if stage == 1 or (stage == 3 and not layerwise):
-        return reduced + gathered
+        return reduction + gather
     if stage == 2:
-        return accumulate * reduced + gathered
-    return accumulate * (reduced + (2 if regather else 1) * gathered)
+        return passes * reduction + gather
+    gathers = 2 if regather else 1  # forward, and again backward
+    return passes * (reduction + gathers * gather)
