@@ -32,7 +32,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import PLAN, called, kind_of, mesh_axes, scan_operands, settled, source_line
+from shardkit._jax.jaxprs import (
+    PLAN,
+    find_called_jaxpr,
+    find_fixed_point,
+    kind_of,
+    mesh_axes,
+    scan_operands,
+    source_line,
+)
 from shardkit._jax.primitives import registered
 from shardkit.on_device.example_rules import RULES, gather, of_one_example, sent_along, whole_results
 from shardkit.on_device.example_states import (
@@ -152,7 +160,7 @@ class _Reader:
     def step(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         """What the results of an equation are."""
         equation, name = pair.many, pair.name
-        if called(equation) is not None or name == "shard_map":
+        if find_called_jaxpr(equation) is not None or name == "shard_map":
             return self._call(pair, operands)
         if name == "scan":
             return self._scan(pair, operands)
@@ -236,7 +244,7 @@ class _Reader:
             after = self.run(few, many, [*constants, *fixed, *carry, *rows], pair.line)[: len(carry)]
             return [join(pair, a, b) for a, b in zip(carry, after, strict=True)]
 
-        settled_carry = settled(carry, turn)
+        settled_carry = find_fixed_point(carry, turn)
         if over_examples:  # a loop over the examples: what it carries from one to the next must not depend on them
             for position, state in enumerate(settled_carry):
                 if not isinstance(state, Whole):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import MEAN, PLAN, called, flow, kind_of, mesh_axes, own_line, source_line, walk
+from shardkit._jax.jaxprs import MEAN, PLAN, find_called_jaxpr, flow, kind_of, mesh_axes, own_line, source_line, walk
 from shardkit._jax.primitives import registered
 from shardkit.meshes.layout import all_axes, split_dims
 
@@ -73,7 +73,7 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
                         "counts once for each of them, unless it is divided by their number."
                     )
                     alike.append(Remark("term-of-each-device", message, line, _ALIKE[what]))
-        if (sub := called(equation)) is not None:
+        if (sub := find_called_jaxpr(equation)) is not None:
             return run(sub, ins)
         if name == "shard_map":
             sizes.update({axis: n for axis, n in equation.params["mesh"].shape.items() if n > 1})

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import called, flow, scan_operands, settled
+from shardkit._jax.jaxprs import find_called_jaxpr, find_fixed_point, flow, scan_operands
 from shardkit._jax.primitives import registered
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.handles import cast_floating
@@ -137,7 +137,7 @@ def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
     inner = [sub for _, sub in compat.inner_jaxprs(equation)]
     if not frozenset[_Tag]().union(*ins):
         return [frozenset()] * count
-    if (sub := called(equation)) is not None:
+    if (sub := find_called_jaxpr(equation)) is not None:
         return _flow(sub, ins)
     if name == "cond":
         branches = [_flow(sub, ins[1:]) for sub in inner]
@@ -156,7 +156,7 @@ def _scan(equation: Any, body: Any, ins: list[Tags]) -> list[Tags]:
     def turn(held: list[Tags]) -> list[Tags]:
         return [old | new for old, new in zip(held, _flow(body, [*fixed, *held, *each]), strict=False)]
 
-    carried = settled(carried, turn)
+    carried = find_fixed_point(carried, turn)
     return [*carried, *_flow(body, [*fixed, *carried, *each])[len(carried) :]]
 
 

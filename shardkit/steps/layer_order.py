@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import called, flow, scan_operands
+from shardkit._jax.jaxprs import find_called_jaxpr, flow, scan_operands
 
 # Each element of the result depends on the elements of the operands at the same index only.
 _ELEMENTWISE = {
@@ -63,7 +63,7 @@ def _run(jaxpr: Any, places: Sequence[_Place]) -> list[_Place]:
 def _step(equation: Any, ins: list[_Place]) -> list[_Place]:
     name, outs = equation.primitive.name, equation.outvars
     inner = [sub for _, sub in compat.inner_jaxprs(equation)]
-    if (sub := called(equation)) is not None:
+    if (sub := find_called_jaxpr(equation)) is not None:
         return _run(sub, ins)
     if name == "cond" and ins[0].layers is None:
         branches = [_run(sub, ins[1:]) for sub in inner]
