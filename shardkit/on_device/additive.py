@@ -20,7 +20,8 @@ mean would be Met.
 What is not understood is Met. So a loss without Met adds over its examples, and one with Met may or may not. Gradients
 that a `custom_vjp` computes in a way of its own, as one that clips cotangents by the batch, are not looked at.
 
-The states are in `example_states.py`, the rule of each primitive in `example_rules.py`.
+The states are in `example_states.py`; `example_rules.py` has the rule of each primitive, and `whole_rules.py` those of
+values that do not depend on the examples.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from shardkit._jax.jaxprs import (
     source_line,
 )
 from shardkit._jax.primitives import registered
-from shardkit.on_device.example_rules import RULES, gather, of_one_example, sent_along, whole_results
+from shardkit.on_device.elementwise_rules import of_one_example
+from shardkit.on_device.example_rules import RULES, sent_along
 from shardkit.on_device.example_states import (
     EACH_TURN,
     UNKNOWN,
@@ -56,6 +58,8 @@ from shardkit.on_device.example_states import (
     is_turn,
     join,
 )
+from shardkit.on_device.indexing_rules import gather
+from shardkit.on_device.whole_rules import whole_results
 
 
 class Loss(NamedTuple):
@@ -76,7 +80,7 @@ def read_loss(few: Any, many: Any, states: Sequence[State], examples: int, batch
         examples: 2n.
         batch_axes: the mesh axes whose devices have different examples.
     """
-    reader = _Reader(examples, frozenset(batch_axes))
+    reader = _LossReader(examples, frozenset(batch_axes))
     constants = [_constant(a, b) for a, b in zip(few.consts, many.consts, strict=False)]
     if len(few.jaxpr.constvars) != len(many.jaxpr.constvars):
         return Loss(Met("another number of constants follows from another number of examples", ""), frozenset())
@@ -110,56 +114,68 @@ def _growth(state: Any) -> float:
 
 
 def _constant(few: Any, many: Any) -> Whole:
+    """What a constant of both programs is."""
     shape = np.shape(many)
     differs = frozenset(dim for dim, size in enumerate(shape) if size > 1)
-    same = few is many or (np.shape(few) == shape and not differs and bool(np.all(few == many)))
-    return Whole(differs, scale=1.0 if same or differs else UNKNOWN)
+    if differs or few is many:
+        return Whole(differs)
+    is_same_number = np.shape(few) == shape and bool(np.all(few == many))
+    return Whole(scale=1.0 if is_same_number else UNKNOWN)
 
 
 def _literal(few: Any, many: Any) -> Whole:
+    """What a literal of both programs is: n in the one and 2n in the other has scale 2."""
     if np.shape(many):
         return _constant(few, many)
     if not np.issubdtype(np.result_type(many), np.number):
         return Whole(scale=1.0 if few == many else UNKNOWN, zero=not many)
-    if few == many or (few != few and many != many):
+    both_nan = few != few and many != many
+    if few == many or both_nan:
         return Whole(zero=bool(many == 0))
     return Whole(scale=float(many) / float(few) if few else UNKNOWN)
 
 
-class _Reader:
+class _LossReader:
     """Follows both programs; `sends` collects the batch axes over which the loss itself communicates."""
 
     def __init__(self, examples: int, batch_axes: frozenset[str]):
-        self.examples, self.batch_axes = examples, batch_axes
+        self.examples = examples
+        self.batch_axes = batch_axes
         self.sends: set[str] = set()
 
-    def run(self, few: Any, many: Any, states: Sequence[State], around: str) -> list[State]:
-        """What the results of a jaxpr are, of what its constants and arguments are."""
+    def run(self, few: Any, many: Any, states: Sequence[State], line: str) -> list[State]:
+        """What the results of a jaxpr are, of what its constants and arguments are; `line` is that of the call."""
         known: dict[Any, State] = dict(zip((*many.constvars, *many.invars), states, strict=True))
-        alike = len(few.eqns) == len(many.eqns)
-        for number, equation in enumerate(many.eqns):
-            other = few.eqns[number] if alike else equation
-            pair = Pair(other, equation, self.examples, source_line(equation, around))
-            operands = [self._operand(a, b, known) for a, b in zip(other.invars, equation.invars, strict=False)]
-            if not alike or not _same_program(other, equation):
-                results: Sequence[State] = [pair.met("another program runs for another number of examples")] * len(
-                    equation.outvars
-                )
-                if not alike and all(isinstance(each, Whole) for each in operands):
-                    results = [any_whole(v, UNKNOWN) for v in equation.outvars]
-            else:
-                results = self.step(pair, operands)
-            known.update(zip(equation.outvars, results, strict=True))
-        return [self._operand(a, b, known) for a, b in zip(few.outvars, many.outvars, strict=True)]
+        if len(few.eqns) != len(many.eqns):
+            self._run_unequal(many, known, line)
+        else:
+            for equation, twin in zip(many.eqns, few.eqns, strict=True):
+                pair = Pair(twin, equation, self.examples, source_line(equation, line))
+                operands = [_read(a, b, known) for a, b in zip(twin.invars, equation.invars, strict=False)]
+                results: Sequence[State]
+                if _is_same_operation(twin, equation):
+                    results = self.step(pair, operands)
+                else:
+                    results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
+                known.update(zip(equation.outvars, results, strict=True))
+        return [_read(a, b, known) for a, b in zip(few.outvars, many.outvars, strict=True)]
 
-    def _operand(self, few: Any, many: Any, known: dict[Any, State]) -> State:
-        if hasattr(many, "val"):
-            return _literal(few.val, many.val) if hasattr(few, "val") else Whole(scale=UNKNOWN)
-        return known[many]
+    def _run_unequal(self, many: Any, known: dict[Any, State], line: str) -> None:
+        """Fills in the results of a program with another number of equations for another number of examples."""
+        for equation in many.eqns:
+            pair = Pair(equation, equation, self.examples, source_line(equation, line))
+            operands = [_read(atom, atom, known) for atom in equation.invars]
+            results: Sequence[State]
+            if all(isinstance(state, Whole) for state in operands):
+                results = [any_whole(variable, UNKNOWN) for variable in equation.outvars]
+            else:
+                results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
+            known.update(zip(equation.outvars, results, strict=True))
 
     def step(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         """What the results of an equation are."""
-        equation, name = pair.many, pair.name
+        equation = pair.many
+        name = pair.name
         if find_called_jaxpr(equation) is not None or name == "shard_map":
             return self._call(pair, operands)
         if name == "scan":
@@ -170,97 +186,120 @@ class _Reader:
             return self._cond(pair, operands)
         if registered(name).same and len(operands) == len(equation.outvars):
             return operands
-        over = self.batch_axes & frozenset(mesh_axes(equation))
-        sent = kind_of(equation) is not None and not compat.in_scope(equation, PLAN)
-        if over and (sent or name == "axis_index"):
+        is_collective = kind_of(equation) is not None
+        axes = self.batch_axes & frozenset(mesh_axes(equation))
+        is_of_the_loss = is_collective and not compat.in_scope(equation, PLAN)
+        if axes and (is_of_the_loss or name == "axis_index"):
             # What a loss sends over the batch is its own affair: devices share it, and it is taken for whole.
-            self.sends.update(over)
-            return [any_whole(v) for v in equation.outvars]
-        met = next((state for state in operands if isinstance(state, Met)), None)
-        if kind_of(equation) is not None and met is None:
-            return [sent_along(pair, state, v) for state, v in zip(operands, equation.outvars, strict=False)]
+            self.sends.update(axes)
+            return [any_whole(variable) for variable in equation.outvars]
+        met = _first_met(operands)
+        if is_collective and met is None:
+            results = zip(operands, equation.outvars, strict=False)
+            return [sent_along(pair, state, variable) for state, variable in results]
         if name == "gather":
             return [gather(pair, operands)]
         if met is not None:
             return [met] * len(equation.outvars)
-        if all(isinstance(state, Whole) for state in operands):
-            return whole_results(pair, operands)
-        if any(is_turn(state) for state in operands):
-            return [of_one_example(pair, operands)] * len(equation.outvars)
-        rule = RULES.get(name)
-        if rule is None:
-            return [pair.met(f"{name} is applied to several examples at once")] * len(equation.outvars)
-        result = rule(pair, operands)
-        return result if isinstance(result, list) else [result] * len(equation.outvars)
+        return _apply_rule(pair, operands)
 
-    def _inner(self, pair: Pair, number: int = 0) -> tuple[Any, Any, list[State]]:
-        """An inner jaxpr in both programs, and what its constants are."""
-        few = [sub for _, sub in compat.inner_jaxprs(pair.few)][number]
-        many = [sub for _, sub in compat.inner_jaxprs(pair.many)][number]
-        constants = zip(
-            compat.inner_constants(pair.few)[number], compat.inner_constants(pair.many)[number], strict=False
-        )
-        return few, many, [_constant(a, b) for a, b in constants]
-
-    def _call(self, pair: Pair, operands: list[State]) -> Sequence[State]:
-        few, many, constants = self._inner(pair)
+    def _run_inner(self, pair: Pair, operands: Sequence[State], number: int = 0) -> list[State]:
+        """What the results of an inner jaxpr are, such as the branch of this number."""
+        _, few = compat.inner_jaxprs(pair.few)[number]
+        _, many = compat.inner_jaxprs(pair.many)[number]
+        constants_few = compat.inner_constants(pair.few)[number]
+        constants_many = compat.inner_constants(pair.many)[number]
+        constants = [_constant(a, b) for a, b in zip(constants_few, constants_many, strict=False)]
         return self.run(few, many, [*constants, *operands], pair.line)
 
+    def _call(self, pair: Pair, operands: list[State]) -> Sequence[State]:
+        return self._run_inner(pair, operands)
+
     def _cond(self, pair: Pair, operands: list[State]) -> Sequence[State]:
-        chosen = operands[0]
-        if is_turn(chosen):
-            return [of_one_example(pair, operands)] * len(pair.many.outvars)
-        if not isinstance(chosen, Whole):
-            met = chosen if isinstance(chosen, Met) else pair.met("a branch is chosen by the examples")
-            return [met] * len(pair.many.outvars)
-        branches = []
-        for number in range(len(compat.inner_jaxprs(pair.many))):
-            few, many, constants = self._inner(pair, number)
-            branches.append(self.run(few, many, [*constants, *operands[1:]], pair.line))
-        results = branches[0]
-        for branch in branches[1:]:
+        predicate, *arguments = operands
+        count = len(pair.many.outvars)
+        if is_turn(predicate):
+            return [of_one_example(pair, operands)] * count
+        if isinstance(predicate, Met):
+            return [predicate] * count
+        if not isinstance(predicate, Whole):
+            return [pair.met("a branch is chosen by the examples")] * count
+        results = self._run_inner(pair, arguments)
+        for number in range(1, len(compat.inner_jaxprs(pair.many))):
+            branch = self._run_inner(pair, arguments, number)
             results = [join(pair, a, b) for a, b in zip(results, branch, strict=True)]
         return results
 
     def _while(self, pair: Pair, operands: list[State]) -> Sequence[State]:
+        outs = pair.many.outvars
         if any(is_turn(state) for state in operands):
-            return [of_one_example(pair, operands)] * len(pair.many.outvars)
+            return [of_one_example(pair, operands)] * len(outs)
         if not all(isinstance(state, Whole) for state in operands):
-            met = next((s for s in operands if isinstance(s, Met)), None)
-            return [met or pair.met("the examples decide when a loop ends")] * len(pair.many.outvars)
-        plain = all(state.scale == 1 for state in operands if isinstance(state, Whole))
-        same = str(pair.few.params) == str(pair.many.params)  # as the bounds of the loop, which may be numbers in it
-        return [any_whole(v, 1.0 if plain and same else UNKNOWN) for v in pair.many.outvars]
+            met = _first_met(operands) or pair.met("the examples decide when a loop ends")
+            return [met] * len(outs)
+        scales_known = all(state.scale == 1 for state in operands if isinstance(state, Whole))
+        same_loop = str(pair.few.params) == str(pair.many.params)  # its bounds may be numbers in it
+        scale = 1.0 if scales_known and same_loop else UNKNOWN
+        return [any_whole(variable, scale) for variable in outs]
 
     def _scan(self, pair: Pair, operands: list[State]) -> Sequence[State]:
-        few, many, constants = self._inner(pair)
-        fixed, carry, stacked = scan_operands(pair.many, operands)
-        rows = [_row_of(state) for state in stacked]
-        over_examples = any(isinstance(state, Rows) and state.dim == 0 for state in stacked)
+        constants, carry, stacks = scan_operands(pair.many, operands)
+        slices = [_slice_of(state) for state in stacks]
+        over_examples = any(isinstance(state, Rows) and state.dim == 0 for state in stacks)
         if over_examples and any(is_turn(state) for state in operands):
             return [pair.met("a loop over the examples runs for every example")] * len(pair.many.outvars)
 
         def turn(carry: list[State]) -> list[State]:
-            after = self.run(few, many, [*constants, *fixed, *carry, *rows], pair.line)[: len(carry)]
-            return [join(pair, a, b) for a, b in zip(carry, after, strict=True)]
+            results = self._run_inner(pair, [*constants, *carry, *slices])
+            return [join(pair, a, b) for a, b in zip(carry, results, strict=False)]
 
         settled_carry = find_fixed_point(carry, turn)
-        if over_examples:  # a loop over the examples: what it carries from one to the next must not depend on them
-            for position, state in enumerate(settled_carry):
+        if over_examples:  # what a loop over the examples carries from one to the next must not depend on them
+            for number, state in enumerate(settled_carry):
                 if not isinstance(state, Whole):
-                    settled_carry[position] = pair.met("a loop over the examples carries one to the next")
-        outs = self.run(few, many, [*constants, *fixed, *settled_carry, *rows], pair.line)
+                    settled_carry[number] = pair.met("a loop over the examples carries one to the next")
+        results = self._run_inner(pair, [*constants, *settled_carry, *slices])
         if pair.few.params["length"] != pair.many.params["length"]:  # its turns are counted by what it carries
-            settled_carry = [replace(s, scale=UNKNOWN) if isinstance(s, Whole) else s for s in settled_carry]
-        stacked_outs = [_stacked(state, over_examples) for state in outs[len(carry) :]]
-        return [*settled_carry, *stacked_outs]
+            for number, state in enumerate(settled_carry):
+                if isinstance(state, Whole):
+                    settled_carry[number] = replace(state, scale=UNKNOWN)
+        stacked = [_stack_of(state, over_examples) for state in results[len(carry) :]]
+        return [*settled_carry, *stacked]
 
 
-def _same_program(few: Any, many: Any) -> bool:
+_ANOTHER_PROGRAM = "another program runs for another number of examples"
+
+
+def _read(few: Any, many: Any, known: dict[Any, State]) -> State:
+    """What an operand is, a variable or a literal."""
+    if not hasattr(many, "val"):
+        return known[many]
+    return _literal(few.val, many.val) if hasattr(few, "val") else Whole(scale=UNKNOWN)
+
+
+def _first_met(operands: Sequence[State]) -> Met | None:
+    return next((state for state in operands if isinstance(state, Met)), None)
+
+
+def _is_same_operation(few: Any, many: Any) -> bool:
     return few.primitive is many.primitive and len(few.invars) == len(many.invars)
 
 
-def _row_of(state: State) -> State:
+def _apply_rule(pair: Pair, operands: list[State]) -> Sequence[State]:
+    """What the results of a plain primitive are."""
+    count = len(pair.many.outvars)
+    if all(isinstance(state, Whole) for state in operands):
+        return whole_results(pair, operands)
+    if any(is_turn(state) for state in operands):
+        return [of_one_example(pair, operands)] * count
+    rule = RULES.get(pair.name)
+    if rule is None:
+        return [pair.met(f"{pair.name} is applied to several examples at once")] * count
+    result = rule(pair, operands)
+    return result if isinstance(result, list) else [result] * count
+
+
+def _slice_of(state: State) -> State:
     """What one iteration of a scan gets of an array over whose dim 0 it goes."""
     if isinstance(state, Rows):
         if state.dim > 0:
@@ -274,7 +313,7 @@ def _row_of(state: State) -> State:
     return state
 
 
-def _stacked(state: State, over_examples: bool) -> State:
+def _stack_of(state: State, over_examples: bool) -> State:
     """What the results of all iterations of a scan are, stacked along dim 0."""
     if isinstance(state, Rows) and state.dim == EACH_TURN:
         return Rows(0, scale=state.scale) if over_examples else state

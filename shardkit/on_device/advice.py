@@ -35,7 +35,7 @@ class Remark(NamedTuple):
     remedy: str
 
 
-class _Known(NamedTuple):
+class _Fact(NamedTuple):
     """What is known of a value on one device."""
 
     differs: Axes = frozenset()  # mesh axes over which it may differ
@@ -49,158 +49,242 @@ class _Known(NamedTuple):
     terms: frozenset[tuple[str, Axes, str, float]] = frozenset()
 
 
-def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
-    """What is summed over devices though each has divided it, over axes of so many sums, or all have it alike."""
-    found: dict[str, Axes] = {}
-    alike: list[Remark] = []
-    sizes: dict[str, int] = {}
-
-    def run(jaxpr: Any, given: Sequence[_Known]) -> list[_Known]:
-        return flow(jaxpr, [*[_Known()] * len(jaxpr.constvars), *given], step, _literal)
-
-    def step(equation: Any, ins: list[_Known]) -> Sequence[_Known]:
-        name, outs = equation.primitive.name, equation.outvars
-        inner = [sub for _, sub in compat.inner_jaxprs(equation)]
-        if compat.in_scope(equation, MEAN):
-            weight, whole = ins
-            axes = whole.differs - weight.differs - weight.reduced if weight.given else frozenset()
-            divisor = ("the weight", axes, own_line(compat.user_frames(equation)), weight.factor)
-            for what, axes, line, factor in (*whole.terms, divisor):
-                over = axes & compat.varying_axes(equation.invars[1].aval) & sizes.keys()
-                if over and _counts_each_time(factor, weight, math.prod(sizes[axis] for axis in over)):
-                    message = (
-                        f"{what} of a Mean is the same on all devices along {quoted(sorted(over))}, which sum it: it "
-                        "counts once for each of them, unless it is divided by their number."
-                    )
-                    alike.append(Remark("term-of-each-device", message, line, _ALIKE[what]))
-        if (sub := find_called_jaxpr(equation)) is not None:
-            return run(sub, ins)
-        if name == "shard_map":
-            sizes.update({axis: n for axis, n in equation.params["mesh"].shape.items() if n > 1})
-            run(inner[0], [_GIVEN._replace(differs=all_axes(spec)) for spec in equation.params["in_specs"]])
-            return [_GIVEN] * len(outs)
-        over = frozenset(mesh_axes(equation))
-        axes = _all(known.differs for known in ins) | (over if name == "axis_index" else _all([]))
-        given = any(known.given for known in ins)
-        stated = over if registered(name).cast and given and not compat.in_scope(equation, PLAN) else _all([])
-        reduced = _all(known.reduced for known in ins) | stated
-        every = _Known(axes, reduced, given, 1.0 if given and name != "div" else math.nan)
-        if kind_of(equation) is not None:
-            sent = [each for known in ins for each in known.divided] if kind_of(equation) == "all_reduce" else []
-            found.update((line, by & over) for by, line in sent if by & over)
-            if kind_of(equation) != "ppermute":  # a leaf that the plan gathers is as one that every device holds
-                reduced = every.reduced if compat.in_scope(equation, PLAN) else every.reduced | over
-                every = every._replace(differs=axes - over, reduced=reduced)
-            return [every] * len(outs)
-        if inner:  # what all turns of a loop share is followed; they may be examples, each with its own divisor
-            shared = ins[: compat.scan_parts(equation)[0]] if name == "scan" else []
-            for sub in inner:
-                own = [every._replace(differs=axes | compat.varying_axes(v.aval)) for v in sub.invars[len(shared) :]]
-                run(sub, [*shared, *own])
-            return [every._replace(differs=axes | compat.varying_axes(v.aval)) for v in outs]
-        keeps = name in _KEEP or registered(name).cast
-        if not keeps and name not in _SCALE | _SUMS | {"select_n", "concatenate"}:
-            return [every] * len(outs)
-        if name != "dot_general":
-            every = every._replace(divided=_all(known.divided for known in ins))
-        if name == "div" and ins[1].total:
-            every = every._replace(divided=every.divided | {(ins[1].differs, source_line(equation))})
-        total = any(known.total for known in ins) and (keeps or (name in _SCALE and not outs[0].aval.shape))
-        of_examples = name in _SUMS and not outs[0].aval.shape and bool(axes & compat.varying_axes(outs[0].aval))
-        return [_with_terms(every._replace(total=total or of_examples), ins, equation)] * len(outs)
-
-    run(jaxpr, [_GIVEN] * len(jaxpr.invars))
-    summed = [site.equation for site in walk(jaxpr) if kind_of(site.equation) in ("all_reduce", "reduce_scatter")]
-    times = Counter(axis for equation in summed for axis in mesh_axes(equation))
-    return alike + [
-        Remark(
-            "mean-of-quotients",
-            f"what each device has divided by a sum over its own examples is summed over {quoted(sorted(axes))}: it is "
-            "another number on each mesh, unless these sums are equal.",
-            line,
-            "Return sk.Mean(total, weight) from the loss, or all_reduce the sum before dividing by it.",
-        )
-        for line, axes in found.items()
-        if any(times[axis] >= sums for axis in axes)
-    ]
-
-
 _ALIKE = {
     "a term of the total": "Weight it, mean.total + mean.weight * term, or return mean + sk.Mean(term, 1).",
     "the weight": "Divide the total by it, and count the examples, sk.Mean(total / value, count).",
 }
-_GIVEN = _Known(given=True, factor=1.0)
+_ARGUMENT = _Fact(given=True, factor=1.0)
 
 
-def _literal(atom: Any) -> _Known:
-    real = not atom.aval.shape and any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    return _Known(factor=float(atom.val) if real else math.nan)
+def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
+    """What is summed over devices though each has divided it, over axes of so many sums, or all have it alike."""
+    reader = _StepReader()
+    reader.run(jaxpr, [_ARGUMENT] * len(jaxpr.invars))
+    reductions = [site.equation for site in walk(jaxpr) if kind_of(site.equation) in ("all_reduce", "reduce_scatter")]
+    counts = Counter(axis for equation in reductions for axis in mesh_axes(equation))
+    remarks = list(reader.alike)
+    for line, axes in reader.quotients.items():
+        if not any(counts[axis] >= sums for axis in axes):
+            continue
+        message = (
+            f"what each device has divided by a sum over its own examples is summed over {quoted(sorted(axes))}: it is "
+            "another number on each mesh, unless these sums are equal."
+        )
+        remedy = "Return sk.Mean(total, weight) from the loss, or all_reduce the sum before dividing by it."
+        remarks.append(Remark("mean-of-quotients", message, line, remedy))
+    return remarks
 
 
-def _all(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
+class _StepReader:
+    """Follows a traced step; collects the quotients that are summed, by line, and what all devices have alike.
+
+    Worked example: `jnp.sum(x) / jnp.sum(mask)` of this device's examples, with `x` and `mask` split over "data". Both
+    sums differ over "data", and the divisor is a `total`: the quotient has `divided` = {({"data"}, line)}. The step
+    sums the loss by an all_reduce over "data": the line is a mean of quotients.
+    """
+
+    def __init__(self) -> None:
+        self.quotients: dict[str, Axes] = {}
+        self.alike: list[Remark] = []
+        self._sizes: dict[str, int] = {}  # of the mesh axes with several devices
+
+    def run(self, jaxpr: Any, inputs: Sequence[_Fact]) -> list[_Fact]:
+        """What is known of the results of a jaxpr, from what is known of its arguments."""
+        constants = [_Fact()] * len(jaxpr.constvars)
+        return flow(jaxpr, [*constants, *inputs], self._step, _literal)
+
+    def _step(self, equation: Any, ins: list[_Fact]) -> Sequence[_Fact]:
+        name = equation.primitive.name
+        outs = equation.outvars
+        if compat.in_scope(equation, MEAN):
+            self._check_mean(equation, *ins)
+        callee = find_called_jaxpr(equation)
+        if callee is not None:
+            return self.run(callee, ins)
+        if name == "shard_map":
+            return self._enter_mesh(equation)
+        fact = _combine(equation, ins)
+        if kind_of(equation) is not None:
+            return [self._send(equation, ins, fact)] * len(outs)
+        if compat.inner_jaxprs(equation):
+            return self._run_loop(equation, ins, fact)
+        return [_compute(equation, ins, fact)] * len(outs)
+
+    def _enter_mesh(self, equation: Any) -> list[_Fact]:
+        mesh = equation.params["mesh"].shape
+        self._sizes.update({axis: size for axis, size in mesh.items() if size > 1})
+        inputs = [_ARGUMENT._replace(differs=all_axes(spec)) for spec in equation.params["in_specs"]]
+        ((_, body),) = compat.inner_jaxprs(equation)[:1]
+        self.run(body, inputs)
+        return [_ARGUMENT] * len(equation.outvars)
+
+    def _send(self, equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
+        """What a collective returns. A quotient that it sums over devices is remembered."""
+        axes = frozenset(mesh_axes(equation))
+        kind = kind_of(equation)
+        if kind == "all_reduce":
+            for operand in ins:
+                for differs, line in operand.divided:
+                    if differs & axes:
+                        self.quotients[line] = differs & axes
+        if kind == "ppermute":
+            return fact
+        # A leaf that the plan gathers is as one that every device holds.
+        of_the_plan = compat.in_scope(equation, PLAN)
+        reduced = fact.reduced if of_the_plan else fact.reduced | axes
+        return fact._replace(differs=fact.differs - axes, reduced=reduced)
+
+    def _run_loop(self, equation: Any, ins: list[_Fact], fact: _Fact) -> list[_Fact]:
+        """What all turns of a loop share is followed; they may be examples, each with its own divisor."""
+        shared = []
+        if equation.primitive.name == "scan":
+            constants, _ = compat.scan_parts(equation)
+            shared = ins[:constants]
+        for _, body in compat.inner_jaxprs(equation):
+            carried = [_varying_too(fact, variable) for variable in body.invars[len(shared) :]]
+            self.run(body, [*shared, *carried])
+        return [_varying_too(fact, variable) for variable in equation.outvars]
+
+    def _check_mean(self, equation: Any, weight: _Fact, total: _Fact) -> None:
+        """Remembers what all devices have alike of a Mean, and sum: it counts once for each of them."""
+        weight_axes: Axes = frozenset()
+        if weight.given:
+            weight_axes = total.differs - weight.differs - weight.reduced
+        line = own_line(compat.user_frames(equation))
+        divisor = ("the weight", weight_axes, line, weight.factor)
+        total_axes = compat.varying_axes(equation.invars[1].aval) & self._sizes.keys()
+        for term, axes, line, factor in (*total.terms, divisor):
+            shared_axes = axes & total_axes
+            devices = math.prod(self._sizes[axis] for axis in shared_axes)
+            if shared_axes and _counts_each_time(factor, weight, devices):
+                message = (
+                    f"{term} of a Mean is the same on all devices along {quoted(sorted(shared_axes))}, which sum it: "
+                    "it counts once for each of them, unless it is divided by their number."
+                )
+                self.alike.append(Remark("term-of-each-device", message, line, _ALIKE[term]))
+
+
+def _combine(equation: Any, ins: list[_Fact]) -> _Fact:
+    """What is known of a result whatever the equation computes of its operands."""
+    name = equation.primitive.name
+    axes = frozenset(mesh_axes(equation))
+    differs = _union(fact.differs for fact in ins)
+    if name == "axis_index":
+        differs |= axes
+    given = any(fact.given for fact in ins)
+    reduced = _union(fact.reduced for fact in ins)
+    # A cast that the loss makes says that it is a share of each device.
+    if registered(name).cast and given and not compat.in_scope(equation, PLAN):
+        reduced |= axes
+    factor = 1.0 if given and name != "div" else math.nan
+    return _Fact(differs, reduced, given, factor)
+
+
+def _varying_too(fact: _Fact, variable: Any) -> _Fact:
+    """The fact, of a value that varies over further axes by its type."""
+    return fact._replace(differs=fact.differs | compat.varying_axes(variable.aval))
+
+
+def _compute(equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
+    """What is known of the result of a plain primitive."""
+    name = equation.primitive.name
+    keeps = name in _KEEP or registered(name).cast
+    if not keeps and name not in _SCALE | _SUMS | {"select_n", "concatenate"}:
+        return fact
+    out = equation.outvars[0].aval
+    if name != "dot_general":
+        fact = fact._replace(divided=_union(operand.divided for operand in ins))
+    if name == "div" and ins[1].total:
+        quotient = (ins[1].differs, source_line(equation))
+        fact = fact._replace(divided=fact.divided | {quotient})
+    has_total = any(operand.total for operand in ins)
+    keeps_total = keeps or (name in _SCALE and not out.shape)
+    sums_examples = name in _SUMS and not out.shape and bool(fact.differs & compat.varying_axes(out))
+    fact = fact._replace(total=(has_total and keeps_total) or sums_examples)
+    return _with_terms(fact, ins, equation)
+
+
+def _literal(atom: Any) -> _Fact:
+    kinds = (jnp.floating, jnp.integer)
+    is_number = not atom.aval.shape and any(jnp.issubdtype(atom.aval.dtype, kind) for kind in kinds)
+    return _Fact(factor=float(atom.val) if is_number else math.nan)
+
+
+def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
     return frozenset[Any]().union(*sets)
 
 
-def _with_terms(every: _Known, ins: list[_Known], equation: Any) -> _Known:
-    """What is known, with the factor and the terms: a sum of scalars may add one, and a product keeps those it has."""
-    name, terms = equation.primitive.name, _all(known.terms for known in ins)
-    if name in _KEEP or registered(name).cast or name == "neg" or (name == "reduce_sum" and every.given):
-        return every._replace(factor=ins[0].factor, terms=terms)
+def _with_terms(fact: _Fact, ins: list[_Fact], equation: Any) -> _Fact:
+    """The fact with the factor and the terms: a sum of scalars may add one, and a product keeps those it has."""
+    name = equation.primitive.name
+    terms = _union(operand.terms for operand in ins)
+    if name in _KEEP or registered(name).cast or name == "neg" or (name == "reduce_sum" and fact.given):
+        return fact._replace(factor=ins[0].factor, terms=terms)
     if name == "mul":
-        kept = _all([]) if all(known.differs for known in ins) else terms
-        return every._replace(factor=ins[0].factor * ins[1].factor, terms=kept)
+        if all(operand.differs for operand in ins):
+            terms = frozenset()
+        return fact._replace(factor=ins[0].factor * ins[1].factor, terms=terms)
     if name not in ("add", "sub", "add_any"):
-        return every
-    for whole, own in (ins, ins[::-1]):
-        axes = own.differs - whole.differs - whole.reduced
-        if axes and whole.given and not equation.outvars[0].aval.shape:
-            terms |= {("a term of the total", axes, source_line(equation), whole.factor)}
-    return every._replace(factor=ins[0].factor if ins[0].given else ins[1].factor, terms=terms)
+        return fact
+    first, second = ins
+    is_scalar = not equation.outvars[0].aval.shape
+    for term, other in ((first, second), (second, first)):
+        axes = other.differs - term.differs - term.reduced
+        if axes and term.given and is_scalar:
+            terms |= {("a term of the total", axes, source_line(equation), term.factor)}
+    return fact._replace(factor=first.factor if first.given else second.factor, terms=terms)
 
 
-def _counts_each_time(factor: float, weight: _Known, n: int) -> bool:
-    """Whether a term of this factor is neither weighted nor one of `n` shares, as far as its digits tell."""
+def _counts_each_time(factor: float, weight: _Fact, devices: int) -> bool:
+    """Whether a term of this factor is neither weighted nor a share of one device, as far as its digits tell."""
     # Beside a constant weight, as 32 examples, 0.0032 may be 32 times 0.0001; 0.0001 is not 32 times 0.000003125.
-    d = _digits(factor)
-    return 0 < d <= _digits(factor * n) if weight.given else d == 1 and _digits(factor / (weight.factor or 1)) > 2
+    digits = _count_digits(factor)
+    if weight.given:
+        return 0 < digits <= _count_digits(factor * devices)
+    return digits == 1 and _count_digits(factor / (weight.factor or 1)) > 2
 
 
-def _digits(x: float) -> int:
+def _count_digits(x: float) -> int:
     """The significant digits with which somebody would write a number; 0 of one that is not known."""
-    return len(f"{x:.5e}".partition("e")[0].strip("-").replace(".", "").rstrip("0")) if math.isfinite(x) else 0
+    if not math.isfinite(x):
+        return 0
+    mantissa, _, _ = f"{x:.5e}".partition("e")
+    return len(mantissa.strip("-").replace(".", "").rstrip("0"))
 
 
 def idle_axes(jaxpr: Any) -> list[Remark]:
     """Axes along which all devices of a program that differentiates do the same, though its pieces divide by them."""
     sizes: dict[str, int] = {}
     used: set[str] = set()
-    pieces: set[int] = set()
-    backward, source = False, ""
+    pieces: set[int] = set()  # the sizes of split dims on a device
+    has_backward = False
+    source = ""
     for site in walk(jaxpr):
-        backward |= compat.in_backward(site.equation)
+        equation = site.equation
+        has_backward |= compat.in_backward(equation)
         if not source and (sizes or site.name == "shard_map"):  # of our own step, the first line of the loss in it
-            source = own_line(compat.user_frames(site.equation))
+            source = own_line(compat.user_frames(equation))
         if site.name != "shard_map":
-            used |= set(mesh_axes(site.equation)) if not registered(site.name).cast else set()
+            if not registered(site.name).cast:
+                used |= set(mesh_axes(equation))
             continue
-        sizes |= dict(site.equation.params["mesh"].shape)
-        used |= sizes.keys() - set(compat.manual_axes(site.equation))
-        for spec, variable in zip(site.equation.params["in_specs"], site.equation.invars, strict=True):
+        sizes |= dict(equation.params["mesh"].shape)
+        used |= sizes.keys() - set(compat.manual_axes(equation))
+        for spec, variable in zip(equation.params["in_specs"], equation.invars, strict=True):
             used |= all_axes(spec)
-            pieces |= {
-                variable.aval.shape[dim] // math.prod(sizes[a] for a in axes) for dim, axes in split_dims(spec).items()
-            }
-    idle = {axis: n for axis, n in sizes.items() if n > 1 and axis not in used and any(p % n == 0 for p in pieces)}
-    return [
-        Remark(
-            "idle-axis",
-            f"the {n} devices along axis {axis!r} all do the same work: nothing is split over it and nothing sent.",
-            source,
-            f"Name it in the plan, as dp(({axis!r}, ...)), or leave it out of the mesh.",
-        )
-        for axis, n in idle.items()
-        if backward
-    ]
+            for dim, axes in split_dims(spec).items():
+                pieces.add(variable.aval.shape[dim] // math.prod(sizes[axis] for axis in axes))
+    if not has_backward:
+        return []
+    remarks = []
+    for axis, size in sizes.items():
+        is_idle = size > 1 and axis not in used
+        if is_idle and any(piece % size == 0 for piece in pieces):
+            message = f"the {size} devices along axis {axis!r} all do the same work: nothing is split over it and "
+            message += "nothing sent."
+            remedy = f"Name it in the plan, as dp(({axis!r}, ...)), or leave it out of the mesh."
+            remarks.append(Remark("idle-axis", message, source, remedy))
+    return remarks
 
 
 class Unintended(UserWarning):
@@ -210,7 +294,6 @@ class Unintended(UserWarning):
 def warn_of(jaxpr: Any, stacklevel: int) -> None:
     """Warns of all that is unintended in a traced step."""
     # One sum is that of the metrics: a replica that keeps its gradient to itself may have a mean of its own.
-    for _, message, source, remedy in (*uncommon_losses(jaxpr, sums=2), *idle_axes(jaxpr)):
-        warnings.warn(
-            f"step: {source}{': ' if source else ''}{message} {remedy}", Unintended, stacklevel=stacklevel + 1
-        )
+    for remark in (*uncommon_losses(jaxpr, sums=2), *idle_axes(jaxpr)):
+        place = f"{remark.source}: " if remark.source else ""
+        warnings.warn(f"step: {place}{remark.message} {remark.remedy}", Unintended, stacklevel=stacklevel + 1)

@@ -25,26 +25,37 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, wh
     Raises:
         ValueError: a batch without arrays, leaves with different numbers of examples, or a dim that does not divide.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
     sizes = [(path_name(path), jnp.shape(x)[0]) for path, x in leaves if jnp.ndim(x)]
     if len({size for _, size in sizes}) != 1:
-        found = ", ".join(f"{name}: {size}" for name, size in sizes) or "no array"
+        got = ", ".join(f"{name}: {size}" for name, size in sizes) or "no array"
         raise ValueError(
-            f"{where}: every array of the batch must have the same number of examples along dim 0; got {found}. Pass "
+            f"{where}: every array of the batch must have the same number of examples along dim 0; got {got}. Pass "
             "arrays that share dim 0; what all examples share goes into carried state, or the loss."
         )
+    axes_of_dims = spec_axes(spec) or [()]  # dim 0 may be split by microbatches alone
     for path, x in leaves:
-        for dim, axes in enumerate((spec_axes(spec) or [()])[: jnp.ndim(x)]):
-            count = math.prod(mesh.shape[axis] for axis in axes)
+        for dim, axes in enumerate(axes_of_dims[: jnp.ndim(x)]):
+            devices = math.prod(mesh.shape[axis] for axis in axes)
             parts = accumulate if dim == 0 else 1
-            if jnp.shape(x)[dim] % (count * parts):
-                over = counted(count, "device") + (f" x {parts} microbatches" if parts > 1 else "")
-                raise ValueError(
-                    f"{where}: batch dim {dim} must be divisible by {named(axes) if axes else 'accumulate'}"
-                    f"{' times accumulate' if parts > 1 and axes else ''}; leaf {path_name(path)} has size "
-                    f"{jnp.shape(x)[dim]} over {over}. Choose another size, or pad with examples of weight 0."
-                )
+            size = jnp.shape(x)[dim]
+            if size % (devices * parts):
+                raise ValueError(_indivisible(where, path_name(path), dim, size, axes, devices, parts))
     return jax.tree.map(lambda x: PartitionSpec(*spec[: jnp.ndim(x)]), batch)
+
+
+def _indivisible(where: str, leaf: str, dim: int, size: int, axes: tuple[str, ...], devices: int, parts: int) -> str:
+    """The error about a dim of the batch that devices and microbatches do not divide."""
+    divisor = named(axes) if axes else "accumulate"
+    pieces = counted(devices, "device")
+    if parts > 1:
+        pieces += f" x {parts} microbatches"
+        if axes:
+            divisor += " times accumulate"
+    return (
+        f"{where}: batch dim {dim} must be divisible by {divisor}; leaf {leaf} has size {size} over {pieces}. Choose "
+        "another size, or pad with examples of weight 0."
+    )
 
 
 def split_over(batch_spec: PartitionSpec) -> tuple[str, ...]:
@@ -54,12 +65,14 @@ def split_over(batch_spec: PartitionSpec) -> tuple[str, ...]:
 
 def device_keys(key: jax.Array, batch: Any, batch_spec: PartitionSpec) -> jax.Array:
     """This device's rows of `example_keys(key, global batch size)`, inside shard_map."""
+    # Worked example: 8 examples over 4 devices. Device 2 has rows 0 and 1 of its own, which are examples 4 and 5 of the
+    # batch, and folds these numbers into the key. On one device the examples 4 and 5 get the same keys.
     rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
     axes = split_over(batch_spec)
-    index = jnp.arange(rows, dtype=jnp.uint32)
+    numbers = jnp.arange(rows, dtype=jnp.uint32)
     if axes and axis_size(axes) > 1:
-        index = index + axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows)
-    return vary(fold_keys(key, index), axes)
+        numbers = numbers + axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows)
+    return vary(fold_keys(key, numbers), axes)
 
 
 def split_microbatches(tree: Any, count: int) -> Any:
@@ -67,24 +80,31 @@ def split_microbatches(tree: Any, count: int) -> Any:
 
     Layout: `X[B, ..] -> X[M, B/M, ..]`
     """
-    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else x, tree)
 
-
-def take_microbatch(split: Any, i: Any) -> Any:
-    """Microbatch `i`, a number or a traced index, of what `split_microbatches` returned."""
-
-    def one(x: Any) -> Any:
+    def split(x: Any) -> Any:
         if not x.ndim:
             return x
-        at = 0 if x.shape[0] == 1 else i
-        return x[at] if isinstance(at, int) else row(x, at)
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
-    return jax.tree.map(one, split)
+    return jax.tree.map(split, tree)
 
 
-def row(tree: Any, i: Any) -> Any:
-    """Row `i` of dim 0 of every array, a number or a traced index."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+def take_microbatch(split: Any, number: Any) -> Any:
+    """One microbatch, by its number or a traced index, of what `split_microbatches` returned."""
+
+    def take(x: Any) -> Any:
+        if not x.ndim:
+            return x
+        if x.shape[0] == 1:
+            return x[0]
+        return x[number] if isinstance(number, int) else row(x, number)
+
+    return jax.tree.map(take, split)
+
+
+def row(tree: Any, number: Any) -> Any:
+    """One row of dim 0 of every array, by its number or a traced index."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tree)
 
 
 # The type of an array says over which axes it varies, but neither on which dim nor in which order. This says so for the
@@ -93,13 +113,13 @@ _SPLIT: ContextVar[tuple[tuple[str, ...] | None, str]] = ContextVar("what is spl
 
 
 @contextmanager
-def tokens_split(axes: tuple[str, ...], leaf: str = "") -> Iterator[None]:
+def bind_token_axes(axes: tuple[str, ...], leaf: str = "") -> Iterator[None]:
     """Binds, while a loss is traced, the axes over which the plan splits the tokens, in order, and a leaf it splits."""
-    before = _SPLIT.set((axes, leaf))
+    token = _SPLIT.set((axes, leaf))
     try:
         yield
     finally:
-        _SPLIT.reset(before)
+        _SPLIT.reset(token)
 
 
 def check_whole() -> None:
@@ -109,17 +129,19 @@ def check_whole() -> None:
         ValueError: names what is split.
     """
     axes, leaf = _SPLIT.get()
-    if leaf or axes:
-        what = f"leaf {leaf}" if leaf else f"each example, split over {quoted(axes or ())}"
-        raise ValueError(
-            "value_and_grad: with local=True a loss does not communicate, and must get whole leaves and examples; the "
-            f"plan passes it a part of {what}. Leave out local=, or use dp, zero1, zero2 or fsdp."
-        )
+    if not leaf and not axes:
+        return
+    part_of = f"leaf {leaf}" if leaf else f"each example, split over {quoted(axes or ())}"
+    raise ValueError(
+        "value_and_grad: with local=True a loss does not communicate, and must get whole leaves and examples; the "
+        f"plan passes it a part of {part_of}. Leave out local=, or use dp, zero1, zero2 or fsdp."
+    )
 
 
 def token_axes() -> tuple[str, ...] | None:
     """The axes over which the plan splits the tokens, in order; None outside a step."""
-    return _SPLIT.get()[0]
+    axes, _ = _SPLIT.get()
+    return axes
 
 
 def in_plan_order(where: str, names: tuple[str, ...]) -> tuple[str, ...]:

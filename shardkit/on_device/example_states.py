@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,11 +102,21 @@ def join(pair: Pair, a: State, b: State) -> State:
     for first, second in ((a, b), (b, a)):
         if isinstance(first, Whole) and isinstance(second, Total) and first.zero:
             return second
-        if isinstance(first, Whole) and isinstance(second, Rows) and beside(first, second):
+        if isinstance(first, Whole) and isinstance(second, Rows) and fits_beside(first, second):
             return second
     return pair.met("a value is that of single examples, or of all")
 
 
-def beside(whole: Whole, rows: Rows) -> bool:
+def fits_beside(whole: Whole, rows: Rows) -> bool:
     """Whether a whole value is the same for all examples and grows as rows do, so that these may be joined to it."""
     return (whole.zero or whole.scale == rows.scale) and rows.dim not in whole.differs
+
+
+def shift_dim(dim: int, removed: Sequence[int]) -> int:
+    """Where a dim is after others are removed."""
+    return dim - sum(other < dim for other in removed)
+
+
+def shift_dims(dims: frozenset[int], removed: Sequence[int]) -> frozenset[int]:
+    """Where the dims are that are left after others are removed."""
+    return frozenset(shift_dim(dim, removed) for dim in dims if dim not in removed)

@@ -94,11 +94,27 @@ def is_handle(x: Any) -> bool:
 
 
 def open_handles(tree: Any) -> Any:
-    """The tree with the weight of each lazy leaf."""
+    """The tree with the weight of each lazy leaf, whose gradient becomes that of the leaf's part."""
+    # Worked example: one layer of w[L, 8, 6] over "fsdp" of 4 devices, rows split. The state has w[L, 2, 6] on each;
+    # `scan` takes the layer's dim off, so that a layer's handle has part[2, 6], and gathers dim -2 (the 0 of the layer,
+    # counted from the end, so that the scan did not change it).
+    #   forward   part[2, 6] float32 -> cast to bfloat16 -> all_gather dim 0 -> weight[8, 6] bfloat16
+    #   backward  gradient[8, 6] -> cast to float32 -> reduce_scatter dim 0 -> gradient[2, 6] of the part
+    # Of zero2, every device has whole[8, 6] beside the part: nothing is gathered, and the backward is the same.
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_handle)
     weights = []
     for leaf in leaves:
-        weights.append(_open(leaf) if is_handle(leaf) else leaf)
+        if not is_handle(leaf):
+            weights.append(leaf)
+            continue
+        weight = leaf.part
+        if leaf.scatters:
+            weight = _scattered(leaf.scatters, leaf.reduce, leaf.whole, weight)
+        if leaf.gathers:
+            weight = _gathered(leaf.gathers, leaf.sizes, leaf.compute, leaf.reduce, weight)
+        else:
+            weight = cast_floating(weight, leaf.compute)
+        weights.append(weight)
     return jax.tree.unflatten(structure, weights)
 
 
@@ -138,7 +154,7 @@ def with_parts(tree: Any, leaves: Any) -> Any:
         if not is_handle(node):
             return leaf
         handle = replace(node, part=leaf)
-        return _open(handle) if handle.entry else handle
+        return open_handles(handle) if handle.entry else handle
 
     return jax.tree.map(replace_part, tree, leaves, is_leaf=is_handle)
 
@@ -241,22 +257,6 @@ def _with_slope(part: jax.Array, slope: jax.Array) -> jax.Array:
 
 _slope.defjvp(lambda primals, tangents: (_slope(*primals), tangents[0]))
 _with_slope.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
-
-
-def _open(handle: Handle) -> jax.Array:
-    """The weight of a lazy leaf, and its way back: the gradient of the weight becomes that of the part."""
-    # Worked example: one layer of w[L, 8, 6] over "fsdp" of 4 devices, rows split. The state has w[L, 2, 6] on each;
-    # `scan` takes the layer's dim off, so that a layer's handle has part[2, 6], and gathers dim -2 (the 0 of the layer,
-    # counted from the end, so that the scan did not change it).
-    #   forward   part[2, 6] float32 -> cast to bfloat16 -> all_gather dim 0 -> weight[8, 6] bfloat16
-    #   backward  gradient[8, 6] -> cast to float32 -> reduce_scatter dim 0 -> gradient[2, 6] of the part
-    # Of zero2, every device has whole[8, 6] beside the part: nothing is gathered, and the backward is the same.
-    part = handle.part
-    if handle.scatters:
-        part = _scattered(handle.scatters, handle.reduce, handle.whole, part)
-    if handle.gathers:
-        return _gathered(handle.gathers, handle.sizes, handle.compute, handle.reduce, part)
-    return cast_floating(part, handle.compute)
 
 
 def cast_floating(tree: Any, dtype: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from shardkit._arguments.checks import quoted
 from shardkit._jax.one_device import noting
 from shardkit.meshes.layout import path_name, spec_axes
-from shardkit.on_device.batch import device_keys, split_microbatches, take_microbatch, tokens_split
+from shardkit.on_device.batch import bind_token_axes, device_keys, split_microbatches, take_microbatch
 from shardkit.on_device.gradient import GradFn, LossFn, WithCarried, call_loss, loss_alone
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating, open_entries, parts
@@ -50,8 +50,8 @@ def local_gradients(
     # example draws the same on every mesh and under every accumulation.
     keys = device_keys(key, batch, placement.batch)
 
-    def of_examples(batch: Any, keys: jax.Array) -> tuple[dict[str, Any], Any]:
-        out = grad_fn(params, batch, keys, scale=scale)
+    def read_results(out: Any) -> tuple[dict[str, Any], Any]:
+        """The Means by name, and the gradients, of what the GradFn returned."""
         loss, aux, grads = _check_results(out)
         _check_names(aux)
         _check_gradients(params, grads)
@@ -61,6 +61,9 @@ def local_gradients(
                 f"must be computed at once; got {microbatches.words}. Leave that out, or weight the values of one Mean."
             )
         return named_means((loss, aux)), grads
+
+    def of_examples(batch: Any, keys: jax.Array) -> tuple[dict[str, Any], Any]:
+        return read_results(grad_fn(params, batch, keys, scale=scale))
 
     def first_means(batch: Any) -> dict[str, Any]:
         examples = split_microbatches((batch, keys), microbatches.parts)
@@ -79,7 +82,7 @@ def local_gradients(
         if microbatches.words:
             means, grads = microbatches.sum_examples(of_examples, batch, keys, scale, placement)
         else:
-            means, grads = of_examples(batch, keys)
+            means, grads = read_results(grad_fn(params, batch, keys, scale=scale))
     return batch, means, grads
 
 
@@ -196,7 +199,7 @@ def _layout_bound(placement: Placement) -> AbstractContextManager[None]:
     """Binds, while the loss is traced, the axes that split the tokens, and a leaf of which a device has a part."""
     batch_axes = spec_axes(placement.batch)
     token_axes = batch_axes[1] if len(batch_axes) > 1 else ()
-    return tokens_split(token_axes, placement.part_in_loss)
+    return bind_token_axes(token_axes, placement.part_in_loss)
 
 
 def _first_split(batch_spec: PartitionSpec) -> int:

@@ -32,7 +32,26 @@ class _Tag(NamedTuple):
 
 
 Tags = frozenset[_Tag]
-_STATE, _KEYS = -1, -2  # in place of a leaf: parameters and carried state; the keys of this device's examples
+_NOTHING: Tags = frozenset()
+_STATE = -1  # in place of a leaf: parameters and carried state
+_KEYS = -2  # the keys of this device's examples
+
+
+class _Leaves(NamedTuple):
+    """The leaves of a batch by their numbers."""
+
+    scalars: set[int]
+    whole: set[int]  # those that have no dim which devices split
+    rounded: set[int]  # those that the compute dtype would round
+
+
+class _TracedMean(NamedTuple):
+    """What a traced mean depends on."""
+
+    name: str
+    unshared: frozenset[str]  # the axes over which its total varies and its weight does not
+    total: Tags
+    weight: Tags
 
 
 def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool, split: int = 0, reads: bool = False) -> Any:
@@ -50,61 +69,95 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool, split
     Cost: nothing is sent. A batch with arrays that would be rounded, or with scalars, and carried state cost a second
         trace of the loss.
     """
+    # Worked example: a batch {"x": float32[8, 4], "mask": float32[8]} in bfloat16, with the weight sum(mask). In the
+    # trace the weight depends on the value of "mask", which stays float32: bfloat16 counts exactly only up to 256. A
+    # weight sum(mask > 0) depends on it through a comparison alone, and "mask" may be rounded.
     paths, structure = jax.tree_util.tree_flatten_with_path(batch)
-    leaves = [leaf for _, leaf in paths]
-    scalars = {i for i, leaf in enumerate(leaves) if not leaf.ndim}
-    whole = {i for i, leaf in enumerate(leaves) if leaf.ndim <= split}
-    rounded = {i for i, leaf in enumerate(leaves) if _rounds(leaf.dtype, compute)}
+    names = [path_name(path) for path, _ in paths]
+    arrays = [leaf for _, leaf in paths]
+    leaves = _Leaves(
+        scalars={number for number, x in enumerate(arrays) if not x.ndim},
+        whole={number for number, x in enumerate(arrays) if x.ndim <= split},
+        rounded={number for number, x in enumerate(arrays) if _rounds(x.dtype, compute)},
+    )
 
-    def lower(exact: Collection[int]) -> list[Any]:
-        return [x if i in exact else cast_floating(x, compute) for i, x in enumerate(leaves)]
+    def cast_all_but(exact: Collection[int]) -> list[Any]:
+        cast = []
+        for number, x in enumerate(arrays):
+            cast.append(x if number in exact else cast_floating(x, compute))
+        return cast
 
-    if not rounded and (once or not (whole or reads)):
-        return jax.tree.unflatten(structure, lower(()))
-    names: list[tuple[str, Any]] = []
+    needs_trace = bool(leaves.rounded) or (not once and (bool(leaves.whole) or reads))
+    if not needs_trace:
+        return jax.tree.unflatten(structure, cast_all_but(()))
 
-    def pairs(*leaves: Any) -> list[Any]:
-        means = means_by_path(means_of(jax.tree.unflatten(structure, leaves)))
-        names[:] = [(name, compat.varying_axes(x.total) - compat.varying_axes(x.weight)) for name, x in means]
-        return [x for _, mean in means for x in mean]
+    def trace(arrays: list[Any]) -> list[_TracedMean]:
+        return _trace_means(lambda arrays: means_of(jax.tree.unflatten(structure, arrays)), arrays)
 
     try:
-        closed = jax.make_jaxpr(pairs)(*lower(()))
-    except TypeError as error:  # a weight that was summed in the compute dtype: find out which one in the given dtypes
+        means = trace(cast_all_but(()))
+    except TypeError as error:
+        # A weight that was summed in the compute dtype: in the dtypes of the batch the trace tells which one.
         try:
-            closed = jax.make_jaxpr(pairs)(*lower(rounded))
+            means = trace(cast_all_but(leaves.rounded))
         except Exception:
             raise error from None
-    given = [*map(_outside, closed.consts), *range(len(leaves))]
-    tags = _flow(
-        closed.jaxpr, [frozenset({_Tag(i, True), _Tag(i, False)}) if i is not None else frozenset() for i in given]
-    )
     exact: set[int] = set()
-    for (name, axes), total, weight in zip(names, tags[::2], tags[1::2], strict=True):
-        exact |= {tag.leaf for tag in weight if tag.value} & rounded
-        made_of, counted = {tag.leaf for tag in weight}, {tag.leaf for tag in total} - {_STATE}
-        over = quoted(sorted(axes))
-        if axes and counted and made_of == {_STATE}:
-            raise ValueError(
-                f"Mean {name!r}: the weight of examples must be a sum over them, because it counts once on each device "
-                f"along {over}, and in each microbatch; got one that depends only on parameters or carried state. Pass "
-                "the weights of this device's examples, or vary(weight, axes) of its own share."
-            )
-        made_of -= {_STATE}
-        if not once and made_of and made_of <= scalars and not counted <= scalars:
-            raise ValueError(
-                f"Mean {name!r}: the weight of examples must be a sum over them, because the weights of all devices "
-                f"and microbatches are added; got one that depends only on leaf {path_name(paths[min(made_of)][0])}, a "
-                "scalar. Pass a weight for each example: an array with the examples along dim 0."
-            )
-        if split and axes and made_of and made_of <= whole and not counted <= whole:
-            raise ValueError(
-                f"Mean {name!r}: the weight must be that of the parts of examples which a device has, because it "
-                f"counts once on each along {over}; got one that depends only on leaf "
-                f"{path_name(paths[min(made_of)][0])}, which all of them have whole. Pass a weight for each part, as "
-                "an array with its dims, or vary(weight, axes) if the total is of whole examples too."
-            )
-    return jax.tree.unflatten(structure, lower(exact))
+    for mean in means:
+        exact |= {tag.leaf for tag in mean.weight if tag.value} & leaves.rounded
+        _check_weight(mean, leaves, names, once, split)
+    return jax.tree.unflatten(structure, cast_all_but(exact))
+
+
+def _trace_means(means_of: Callable[[list[Any]], Mapping[str, Any]], arrays: list[Any]) -> list[_TracedMean]:
+    """On which arrays the total and the weight of each mean depend."""
+    described: list[tuple[str, frozenset[str]]] = []
+
+    def totals_and_weights(*arrays: Any) -> list[Any]:
+        means = means_by_path(means_of(list(arrays)))
+        results = []
+        described.clear()
+        for name, mean in means:
+            described.append((name, compat.varying_axes(mean.total) - compat.varying_axes(mean.weight)))
+            results += [mean.total, mean.weight]
+        return results
+
+    closed = jax.make_jaxpr(totals_and_weights)(*arrays)
+    inputs = []
+    for leaf in (*map(_outside, closed.consts), *range(len(arrays))):
+        inputs.append(_NOTHING if leaf is None else frozenset({_Tag(leaf, True), _Tag(leaf, False)}))
+    tags = _follow(closed.jaxpr, inputs)
+    means = []
+    for (name, unshared), total, weight in zip(described, tags[::2], tags[1::2], strict=True):
+        means.append(_TracedMean(name, unshared, total, weight))
+    return means
+
+
+def _check_weight(mean: _TracedMean, leaves: _Leaves, names: Sequence[str], once: bool, split: int) -> None:
+    """Refuses a weight that counts once on each device, or in each microbatch, beside a total that has a share."""
+    made_of = {tag.leaf for tag in mean.weight}
+    counted = {tag.leaf for tag in mean.total} - {_STATE}
+    axes = quoted(sorted(mean.unshared))
+    if mean.unshared and counted and made_of == {_STATE}:
+        raise ValueError(
+            f"Mean {mean.name!r}: the weight of examples must be a sum over them, because it counts once on each "
+            f"device along {axes}, and in each microbatch; got one that depends only on parameters or carried state. "
+            "Pass the weights of this device's examples, or vary(weight, axes) of its own share."
+        )
+    made_of -= {_STATE}
+    if not once and made_of and made_of <= leaves.scalars and not counted <= leaves.scalars:
+        raise ValueError(
+            f"Mean {mean.name!r}: the weight of examples must be a sum over them, because the weights of all devices "
+            f"and microbatches are added; got one that depends only on leaf {names[min(made_of)]}, a "
+            "scalar. Pass a weight for each example: an array with the examples along dim 0."
+        )
+    if split and mean.unshared and made_of and made_of <= leaves.whole and not counted <= leaves.whole:
+        raise ValueError(
+            f"Mean {mean.name!r}: the weight must be that of the parts of examples which a device has, because it "
+            f"counts once on each along {axes}; got one that depends only on leaf "
+            f"{names[min(made_of)]}, which all of them have whole. Pass a weight for each part, as "
+            "an array with its dims, or vary(weight, axes) if the total is of whole examples too."
+        )
 
 
 def _outside(x: Any) -> int | None:
@@ -115,50 +168,62 @@ def _outside(x: Any) -> int | None:
 
 
 def _rounds(dtype: Any, compute: Any) -> bool:
+    """Whether numbers of a dtype lose digits, or overflow, in the compute dtype."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return False
-    given, here = jnp.finfo(dtype), jnp.finfo(compute)
-    return bool(given.nmant > here.nmant or given.maxexp > here.maxexp)
+    before = jnp.finfo(dtype)
+    after = jnp.finfo(compute)
+    return bool(before.nmant > after.nmant or before.maxexp > after.maxexp)
 
 
-def _flow(jaxpr: Any, given: Sequence[Tags]) -> list[Tags]:
-    """The tags of each result of a jaxpr, from those of its arguments."""
+def _follow(jaxpr: Any, inputs: Sequence[Tags]) -> list[Tags]:
+    """The tags of each result of a jaxpr, from those of its last arguments; the others depend on nothing."""
 
     def step(equation: Any, ins: list[Tags]) -> list[Tags]:
-        outs = zip(equation.outvars, _step(equation, ins), strict=True)
-        return [_compared(tags) if getattr(v.aval, "dtype", None) == np.bool_ else tags for v, tags in outs]
+        outs = []
+        for variable, tags in zip(equation.outvars, _step(equation, ins), strict=True):
+            is_comparison = getattr(variable.aval, "dtype", None) == np.bool_
+            outs.append(_without_values(tags) if is_comparison else tags)
+        return outs
 
-    constants = len(jaxpr.constvars) + len(jaxpr.invars) - len(given)
-    return flow(jaxpr, [*[frozenset[_Tag]()] * constants, *given], step, lambda _: frozenset())
+    constants = len(jaxpr.constvars) + len(jaxpr.invars) - len(inputs)
+    return flow(jaxpr, [*[_NOTHING] * constants, *inputs], step, lambda literal: _NOTHING)
 
 
 def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
-    name, count = equation.primitive.name, len(equation.outvars)
-    inner = [sub for _, sub in compat.inner_jaxprs(equation)]
-    if not frozenset[_Tag]().union(*ins):
-        return [frozenset()] * count
-    if (sub := find_called_jaxpr(equation)) is not None:
-        return _flow(sub, ins)
+    """The tags of the results of an equation."""
+    name = equation.primitive.name
+    count = len(equation.outvars)
+    every_tag = _NOTHING.union(*ins)
+    if not every_tag:
+        return [_NOTHING] * count
+    callee = find_called_jaxpr(equation)
+    if callee is not None:
+        return _follow(callee, ins)
+    inner = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
     if name == "cond":
-        branches = [_flow(sub, ins[1:]) for sub in inner]
-        return [ins[0].union(*each) for each in zip(*branches, strict=True)]
+        predicate, *operands = ins
+        branches = [_follow(branch, operands) for branch in inner]
+        return [predicate.union(*tags) for tags in zip(*branches, strict=True)]
     if name == "scan":
         return _scan(equation, inner[0], ins)
     if (registered(name).same or registered(name).kind) and len(ins) == count:  # result i depends on operand i
         return ins
-    return [frozenset[_Tag]().union(*ins)] * count
+    return [every_tag] * count
 
 
 def _scan(equation: Any, body: Any, ins: list[Tags]) -> list[Tags]:
     """The tags of a scan's results, with those of its carry iterated to a fixed point."""
-    fixed, carried, each = scan_operands(equation, ins)
+    constants, carry, slices = scan_operands(equation, ins)
 
-    def turn(held: list[Tags]) -> list[Tags]:
-        return [old | new for old, new in zip(held, _flow(body, [*fixed, *held, *each]), strict=False)]
+    def turn(carry: list[Tags]) -> list[Tags]:
+        results = _follow(body, [*constants, *carry, *slices])
+        return [old | new for old, new in zip(carry, results, strict=False)]
 
-    carried = find_fixed_point(carried, turn)
-    return [*carried, *_flow(body, [*fixed, *carried, *each])[len(carried) :]]
+    carry = find_fixed_point(carry, turn)
+    results = _follow(body, [*constants, *carry, *slices])
+    return [*carry, *results[len(carry) :]]
 
 
-def _compared(tags: Tags) -> Tags:
+def _without_values(tags: Tags) -> Tags:
     return frozenset(tag for tag in tags if not tag.value)

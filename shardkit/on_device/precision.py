@@ -66,30 +66,8 @@ def precision_of(name: Precision | str | None) -> Precision:
     that round, or overflow float16.
     """
     if isinstance(name, Precision):
-        for field in ("param", "compute", "reduce", "output", "master"):
-            dtype = getattr(name, field)
-            if dtype is None and field == "master":
-                continue
-            if not _floating(dtype):
-                raise ValueError(
-                    f"Precision: {field} must be a floating-point dtype; got {dtype!r}. Pass for example jnp.bfloat16."
-                )
-            if jnp.dtype(dtype).itemsize > 4:
-                raise ValueError(
-                    f"Precision: {field} must be at most float32, because microbatches and means are summed in "
-                    f"float32; got {jnp.dtype(dtype).name}. Pass jnp.float32."
-                )
-        scale = name.loss_scale
-        if scale not in (None, "dynamic") and not _power_of_two(scale):
-            raise ValueError(
-                f"Precision: loss_scale must be None, 'dynamic' or a power of two from 2**-64 to 2**64, so that "
-                f"scaling is exact; got {scale!r}. Pass for example 1024.0."
-            )
-        if isinstance(scale, int | float) and name.compute == jnp.float16 and scale > _FIRST_DYNAMIC_SCALE:
-            raise ValueError(
-                f"Precision: loss_scale must be at most {_FIRST_DYNAMIC_SCALE:g} with compute=float16, or every step "
-                f"overflows and is skipped; got {scale!r}. Lower it."
-            )
+        _check_dtypes(name)
+        _check_loss_scale(name)
         check_kind("Precision", "growth_interval", name.growth_interval, (int,))
         at_least("Precision", 1, growth_interval=name.growth_interval)
         return name
@@ -99,6 +77,38 @@ def precision_of(name: Precision | str | None) -> Precision:
             f"precision: the name must be one of {quoted(_NAMED)}; got {name!r}. Pass one of them or a Precision."
         )
     return policy
+
+
+def _check_dtypes(policy: Precision) -> None:
+    for field in ("param", "compute", "reduce", "output", "master"):
+        dtype = getattr(policy, field)
+        if dtype is None and field == "master":
+            continue
+        if not _is_floating(dtype):
+            raise ValueError(
+                f"Precision: {field} must be a floating-point dtype; got {dtype!r}. Pass for example jnp.bfloat16."
+            )
+        if jnp.dtype(dtype).itemsize > 4:
+            raise ValueError(
+                f"Precision: {field} must be at most float32, because microbatches and means are summed in "
+                f"float32; got {jnp.dtype(dtype).name}. Pass jnp.float32."
+            )
+
+
+def _check_loss_scale(policy: Precision) -> None:
+    scale = policy.loss_scale
+    if scale in (None, "dynamic"):
+        return
+    if not _is_power_of_two(scale):
+        raise ValueError(
+            f"Precision: loss_scale must be None, 'dynamic' or a power of two from 2**-64 to 2**64, so that "
+            f"scaling is exact; got {scale!r}. Pass for example 1024.0."
+        )
+    if isinstance(scale, int | float) and policy.compute == jnp.float16 and scale > _FIRST_DYNAMIC_SCALE:
+        raise ValueError(
+            f"Precision: loss_scale must be at most {_FIRST_DYNAMIC_SCALE:g} with compute=float16, or every step "
+            f"overflows and is skipped; got {scale!r}. Lower it."
+        )
 
 
 def first_loss_scale(policy: Precision) -> LossScale | None:
@@ -113,24 +123,26 @@ def next_loss_scale(policy: Precision, state: LossScale, finite: jax.Array) -> L
     """The loss scale after a step; `finite` says whether its gradients all were."""
     if policy.loss_scale != "dynamic":
         return state
-    good = jnp.where(finite, state.good_steps + 1, 0)
-    grow = good == policy.growth_interval
+    # Worked example, with growth_interval=2, from a scale of 8: finite -> 8, finite -> 16, not finite -> 8.
+    good_steps = jnp.where(finite, state.good_steps + 1, 0)
+    grows = good_steps == policy.growth_interval
     larger = jnp.minimum(state.scale * 2, _LARGEST_SCALE)
-    scale = jnp.where(finite, jnp.where(grow, larger, state.scale), jnp.maximum(state.scale / 2, 1.0))
-    return LossScale(scale, jnp.where(grow, 0, good))
+    after_finite = jnp.where(grows, larger, state.scale)
+    scale = jnp.where(finite, after_finite, jnp.maximum(state.scale / 2, 1.0))
+    return LossScale(scale, jnp.where(grows, 0, good_steps))
 
 
-def _floating(dtype: Any) -> bool:
+def _is_floating(dtype: Any) -> bool:
     try:
         return dtype is not None and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
     except TypeError:
         return False
 
 
-def _power_of_two(x: Any) -> bool:
-    return (
-        isinstance(x, int | float)
-        and not isinstance(x, bool)
-        and 1 / _LARGEST_SCALE <= x <= _LARGEST_SCALE
-        and math.frexp(x)[0] == 0.5
-    )
+def _is_power_of_two(x: Any) -> bool:
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        return False
+    if not 1 / _LARGEST_SCALE <= x <= _LARGEST_SCALE:
+        return False
+    mantissa, _ = math.frexp(x)
+    return mantissa == 0.5

@@ -18,7 +18,8 @@ from shardkit.plans.plan import Plan
 from shardkit.plans.splits import LeafLayout, map_layouts
 from shardkit.plans.storage import Storage, is_padded, padding, stored_array, stored_shape, wrap_stored
 from shardkit.resharding.moves import LeafStorage, Move, Moves, make_move, make_program
-from shardkit.steps.state import TrainState, state_held
+from shardkit.steps.state import TrainState
+from shardkit.steps.state_check import state_storage
 
 Layouts = Any  # a Plan, or a PartitionSpec or NamedSharding for each leaf
 
@@ -124,7 +125,7 @@ def _read_layouts(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any)
     """How each leaf of the tree is stored, from a plan or from layouts, of which one may be for a part of the tree."""
     if isinstance(layouts, Plan):
         if isinstance(tree, TrainState):
-            storage = state_held(f"{where}: {name}", tree, mesh, layouts)
+            storage = state_storage(f"{where}: {name}", tree, mesh, layouts)
         else:
             storage = map_layouts(LeafLayout.at_rest, layouts.layouts(tree, mesh))
         return [LeafStorage(form, by_plan=True) for form in jax.tree.leaves(storage)]

@@ -198,7 +198,7 @@ def triage(
             batch, means, grads = local_gradients(run, seen, batch, key, scale, placement, policy, microbatches)
             inspected = {
                 "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),
-                "carried": jax.tree.map(lambda held, x: _observed(stored_array(x), held.spec), carried.held, kept),
+                "carried": jax.tree.map(lambda held, x: _observed(stored_array(x), held.spec), carried.storage, kept),
                 "batch": jax.tree.map(lambda spec, x: _observed(x, spec), specs, batch),
                 "means": jax.tree.map(_observed, means),
                 "grads": map_layouts(lambda layout, x: _observed(x, layout.grad), layouts, grads),

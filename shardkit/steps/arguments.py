@@ -20,25 +20,30 @@ def check_function(where: str, function: Any) -> None:
         TypeError: the other kind of function, or no function.
     """
     training = where != "make_eval_step"
-    what, remedy = (
-        ("grad_fn must be a GradFn", "Pass sk.value_and_grad(loss_fn).")
-        if training
-        else ("loss_fn must be a loss function", "Pass loss_fn itself, without value_and_grad.")
-    )
+    if training:
+        rule = "grad_fn must be a GradFn"
+        remedy = "Pass sk.value_and_grad(loss_fn)."
+        method = "value_and_grad"
+    else:
+        rule = "loss_fn must be a loss function"
+        remedy = "Pass loss_fn itself, without value_and_grad."
+        method = "loss"
     if isinstance(function, Staged):
-        remedy = f"Pass pipe.{'value_and_grad' if training else 'loss'}(embed, stage, head) of pipe = sk.pipeline(...)."
-    scaled = _takes_scale(function) if callable(function) else not training
-    if scaled is not None and scaled != training:
-        raise TypeError(f"{where}: {what}; got {_told(function)}. {remedy}")
+        remedy = f"Pass pipe.{method}(embed, stage, head) of pipe = sk.pipeline(...)."
+    takes_scale = _takes_scale(function) if callable(function) else not training
+    if takes_scale is not None and takes_scale != training:
+        raise TypeError(f"{where}: {rule}; got {_describe(function)}. {remedy}")
 
 
-def checked_key(key: Any) -> jax.Array:
+def check_key(key: Any) -> jax.Array:
     """The key of a run as a typed key; refuses several, and implementations whose draws depend on the batch size."""
-    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    raw = hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.shape(key) in {(2,), (4,)}
-    if (not typed and not raw) or (typed and jnp.ndim(key)):
-        raise TypeError(f"init: key must be one jax key; got {_told(key)}. Pass for example jax.random.key(0).")
-    key = key if typed else jax.random.wrap_key_data(key)
+    dtype = getattr(key, "dtype", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_raw = dtype is not None and dtype == jnp.uint32 and jnp.shape(key) in {(2,), (4,)}
+    if (not is_typed and not is_raw) or (is_typed and jnp.ndim(key)):
+        raise TypeError(f"init: key must be one jax key; got {_describe(key)}. Pass for example jax.random.key(0).")
+    if is_raw:
+        key = jax.random.wrap_key_data(key)
     refuse_unstable("init", key)
     return key
 
@@ -54,7 +59,8 @@ def _takes_scale(function: Any) -> bool | None:
     return "scale" in parameters
 
 
-def _told(x: Any) -> str:
+def _describe(x: Any) -> str:
+    """A value as an error names it."""
     if hasattr(x, "dtype"):
         return kind(x)
     if isinstance(x, Staged):
@@ -62,4 +68,7 @@ def _told(x: Any) -> str:
     name = getattr(x, "__name__", None)
     if callable(x) and name:
         return f"the function {name!r}"
-    return f"{type(x).__name__} {x!r}" if len(repr(x)) < 60 else type(x).__name__
+    text = repr(x)
+    if len(text) < 60:
+        return f"{type(x).__name__} {text}"
+    return type(x).__name__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least, mesh_in_context
-from shardkit._arguments.typed import Optimizer, check_keys, typed
+from shardkit._arguments.typed import Optimizer, typed
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.groups import Groups
@@ -22,22 +21,16 @@ from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.pipelines.stages import fit_plan
-from shardkit.plans.axis_types import auto_mesh, change_axis_types, wrap_for_explicit_axes
-from shardkit.plans.manual import JitByLayouts, manual_axes, record_automatic_splits
+from shardkit.plans.axis_types import auto_mesh, wrap_for_explicit_axes
+from shardkit.plans.manual import JitByLayouts, manual_axes
 from shardkit.plans.plan import Plan
-from shardkit.steps.arguments import check_function, checked_key
-from shardkit.steps.carry import Update, abstract_carried, check_carried, first_carried, reads_carried
+from shardkit.steps.arguments import check_function
+from shardkit.steps.carry import reads_carried
 from shardkit.steps.first_call import FirstCall
-from shardkit.steps.state import (
-    TrainState,
-    abstract_state,
-    described,
-    first_state,
-    made_by,
-    makes,
-    passed_what_it_takes,
-    state_check,
-)
+from shardkit.steps.init import Init
+from shardkit.steps.optimizer import wrap_optimizer
+from shardkit.steps.state import TrainState
+from shardkit.steps.state_check import make_state_check
 from shardkit.steps.step import Step
 from shardkit.steps.train import TrainProgram
 
@@ -169,7 +162,8 @@ def make_train_step(
         )
     plan = fit_plan(plan, grad_fn, deterministic or accumulate)
     plan.check(mesh)
-    policy, axes = precision_of(precision), manual_axes("make_train_step", manual, plan, mesh)
+    policy = precision_of(precision)
+    axes = manual_axes("make_train_step", manual, plan, mesh)
     all_manual = set(axes) == set(mesh.axis_names)
     if accumulate > 1 and isinstance(grad_fn, PipelineGradFn):
         warnings.warn(
@@ -180,7 +174,7 @@ def make_train_step(
     reads = reads_carried(grad_fn)
     program = TrainProgram(
         grad_fn,
-        passed_what_it_takes(optimizer),
+        wrap_optimizer(optimizer),
         auto_mesh(mesh),
         plan,
         axes,
@@ -193,20 +187,26 @@ def make_train_step(
     )
     _check_deterministic(program, accumulate, manual)
 
-    # With the layouts of the new state, where they are those of the first.
-    def compiled(plan: Plan, out: Any = None) -> Any:
-        own = dataclasses.replace(program, plan=plan)
-        traced_step = own if steps is None else partial(_in_sequence, own, steps)
-        laid_out = out and (out, NamedSharding(mesh, PartitionSpec()))
+    def compile_for(plan: Plan, layouts: Any = None) -> Any:
+        """The jitted step for a plan; the new state has the layouts of the first, where those are passed."""
+        for_plan = dataclasses.replace(program, plan=plan)
+        run: Callable[..., Any] = for_plan
+        if steps is not None:
+            run = partial(_run_in_sequence, for_plan, steps)
         donated = (0,) if donate else ()
-        return jax.jit(wrap_for_explicit_axes(traced_step, mesh), donate_argnums=donated, out_shardings=laid_out)
+        out = None
+        if layouts is not None:
+            out = (layouts, NamedSharding(mesh, PartitionSpec()))
+        return jax.jit(wrap_for_explicit_axes(run, mesh), donate_argnums=donated, out_shardings=out)
 
-    by_layouts = JitByLayouts(compiled, plan, axes, lambda state: state.params)
-    run = compiled(plan) if program.mesh is mesh and all_manual else by_layouts
+    if program.mesh is mesh and all_manual:
+        run = compile_for(plan)
+    else:
+        run = JitByLayouts(compile_for, plan, axes, lambda state: state.params)
     step = Step(
         run,
         ends={"stop": nonfinite == "stop", "dynamic": policy.loss_scale == "dynamic"},
-        check=state_check(plan, mesh) if all_manual else None,  # else the layouts are the caller's
+        check=make_state_check(plan, mesh) if all_manual else None,  # else the layouts are the caller's
         first=FirstCall(program, mesh, steps, mixed=examples == "mixed") if check else None,
         plan=plan,
         mesh=program.mesh,
@@ -216,7 +216,7 @@ def make_train_step(
     return TrainStep(Init(program.optimizer, policy, mesh, plan, axes, reads, carry), step)
 
 
-def _in_sequence(program: TrainProgram, steps: int, state: TrainState, key: jax.Array, batches: Any) -> Any:
+def _run_in_sequence(program: TrainProgram, steps: int, state: TrainState, key: jax.Array, batches: Any) -> Any:
     """A number of steps, over batches whose arrays have the step as dim 0."""
     for path, x in jax.tree_util.tree_leaves_with_path(batches):
         if jnp.shape(x)[:1] != (steps,):
@@ -224,72 +224,21 @@ def _in_sequence(program: TrainProgram, steps: int, state: TrainState, key: jax.
                 f"step: every array of the batch must have dim 0 of size steps={steps}; leaf {path_name(path)} has "
                 f"shape {jnp.shape(x)}. Stack the batches of {steps} steps."
             )
-    return jax.lax.scan(lambda state, batch: program(state, key, batch), state, batches)
+
+    def run_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        return program(state, key, batch)
+
+    return jax.lax.scan(run_step, state, batches)
 
 
 def _check_deterministic(program: TrainProgram, accumulate: int, manual: Any) -> None:
     """Refuses what cannot have the same bits on every mesh."""
-    if isinstance(program.microbatches, Groups):
-        if set(program.manual) != set(program.mesh.axis_names):
-            raise ValueError(
-                f"make_train_step: deterministic={program.microbatches.number} needs every axis of the mesh to be "
-                f"Manual; got {manual=}. Leave manual out, or deterministic."
-            )
-        program.microbatches.check(accumulate, program.plan, program.mesh, program.policy.reduce)
-
-
-@dataclass(frozen=True, eq=False)
-class Init:
-    """`init(params, key, carried=None)` makes the first state of a run, `init.abstract` its shapes and layouts.
-
-    Attributes: those of the step. Over axes that are not `manual`, parameters keep the layout that they come with;
-    `reads` says whether the loss takes carried state, and `carry` updates it.
-    """
-
-    optimizer: Any
-    policy: Precision
-    mesh: Any
-    plan: Plan
-    manual: tuple[str, ...]
-    reads: bool
-    carry: Update | None
-
-    def __call__(self, params: Any, key: Any = None, carried: Any = None) -> TrainState:
-        """The first state; of a mesh with Explicit axes, made over the same devices with Auto ones."""
-        mesh = auto_mesh(self.mesh)
-        if mesh is self.mesh:
-            return self._first(mesh, params, key, carried)
-        with jax.set_mesh(mesh):
-            return change_axis_types(self._first(mesh, *change_axis_types((params, key, carried), mesh)), self.mesh)
-
-    def abstract(self, params: Any, carried: Any = None) -> TrainState:
-        """Shapes, dtypes and layouts of the first state, over any mesh, without making an array."""
-        check_keys("init", "params", params)
-        mesh = auto_mesh(self.mesh)
-        params, carried = change_axis_types((params, carried), mesh)
-        check_carried("init", self.reads, self.carry, carried)
-        plan = record_automatic_splits(self.plan, params, self.manual) if self._leaves_some else self.plan
-        state = abstract_state(params, self.optimizer, mesh, plan, self.policy)
-        if carried is not None:
-            state = state._replace(carried=abstract_carried(carried, state.params, mesh, plan))
-        return change_axis_types(state, self.mesh)
-
-    @property
-    def _leaves_some(self) -> bool:
-        """Whether some axes are left to the partitioner."""
-        return set(self.manual) != set(self.mesh.axis_names)
-
-    def _first(self, mesh: Any, params: Any, key: Any, carried: Any) -> TrainState:
-        check_keys("init", "params", params)
-        check_carried("init", self.reads, self.carry, carried)
-        key, plan = checked_key(key), self.plan
-        if self._leaves_some:
-            laid_out = params
-            if makes(params):  # the layouts that its constraints and the partitioner give it
-                program = jax.jit(partial(made_by, params)).lower(key)
-                laid_out = described(program.out_info, program.compile().output_shardings)
-            plan = record_automatic_splits(plan, laid_out, self.manual)
-        state = first_state(params, key, self.optimizer, mesh, plan, self.policy)
-        if carried is None:
-            return state
-        return state._replace(carried=first_carried(carried, state.params, mesh, plan))
+    groups = program.microbatches
+    if not isinstance(groups, Groups):
+        return
+    if set(program.manual) != set(program.mesh.axis_names):
+        raise ValueError(
+            f"make_train_step: deterministic={groups.number} needs every axis of the mesh to be "
+            f"Manual; got {manual=}. Leave manual out, or deterministic."
+        )
+    groups.check(accumulate, program.plan, program.mesh, program.policy.reduce)

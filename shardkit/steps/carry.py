@@ -29,7 +29,8 @@ from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.splits import LeafLayout, is_layout, map_layouts
 from shardkit.plans.storage import Storage, check_storage, is_padded, pad_leaves, restore_leaves, unpadded
 from shardkit.steps.layer_order import order_matters
-from shardkit.steps.state import described, makes, mirrored, shardings, strong
+from shardkit.steps.state import is_initializer, strip_weak_type
+from shardkit.steps.state_layouts import attach_shardings, match_parameters, shardings
 
 Update = Callable[[Any, Any, Any], Any]
 
@@ -69,11 +70,13 @@ class Carried:
     """The carried state of one step or evaluation as it is stored, None for none, and its layouts under a plan."""
 
     def __init__(self, where: str, tree: Any, params: Any, placement: Placement):
-        each = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
-        self.tree, self._placement = () if tree is None else tree, placement
-        self._layouts = mirrored(self.tree, params, each, Storage(PartitionSpec()))
-        self.held = map_layouts(lambda x: x.at_rest() if is_layout(x) else x, self._layouts)
-        check_storage(f"{where}: the carried state", self.tree, self.held, placement.mesh)
+        self.tree = () if tree is None else tree
+        self._placement = placement
+        layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
+        # For each leaf the LeafLayout of the parameter that it mirrors, or the Storage of a replicated one.
+        self._layouts = match_parameters(self.tree, params, layouts, Storage(PartitionSpec()))
+        self.storage = map_layouts(lambda x: x.at_rest() if is_layout(x) else x, self._layouts)
+        check_storage(f"{where}: the carried state", self.tree, self.storage, placement.mesh)
         self.specs = map_layouts(lambda x: x.rest if is_layout(x) else x.spec, self._layouts)
 
     def enter(self, tree: Any, policy: Precision) -> Any:
@@ -83,10 +86,10 @@ class Carried:
         """
         policy = policy._replace(reduce=jnp.float32)  # it has no gradient
 
-        def one(layout: Any, x: Any) -> Any:
+        def enter_or_keep(layout: Any, x: Any) -> Any:
             return enter_leaf(self._placement, policy, layout, x) if is_layout(layout) else x
 
-        return map_layouts(one, self._layouts, tree)
+        return map_layouts(enter_or_keep, self._layouts, tree)
 
     def bind(self, grad_fn: GradFn, tree: Any, policy: Precision) -> GradFn:
         """The GradFn with the state that it takes, inside shard_map."""
@@ -98,59 +101,72 @@ class Carried:
 
         Where the metrics have "finite" and it is False, the state stays as it was.
         """
+        mesh = self._placement.mesh
         shapes = _shapes((self.tree, metrics, params))
         _check_same(shapes[0], jax.eval_shape(carry, *shapes))
-        layouts, mesh = self._placement.layouts, self._placement.mesh
-        at_rest = map_layouts(LeafLayout.at_rest, layouts)
-        rows, param_rows = jax.tree.map(lambda held: bool(held.rows), (self.held, at_rest))
-        stacked = rows, jax.tree.map(lambda _: False, metrics), param_rows
-        in_order = any(jax.tree.leaves(param_rows)) and order_matters(carry, shapes, stacked, rows)
+        in_order = self._depends_on_order(carry, shapes)
 
         old = restore_leaves(self.tree, in_order=in_order)
-        given = metrics, restore_leaves(params, in_order=in_order)
+        inputs = metrics, restore_leaves(params, in_order=in_order)
 
-        def update(given: Any, old: Any) -> Any:  # weakly typed leaves would compile again
-            metrics, params = given
+        def update(inputs: Any, old: Any) -> Any:  # weakly typed leaves would compile again
+            metrics, params = inputs
             new = carry(old, metrics, params)
             return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), new, old)
 
-        what = "a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean."
-        new = microbatches.update_apart(update, given, old, step=step, specs=self._placement.rest, words=what)
-        stored = pad_leaves(if_finite(metrics, new, old), self.held, mesh, in_order=in_order)
-        return lax.with_sharding_constraint(stored, shardings(mesh, self.held))
+        words = ("a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean.")
+        new = microbatches.update_apart(update, inputs, old, step=step, specs=self._placement.rest, words=words)
+        stored = pad_leaves(if_finite(metrics, new, old), self.storage, mesh, in_order=in_order)
+        return lax.with_sharding_constraint(stored, shardings(mesh, self.storage))
+
+    def _depends_on_order(self, carry: Update, shapes: tuple[Any, Any, Any]) -> bool:
+        """Whether `carry` depends on the order of the layers of a stack that the plan stores in another one."""
+        _, metrics, _ = shapes
+        params_at_rest = map_layouts(LeafLayout.at_rest, self._placement.layouts)
+        rows = jax.tree.map(lambda leaf: bool(leaf.rows), self.storage)
+        param_rows = jax.tree.map(lambda leaf: bool(leaf.rows), params_at_rest)
+        if not any(jax.tree.leaves(param_rows)):
+            return False
+        stacked = (rows, jax.tree.map(lambda _: False, metrics), param_rows)
+        return order_matters(carry, shapes, stacked, rows)
 
 
 def abstract_carried(carried: Any, params: Any, mesh: Any, plan: Plan) -> Any:
     """The shapes and layouts of what `first_carried` returns; `params` are the shapes of the parameters."""
-    if makes(carried):
+    if is_initializer(carried):
         carried = jax.eval_shape(lambda p: carried(unpadded(p)), params)
-    carried = jax.eval_shape(lambda tree: tree, _arrays(carried))
-    held = _held(carried, params, mesh, plan)
-    shapes = jax.eval_shape(lambda tree: pad_leaves(tree, held, mesh), carried)
-    return described(shapes, shardings(mesh, held))
+    carried = jax.eval_shape(lambda tree: tree, _check_arrays(carried))
+    storage = _storage_of(carried, params, mesh, plan)
+    shapes = jax.eval_shape(lambda tree: pad_leaves(tree, storage, mesh), carried)
+    return attach_shardings(shapes, shardings(mesh, storage))
 
 
 def first_carried(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
     """The carried state of a new TrainState, from its arrays or a function of the parameters, which runs inside jit."""
-    make = carried if makes(carried) else None
+    make = carried if is_initializer(carried) else None
     if make:
-        shapes = _arrays(jax.eval_shape(lambda p: make(unpadded(p)), params))
-    else:  # host arrays are never whole on a device
-        shapes = carried = jax.tree.map(strong, _arrays(unpadded(carried)))
-    held = _held(shapes, params, mesh, plan)
-    layout = shardings(mesh, held)
-    if not make:
-        carried = jax.device_put(pad_leaves(carried, held, mesh), layout)
+        shapes = _check_arrays(jax.eval_shape(lambda p: make(unpadded(p)), params))
+    else:
+        shapes = carried = jax.tree.map(strip_weak_type, _check_arrays(unpadded(carried)))
+    storage = _storage_of(shapes, params, mesh, plan)
+    layouts = shardings(mesh, storage)
+    if make:
 
-    def first(carried: Any, params: Any) -> Any:  # copied: a buffer must not be donated twice
-        if make:
-            carried = pad_leaves(jax.tree.map(strong, jax.tree.map(jnp.asarray, make(unpadded(params)))), held, mesh)
-        return jax.tree.map(jnp.copy, carried)
+        def init(params: Any) -> Any:
+            tree = jax.tree.map(jnp.asarray, make(unpadded(params)))
+            tree = pad_leaves(jax.tree.map(strip_weak_type, tree), storage, mesh)
+            return jax.tree.map(jnp.copy, tree)  # a parameter that it returns must not be donated twice
 
-    return jax.jit(first, out_shardings=layout)(() if make else carried, params)
+        return jax.jit(init, out_shardings=layouts)(params)
+    carried = jax.device_put(pad_leaves(carried, storage, mesh), layouts)  # host arrays are never whole on a device
+
+    def copy(tree: Any) -> Any:  # the caller's own buffers must not be donated
+        return jax.tree.map(jnp.copy, tree)
+
+    return jax.jit(copy, out_shardings=layouts)(carried)
 
 
-def _arrays(tree: Any) -> Any:
+def _check_arrays(tree: Any) -> Any:
     """The tree, after a check of its leaves.
 
     Raises:
@@ -165,15 +181,17 @@ def _arrays(tree: Any) -> Any:
     return tree
 
 
-def _held(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
-    each = jax.tree.leaves(plan.placement(params, mesh).at_rest)
-    return mirrored(carried, params, each, Storage(PartitionSpec()))
+def _storage_of(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
+    """How each leaf of a carried state is stored."""
+    at_rest = jax.tree.leaves(plan.placement(params, mesh).at_rest)
+    return match_parameters(carried, params, at_rest, Storage(PartitionSpec()))
 
 
 def _check_same(old: Any, new: Any) -> None:
     """Refuses an update that returns another tree, shape or dtype than it was passed."""
     rule = "make_train_step: carry= must return carried state of the same tree, shapes and dtypes"
-    ours, theirs = (str(jax.tree.structure(tree)) for tree in (new, old))
+    ours = str(jax.tree.structure(new))
+    theirs = str(jax.tree.structure(old))
     if ours != theirs:
         raise ValueError(f"{rule}; got {ours} for {theirs}. Return every leaf that it was passed.")
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):

@@ -26,7 +26,9 @@ from shardkit.meshes.submeshes import join_submeshes, submeshes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import Storage, collect_arrays, replace_arrays
 from shardkit.steps.builder import TrainStep
-from shardkit.steps.state import Master, TrainState, optimizer_held, shardings
+from shardkit.steps.optimizer import Master
+from shardkit.steps.state import TrainState
+from shardkit.steps.state_layouts import optimizer_storage, shardings
 
 FragmentOf = Callable[[str, tuple[int, ...]], int | Sequence[int]]
 
@@ -41,7 +43,7 @@ class DilocoState(NamedTuple):
     @property
     def step(self) -> jax.Array:
         """How many steps the workers of this process took, as a TrainState has it: a checkpoint is named by it."""
-        return next(each.step for each in self.workers if each)
+        return next(worker.step for worker in self.workers if worker is not None)
 
 
 class Moved(NamedTuple):
@@ -88,7 +90,8 @@ class WorkerSteps:
     def _match(self, state: DilocoState, batches: Sequence[Any]) -> list[tuple[TrainStep | None, Any, Any]]:
         """Step, state and batch of every worker; the first two are None for workers of other processes."""
         check_kind("diloco", "state", state, kinds_of(DilocoState))
-        got = len(batches) if isinstance(batches, list | tuple) else type(batches).__name__
+        is_sequence = isinstance(batches, list | tuple)
+        got = len(batches) if is_sequence else type(batches).__name__
         if got != len(self.train_steps):
             raise ValueError(
                 f"diloco: there must be one batch for each of {len(self.train_steps)} workers; got {got}. Pass a list "
@@ -126,14 +129,14 @@ class Diloco:
                 "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision "
                 "with a master copy, from which the next step would go on. Pass make_train_step precision='bf16'."
             )
-        whole = join_submeshes(copies, self.mesh, self._specs(first))
+        arrays = join_submeshes(copies, self.mesh, self._specs(first))
 
         def init_outer(fragment: dict[str, jax.Array]) -> Any:
             return self._pin_outer(self.outer.init(fragment), fragment, first)
 
         init_outer = jax.jit(init_outer)
-        outer = [init_outer(_part(whole, members)) for members in self._fragments(first)]
-        return DilocoState(tuple(workers), replace_arrays(first, whole), tuple(outer))
+        outer = [init_outer(_take_members(arrays, members)) for members in self._fragments(first)]
+        return DilocoState(tuple(workers), replace_arrays(first, arrays), tuple(outer))
 
     @property
     def step(self) -> WorkerSteps:
@@ -151,11 +154,13 @@ class Diloco:
         check_kind("diloco", "moved", moved, kinds_of(Moved))
         if not isinstance(keep, Real) or not 0 <= keep < 1:
             raise ValueError(f"diloco: keep must be at least 0 and below 1; got {keep}. Pass for example 0.5.")
-        parts, at = moved
-        rows, whole, outer = self._finish(self._rows(state, at), state.params, state.outer[at], parts, keep, at)
-        workers = [self._own(each, rows) for each in state.workers]
-        others = (outer if k == at else each for k, each in enumerate(state.outer))
-        return DilocoState(tuple(workers), whole, tuple(others))
+        parts, fragment = moved
+        outer = list(state.outer)
+        rows, params, outer[fragment] = self._finish(
+            self._rows(state, fragment), state.params, outer[fragment], parts, keep, fragment
+        )
+        workers = [self._take_rows(worker, rows) for worker in state.workers]
+        return DilocoState(tuple(workers), params, tuple(outer))
 
     @partial(typed, where="diloco")
     def exchange(self, state: DilocoState, fragment: int = 0) -> DilocoState:
@@ -167,25 +172,42 @@ class Diloco:
         """The program of `start`, which alone sends over the slow axis, for a census."""
         return self._start.trace(self._rows(state, fragment), state.params, fragment)
 
+    # Two programs run over the mesh of all workers. Their parameters come in as one array for each leaf, with the rows
+    # of one worker after those of another: a device has its own worker's there, and the same leaf of `params` beside.
+    #
+    # Worked example: w[8, 6] with rows over "fsdp" of 2, for 3 workers along "pod". The array of all workers has 24
+    # rows over ("pod", "fsdp"); a device has 4 of them, and the same 4 of the 8 rows of `params`. Since the last
+    # exchange it moved from the latter to the former: params - own, [4, 6], is summed over "pod" and divided by 3.
+    # That is the gradient of the outer optimizer.
     @cached_property
     def _start(self) -> Any:
-        def start(rows: dict[str, jax.Array], params: Any, fragment: int) -> dict[str, jax.Array]:
-            members, specs, total = self._fragments(params)[fragment], self._specs(params), self.reduce.all_reduce
-            assert total  # `diloco` has refused others
+        reduce = self.reduce.all_reduce
+        assert reduce  # `diloco` has refused others
 
-            def on_device(own: dict[str, jax.Array], whole: dict[str, jax.Array]) -> dict[str, jax.Array]:
-                old, own = _part(whole, members), _part(own, members)
-                own = {path: own[path].reshape(x.shape).astype(jnp.float32) for path, x in old.items()}
-                moved = [x.astype(jnp.float32) - own[path] for path, x in old.items()]
+        def start(rows: dict[str, jax.Array], params: Any, fragment: int) -> dict[str, jax.Array]:
+            members = self._fragments(params)[fragment]
+            specs = self._specs(params)
+
+            def on_device(own: dict[str, jax.Array], params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+                before = _take_members(params, members)
+                after = _take_members(own, members)
+                moved = []
+                for path, old in before.items():
+                    new = after[path].reshape(old.shape)
+                    moved.append(old.astype(jnp.float32) - new.astype(jnp.float32))
                 # The only bytes on the slow axis. What a worker moved goes over it, not its gradients, and once in many
                 # steps: a sum in each step would be data parallelism. Before the outer optimizer, which all workers
                 # run alike: after it their states would have to be exchanged too.
-                sums = zip(members, total(moved, (self.axis,)), strict=True)
-                return {path: x / len(self.train_steps) for path, x in sums}
+                sums = reduce(moved, (self.axis,))
+                return {path: total / len(self.train_steps) for path, total in zip(members, sums, strict=True)}
 
-            out = {path: specs[path] for path in members}
-            mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(self._row_specs(params), specs), out_specs=out)
-            return mapped(rows, collect_arrays(params))
+            exchange = jax.shard_map(
+                on_device,
+                mesh=self.mesh,
+                in_specs=(self._row_specs(params), specs),
+                out_specs={path: specs[path] for path in members},
+            )
+            return exchange(rows, collect_arrays(params))
 
         return jax.jit(start, static_argnums=2)
 
@@ -194,96 +216,113 @@ class Diloco:
         import optax
 
         def finish(rows: Any, params: Any, outer: Any, moved: Any, keep: Any, fragment: int) -> Any:
-            members, specs = self._fragments(params)[fragment], self._specs(params)
-            old = _part(collect_arrays(params), members)
-            updates, outer = self.outer.update(moved, outer, old)
-            arrays = collect_arrays(params)
-            whole = arrays | _with_part(arrays, members, optax.apply_updates(old, updates))
-
-            def on_device(own: dict[str, jax.Array], whole: dict[str, jax.Array]) -> dict[str, jax.Array]:
-                new, mine = _part(whole, members), _part(own, members)
-                new = {path: new[path].reshape(x.shape) for path, x in mine.items()}
-                mixed = {path: (keep * x + (1 - keep) * new[path]).astype(x.dtype) for path, x in mine.items()}
-                return own | _with_part(own, members, mixed)
-
+            members = self._fragments(params)[fragment]
+            specs = self._specs(params)
             row_specs = self._row_specs(params)
-            mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(row_specs, specs), out_specs=row_specs)
-            layout = {path: NamedSharding(self.mesh, spec) for path, spec in specs.items()}
-            pinned = lax.with_sharding_constraint(whole, layout)  # another would compile the next exchange again
-            return mapped(rows, whole), replace_arrays(params, pinned), self._pin_outer(outer, old, params)
+            arrays = collect_arrays(params)
+            before = _take_members(arrays, members)
+            updates, outer = self.outer.update(moved, outer, before)
+            arrays = arrays | _set_members(arrays, members, optax.apply_updates(before, updates))
+
+            def on_device(own: dict[str, jax.Array], params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+                exchanged = _take_members(params, members)
+                mixed = {}
+                for path, x in _take_members(own, members).items():
+                    new = exchanged[path].reshape(x.shape)
+                    mixed[path] = (keep * x + (1 - keep) * new).astype(x.dtype)
+                return own | _set_members(own, members, mixed)
+
+            mix = jax.shard_map(on_device, mesh=self.mesh, in_specs=(row_specs, specs), out_specs=row_specs)
+            layouts = {path: NamedSharding(self.mesh, spec) for path, spec in specs.items()}
+            pinned = lax.with_sharding_constraint(arrays, layouts)  # another would compile the next exchange again
+            return mix(rows, arrays), replace_arrays(params, pinned), self._pin_outer(outer, before, params)
 
         return jax.jit(finish, static_argnums=5, donate_argnums=(1, 2))
 
     def _specs(self, params: Any) -> dict[str, PartitionSpec]:
-        plan = next(each.step.plan for each in self.train_steps if each)
+        """The layout of each leaf of a worker by path."""
+        train_step = next(train_step for train_step in self.train_steps if train_step is not None)
+        plan = train_step.step.plan
         assert plan is not None  # `diloco` has refused a step that was loaded
         return collect_arrays(plan.placement(params, self.mesh).rest)
 
     def _row_specs(self, params: Any) -> dict[str, PartitionSpec]:
         """The parameters of all workers as one array each, with the rows of one worker after those of another."""
-        found = {}
+        specs = {}
         for path, spec in self._specs(params).items():
             first = spec_axes(spec)[0] if len(spec) else ()
-            found[path] = PartitionSpec((self.axis, *first), *spec[1:])
-        return found
+            specs[path] = PartitionSpec((self.axis, *first), *spec[1:])
+        return specs
 
     def _rows(self, state: DilocoState, fragment: int) -> dict[str, jax.Array]:
+        """The parameters of all workers, after a check of the arguments."""
         if type(fragment) is not int or not 0 <= fragment < len(state.outer):
             raise ValueError(f"diloco: the fragment must be one of {len(state.outer)}, from 0 on; got {fragment!r}.")
         if any(x.is_deleted() for x in jax.tree.leaves((state.workers, state.params, state.outer))):
             raise ValueError("diloco: the state must be the newest; got one that step, finish or exchange was passed.")
-        named = [each and collect_arrays(each.params) for each in state.workers]
-        return join_submeshes(named, self.mesh, self._row_specs(state.params), rows=True)
+        arrays: list[dict[str, jax.Array] | None] = []
+        for worker in state.workers:
+            arrays.append(None if worker is None else collect_arrays(worker.params))
+        return join_submeshes(arrays, self.mesh, self._row_specs(state.params), rows=True)
 
-    def _own(self, state: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
+    def _take_rows(self, worker: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
         """The state of a worker with its parameters out of those of all."""
-        if state is None:
+        if worker is None:
             return None
-        own = {}
-        for path, x in collect_arrays(state.params).items():
-            here = [each.data for each in rows[path].addressable_shards if each.device in x.sharding.device_set]
-            here = here if x.shape else [each[0] for each in here]
-            own[path] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, here)
-        return state._replace(params=replace_arrays(state.params, own))
+        arrays = {}
+        for path, x in collect_arrays(worker.params).items():
+            shards = []
+            for shard in rows[path].addressable_shards:
+                if shard.device in x.sharding.device_set:
+                    shards.append(shard.data if x.shape else shard.data[0])
+            arrays[path] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+        return worker._replace(params=replace_arrays(worker.params, arrays))
 
-    def _pin_outer(self, outer: Any, part: dict[str, jax.Array], params: Any) -> Any:
+    def _pin_outer(self, outer: Any, arrays: dict[str, jax.Array], params: Any) -> Any:
         """The outer state of a fragment: what mirrors a parameter, in its layout."""
         specs = self._specs(params)
-        held = optimizer_held(outer, part, {path: Storage(specs[path]) for path in part})
-        return lax.with_sharding_constraint(outer, shardings(self.mesh, held))
+        storage = optimizer_storage(outer, arrays, {path: Storage(specs[path]) for path in arrays})
+        return lax.with_sharding_constraint(outer, shardings(self.mesh, storage))
 
     def _fragments(self, params: Any) -> list[dict[str, Any]]:
         """The leaves of each fragment by path, each with its rows; `...` for a whole leaf."""
-        specs, numbers = self._specs(params), dict[str, np.ndarray]()
+        specs = self._specs(params)
+        fragment_of = dict[str, np.ndarray]()  # one number for a leaf, or one for each row
         for path, x in collect_arrays(params).items():
-            numbers[path] = np.asarray(self.fragments(path, x.shape) if self.fragments else 0)
-            if numbers[path].dtype.kind not in "iu":
-                raise TypeError(f"diloco: fragments must return ints; got {numbers[path]!r} for leaf {path}.")
-            split = len(specs[path]) and specs[path][0] is not None  # a padded dim is
-            if numbers[path].ndim and (split or numbers[path].shape != x.shape[:1]):
-                raise ValueError(
-                    "diloco: fragments of rows must be a number for each row of a dim 0 that is neither split nor "
-                    f"padded; got {numbers[path].size} for leaf {path} of shape {x.shape}, split as {specs[path]}. "
-                    "Give the leaf one number, or split another dim."
-                )
-        known = sorted({int(each) for of in numbers.values() for each in of.flat})
-        if known != [*range(len(known))]:
-            raise ValueError(f"diloco: fragments must be numbered from 0, none left out; got {known}. Number them so.")
-        found: list[dict[str, Any]] = [{} for _ in known]
-        for path, of in numbers.items():
-            for fragment in np.unique(of):
-                found[fragment][path] = np.flatnonzero(of == fragment) if of.ndim else ...
-        return found
+            numbers = np.asarray(self.fragments(path, x.shape) if self.fragments else 0)
+            _check_fragments(path, x.shape, specs[path], numbers)
+            fragment_of[path] = numbers
+        used = sorted({int(number) for numbers in fragment_of.values() for number in numbers.flat})
+        if used != [*range(len(used))]:
+            raise ValueError(f"diloco: fragments must be numbered from 0, none left out; got {used}. Number them so.")
+        fragments: list[dict[str, Any]] = [{} for _ in used]
+        for path, numbers in fragment_of.items():
+            for fragment in np.unique(numbers):
+                fragments[fragment][path] = np.flatnonzero(numbers == fragment) if numbers.ndim else ...
+        return fragments
 
 
-def _part(named: dict[str, jax.Array], members: dict[str, Any]) -> dict[str, jax.Array]:
+def _check_fragments(path: str, shape: tuple[int, ...], spec: PartitionSpec, numbers: np.ndarray) -> None:
+    """Refuses fragments of a leaf that are no integers, or not one for each of its rows."""
+    if numbers.dtype.kind not in "iu":
+        raise TypeError(f"diloco: fragments must return ints; got {numbers!r} for leaf {path}.")
+    splits_rows = len(spec) and spec[0] is not None  # a padded dim is split
+    if numbers.ndim and (splits_rows or numbers.shape != shape[:1]):
+        raise ValueError(
+            "diloco: fragments of rows must be a number for each row of a dim 0 that is neither split nor "
+            f"padded; got {numbers.size} for leaf {path} of shape {shape}, split as {spec}. "
+            "Give the leaf one number, or split another dim."
+        )
+
+
+def _take_members(arrays: dict[str, jax.Array], members: dict[str, Any]) -> dict[str, jax.Array]:
     """The arrays of a fragment."""
-    return {path: named[path][rows] for path, rows in members.items()}
+    return {path: arrays[path][rows] for path, rows in members.items()}
 
 
-def _with_part(named: Any, members: dict[str, Any], part: Any) -> dict[str, jax.Array]:
+def _set_members(arrays: Any, members: dict[str, Any], values: Any) -> dict[str, jax.Array]:
     """The arrays of its leaves with those of a fragment in their places."""
-    return {path: named[path].at[rows].set(part[path]) for path, rows in members.items()}
+    return {path: arrays[path].at[rows].set(values[path]) for path, rows in members.items()}
 
 
 @typed
@@ -338,18 +377,25 @@ def diloco(
         raise ValueError(
             f"diloco: axis must be one of the mesh, {sized(mesh.shape.items())}; got {axis!r}. Add it to make_mesh."
         )
-    here, steps = jax.process_index(), list[TrainStep | None]()
-    for part in submeshes(mesh, axis):
-        if all(device.process_index != here for device in part.devices.flat):
-            steps.append(None)
+    train_steps: list[TrainStep | None] = []
+    for worker_mesh in submeshes(mesh, axis):
+        if all(device.process_index != jax.process_index() for device in worker_mesh.devices.flat):
+            train_steps.append(None)
             continue
-        steps.append(each := make_step(part))
-        if not (isinstance(each, TrainStep) and each.step.mesh.devices.tolist() == part.devices.tolist()):
-            raise TypeError("diloco: make_step must return a TrainStep on the mesh that it is passed; got another.")
-        if each.step.plan is None or axis in each.step.plan.axes:
-            raise ValueError(
-                f"diloco: make_step must build the step of one worker, whose plan does not use {axis!r}; got the plan "
-                f"{each.step.plan}. Pass lambda mesh: sk.make_train_step(..., mesh=mesh, plan=...) without that axis."
-            )
+        train_step = make_step(worker_mesh)
+        _check_train_step(train_step, worker_mesh, axis)
+        train_steps.append(train_step)
     reduce.check("diloco", "reduce", "all_reduce", (axis,))
-    return Diloco(tuple(steps), outer, auto_mesh(mesh), axis, fragments, reduce)
+    return Diloco(tuple(train_steps), outer, auto_mesh(mesh), axis, fragments, reduce)
+
+
+def _check_train_step(train_step: Any, mesh: Mesh, axis: str) -> None:
+    """Refuses what is no step of one worker on its part of the mesh."""
+    if not isinstance(train_step, TrainStep) or train_step.step.mesh.devices.tolist() != mesh.devices.tolist():
+        raise TypeError("diloco: make_step must return a TrainStep on the mesh that it is passed; got another.")
+    plan = train_step.step.plan
+    if plan is None or axis in plan.axes:
+        raise ValueError(
+            f"diloco: make_step must build the step of one worker, whose plan does not use {axis!r}; got the plan "
+            f"{plan}. Pass lambda mesh: sk.make_train_step(..., mesh=mesh, plan=...) without that axis."
+        )

@@ -24,7 +24,8 @@ from shardkit.plans.plan import Plan
 from shardkit.plans.storage import check_storage, pad_leaves
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried
-from shardkit.steps.state import TrainState, described, made_by, makes, shardings
+from shardkit.steps.state import TrainState, call_initializer, is_initializer
+from shardkit.steps.state_layouts import attach_shardings, shardings
 
 _REPLICATED = PartitionSpec()
 _CARRIED_MISSING = (
@@ -69,11 +70,11 @@ class Evaluate:
     def abstract(self, params: Any) -> Any:
         """The shapes and layouts of the parameters, for `runtime.load_params`."""
         mesh = auto_mesh(self._mesh)
-        if makes(params):
-            params = jax.eval_shape(partial(made_by, params), jax.random.key(0))
+        if is_initializer(params):
+            params = jax.eval_shape(partial(call_initializer, params), jax.random.key(0))
         rest = record_automatic_splits(self._plan, params, self._manual).placement(params, mesh).at_rest
         shapes = jax.eval_shape(lambda params: pad_leaves(params, rest, mesh), params)
-        return change_axis_types(described(shapes, shardings(mesh, rest)), self._mesh)
+        return change_axis_types(attach_shardings(shapes, shardings(mesh, rest)), self._mesh)
 
 
 @typed

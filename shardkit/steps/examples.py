@@ -31,7 +31,8 @@ from shardkit.steps.state import TrainState
 from shardkit.steps.train import TrainProgram
 
 # The largest difference, as a share of the losses, that is taken for rounding: of float32, and of 16 bits.
-ROUNDING, ROUNDING_16_BITS = 2e-5, 1e-2
+ROUNDING = 2e-5
+ROUNDING_16_BITS = 1e-2
 
 
 class WrongProgramError(ValueError):
@@ -54,13 +55,14 @@ class _Split(NamedTuple):
 
     def loss(self, params: Any, carried: Any, batch: Any, keys: Any) -> tuple[Any, ...]:
         """The Means of a device's loss, inside shard_map."""
-        policy, grad_fn = self.program.policy, self.program.grad_fn
-        seen = enter(params, self.placement, policy)
+        policy = self.program.policy
+        grad_fn = self.program.grad_fn
+        weights = enter(params, self.placement, policy)
         if self.program.reads:
             grad_fn = self.carried.bind(grad_fn, carried, policy)
-        return local_loss(grad_fn, seen, batch, keys, self.placement, policy)
+        return local_loss(grad_fn, weights, batch, keys, self.placement, policy)
 
-    def on_mesh(self, on_device: Callable[..., Any], batch: Any, keys: PartitionSpec, out: PartitionSpec) -> Any:
+    def map_devices(self, on_device: Callable[..., Any], batch: Any, keys: PartitionSpec, out: PartitionSpec) -> Any:
         """`on_device(params, carried, batch, keys)` on every device."""
         batch_spec = self.placement.batch
         specs = jax.tree.map(lambda x: PartitionSpec(*batch_spec[: jnp.ndim(x)]), batch)
@@ -92,17 +94,19 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
     runs_later = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
     if loss.met is None or loss.sends or loss.acts or runs_later:
         return
-    sixteen_bits = jnp.finfo(program.policy.compute).bits < 32
-    rounding = ROUNDING_16_BITS if sixteen_bits else ROUNDING
-    compare, nearby = comparing(split, batch), ""
-    compared = compare(state.params, key)
-    if compared.gap <= rounding:
-        compared, nearby = compare(perturbed(state.params), key), " at parameters nearby"
-    if compared.gap <= rounding:
+    has_16_bits = jnp.finfo(program.policy.compute).bits < 32
+    rounding = ROUNDING_16_BITS if has_16_bits else ROUNDING
+    compare = make_comparison(split, batch)
+    nearby = ""
+    comparison = compare(state.params, key)
+    if comparison.gap <= rounding:
+        nearby = " at parameters nearby"
+        comparison = compare(perturb(state.params), key)
+    if comparison.gap <= rounding:
         return
     place = f" at {loss.met.line}" if loss.met.line else ""
     two = "two microbatches" if split.parts > 1 else "two devices"
-    losses = f"is {compared.together:.6g}{nearby}, and not the mean of theirs, {compared.apart:.6g}"
+    losses = f"is {comparison.together:.6g}{nearby}, and not the mean of theirs, {comparison.apart:.6g}"
     raise WrongProgramError(
         f"step: the loss must add over its examples, because each device computes that of its own; {loss.met.how}"
         f"{place}, so the loss of the examples of {two} {losses}. Return sk.Mean(total, weight) of sums over examples, "
@@ -113,9 +117,13 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
 
 def read_trace(split: _Split, state: TrainState, key: jax.Array, batch: Any) -> Loss:
     """What the trace of the loss tells, for the examples of a device and for twice as many."""
-    size = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)) // (split.devices * split.parts)
+    examples = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
+    size = examples // (split.devices * split.parts)
+    state_shapes = jax.tree.map(_shape, (state.params, split.carried.tree))
+    every_device = PartitionSpec(split.program.manual)
 
-    def traced(count: int) -> Any:
+    def trace(count: int) -> Any:
+        """The program for so many examples on each device."""
         shapes = jax.tree.map(lambda x: _with_examples(_shape(x), count * split.devices), batch)
         keys = jax.ShapeDtypeStruct((count * split.devices,), key.dtype)
 
@@ -123,24 +131,22 @@ def read_trace(split: _Split, state: TrainState, key: jax.Array, batch: Any) -> 
             means = split.loss(params, carried, batch, keys)
             return [vary(x, split.program.manual).reshape(1) for mean in means for x in mean]
 
-        every = PartitionSpec(split.program.manual)
-        on_mesh = split.on_mesh(on_device, shapes, PartitionSpec(split.axes), every)
-        own = jax.tree.map(_shape, (state.params, split.carried.tree))
-        return jax.make_jaxpr(on_mesh)(*own, shapes, keys), len(jax.tree.leaves(own))
+        run = split.map_devices(on_device, shapes, PartitionSpec(split.axes), every_device)
+        return jax.make_jaxpr(run)(*state_shapes, shapes, keys)
 
-    few, _ = traced(size)
-    many, whole = traced(2 * size)
+    few = trace(size)
+    many = trace(2 * size)
+    number_of_state = len(jax.tree.leaves(state_shapes))
     states: list[State] = []
     for number, variable in enumerate(many.jaxpr.invars):
-        if number < whole or not variable.aval.ndim:
-            states.append(any_whole(variable))
-        else:
-            states.append(Rows(0))
-    return read_loss(few, many, states, 2 * size, split.axes)._replace(acts=bool(many.effects))
+        of_examples = number >= number_of_state and variable.aval.ndim
+        states.append(Rows(0) if of_examples else any_whole(variable))
+    loss = read_loss(few, many, states, 2 * size, split.axes)
+    return loss._replace(acts=bool(many.effects))
 
 
 @jax.jit
-def perturbed(params: Any) -> Any:
+def perturb(params: Any) -> Any:
     """Parameters nearby: where a loss begins with zeros, as of a new head, examples may meet in its gradient alone.
 
     By waves rather than random numbers, which take longer to compile than many a loss.
@@ -149,7 +155,8 @@ def perturbed(params: Any) -> Any:
     moved = []
     for number, x in enumerate(leaves):
         wave = jnp.cos(2.4 * jnp.arange(x.size, dtype=jnp.float32) + number).reshape(x.shape)
-        moved.append(x + (0.05 * wave * (0.5 + jnp.abs(x.astype(jnp.float32)))).astype(x.dtype))
+        size = 0.5 + jnp.abs(x.astype(jnp.float32))
+        moved.append(x + (0.05 * wave * size).astype(x.dtype))
     return jax.tree.unflatten(structure, moved)
 
 
@@ -161,78 +168,91 @@ class LossComparison(NamedTuple):
     gap: float
 
 
-def comparing(split: _Split, batch: Any) -> Callable[..., LossComparison]:
+def make_comparison(split: _Split, batch: Any) -> Callable[..., LossComparison]:
     """A function of parameters and the run's key that compares two parts of a batch with both together.
 
-    It returns what the device finds whose losses differ most. With microbatches the parts are the first two of each
+    It returns what the device computes whose losses differ most. With microbatches the parts are the first two of each
     device; else they are those of a device and of the one before it. It is compiled once.
+
+    Worked example: a loss is the mean of squares, divided by the largest of them. Device 1 has [1, 2], and device 0
+    before it [3, 4]. Apart the losses are 2.5 / 4 and 12.5 / 16, with a mean of 0.70; together 7.5 / 16 = 0.47. So the
+    loss does not add over its examples: the step would compute 0.70, and one device 0.47.
     """
     axes = split.axes
 
     def on_device(params: Any, carried: Any, batch: Any, key: jax.Array) -> jax.Array:
         examples = batch, device_keys(key, batch, split.placement.batch)
         if split.parts > 1:
-            pieces = split_microbatches(examples, split.parts)
-            first, second = take_microbatch(pieces, 0), take_microbatch(pieces, 1)
+            microbatches = split_microbatches(examples, split.parts)
+            first = take_microbatch(microbatches, 0)
+            second = take_microbatch(microbatches, 1)
         else:
             # The examples are sent here, before the loss: what a loss of two devices' examples is, only a device that
             # has them both can say. Nothing of it is in the step, which sends no examples.
-            first, second = examples, jax.tree.map(lambda x: _from_neighbor(x, axes) if x.ndim else x, examples)
+            first = examples
+            second = jax.tree.map(lambda x: _take_from_neighbor(x, axes) if x.ndim else x, examples)
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]) if a.ndim else a, first, second)
 
-        def sums(part: Any) -> jax.Array:
-            return _sums(split.loss(params, carried, *part), axes)
+        def loss_sums(part: Any) -> jax.Array:
+            return _sum_parts(split.loss(params, carried, *part), axes)
 
-        apart = jax.lax.map(sums, jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second))
-        return vary(jnp.concatenate([apart, sums(both)[None]]), split.program.manual)[None]
+        apart = jax.lax.map(loss_sums, jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second))
+        together = loss_sums(both)[None]
+        return vary(jnp.concatenate([apart, together]), split.program.manual)[None]
 
-    on_mesh = split.on_mesh(on_device, batch, PartitionSpec(), PartitionSpec(split.program.manual))
+    run = split.map_devices(on_device, batch, PartitionSpec(), PartitionSpec(split.program.manual))
 
     @jax.jit
-    def differences(*args: Any) -> jax.Array:
-        first, second, both = jnp.moveaxis(on_mesh(*args), 1, 0)
-        apart, together = _quotient(first + second), _quotient(both)
-        size = sum(jnp.abs(_quotient(x)) for x in (first, second, both))
+    def find_largest_gap(*args: Any) -> jax.Array:
+        first, second, both = jnp.moveaxis(run(*args), 1, 0)
+        apart = _divide(first + second)
+        together = _divide(both)
+        size = sum(jnp.abs(_divide(x)) for x in (first, second, both))
         gap = jnp.where(apart == together, 0.0, jnp.abs(apart - together) / size)
         gap = jnp.where(jnp.isnan(apart) & jnp.isnan(together), 0.0, jnp.nan_to_num(gap, nan=jnp.inf))
         worst = jnp.argmax(gap)
         return jnp.stack([apart[worst], together[worst], gap[worst]])
 
     def compare(params: Any, key: jax.Array) -> LossComparison:
-        return LossComparison(*map(float, np.asarray(differences(params, split.carried.tree, batch, key))))
+        numbers = np.asarray(find_largest_gap(params, split.carried.tree, batch, key))
+        return LossComparison(*map(float, numbers))
 
     return compare
 
 
 def _with_examples(x: Any, count: int) -> jax.ShapeDtypeStruct:
+    """The shape of a leaf of the batch for so many examples; a scalar stays one."""
     shape = (count, *x.shape[1:]) if x.shape else ()
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     """An array or number as jit takes it: 64-bit integers of numpy become 32-bit ones."""
-    taken = jax.eval_shape(lambda x: x, x)
-    return jax.ShapeDtypeStruct(taken.shape, taken.dtype, weak_type=taken.weak_type)
+    shape = jax.eval_shape(lambda x: x, x)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type)
 
 
-def _from_neighbor(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _take_from_neighbor(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The array of the device before this one. Keys are sent as the numbers that they are made of."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return shift(x, axes)
     return jax.random.wrap_key_data(shift(jax.random.key_data(x), axes), impl=jax.random.key_impl(x))
 
 
-def _sums(means: tuple[Any, ...], axes: tuple[str, ...]) -> jax.Array:
+def _sum_parts(means: tuple[Any, ...], axes: tuple[str, ...]) -> jax.Array:
     """Totals and weights, `[mean, 2]`, summed over the devices that have parts of the same examples."""
     pairs = []
     for mean in means:
-        over = tuple(sorted(varying_axes(mean.total) - set(axes)))
-        pair = jnp.stack([vary(x.astype(jnp.float32), over) for x in mean])
-        pairs.append(all_reduce(pair, over) if over else pair)
-    return jnp.stack([vary(pair, axes) for pair in pairs])
+        part_axes = tuple(sorted(varying_axes(mean.total) - set(axes)))
+        pair = jnp.stack([vary(x.astype(jnp.float32), part_axes) for x in mean])
+        if part_axes:
+            pair = all_reduce(pair, part_axes)
+        pairs.append(vary(pair, axes))
+    return jnp.stack(pairs)
 
 
-def _quotient(sums: jax.Array) -> jax.Array:
+def _divide(sums: jax.Array) -> jax.Array:
     """The loss of each device, from totals and weights `[device, mean, 2]`."""
-    total, weight = sums[..., 0], sums[..., 1]
+    total = sums[..., 0]
+    weight = sums[..., 1]
     return jnp.sum(total / jnp.where(weight == 0, 1, weight), axis=-1)

@@ -37,14 +37,17 @@ class FirstCall:
         check_rules(traced, args)
         if not self.mixed:
             # jax.set_mesh of a mesh with Explicit axes may surround the call.
-            with jax.set_mesh(self.program.mesh) if self.program.mesh is not self.mesh else nullcontext():
-                check_examples(*self._one_step(args))
+            of_explicit_axes = self.program.mesh is not self.mesh
+            with jax.set_mesh(self.program.mesh) if of_explicit_axes else nullcontext():
+                check_examples(*self._take_first_step(args))
         warn_of(traced.jaxpr.jaxpr, stacklevel=3)
 
-    def _one_step(self, args: Arguments) -> tuple[TrainProgram, TrainState, jax.Array, Any]:
+    def _take_first_step(self, args: Arguments) -> tuple[TrainProgram, TrainState, jax.Array, Any]:
         """The program, and the arguments of its first step, on the mesh with Auto axes."""
         program = self.program
-        state, key, batch = args if program.mesh is self.mesh else change_axis_types(args, program.mesh)
+        if program.mesh is not self.mesh:
+            args = change_axis_types(args, program.mesh)
+        state, key, batch = args
         if set(program.manual) != set(program.mesh.axis_names):
             program = replace(program, plan=record_automatic_splits(program.plan, state.params, program.manual))
         if self.steps is not None:
@@ -65,10 +68,12 @@ def check_rules(traced: jax.stages.Traced, args: Arguments) -> None:
     from shardkit.analysis.rules.rule import findings
 
     program = TracedProgram(TracedStep(traced, args, traced), large=0, small=0)  # sizes are for rules of waste
-    wrong = findings([rule for rule in TRACE_RULES.values() if rule.wrong], program)
-    if wrong:
-        place = f"{wrong[0].source}: " if wrong[0].source else ""
-        raise WrongProgramError(
-            f"step: {place}{wrong[0].message} {wrong[0].remedy} Pass make_train_step(..., check=False) to run it as it "
-            "is."
-        )
+    rules = [rule for rule in TRACE_RULES.values() if rule.wrong]
+    wrong = findings(rules, program)
+    if not wrong:
+        return
+    first = wrong[0]
+    place = f"{first.source}: " if first.source else ""
+    raise WrongProgramError(
+        f"step: {place}{first.message} {first.remedy} Pass make_train_step(..., check=False) to run it as it is."
+    )

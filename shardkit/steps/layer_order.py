@@ -24,7 +24,7 @@ _ELEMENTWISE = {
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
 
-class _Place(NamedTuple):
+class _Knowledge(NamedTuple):
     """What is known of a value."""
 
     # the dim with one row per layer; None where the value does not depend on the order of the layers
@@ -44,143 +44,200 @@ def order_matters(fn: Callable[..., Any], args: Any, stacked: Any, results: Any)
     and `results` say for each leaf of the arguments and of the result whether dim 0 counts layers.
     """
     closed = jax.make_jaxpr(fn)(*args)
-    leaves = zip(closed.jaxpr.invars, jax.tree.leaves(stacked), strict=True)
+    inputs = []
+    for variable, is_stacked in zip(closed.jaxpr.invars, jax.tree.leaves(stacked), strict=True):
+        inputs.append(_Knowledge(0 if is_stacked else None, _unit_dims(variable)))
     try:
-        outs = _run(closed.jaxpr, [_Place(0 if rows else None, _short(v)) for v, rows in leaves])
+        outs = _follow(closed.jaxpr, inputs)
     except _MattersError:
         return True
-    wanted = zip(outs, jax.tree.leaves(results), strict=True)
-    return not all(out.layers == 0 or 0 in out.alike if rows else out.layers is None for out, rows in wanted)
+    for out, is_stacked in zip(outs, jax.tree.leaves(results), strict=True):
+        if is_stacked:
+            follows_layers = out.layers == 0 or 0 in out.alike
+        else:
+            follows_layers = out.layers is None
+        if not follows_layers:
+            return True
+    return False
 
 
-def _run(jaxpr: Any, places: Sequence[_Place]) -> list[_Place]:
-    def literal(atom: Any) -> _Place:
-        return _Place(None, _every(atom) if np.size(atom.val) == 1 else _short(atom))
+# Worked example: `w - mean(w)` of a stack w[L, 8], for a mean over dim 0. The operand has layers=0. The reduce_sum over
+# dim 0 gives [8] with layers=None, since a sum does not depend on their order. Broadcast to [1, 8] and then subtracted,
+# it is alike along dim 0, so the difference has layers=0: layer by layer it is the same in any order. `w - w[0]` is a
+# slice of an array with layers, for which there is no rule: the order matters.
+def _follow(jaxpr: Any, inputs: Sequence[_Knowledge]) -> list[_Knowledge]:
+    """What is known of the results of a jaxpr, from what is known of its arguments."""
 
-    return flow(jaxpr, [*(_Place(None, _short(v)) for v in jaxpr.constvars), *places], _step, literal)
+    def of_literal(atom: Any) -> _Knowledge:
+        return _Knowledge(None, _all_dims(atom) if np.size(atom.val) == 1 else _unit_dims(atom))
+
+    constants = [_Knowledge(None, _unit_dims(variable)) for variable in jaxpr.constvars]
+    return flow(jaxpr, [*constants, *inputs], _step, of_literal)
 
 
-def _step(equation: Any, ins: list[_Place]) -> list[_Place]:
-    name, outs = equation.primitive.name, equation.outvars
-    inner = [sub for _, sub in compat.inner_jaxprs(equation)]
-    if (sub := find_called_jaxpr(equation)) is not None:
-        return _run(sub, ins)
+def _step(equation: Any, ins: list[_Knowledge]) -> list[_Knowledge]:
+    """What is known of the results of an equation."""
+    name = equation.primitive.name
+    outs = equation.outvars
+    params = equation.params
+    callee = find_called_jaxpr(equation)
+    if callee is not None:
+        return _follow(callee, ins)
     if name == "cond" and ins[0].layers is None:
-        branches = [_run(sub, ins[1:]) for sub in inner]
-        return [_joined(list(each), v) for each, v in zip(zip(*branches, strict=True), outs, strict=True)]
+        branches = [_follow(branch, ins[1:]) for _, branch in compat.inner_jaxprs(equation)]
+        return [_join(list(values), out) for values, out in zip(zip(*branches, strict=True), outs, strict=True)]
     if name == "scan":
-        return _scan(equation, inner[0], ins)
+        ((_, body),) = compat.inner_jaxprs(equation)
+        return _scan(equation, body, ins)
     if name == "optimization_barrier":
         return ins
     if name in _ELEMENTWISE:
         # A scalar has no dims; a dim of size one broadcasts.
-        arrays = [p for p, v in zip(ins, equation.invars, strict=True) if v.aval.ndim]
-        return [_joined(arrays, outs[0])]
+        arrays = [value for value, variable in zip(ins, equation.invars, strict=True) if variable.aval.ndim]
+        return [_join(arrays, outs[0])]
     if name == "iota":
-        return [_Place(None, _every(outs[0]) - {equation.params["dimension"]})]
+        return [_Knowledge(None, _all_dims(outs[0]) - {params["dimension"]})]
     if name == "broadcast_in_dim":
         return [_broadcast(ins[0], equation)]
     if name == "transpose":
-        order = equation.params["permutation"]
-        layers = None if ins[0].layers is None else order.index(ins[0].layers)
-        return [_Place(layers, frozenset(i for i, dim in enumerate(order) if dim in ins[0].alike))]
+        return [_transpose(ins[0], params["permutation"])]
     if name in _REDUCTIONS:
-        return [_without(ins[0], equation.params["axes"], outs[0])]
+        return [_drop_dims(ins[0], params["axes"], outs[0])]
     if name == "squeeze":
-        return [_without(ins[0], equation.params["dimensions"], outs[0])]
+        return [_drop_dims(ins[0], params["dimensions"], outs[0])]
     if name == "reshape":
-        return [_reshaped(ins[0], equation)]
+        return [_reshape(ins[0], equation)]
     if name == "dot_general":
-        return [_product(ins, equation)]
-    if any(p.layers is not None for p in ins):
+        return [_multiply(ins, equation)]
+    if any(value.layers is not None for value in ins):
         raise _MattersError
-    return [_Place(None, _short(v)) for v in outs]
+    return [_Knowledge(None, _unit_dims(out)) for out in outs]
 
 
-def _scan(equation: Any, body: Any, ins: list[_Place]) -> list[_Place]:
+def _scan(equation: Any, body: Any, ins: list[_Knowledge]) -> list[_Knowledge]:
     """A loop of known length, not over the layers; what is known of its carry holds in every iteration."""
-    fixed, carried, each = scan_operands(equation, ins)
-    if any(p.layers == 0 for p in each):
-        raise _MattersError
-    each = [_Place(p.layers and p.layers - 1, frozenset(dim - 1 for dim in p.alike if dim)) for p in each]
+    constants, carry, stacks = scan_operands(equation, ins)
+    slices = []
+    for value in stacks:
+        if value.layers == 0:
+            raise _MattersError
+        layers = None if value.layers is None else value.layers - 1
+        slices.append(_Knowledge(layers, frozenset(dim - 1 for dim in value.alike if dim)))
     while True:
-        outs = _run(body, [*fixed, *carried, *each])
-        after = [_joined([a, b], v) for a, b, v in zip(carried, outs, equation.outvars, strict=False)]
-        if after == carried:
-            stacked = [_Place(None if p.layers is None else p.layers + 1, frozenset()) for p in outs[len(carried) :]]
-            return [*carried, *stacked]
-        carried = after
+        outs = _follow(body, [*constants, *carry, *slices])
+        joined = [_join([a, b], out) for a, b, out in zip(carry, outs, equation.outvars, strict=False)]
+        if joined == carry:
+            break
+        carry = joined
+    results = list(carry)
+    for value in outs[len(carry) :]:
+        results.append(_Knowledge(None if value.layers is None else value.layers + 1, frozenset()))
+    return results
 
 
-def _joined(places: list[_Place], out: Any) -> _Place:
-    """The place of an elementwise result of operands of its shape."""
-    found = {p.layers for p in places} - {None}
-    alike = frozenset.intersection(_every(out), *(p.alike for p in places))
-    if not found:
-        return _Place(None, alike | _short(out))
-    (layers,) = found if len(found) == 1 else (None,)
-    if layers is None or any(p.layers is None and layers not in p.alike for p in places):
+def _join(values: list[_Knowledge], out: Any) -> _Knowledge:
+    """What is known of an elementwise result of operands of its shape."""
+    dims_of_layers = {value.layers for value in values} - {None}
+    alike = frozenset.intersection(_all_dims(out), *(value.alike for value in values))
+    if not dims_of_layers:
+        return _Knowledge(None, alike | _unit_dims(out))
+    if len(dims_of_layers) > 1:
         raise _MattersError
-    return _Place(layers, (alike | _short(out)) - {layers})
+    (layers,) = dims_of_layers
+    # An operand without layers has the same for all of them, or something for each by its place in the stack.
+    if any(value.layers is None and layers not in value.alike for value in values):
+        raise _MattersError
+    return _Knowledge(layers, (alike | _unit_dims(out)) - {layers})
 
 
-def _broadcast(place: _Place, equation: Any) -> _Place:
-    out, dims = equation.outvars[0], equation.params["broadcast_dimensions"]
+def _broadcast(value: _Knowledge, equation: Any) -> _Knowledge:
+    out = equation.outvars[0]
     shape = equation.invars[0].aval.shape
-    kept = {to: dim for dim, to in enumerate(dims) if shape[dim] == out.aval.shape[to] or dim == place.layers}
-    alike = {to for to in range(out.aval.ndim) if to not in kept or kept[to] in place.alike}
-    layers = None if place.layers is None else dims[place.layers]
-    if layers is not None and shape[place.layers] != out.aval.shape[layers]:  # a stack of one layer
+    places = equation.params["broadcast_dimensions"]
+    source = {}  # the dim of the operand that a dim of the result has the elements of
+    for dim, place in enumerate(places):
+        if shape[dim] == out.aval.shape[place] or dim == value.layers:
+            source[place] = dim
+    alike = set()
+    for place in range(out.aval.ndim):
+        if place not in source or source[place] in value.alike:
+            alike.add(place)
+    if value.layers is None:
+        return _Knowledge(None, frozenset(alike))
+    layers = places[value.layers]
+    if shape[value.layers] != out.aval.shape[layers]:  # a stack of one layer
         raise _MattersError
-    return _Place(layers, frozenset(alike) - {layers})
+    return _Knowledge(layers, frozenset(alike) - {layers})
 
 
-def _without(place: _Place, dims: Sequence[int], out: Any) -> _Place:
+def _transpose(value: _Knowledge, order: Sequence[int]) -> _Knowledge:
+    layers = None if value.layers is None else list(order).index(value.layers)
+    return _Knowledge(layers, frozenset(place for place, dim in enumerate(order) if dim in value.alike))
+
+
+def _drop_dims(value: _Knowledge, dims: Sequence[int], out: Any) -> _Knowledge:
     kept = [dim for dim in range(out.aval.ndim + len(dims)) if dim not in dims]
-    layers = kept.index(place.layers) if place.layers in kept else None
-    return _Place(layers, frozenset(i for i, dim in enumerate(kept) if dim in place.alike) | _short(out))
+    layers = kept.index(value.layers) if value.layers in kept else None
+    alike = frozenset(place for place, dim in enumerate(kept) if dim in value.alike)
+    return _Knowledge(layers, alike | _unit_dims(out))
 
 
-def _reshaped(place: _Place, equation: Any) -> _Place:
-    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    if place.layers is None:
-        everywhere = len(place.alike) == len(before)
-        return _Place(None, _every(equation.outvars[0]) if everywhere else _short(equation.outvars[0]))
-    ahead, size = math.prod(before[: place.layers]), before[place.layers]
+def _reshape(value: _Knowledge, equation: Any) -> _Knowledge:
+    out = equation.outvars[0]
+    before = equation.invars[0].aval.shape
+    after = out.aval.shape
+    if value.layers is None:
+        all_equal = len(value.alike) == len(before)
+        return _Knowledge(None, _all_dims(out) if all_equal else _unit_dims(out))
+    # The layers are a dim of the result that has as many elements before it, and the same size.
+    elements_before = math.prod(before[: value.layers])
+    size = before[value.layers]
     for dim in range(len(after)):
-        if math.prod(after[:dim]) == ahead and after[dim] == size and equation.params.get("dimensions") is None:
-            return _Place(dim, _short(equation.outvars[0]) - {dim})
+        same_place = math.prod(after[:dim]) == elements_before and after[dim] == size
+        if same_place and equation.params.get("dimensions") is None:
+            return _Knowledge(dim, _unit_dims(out) - {dim})
     raise _MattersError
 
 
-def _product(ins: list[_Place], equation: Any) -> _Place:
-    """Layers as a batch dim, as a free dim of one operand, or contracted in both."""
+def _multiply(ins: list[_Knowledge], equation: Any) -> _Knowledge:
+    """A matrix product: layers as a batch dim, as a free dim of one operand, or contracted in both."""
     contracting, batch = equation.params["dimension_numbers"]
-    ndims = [v.aval.ndim for v in equation.invars]
+    ndims = [variable.aval.ndim for variable in equation.invars]
     layers = None
-    for side, place in enumerate(ins):
-        if place.layers is None:
+    for side, value in enumerate(ins):
+        if value.layers is None:
             continue
-        if place.layers in contracting[side] or place.layers in batch[side]:
-            pairs = contracting if place.layers in contracting[side] else batch
-            at = pairs[side].index(place.layers)
-            if ins[1 - side].layers != pairs[1 - side][at]:
+        other = ins[1 - side]
+        if value.layers in contracting[side]:
+            number = contracting[side].index(value.layers)
+            if other.layers != contracting[1 - side][number]:
                 raise _MattersError
-            layers = at if pairs is batch else layers
-            continue
-        free = [
-            [d for d in range(ndims[each]) if d not in contracting[each] and d not in batch[each]] for each in (0, 1)
-        ]
-        if layers is not None or ins[1 - side].layers is not None:
-            raise _MattersError
-        layers = len(batch[0]) + free[side].index(place.layers) + (len(free[0]) if side else 0)
-    return _Place(layers, _short(equation.outvars[0]) - {layers})
+        elif value.layers in batch[side]:
+            number = batch[side].index(value.layers)
+            if other.layers != batch[1 - side][number]:
+                raise _MattersError
+            layers = number
+        else:
+            if layers is not None or other.layers is not None:
+                raise _MattersError
+            free_dims = [_free_dims(ndims[number], contracting[number], batch[number]) for number in (0, 1)]
+            layers = len(batch[0]) + free_dims[side].index(value.layers)
+            if side == 1:
+                layers += len(free_dims[0])
+    return _Knowledge(layers, _unit_dims(equation.outvars[0]) - {layers})
 
 
-def _every(v: Any) -> frozenset[int]:
-    return frozenset(range(jnp.ndim(v.val) if hasattr(v, "val") else v.aval.ndim))
+def _free_dims(ndim: int, contracting: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """The dims of an operand of a product that are dims of its own in the result."""
+    return [dim for dim in range(ndim) if dim not in contracting and dim not in batch]
 
 
-def _short(v: Any) -> frozenset[int]:
+def _all_dims(atom: Any) -> frozenset[int]:
+    ndim = jnp.ndim(atom.val) if hasattr(atom, "val") else atom.aval.ndim
+    return frozenset(range(ndim))
+
+
+def _unit_dims(atom: Any) -> frozenset[int]:
     """Dims of size one."""
-    return frozenset(dim for dim, size in enumerate(getattr(v.aval, "shape", ())) if size == 1)
+    shape = getattr(atom.aval, "shape", ())
+    return frozenset(dim for dim, size in enumerate(shape) if size == 1)

@@ -39,7 +39,9 @@ from shardkit.on_device.trained import frozen_leaves, noting_trained
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import check_storage, is_padded
 from shardkit.steps.carry import Carried, Update, check_carried
-from shardkit.steps.state import TrainState, shardings, updated
+from shardkit.steps.optimizer import update_state
+from shardkit.steps.state import TrainState
+from shardkit.steps.state_layouts import shardings
 
 _REPLICATED = PartitionSpec()
 Metrics = dict[str, Any]
@@ -79,7 +81,7 @@ class TrainProgram:
                 state.params, carried.tree, state.residuals, batch, step_key(key, state.step), step_scale
             )
         frozen = frozen_leaves(noted, jax.tree.structure(state.params, is_leaf=is_padded))
-        params, opt_state, loss_scale = updated(
+        params, opt_state, loss_scale = update_state(
             self.optimizer, self.policy, placement, state, grads, metrics, self.microbatches, frozen
         )
         params = self.back_to_rest(params, placement)

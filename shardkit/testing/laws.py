@@ -27,7 +27,7 @@ from shardkit.collectives.algorithms import Sent
 from shardkit.meshes.layout import bytes_per_device, path_name
 from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.on_device.precision import precision_of
-from shardkit.steps.state import passed_what_it_takes
+from shardkit.steps.optimizer import wrap_optimizer
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.exact.law import equal_for_all_inputs as equal_for_all_inputs  # a law, of a room of its own
@@ -254,7 +254,7 @@ LAWS: tuple[Law, ...] = (
 
 def _reads_across_shards(program: Program) -> bool:
     """Whether the optimizer's update mixes elements of an array, and so reads across shards, by its trace."""
-    optimizer = passed_what_it_takes(program.row.optimizer)
+    optimizer = wrap_optimizer(program.row.optimizer)
     params = jax.eval_shape(lambda: program.params)
     closed = jax.make_jaxpr(
         lambda params: optimizer.update(params, optimizer.init(params), params, value=jnp.float32(1))

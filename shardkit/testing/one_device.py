@@ -17,7 +17,8 @@ from shardkit.meshes.rng import example_keys, step_key
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.means import Mean, divisor_of, is_mean, largest_weight, terms_of
 from shardkit.steps.carry import check_carried, reads_carried
-from shardkit.steps.state import makes, passed_what_it_takes
+from shardkit.steps.optimizer import wrap_optimizer
+from shardkit.steps.state import is_initializer
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 
 # A gradient leaf smaller than the largest by this factor is rounding noise: its true value is zero.
@@ -54,7 +55,7 @@ class Training:
 
     def first(self, params: Any) -> Any:
         """The carried state before the first step."""
-        carried = self.carried(params) if makes(self.carried) else self.carried
+        carried = self.carried(params) if is_initializer(self.carried) else self.carried
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), carried)
 
     def read(self, carried: Any) -> dict[str, Any]:
@@ -209,7 +210,7 @@ def _run(given: Training, relative: float, sign: int) -> list[_Step]:
     loss_and_gradient: Any = given.grad_fn
     gradient, update = gradient_of(loss_and_gradient), update_of(given.optimizer)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), given.params)
-    opt_state, carried, steps = passed_what_it_takes(given.optimizer).init(params), given.first(params), []
+    opt_state, carried, steps = wrap_optimizer(given.optimizer).init(params), given.first(params), []
     for index, batch in enumerate(given.batches):
         rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
         keys = example_keys(step_key(given.key, index), rows)
@@ -247,7 +248,7 @@ def update_of(optimizer: Any) -> Callable[..., Any]:
     """`(grads, opt_state, params, loss) -> (params, opt_state)` of an optimizer, compiled."""
     import optax
 
-    extended = passed_what_it_takes(optimizer)
+    extended = wrap_optimizer(optimizer)
 
     @jax.jit
     def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:

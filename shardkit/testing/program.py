@@ -27,7 +27,8 @@ from shardkit.plans.plan import Plan
 from shardkit.plans.storage import unpadded
 from shardkit.steps.builder import TrainStep, make_train_step
 from shardkit.steps.examples import WrongProgramError
-from shardkit.steps.state import TrainState, passed_what_it_takes
+from shardkit.steps.optimizer import wrap_optimizer
+from shardkit.steps.state import TrainState
 from shardkit.testing._compare import is_float
 from shardkit.testing.rows import Row
 
@@ -66,7 +67,7 @@ def recording(optimizer: Optimizer) -> Any:
     """
     import optax
 
-    optimizer = passed_what_it_takes(optimizer)
+    optimizer = wrap_optimizer(optimizer)
 
     def init(params: Any) -> Recorded:
         return Recorded(optimizer.init(params), jax.tree.map(jnp.zeros_like, params))

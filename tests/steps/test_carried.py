@@ -240,7 +240,7 @@ def test_layers_in_the_order_of_stages_are_averaged_with_their_own(layers):
 
     def updated(state, carry):
         carried = Carried("step", state.carried, state.params, placement)
-        return carried.updated(carry, {}, state.params, state.step, Microbatches())
+        return carried.update(carry, {}, state.params, state.step, Microbatches())
 
     both = jax.jit(lambda state: [updated(state, carry) for carry in (mix, by_layer)])
     mixed, numbered = (jax.device_get(sk.unpadded(each)) for each in both(state))

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import shardkit as sk
-from shardkit.steps.state import passed_what_it_takes
+from shardkit.steps.optimizer import wrap_optimizer
 from support.refusals import raises
 
 SGD = optax.sgd(1e-2)
@@ -191,7 +191,7 @@ def test_the_same_parameters_as_optax_alone(names):
         updates, state = alone.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 
-    ours = together({name: passed_what_it_takes(each) for name, each in optimizers.items()}, optimizers)
+    ours = together({name: wrap_optimizer(each) for name, each in optimizers.items()}, optimizers)
     mesh, plan = sk.make_mesh(jax.devices()[:2], data=2), sk.fsdp("data", min_size=1)
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), ours, mesh=mesh, plan=plan)
     state, (wanted, alone_state) = init(params, jax.random.key(0)), (params, alone.init(params))

@@ -11,7 +11,7 @@ import pytest
 import shardkit as sk
 from shardkit.analysis import census
 from shardkit.on_device.precision import BFLOAT16, FLOAT16, LossScale, next_loss_scale, precision_of
-from shardkit.steps.state import trained
+from shardkit.steps.state import check_trainable
 from support.refusals import type_error, value_error
 
 KEY = jax.random.key(0)
@@ -191,13 +191,13 @@ def test_float64_is_refused():
         "Pass jnp.float32."
     ):
         precision_of(sk.Precision(reduce=np.float64))
-    trained({"w": np.float64([1.0])})  # jax makes a float32 of it
+    check_trainable({"w": np.float64([1.0])})  # jax makes a float32 of it
     message = (
         "init: a step sums over devices in float32, and would round what is float64; leaf w is. Pass "
         "jax.tree.map(jnp.float32, params), or leave jax_enable_x64 off."
     )
     with jax.enable_x64(True), type_error(message):
-        trained({"w": np.float64([1.0]), "b": 0.5})
+        check_trainable({"w": np.float64([1.0]), "b": 0.5})
 
 
 def test_a_loss_that_overflows_the_output_alone_is_finite(data8):

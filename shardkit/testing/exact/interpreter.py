@@ -98,6 +98,7 @@ class Interpreter:
 
     def run(self, closed: Any, operands: Sequence[Operand]) -> list[Operand]:
         """The results of a closed jaxpr."""
+        # `flow` walks the equations in order; what an equation does is `step`.
         consts = [self._make_constant(x) for x in closed.consts]
         return flow(closed.jaxpr, [*consts, *operands], self.step, lambda atom: self._make_constant(atom.val))
 
@@ -126,6 +127,7 @@ class Interpreter:
     def _apply(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """What an equation does: nothing, a collective, arithmetic, or a program of its own."""
         name = equation.primitive.name
+        # Casts of varying types change no number; collectives are registered by their kind.
         row = registered(name)
         if name == ASSUMED:
             return [self._check_replicated(equation, operands[0])]
@@ -167,6 +169,7 @@ class Interpreter:
             consts_of_solve = operands[start : start + lengths.solve]
             right = operands[sum(lengths) :]
             return self._within(equation).run(inner[0], [*consts_of_solve, *right])
+        # A call may have operands in front that only its derivatives read.
         inputs = len(inner[0].jaxpr.invars)
         return self._within(equation).run(inner[0], operands[len(operands) - inputs :])
 
@@ -185,6 +188,7 @@ class Interpreter:
         if coverage is None or not self._follows_floats(equation, operands):
             return results
         name = equation.primitive.name
+        # `counts < capacity`, where counts are of tokens that a router sent here.
         if name in _COMPARISONS:
             line = source_line(equation, self.around)
             coverage.note_integers(self.field, equation, line, results[0], operands)
@@ -215,9 +219,11 @@ class Interpreter:
         """The results, of which the known ones are marked where they follow from floats."""
         if not self._follows_floats(equation, operands):
             return results
+        # Only known arrays are marked: what is in the field is compared by its keys.
         marks = self.field.marks
         following = [x for x in operands if marks.follows_floats(x)]
         natural = equation.primitive.name in _NATURAL and self._are_natural(operands)
+        # `(x > 0) & (y > 0)` is a decision too; `count < 3` is none, but a comparison of integers.
         joins_decisions = equation.primitive.name not in _COMPARISONS and all(marks.is_decision(x) for x in following)
         marked: list[Operand] = []
         for x in results:
@@ -238,6 +244,7 @@ class Interpreter:
     def _run_on_devices(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """A shard_map: arrays are cut into the pieces of all devices, and results put together again."""
         sizes = {name: equation.params["mesh"].shape[name] for name in compat.manual_axes(equation)}
+        # Dims of the axes of this shard_map come behind those that are bound around it.
         inside = Interpreter(self.field, {**self.axes, **sizes}, self.seen)
         pieces = []
         for x, spec in zip(operands, equation.params["in_specs"], strict=True):
@@ -254,10 +261,12 @@ class Interpreter:
 
     def _cut(self, x: Operand, spec: PartitionSpec, sizes: dict[str, int]) -> Operand:
         """An array as the pieces of all devices: with a dim in front for each axis, of size 1 where all have it."""
+        # x [8, 3] under P("data") on data=2, model=2 becomes [2, 1] + [4, 3].
         split_axes = all_axes(spec)
         front = [n if name in split_axes else 1 for name, n in sizes.items()]
 
         def move(part: Any, lead: int) -> Any:
+            # pieces_of reads a global array behind `lead` dims: the components, and the axes around.
             part = pieces_of(part, _shift_spec(spec, lead), sizes)
             # The dims of the axes that split it come first; they belong behind those that were there.
             count = len(split_axes)
@@ -271,6 +280,7 @@ class Interpreter:
         split_axes = all_axes(spec)
         for number, name in enumerate(sizes):
             if name not in split_axes:
+                # Here a missing psum is found: a result that P() calls replicated and that differs.
                 x = self._take_first(x, self.rank + number, f"a result that is replicated along {name!r}")
         front = [n if name in split_axes else 1 for name, n in sizes.items()]
 
@@ -284,6 +294,7 @@ class Interpreter:
 
     def _take_first(self, x: Operand, dim: int, what: str) -> Operand:
         """Of values that are equal along a dim in front, one."""
+        # Nothing ever differed along this axis.
         if x.shape[dim] == 1:
             return x
         first = move_operand(x, 0, lambda part, lead: np.take(part, [0], lead + dim))
@@ -306,7 +317,9 @@ class Interpreter:
 
     def _run_scan(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """A scan, round by round."""
+        # Constants, what is carried from round to round, and arrays of which each round gets a row.
         consts, carry, scanned = scan_operands(equation, operands)
+        # Unrolled: the length is known, and each round has other numbers.
         rounds = range(equation.params["length"])
         if equation.params["reverse"]:
             rounds = rounds[::-1]
@@ -360,6 +373,7 @@ class Interpreter:
                 return carry
             self._refuse_waiting(equation, goes_on, [body])
             after = self.run(body, [*consts_of_body, *carry])
+            # Devices end after different numbers of rounds: those that are done keep what they have.
             if not goes_on.all():
                 after = self._choose_on_devices(equation, goes_on, after, carry)
             carry = after
@@ -368,11 +382,14 @@ class Interpreter:
         """A cond or switch: every branch that some device takes."""
         which, *inputs = operands
         which = np.asarray(require_known(which, "cond"), np.int64)
+        # jax clamps the index of a branch.
         which = np.clip(which, 0, len(branches) - 1)
+        # Only branches that some device takes are run: a proof says nothing of others, and draws again.
         taken = sorted(set(which.reshape(-1).tolist()))
         if len(taken) > 1:
             self._refuse_waiting(equation, which, branches)
         results = self.run(branches[taken[0]], inputs)
+        # Devices that take other branches get their results, one branch after the other.
         for number in taken[1:]:
             others = self.run(branches[number], inputs)
             results = self._choose_on_devices(equation, which == number, others, results)
@@ -386,6 +403,7 @@ class Interpreter:
                 if row.kind is None or row.cast or row.same:
                     continue
                 for name in set(mesh_axes(site.equation)) & set(self.axes):
+                    # Devices along an axis of the collective must agree on whether they come to it.
                     first = np.take(which, [0], list(self.axes).index(name))
                     if (which != first).any():
                         raise HangsError(site.name, name, source_line(equation, self.around))

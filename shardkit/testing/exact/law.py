@@ -16,8 +16,8 @@ from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import unpadded
-from shardkit.steps.builder import Init
-from shardkit.steps.state import passed_what_it_takes
+from shardkit.steps.init import Init
+from shardkit.steps.optimizer import wrap_optimizer
 from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import ALONE, Coverage
@@ -132,7 +132,7 @@ def _traced_alone(given: Training, steps: int) -> Any:
     gradient = gradient_of(loss_and_gradient)
 
     def train(params: Any, batches: Any) -> Any:
-        opt_state, carried = passed_what_it_takes(optimizer).init(params), given.first(params)
+        opt_state, carried = wrap_optimizer(optimizer).init(params), given.first(params)
         losses, means = [], []
         for index, batch in enumerate(batches):
             rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -46,44 +46,83 @@ def small(function: Callable[..., Any], args: tuple[Any, ...], *, multiple: int 
         ((12, 16), (8, 12), 'small: dims of 32 are 8, of 512 are 12, of 2048 are 16')
     """
     at_least("small", 1, multiple=multiple)
-    jax.eval_shape(function, *jax.tree.map(_shape, args))
-    found = {n for x in jax.tree.leaves(args) for n in np.shape(x)}
+    jax.eval_shape(function, *jax.tree.map(_describe, args))
     lowest = 2 * multiple  # one element for a device would hide what happens among its own
-    sizes = sorted(n for n in found if n > lowest and n % multiple == 0)
+    all_sizes = {n for x in jax.tree.leaves(args) for n in np.shape(x)}
+    sizes = sorted(n for n in all_sizes if n > lowest and n % multiple == 0)
+    new_sizes = _shrink_one_by_one(function, args, sizes, lowest, multiple)
+    new_sizes = _shrink_together(function, args, sizes, lowest, new_sizes)
+    shrunk = {n: less for n, less in new_sizes.items() if less < n}
+    kept = sorted(n for n in all_sizes if n > lowest and n not in shrunk)
+    return jax.tree.map(lambda x: _cut(x, shrunk), args), _summarize(shrunk, kept)
 
-    def takes(new: dict[int, int]) -> bool:
-        try:
-            jax.eval_shape(function, *jax.tree.map(lambda x: _shape(x, new), args))
-        except Exception:  # of any kind: it is the function's own
-            return False
-        return True
 
-    new = {n: n for n in sizes}
+def _shrink_one_by_one(
+    function: Callable[..., Any], args: tuple[Any, ...], sizes: list[int], lowest: int, multiple: int
+) -> dict[int, int]:
+    """For each size the smallest one that the function takes and that no other has; itself where there is none."""
+    new_sizes = {n: n for n in sizes}
     for n in sizes:
         for less in range(lowest, min(n, (_MOST + 1) * multiple), multiple):
-            if less not in new.values() and takes(new | {n: less}):
-                new[n] = less
+            # Two dims of one size would be taken for each other: a transposed matrix would be proved.
+            if less not in new_sizes.values() and _takes(function, args, {**new_sizes, n: less}):
+                new_sizes[n] = less
                 break
+    return new_sizes
+
+
+def _shrink_together(
+    function: Callable[..., Any], args: tuple[Any, ...], sizes: list[int], lowest: int, new_sizes: dict[int, int]
+) -> dict[int, int]:
+    """Sizes of which one follows from the other, as 4096 and 3 * 4096, shrink together, by a power of two."""
     for power in range(max(sizes, default=1).bit_length(), 0, -1):
-        # Sizes of which one follows from the other, as 4096 and 3 * 4096, shrink together.
-        together = {n: n >> power for n in sizes if new[n] == n and n % (lowest << power) == 0}
-        if together and not {*together.values()} & {*new.values()} and takes(new | together):
-            new |= together
-    shrunk = {n: less for n, less in new.items() if less < n}
-    done = [f"of {n} are {less}" for n, less in shrunk.items()]
-    kept = sorted(n for n in found if n > lowest and n not in shrunk)
-    stayed = f"; {quoted(kept)} stayed" if kept and done else ""
-    said = f"small: dims {', '.join(done)}{stayed}" if done else "small: no dim could shrink"
-    return jax.tree.map(lambda x: _cut(x, shrunk), args), said
+        together = {}
+        for n in sizes:
+            if new_sizes[n] == n and n % (lowest << power) == 0:
+                together[n] = n >> power
+        is_new = not {*together.values()} & {*new_sizes.values()}
+        if together and is_new and _takes(function, args, {**new_sizes, **together}):
+            new_sizes = {**new_sizes, **together}
+    return new_sizes
 
 
-def _shape(x: Any, new: dict[int, int] | None = None) -> jax.ShapeDtypeStruct:
+def _takes(function: Callable[..., Any], args: tuple[Any, ...], new_sizes: Mapping[int, int]) -> bool:
+    """Whether a function can be traced for arguments of other sizes."""
+    try:
+        jax.eval_shape(function, *jax.tree.map(lambda x: _describe(x, new_sizes), args))
+    except Exception:  # of any kind: it is the function's own
+        return False
+    return True
+
+
+def _summarize(shrunk: Mapping[int, int], kept: list[int]) -> str:
+    """What was done, in a sentence."""
+    if not shrunk:
+        return "small: no dim could shrink"
+    parts = [f"of {n} are {less}" for n, less in shrunk.items()]
+    sentence = f"small: dims {', '.join(parts)}"
+    if kept:
+        sentence += f"; {quoted(kept)} stayed"
+    return sentence
+
+
+def _describe(x: Any, new_sizes: Mapping[int, int] | None = None) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an argument, with other sizes."""
     x = described(x)
-    return jax.ShapeDtypeStruct([(new or {}).get(n, n) for n in x.shape], x.dtype)
+    shape = x.shape
+    if new_sizes is not None:
+        shape = [new_sizes.get(n, n) for n in shape]
+    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
-def _cut(x: Any, new: dict[int, int]) -> Any:
-    if not np.ndim(x) or isinstance(x, jax.ShapeDtypeStruct):
-        return _shape(x, new) if np.ndim(x) else x
-    x = x[tuple(slice(new.get(n, n)) for n in x.shape)]
-    return jnp.where(x < 0, x, x % min(new.values())) if new and jnp.issubdtype(x.dtype, jnp.integer) else x
+def _cut(x: Any, new_sizes: Mapping[int, int]) -> Any:
+    """The first elements of an argument along each dim that shrinks."""
+    if not np.ndim(x):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return _describe(x, new_sizes)
+    x = x[tuple(slice(new_sizes.get(n, n)) for n in x.shape)]
+    if new_sizes and jnp.issubdtype(x.dtype, jnp.integer):
+        # A token of 30,000 would be out of the bounds of a vocabulary that shrank to 12.
+        return jnp.where(x < 0, x, x % min(new_sizes.values()))
+    return x

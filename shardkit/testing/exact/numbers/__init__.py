@@ -36,7 +36,8 @@ Start with `values.py`, what stands for an array, and `arithmetic.py`. The files
 - `field.py` has the `Field`: the tower, the random points, and what is remembered of a run.
 - `logarithms.py` has exp and log, `orders.py` which number is the larger one, `infinities.py` what infinity and NaN
   become, `functions.py` functions without a law, `arithmetic.py` sums, products and quotients.
-- `inputs.py` draws inputs, `bits.py` sends floats as bits, `marks.py` knows which integers follow from floats.
+- `inputs.py` draws inputs, `bits.py` sends floats as bits, `marks.py` knows which integers follow from floats, and
+  `errors.py` has what ends a run.
 - `elimination.py`, `grams.py` and `matrix_functions.py` are the linear algebra.
 
 Imports nothing else of the package: it knows of no jaxpr and of no mesh.

@@ -27,6 +27,7 @@ from shardkit.testing.exact.numbers.values import OUTSIDE, TRULY, Exact, build_f
 def add(field: Field, x: Exact, y: Exact) -> Exact:
     """x + y; the factors of logarithms are multiplied."""
     p = field.residues.primes_of(x.number)
+    # (a + log f) + (b + log g) is (a + b) + log(f g).
     number = (x.number + y.number) % p
     factor = x.factor
     if x.factor is None:
@@ -35,7 +36,9 @@ def add(field: Field, x: Exact, y: Exact) -> Exact:
         factor = x.factor * y.factor % p
     if factor is not None:
         factor = np.broadcast_to(factor, number.shape)
+    # Of two numbers that are not negative the sum is not; of one of each sign nothing is known.
     sign = np.where(x.sign == y.sign, x.sign, 0)
+    # inf - inf is NaN, 1e30 + 1 stays HUGE: what floats would make of them.
     infinite, poison = add_infinities(field, x, y)
     used = np.maximum(x.used, y.used)
     facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
@@ -45,6 +48,7 @@ def add(field: Field, x: Exact, y: Exact) -> Exact:
 def negate(field: Field, x: Exact) -> Exact:
     """-x."""
     p = field.residues.primes_of(x.number)
+    # -(a + log f) is -a + log(1 / f).
     factor = None
     if x.factor is not None:
         factor = field.invert_residues(x.factor, x.used[1])
@@ -59,6 +63,8 @@ def subtract(field: Field, x: Exact, y: Exact) -> Exact:
 
 def multiply(field: Field, x: Exact, y: Exact) -> Exact:
     """x * y; a logarithm times a small whole number or a mask stays one."""
+    # log(x) times 3 is log(x**3), and log(x) times a mask is log(x) or 0. For log(x) times y, below, the logarithm
+    # must become a number. What is infinite or NaN takes that way too, because a factor has no place for it.
     if not x.special and not y.special:
         product = None
         if x.factor is not None and y.factor is None:
@@ -83,6 +89,7 @@ def power(field: Field, x: Exact, n: int) -> Exact:
         return field.lift(np.ones(x.shape, np.float32))
     if n < 0:
         return invert(field, power(field, x, -n))
+    # The number of a root is random: its square, computed from it, would be another random number.
     if n >= 2:
         squares = find_squares(field, x)
         if squares is not None:
@@ -116,6 +123,7 @@ def invert(field: Field, x: Exact) -> Exact:
     else:
         infinite = np.where(zero, TRULY, 0)
         poison = x.poison
+    # 1 / inf is a zero like any other: it has a meaning in all components.
     number = np.where(x.is_truly_infinite, np.uint64(0), number)
     used = np.where(x.is_truly_infinite, 0, x.used[0])
     facts = build_facts(x.shape, x.sign, infinite, used, poison=poison)
@@ -129,6 +137,7 @@ def divide(field: Field, x: Exact, y: Exact) -> Exact:
 
 def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) -> Exact:
     """The sum over dims of the array; `keep` leaves them, with size 1."""
+    # The number is [components, ...]. A sum of 2**32 residues of 32 bits fits a word, so one remainder is enough.
     dims_of_parts = tuple(dim + 1 for dim in dims)  # behind the components
     number = x.number.sum(dims_of_parts, np.uint64, keepdims=keep)
     number = number % field.residues.primes_of(number)
@@ -140,6 +149,7 @@ def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) ->
     is_positive = (x.sign == 1).all(tuple(dims), keepdims=keep)
     is_negative = (x.sign == -1).all(tuple(dims), keepdims=keep)
     sign = np.where(is_positive, 1, np.where(is_negative, -1, 0))
+    # [...] without the dims, or with size 1 in their place.
     infinite, poison = sum_infinities(field, x, dims, keep)
     used = x.used.max(dims_of_parts, keepdims=keep, initial=0)
     facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
@@ -163,6 +173,7 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
     x = to_number(field, x)
     y = to_number(field, y)
     number = field.residues.matmul(x.number, y.number)
+    # [..., m, 1] and [..., 1, n]: a sum has used up what the worst of its terms has.
     used_of_rows = x.used[0].max(-1, keepdims=True, initial=0)
     used_of_columns = y.used[0].max(-2, keepdims=True, initial=0)
     used = np.maximum(used_of_rows, used_of_columns)

@@ -16,9 +16,11 @@ from shardkit.testing.exact.numbers.values import Exact
 
 def where(mask: np.ndarray, x: Exact, y: Exact) -> Exact:
     """x where the mask [...] holds, else y."""
+    # Beside a logarithm a number has the factor 1.
     factor = None
     if x.factor is not None or y.factor is not None:
         factor = np.where(mask, x.factor_or_ones, y.factor_or_ones)
+    # A mask that goes one way everywhere, as that of a block of a causal mask, keeps the degree of one side.
     if mask.all():
         degree = x.degree
     elif not mask.any():
@@ -54,6 +56,7 @@ def join_arrays(arrays: Sequence[np.ndarray], dim: int, new: bool, lead: int = 0
         shape = np.broadcast_shapes(*shapes)
         rows = [np.broadcast_to(x, (*x.shape[:lead], *shape)) for x in arrays]
         return np.stack(rows, lead + dim)
+    # [4, 3] and [1, 2] along dim 1: without that dim they are [4, 1] and [1, 1], together [4, 1].
     without_dim = [(*shape[:dim], 1, *shape[dim + 1 :]) for shape in shapes]
     common = np.broadcast_shapes(*without_dim)
     rows = []
@@ -73,6 +76,7 @@ def take_elements(source: np.ndarray, places: np.ndarray, rank: int) -> np.ndarr
     flat = places.reshape(*places.shape[:rank], -1)
     if math.prod(places.shape[:rank]) == 1:  # all devices take the same places
         return source[..., flat.reshape(-1)].reshape(*source.shape[:-1], *shape)
+    # Devices take other places. Source and places get a row for every device, and are taken row by row.
     lead = np.broadcast_shapes(lead, places.shape[:rank])
     components = len(source)
     source = np.broadcast_to(source, (components, *lead, source.shape[-1]))

@@ -20,6 +20,7 @@ def to_bits(field: Field, x: Exact) -> Exact:
     """Random integers, from which `from_bits` comes back."""
     x = to_number(field, x)
     words = field.residues.hash("bits", x.number)
+    # The word is a random function of the residues alone: equal floats have equal bits.
     elements = zip(*(list_columns(part) for part in (words, x.number, x.facts, x.real)), strict=True)
     for word, residues, facts, real in elements:
         field.numbers_of_bits[word.tobytes()] = residues, facts, real
@@ -30,6 +31,7 @@ def to_bits(field: Field, x: Exact) -> Exact:
 
 def from_bits(field: Field, x: Exact) -> Exact:
     """The floats of these bits; of integers that are no float's bits, unknown ones."""
+    # Where no float is remembered, as for bits with a mask applied, the float is a random function of the integer.
     unknown = apply_function(field, "of bits", x)
     number = unknown.number.reshape(len(unknown.number), -1).copy()
     facts = unknown.facts.reshape(len(unknown.facts), -1).copy()

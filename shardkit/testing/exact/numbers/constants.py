@@ -23,11 +23,14 @@ def simplest(value: float, dtype: Any) -> Fraction:
 
     One with a small denominator, or one of few decimal digits, as an epsilon is written.
     """
+    # 0.33333334 is 11184811 / 33554432. Of the fractions with a denominator up to 1, 2, 4, ... the first that rounds
+    # to it in the dtype is 1/3.
     exact = Fraction(value)
     for bits in range(_LARGEST_DENOMINATOR.bit_length()):
         fraction = exact.limit_denominator(1 << bits)
         if _round_alike(float(fraction), value, dtype):
             return fraction
+    # 1e-5 in float32 has no small denominator, but three digits say it.
     digits = f"{value:.{_MOST_DIGITS - 1}e}"
     if _round_alike(float(digits), value, dtype):
         return Fraction(digits)
@@ -42,6 +45,7 @@ def widen(x: np.ndarray) -> np.ndarray:
     """Constants of less than 32 bits as what they stand for, because rounding is not modelled."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x
+    # Mostly there are few values: 1/3 in bfloat16, 0.3340, becomes the float32 that stands for 1/3.
     distinct, places = np.unique(x.astype(np.float32), return_inverse=True)
     wide = []
     for value in distinct.tolist():

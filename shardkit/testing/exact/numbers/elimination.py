@@ -34,8 +34,10 @@ def substitute(field: Field, a: Exact, b: Exact, lower: bool, unit: bool) -> Exa
     n = a.shape[-1]
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     b = broadcast_matrices(b, lead)
+    # An empty system: b has no rows either.
     if not n:
         return b
+    # All inverses of the diagonal at once, which is the price of one.
     inverses = None
     if not unit:
         inverses = _invert_diagonal(field, a)
@@ -48,6 +50,7 @@ def substitute(field: Field, a: Exact, b: Exact, lower: bool, unit: bool) -> Exa
             ready = slice(0, i) if lower else slice(i + 1, n)
             coefficients = take_block(a, slice(i, i + 1), ready)
             row = subtract(field, row, matmul(field, coefficients, _stack_rows(rows)))
+        # Over the diagonal, by its inverse: [..., 1, 1] times [..., 1, k].
         if inverses is not None:
             row = multiply(field, row, take_block(inverses, slice(i, i + 1), slice(None)))
         rows[i] = row
@@ -69,14 +72,18 @@ def eliminate(field: Field, a: Exact) -> tuple[Exact, np.ndarray, np.ndarray]:
     """
     m, n = a.shape[-2:]
     lead = a.shape[:-2]
+    # x becomes U on and above the diagonal, and L below it, one column in each step.
     steps = min(m, n)
+    # LAPACK reports both: which row each step swapped, and where all rows ended.
     swaps = np.zeros((*lead, steps), np.int32)
     order = np.broadcast_to(np.arange(m, dtype=np.int32), (*lead, m)).copy()
     x = a
     for k in range(steps):
+        # The pivot is the largest element, in real numbers, of the rows that are left: [..., m].
         sizes = np.abs(find_keys(field, take_block(x, slice(None), slice(k, k + 1))))[..., 0]
         largest = np.where(np.arange(m) < k, -1.0, sizes).argmax(-1)
         swaps[..., k] = largest
+        # Rows k and largest change places: in the order 0, 1, ..., m - 1 these two are exchanged.
         swapped = np.broadcast_to(np.arange(m), (*lead, m)).copy()
         np.put_along_axis(swapped, largest[..., None], k, -1)
         swapped[..., k] = largest
@@ -95,6 +102,8 @@ def _eliminate_column(field: Field, x: Exact, k: int, pivot: Exact) -> Exact:
     m, n = x.shape[-2:]
     rows = np.arange(m)[:, None]
     columns = np.arange(n)
+    # column [..., m, 1] and the pivot's row [..., 1, n] make a product of all rows and columns, of which those behind
+    # the pivot are used.
     column = multiply(field, take_block(x, slice(None), slice(k, k + 1)), invert(field, pivot))
     product = multiply(field, column, take_block(x, slice(k, k + 1), slice(None)))
     x = where((rows > k) & (columns > k), subtract(field, x, product), x)
@@ -105,6 +114,7 @@ def solve(field: Field, a: Exact, b: Exact) -> Exact:
     """x of a x = b, for any a [..., n, n] and [..., n, k]."""
     lu, _, order = eliminate(field, a)
     b = to_number(field, b)
+    # A x = b is L U x = P b, where P reorders the rows: first L y = P b, then U x = y.
     x = substitute(field, lu, _reorder_rows(b, order), lower=True, unit=True)
     x = substitute(field, lu, x, lower=False, unit=False)
     return replace(x, degree=_degree_of_solution(field, a, b))
@@ -120,9 +130,11 @@ def factor_positive(field: Field, a: Exact) -> Exact:
         return a
     x = a
     pivots = []
+    # [...], one for each matrix: what is singular is outside of the domain, as sqrt(-1) is.
     singular = np.zeros(a.shape[:-2], bool)
     for k in range(n):
         pivot = take_block(x, slice(k, k + 1), slice(k, k + 1))
+        # A pivot that is not positive has no real root. A 1 in its place keeps the steps going; the result is poison.
         zero = field.is_zero(pivot)
         if field.order is None:
             zero = zero | (pivot.real[0] <= 0)
@@ -134,8 +146,10 @@ def factor_positive(field: Field, a: Exact) -> Exact:
     columns = np.arange(n)
     x = where(rows == columns, _make_one(field, x), x)
     x = where(rows < columns, make_zero(field, x), x)
+    # [..., 1, n]: column j of U is multiplied by the root of pivot j.
     diagonal = join_exact(pivots, len(x.shape) - 1, new=False)
     x = multiply(field, x, square_root(field, diagonal))
+    # In an order only a pivot of zero is singular: no sign is drawn there.
     poison = np.maximum(np.where(singular, OUTSIDE, 0), find_poison(field, a))
     degree = degree_over_determinants(field, a, n, n).times(a.degree.to_the(n)).times(INPUT)
     facts = x.facts.copy()
@@ -154,6 +168,7 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
     m, n = a.shape[-2:]
     is_free = np.ones((*x.shape[:-2], m, 1), bool)  # rows that no pivot is in
     for k in range(n):
+        # [components, ..., m, 1]
         column = np.where(is_free, x[..., k : k + 1], np.uint64(0))
         place = (column != 0).argmax(-2)[..., None]
         pivot = np.take_along_axis(column, place, -2)
@@ -161,8 +176,10 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
         factors = column * invert_by_power(pivot, p) % p
         is_pivot = (np.arange(m)[:, None] == place) & (pivot != 0)
         is_free = is_free & ~is_pivot
+        # p * p is added so that the difference of unsigned words is not negative.
         less = (x + p * p - factors * row % p) % p
         x = np.where(is_free & (pivot != 0), less, x)
+    # [components, ...]; by chance a component may have a lower rank, and none a higher one.
     ranks = (~is_free).sum((-2, -1))
     valid = field.valid(a.used[0].max((-2, -1), initial=0))
     return np.asarray(np.where(valid, ranks, 0).max(0))

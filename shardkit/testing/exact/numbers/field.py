@@ -146,11 +146,13 @@ class Field:
 
     def valid(self, used: np.ndarray) -> np.ndarray:
         """bool [components, ...]: which components have a meaning where so many primes are used up."""
+        # The lowest primes are used up by exps; the highest one by logarithms that became numbers.
         level = self.residues.levels_of_components(used.ndim)
         return (level >= used) & (level < self.levels - self.logs)
 
     def is_zero(self, x: Exact) -> np.ndarray:
         """bool [...]: which elements are zero at all points."""
+        # A component without a meaning says nothing: it may be anything, and the number still zero.
         zero = ((x.number == 0) | ~self.valid(x.used[0])).all(0)
         if x.factor is not None:
             zero = zero & (x.factor == 1).all(0)
@@ -181,6 +183,7 @@ class Field:
         """
         if not x.special:
             return x
+        # Infinity by the code of `Exact.infinite`: TRULY or -TRULY. HUGE is a number, and stays as it is.
         number = x.number
         real = x.real
         for value in (math.inf, -math.inf):
@@ -194,6 +197,7 @@ class Field:
         number = np.where(no_number, np.uint64(0), number)
         real = np.where(no_number, math.nan, real)
 
+        # The facts of what is special: its own sign, no prime used up, and no logarithm.
         special = no_number | x.is_truly_infinite
         factor = x.factor
         if factor is not None:
@@ -211,6 +215,7 @@ class Field:
         x = np.asarray(x)
         if x.size > _MOST_KEPT:
             return self._lift(x)
+        # A mask of a step is lifted hundreds of times: small constants are kept.
         key = (x.tobytes(), str(x.dtype), x.shape)
         if key not in self._lifted:
             self._lifted[key] = self._lift(x)
@@ -232,11 +237,13 @@ class Field:
         if not residues:  # of an empty array
             residues = [self.residues.moduli]
             reals = [0.0]
+        # [components, distinct values]
         table = np.stack(residues, 1)
         number = np.take(table, places.reshape(-1), 1).reshape(len(table), *x.shape)
         real = np.take(np.array(reals), places)[None]
 
         wide = np.asarray(values, np.float64)
+        # Zero is not negative, and not positive either: it is noted as the former.
         sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
         # Integers are never a mask's infinity.
         is_huge = (np.abs(wide) >= LEAST_INFINITE) & jnp.issubdtype(x.dtype, jnp.floating)
@@ -258,6 +265,7 @@ class Field:
             return np.zeros_like(moduli), math.nan
         if np.isinf(np.asarray(value, np.float64)):
             return self.residues.infinity(float(value) < 0), float(value)
+        # n / d is n times the inverse of d, modulo each prime.
         if jnp.issubdtype(dtype, jnp.floating):
             ratio = simplest(float(value), dtype)
         else:
@@ -273,6 +281,8 @@ class Field:
         """The degree of the inverses of so many elements of a degree: they count as a division of their own."""
         if not degree.total:
             return CONSTANT
+        # All elements of one array count as one division: a term of a result has at most one of their inverses for each
+        # time that it was multiplied by it, and the weight is the degree of the product of all divisors.
         self._divisions += 1
         return Degree(1, {**degree.inverses, self._divisions: (1, degree.total * elements)})
 

@@ -60,18 +60,22 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     """An uninterpreted function of each element; its real values are those of the function of that name."""
     field.uninterpreted.add(name)
     arguments = [to_number(field, x) for x in operands]
+    # The residues of all arguments make one random residue, with another hash for each name and place.
     number = field.residues.hash(name, *(x.number for x in arguments))
+    # What the worst of the arguments has used up has no meaning in the result either.
     used = arguments[0].used[0]
     poison = arguments[0].poison
     for x in arguments[1:]:
         used = np.maximum(used, x.used[0])
         poison = np.maximum(poison, x.poison)
+    # A gradient through tanh of a padded row must vanish: what is known at zero is kept.
     if name in _ZERO_AT_ZERO:
         number = np.where(field.is_zero(arguments[0]), np.uint64(0), number)
     if name in _ONE_AT_ZERO:
         number = np.where(field.is_zero(arguments[0]), np.uint64(1), number)
 
     shape = number.shape[1:]
+    # A function that numpy does not have, as one of a test, is unknown in real numbers too.
     function = _real_functions().get(name)
     if function is None:
         facts = build_facts(shape, sign, 0, used, poison=poison)
@@ -81,6 +85,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
     real = np.asarray(function(*reals))
     if field.order is None:
+        # arcsin(2) is outside of the domain in this draw. What is NaN because an argument is has its poison from there.
         is_defined = np.isfinite(sum(x.real for x in arguments))[0]
         poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
     facts = build_facts(shape, sign, 0, used, poison=poison)
@@ -95,6 +100,7 @@ def _take_limits(field: Field, x: Exact, arguments: Sequence[Exact]) -> Exact:
     is_infinite = np.zeros(x.shape, bool)
     for argument in arguments:
         is_infinite = is_infinite | argument.is_truly_infinite
+    # Only limits that floats know: NaN of sin(inf) becomes poison, 1 of tanh(inf) a constant.
     limit = field.lift(np.where(is_infinite, x.real[0], 0.0))
     return where(is_infinite & (x.poison == 0), limit, x)
 
@@ -103,6 +109,7 @@ def square_root(field: Field, x: Exact) -> Exact:
     """The square root: uninterpreted, but that its square is x."""
     x = to_number(field, x)
     root = apply_function(field, "sqrt", x, sign=1)
+    # Which root is of which number is looked up by residues: the root itself has no other mark.
     elements = zip(list_columns(root.number), list_columns(x.number), root.poison.reshape(-1), strict=True)
     for word, square, poison in elements:
         if not poison:

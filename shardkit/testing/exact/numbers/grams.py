@@ -31,6 +31,7 @@ def multiply_with_itself(field: Field, a: Exact) -> Exact:
     np.einsum("...ii->...i", facts[SIGN])[...] = 1  # the diagonal has sums of squares
     number = product.number
     degree = product.degree
+    # Blocks of rows that are kept may stand on each other: [R1; R2] of 3 rows each has kept blocks of height 3.
     heights = sorted({height for height, width, _ in field.grams if width == n}, reverse=True)
     if heights:
         number = number.copy()
@@ -41,6 +42,7 @@ def multiply_with_itself(field: Field, a: Exact) -> Exact:
             kept, other_rows = _find_kept_rows(field, masked[matrix], heights)
             if not kept:
                 continue
+            # A^T A is the sum over blocks: what is kept of some, and the product of the rows that are left.
             rows = a.number[matrix][:, other_rows]
             total = _multiply_residues(field, rows.swapaxes(1, 2), rows)
             for squares, squares_degree in kept:
@@ -66,6 +68,7 @@ def keep_product(field: Field, a: Exact, squares: Exact) -> None:
     m, n = a.shape[-2:]
     for place in np.ndindex(*a.shape[:-2]):
         matrix = (slice(None), *place)
+        # By place, because the matrices of a batch are kept one by one, and a NaN says nothing.
         if not a.poison[place].any():
             field.grams[m, n, masked[matrix].tobytes()] = squares.number[matrix], squares.degree
 
@@ -79,6 +82,7 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
     """
     a = broadcast_matrices(a, x.shape[:-2])
     n = a.shape[-1]
+    # Factors are kept as L^T, of which the product with itself is L L^T = A.
     upper = transpose(a) if lower else a
     factors = mask_used(field, upper)
     halves = mask_used(field, x if lower else b)
@@ -92,12 +96,14 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
         kept.append((place, *squares_of_factor))
     if not lower:
         return _take_halves(field, factors, halves, x)
+    # A itself: the product has its facts and real values, and what is kept its residues.
     squares = matmul(field, a, upper)
     degree = squares.degree
     for place, number, degree_of_factor in kept:
         squares.number[(slice(None), *place)] = number
         degree = degree.plus(degree_of_factor)
     solution = solve(field, replace(squares, degree=degree), b)
+    # y^T y = b^T A^-1 b, as a log-likelihood has it.
     keep_product(field, x, matmul(field, transpose(to_number(field, b)), solution))
     _keep_halves(field, factors, halves, solution)
     return x
@@ -143,6 +149,7 @@ def _find_kept_rows(
     kept: list[tuple[np.ndarray, Degree]] = []
     other_rows: list[int] = []
     m, n = a.shape[1:]
+    # From the top row down; a kept block that begins at a row is taken, else the row is one of the others.
     row = 0
     while row < m:
         height = 1

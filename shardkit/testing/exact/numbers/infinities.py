@@ -23,9 +23,11 @@ from shardkit.testing.exact.numbers.values import HUGE, NOT_A_NUMBER, OUTSIDE, T
 
 def add_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
     """Of x + y."""
+    # HUGE less HUGE is a number: 1e30 - 1e30 is 0.
     infinite = np.clip(x.infinite + y.infinite, -HUGE, HUGE)
     poison = np.maximum(x.poison, y.poison)
     if x.special or y.special:
+        # inf + x is inf, whatever x is, but for -inf.
         infinite = np.where(y.is_truly_infinite, y.infinite, infinite)
         infinite = np.where(x.is_truly_infinite, x.infinite, infinite)
         apart = x.is_truly_infinite & y.is_truly_infinite & (x.infinite != y.infinite)
@@ -44,6 +46,7 @@ def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | 
     if x.special or y.special:
         zero_times_infinity = (x.is_truly_infinite & field.is_zero(y)) | (y.is_truly_infinite & field.is_zero(x))
         poison = np.maximum(poison, np.where(zero_times_infinity, field.undefined, 0))
+        # The sign of a number that is not known to have one is that of its place in the order.
         sign = np.nan_to_num(np.sign(find_keys(field, x)) * np.sign(find_keys(field, y)))
         infinite = np.where(x.is_truly_infinite | y.is_truly_infinite, TRULY * sign, infinite)
     return infinite, poison
@@ -58,6 +61,7 @@ def _find_known_sign(x: Exact) -> np.ndarray:
 def sum_infinities(field: Field, x: Exact, dims: Sequence[int], keep: bool) -> tuple[np.ndarray, np.ndarray]:
     """Of a sum over dims."""
     over = tuple(dims)
+    # Of all terms the largest and the smallest code: -2, -1, 0, 1 or 2.
     highest = x.infinite.max(over, keepdims=keep, initial=0)
     lowest = x.infinite.min(over, keepdims=keep, initial=0)
     infinite = np.clip(highest, 0, HUGE) + np.clip(lowest, -HUGE, 0)

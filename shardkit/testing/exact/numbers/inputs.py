@@ -24,9 +24,11 @@ _LARGEST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs a
 def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     """An input: a random number for every component and element, and a random real value for every element."""
     size = math.prod(shape)
+    # Both sides draw an input of this name, and get the same.
     digest = hashlib.blake2b(name.encode(), digest_size=6).digest()
     rng = np.random.default_rng([field.seed, int.from_bytes(digest, "big")])
     moduli = field.residues.moduli
+    # [components, elements], from 1 to p - 1: an input is not zero, as almost all floats are not.
     number = rng.integers(1, moduli[:, None], (len(moduli), size), np.uint64)
     number = number.reshape(len(number), *shape)
     kind = field.kind.removeprefix(CROSSED).strip()
@@ -80,6 +82,7 @@ def _place_elements(field: Field, name: str, x: Exact) -> Exact:
 def _repeat_elements(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
     """An input of which many elements are equal: to one of the first half, to the one before, or to a constant."""
     size = math.prod(x.shape)
+    # Half of the elements are one of the first half again; of three elements one is that of its neighbour.
     places = np.where(rng.uniform(size=size) < 0.5, rng.integers(0, (size + 1) // 2, size), np.arange(size))
     places = np.where(rng.uniform(size=size) < 0.3, np.roll(places, 1), places)
     x = x.move(lambda part: part.reshape(len(part), -1)[:, places].reshape(part.shape))

@@ -49,6 +49,7 @@ def exp(field: Field, x: Exact) -> Exact:
         number = number * x.factor % field.residues.primes_of(number)
         used = np.maximum(used, x.used[1])
         degree = degree.times(x.degree)
+    # exp(-inf) is 0, also of a constant that stands for -inf in a mask. That zero has a meaning in all components.
     number = np.where(x.is_low, np.uint64(0), number)
     used = np.where(x.is_low, 0, np.minimum(used, LEVELS))
     real = np.where(x.is_low, 0.0, np.exp(x.real))
@@ -60,6 +61,7 @@ def exp(field: Field, x: Exact) -> Exact:
 def log(field: Field, x: Exact) -> Exact:
     """log, kept as what it is of; that of zero is minus infinity."""
     x = to_number(field, x)
+    # Where x is zero the logarithm is -inf, and where it is known to be negative NaN.
     zero = field.is_zero(x)
     is_negative = ~zero & ((x.sign < 0) & (x.infinite == 0) | (x.infinite < 0))
     poison = np.maximum(x.poison, np.where(is_negative, NOT_A_NUMBER, 0))
@@ -68,6 +70,7 @@ def log(field: Field, x: Exact) -> Exact:
         # Negative in this draw, but not known to be so for all inputs.
         happens_to_be_negative = ~zero & (x.real[0] < 0) & (poison == 0)
         poison = np.maximum(poison, np.where(happens_to_be_negative, OUTSIDE, 0))
+    # The whole number moves to the factor, with the primes that it has used up.
     factor = np.where(zero, np.uint64(1), x.number)
     facts = build_facts(x.shape, 0, infinite, 0, x.used[0], poison)
     return field.settle(Exact(np.zeros_like(x.number), facts, np.log(x.real), factor, x.degree))
@@ -77,6 +80,7 @@ def to_number(field: Field, x: Exact) -> Exact:
     """The same array without a factor: its logarithm becomes a number."""
     if x.factor is None:
         return x
+    # log(1) is 0 in every way, and uses up nothing. Else the logarithm is one prime lower than what it is of.
     is_one = (x.factor == 1).all(0)
     used = np.where(is_one, x.used[0], np.maximum(x.used[0], x.used[1] - 1))
     number = x.number
@@ -93,11 +97,13 @@ def to_number(field: Field, x: Exact) -> Exact:
 
 def multiply_logarithm(field: Field, x: Exact, y: Exact) -> Exact | None:
     """A logarithm x times a small whole number or a mask y, which stays one; None for other products."""
+    # A sum of n equal logarithms, or a mean over examples with a mask: these keep the logarithm.
     multiple = find_whole_number(field, y)
     if multiple is None and not _is_mask(y):
         return None
     number = x.number * y.number % field.residues.primes_of(x.number)
     if multiple is not None:
+        # -3 log(f) is log(1 / f**3).
         factor = field.residues.power(x.factor_or_ones, abs(multiple))
         if multiple < 0:
             factor = field.invert_residues(factor, x.used[1])
@@ -122,6 +128,7 @@ def find_whole_number(field: Field, x: Exact) -> int | None:
     """The one small whole number that every element of a constant is; None if there is none."""
     if x.factor is not None or x.degree.total or x.number.size == 0:
         return None
+    # [components]: the residues of the first element, which all others must have.
     first = x.number.reshape(len(x.number), -1)[:, 0]
     if not (x.number == first.reshape(-1, *[1] * (x.number.ndim - 1))).all():
         return None

@@ -20,6 +20,7 @@ class Marks:
     """The arrays that follow from floats, by their identity: two equal arrays need not both follow."""
 
     def __init__(self) -> None:
+        # By id, with the array itself, so that its id stays its own as long as the field lives.
         self._arrays: dict[int, np.ndarray] = {}
         self._decisions: set[int] = set()
         self._naturals: set[int] = set()
@@ -47,6 +48,7 @@ class Marks:
 
     def is_natural(self, x: np.ndarray) -> bool:
         """Whether integers or booleans are not negative, whatever floats are."""
+        # What follows from floats may be another number for other inputs: what it is now proves nothing.
         if self.follows_floats(x):
             return x.dtype == bool or id(x) in self._naturals
         return bool((x >= 0).all())

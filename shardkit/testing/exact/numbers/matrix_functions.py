@@ -24,6 +24,7 @@ _ROW = 2**20  # the distance of the places of two rows
 def hash_elements(field: Field, name: str, elements: np.ndarray) -> np.ndarray:
     """uint64 [components, ...]: a random word of all elements [components, ..., n], each at its place."""
     salt = field.residues.salt(name)[:, None]
+    # Without its place an element could stand elsewhere: A and its transpose would have one word.
     places = mix(salt, np.arange(elements.shape[-1], dtype=np.uint64))
     places = places.reshape(len(elements), *[1] * (elements.ndim - 2), -1)
     hashes = mix(elements, places)
@@ -49,6 +50,7 @@ def apply_matrix_function(
         real: the real values, [1, ..., k] of vectors or [1, ..., k, l] of matrices.
         sign: the sign that is known of the results.
     """
+    # What is behind the dims of the mesh and the batch: [k] or [k, l].
     shape = real.shape[1 + len(a.shape) - 2 :]
     places = np.arange(shape[-1], dtype=np.uint64)
     if len(shape) == 2:
@@ -83,6 +85,7 @@ def apply_real_function(
     try:
         arrays = function(np.where(is_finite[..., None, None], x, 0.0))
     except np.linalg.LinAlgError:
+        # numpy refuses all matrices where one has no eigenvalues: then none has known real values.
         arrays = [np.full((*x.shape[:-2], *shape), math.nan) for shape in shapes]
     results = []
     for y in arrays:

@@ -43,6 +43,7 @@ def find_keys(field: Field, x: Exact) -> np.ndarray:
         keys = _find_real_keys(field, x)
     else:
         keys = _find_random_keys(field, x, field.order)
+    # Zero is the middle of every order, infinity its ends, and NaN has no place.
     keys = np.where(field.is_zero(x), 0.0, keys)
     keys = np.where(x.infinite == TRULY, math.inf, keys)
     keys = np.where(x.infinite == -TRULY, -math.inf, keys)
@@ -61,6 +62,7 @@ def _find_real_keys(field: Field, x: Exact) -> np.ndarray:
 
 
 def _drop_last_digits(real: np.ndarray) -> np.ndarray:
+    # 34 of 53 bits: x + y + z in two orders of summation differ in the last few.
     mantissa, exponent = np.frexp(real)
     digits = np.rint(mantissa * 2.0**_DIGITS)
     return np.asarray(np.ldexp(digits, exponent - _DIGITS))
@@ -74,6 +76,7 @@ def _find_random_keys(field: Field, x: Exact, order: int) -> np.ndarray:
     constants is seen.
     """
     residues = highest_residues(field, x)
+    # Every element gets a hash; constants and infinities replace theirs.
     size, is_negative = _hash_sizes(field, x, residues, order)
     # Constants, as counts and their shares are, stand in their own order: elsewhere the same are computed without an
     # unknown, and compared as what they are. They are those that are the same at all points.
@@ -101,6 +104,7 @@ def _hash_sizes(field: Field, x: Exact, residues: np.ndarray, order: int) -> tup
     """
     p = np.uint64(PRIMES[-2])
     is_upper = residues[0] > p // np.uint64(2)
+    # [points, ...]
     canonical = np.where(is_upper, p - residues, residues) % p
     hashes = np.zeros(x.shape, np.uint64)
     salts = field.residues.salt(f"order {order // 4}")
@@ -118,6 +122,7 @@ def _hash_sizes(field: Field, x: Exact, residues: np.ndarray, order: int) -> tup
 def _place_constants(field: Field, constants: np.ndarray, order: int) -> np.ndarray:
     """The sizes of constants, in their own order: below all unknown ones, above them, or among them."""
     size = np.abs(constants)
+    # From [0, inf) to [0, 1), in the order of sizes.
     share = size / (1 + size)
     if order < 4:
         return share + 2 * (order % 2)
@@ -136,7 +141,7 @@ def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
     What is no number equals what is none; nothing is said where one is outside of a function's domain.
     """
     if not field.logs and (x.factor is not None or y.factor is not None):
-        # Without one logarithm that became a number, exp gives back what they are of, with its sign.
+        # As long as no logarithm became a number, exp gives back what they are of, with its sign.
         take_exp = exp
         if x.special or y.special:
             take_exp = exp_keeping_infinity
@@ -144,6 +149,7 @@ def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
         y = take_exp(field, y)
     x = to_number(field, x)
     y = to_number(field, y)
+    # A component is compared where it has a meaning on both sides.
     valid = field.valid(np.maximum(x.used[0], y.used[0]))
     equal = ((x.number == y.number) | ~valid).all(0)
     if x.special or y.special:

@@ -33,6 +33,7 @@ class Residues:
         self.points = points
         self.seed = seed
         self.levels = levels
+        # With the primes 5 and 11 and two points: [5, 5, 11, 11].
         self.moduli = np.repeat(np.array(PRIMES[-levels:], np.uint64), points)
         self._salts: dict[str, np.ndarray] = {}
 
@@ -61,6 +62,7 @@ class Residues:
 
     def hash(self, name: str, *arrays: np.ndarray) -> np.ndarray:
         """A random function of some numbers, element by element and component by component."""
+        # Each operand has a salt of its own, so that f(x, y) is not f(y, x).
         word: Any = np.uint64(0)
         for number, x in enumerate(arrays):
             salt = self.salt(f"{name} {number}")
@@ -80,6 +82,7 @@ class Residues:
         """x**n for n of at least 0, by repeated squares."""
         p = self.primes_of(x)
         result = np.ones_like(x)
+        # 13 is 1101 in binary: x, x**3, x**6, x**13.
         for bit in bin(n)[2:]:
             result = result * result % p
             if bit == "1":
@@ -93,6 +96,7 @@ class Residues:
         1 / abcd. On the way back 1 / ab is cd / abcd, and 1 / a is b / ab.
         """
         p = self.moduli[:, None]
+        # [components, elements], padded with ones to a power of two.
         flat = x.reshape(len(x), -1)
         size = 1 << max(flat.shape[1] - 1, 0).bit_length()
         padding = np.ones((len(x), size - flat.shape[1]), np.uint64)
@@ -101,6 +105,7 @@ class Residues:
             products = tree[-1]
             tree.append(products[:, ::2] * products[:, 1::2] % p)
 
+        # One inverse for each component, by Python's integers.
         roots = []
         for value, prime in zip(tree[-1][:, 0], self.moduli, strict=True):
             roots.append(pow(int(value), -1, int(prime)))
@@ -126,6 +131,7 @@ class Residues:
         total: Any = np.uint64(0)
         for start in range(0, max(x.shape[-1], 1), _MOST_PRODUCTS):
             left = x[..., start : start + _MOST_PRODUCTS]
+            # At most 2**15 products of 32 bits and 16: their sum is below 2**63.
             right = y[..., start : start + _MOST_PRODUCTS, :]
             high = np.matmul(left, right >> half) % p
             low = np.matmul(left, right & low_bits)
@@ -141,6 +147,7 @@ class Residues:
         With g = 1 for all, exp(1) would be 4, and a proof would hold for this one base alone. g is a number modulo the
         prime of the component below, in which x is known.
         """
+        # The lowest prime has none below it, and no exp: there anything will do.
         below = np.concatenate([self.moduli[: self.points], self.moduli[: -self.points]])
         return 1 + self.salt("exp") % (below - np.uint64(1))
 
@@ -149,12 +156,14 @@ class Residues:
         points = self.points
         p = self.primes_of(x)
         generators = self._generators.reshape(p.shape)[points:]
+        # [components but those of the highest prime, ...]: residues of a prime say what the next one's are.
         exponents = x[:-points] * generators % p[:-points]
         # The level in the whole tower of each component but the first.
         first = LEVELS - self.levels + 1
         levels = np.repeat(np.arange(first, LEVELS), points).reshape(-1, *[1] * (x.ndim - 1))
         byte = np.uint64(0xFF)
         result = np.ones(x.shape, np.uint64)
+        # 4**e from the four bytes of e, a product of four entries of the table.
         for number in range(4):
             digits = (exponents >> np.uint64(8 * number)) & byte
             powers = power_table()[levels, number, digits.astype(np.int64)]
@@ -163,12 +172,15 @@ class Residues:
 
     def log(self, x: np.ndarray) -> np.ndarray:
         """log, one prime lower: the components of the highest prime have no meaning, and are random."""
+        # Random at first; all components but the highest are filled below.
         logs = self.hash("log", x)
         generators = self._generators[self.points :].tolist()
         for component, generator in enumerate(generators):
             level = LEVELS - self.levels + component // self.points
             prime = PRIMES[level]
+            # The logarithms of one component, by baby and giant steps, element by element.
             scale = pow(generator, -1, prime)
+            # exp(y) = 4**(g y) modulo the next prime, so y is the exponent over g.
             values = x[component + self.points].reshape(-1).tolist()
             row = [find_logarithm(level, value) * scale % prime for value in values]
             logs[component] = np.reshape(np.array(row, np.uint64), logs[component].shape)

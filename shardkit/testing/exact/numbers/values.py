@@ -41,6 +41,7 @@ class Degree(NamedTuple):
 
     def plus(self, *others: Degree) -> Degree:
         """The degree of a sum, or of an array with elements of all: the largest one."""
+        # Of each division the highest power of its inverse that a term may have.
         total = self.total
         inverses = dict(self.inverses)
         for other in others:
@@ -110,6 +111,7 @@ class Exact:
         degree: bounds of its degree.
     """
 
+    # The parts that `move` moves, each behind its leading dim.
     number: np.ndarray
     facts: np.ndarray
     real: np.ndarray
@@ -141,6 +143,7 @@ class Exact:
         """bool [...], whether it is infinity itself, of both signs."""
         return np.abs(self.facts[INFINITE]) == TRULY
 
+    # exp(x) of an input has used one prime, exp(exp(x)) two.
     @property
     def used(self) -> np.ndarray:
         """int8 [2, ...], the used primes of number and factor."""
@@ -184,6 +187,7 @@ def build_facts(
     shape: Sequence[int], sign: Any = 0, infinite: Any = 0, used: Any = 0, factor_used: Any = 0, poison: Any = 0
 ) -> np.ndarray:
     """int8 [5, ...]: the facts of an array of this shape, each for all elements or for every one."""
+    # A fact that is a number is one for all elements; an array broadcasts.
     rows = np.empty((5, *shape), np.int8)
     rows[SIGN] = sign
     rows[INFINITE] = infinite

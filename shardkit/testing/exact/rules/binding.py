@@ -28,6 +28,7 @@ def bind_primitive(
         changed: parameters that differ from the equation's.
         as_typed: whether operands have the dtypes of the equation; False for places in place of elements.
     """
+    # jax's keys are words here, and its primitives do not take them.
     if as_typed and any(is_key(v.aval) for v in (*equation.invars, *equation.outvars)):
         raise UnsupportedError(equation.primitive.name)
     primitive = equation.primitive
@@ -37,6 +38,7 @@ def bind_primitive(
             value = None
         params[name] = value
 
+    # The equation on one device, of arrays without dims of a mesh.
     def bind_one(*xs: Any) -> list[Any]:
         typed = []
         for variable, x in zip(equation.invars, xs, strict=True):
@@ -50,6 +52,7 @@ def bind_primitive(
     lead: tuple[int, ...] = (1,) * rank
     if operands:
         lead = np.broadcast_shapes(*(x.shape[:rank] for x in operands))
+    # All devices have the same: computed once.
     if math.prod(lead) == 1:
         results = bind_one(*(x.reshape(x.shape[rank:]) for x in operands))
         return [widen(np.asarray(y)).reshape((1,) * rank + y.shape) for y in results]

@@ -37,6 +37,7 @@ def compare(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     x, y = scope.lift(x, y)
     x_keys = find_keys(scope.field, x)
     y_keys = find_keys(scope.field, y)
+    # NaN is neither smaller nor larger than anything, as in floats.
     truth = _COMPARE[equation.primitive.name](x_keys, y_keys)
     return scope.decide(equation, truth, x, y)
 
@@ -45,6 +46,7 @@ def compare_totally(scope: Scope, equation: Any, x: Operand, y: Operand) -> Know
     """lt_to and le_to of searchsorted: a total order, NaN last."""
     x, y = scope.lift(x, y)
     x_keys = put_nan_last(find_keys(scope.field, x))
+    # searchsorted compares so, because a NaN that is neither smaller nor larger has no place in a sorted array.
     y_keys = put_nan_last(find_keys(scope.field, y))
     truth = _COMPARE[equation.primitive.name.removesuffix("_to")](x_keys, y_keys)
     return scope.decide(equation, truth, x, y)
@@ -58,6 +60,7 @@ def put_nan_last(keys: np.ndarray) -> np.ndarray:
 def compare_equal(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     """eq and ne: numbers are equal where they are so in the field, and have a place in the order."""
     x, y = scope.lift(x, y)
+    # NaN has no place in the order: it is not equal to itself, though residues are.
     equal = find_equal(scope.field, x, y) & (find_keys(scope.field, x) == find_keys(scope.field, y))
     if equation.primitive.name == "ne":
         return scope.decide(equation, ~equal, x, y)
@@ -78,8 +81,10 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
         takes_x = x_keys <= y_keys
         sign = np.minimum(x.sign, y.sign)
         is_known = sign < 0
+    # Where x is no number neither side is taken by the keys: x is, which spreads.
     mask = scope.decide(equation, takes_x, x, y) | np.isnan(x_keys)
     chosen = where(mask, x, y)
+    # Whichever was chosen here, the sign holds for all inputs: relu(x) is never negative.
     facts = chosen.facts.copy()
     facts[SIGN] = np.where(is_known, sign, chosen.sign)
     return replace(chosen, facts=facts)
@@ -88,12 +93,14 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
 def absolute(scope: Scope, equation: Any, x: Exact) -> Exact:
     """abs, by the order."""
     x = to_number(scope.field, x)
+    # x or -x. The result is known to be positive in either case.
     mask = scope.decide(equation, find_keys(scope.field, x) >= 0, x, scope.constant(0, like=x))
     return where(mask, x, negate(scope.field, x)).with_sign(1)
 
 
 def find_sign(scope: Scope, equation: Any, x: Exact) -> Exact:
     """sign, by the order, which has a place for every number."""
+    # 1, 0 or -1 in this draw: a constant, which hangs on x as a comparison does.
     keys = find_keys(scope.field, x)
     scope.decide(equation, keys > 0, x, scope.constant(0, like=x))
     return scope.field.lift(np.sign(keys).astype(np.float32))
@@ -106,11 +113,13 @@ def clamp(scope: Scope, equation: Any, low: Operand, x: Operand, high: Operand) 
     low_keys = find_keys(field, low)
     keys = find_keys(field, x)
     high_keys = find_keys(field, high)
+    # Both edges are comparisons of their own: a wrong lower edge is seen where x is below it.
     below = scope.decide(equation, keys < low_keys, x, low, " from below")
     above = scope.decide(equation, keys > high_keys, x, high, " from above")
     if field.coverage is not None:
         between = ~below & ~above & ~np.isnan(keys)
         field.coverage.note_joined(field, equation, scope.line(equation), between, " between")
+    # Where low is above high, jax takes high.
     return where(above, high, where(below, low, x))
 
 

@@ -31,11 +31,14 @@ def _contract(scope: Scope, x: Exact, y: Exact, dimension_numbers: Any) -> Exact
     rank = scope.rank
     x_free = _list_free_dims(x.shape[rank:], x_contracted, x_batch)
     y_free = _list_free_dims(y.shape[rank:], y_contracted, y_batch)
+    # [*mesh, batch, free, contracted] and [*mesh, batch, contracted, free], each a product of sizes.
     left = _group_dims(x, rank, (x_batch, x_free, x_contracted))
     right = _group_dims(y, rank, (y_batch, y_contracted, y_free))
+    # L L^T and Q^T Q, of which the field knows what they are.
     product = find_product(scope.field, left, right)
     if product is None:
         product = matmul(scope.field, left, right)
+    # dot_general gives the batch dims first, then the free dims of x, then those of y.
     shape = [x.shape[rank + dim] for dim in (*x_batch, *x_free)]
     shape += [y.shape[rank + dim] for dim in y_free]
     return product.move(lambda part: part.reshape((*part.shape[: 1 + rank], *shape)))
@@ -68,16 +71,19 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
     """
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (x_contracted, w_contracted), (x_batch, w_batch) = numbers.dot_dimension_numbers
+    # jax.lax.ragged_dot has none; ragged_dot_general may.
     if x_batch or w_batch:
         raise UnsupportedError("ragged_dot_general with batch dims")
     sizes = require_known(sizes, "ragged_dot_general")
     x = scope.lift_one(x)
     w = scope.lift_one(w)
     field = scope.field
+    # A mask of 0 and 1 keeps every known fact of the rows, and a zero row adds nothing.
     masks = _mask_groups(scope, x, numbers.lhs_ragged_dimensions[0], sizes)
     products = []
     for group, mask in enumerate(masks):
         rows = multiply(field, x, field.lift(mask))
+        # Without group dims of w (the gradient of w), each group has a sum of its own over its rows.
         matrix = w
         contracted_of_matrix = w_contracted
         if numbers.rhs_group_dimensions:
@@ -88,6 +94,7 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
         products.append(_contract(scope, rows, matrix, dimension_numbers))
     if not numbers.rhs_group_dimensions:
         return join_operands(field, products, scope.rank, new=True)
+    # Rows of other groups are zero in each product: the sum has every row once.
     total = products[0]
     for product in products[1:]:
         total = add(field, total, product)
@@ -97,6 +104,7 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
 def _mask_groups(scope: Scope, x: Exact, ragged_dim: int, sizes: Known) -> list[np.ndarray]:
     """For each group 1 at its rows of x and 0 at the others, in a shape that broadcasts against x."""
     rank = scope.rank
+    # sizes [2, 1]: ends [2, 3], so rows 0 and 1 belong to group 0, row 2 to group 1.
     rows = np.arange(x.shape[rank + ragged_dim])
     sizes = np.asarray(sizes)[..., None]
     ends = np.cumsum(sizes, -2)

@@ -35,6 +35,7 @@ def negate(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def multiply(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     """A product; of a value with itself it is a square, which is positive."""
+    # x * x is not negative, and x * y may be: so a variance is known to have a root.
     is_square = equation.invars[0] is equation.invars[1]
     x, y = scope.lift(x, y)
     if not is_square and x.factor is None and y.factor is None:  # a root and itself, computed twice
@@ -64,6 +65,7 @@ def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     """pow: to a whole number that is known, a product; to a half, a root; else uninterpreted."""
+    # x**2.0 traces to pow with an array of 2.0.
     exponent = _find_common_value(y)
     if exponent is not None and exponent == np.round(exponent) and abs(int(exponent)) <= _LARGEST_POWER:
         return arithmetic.power(scope.field, scope.lift_one(x), int(exponent))
@@ -120,8 +122,10 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
     field = scope.field
     if field.shallow:
         return apply_function(field, "logistic", x, sign=1)
+    # The exp is one prime higher; where programs nest more of them than there are primes, `shallow` was set.
     exp_of_minus_x = logarithms.exp(field, arithmetic.negate(field, x))
     result = arithmetic.invert(field, arithmetic.add(field, scope.constant(1, like=x), exp_of_minus_x))
+    # sigmoid(-inf) is 0, where 1 / (1 + exp(inf)) would be 1 / inf.
     return where(x.is_low, field.lift(np.zeros(x.shape, np.float32)), result)
 
 

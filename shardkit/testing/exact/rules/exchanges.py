@@ -80,6 +80,7 @@ class Devices:
     def number(self, axes: Sequence[str]) -> Known:
         """An axis_index: the number of each device along some axes, the major one first."""
         result = np.zeros((1,) * len(self.axes), np.int32)
+        # Of data=2, model=3: index("data") is [[0], [1]], and of both it is [[0, 1, 2], [3, 4, 5]].
         for axis in axes:
             size = self.axes[axis]
             shape = [size if name == axis else 1 for name in self.axes]
@@ -90,6 +91,7 @@ class Devices:
     def choose(self, mask: np.ndarray, x: Operand, y: Operand) -> Operand:
         """x on the devices where the mask holds, else y."""
         rank = len(self.axes)
+        # The mask has the dims of the mesh alone.
         mask = mask.reshape(mask.shape + (1,) * (len(x.shape) - rank))
         if isinstance(x, Exact) or isinstance(y, Exact):
             return where(mask, *Scope(self.field, rank).lift(x, y))
@@ -115,6 +117,7 @@ class Devices:
             return np.asarray(x * n, x.dtype)
         if differs:
             return sum_dims(self.field, x, [dim], keep=True)
+        # All n devices add the same number: x n. This is where a psum of what is replicated counts it n times.
         if n > 1:
             return multiply(self.field, x, self.field.lift(np.full((1,) * len(x.shape), n)))
         return x
@@ -125,6 +128,7 @@ class Devices:
                 return x.max(dim, keepdims=True)
             return x.min(dim, keepdims=True)
         keys = find_keys(self.field, x)
+        # [..., 1, ...]: the number of the device that has the extreme, for each element.
         devices = np.expand_dims(keys.argmax(dim) if largest else keys.argmin(dim), dim)
 
         def take(part: np.ndarray) -> np.ndarray:
@@ -160,6 +164,7 @@ class Devices:
         Worked example, tiled over 4 devices: the sum [1] + [8, 3] is split to [1] + [4, 2, 3], and its pieces become
         the mesh dim, [4] + [2, 3].
         """
+        # The whole sum first, then each device's piece of it: the field needs no ring.
         x = self.reduce(x, axes, "sum")
         dims = self._find_dims(axes)
 
@@ -180,6 +185,7 @@ class Devices:
         dims = sorted(self._find_dims(axes))  # pairs number the devices in the mesh's order
         devices = math.prod(self._sizes[dim] for dim in dims)
         nobody = devices
+        # Receiver r gets row senders[r]. Who gets nothing reads one row more, of zeros.
         senders = np.full(devices, nobody)
         for sender, receiver in pairs:
             senders[receiver] = sender
@@ -187,6 +193,7 @@ class Devices:
         def move(part: np.ndarray, lead: int) -> np.ndarray:
             first = lead - len(self.axes)
             part, restore = self._merge_devices(part, first, dims)
+            # One row of zeros behind the devices, for those to which nobody sends.
             part = np.concatenate([part, np.zeros_like(part[:1])])
             return restore(part[senders])
 
@@ -210,6 +217,7 @@ class Devices:
             part, restore = self._merge_devices(part, first, dims)
             own = 1 + lead - len(dims)  # where the dims of the array begin now
             part = _split_dim(part, own + split, part.shape[0])
+            # [sender, ..., receiver, piece, ...] becomes [receiver, ..., sender, piece, ...].
             part = np.swapaxes(part, 0, own + split)
             if not tiled:
                 part = np.squeeze(part, own + split + 1)

@@ -62,12 +62,14 @@ def to_known(x: Any) -> Known:
 def compute_known(equation: Any, operands: Sequence[Known], rank: int, draw: int = 0) -> list[Known]:
     """The results of an equation whose operands are all known, for every device, in a draw of that seed."""
     name = equation.primitive.name
+    # A plain select is numpy's where; one of many cases takes its elements by places.
     if name in MOVED_OPERANDS and not _is_plain_select(equation, operands):
         return move_known(equation, operands, rank)
     if name.startswith("random_"):
         words = apply_random(equation, operands, draw)
         if words is not None:
             return [words]
+    # None where numpy and jax may round otherwise, as in exp.
     result = _compute_by_numpy(equation, operands, rank)
     if result is not None:
         return [result]
@@ -89,6 +91,7 @@ def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Kn
     if name in _ELEMENTWISE:
         function = _ELEMENTWISE[name]
         return np.asarray(function(*_align(operands, rank)), known_dtype(result.dtype))
+    # Integers are divided by jax, which rounds to zero where numpy rounds down.
     if name == "div" and jnp.issubdtype(result.dtype, jnp.floating):
         return np.asarray(np.divide(*_align(operands, rank)), known_dtype(result.dtype))
     if name in _REDUCTIONS and not is_key(result):
@@ -100,8 +103,10 @@ def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Kn
         return MOVES_OF_ONE[name](operands[0], rank, equation)
     if name == "iota" and not operands:
         return _count_along(result.shape, params["dimension"], known_dtype(result.dtype), rank)
+    # A cast to bfloat16 keeps float32: rounding is not modelled.
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
         return operands[0].astype(known_dtype(result.dtype))
+    # Bits of the same width: float32 and int32.
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
         return np.ascontiguousarray(operands[0]).view(result.dtype)
     if name == "select_n":
@@ -118,6 +123,7 @@ def _count_along(shape: Sequence[int], dim: int, dtype: Any, rank: int) -> np.nd
     """An iota: 0, 1, ... along a dim."""
     sizes = [1] * len(shape)
     sizes[dim] = shape[dim]
+    # The same on all devices: size 1 along every mesh dim.
     counts = np.arange(shape[dim], dtype=dtype).reshape(sizes)
     return np.broadcast_to(counts, shape)[(None,) * rank]
 

@@ -70,6 +70,7 @@ def solve_triangular(scope: Scope, equation: Any, a: Operand, b: Operand) -> Exa
     if transposed:
         a = transpose(a)
         lower = not lower
+    # With random roots on its diagonal, where a is a factor of Cholesky's.
     x = substitute(field, a, b, lower, params["unit_diagonal"])
     if field.grams and not params["unit_diagonal"]:
         x = complete_solution(field, a, b, x, lower)
@@ -108,6 +109,7 @@ def factor_cholesky(scope: Scope, equation: Any, a: Exact) -> Exact:
     field = scope.field
     field.uninterpreted.add("cholesky")
     a = _mirror_triangle(to_number(field, a), lower=True)
+    # From here on the product of the factor with its transpose is a, in every place that computes it.
     factor = factor_positive(field, a)
     keep_product(field, transpose(factor), a)
     return factor
@@ -129,8 +131,10 @@ def factor_qr(scope: Scope, equation: Any, a: Exact) -> list[Any]:
 
     # R^T R = A^T A of the first columns gives R but for the signs of its rows, and Q = A R^-1.
     left = take_block(a, slice(None), slice(0, m))
+    # Left has as many columns as rows at most; of stacked factors the product is the sum of what is kept.
     squares = multiply_with_itself(field, left)
     factor = factor_positive(field, squares)
+    # Q is the transposed solution of R^T Q^T = A^T.
     upper = transpose(factor)
     q = transpose(substitute(field, factor, transpose(left), lower=True, unit=False))
     is_positive = _find_signs(scope, equation, left, np.diagonal(real_r, axis1=-2, axis2=-1))
@@ -173,6 +177,7 @@ def factor_symmetric(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     triangle = "L" if lower else "U"
     a = _mirror_triangle(to_number(field, a), lower)
     values, vectors = apply_real_function(partial(np.linalg.eigh, UPLO=triangle), a, [(n,), (n, n)])
+    # Both triangles are equal now: one of them says all.
     word = hash_elements(field, "eigh", take_triangle(a.number))
     # As many eigenvalues as the rank lacks are zero: those that are the smallest in real numbers.
     nearest_to_zero = np.argsort(np.abs(values[0]), -1, kind="stable")
@@ -194,6 +199,7 @@ def factor_singular(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     field = scope.field
     field.uninterpreted.add("svd")
     a = to_number(field, a)
+    # U [m, m] and V^T [n, n], or [m, least] and [least, n].
     full = params["full_matrices"] and params["compute_uv"]
     left = (m, m if full else least)
     right = (n if full else least, n)

@@ -111,12 +111,14 @@ MOVED_OPERANDS: dict[str, Callable[[int], range]] = {
 
 def move_known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     """The results of a primitive that moves elements of known arrays."""
+    # The operands that are moved in a row, [*lead, elements of all], with one element more for what is out of bounds.
     data = MOVED_OPERANDS[equation.primitive.name](len(operands))
     lead = np.broadcast_shapes(*(operands[i].shape[:rank] for i in data))
     rows = []
     for i in data:
         shape = operands[i].shape[rank:]
         rows.append(np.broadcast_to(operands[i], lead + shape).reshape(*lead, -1))
+    # NaN in an array of booleans is True, and in one of integers it is replaced by `_fill_value`.
     rows.append(np.full((*lead, 1), _fill_value(equation), rows[0].dtype))
     source = np.concatenate(rows, -1)[None]
     return [take_elements(source, places, rank)[0] for places in _find_places(equation, operands, data, rank)]
@@ -131,6 +133,7 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
             require_known(x, name)
     places_of_results = _find_places(equation, operands, data, scope.rank)
     sources = [scope.lift_one(operands[i]) for i in data]
+    # One element more, [*ones], which is read out of bounds.
     sources.append(scope.field.lift(np.full((1,) * scope.rank, _fill_value(equation))))
     lead = np.broadcast_shapes(*(x.shape[: scope.rank] for x in sources))
     degree = sources[0].degree.plus(*(x.degree for x in sources))
@@ -146,6 +149,7 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     number = flatten([x.number for x in sources])
     facts = flatten([x.facts for x in sources])
     real = flatten([x.real for x in sources])
+    # Beside a logarithm all numbers have the factor 1.
     factor = None
     if any(x.factor is not None for x in sources):
         factor = flatten([x.factor_or_ones for x in sources])
@@ -169,7 +173,9 @@ def _find_places(equation: Any, operands: Sequence[Any], data: Sequence[int], ra
 
     The place behind the last element stands for what is read out of bounds.
     """
+    # A pad of x [3] with one filling: places of x are [0, 1, 2], that of the filling is 3.
     start: int = 0
+    # Operands that are indices stay as they are; those that are moved become places.
     places = list(operands)
     for number in data:
         shape = operands[number].shape[rank:]
@@ -186,6 +192,7 @@ def _find_places(equation: Any, operands: Sequence[Any], data: Sequence[int], ra
         return [_find_sliced_places(places, equation.params["slice_sizes"], rank)]
     if name == "dynamic_update_slice":
         return [_find_updated_places(places, rank)]
+    # A gather or tile of places, by jax itself: there is no second implementation of its rules to be wrong.
     changed = {}
     if name == "gather":
         changed["fill_value"] = start
@@ -202,8 +209,10 @@ def _find_padded_places(x: np.ndarray, filling: np.ndarray, config: Any, rank: i
     taken = [slice(None)] * rank
     shape = list(x.shape[:rank])
     for n, (low, high, between) in zip(x.shape[rank:], config, strict=True):
+        # n elements with `between` zeros after each but the last.
         size = low + high + max(n + (n - 1) * between, 0)
         step = between + 1
+        # The first element at 0 or behind: the smallest i with low + i step >= 0.
         first = -(low // step) if low < 0 else 0  # of the elements that are kept
         last = min(n, (size - 1 - low) // step + 1)
         count = max(last - first, 0)
@@ -243,6 +252,7 @@ def _list_windows(
     """The dims of the devices, and the window of each, moved so that it lies within the array, as jax does."""
     lead = np.broadcast_shapes((1,) * rank, *(start.shape for start in starts))
     starts = [np.broadcast_to(start, lead) for start in starts]
+    # Start indices may differ between devices, and so may windows.
     windows = []
     for device in np.ndindex(*lead):
         window = []

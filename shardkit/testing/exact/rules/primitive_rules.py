@@ -150,6 +150,7 @@ RULES: dict[str, Callable[..., Any]] = {
 def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
     """The results of an equation of which at least one operand is in the field."""
     name = equation.primitive.name
+    # What only moves elements, without a rule of its own.
     if name in MOVES_OF_ONE and len(operands) == 1:
         move = MOVES_OF_ONE[name]
         return [operands[0].move(lambda part: move(part, 1 + scope.rank, equation))]
@@ -167,9 +168,11 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     rule = RULES.get(name)
     if rule is None or _has_complex(equation):
         raise UnsupportedError(_describe_refusal(equation))
+    # Beyond this line only rules of the table.
     results = rule(scope, equation, *operands)
     if not isinstance(results, list):
         results = [results]
+    # The first one alone: it is the cause of the others.
     if not scope.field.outside and any(_is_outside(x) for x in results):
         scope.field.outside = scope.line(equation)
     return results

@@ -27,6 +27,7 @@ def make_words(data: np.ndarray) -> np.ndarray:
 
     So `random_unwrap` gives the data back. Further pairs are hashed into the word.
     """
+    # threefry has two halves, so one word; rbg has four, and the second pair is hashed in.
     word = np.zeros(data.shape[:-1], np.uint64)
     for number, half in enumerate(np.moveaxis(data, -1, 0)):
         bits = half.astype(np.uint64)
@@ -65,6 +66,7 @@ def apply_random(equation: Any, operands: Sequence[np.ndarray], draw: int) -> np
 
 def _make_seed(x: np.ndarray) -> np.ndarray:
     """A key of an integer, of which the halves are the data of the key."""
+    # jax.random.key(-1) has the data of 2**32 - 1, or of 2**64 - 1 with 64 bits.
     seed = x.astype(np.int64).view(np.uint64)
     if x.dtype.itemsize > 4:
         return seed
@@ -73,6 +75,7 @@ def _make_seed(x: np.ndarray) -> np.ndarray:
 
 def _hash_places(keys: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """A word for each key and each place of the shape."""
+    # In the upper half of a word, so that no place equals the low bits of a seed.
     places = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) << _HALF
     keys = keys.reshape(keys.shape + (1,) * len(shape))
     return np.asarray(mix(keys, places.reshape(shape)))

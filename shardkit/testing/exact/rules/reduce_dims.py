@@ -23,6 +23,7 @@ def reduce_sum(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def reduce_product(scope: Scope, equation: Any, x: Exact) -> Exact:
     """reduce_prod, one factor after the other."""
+    # From the last dim on, so that the numbers of the others stay.
     for dim in sorted(scope.reduced_dims(equation), reverse=True):
         result = scope.field.lift(np.ones(x.shape[:dim] + x.shape[dim + 1 :], np.float32))
         for i in range(x.shape[dim]):
@@ -35,6 +36,7 @@ def reduce_extreme(scope: Scope, equation: Any, x: Exact) -> Exact:
     """reduce_max and reduce_min: the element at the place of the largest, or smallest, key."""
     dims = scope.reduced_dims(equation)
     largest = equation.primitive.name == "reduce_max"
+    # One place for each result, in the reduced dims taken as one.
     places = _find_extremes(find_keys(scope.field, x), dims, largest)
 
     def pick(part: np.ndarray) -> np.ndarray:
@@ -62,6 +64,7 @@ def _find_extremes(keys: np.ndarray, dims: Sequence[int], largest: bool) -> np.n
 
 def _flatten_dims(x: np.ndarray, dims: Sequence[int]) -> np.ndarray:
     """An array with some of its dims as one, behind the others."""
+    # [*others, product of the reduced dims]
     others = [dim for dim in range(x.ndim) if dim not in dims]
     x = x.transpose(*others, *dims)
     return x.reshape(*x.shape[: len(others)], -1)
@@ -78,6 +81,7 @@ def cumulate(scope: Scope, equation: Any, x: Exact) -> Exact:
     order = range(n)
     if equation.params["reverse"]:
         order = range(n - 1, -1, -1)
+    # By number of the place, because a reverse one begins at the end.
     results: dict[int, Exact] = {}
     total: Exact | None = None
     for i in order:
@@ -95,5 +99,6 @@ def _accumulate(scope: Scope, name: str, total: Exact, term: Exact) -> Exact:
         return multiply(scope.field, total, term)
     before = find_keys(scope.field, total)
     key = find_keys(scope.field, term)
+    # Of equal numbers the first one stays; NaN stays, which spreads to all that follow.
     stays = before >= key if name == "cummax" else before <= key
     return where(stays | np.isnan(before), total, term)

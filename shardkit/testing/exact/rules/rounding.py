@@ -35,6 +35,7 @@ def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
     new_dtype = equation.params["new_dtype"]
     if np.dtype(new_dtype).kind == "b":
         return scope.decide(equation, find_keys(scope.field, x) != 0, x, scope.constant(0, like=x))
+    # A cast among floats, or of integers that are in the field (as bits), keeps the numbers.
     is_float = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)
     if not is_float or not jnp.issubdtype(new_dtype, jnp.integer):
         return x
@@ -42,6 +43,7 @@ def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
     x = to_number(field, x)
     if x.degree.total and field.order is not None:
         return _truncate_in_an_order(scope, x)
+    # Known from here on, and marked: which integer it is follows from the draw.
     integers = _round_real(scope, x, "to an integer", np.trunc)
     return field.marks.add(integers.astype(new_dtype))
 
@@ -58,6 +60,7 @@ def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:
     if equation.params.get("rounding_method") == lax.RoundingMethod.AWAY_FROM_ZERO:
         function = _round_away
     integers = _round_real(scope, x, name, function)
+    # It counts as an input: it is another constant in another draw.
     constant = replace(field.lift(integers).with_sign(0), degree=INPUT)  # its sign is that of this draw
     return where((x.poison > 0) | x.is_truly_infinite, x, constant)
 
@@ -75,6 +78,7 @@ def _round_real(scope: Scope, x: Exact, name: str, function: Callable[..., Any])
     find_keys(field, x)  # refuses values beyond floats
     real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
     nearest = np.rint(real)
+    # 2.9999999 is 3 if the number is: (x / 3) * 3 of an x that was drawn as 3. Else it is 2.
     is_near = np.abs(real - nearest) < _NEAR * np.maximum(np.abs(real), 1)
     is_whole = is_near & find_equal(field, x, field.lift(nearest))
     return np.where(is_whole, nearest, function(real))

@@ -49,9 +49,11 @@ class _Writing(NamedTuple):
     def write(self, old: np.ndarray, new: np.ndarray, adds: bool) -> np.ndarray:
         """The parts [components, ...] of an operand with those of the updates written in, or added."""
         old, new = self._by_device(old), self._by_device(new)
+        # One element behind the operand takes what is out of bounds, and is dropped.
         result = np.concatenate([old, np.zeros((*old.shape[:2], 1), old.dtype)], -1)
         rows = np.broadcast_to(np.arange(len(self.places))[:, None], self.places.shape)
         if adds:
+            # Places may repeat: add.at adds all of them, where an assignment would keep one.
             np.add.at(result, (slice(None), rows, self.places), new)  # type: ignore[arg-type]
         else:
             result[:, rows, self.places] = new
@@ -74,8 +76,10 @@ def scatter(scope: Scope, equation: Any, operand: Operand, indices: Known, updat
     adds = equation.primitive.name in ("scatter-add", "scatter_add")
     number = writing.write(operand.number, updates.number, adds)
     real = writing.write(operand.real, updates.real, adds)
+    # Facts of an element that is written are those of its update; of sums they are joined below.
     facts = writing.write(operand.facts, updates.facts, False)
     if adds:
+        # Which updates reach an element is not looked at: a sign holds where all numbers have it.
         facts[SIGN] = (operand.sign == 1).all() and (updates.sign == 1).all()
         infinite = writing.write(_as_counts(operand.infinite), _as_counts(updates.infinite), True)
         facts[INFINITE] = np.sign(infinite[0])
@@ -92,6 +96,7 @@ def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, u
     shape = operand.shape[rank:]
     size = math.prod(shape)
     # The window of one update has size 1 along the dims that the updates do not have.
+    # `x.at[i].set(row)` of x [5, 3]: the index dim 0 is inserted, so the window is [1, 3].
     missing_dims = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     update_shape = equation.invars[2].aval.shape
     window_sizes = [update_shape[dim] for dim in numbers.update_window_dims]
@@ -114,6 +119,7 @@ def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, u
         starts = jnp.asarray(indices_of_device)
         return lax.gather(elements, starts, gather_numbers, tuple(sizes), mode=mode, fill_value=size)
 
+    # Where one of the three differs between devices, all get a row for each device.
     lead = np.broadcast_shapes(*(x.shape[:rank] for x in (operand, indices, updates)))
     devices = math.prod(lead)
     index_shape = indices.shape[rank:]
@@ -134,6 +140,7 @@ def _add_specials(scope: Scope, writing: _Writing, operand: Exact, updates: Exac
         """Whether one term of a sum has it."""
         return np.asarray(writing.write(_as_counts(old), _as_counts(new), True)[0] > 0)
 
+    # A sum has infinity where one of its terms has, and NaN where terms have infinity of both signs.
     plus = is_met(operand.infinite == TRULY, updates.infinite == TRULY)
     minus = is_met(operand.infinite == -TRULY, updates.infinite == -TRULY)
     poison = np.where(plus & minus, scope.field.undefined, 0)

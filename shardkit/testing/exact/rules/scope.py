@@ -29,6 +29,7 @@ class Scope:
 
     def lift(self, *operands: Operand) -> list[Exact]:
         """Operands in the field, with dims that broadcast: scalars get dims behind those of the mesh."""
+        # A scalar and an array: on a mesh of two axes [1, 1] and [1, 4, 3] become [1, 1, 1] and [1, 4, 3].
         lifted = [lift_operand(self.field, x) for x in operands]
         most = max(len(x.shape) for x in lifted)
         return [self._pad_dims(x, most) for x in lifted]
@@ -57,6 +58,7 @@ class Scope:
 
         `part` tells apart what one equation compares several times, as a clamp does.
         """
+        # A search for a line, and tests of single rules, note nothing.
         if self.field.coverage is not None:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
         return self.field.marks.add(np.asarray(truth), decision=True)

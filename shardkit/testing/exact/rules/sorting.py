@@ -18,7 +18,9 @@ from shardkit.testing.exact.rules.scope import Scope
 def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
     """sort of several arrays by the first of them, by the order of the field where these are in it."""
     dim = scope.rank + equation.params["dimension"]
+    # argsort sorts the keys and, beside them, the places 0, 1, 2, ...
     sorted_by = operands[: equation.params["num_keys"]]
+    # What all devices have alike is sorted by keys that differ between them.
     shape = np.broadcast_shapes(*(x.shape for x in operands))
     keys = []
     for x in reversed(sorted_by):  # numpy takes the last one first
@@ -47,6 +49,7 @@ def take_top(scope: Scope, equation: Any, x: Exact) -> list[Operand]:
     if not params.get("is_max_k", True):
         keys = -keys
     keys = put_nan_last(keys)  # what is no number comes first, as the largest
+    # Stable: of equal numbers the first comes first, as in jax.
     descending = np.argsort(-keys, axis=dim, kind="stable")
     places = np.take(descending, range(params["k"]), dim)
     indices = scope.field.marks.add(places.astype(np.int32), natural=True)

@@ -58,6 +58,7 @@ def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
     places = np.zeros((1, 1), np.int64)
     is_inside = np.ones((1, 1), bool)
     for dim in dims:
+        # Positions count from the first element, in steps of one; elements stand `spread` apart.
         starts = np.arange(dim.windows)[:, None] * dim.stride - dim.padding[0]
         offsets = np.arange(dim.reads) * dim.step
         place, between = np.divmod(starts + offsets, dim.spread)
@@ -127,12 +128,15 @@ def convolve(scope: Scope, equation: Any, x: Operand, kernel: Operand) -> Exact:
     groups = example_groups * feature_groups
     contracted = channels * reads_of_window
 
+    # [*mesh, all examples, all channels, windows, elements of one]
     reads = _read_windows(field, _flatten(x, rank + 2), places, 0.0)
     reads = _reshape(reads, rank, (example_groups, examples, feature_groups, channels, windows, reads_of_window))
+    # Groups first, then examples and windows, then what a product sums over: channels and elements.
     reads = _transpose(reads, rank, (0, 2, 1, 4, 3, 5))
     reads = _reshape(reads, rank, (groups, examples * windows, contracted))
     weights = _reshape(kernel, rank, (groups, features // groups, contracted))
     product = matmul(field, reads, _transpose(weights, rank, (0, 2, 1)))
+    # Back: [examples, groups, features of one, windows] is [examples, features, *windows].
     product = _reshape(product, rank, (groups, examples, windows, features // groups))
     product = _reshape(_transpose(product, rank, (1, 0, 3, 2)), rank, result_shape)
     return _transpose(product, rank, np.argsort(numbers.out_spec).tolist())
@@ -206,6 +210,7 @@ def _read_keys(scope: Scope, x: Operand, places: np.ndarray, filling: float) -> 
         keys = find_keys(scope.field, x)
     else:
         keys = np.asarray(x, np.float64)
+    # [*mesh, elements], with the key of the padding behind them.
     keys = keys.reshape(*keys.shape[: scope.rank], -1)
     last = np.full((*keys.shape[:-1], 1), filling)
     return np.concatenate([keys, last], -1)[..., places]
@@ -239,6 +244,7 @@ def reduce_windows(scope: Scope, equation: Any, *operands: Operand) -> Exact:
     keys = find_keys(field, extremes)
     key_of_first = find_keys(field, first)
     stays = keys >= key_of_first if name == "max" else keys <= key_of_first
+    # jax pads with the number it begins with; a window may be padding alone.
     mask = scope.decide(equation, stays, extremes, first)
     return where(mask | np.isnan(keys), extremes, first)
 
@@ -260,17 +266,21 @@ def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand
     which it is the j-th element and the extreme, or nothing.
     """
     field = scope.field
+    # The first operand has a value for each window, the second one is the array that was pooled.
     of_windows, array = equation.invars
     places = _find_pooled_places(equation, array, of_windows)
     extremes = _find_first_extremes(scope, equation, x, places)
     size = math.prod(array.aval.shape)
     no_window = len(places)
+    # An array of 4, windows of 2 with stride 1: places [[0, 1], [1, 2], [2, 3]]. Element 1 is the 0-th of window 1 and
+    # the 1st of window 0: windows is [[0, 1, 2, none], [none, 0, 1, 2]].
     windows = np.full((places.shape[1], size + 1), no_window)  # [j, element]
     for j, places_of_j in enumerate(places.T):
         windows[j, places_of_j] = np.arange(no_window)
     windows = windows[:, :size]  # but for the padding
     none = np.full((*extremes.shape[:-1], 1), size)
     extremes = np.concatenate([extremes, none], -1)
+    # [*mesh, j, element]: whether the element is the extreme of the window in which it is the j-th.
     is_extreme = extremes[..., windows] == np.arange(size)
     gives = _append(field, _flatten(scope.lift_one(source), scope.rank), 0.0)
     terms = _take_on_devices(scope, gives, np.where(is_extreme, windows, no_window))
@@ -300,6 +310,7 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
     best = keys[..., 0]
     for j in range(1, keys.shape[-1]):
         key = keys[..., j]
+        # Of equal keys the first stays.
         stays = best >= key if largest else best <= key
         chosen = np.where(stays, chosen, j)
         best = np.where(stays, best, key)
@@ -320,6 +331,7 @@ def cumulate_logs(scope: Scope, equation: Any, x: Exact) -> Exact:
     field = scope.field
     dim = 1 + scope.rank + equation.params["axis"]
     size = x.shape[dim - 1]
+    # Window i reads elements 0 to i, and padding before them; a reverse one i to the end.
     padding = (size - 1, 0)
     if equation.params["reverse"]:
         padding = (0, size)

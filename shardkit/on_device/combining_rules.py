@@ -1,0 +1,163 @@
+"""What reductions, products, sorts, factorizations and draws make of rows of examples, and of sums over them.
+
+Worked example: of rows x[n, 8] the sum over dim 1 has a row for each example, [n]; the sum over dim 0 is a sum over the
+examples. The maximum over dim 0 compares them with each other: they meet. A product `x @ w` with a whole w[8, 6] has
+rows along dim 0; `x.T @ x` contracts them, and is a sum over the examples; `x @ x.T` pairs each example with all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from shardkit.on_device.elementwise_rules import elementwise, scale_total
+from shardkit.on_device.example_states import UNKNOWN, Pair, Rows, State, Total, Whole, fits_beside, shift_dim
+from shardkit.on_device.whole_rules import free_dim_of_product
+
+
+def reduction(pair: Pair, rows: Rows) -> State:
+    axes = pair.many.params["axes"]
+    if rows.dim in axes:
+        if pair.name == "reduce_sum":
+            return Total(rows.scale)
+        return pair.met(f"{pair.name} is taken over the examples")
+    if pair.name == "reduce_prod" and rows.scale != 1:
+        return pair.met("reduce_prod combines examples with their number")
+    return replace(rows, dim=shift_dim(rows.dim, axes))
+
+
+def argument(pair: Pair, rows: Rows) -> State:
+    axes = pair.many.params["axes"]
+    if rows.dim in axes:
+        return pair.met(f"{pair.name} is taken over the examples")
+    return Rows(shift_dim(rows.dim, axes), rows.copies)
+
+
+def cumulative(pair: Pair, rows: Rows) -> State:
+    if pair.many.params["axis"] == rows.dim:
+        return pair.met(f"{pair.name} runs over the examples")
+    if pair.name in ("cumprod", "cumlogsumexp") and rows.scale != 1:
+        return pair.met(f"{pair.name} combines examples with their number")
+    return rows
+
+
+def product(pair: Pair, operands: list[State]) -> State:
+    """A dot_general."""
+    if any(isinstance(state, Total) for state in operands):
+        return _product_of_total(pair, operands)
+    scale = math.prod(state.scale for state in operands if isinstance(state, Rows | Whole))
+    if scale == UNKNOWN:
+        return pair.met("dot_general combines examples with their number")
+    results: list[State] = []
+    for side, state in enumerate(operands):
+        if not isinstance(state, Rows):
+            continue
+        result = _product_of_rows(pair, side, state, operands[1 - side], scale)
+        if result is None:
+            return pair.met("dot_general multiplies examples by others, or by what depends on their place")
+        results.append(result)
+    if len(set(results)) > 1:
+        return pair.met("dot_general pairs every example with every other")
+    return results[0]
+
+
+def _product_of_total(pair: Pair, operands: list[State]) -> State:
+    totals = [state for state in operands if isinstance(state, Total)]
+    factors = [state for state in operands if isinstance(state, Whole)]
+    if len(totals) == 1 and len(factors) == 1:
+        return scale_total(pair, totals[0], factors[0].scale)
+    return pair.met("dot_general multiplies a sum over the examples by examples")
+
+
+def _product_of_rows(pair: Pair, side: int, rows: Rows, other: State, scale: float) -> State | None:
+    """What the rows of one operand become; None where they are multiplied by those of other examples."""
+    contract, batch = pair.many.params["dimension_numbers"]
+    for dims in (batch, contract):
+        if rows.dim not in dims[side]:
+            continue
+        number = list(dims[side]).index(rows.dim)
+        partner = dims[1 - side][number]
+        paired = isinstance(other, Rows) and (other.dim, other.copies) == (partner, rows.copies)
+        alone = isinstance(other, Whole) and partner not in other.differs
+        if not paired and not alone:
+            return None
+        if dims is contract:
+            return Total(scale)
+        return _shared_rows(rows, batch, scale)
+    dim = free_dim_of_product(side, rows.dim, contract, batch, (pair.shape(0), pair.shape(1)))
+    return Rows(dim, rows.copies, scale)
+
+
+def _shared_rows(rows: Rows, batch: Any, scale: float) -> Rows:
+    dims = list(batch[0]) if rows.dim in batch[0] else list(batch[1])
+    return Rows(dims.index(rows.dim), rows.copies, scale)
+
+
+def convolution(pair: Pair, operands: list[State]) -> State:
+    image, kernel = operands
+    dims = pair.many.params["dimension_numbers"]
+    is_plain = pair.many.params["batch_group_count"] == 1
+    if not is_plain or not isinstance(image, Rows) or not isinstance(kernel, Whole):
+        return pair.met("conv_general_dilated combines different examples")
+    scale = image.scale * kernel.scale
+    if image.dim != dims.lhs_spec[0] or scale == UNKNOWN:
+        return pair.met("conv_general_dilated runs over the examples")
+    return Rows(dims.out_spec[0], image.copies, scale)
+
+
+def window(pair: Pair, operands: list[State]) -> State:
+    rows = operands[0]
+    if not isinstance(rows, Rows) or pair.many.params["window_dimensions"][rows.dim] != 1:
+        return pair.met(f"{pair.name} runs over the examples")
+    return rows
+
+
+def sort(pair: Pair, operands: list[State]) -> State:
+    rows = [state for state in operands if isinstance(state, Rows)]
+    if not rows or rows[0].dim == pair.many.params["dimension"]:
+        return pair.met("sort orders the examples")
+    return elementwise(pair, operands)
+
+
+def top(pair: Pair, operands: list[State]) -> State:
+    rows = operands[0]
+    ndim = len(pair.shape(0))
+    axis = pair.many.params.get("axis", ndim - 1) % ndim
+    if not isinstance(rows, Rows) or rows.dim == axis:
+        return pair.met(f"{pair.name} chooses among the examples")
+    return Rows(rows.dim, rows.copies)
+
+
+def matrices(pair: Pair, operands: list[State]) -> State:
+    """Factorizations and solvers: of every matrix in the last two dims."""
+    rows = [state for state in operands if isinstance(state, Rows)]
+    for number, state in enumerate(operands):
+        if isinstance(state, Total):
+            return pair.met(f"{pair.name} is applied to a sum over the examples")
+        if isinstance(state, Rows) and (state.dim != rows[0].dim or state.dim >= len(pair.shape(number)) - 2):
+            return pair.met(f"{pair.name} takes the examples for a matrix")
+        if isinstance(state, Whole) and rows[0].dim in state.differs:
+            return pair.met(f"{pair.name} combines an example with a value that depends on its place in the batch")
+    if any(state.scale != 1 for state in operands if isinstance(state, Rows | Whole)):
+        return pair.met(f"{pair.name} combines examples with their number")
+    return Rows(rows[0].dim, rows[0].copies)
+
+
+def fft(pair: Pair, rows: Rows) -> State:
+    first_transformed = len(pair.shape(0)) - len(pair.many.params["fft_lengths"])
+    if rows.dim >= first_transformed:
+        return pair.met("fft runs over the examples")
+    return rows
+
+
+def random(pair: Pair, operands: list[State]) -> State:
+    """Draws of one key for each example; numbers that shape them stand beside the keys."""
+    rows = [state for state in operands if isinstance(state, Rows)]
+    wholes = [state for state in operands if isinstance(state, Whole)]
+    same_rows = len({(state.dim, state.copies) for state in rows}) == 1
+    if not same_rows or len(rows) + len(wholes) < len(operands):
+        return pair.met(f"{pair.name} combines examples with others")
+    if not all(fits_beside(state, rows[0]) for state in wholes):
+        return pair.met(f"{pair.name} combines an example with a value that depends on its place in the batch")
+    return rows[0]

@@ -1,0 +1,196 @@
+"""Values that do not depend on the examples: along which dims their elements differ, and how they grow with the number.
+
+Worked example: `arange(n)` is whole: it is the same whatever the examples are. Its elements differ along dim 0, along
+which each is its own index. Added to a row for each example it would tell them apart by their place in the batch.
+`sum(ones(n))` is whole too, and has scale 2: it is twice as large for twice as many examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardkit.on_device.elementwise_rules import ELEMENTWISE, LINEAR, SUMS, scale_of
+from shardkit.on_device.example_states import UNKNOWN, Pair, State, Whole, any_whole, shift_dims
+
+WholeRule = Callable[[Pair, list[Whole]], list[Whole]]
+
+
+def whole_results(pair: Pair, operands: list[State]) -> list[State]:
+    """What the results of an equation are whose operands are all whole."""
+    wholes = [state for state in operands if isinstance(state, Whole)]
+    if pair.name not in _KEEPS_ELEMENTS and _depends_on_size(pair, wholes):
+        return [any_whole(variable, UNKNOWN) for variable in pair.many.outvars]
+    rule = _RULES.get(pair.name, _unknown)
+    if pair.name.startswith(("reduce_max", "reduce_min", "reduce_and", "reduce_or")):
+        rule = _reduce
+    return list(rule(pair, wholes))
+
+
+def _depends_on_size(pair: Pair, wholes: Sequence[Whole]) -> bool:
+    """Whether more examples may change a result, as the maximum of an arange or its last element."""
+    shapes = [variable.aval.shape for variable in pair.few.invars]
+    grows = any(shape != pair.shape(number) for number, shape in enumerate(shapes))
+    return grows and any(state.differs for state in wholes)
+
+
+def _unknown(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    scale = 1.0 if all(state.scale == 1 for state in wholes) else UNKNOWN
+    return [any_whole(variable, scale) for variable in pair.many.outvars]
+
+
+def _iota(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    dim = pair.many.params["dimension"]
+    differs = frozenset({dim}) if pair.out[dim] > 1 else frozenset[int]()
+    return [Whole(differs, index=dim)]
+
+
+def _broadcast(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    (whole,) = wholes[:1]
+    places = pair.many.params["broadcast_dimensions"]
+    index = None if whole.index is None else places[whole.index]
+    return [replace(whole, differs=frozenset(places[dim] for dim in whole.differs), index=index)]
+
+
+def _keep(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    return list(wholes)
+
+
+def _compare_with_zero(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    first, second = wholes
+    if first.index is not None and second.zero:
+        return [Whole(zero=pair.name == "lt")]  # an index is not negative
+    return _combine(pair, wholes)
+
+
+def _select(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    if wholes[0].zero:
+        return [wholes[1]]
+    return _combine(pair, wholes)
+
+
+def _combine(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    """An elementwise operation."""
+    differs = frozenset[int]().union(*(state.differs for state in wholes))
+    zero = False
+    if pair.name in LINEAR:
+        zero = wholes[0].zero
+    elif pair.name == "mul":
+        zero = any(state.zero for state in wholes)
+    return [Whole(differs, scale_of(pair, wholes), zero)] * len(pair.many.outvars)
+
+
+def _reshape(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    (whole,) = wholes[:1]
+    if not whole.differs:
+        return [Whole(scale=whole.scale, zero=whole.zero)]
+    before = _dims_above_one(pair.shape(0))
+    after = _dims_above_one(pair.out)
+    if [pair.shape(0)[dim] for dim in before] != [pair.out[dim] for dim in after]:
+        return [any_whole(pair.many.outvars[0], whole.scale)]
+    places = dict(zip(before, after, strict=True))  # only dims of size 1 came or went
+    index = None if whole.index is None else places.get(whole.index)
+    return [replace(whole, differs=frozenset(places[dim] for dim in whole.differs), index=index)]
+
+
+def _dims_above_one(shape: Sequence[int]) -> list[int]:
+    return [dim for dim, size in enumerate(shape) if size != 1]
+
+
+def _transpose(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    (whole,) = wholes[:1]
+    order = list(pair.many.params["permutation"])
+    index = None if whole.index is None else order.index(whole.index)
+    return [replace(whole, differs=frozenset(order.index(dim) for dim in whole.differs), index=index)]
+
+
+def _squeeze(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    (whole,) = wholes[:1]
+    return [replace(whole, differs=shift_dims(whole.differs, pair.many.params["dimensions"]), index=None)]
+
+
+def _reduce(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    (whole,) = wholes[:1]
+    return [Whole(shift_dims(whole.differs, pair.many.params["axes"]), whole.scale)]
+
+
+def _sum(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    (whole,) = wholes[:1]
+    axes = pair.many.params["axes"]
+    scale = whole.scale
+    few = pair.few.invars[0].aval.shape
+    for dim in axes:
+        if few[dim] != pair.shape(0)[dim]:  # a sum over a dim that counts the examples
+            scale = UNKNOWN if dim in whole.differs else scale * pair.shape(0)[dim] / few[dim]
+    return [Whole(shift_dims(whole.differs, axes), scale, whole.zero)]
+
+
+def _product(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    left, right = wholes
+    contract, batch = pair.many.params["dimension_numbers"]
+    shapes = (pair.shape(0), pair.shape(1))
+    differs = set()
+    for side, state in enumerate(wholes):
+        for dim in state.differs:
+            if dim in batch[side]:
+                differs.add(list(batch[side]).index(dim))
+            elif dim not in contract[side]:
+                differs.add(free_dim_of_product(side, dim, contract, batch, shapes))
+    grows = any(pair.few.invars[0].aval.shape[dim] != pair.shape(0)[dim] for dim in contract[0])
+    scale = UNKNOWN if grows else left.scale * right.scale
+    return [Whole(frozenset(differs), scale, left.zero or right.zero)]
+
+
+def free_dim_of_product(side: int, dim: int, contract: Any, batch: Any, shapes: Any) -> int:
+    """Where a dim of one operand of dot_general, neither contracted nor shared, is in the result."""
+    # The result has the shared dims first, then the free ones of the left operand, then those of the right one.
+    place = len(batch[0])
+    for number in range(side + 1):
+        used = {*contract[number], *batch[number]}
+        free = [other for other in range(len(shapes[number])) if other not in used]
+        if number == side:
+            return place + free.index(dim)
+        place += len(free)
+    raise AssertionError(side)
+
+
+def _change_one_dim(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    """Elements move or are combined along one dim, and along the others stay as they are."""
+    params = pair.many.params
+    differs = frozenset[int]().union(*(state.differs for state in wholes))
+    changed = set()
+    for dim in range(len(pair.out)):
+        if pair.shape(0)[dim : dim + 1] != pair.out[dim : dim + 1]:
+            changed.add(dim)
+    along = params.get("dimension", params.get("axis"))
+    if along is not None:
+        changed.add(along)
+    same_scale = len({state.scale for state in wholes}) == 1
+    scale = wholes[0].scale if same_scale else UNKNOWN
+    zero = all(state.zero for state in wholes)
+    differs = frozenset[int]() if zero else differs | changed
+    return [Whole(differs, scale, zero)] * len(pair.many.outvars)
+
+
+_CHANGES_ONE_DIM = ("slice", "rev", "pad", "concatenate", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+_RULES: dict[str, WholeRule] = {
+    **dict.fromkeys((*ELEMENTWISE, *LINEAR, *SUMS), _combine),
+    **dict.fromkeys(_CHANGES_ONE_DIM, _change_one_dim),
+    "iota": _iota,
+    "broadcast_in_dim": _broadcast,
+    "convert_element_type": _keep,
+    "lt": _compare_with_zero,
+    "ge": _compare_with_zero,
+    "select_n": _select,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "reduce_sum": _sum,
+    "dot_general": _product,
+}
+# What stays as it is where an array has more elements, or has a rule of its own for that.
+_KEEPS_ELEMENTS = {
+    *(*ELEMENTWISE, *LINEAR, *SUMS),
+    *("iota", "broadcast_in_dim", "reshape", "transpose", "squeeze", "reduce_sum", "dot_general"),
+}

@@ -1,0 +1,208 @@
+"""The optimizer of a step: called with what it takes, on global arrays pinned to the layout of the update."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from traceback import walk_tb
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._arguments.checks import raised
+from shardkit.on_device.groups import Groups
+from shardkit.on_device.handles import cast_floating
+from shardkit.on_device.metrics import if_finite
+from shardkit.on_device.microbatches import Microbatches
+from shardkit.on_device.precision import LossScale, Precision, next_loss_scale
+from shardkit.plans.plan import Placement
+from shardkit.plans.storage import check_storage, is_padded, pad_leaves, restore_leaves
+from shardkit.steps.layer_order import order_matters
+from shardkit.steps.state_layouts import optimizer_storage, shardings
+
+
+class Master(NamedTuple):
+    """An optimizer state with a master copy of the parameters."""
+
+    copy: Any  # the parameters in the master dtype, laid out as the plan's `update`
+    inner: Any  # the optimizer's own state
+
+
+def wrap_optimizer(optimizer: Any) -> Any:
+    """The optimizer, whose update may be called with `value=loss` whether it takes that or not.
+
+    What optax itself raises, as of a line search without the function that it searches along, is a TypeError of what
+    it is given. What a user's own raises is raised as it is, with a note: only its writer knows whether it needs more.
+
+    Raises:
+        TypeError: from update, for one of optax that fails, or that returns no updates of the gradients, or another
+            state.
+    """
+    import optax
+
+    name = getattr(optimizer.update, "__qualname__", type(optimizer).__name__).split(".")[0]
+    takes_value = _takes_value(optimizer)
+
+    def call_noted(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
+        try:
+            return call(*args, **extra)
+        except Exception as error:
+            if isinstance(error, AttributeError) or _is_of_its_arguments(error):
+                raise TypeError(_what_it_is_given(name, f", and fails: {raised(error)}")) from error
+            error.add_note(_what_it_is_given(name))
+            raise
+
+    @wraps(optimizer.update)
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if not takes_value:
+            extra = {}
+        updates, new = call_noted(optimizer.update, grads, state, params, **extra)
+        if _leaf_shapes(updates) != _leaf_shapes(grads):
+            rule = ", and must return updates of the gradients' shapes; it returns others"
+            raise TypeError(_what_it_is_given(name, rule))
+        if str(jax.tree.structure(state)) != str(jax.tree.structure(new)):
+            raise TypeError(_what_it_is_given(name, ", and must return a state of the same tree; it returns another"))
+        return updates, new
+
+    return optax.GradientTransformationExtraArgs(partial(call_noted, optimizer.init), update)
+
+
+def _takes_value(optimizer: Any) -> bool:
+    """Whether `update` takes `value=loss`."""
+    import optax
+
+    try:
+        inspect.signature(optimizer.update).bind_partial(None, None, None, value=None)
+    except TypeError:  # as sam, which takes another one
+        return False
+    return isinstance(optimizer, optax.GradientTransformationExtraArgs)
+
+
+def _leaf_shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [jnp.shape(x) for x in jax.tree.leaves(tree)]
+
+
+def _is_of_its_arguments(error: BaseException) -> bool:
+    """Whether the call itself failed, or code of optax, in a call of jax or not, and no user's that it called."""
+    packages = [str(frame.f_globals.get("__name__", "")).split(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    if len(packages) == 1:
+        return True
+    outside_jax = [package for package in packages if package not in ("jax", "jaxlib")]
+    return outside_jax[-1] == "optax"
+
+
+def _what_it_is_given(name: str, failure: str = "") -> str:
+    return (
+        f"make_train_step: the optimizer {name} is given gradients, its state, the parameters and value=loss{failure}. "
+        "If it needs more, pass another, or a GradientTransformation of your own around it that gives it what it asks "
+        "for."
+    )
+
+
+def init_opt_state(optimizer: Any, policy: Precision, params: Any) -> Any:
+    """The optimizer state of a new TrainState; `params` are in the master dtype where there is one."""
+    if policy.master is None:
+        return optimizer.init(params)
+    return Master(params, optimizer.init(params))
+
+
+def apply_optimizer(
+    optimizer: Any, policy: Precision, grads: Any, opt_state: Any, params: Any, value: Any
+) -> tuple[Any, Any]:
+    """The new parameters and optimizer state after one update, which is applied to the master copy if there is one."""
+    import optax
+
+    if policy.master is None:
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state
+    updates, inner = optimizer.update(grads, opt_state.inner, opt_state.copy, value=value)
+    copy = optax.apply_updates(opt_state.copy, updates)
+    return cast_floating(copy, policy.param), Master(copy, inner)
+
+
+def update_state(
+    optimizer: Any,
+    policy: Precision,
+    placement: Placement,
+    state: Any,
+    grads: Any,
+    metrics: Any,
+    microbatches: Microbatches | Groups,
+    frozen: Sequence[bool],
+) -> tuple[Any, Any, LossScale | None]:
+    """The new parameters (in the layout of the update), optimizer state and loss scale, in the jit of the step.
+
+    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were. Leaves that are
+    `frozen` stay in any case: an optimizer may move what has no gradient, as weight decay does.
+    """
+    # No collective is written here. The optimizer runs outside of shard_map, on global arrays in their original shapes,
+    # so that an optax transformation which reads across shards (a global norm, a factored moment) is right unmodified:
+    # what it needs is sent by the partitioner, and `audit` shows it. What it gets and returns is pinned to the layout
+    # of the update. Left to itself the partitioner may compute the whole update on every device, and gather for it what
+    # the plan has split.
+    mesh = placement.mesh
+    storage = placement.in_update
+    opt_storage = optimizer_storage(state.opt_state, state.params, storage)
+    check_storage("step: the optimizer state", state.opt_state, opt_storage, mesh)
+    trees = (grads, state.opt_state, state.params)
+    in_order = depends_on_layer_order(optimizer, policy, trees, storage, opt_storage)
+
+    def pin(tree: Any, storage: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, shardings(mesh, storage))
+
+    def restore(tree: Any, storage: Any) -> Any:
+        return pin(restore_leaves(tree, in_order=in_order), storage)
+
+    def store(tree: Any, storage: Any) -> Any:
+        return pin(pad_leaves(tree, storage, mesh, in_order=in_order), storage)
+
+    grads = restore(grads, storage)
+    old_params = restore(state.params, storage)
+    old_opt_state = restore(state.opt_state, opt_storage)
+
+    def update(inputs: Any, old: Any) -> Any:
+        grads, loss = inputs
+        params, opt_state = old
+        return apply_optimizer(optimizer, policy, grads, opt_state, params, loss)
+
+    inputs = (grads, metrics["loss"])
+    old = (old_params, old_opt_state)
+    words = ("an optimizer", "Use dp, or an optimizer without it: clip by value, not by norm.")
+    new = microbatches.update_apart(update, inputs, old, step=state.step, specs=placement.update, words=words)
+    params, opt_state = if_finite(metrics, new, old)
+    params = _keep_frozen(params, old_params, frozen)
+    if policy.master is not None:
+        opt_state = opt_state._replace(copy=_keep_frozen(opt_state.copy, old_opt_state.copy, frozen))
+    loss_scale = state.loss_scale
+    if loss_scale is not None and "finite" in metrics:
+        loss_scale = next_loss_scale(policy, loss_scale, metrics["finite"])
+    return store(params, storage), store(opt_state, opt_storage), loss_scale
+
+
+def _keep_frozen(new: Any, old: Any, frozen: Sequence[bool]) -> Any:
+    """The new parameters, and the old ones of frozen leaves."""
+    leaves, structure = jax.tree.flatten(new)
+    for number, old_leaf in enumerate(jax.tree.leaves(old)):
+        if frozen[number]:
+            leaves[number] = old_leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+def depends_on_layer_order(
+    optimizer: Any, policy: Precision, trees: tuple[Any, Any, Any], storage: Any, opt_storage: Any
+) -> bool:
+    """Whether an optimizer depends on the order of a stack's layers, as one that indexes them does.
+
+    `trees` are gradients, optimizer state and parameters in any form; `storage` and `opt_storage` say how the update
+    stores parameters and optimizer state.
+    """
+    stacked = jax.tree.map(lambda leaf: bool(leaf.rows), storage)
+    opt_stacked = jax.tree.map(lambda leaf: bool(leaf.rows), opt_storage)
+    if not any(jax.tree.leaves(stacked)):
+        return False
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trees, is_leaf=is_padded)
+    update = partial(apply_optimizer, optimizer, policy)
+    args = *shapes, jax.ShapeDtypeStruct((), jnp.float32)
+    return order_matters(update, args, (stacked, opt_stacked, stacked, False), (stacked, opt_stacked))
