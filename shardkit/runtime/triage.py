@@ -76,7 +76,11 @@ class TriageReport(NamedTuple):
     @property
     def example(self) -> int | None:
         """The first example of the global batch with a value that is not finite; None if all are finite."""
-        return min((row.first[0] for row in self.rows if row.path.startswith("batch") and row.first), default=None)
+        examples = []
+        for row in self.rows:
+            if row.path.startswith("batch") and row.first:
+                examples.append(row.first[0])
+        return min(examples, default=None)
 
     def __str__(self) -> str:
         lines = [f"loss {self.loss:g}, weight {self.weight:g}"]
@@ -89,7 +93,8 @@ class TriageReport(NamedTuple):
         cells = [("leaf", "where", "values", "first")]
         for row in self.rows[:_PRINTED]:
             where = sized(row.coordinates.items()) if row.coordinates else "everywhere"
-            cells.append((row.path, where, str(row.values), str(list(row.first)) if row.first else ""))
+            first = str(list(row.first)) if row.first else ""
+            cells.append((row.path, where, str(row.values), first))
         lines.append(table(cells))
         if len(self.rows) > _PRINTED:
             lines.append(f"and {len(self.rows) - _PRINTED} more")
@@ -123,10 +128,15 @@ def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
     leaves = [(path, x) for path, x in leaves if _can_be_nonfinite(x)]
     if mesh is None or not leaves:
         return []
-    seen = observations([x for _, x in leaves], mesh=mesh, specs=tuple(x.sharding.spec for _, x in leaves))
-    if not seen[0].addressable_shards:
+    arrays = [x for _, x in leaves]
+    specs = tuple(x.sharding.spec for x in arrays)
+    results = observations(arrays, mesh=mesh, specs=specs)
+    if not results[0].addressable_shards:
         return []
-    return [row for (path, _), x in zip(leaves, seen, strict=True) for row in _places(path, x, mesh.shape)]
+    rows: list[NonFinite] = []
+    for (path, _), observation in zip(leaves, results, strict=True):
+        rows += _locate(path, observation, mesh.shape)
+    return rows
 
 
 @typed
@@ -176,15 +186,17 @@ def triage(
     at_least("triage", 1, accumulate=accumulate)
     plan = fit_plan(plan, grad_fn, accumulate)
     plan.check(mesh)
-    given, mesh = mesh, auto_mesh(mesh)
+    caller_mesh = mesh
+    mesh = auto_mesh(mesh)
     policy = precision_of(precision)
     axes = manual_axes("triage", manual, plan, mesh)
     sizes = {axis: size for axis, size in mesh.shape.items() if axis in axes}
     reads = reads_carried(grad_fn)
 
-    def observed(plan: Plan, state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
+    def inspect(plan: Plan, state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
         placement = plan.placement(state.params, mesh)
-        layouts, microbatches = placement.layouts, Microbatches(accumulate)
+        layouts = placement.layouts
+        microbatches = Microbatches(accumulate)
         specs = batch_specs(batch, placement.batch, mesh, accumulate)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
@@ -193,15 +205,15 @@ def triage(
         carried = Carried("triage", state.carried if reads else None, state.params, placement)
 
         def per_device(params: Any, kept: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
-            seen = enter(params, placement, policy)
+            entered = enter(params, placement, policy)
             run = carried.bind(grad_fn, kept, policy) if reads else grad_fn
-            batch, means, grads = local_gradients(run, seen, batch, key, scale, placement, policy, microbatches)
+            batch, means, grads = local_gradients(run, entered, batch, key, scale, placement, policy, microbatches)
             inspected = {
-                "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),
-                "carried": jax.tree.map(lambda held, x: _observed(stored_array(x), held.spec), carried.storage, kept),
-                "batch": jax.tree.map(lambda spec, x: _observed(x, spec), specs, batch),
-                "means": jax.tree.map(_observed, means),
-                "grads": map_layouts(lambda layout, x: _observed(x, layout.grad), layouts, grads),
+                "params": map_layouts(lambda layout, x: _observe(stored_array(x), layout.rest), layouts, params),
+                "carried": jax.tree.map(lambda held, x: _observe(stored_array(x), held.spec), carried.storage, kept),
+                "batch": jax.tree.map(lambda spec, x: _observe(x, spec), specs, batch),
+                "means": jax.tree.map(_observe, means),
+                "grads": map_layouts(lambda layout, x: _observe(x, layout.grad), layouts, grads),
             }
             metrics = metrics_of(global_means(means, plan.batch_axes))
             return metrics["loss"], metrics["weight"], from_every_device(inspected, tuple(sizes))
@@ -216,7 +228,7 @@ def triage(
         return on_mesh(state.params, carried.tree, batch, step_key(state.key, state.step), scale)
 
     def build(plan: Plan, _: Any) -> Any:
-        return jax.jit(wrap_for_explicit_axes(partial(observed, plan), given))
+        return jax.jit(wrap_for_explicit_axes(partial(inspect, plan), caller_mesh))
 
     compiled = JitByLayouts(build, plan, axes, lambda state: state.params)
     return Triage(compiled, sizes)
@@ -226,18 +238,17 @@ class Triage:
     """`run(state, batch) -> TriageReport`, as `triage` builds it."""
 
     def __init__(self, compiled: JitByLayouts, sizes: Mapping[str, int]):
-        self._compiled, self._sizes = compiled, sizes
+        self._compiled = compiled
+        self._sizes = sizes
 
     def __call__(self, state: TrainState, batch: Any) -> TriageReport:
         """What is not finite."""
         loss, weight, inspected = self._compiled(state._replace(opt_state=None), batch)
         # jit sorts a dict by its keys; the report is ordered from causes to consequences.
-        rows = [
-            row
-            for name in ("params", "carried", "batch", "means", "grads")
-            for path, x in jax.tree_util.tree_leaves_with_path({name: inspected[name]})
-            for row in _places(path_name(path), x, self._sizes)
-        ]
+        rows: list[NonFinite] = []
+        for name in ("params", "carried", "batch", "means", "grads"):
+            for path, observation in jax.tree_util.tree_leaves_with_path({name: inspected[name]}):
+                rows += _locate(path_name(path), observation, self._sizes)
         return TriageReport(tuple(rows), float(loss), float(weight))
 
     def trace(self, state: TrainState, batch: Any) -> Any:
@@ -253,7 +264,8 @@ def observations(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionS
     """
 
     def per_device(leaves: list[jax.Array]) -> list[jax.Array]:
-        return from_every_device([_observed(x, spec) for x, spec in zip(leaves, specs, strict=True)], mesh.axis_names)
+        local = [_observe(x, spec) for x, spec in zip(leaves, specs, strict=True)]
+        return from_every_device(local, mesh.axis_names)
 
     return jax.shard_map(per_device, mesh=mesh, in_specs=(list(specs),), out_specs=_REPLICATED)(leaves)
 
@@ -262,33 +274,44 @@ def _can_be_nonfinite(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _observed(x: jax.Array, spec: PartitionSpec = _REPLICATED) -> jax.Array | None:
-    """The count of non-finite values in a device's shard, and the global index of the first; None if none can be."""
+def _observe(x: jax.Array, spec: PartitionSpec = _REPLICATED) -> jax.Array | None:
+    """The count of non-finite values in a device's shard, and the global index of the first; None if none can be.
+
+    For example a shard [1, NaN, NaN] of device 2 along an axis that splits dim 0: [2, 7], two values, the first at 7.
+    """
     if not _can_be_nonfinite(x):
         return None
     if not x.size:
         return jnp.zeros(1 + x.ndim, jnp.int32)
-    bad = ~jnp.isfinite(x).reshape(-1)
-    first = jnp.unravel_index(jnp.argmax(bad).astype(jnp.int32), x.shape)
-    found = [jnp.sum(bad, dtype=jnp.int32), *(at.astype(jnp.int32) for at in first)]
+    is_bad = ~jnp.isfinite(x).reshape(-1)
+    count = jnp.sum(is_bad, dtype=jnp.int32)
+    first_bad = jnp.unravel_index(jnp.argmax(is_bad).astype(jnp.int32), x.shape)
+    index = [position.astype(jnp.int32) for position in first_bad]
     for dim, axes in enumerate(spec_axes(spec)):
-        if axes:
-            found[1 + dim] += axis_index(axes).astype(jnp.int32) * jnp.int32(x.shape[dim])
-    return jnp.stack(found)
+        if axes:  # from the index in the shard to the index in the array
+            index[dim] += axis_index(axes).astype(jnp.int32) * jnp.int32(x.shape[dim])
+    return jnp.stack([count, *index])
 
 
-def _places(path: str, seen: Any, sizes: Mapping[str, int]) -> Iterator[NonFinite]:
-    """The places of a leaf that is not finite along some axes, given the observations along them."""
+def _locate(path: str, observation: Any, sizes: Mapping[str, int]) -> Iterator[NonFinite]:
+    """The places where a leaf is not finite, from the observations of all devices along the axes of `sizes`.
+
+    An axis along which all counts are equal is left out of the coordinates: the value is on all of its devices.
+    """
     names = tuple(sizes)
-    found = np.asarray(seen).reshape(*sizes.values(), -1)
-    counts = found[..., 0]
-    kept = [k for k in range(counts.ndim) if (counts != counts.take([0], axis=k)).any()]
+    by_device = np.asarray(observation).reshape(*sizes.values(), -1)
+    counts = by_device[..., 0]
+    differing_axes = []
+    for number in range(counts.ndim):
+        if (counts != counts.take([0], axis=number)).any():
+            differing_axes.append(number)
     firsts: dict[tuple[int, ...], tuple[int, ...]] = {}
     values: dict[tuple[int, ...], int] = {}
-    for at in map(tuple, np.argwhere(counts)):
-        place, first = tuple(int(at[k]) for k in kept), tuple(map(int, found[at][1:]))
+    for device in map(tuple, np.argwhere(counts)):
+        place = tuple(int(device[number]) for number in differing_axes)
+        first = tuple(map(int, by_device[device][1:]))
         firsts[place] = min(firsts.get(place, first), first)
-        values[place] = int(counts[at])
+        values[place] = int(counts[device])
     for place, first in firsts.items():
-        coordinates = {names[k]: c for k, c in zip(kept, place, strict=True)}
+        coordinates = {names[number]: index for number, index in zip(differing_axes, place, strict=True)}
         yield NonFinite(path, coordinates, values[place], first)
