@@ -79,10 +79,10 @@ class DeviceOrder(NamedTuple):
 
     def grid(self, devices: Sequence[Any]) -> np.ndarray:
         """Devices in the shape of the mesh, which are those of the network; a ValueError for others."""
-        found = find_network(devices)
-        if found is None:
+        located = find_network(devices)
+        if located is None:
             self._refuse_devices(f"{len(devices)} of kind {devices[0].device_kind!r}")
-        network, coordinates = found
+        network, coordinates = located
         if network != self.network:
             self._refuse_devices(str(network))
         if sorted(self.places) != sorted(coordinates) or math.prod(self.axes.values()) != len(devices):
@@ -135,10 +135,10 @@ def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequen
     Cost: up to 2 s for 512 devices and three axes; sets of prime factors of the network's dimensions are tried, but for
     those that cannot be better.
     """
-    found = find_network(devices)
-    if found is None:
+    located = find_network(devices)
+    if located is None:
         return None
-    network, coordinates = found
+    network, coordinates = located
     jax_order = _order_by_jax(devices, axes, coordinates)
     used = []
     for load in loads:

@@ -70,8 +70,8 @@ def describe(
     rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
     for name, x in _leaves(thing).items():
         shape, dtype = _describe_global(x)
-        held = _describe_local(x)
-        rows.append((name, shape, dtype, held.spec, held.shape, held.devices, held.bytes))
+        local = _describe_local(x)
+        rows.append((name, shape, dtype, local.spec, local.shape, local.devices, local.bytes))
     return f"{table(rows)}\n{_count_leaves(rows)}, {bytes_per_device(thing):,} bytes on each device"
 
 
@@ -97,12 +97,12 @@ def draw_array(x: Any) -> DeviceGrid:
         before = ":, " * dim
         labels.append([f"[{before}{start}:{stop}]" for start, stop in pieces[dim]])
     shape, dtype = _describe_global(x)
-    held = _describe_local(x)
+    local = _describe_local(x)
     platform = next(iter(spans)).platform
     devices = f"each of {len(spans)} {platform} devices" if len(spans) > 1 else f"one {platform} device"
     hidden = [str(dim) for dim in range(len(pieces)) if dim not in shown]
-    title = f"{held.shape}, {held.bytes} bytes, on {devices}{_describe_hidden(hidden)}"
-    return DeviceGrid((f"{shape} {dtype}, {held.spec}", title), labels, cells)
+    title = f"{local.shape}, {local.bytes} bytes, on {devices}{_describe_hidden(hidden)}"
+    return DeviceGrid((f"{shape} {dtype}, {local.spec}", title), labels, cells)
 
 
 def _describe_hidden(dims: Sequence[str]) -> str:

@@ -44,7 +44,7 @@ from shardkit._jax.jaxprs import (
 )
 from shardkit._jax.primitives import registered
 from shardkit.on_device.elementwise_rules import of_one_example
-from shardkit.on_device.example_rules import RULES, sent_along
+from shardkit.on_device.example_rules import RULES, send_along
 from shardkit.on_device.example_states import (
     EACH_TURN,
     UNKNOWN,
@@ -196,7 +196,7 @@ class _LossReader:
         met = _first_met(operands)
         if is_collective and met is None:
             results = zip(operands, equation.outvars, strict=False)
-            return [sent_along(pair, state, variable) for state, variable in results]
+            return [send_along(pair, state, variable) for state, variable in results]
         if name == "gather":
             return [gather(pair, operands)]
         if met is not None:

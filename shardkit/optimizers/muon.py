@@ -8,7 +8,7 @@ and another all_to_all brings the updates back to the layout of the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -295,20 +295,20 @@ class _Owners(NamedTuple):
         members = []
         specs = []
         padded = []
-        groups: dict[Any, list[int]] = {}
+        numbers_by_group: dict[Any, list[int]] = {}
         for number, (path, x) in enumerate(leaves):
             member = self._make_member(path_name(path), x.shape)
             spec = canonical(PartitionSpec(*member.spec))
             members.append(member)
             specs.append(spec)
             padded.append(_pad(x, spec, self.mesh))
-            groups.setdefault(member.group_key(x.dtype), []).append(number)
+            numbers_by_group.setdefault(member.group_key(x.dtype), []).append(number)
 
         def orthogonalize_shards(shards: list[jax.Array]) -> list[jax.Array]:
             # The groups are independent of each other: while a device computes one, the next may be on its way.
-            for numbers in groups.values():
-                group = [members[number] for number in numbers]
-                results = self._orthogonalize_group(group, [shards[number] for number in numbers], iterations)
+            for numbers in numbers_by_group.values():
+                group = self._make_group([members[number] for number in numbers])
+                results = group.orthogonalize([shards[number] for number in numbers], iterations)
                 for number, result in zip(numbers, results, strict=True):
                     shards[number] = result
             return shards
@@ -323,74 +323,96 @@ class _Owners(NamedTuple):
             spec[dim] = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
         return _Member(path, shape, _matrix_dims(path, len(shape), self.dims[path]), tuple(spec))
 
-    def _count_devices(self, axes: Sequence[str]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
-
-    def _orthogonalize_group(
-        self, members: Sequence[_Member], shards: Sequence[jax.Array], iterations: dict[str, Any]
-    ) -> list[jax.Array]:
-        """The results for the shards of leaves whose matrices have one shape, split alike.
-
-        Worked example: ten 8x6 matrices in float32, rows over "fsdp" of 4 devices. Shapes on one device, and what it
-        sends:
-
-        | step | shape | bytes sent |
-        |---|---|--:|
-        | a piece of each matrix, stacked | [10, 2, 6] | |
-        | padded to a multiple of 4 owners | [12, 2, 6] | |
-        | all_to_all: three whole matrices | [3, 8, 6] | 3/4 of 576 = 432 |
-        | orthogonalized, once in the mesh | [3, 8, 6] | |
-        | all_to_all: its piece of each matrix | [12, 2, 6] | 432 |
-        | without the padding | [10, 2, 6] | |
-
-        With "dp" of 2 devices beside it there are 8 owners, and the stack is padded to 16. Both devices of "dp" hold
-        the same pieces: the first keeps the first 8, the second the last 8, and an all_gather over "dp" at the end
-        brings them together.
-        """
+    def _make_group(self, members: Sequence[_Member]) -> _Group:
         first = members[0]
-        # The dims of the stack [matrices, rows..., columns...] that are split, with their axes.
-        split_dims = [(1 + number, first.spec[dim]) for number, dim in enumerate(first.dims.matrix) if first.spec[dim]]
+        split_dims = []
+        for number, dim in enumerate(first.dims.matrix):
+            if first.spec[dim]:
+                split_dims.append((1 + number, first.spec[dim]))  # dim 0 of the stack counts the matrices
         split_axes = {axis for axes in first.spec for axis in axes}
-        replicated_axes = tuple(axis for axis in self.axes if axis not in split_axes and self.mesh.shape[axis] > 1)
-        owners = self._count_devices(replicated_axes)
-        for _, axes in split_dims:
-            owners *= self._count_devices(axes)
+        replicated_axes = [axis for axis in self.axes if axis not in split_axes and self.mesh.shape[axis] > 1]
+        return _Group(tuple(members), self.mesh.shape, tuple(split_dims), tuple(replicated_axes))
 
-        stacks = [_stack(x, member.dims) for x, member in zip(shards, members, strict=True)]
+
+class _Group(NamedTuple):
+    """Leaves whose matrices have one shape and dtype, and are split alike: they are stacked, and sent together.
+
+    Worked example: ten 8x6 matrices in float32, rows over "fsdp" of 4 devices. Shapes on one device, and what it sends:
+
+    | step | shape | bytes sent |
+    |---|---|--:|
+    | a piece of each matrix, stacked | [10, 2, 6] | |
+    | padded to a multiple of 4 owners | [12, 2, 6] | |
+    | all_to_all: three whole matrices | [3, 8, 6] | 3/4 of 576 = 432 |
+    | orthogonalized, once in the mesh | [3, 8, 6] | |
+    | all_to_all: its piece of each matrix | [12, 2, 6] | 432 |
+    | without the padding | [10, 2, 6] | |
+
+    With "dp" of 2 devices beside it there are 8 owners, and the stack is padded to 16. Both devices of "dp" hold the
+    same pieces: the first keeps the first 8, the second the last 8, and an all_gather over "dp" at the end brings them
+    together.
+    """
+
+    members: tuple[_Member, ...]
+    sizes: Mapping[str, int]  # of the mesh axes
+    split_dims: tuple[tuple[int, tuple[str, ...]], ...]  # of the stack [matrices, rows..., columns...], with their axes
+    replicated_axes: tuple[str, ...]  # along which devices hold the same pieces
+
+    def orthogonalize(self, shards: Sequence[jax.Array], iterations: dict[str, Any]) -> list[jax.Array]:
+        """The results for the shards of the leaves, in their layout."""
+        stacks = [_stack(x, member.dims) for x, member in zip(shards, self.members, strict=True)]
         x = jnp.concatenate(stacks)
-        matrices = x.shape[0]
-        x = jnp.pad(x, [(0, -matrices % owners), *[(0, 0)] * (x.ndim - 1)])
-        if replicated_axes:
-            # Devices that have the same parts take different matrices. Nothing is sent: each has all of them.
-            size = x.shape[0] // self._count_devices(replicated_axes)
-            x = lax.dynamic_slice_in_dim(x, axis_index(replicated_axes) * size, size)
-        # Whole matrices come together here, and only here: a device gives away its part of each matrix that is not its
-        # own, and gets the other parts of its own, over one split dim after the other. An all_gather would bring every
-        # matrix to every device, n times the bytes, and all of them would compute the same. Earlier, before the
-        # momentum, the gradients would be sent in the same number of bytes, but each owner would need the momentum of
-        # its whole matrices, which no state of optax has. lax is called directly: all axes are bound and have several
-        # devices, all parts vary over them, and all dims divide.
-        for dim, axes in split_dims:
-            x = lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
+        count = x.shape[0]
+        x = self._send_to_owners(x)
         padded_shape = x.shape
         # A padded matrix may be taller than wide where the matrix itself is not, which optax would transpose.
+        first = self.members[0]
         x = _cut(x, (x.shape[0], *(first.shape[dim] for dim in first.dims.matrix)))
         x = _iterate(x, len(first.dims.rows), iterations)
         x = jnp.pad(x, [(0, size - unpadded) for size, unpadded in zip(padded_shape, x.shape, strict=True)])
-        # The way back, in the opposite order: the last dim that was put together is the first that is taken apart.
-        for dim, axes in reversed(split_dims):
-            x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)
-        if replicated_axes:
-            # Replicated, because the update is added to parameters that are the same along these axes: an all_gather
-            # whose result varied could leave shard_map only as split.
-            x = all_gather(x, replicated_axes, replicated=True)
+        x = self._send_back(x)
 
         ends = np.cumsum([stack.shape[0] for stack in stacks])[:-1]
-        pieces = jnp.split(x[:matrices], ends)
+        pieces = jnp.split(x[:count], ends)
         results = []
-        for piece, shard, member in zip(pieces, shards, members, strict=True):
+        for piece, shard, member in zip(pieces, shards, self.members, strict=True):
             results.append(_unstack(piece, shard.shape, member.dims))
         return results
+
+    def _send_to_owners(self, x: jax.Array) -> jax.Array:
+        """Of a piece of each matrix, some whole matrices: those of this device."""
+        replicas = self._count_devices(self.replicated_axes)
+        owners = replicas
+        for _, axes in self.split_dims:
+            owners *= self._count_devices(axes)
+        x = jnp.pad(x, [(0, -x.shape[0] % owners), *[(0, 0)] * (x.ndim - 1)])
+        if self.replicated_axes:
+            # Devices that have the same pieces take different matrices. Nothing is sent: each has all of them.
+            size = x.shape[0] // replicas
+            x = lax.dynamic_slice_in_dim(x, axis_index(self.replicated_axes) * size, size)
+        # Whole matrices come together here, and only here: a device gives away its piece of each matrix that is not its
+        # own, and gets the other pieces of its own, over one split dim after the other. An all_gather would bring every
+        # matrix to every device, n times the bytes, and all of them would compute the same. Earlier, the gradients
+        # would be sent in place of the momentum, in as many bytes; but then an owner would need the momentum of its
+        # whole matrices, and the state would no longer be optax's. lax is called directly: all axes are bound and have
+        # several devices, pieces vary over them, and all dims divide.
+        for dim, axes in self.split_dims:
+            x = lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
+        return x
+
+    def _send_back(self, x: jax.Array) -> jax.Array:
+        """The inverse of `_send_to_owners`, but for its padding."""
+        # The last dim that was put together is the first that is taken apart.
+        for dim, axes in reversed(self.split_dims):
+            x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)
+        if self.replicated_axes:
+            # Replicated, because the update is added to parameters that are the same along these axes: a result that
+            # varied could leave shard_map only as split.
+            x = all_gather(x, self.replicated_axes, replicated=True)
+        return x
+
+    def _count_devices(self, axes: Sequence[str]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
 
 
 def _iterate(x: jax.Array, row_dims: int, iterations: dict[str, Any]) -> jax.Array:

@@ -41,6 +41,7 @@ class StagedModel(NamedTuple):
     head: Callable[[Any, Any, Any], Any]
     layer_numbers: bool  # the stage is passed `(layers, numbers)`
     where: str  # the function that errors name
+    stack: str = "layers"  # the entry of the parameters that has the layers
 
     def check(self) -> None:
         """Refuses a piece that takes other arguments."""
@@ -247,7 +248,7 @@ class Pieces:
                     layers = (layers, numbers)
                 return self._model.stage(layers, x, args.keys)
 
-            return call_sealed(call, layers, at="layers")
+            return call_sealed(call, layers, at=self._model.stack)
 
         least = self._least
         x = run(jax.tree.map(lambda leaf: leaf[:least], (args.layers, numbers)), x)

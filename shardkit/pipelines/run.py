@@ -64,7 +64,8 @@ def build_grad_fn(
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         opened = with_parts(params, parts(params))
         sums = execution.sum_microbatches(opened, batch, keys, scale)
-        grads = sums.shared | {"layers": _join_chunks(sums.layers, parts(opened["layers"]))}
+        stack_grads = _join_chunks(sums.layers, parts(opened[stages.stack]))
+        grads = sums.shared | {stages.stack: stack_grads}
         grads = jax.tree.map(_finish_gradient, params, grads, is_leaf=is_handle)
         means = dict(sums.means)
         leaves = TrainedLeaves({name: grads[name] for name in params}, trained)
@@ -143,7 +144,7 @@ class Execution(NamedTuple):
         device = axis_index(names) if live else jnp.int32(0)
         spread = self.stages.spread is not None and bool(live)
         shared = unseal_handles(dict(params))
-        layers = vary(shared.pop("layers"), live)
+        layers = vary(shared.pop(self.stages.stack), live)
         if not spread:
             shared = vary(shared, live)  # gradients stay unreduced until the step sums them
 
@@ -205,11 +206,12 @@ class Execution(NamedTuple):
                 f"{where}: the schedule must be for the devices of {named(names)}; it is for {self.schedule.devices} "
                 f"and there are {axis_size(names)}. Make one with devices={axis_size(names)}."
             )
-        if not isinstance(params, Mapping) or "layers" not in params:
+        stack = self.stages.stack
+        if not isinstance(params, Mapping) or stack not in params:
             got = quoted(params) if isinstance(params, Mapping) else type(params).__name__
             raise ValueError(
-                f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {got}. Put the "
-                "stack of layers under 'layers', and everything else beside it."
+                f"{where}: the parameters must be a mapping with the entry {stack!r}, the stack; got {got}. Put the "
+                f"stack of layers under {stack!r}, and everything else beside it."
             )
         sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(examples) if leaf.ndim})
         if any(size % count for size in sizes):

@@ -16,8 +16,6 @@ from shardkit.plans.plan import Plan, strategy
 from shardkit.plans.splits import Leaf, Split
 from shardkit.schedules import Stages
 
-STACK = "layers"
-
 
 def build_stack_plan(stages: Stages) -> Plan:
     """The plan of `pp` for these stages."""
@@ -25,9 +23,9 @@ def build_stack_plan(stages: Stages) -> Plan:
     spread = None if stages.spread is None else make_dim_chooser("pipeline", axes, stages.spread)
 
     def place(leaf: Leaf) -> Split | str:
-        if not is_in_subtrees(leaf.path, (STACK,)):
+        if not is_in_subtrees(leaf.path, (stages.stack,)):
             if spread is None:
-                return f"not in the stack {STACK!r}"
+                return f"not in the stack {stages.stack!r}"
             return split_by_rules("pipeline", axes, spread, leaf)
         # Stages for any number of devices are for those of the mesh.
         mesh_stages = stages._replace(devices=stages.devices or leaf.ways)
@@ -53,7 +51,7 @@ def _check_leaf(leaf: Leaf, stages: Stages, axes: tuple[str, ...]) -> None:
         what = "is split on dim 0 by another strategy" if leaf.shape else "has no dims"
         raise ValueError(
             f"pp: dim 0 of a leaf of the stack must be its layers, split over {named(axes)} only; leaf {leaf.path} "
-            f"{what}. Move it out of {STACK!r}, or split another dim."
+            f"{what}. Move it out of {stages.stack!r}, or split another dim."
         )
 
 

@@ -254,12 +254,12 @@ class Placement:
 
     @cached_property
     def at_rest(self) -> Any:
-        """How the state stores each leaf, as a Held."""
+        """How the state stores each leaf, as a Storage."""
         return map_layouts(LeafLayout.at_rest, self.layouts)
 
     @cached_property
     def in_update(self) -> Any:
-        """How gradients and optimizer state are stored, as a Held for each leaf."""
+        """How gradients and optimizer state are stored, as a Storage for each leaf."""
         return map_layouts(LeafLayout.in_update, self.layouts)
 
     @cached_property

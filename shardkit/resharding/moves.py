@@ -315,6 +315,7 @@ def _count_pieces(length: int, elements: int, piece: int) -> int:
 
 
 def _slice(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+    # Nothing is sent: a device has the part that it keeps.
     for dim, axes in enumerate(step.added_axes()):
         if axes:
             x = take_part(x, axes, dim=dim)
@@ -331,6 +332,7 @@ def _gather(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array
 
 
 def _permute(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+    # Whole shards trade devices, in one step: a gather and a slice would send each shard to all of them.
     axes, pairs = find_permutation(step, sizes)
     return permute(x, axes, pairs)
 

@@ -20,6 +20,7 @@ class Stages(NamedTuple):
         placement: "loop" puts stage s on device s % p; "v" returns in reverse order.
         layers_per_stage: layers of each of the p v stages; None for equally many.
         spread: which leaves beside the stack are split over the axis, as `pipeline` takes it; None for none.
+        stack: the entry of the parameters that has the layers.
     """
 
     axis: Axis
@@ -28,14 +29,20 @@ class Stages(NamedTuple):
     placement: StagePlacement = "loop"
     layers_per_stage: tuple[int, ...] | None = None
     spread: Any = None
+    stack: str = "layers"
 
     @classmethod
     def of(
-        cls, schedule: Schedule, axis: Axis, layers_per_stage: tuple[int, ...] | None = None, spread: Any = None
+        cls,
+        schedule: Schedule,
+        axis: Axis,
+        layers_per_stage: tuple[int, ...] | None = None,
+        spread: Any = None,
+        stack: str = "layers",
     ) -> Stages:
         """The stages of a schedule."""
         counts = None if layers_per_stage is None else tuple(layers_per_stage)
-        return cls(axis, schedule.devices, schedule.chunks, schedule.placement, counts, spread)
+        return cls(axis, schedule.devices, schedule.chunks, schedule.placement, counts, spread, stack)
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
         """How many layers of a stack each stage has.

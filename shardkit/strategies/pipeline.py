@@ -22,17 +22,18 @@ Piece = Callable[[Any, Any, Any], Any]
 
 
 @typed
-def pp(axis: Axis) -> Plan:
+def pp(axis: Axis, *, stack: str = "layers") -> Plan:
     """Pipeline parallelism: each device holds the layers of its own stages, and all devices see the same batch.
 
-    The stack is the entry "layers" of the parameters, with the layer as dim 0 of every leaf. The stages are those of
-    the pipeline whose GradFn is trained; with any other GradFn there is one stage per device. `pipeline(...).plan` is
-    this plan with the stages of its schedule.
+    The stack is an entry of the parameters, with the layer as dim 0 of every leaf. The stages are those of the pipeline
+    whose GradFn is trained; with any other GradFn there is one stage per device. `pipeline(...).plan` is this plan with
+    the stages of its schedule.
 
     Layout: `layers[L_a, ..]`, `grads[L_a, ..]` at rest, in use and in the update; all other leaves whole
 
     Args:
         axis: mesh axis of the pipeline.
+        stack: the entry of the parameters that is the stack.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
@@ -53,7 +54,7 @@ def pp(axis: Axis) -> Plan:
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2.
     """
-    return build_stack_plan(Stages(axis))
+    return build_stack_plan(Stages(axis, stack=stack))
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,19 @@ class Pipeline:
         axis: the mesh axis of the pipeline.
         layers_per_stage: how many layers each stage has; None for equally many.
         spread: which dims of the leaves beside the stack are split over the axis; None if none is.
+        stack: the entry of the parameters that has the layers.
     """
 
     schedule: Schedule
     axis: str
     layers_per_stage: tuple[int, ...] | None = None
     spread: DimRules | None = None
+    stack: str = "layers"
 
     @property
     def stages(self) -> Stages:
         """Which device has which layers, in which order."""
-        return Stages.of(self.schedule, self.axis, self.layers_per_stage, self.spread)
+        return Stages.of(self.schedule, self.axis, self.layers_per_stage, self.spread, self.stack)
 
     @property
     def plan(self) -> Plan:
@@ -96,8 +99,8 @@ class Pipeline:
     ) -> PipelineGradFn:
         """The GradFn of the pipeline: one program for all devices.
 
-        The parameters are a mapping. Its entry "layers" is the stack, with the layer as dim 0 of every leaf, and is
-        split into stages; all other entries are shared by all devices. The numbers are those of
+        The parameters are a mapping. Its entry "layers", or the pipeline's `stack`, has the layer as dim 0 of every
+        leaf, and is split into stages; all other entries are shared by all devices. The numbers are those of
         `head(shared, stage(layers, embed(shared, batch, keys), keys), batch)`, microbatch by microbatch.
 
         Args:
@@ -139,7 +142,7 @@ class Pipeline:
             Qi et al., Zero bubble (arXiv:2401.10241).
         """
         self._check("pipeline.value_and_grad", mode)
-        model = StagedModel(embed, stage, head, layer_numbers, "pipeline.value_and_grad")
+        model = StagedModel(embed, stage, head, layer_numbers, "pipeline.value_and_grad", self.stack)
         return build_grad_fn(model, self.schedule, self.stages, mode, recompute, trained)
 
     @partial(typed, where="pipeline.loss")
@@ -160,7 +163,7 @@ class Pipeline:
         Cost: the activations once at every tick of `schedule.forward()`.
         """
         self._check("pipeline.loss", mode)
-        model = StagedModel(embed, stage, head, layer_numbers, "pipeline.loss")
+        model = StagedModel(embed, stage, head, layer_numbers, "pipeline.loss", self.stack)
         return build_loss(model, self.schedule, self.stages, mode)
 
     def _check(self, where: str, mode: Mode) -> None:
@@ -173,7 +176,12 @@ class Pipeline:
 
 @typed
 def pipeline(
-    schedule: Schedule, axis: str, *, layers_per_stage: tuple[int, ...] | None = None, spread: DimRules | None = None
+    schedule: Schedule,
+    axis: str,
+    *,
+    layers_per_stage: tuple[int, ...] | None = None,
+    spread: DimRules | None = None,
+    stack: str = "layers",
 ) -> Pipeline:
     """A pipeline that runs a schedule over a mesh axis: its plan, its GradFn and its loss.
 
@@ -185,6 +193,7 @@ def pipeline(
             Embedding and head then run on all devices together, for the microbatch of the first and of the last stage,
             each with its part of these leaves: they get the same batch, keys and activations, and use collectives over
             `axis`, such as those of `sk.layers.vocab_embed` and `vocab_cross_entropy`. None: one device runs them.
+        stack: the entry of the parameters that has the layers, with the layer as dim 0 of every leaf.
 
     Returns:
         A Pipeline: `plan` is `pp(axis)` with the stages of the schedule, `value_and_grad(embed, stage, head)` the
@@ -213,7 +222,7 @@ def pipeline(
     if not axis:
         raise ValueError(f"pipeline: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
     schedule.check()
-    pipe = Pipeline(schedule, axis, layers_per_stage, spread)
+    pipe = Pipeline(schedule, axis, layers_per_stage, spread, stack)
     _ = pipe.plan  # refuses rules that are none
     return pipe
 

@@ -19,7 +19,22 @@ from shardkit.analysis.jaxpr.census import census_of
 from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
 from shardkit.schedules import Schedule
 from support import pipelines
-from support.pipelines import BUILDERS, PIECES, TOKENS, D, check, embed, head, layer, make, mesh_of, stage, traced_step
+from support.pipelines import (
+    BUILDERS,
+    PIECES,
+    TOKENS,
+    D,
+    check,
+    embed,
+    head,
+    layer,
+    make,
+    make_batch,
+    make_params,
+    mesh_of,
+    stage,
+    traced_step,
+)
 from support.tiers import covered
 
 NAMES = (*BUILDERS, "from_csv")
@@ -203,3 +218,22 @@ def test_a_step_knows_the_schedule_of_its_pipeline():
     grad_fn = pipe.value_and_grad(*PIECES, layer_numbers=True)
     made = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=pipe.plan)
     assert made.step.schedule is pipe.schedule
+
+
+def test_the_stack_may_have_another_name():
+    """Catches a place that knows "layers" by name: the entry is split, trained, and asked for."""
+    mesh = mesh_of(2)
+    results = []
+    for stack in ("layers", "blocks"):
+        pipe = sk.pipeline(schedules.one_f_one_b(2, 4), "stage", stack=stack)
+        params = make_params(4)
+        params[stack] = params.pop("layers")
+        grad_fn = pipe.value_and_grad(embed, stage, head, layer_numbers=True)
+        plan = sk.pp("stage", stack=stack)
+        train = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+        state, _ = train.step(train.init(params, jax.random.key(0)), make_batch(8))
+        assert state.params[stack]["w"].sharding.spec == P("stage")
+        results.append((state.params[stack], state.params["embed"]))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    with pytest.raises(ValueError, match="a mapping with the entry 'blocks', the stack; got 'embed', 'gain', 'layers'"):
+        train.step.trace(train.init(make_params(4), jax.random.key(0)), make_batch(8))
