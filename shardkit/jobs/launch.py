@@ -97,34 +97,44 @@ def launch(
             code = sk.runtime.launch(["train.py", "--steps", "100"], processes=2, devices=4)
     """
     at_least_zero("launch", grace=grace)
-    words = program(command)
+    words = find_program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
     (restarts,) = count("launch", restarts=restarts)
     folder = None if output is None else Path(output)
     job = Job(words, processes, devices, folder, grace, os.environ if environ is None else environ)
     events: Events = queue.SimpleQueue()
-    with signals_to(events):
+    with send_signals_to(events):
         for number in range(restarts + 1):
             if restarts:
                 job = job._replace(environ={**job.environ, RESTARTS: str(number)})
             with contextlib.nullcontext(port) if port else free_port() as coordinator:
-                code, signalled = attempt(job, coordinator, events, first=number == 0)
-            if signalled or code in (0, _WRONG_USAGE) or number == restarts:
+                code, has_signal = run_attempt(job, coordinator, events, first=number == 0)
+            is_final = has_signal or code in (0, _WRONG_USAGE)
+            if is_final or number == restarts:
                 break
             wait = min(2.0**number, _LONGEST_WAIT)
             say(f"restart {number + 1} with {counted(processes, 'process', 'es')} in {wait:g} s")
-            with contextlib.suppress(queue.Empty):
-                events.get(timeout=wait)
+            if _is_stopped_within(wait, events):
                 say("ended while it waited for the restart")
                 break
     return code
 
 
-def program(command: Sequence[str], python: str = sys.executable) -> list[str]:
+def _is_stopped_within(wait: float, events: Events) -> bool:
+    """Waits, at most so many seconds, for a signal to the launcher: no process runs that could end."""
+    try:
+        events.get(timeout=wait)
+    except queue.Empty:
+        return False
+    return True
+
+
+def find_program(command: Sequence[str], python: str = sys.executable) -> list[str]:
     """The words to execute: scripts and modules run under `python`, anything else unchanged."""
     if not command or not command[0]:
         raise ValueError("launch: a command must be given; got none. Pass for example -- train.py --steps 100.")
-    return [python, *command] if command[0] == "-m" or command[0].endswith(".py") else list(command)
+    is_python = command[0] == "-m" or command[0].endswith(".py")
+    return [python, *command] if is_python else list(command)
 
 
 def check_counts(where: str, *, processes: int, devices: int | None, port: int | None) -> None:
@@ -145,25 +155,40 @@ class Job(NamedTuple):
     environ: Mapping[str, str]
 
 
-def attempt(job: Job, port: int, events: Events, *, first: bool) -> tuple[int, bool]:
+def run_attempt(job: Job, port: int, events: Events, *, first: bool) -> tuple[int, bool]:
     """Starts all processes once, and waits for their end; the first attempt replaces the files of an earlier job.
 
     Returns the exit code of the process that the guard named, else of the first to fail, and whether a signal came.
     """
-    blamed: list[int] = []
+    blamed: list[int] = []  # the processes that a line of the guard names
     with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
-        files = [] if job.output is None else _files(job.output, job.processes, stack, append=not first)
-        common = _environment(job, port)
-        with _groups(job.processes) as theirs:
+        files: list[BinaryIO] = []
+        if job.output is not None:
+            files = _open_files(job.output, job.processes, stack, append=not first)
+        environ = _make_environment(job, port)
+        with _make_groups(job.processes) as groups:
             children = []
-            for rank, group in enumerate(theirs):
-                own = dict.fromkeys(("JAX_PROCESS_ID", "RANK", "LOCAL_RANK"), str(rank))
-                children.append(stack.enter_context(_start(job.words, common | own, group)))
+            for rank, group in enumerate(groups):
+                place = {"JAX_PROCESS_ID": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                children.append(stack.enter_context(_start(job.words, environ | place, group)))
             reader = stack.enter_context(passing_on(children, files, blamed))
-            order, received, killed = _supervised(children, theirs, events, job.grace)
+            supervision = _Supervision(children, groups, events, job.grace)
+            supervision.run()
             reader.join(_LAST_OUTPUT)
-    codes = [child.returncode for child in children]
-    order.sort(key=lambda rank: (rank in killed, rank not in blamed))  # that it was killed here says nothing of it
+    return _find_code(supervision, blamed)
+
+
+def _find_code(supervision: _Supervision, blamed: Sequence[int]) -> tuple[int, bool]:
+    """The exit code of an attempt that has ended, and whether a signal came; says how a failed one ended.
+
+    Worked example: process 1 has exit code 3. The guard of process 0 then ends it with 1, and the launcher kills
+    process 2. They ended in the order 1, 0, 2; if a line of the guard names process 0, it is the first: code 1.
+    """
+    codes = supervision.find_codes()
+    received = supervision.received
+    killed = supervision.find_killed()
+    # That a process was killed here says nothing of it; a process that the guard named comes before others.
+    order = sorted(supervision.order, key=lambda rank: (rank in killed, rank not in blamed))
     failed = [rank for rank in order if codes[rank]]
     if not failed:
         return 0, received is not None
@@ -171,10 +196,13 @@ def attempt(job: Job, port: int, events: Events, *, first: bool) -> tuple[int, b
     code = codes[failed[0]]
     if received and failed[0] in killed:
         code = -received
-    return code if code >= 0 else 128 - code, received is not None
+    if code < 0:  # -s: a signal s ended it
+        code = 128 - code
+    return code, received is not None
 
 
-def _environment(job: Job, port: int) -> dict[str, str]:
+def _make_environment(job: Job, port: int) -> dict[str, str]:
+    """The environment that all processes of a job have in common."""
     common = {
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": str(job.processes),
@@ -190,9 +218,11 @@ def _environment(job: Job, port: int) -> dict[str, str]:
     return {**job.environ, **common}
 
 
-def _files(output: Path, processes: int, stack: ExitStack, append: bool) -> list[BinaryIO]:
+def _open_files(output: Path, processes: int, stack: ExitStack, append: bool) -> list[BinaryIO]:
     """The files that the pipes are copied to: unbuffered, so that they are complete even if the launcher is killed."""
-    names = [f"{rank}.{end}" for rank in range(processes) for end in ("out", "err")]
+    names = []
+    for rank in range(processes):
+        names += [f"{rank}.out", f"{rank}.err"]
     files: list[BinaryIO] = []
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -225,36 +255,39 @@ def _lock(file: BinaryIO, output: Path) -> None:
 
 
 @contextmanager
-def signals_to(events: Events) -> Iterator[None]:
+def send_signals_to(events: Events) -> Iterator[None]:
     """Turns signals into events, except ignored ones; does nothing outside the main thread."""
 
     def put(number: int, frame: FrameType | None) -> None:
         events.put(signal.Signals(number))
 
-    is_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in _PASSED_ON if is_main}
-    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
-    for number in before:
+    replaced = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _PASSED_ON:
+            handler = signal.getsignal(number)
+            if handler is not signal.SIG_IGN:
+                replaced[number] = handler
+    for number in replaced:
         signal.signal(number, put)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in replaced.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _groups(count: int) -> Iterator[list[int]]:
+def _make_groups(count: int) -> Iterator[list[int]]:
     """The numbers of `count` process groups; everything in them is killed at exit, and should the launcher die."""
-    theirs, ours = os.pipe()
+    keeper_end, launcher_end = os.pipe()
     nothing = subprocess.DEVNULL
-    keeper = subprocess.Popen(_KEEPER, stdin=theirs, stdout=nothing, stderr=nothing, process_group=0)
-    os.close(theirs)
+    keeper = subprocess.Popen(_KEEPER, stdin=keeper_end, stdout=nothing, stderr=nothing, process_group=0)
+    os.close(keeper_end)
     leaders: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
             leaders.append(subprocess.Popen(_LEADER, stdin=nothing, stdout=nothing, stderr=nothing, process_group=0))
-            os.write(ours, b"%d\n" % leaders[-1].pid)
+            os.write(launcher_end, b"%d\n" % leaders[-1].pid)
         yield [leader.pid for leader in leaders]
     finally:
         for leader in leaders:
@@ -262,13 +295,20 @@ def _groups(count: int) -> Iterator[list[int]]:
             leader.wait()
         keeper.kill()  # before the pipe closes: the numbers may have become another's
         keeper.wait()
-        os.close(ours)
+        os.close(launcher_end)
 
 
 def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Child:
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    """Starts a process in a group."""
     try:
-        return subprocess.Popen(words, stdin=nothing, stdout=pipe, stderr=pipe, env=environ, process_group=group)
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
+            process_group=group,
+        )
     except (OSError, ValueError) as error:  # ValueError: a null byte in a word
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
@@ -277,46 +317,79 @@ def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Chi
         ) from None
 
 
-def _supervised(
-    children: Sequence[_Child], groups: Sequence[int], events: Events, grace: float
-) -> tuple[list[int], signal.Signals | None, set[int]]:
-    """Waits for all processes, and ends them once one failed or a signal came.
+class _Supervision:
+    """Waits for all processes of an attempt, and ends them once one failed or a signal came.
 
-    Returns the order in which they ended, the signal, and which of them were killed here.
+    Worked example, with a grace of 10 s: process 1 fails at 0 s. The others may report and exit until 10 s, and those
+    that still run get SIGTERM. What runs at 15 s gets SIGKILL, with everything in its process group.
+
+    Attributes:
+        order: the processes that have ended, in the order in which they ended.
+        received: the first signal to the launcher, or None.
     """
-    for index, child in enumerate(children):
-        threading.Thread(target=_announce, args=(index, child, events), daemon=True).start()
-    steps, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
-    running, order = set(range(len(children))), list[int]()
-    received: signal.Signals | None = None
-    killed: set[int] = set()
-    while running:
-        try:
-            event = events.get(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
-        except queue.Empty:
-            step = steps.pop(0)
-            for index in running:
-                if step is signal.SIGTERM:
-                    children[index].send_signal(step)
-                else:  # with its monitor, which would wonder who did it
-                    os.killpg(groups[index], step)
-            killed |= running
-            deadline = time.monotonic() + min(grace, _LONGEST_BEFORE_KILL) if steps else math.inf
-            continue
+
+    def __init__(self, children: Sequence[_Child], groups: Sequence[int], events: Events, grace: float):
+        self.order: list[int] = []
+        self.received: signal.Signals | None = None
+        self._children = children
+        self._groups = groups
+        self._events = events
+        self._grace = grace
+        self._running = set(range(len(children)))
+        self._told_to_end: set[int] = set()  # by the launcher, because the grace was over
+        self._steps = [signal.SIGTERM, signal.SIGKILL]  # that are still to come
+        self._deadline = math.inf  # of the next step
+
+    def run(self) -> None:
+        """Returns when all processes have ended."""
+        for rank, child in enumerate(self._children):
+            threading.Thread(target=_announce_end, args=(rank, child, self._events), daemon=True).start()
+        while self._running:
+            wait = min(max(0.0, self._deadline - time.monotonic()), threading.TIMEOUT_MAX)
+            try:
+                event = self._events.get(timeout=wait)
+            except queue.Empty:
+                self._take_step()
+                continue
+            self._note(event)
+
+    def find_codes(self) -> list[int]:
+        """The exit codes of all processes."""
+        return [child.returncode for child in self._children]
+
+    def find_killed(self) -> set[int]:
+        """The processes that ended by a signal of the launcher, and not before it by themselves."""
+        signals = (-signal.SIGTERM, -signal.SIGKILL)
+        return {rank for rank in self._told_to_end if self._children[rank].returncode in signals}
+
+    def _note(self, event: int | signal.Signals) -> None:
+        """Passes on a signal, or notes the end of a process; the first signal or failure sets the deadline."""
+        failed = False
         if isinstance(event, signal.Signals):
-            received = received or event
-            for index in running:
-                children[index].send_signal(event)
+            self.received = self.received or event
+            for rank in self._running:
+                self._children[rank].send_signal(event)
         else:
-            running.remove(event)
-            order.append(event)
-        failed = bool(order and children[order[-1]].returncode)
-        if (received or failed) and steps and deadline == math.inf:
-            deadline = time.monotonic() + grace
-    killed = {index for index in killed if children[index].returncode in (-signal.SIGTERM, -signal.SIGKILL)}
-    return order, received, killed
+            self._running.remove(event)
+            self.order.append(event)
+            failed = self._children[event].returncode != 0
+        if (self.received or failed) and self._steps and self._deadline == math.inf:
+            self._deadline = time.monotonic() + self._grace
+
+    def _take_step(self) -> None:
+        """Sends SIGTERM to what still runs; the next time SIGKILL."""
+        step = self._steps.pop(0)
+        for rank in self._running:
+            if step is signal.SIGTERM:
+                self._children[rank].send_signal(step)
+            else:  # with its monitor, which would wonder who did it
+                os.killpg(self._groups[rank], step)
+        self._told_to_end |= self._running
+        self._deadline = math.inf
+        if self._steps:
+            self._deadline = time.monotonic() + min(self._grace, _LONGEST_BEFORE_KILL)
 
 
-def _announce(index: int, child: _Child, events: Events) -> None:
+def _announce_end(rank: int, child: _Child, events: Events) -> None:
     child.wait()
-    events.put(index)
+    events.put(rank)

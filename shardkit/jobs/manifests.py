@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from shardkit.jobs.launch import check_counts, program
+from shardkit.jobs.launch import check_counts, find_program
 from shardkit.meshes.simulated import cpu_environment
 from shardkit.runtime.channel.place import TOKEN
 from shardkit.runtime.channel.wire import LOST
@@ -57,7 +57,7 @@ def render(
     Raises:
         ValueError: a name, count, port, word or choice that the scheduler would reject or misread.
     """
-    words = program(command, python="python")
+    words = find_program(command, python="python")
     check_counts("render", processes=processes, devices=devices, port=port)
     _check(name, (*words, image or ""))
     _check_devices(kind, processes, devices, accelerator, topology)
