@@ -208,8 +208,8 @@ def pipeline(
             GradFn for `make_train_step`, `loss(embed, stage, head)` the loss for `make_eval_step`.
 
     Raises:
-        ValueError: an illegal schedule (with its grid), no axis or stack, or specs that never name the axis. At trace time a leaf that
-            does not divide, or a spread head whose total or weight alone is a device's own.
+        ValueError: an illegal schedule (with its grid), no axis or stack, or specs that never name the axis. At trace
+            time a leaf that does not divide, or a spread head whose total or weight alone is a device's own.
 
     Cost: that of `value_and_grad` and of `loss`. With `spread`, for each microbatch beside what embedding and head send
         themselves: the output of the last stage to all devices, and the gradient of the first one's input, each

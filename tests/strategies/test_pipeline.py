@@ -238,5 +238,5 @@ def test_the_stack_may_have_another_name():
     with pytest.raises(ValueError, match="a mapping with the entry 'blocks', the stack; got 'embed', 'gain', 'layers'"):
         train.step.trace(train.init(make_params(4), jax.random.key(0)), make_batch(8))
     for call in (lambda: sk.pp("stage", stack=""), lambda: sk.pipeline(schedules.gpipe(2, 4), "stage", stack="")):
-        with pytest.raises(ValueError, match="stack must be the name of an entry of the parameters; got ''. Pass for"):
+        with pytest.raises(ValueError, match=r"stack must be the name of an entry of the parameters; got ''\. Pass"):
             call()
