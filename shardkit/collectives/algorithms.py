@@ -91,7 +91,9 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-PLAIN = Algorithm("plain", basic.all_gather, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
+# A plan has checked what it gathers, an array along a dim that it split, so that the gather is below the checks of
+# `all_gather`.
+PLAIN = Algorithm("plain", basic.gather_array, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
 """The collectives of jax: what a strategy uses where none is named."""
 
 

@@ -58,7 +58,7 @@ def _indivisible(where: str, leaf: str, dim: int, size: int, axes: tuple[str, ..
     )
 
 
-def split_over(batch_spec: PartitionSpec) -> tuple[str, ...]:
+def example_axes(batch_spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes that split the examples, major first."""
     return spec_axes(batch_spec)[0] if batch_spec else ()
 
@@ -68,7 +68,7 @@ def device_keys(key: jax.Array, batch: Any, batch_spec: PartitionSpec) -> jax.Ar
     # Worked example: 8 examples over 4 devices. Device 2 has rows 0 and 1 of its own, which are examples 4 and 5 of the
     # batch, and folds these numbers into the key. On one device the examples 4 and 5 get the same keys.
     rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
-    axes = split_over(batch_spec)
+    axes = example_axes(batch_spec)
     numbers = jnp.arange(rows, dtype=jnp.uint32)
     if axes and axis_size(axes) > 1:
         numbers = numbers + axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows)

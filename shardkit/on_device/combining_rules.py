@@ -73,6 +73,7 @@ def _product_of_total(pair: Pair, operands: list[State]) -> State:
 def _product_of_rows(pair: Pair, side: int, rows: Rows, other: State, scale: float) -> State | None:
     """What the rows of one operand become; None where they are multiplied by those of other examples."""
     contract, batch = pair.many.params["dimension_numbers"]
+    # The rows of an example must meet those of the same example, or what is the same for all.
     for dims in (batch, contract):
         if rows.dim not in dims[side]:
             continue

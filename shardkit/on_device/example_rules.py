@@ -18,7 +18,7 @@ from shardkit.on_device.indexing_rules import scatter
 from shardkit.on_device.moving_rules import Rule, of_one_operand
 
 
-def sent_along(pair: Pair, state: State, result: Any) -> State:
+def send_along(pair: Pair, state: State, result: Any) -> State:
     """What a collective gives over axes whose devices have the same examples, as tensor parallelism and context do."""
     params = pair.many.params
     if isinstance(state, Whole):

@@ -38,7 +38,7 @@ from shardkit.collectives.algorithms import PLAIN
 from shardkit.collectives.axes import axis_size
 from shardkit.collectives.deterministic import sum_pairwise, sum_pieces
 from shardkit.meshes.layout import all_axes, path_name, spec_axes
-from shardkit.on_device.batch import split_microbatches, split_over
+from shardkit.on_device.batch import example_axes, split_microbatches
 from shardkit.on_device.means import divisor_of
 from shardkit.on_device.metrics import means_of_groups
 from shardkit.on_device.microbatches import Leaves, OfExamples, OfLeaves, TracedOnce, split_leaves
@@ -88,7 +88,7 @@ class Groups(NamedTuple):
                         f"{rule} the step fixes the order of its sums; {strategy.name} has {argument}={algorithm}. "
                         f"Leave out {argument}=."
                     )
-        axes = split_over(plan.batch_spec(mesh))
+        axes = example_axes(plan.batch_spec(mesh))
         devices = math.prod(mesh.shape[axis] for axis in axes)
         if self.number % devices:
             raise ValueError(
@@ -116,7 +116,7 @@ class Groups(NamedTuple):
                     f"size {jnp.shape(x)[0]} over {self.number} groups. Choose another size, or pad with examples of "
                     "weight 0."
                 )
-        devices = math.prod(placement.mesh.shape[axis] for axis in split_over(placement.batch))
+        devices = math.prod(placement.mesh.shape[axis] for axis in example_axes(placement.batch))
         return self._replace(parts=self.number // devices)
 
     def hide_scale(self, scale: jax.Array, step: jax.Array) -> jax.Array:
@@ -128,7 +128,7 @@ class Groups(NamedTuple):
     ) -> Any:
         """The Means and gradients of each subtree that a device's groups are, `[runs, ...]` in float32."""
         of_group, leaves = split_leaves(of_examples, batch, keys, self.parts)
-        return sum_groups(of_group, leaves, scale > 0, split_over(placement.batch))
+        return sum_groups(of_group, leaves, scale > 0, example_axes(placement.batch))
 
     def leave(
         self, means: Any, grads: Any, placement: Placement, policy: Precision, scale: jax.Array, residuals: Any
@@ -138,7 +138,7 @@ class Groups(NamedTuple):
         Cost: for each leaf an all_to_all over the axes of the batch, and an all_gather over those of them that do not
             split its update: the bytes of a reduce_scatter and all_reduce, if a device's groups are a power of two.
         """
-        axes = split_over(placement.batch)
+        axes = example_axes(placement.batch)
         means = means_of_groups(means, axes)
         divisor = divisor_of(means["loss"].weight) * scale
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import walk
-from shardkit._jax.sealed import misused, seal, unseal
+from shardkit._jax.sealed import find_misuse, seal, unseal
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.cuts import gather_cuts, scatter_cuts
@@ -54,23 +54,23 @@ class Handle:
         return quoted(axis for cut in (*self.gathers, *self.scatters) for axis in cut.axes)
 
     def __jax_array__(self) -> Any:
-        raise self._unopened()
+        raise self._misuse()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise self._unopened()
+        raise self._misuse()
 
     @property
     def words(self) -> str:
         """The leaf as an error names it."""
         return f"{self.path or 'a leaf'}, which is sharded over {self._axes()}"
 
-    def _unopened(self) -> TypeError:
-        return TypeError(_unopened(self.words))
+    def _misuse(self) -> TypeError:
+        return TypeError(_misuse_message(self.words))
 
 
-def _unopened(words: str, use: str = "") -> str:
+def _misuse_message(words: str, use: str = "") -> str:
     return (
         f"{words}, was used before it was gathered{use}. Wrap the function that uses it in gathered(...), or run the "
         "stack with scan_layers."
@@ -78,14 +78,16 @@ def _unopened(words: str, use: str = "") -> str:
 
 
 def _refuse(handle: Handle, *_: Any) -> Any:
-    raise handle._unopened()
+    raise handle._misuse()
 
 
 for _name in ("add", "sub", "mul", "matmul", "truediv", "pow", "neg", "getitem", "len", "iter", "float"):
     setattr(Handle, f"__{_name}__", _refuse)
     setattr(Handle, f"__r{_name}__", _refuse)
 
-_BEGIN, _END = "the unopened leaf <", ">"  # delimit `words` in the name of the sealed dtype
+# They delimit `words` in the name of the sealed dtype.
+_BEGIN = "the unopened leaf <"
+_END = ">"
 
 
 def is_handle(x: Any) -> bool:
@@ -109,9 +111,9 @@ def open_handles(tree: Any) -> Any:
             continue
         weight = leaf.part
         if leaf.scatters:
-            weight = _scattered(leaf.scatters, leaf.reduce, leaf.whole, weight)
+            weight = _replace_part(leaf.scatters, leaf.reduce, leaf.whole, weight)
         if leaf.gathers:
-            weight = _gathered(leaf.gathers, leaf.sizes, leaf.compute, leaf.reduce, weight)
+            weight = _gather_weight(leaf.gathers, leaf.sizes, leaf.compute, leaf.reduce, weight)
         else:
             weight = cast_floating(weight, leaf.compute)
         weights.append(weight)
@@ -192,7 +194,7 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
 
     try:
         closed = jax.make_jaxpr(run_sealed)(handles)
-        misuse = misused(closed.jaxpr)
+        misuse = find_misuse(closed.jaxpr)
         if misuse:
             raise TypeError(misuse)
         if any(site.name == "custom_lin" for site in walk(closed.jaxpr)):
@@ -207,7 +209,7 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
         if not mark:
             raise
         words, _, use = message.partition(_END)
-        raise TypeError(_unopened(words, use if misuse else "")) from error
+        raise TypeError(_misuse_message(words, use if misuse else "")) from error
 
 
 def _path_in_parameters(path: Any, at: Sequence[str]) -> str:
@@ -272,40 +274,40 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
 # would be followed by a reduce_scatter too, but in the dtype in which the weight was sent, and not by the algorithm
 # that the strategy has for gradients.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gathered(gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> jax.Array:
+def _gather_weight(gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> jax.Array:
     """The gathered weight, sent in the compute dtype; its gradient is summed in the reduce dtype."""
     return gather_cuts(cast_floating(part, compute), gathers, sizes)
 
 
-def _gathered_forward(gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> Any:
-    weight = _gathered(gathers, sizes, compute, reduce, part)
+def _gather_weight_forward(gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> Any:
+    weight = _gather_weight(gathers, sizes, compute, reduce, part)
     return weight, part[:0]  # an empty array, for its dtype
 
 
-def _gathered_backward(
+def _gather_weight_backward(
     gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, like: jax.Array, grad: jax.Array
 ) -> tuple[Any]:
     return (scatter_cuts(grad, gathers, reduce).astype(like.dtype),)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scattered(scatters: Cuts, reduce: Any, whole: jax.Array, part: jax.Array) -> jax.Array:
+def _replace_part(scatters: Cuts, reduce: Any, whole: jax.Array, part: jax.Array) -> jax.Array:
     """The whole weight, an argument since custom_vjp closes over no tracers; its summed gradient goes to the part."""
     return whole
 
 
-def _scattered_forward(scatters: Cuts, reduce: Any, whole: jax.Array, part: jax.Array) -> Any:
+def _replace_part_forward(scatters: Cuts, reduce: Any, whole: jax.Array, part: jax.Array) -> Any:
     return whole, part[:0]
 
 
-def _scattered_backward(scatters: Cuts, reduce: Any, like: jax.Array, grad: jax.Array) -> tuple[None, Any]:
+def _replace_part_backward(scatters: Cuts, reduce: Any, like: jax.Array, grad: jax.Array) -> tuple[None, Any]:
     return None, scatter_cuts(grad, scatters, reduce).astype(like.dtype)
 
 
-_scattered.defvjp(_scattered_forward, _scattered_backward)
+_replace_part.defvjp(_replace_part_forward, _replace_part_backward)
 
 
 def reduce_to_part(node: Any, grad: jax.Array) -> jax.Array:

@@ -104,6 +104,7 @@ def _read_own_row(pair: Pair, operand: Rows, columns: Sequence[State]) -> State:
         return met
     if pair.shape(1)[index] != pair.shape(0)[operand.dim]:
         return met
+    # The other columns are of the same example, such as its target, or the same for all.
     rows = Rows(index)
     for number, state in enumerate(columns):
         if number == place or state == rows:

@@ -71,6 +71,7 @@ def local_gradients(
         return means
 
     with _layout_bound(placement):
+        # The batch is cast here and not by the loss, which would round the arrays that its weight is computed from.
         batch = in_compute(
             first_means,
             batch,
@@ -79,6 +80,8 @@ def local_gradients(
             split=_first_split(placement.batch),
             reads=isinstance(grad_fn, WithCarried),
         )
+        # What is returned are this device's sums. Nothing is summed over devices yet: that would be sent for each
+        # microbatch, and `leave` does it once.
         if microbatches.words:
             means, grads = microbatches.sum_examples(of_examples, batch, keys, scale, placement)
         else:
@@ -94,6 +97,8 @@ def local_loss(
     Cost: what the loss sends.
     """
 
+    # Terms of a sum of means are not combined here: that would divide by the weights of all devices, and who compares
+    # losses of parts of the examples wants those of each part.
     def terms_of_batch(batch: Any) -> tuple[Any, ...]:
         with loss_alone():
             loss, _, _ = grad_fn(params, batch, keys)

@@ -34,6 +34,7 @@ def loss_and_aux(out: Any, *, allow_sum: bool = False) -> tuple[Any, dict[str, A
     rule = "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)"
     values = terms_of(out) if allow_sum else (out,)
     terms = [_as_mean(value, rule) for value in values]
+    # The scope marks where a weight meets its total, for those who read the traced program.
     with jax.named_scope(MEAN):
         terms = [mean._replace(weight=_constant(mean.weight, mean.total)) for mean in terms]
     loss = Sum(tuple(terms)) if len(terms) > 1 else terms[0]

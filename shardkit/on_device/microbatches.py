@@ -24,7 +24,7 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax.compat import on_this_mesh
 from shardkit._jax.jaxprs import PER_MICROBATCH, PLAN, kind_of, mesh_axes, walk
 from shardkit.collectives._sums import add_terms, typed_zeros
-from shardkit.on_device.batch import split_microbatches, split_over, take_microbatch
+from shardkit.on_device.batch import example_axes, split_microbatches, take_microbatch
 from shardkit.on_device.seam import leave
 from shardkit.plans.plan import Placement
 
@@ -59,7 +59,7 @@ class Microbatches:
         """The Means and gradients of this device's examples."""
         of_leaves, leaves = split_leaves(of_examples, batch, keys, self.parts)
         traced = TracedOnce(of_leaves, take_microbatch(leaves, 0))
-        _warn_of_mixing(traced.jaxpr, self.parts, split_over(placement.batch))
+        _warn_of_mixing(traced.jaxpr, self.parts, example_axes(placement.batch))
 
         def add_microbatch(total: Any, leaves: Leaves) -> tuple[Any, None]:
             return add_terms(total, traced(leaves)), None

@@ -166,6 +166,7 @@ def _concatenate_copies(pair: Pair, operands: list[State], rows: list[Rows], who
 def stack(pair: Pair, operands: list[State]) -> State:
     """Arrays side by side along a new dim."""
     axis = pair.many.params["axis"] % len(pair.out)
+    # As branches of a condition: an element of the result is one of either.
     joined = operands[0]
     for state in operands[1:]:
         joined = join(pair, joined, state)

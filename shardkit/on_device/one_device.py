@@ -24,6 +24,7 @@ def call_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
     Raises:
         ValueError: an argument of which this device has a part.
     """
+    # Both are found in advance: inside, where there is no mesh, jax would say that an axis is unbound.
     check_whole()
     lazy = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(leaf)]
     if lazy:

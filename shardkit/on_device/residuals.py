@@ -98,6 +98,9 @@ def _first_reduction(layout: LeafLayout) -> tuple[PartitionSpec, set[str]] | Non
 
     None if it has no such reduction.
     """
+    # Worked example: of a gradient that is scattered over "fsdp" by the plain algorithm, and then summed over "data" in
+    # int8, the residual is as the gradient between the two: split over "fsdp", not summed yet over "data". A gradient
+    # that is scattered over "fsdp" in int8 has a residual of its whole shape, for each device.
     cuts = layout.cuts(scatter=("step",))
     first = find_first_cut(layout)
     in_a_cut = first < len(cuts)

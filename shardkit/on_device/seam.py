@@ -82,7 +82,8 @@ def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: A
 
 def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
     """The Handle of a lazy leaf: what the loss gathers is in parts; of a whole leaf the part has the gradient."""
-    compute, reduce = policy.compute, policy.reduce
+    compute = policy.compute
+    reduce = policy.reduce
     gathers = layout.cuts(gather=("layer",))
     gathers_now = layout.cuts(gather=("step",))
     if gathers_now:  # sent in the compute dtype; the part's own decides that of its gradient

@@ -199,6 +199,8 @@ def make_train_step(
             out = (layouts, NamedSharding(mesh, PartitionSpec()))
         return jax.jit(wrap_for_explicit_axes(run, mesh), donate_argnums=donated, out_shardings=out)
 
+    # Where the partitioner splits parameters too, the plan must know how, and only the first state tells. Elsewhere the
+    # plan says all, and one jit serves every state.
     if program.mesh is mesh and all_manual:
         run = compile_for(plan)
     else:

@@ -101,6 +101,9 @@ class Carried:
 
         Where the metrics have "finite" and it is False, the state stays as it was.
         """
+        # Outside of shard_map, on global arrays, once per step. Inside of it the update would run on each device for
+        # the sums of that device, and statistics of the batch would be other ones on each mesh. What an update reads
+        # across shards is sent by the partitioner.
         mesh = self._placement.mesh
         shapes = _shapes((self.tree, metrics, params))
         _check_same(shapes[0], jax.eval_shape(carry, *shapes))

@@ -61,7 +61,8 @@ class WorkerSteps:
 
     def __call__(self, state: DilocoState, batches: Sequence[Any]) -> tuple[DilocoState, list[Any]]:
         """A step of each worker on its own batch, and the metrics of each; None for workers of other processes."""
-        workers, metrics = [], []
+        workers = []
+        metrics = []
         for train_step, worker, batch in self._match(state, batches):
             values = None
             if train_step is not None:

@@ -131,6 +131,8 @@ def make_eval_step(
             raise ValueError(_CARRIED_MISSING if reads else _CARRIED_UNUSED)
         state = Carried("evaluate", carried, params, placement)
 
+        # As in a step: the parameters enter, the loss computes sums of this device's examples, and totals and weights
+        # are summed over devices after it. Summed in the loss they would be divided by the weight of one device.
         def on_device(params_at_rest: Any, carried: Any, batch: Any) -> dict[str, Any]:
             weights = enter(params_at_rest, placement, policy)
             entered = [state.enter(carried, policy)] if reads else []

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce, shift, vary
 from shardkit.on_device.additive import Loss, read_loss
-from shardkit.on_device.batch import device_keys, split_microbatches, split_over, take_microbatch
+from shardkit.on_device.batch import device_keys, example_axes, split_microbatches, take_microbatch
 from shardkit.on_device.example_states import Rows, State, any_whole
 from shardkit.on_device.local_step import local_loss
 from shardkit.on_device.pipelines import Staged
@@ -87,7 +87,7 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
     placement = program.plan.placement(state.params, program.mesh)
     carried = Carried("step", state.carried, state.params, placement)
     parts = program.microbatches.for_batch(batch, placement).parts
-    split = _Split(program, placement, carried, split_over(placement.batch), parts)
+    split = _Split(program, placement, carried, example_axes(placement.batch), parts)
     if split.devices * parts == 1 or isinstance(program.grad_fn, Staged):
         return
     loss = read_trace(split, state, key, batch)

@@ -45,6 +45,7 @@ def wrap_optimizer(optimizer: Any) -> Any:
     name = getattr(optimizer.update, "__qualname__", type(optimizer).__name__).split(".")[0]
     takes_value = _takes_value(optimizer)
 
+    # Every call goes through here, and an error gets a note of what a step gives an optimizer.
     def call_noted(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
         try:
             return call(*args, **extra)

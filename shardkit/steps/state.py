@@ -82,6 +82,8 @@ def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: P
 
     opt_storage = optimizer_storage(jax.eval_shape(new_opt_state, params), params, update)
 
+    # The optimizer's state is made inside jit, in its layout: outside of it zeros like the parameters would be whole on
+    # one device, twice the size of the model for adam.
     def init(params: Any, key: jax.Array) -> Any:  # one program, to compile once
         # Copied, since device_put may return the caller's own buffers and the step donates the state's.
         copies = None if from_key else jax.tree.map(jnp.copy, params)

@@ -148,7 +148,7 @@ ELSEWHERE = {  # kernels whose costs other files hold to the census
     "test_matmul.py": {"all_gather_matmul", "matmul_reduce_scatter"},
     "test_debug.py": {"debug_print"},
     "test_expert.py": {"ragged_all_to_all"},
-    "they send nothing": {"assume_replicated", "axis_index", "axis_size", "search", "vary_like"},
+    "they send nothing": {"assume_replicated", "axis_index", "axis_size", "vary_like"},
 }
 
 
