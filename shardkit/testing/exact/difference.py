@@ -426,6 +426,9 @@ def _forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tuple[
     """The arrays that a value of all devices may be a part of, and how."""
     number = _top(field, x)
     rank = len(axes)
+    if number.ndim <= rank:  # a literal of the program, which has no dims of devices
+        yield number, ""
+        return
     ways: list[list[tuple[Any, int, str]]] = []
     for at, name in enumerate(axes):
         if number.shape[1 + at] == 1:
