@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax import primitives
-from shardkit._jax.jaxprs import file_name, not_reached
+from shardkit._jax.jaxprs import file_name, find_independent
 from shardkit.analysis import lint
 from shardkit.analysis.hlo import collectives, differences, proto
 from shardkit.cost.collectives import COLLECTIVE_KINDS
@@ -59,7 +59,7 @@ def test_what_follows_from_the_first_arguments_alone_is_what_dead_code_says(fn):
     jaxpr = jax.make_jaxpr(lambda w, x: jax.tree.leaves(fn(w, x)))(jnp.arange(1.0, 4), jnp.ones(3)).jaxpr
     results = len(jaxpr.outvars)
     needs = [partial_eval.dce_jaxpr(jaxpr, [i == k for i in range(results)])[1] for k in range(results)]
-    still, moved = not_reached(jaxpr, 1, results)
+    still, moved = find_independent(jaxpr, 1, results)
     assert moved == [used[1] for used in needs]
     assert 0 < sum(moved) < results
     w = jnp.arange(1.0, 4)
@@ -74,7 +74,7 @@ def test_an_effect_of_other_arguments_is_left_out(capsys):
         jax.debug.print("{}", x)
         return jnp.sin(w), w * x
 
-    still, moved = not_reached(jax.make_jaxpr(fn)(1.0, 2.0).jaxpr, 1, 2)
+    still, moved = find_independent(jax.make_jaxpr(fn)(1.0, 2.0).jaxpr, 1, 2)
     assert (moved, len(still.invars), [e.primitive.name for e in still.eqns]) == ([False, True], 1, ["sin"])
 
 
@@ -90,7 +90,7 @@ def test_unrolled_layers_are_read_in_one_pass(monkeypatch):
             x = jnp.tanh(x * w)
         return x, *kept
 
-    _, moved = not_reached(jax.make_jaxpr(layers)(1.0, 2.0).jaxpr, 1, 96)
+    _, moved = find_independent(jax.make_jaxpr(layers)(1.0, 2.0).jaxpr, 1, 96)
     assert moved == [True, False] * 48
     assert len(passes) == 1
 

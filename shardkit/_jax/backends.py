@@ -175,7 +175,7 @@ def _main(module: Any) -> Any:
 
 
 @contextmanager
-def captured_log(of: str) -> Iterator[list[str]]:
+def capture_log(of: str) -> Iterator[list[str]]:
     """The lines with the text `of` that compilers write to this process's standard error, below Python.
 
     All other lines reach standard error as they are written. The list is complete at the end.

@@ -130,7 +130,7 @@ def arguments_used(jaxpr: Any) -> list[bool]:
 
 # The primitive of `as_on_one_device`.
 ONE_DEVICE = "as_on_one_device"
-# The primitive of equations that `expanded` expands.
+# The primitive of equations that `expand_equation` expands.
 HIGH_LEVEL = "call_hi_primitive"
 # Primitives that call their only jaxpr with their operands.
 CALLS = {
@@ -149,7 +149,7 @@ CALLS = {
 }
 
 
-def inlined(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
+def inline_jaxpr(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
     """The results of a jaxpr, evaluated equation by equation, with the functions that it calls inlined."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
     for equation in jaxpr.eqns:
@@ -157,8 +157,8 @@ def inlined(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
         inner = [inner_jaxpr for _, inner_jaxpr in inner_jaxprs(equation)]
         is_call = equation.primitive.name in CALLS and len(inner) == 1 and len(inner[0].invars) == len(operands)
         if is_call:
-            with made_by(equation):
-                results = inlined(inner[0], inner_constants(equation)[0], *operands)
+            with trace_as_equation(equation):
+                results = inline_jaxpr(inner[0], inner_constants(equation)[0], *operands)
         else:
             results = bind(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
@@ -171,7 +171,7 @@ def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
 
 
 @contextmanager
-def made_by(equation: Any) -> Iterator[None]:
+def trace_as_equation(equation: Any) -> Iterator[None]:
     """Traces with the source location and name stack of an equation."""
     source = equation.source_info
     names = private("source_info_util.current_name_stack")() + source.name_stack
@@ -181,7 +181,7 @@ def made_by(equation: Any) -> Iterator[None]:
 
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of one equation."""
-    with made_by(equation):
+    with trace_as_equation(equation):
         results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
     return list(results) if equation.primitive.multiple_results else [results]
 
@@ -212,7 +212,7 @@ def _programs(equation: Any) -> Iterator[tuple[str, Any]]:
 
 
 @lru_cache(64)
-def expanded(equation: Any) -> Any:
+def expand_equation(equation: Any) -> Any:
     """The closed jaxpr that an equation of a high-level primitive stands for, as searchsorted is one in jax 0.12."""
     primitive = equation.params["_prim"]
 
@@ -264,7 +264,7 @@ def in_jvp(equation: Any) -> bool:
     return "jvp" in transforms(equation)
 
 
-def recomputed(equation: Any) -> bool:
+def is_recomputed(equation: Any) -> bool:
     """Whether an equation rematerializes the forward pass (jax.checkpoint)."""
     return in_scope(equation, "rematted_computation")
 
@@ -280,7 +280,7 @@ def transforms(equation: Any) -> list[str]:
     return [entry.name for entry in stack if type(entry).__name__ == "Transform"]
 
 
-def made_by_pmap(equation: Any) -> bool:
+def is_made_by_pmap(equation: Any) -> bool:
     """Whether an equation is a call that was traced inside jax.pmap, which no longer has a primitive."""
     if equation.primitive.name not in ("jit", "pjit"):
         return False

@@ -1,8 +1,9 @@
 """Traced programs: their equations and how often each runs, values followed through them, source lines.
 
-`walk` lists every equation at any depth. `flow` follows what is known of values from the arguments of one jaxpr to its
-results; the caller's `step` decides what an equation does to it, with `called`, `scan_operands`, `while_operands` and
-`settled` for the equations that hold jaxprs. `not_reached` is the part of a program that follows from some arguments.
+`walk` lists every equation at any depth. `flow` follows facts from the arguments of one jaxpr to its results; the
+caller's `step` says what an equation does to them, with `find_called_jaxpr`, `scan_operands`, `while_operands` and
+`find_fixed_point` for the equations that hold jaxprs. `find_independent` is the part of a program that follows from its
+first arguments.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Site(NamedTuple):
     @property
     def recomputed(self) -> bool:
         """Whether jax.checkpoint repeats the equation, or one around it, for the backward pass."""
-        return compat.recomputed(self.equation) or (self.outer is not None and self.outer.recomputed)
+        return compat.is_recomputed(self.equation) or (self.outer is not None and self.outer.recomputed)
 
     def within(self, scope: str) -> bool:
         """Whether the equation, or one around it, was traced under this `jax.named_scope`."""
@@ -158,7 +159,7 @@ def flow(
     return read(jaxpr.outvars)
 
 
-def settled(carried: list[T], turn: Callable[[list[T]], list[T]]) -> list[T]:
+def find_fixed_point(carried: list[T], turn: Callable[[list[T]], list[T]]) -> list[T]:
     """What holds of a loop's carry in every iteration: `turn` adds what one iteration does, until nothing changes."""
     while True:
         after = turn(carried)
@@ -167,7 +168,7 @@ def settled(carried: list[T], turn: Callable[[list[T]], list[T]]) -> list[T]:
         carried = after
 
 
-def called(equation: Any) -> Any:
+def find_called_jaxpr(equation: Any) -> Any:
     """The jaxpr that an equation calls with its operands, one to one; None where it is no plain call."""
     if equation.primitive.name not in compat.CALLS:
         return None
@@ -190,7 +191,7 @@ def while_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], 
     return operands[:n], operands[n:m], operands[m:]
 
 
-def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
+def find_independent(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
     """What of a jaxpr follows from its first `given` arguments alone, inside its loops and calls too.
 
     Returns:

@@ -1,8 +1,8 @@
 """Arrays that can be carried, scanned and sliced along their first dims, but not computed with until they are unsealed.
 
 A sealed array has an extended dtype, as jax's keys have: jax refuses it in arithmetic, and the error contains the
-dtype's name. What jax does not refuse, as a flip, is found in the traced program by `misused`. Like a key it has no
-gradient: jax's stop_gradient would skip it.
+dtype's name. Other uses, such as a flip, jax does not refuse: `find_misuse` finds them in the traced program. Like a
+key it has no gradient: jax's stop_gradient would skip it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def is_sealed(x: Any) -> bool:
 _PASS = {_unseal.name, "scan", "while", "cond", *compat.CALLS}
 
 
-def misused(jaxpr: Any) -> str:
+def find_misuse(jaxpr: Any) -> str:
     """The name of a sealed array that is used in a wrong way, with the equation and its line; "" if there is none.
 
     Calls and loops may pass it on, and equations may change the dims in front of the last ones that must stay: a scan

@@ -33,7 +33,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import PLAN, called, kind_of, mesh_axes, scan_operands, settled, source_line
+from shardkit._jax.jaxprs import (
+    PLAN,
+    find_called_jaxpr,
+    find_fixed_point,
+    kind_of,
+    mesh_axes,
+    scan_operands,
+    source_line,
+)
 from shardkit._jax.primitives import registered
 from shardkit.on_device.elementwise_rules import of_one_example
 from shardkit.on_device.example_rules import RULES, send_along
@@ -168,7 +176,7 @@ class _LossReader:
         """What the results of an equation are."""
         equation = pair.many
         name = pair.name
-        if called(equation) is not None or name == "shard_map":
+        if find_called_jaxpr(equation) is not None or name == "shard_map":
             return self._call(pair, operands)
         if name == "scan":
             return self._scan(pair, operands)
@@ -245,7 +253,7 @@ class _LossReader:
             results = self._run_inner(pair, [*constants, *carry, *slices])
             return [join(pair, a, b) for a, b in zip(carry, results, strict=False)]
 
-        settled_carry = settled(carry, turn)
+        settled_carry = find_fixed_point(carry, turn)
         if over_examples:  # what a loop over the examples carries from one to the next must not depend on them
             for number, state in enumerate(settled_carry):
                 if not isinstance(state, Whole):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import MEAN, PLAN, called, flow, kind_of, mesh_axes, own_line, source_line, walk
+from shardkit._jax.jaxprs import MEAN, PLAN, find_called_jaxpr, flow, kind_of, mesh_axes, own_line, source_line, walk
 from shardkit._jax.primitives import registered
 from shardkit.meshes.layout import all_axes, split_dims
 
@@ -98,7 +98,7 @@ class _StepReader:
         outs = equation.outvars
         if compat.in_scope(equation, MEAN):
             self._check_mean(equation, *ins)
-        callee = called(equation)
+        callee = find_called_jaxpr(equation)
         if callee is not None:
             return self.run(callee, ins)
         if name == "shard_map":

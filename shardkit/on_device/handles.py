@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import walk
-from shardkit._jax.sealed import misused, seal, unseal
+from shardkit._jax.sealed import find_misuse, seal, unseal
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.cuts import gather_cuts, scatter_cuts
@@ -194,7 +194,7 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
 
     try:
         closed = jax.make_jaxpr(run_sealed)(handles)
-        misuse = misused(closed.jaxpr)
+        misuse = find_misuse(closed.jaxpr)
         if misuse:
             raise TypeError(misuse)
         if any(site.name == "custom_lin" for site in walk(closed.jaxpr)):

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import called, flow, scan_operands, settled
+from shardkit._jax.jaxprs import find_called_jaxpr, find_fixed_point, flow, scan_operands
 from shardkit._jax.primitives import registered
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.handles import cast_floating
@@ -197,7 +197,7 @@ def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
     every_tag = _NOTHING.union(*ins)
     if not every_tag:
         return [_NOTHING] * count
-    callee = called(equation)
+    callee = find_called_jaxpr(equation)
     if callee is not None:
         return _follow(callee, ins)
     inner = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
@@ -220,7 +220,7 @@ def _scan(equation: Any, body: Any, ins: list[Tags]) -> list[Tags]:
         results = _follow(body, [*constants, *carry, *slices])
         return [old | new for old, new in zip(carry, results, strict=False)]
 
-    carry = settled(carry, turn)
+    carry = find_fixed_point(carry, turn)
     results = _follow(body, [*constants, *carry, *slices])
     return [*carry, *results[len(carry) :]]
 

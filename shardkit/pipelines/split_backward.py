@@ -115,7 +115,7 @@ class _Labels(NamedTuple):
 def _inline_program(jaxpr: Any, constants: Sequence[Any]) -> _Program:
     """The program of a jaxpr, with the equations of the functions that it calls in place of the calls."""
     avals = [v.aval for v in jaxpr.invars]
-    closed = jax.make_jaxpr(partial(compat.inlined, jaxpr, constants))(*avals)
+    closed = jax.make_jaxpr(partial(compat.inline_jaxpr, jaxpr, constants))(*avals)
     loops = {}
     for number, equation in enumerate(closed.jaxpr.eqns):
         if equation.primitive.name == "scan":
@@ -316,7 +316,7 @@ def _run_loop(
         return outs[:carries], (outs[carries:], residuals)
 
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-    with compat.made_by(equation):
+    with compat.trace_as_equation(equation):
         carried, (outs, stacked) = jax.lax.scan(run_round, operands[carry], (operands[carry.stop :], stacks), **options)
     return [*carried, *outs], stacked
 

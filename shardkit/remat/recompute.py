@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax.compat import eval_shape, on_this_mesh
-from shardkit._jax.jaxprs import not_reached
+from shardkit._jax.jaxprs import find_independent
 from shardkit.collectives._sums import DOT, add_terms, wide_zeros
 
 POLICIES: dict[str, Any] = {
@@ -169,7 +169,7 @@ class LayerPasses:
         self._forward = _trace_with_pullback(layer, policy, examples, wanted)
         _, pullback = self._forward.out
         residuals, self._pullback_tree = jax.tree.flatten(pullback)
-        jaxpr, from_activations = not_reached(self._forward.jaxpr, len(weights) + len(shared), len(residuals))
+        jaxpr, from_activations = find_independent(self._forward.jaxpr, len(weights) + len(shared), len(residuals))
         self._saved = Mask(from_activations)
         # What follows from weights alone; the backward pass computes it once for all microbatches.
         self._rebuild = partial(jax.core.eval_jaxpr, jaxpr, self._forward.constants)

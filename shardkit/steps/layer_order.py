@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import called, flow, scan_operands
+from shardkit._jax.jaxprs import find_called_jaxpr, flow, scan_operands
 
 # Each element of the result depends on the elements of the operands at the same index only.
 _ELEMENTWISE = {
@@ -80,7 +80,7 @@ def _step(equation: Any, ins: list[_Knowledge]) -> list[_Knowledge]:
     name = equation.primitive.name
     outs = equation.outvars
     params = equation.params
-    callee = called(equation)
+    callee = find_called_jaxpr(equation)
     if callee is not None:
         return _follow(callee, ins)
     if name == "cond" and ins[0].layers is None:

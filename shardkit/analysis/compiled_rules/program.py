@@ -88,7 +88,7 @@ def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None,
     step = traced.step
     sizes = mesh_sizes(step.jaxpr, step.args)
     if built is None or target is None:
-        with in_one_sentence(where, "traced and compiled"), backends.captured_log(_REPLICATED) as log:
+        with in_one_sentence(where, "traced and compiled"), backends.capture_log(_REPLICATED) as log:
             lowered = step.lowered
             compiled = lowered.compile()
         executable: Any = compiled.runtime_executable()

@@ -13,8 +13,8 @@ import jax
 from jax.extend.core import Literal
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.compat import inlined, inner_jaxprs
-from shardkit._jax.jaxprs import not_reached
+from shardkit._jax.compat import inline_jaxpr, inner_jaxprs
+from shardkit._jax.jaxprs import find_independent
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.meshes.rng import example_keys
 from shardkit.on_device.gradient import LossFn, call_loss, value_and_grad
@@ -61,7 +61,7 @@ def of_loss(loss_fn: LossFn, params: Any, batch: Any, iterations: int | None = N
         return jax.vjp(lambda params: total(params, *args), params)[1]
 
     forward, step, backward = (jax.make_jaxpr(fn)(*args) for fn in (total, value_and_grad(loss_fn), residuals))
-    flat = jax.make_jaxpr(partial(inlined, backward.jaxpr, backward.consts))(*jax.tree.leaves(args))
+    flat = jax.make_jaxpr(partial(inline_jaxpr, backward.jaxpr, backward.consts))(*jax.tree.leaves(args))
     copied, varying = kept(flat.jaxpr, len(jax.tree.leaves(params)))
     forward_flops, step_flops = flops(forward.jaxpr, iterations), flops(step.jaxpr, iterations)
     return LossCounts(forward_flops / examples, step_flops / examples, varying / examples, copied)
@@ -132,7 +132,7 @@ def kept(jaxpr: Any, given: int) -> tuple[int, int]:
     Returns:
         The bytes of what follows from the first `given` arguments alone, and of all else.
     """
-    _, moved = not_reached(jaxpr, given, len(jaxpr.outvars))
+    _, moved = find_independent(jaxpr, given, len(jaxpr.outvars))
     pairs = zip(jaxpr.outvars, moved, strict=True)
     varies = {v: moves for v, moves in pairs if not isinstance(v, Literal) and v not in jaxpr.invars}
     total, varying = sum(map(size_of, varies)), sum(size_of(v) for v, moves in varies.items() if moves)

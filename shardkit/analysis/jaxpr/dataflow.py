@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import (
-    called,
+    find_called_jaxpr,
+    find_fixed_point,
     flow,
     kind_of,
     mesh_axes,
     scan_operands,
-    settled,
     source_line,
     user_line,
     while_operands,
@@ -106,7 +106,7 @@ def follow(jaxpr: Any, visit: Visit) -> None:
 def inside(block: Block, equation: Any) -> Block | None:
     """The block of a function that an equation calls, or None where it is no plain call."""
     blocks: list[Block] = []
-    inner = called(equation)
+    inner = find_called_jaxpr(equation)
     if inner is None:
         return None
     context = block.context._replace(source=user_line(equation) or block.context.source)
@@ -173,8 +173,8 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
     if name == "cond":
         return _cond(equation, inner, ins, context, visit)
     if not context.mapped:
-        context = context._replace(mapped=compat.made_by_pmap(equation))
-    if (sub := called(equation)) is not None:
+        context = context._replace(mapped=compat.is_made_by_pmap(equation))
+    if (sub := find_called_jaxpr(equation)) is not None:
         return _run(sub, ins, context, visit)
     every = join(ins)
     if name in _ELEMENTWISE and (drawn := [s.drawn for s in ins if s.drawn]):
@@ -269,4 +269,4 @@ def _diverge(equation: Any, by: State, context: Context, what: str) -> Context:
 
 def _settled(carried: list[State], body: Callable[[list[State]], list[State]]) -> list[State]:
     """The states of a loop's carry that hold in every iteration."""
-    return settled(carried, lambda held: [join(pair) for pair in zip(held, body(held), strict=True)])
+    return find_fixed_point(carried, lambda held: [join(pair) for pair in zip(held, body(held), strict=True)])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import called, own_line
+from shardkit._jax.jaxprs import find_called_jaxpr, own_line
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ def first_use(jaxpr: Any, variable: Any) -> str:
     for equation in jaxpr.eqns:
         for position, operand in enumerate(equation.invars):
             if operand is variable:
-                inner = called(equation)
+                inner = find_called_jaxpr(equation)
                 inside = first_use(inner, inner.invars[position]) if inner is not None else ""
                 if line := inside or own_line(compat.user_frames(equation)):
                     return line

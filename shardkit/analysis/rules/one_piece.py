@@ -47,7 +47,8 @@ def one_piece(program: TracedProgram) -> Iterator[Finding]:
                         f"{cut}, its only use, keeps 1/{n} of dim {dims[0]} on each device.",
                         where(equation, block.context),
                         "Gather without replicated=True: its gradient is then a reduce_scatter, which sends half."
-                        if (block.context.backward or compat.in_backward(equation)) and not compat.recomputed(equation)
+                        if (block.context.backward or compat.in_backward(equation))
+                        and not compat.is_recomputed(equation)
                         else f"Use reduce_scatter with dim={dims[0]}, which sends half.",
                     )
 

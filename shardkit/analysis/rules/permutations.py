@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.jaxprs import called, kind_of, marks
+from shardkit._jax.jaxprs import find_called_jaxpr, kind_of, marks
 from shardkit.analysis.jaxpr.dataflow import split_axes, where
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
@@ -67,7 +67,7 @@ def _unmasked(jaxpr: Any, values: Sequence[Any]) -> list[bool]:
         ins = marks(equation.invars, reached)
         if not any(ins) or (equation.primitive.name == "select_n" and not ins[0]):
             continue
-        sub = called(equation)
+        sub = find_called_jaxpr(equation)
         outs = [True] * len(equation.outvars)
         if sub is not None:
             outs = _unmasked(sub, [v for v, marked in zip(sub.invars, ins, strict=True) if marked])

@@ -40,7 +40,7 @@ class _Line(NamedTuple):
 def other_process(program: TracedProgram) -> Iterator[Finding]:
     """Programs that another process would trace differently."""
     # pmap asks for the devices of its process as it traces.
-    pmaps = any(compat.made_by_pmap(site.equation) for site in walk(program.step.jaxpr))
+    pmaps = any(compat.is_made_by_pmap(site.equation) for site in walk(program.step.jaxpr))
     if not pmaps and not isinstance(program.step.fn, jax.stages.Traced):
         yield from differences_of_processes(program.step)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import called, flow, scan_operands, walk, while_operands
+from shardkit._jax.jaxprs import find_called_jaxpr, flow, scan_operands, walk, while_operands
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import Context, where
 from shardkit.analysis.rules.program import TracedProgram
@@ -105,7 +105,7 @@ class _Names:
             for each in branches:
                 place.drawn.update(each.drawn)
             return [same[0] if len(set(same)) == 1 else self.new(ins) for same in zip(*ways, strict=True)]
-        if called(equation) is not None:
+        if find_called_jaxpr(equation) is not None:
             # jax traces its own functions once and records the line of the first call for all.
             if not place.line and hasattr(jax.random, str(equation.params.get("name", "")).lstrip("_")):
                 place = place._replace(line=context.source)
@@ -178,7 +178,7 @@ class _Names:
 
 def _again(equation: Any) -> bool:
     """Whether an equation may repeat one of the forward pass: in the backward pass, or recomputed for it."""
-    return compat.in_backward(equation) or compat.recomputed(equation)
+    return compat.in_backward(equation) or compat.is_recomputed(equation)
 
 
 def _may_make_a_key(aval: Any) -> bool:

@@ -13,7 +13,7 @@ from shardkit.analysis.rules.rule import Finding, place
 def unchecked(program: TracedProgram) -> Iterator[Finding]:
     """shard_map without check_vma, and pmap."""
     for block, equation in program.equations:
-        if not block.context.mapped and compat.made_by_pmap(equation):
+        if not block.context.mapped and compat.is_made_by_pmap(equation):
             yield Finding(
                 "pmap",
                 "jax.pmap supports one axis, needs a leading dim for it and checks no types.",

@@ -140,7 +140,7 @@ class Interpreter:
         if name in _PRINTS:
             return []
         if name == compat.HIGH_LEVEL:
-            return self._within(equation).run(compat.expanded(equation), operands)
+            return self._within(equation).run(compat.expand_equation(equation), operands)
         if name in _CONTROL_FLOW or name in compat.CALLS or name == _SOLVE:
             return self._run_inner(equation, operands)
         if any(isinstance(x, Exact) for x in operands):

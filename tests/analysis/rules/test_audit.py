@@ -77,7 +77,7 @@ def test_what_the_log_does_not_say_is_seen_in_the_program(monkeypatch):
 def test_the_log_is_taken_from_standard_error_and_the_rest_passed_on(capfd):
     import os
 
-    with backends.captured_log("wanted") as lines:
+    with backends.capture_log("wanted") as lines:
         os.write(2, b"W1 wanted here\nnot this\n")
     os.write(2, b"after\n")
     assert lines == ["W1 wanted here"]
