@@ -91,11 +91,12 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-# A plan has checked what it gathers, an array along a dim that it split, so that the gather is below the checks of
-# `all_gather`.
 # An Algorithm is called at the seam, inside the step's shard_map: all_gather gathers leaves, the others reduce their
 # gradients. The types must come out as those of the plain collectives, so that the seam sums nothing twice: a gather
 # that is asked for a replicated result, and every all_reduce, returns an invariant array.
+#
+# A plan has checked what it gathers, an array along a dim that it split, so that the gather is below the checks of
+# `all_gather`.
 PLAIN = Algorithm("plain", basic.gather_array, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
 """The collectives of jax: what a strategy uses where none is named."""
 
