@@ -40,6 +40,8 @@ TAKEN = [
     (r"(cost|schedules)\..*\((axes|stages)=1\)", "one"),
     (r".*\((axis|inner|context|expert|stage|ulysses)=('nowhere'|'nothing of the kind'|\('data', '(data|nowhere)'\))\)",
      "a plan, a model and an expectation know no mesh; make_train_step and the kernels refuse it"),
+    (r"strategies\.pipeline\.(pp|pipeline)\(stack='nothing of the kind'\)",
+     "a plan and a pipeline know no parameters; the GradFn refuses those without it"),
     (r"models\.blocks\.Axes\(model='x'\)", "an axis; a kernel refuses it where the mesh has none of that name"),
     (r".*\((spec|specs|in_specs|out_specs|batch_spec|param_specs)=P\(None, None, 'data'\)\)",
      "a leaf takes as many entries as it has dims, or what the rank is shows at the call"),

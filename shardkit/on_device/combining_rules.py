@@ -12,7 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from shardkit.on_device.elementwise_rules import elementwise, scale_total
-from shardkit.on_device.example_states import UNKNOWN, Pair, Rows, State, Total, Whole, fits_beside, shift_dim
+from shardkit.on_device.example_states import (
+    UNKNOWN,
+    Pair,
+    Rows,
+    State,
+    Total,
+    Whole,
+    fits_beside,
+    select,
+    shift_dim,
+)
 from shardkit.on_device.whole_rules import free_dim_of_product
 
 
@@ -63,8 +73,8 @@ def product(pair: Pair, operands: list[State]) -> State:
 
 
 def _product_of_total(pair: Pair, operands: list[State]) -> State:
-    totals = [state for state in operands if isinstance(state, Total)]
-    factors = [state for state in operands if isinstance(state, Whole)]
+    totals = select(operands, Total)
+    factors = select(operands, Whole)
     if len(totals) == 1 and len(factors) == 1:
         return scale_total(pair, totals[0], factors[0].scale)
     return pair.met("dot_general multiplies a sum over the examples by examples")
@@ -115,7 +125,7 @@ def window(pair: Pair, operands: list[State]) -> State:
 
 
 def sort(pair: Pair, operands: list[State]) -> State:
-    rows = [state for state in operands if isinstance(state, Rows)]
+    rows = select(operands, Rows)
     if not rows or rows[0].dim == pair.many.params["dimension"]:
         return pair.met("sort orders the examples")
     return elementwise(pair, operands)
@@ -132,7 +142,7 @@ def top(pair: Pair, operands: list[State]) -> State:
 
 def matrices(pair: Pair, operands: list[State]) -> State:
     """Factorizations and solvers: of every matrix in the last two dims."""
-    rows = [state for state in operands if isinstance(state, Rows)]
+    rows = select(operands, Rows)
     for number, state in enumerate(operands):
         if isinstance(state, Total):
             return pair.met(f"{pair.name} is applied to a sum over the examples")
@@ -154,8 +164,8 @@ def fft(pair: Pair, rows: Rows) -> State:
 
 def random(pair: Pair, operands: list[State]) -> State:
     """Draws of one key for each example; numbers that shape them stand beside the keys."""
-    rows = [state for state in operands if isinstance(state, Rows)]
-    wholes = [state for state in operands if isinstance(state, Whole)]
+    rows = select(operands, Rows)
+    wholes = select(operands, Whole)
     same_rows = len({(state.dim, state.copies) for state in rows}) == 1
     if not same_rows or len(rows) + len(wholes) < len(operands):
         return pair.met(f"{pair.name} combines examples with others")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardkit.on_device.example_states import Pair, Rows, State, Total, Whole, fits_beside, join, shift_dim
+from shardkit.on_device.example_states import Pair, Rows, State, Total, Whole, fits_beside, join, select, shift_dim
 
 Rule = Callable[[Pair, list[State]], State | list[State]]
 _MOVES_TOTALS = {
@@ -106,8 +106,8 @@ def dynamic_update(pair: Pair, operands: list[State]) -> State:
     places = operands[2:]
     if any(not isinstance(state, Whole) for state in places):
         return pair.met("dynamic_update_slice is given places that depend on the examples")
-    rows = [state for state in arrays if isinstance(state, Rows)]
-    wholes = [state for state in arrays if isinstance(state, Whole)]
+    rows = select(arrays, Rows)
+    wholes = select(arrays, Whole)
     if not rows or any(isinstance(state, Total) for state in arrays):
         return pair.met("dynamic_update_slice is applied to a sum over the examples")
     if rows[0] != rows[-1] or not all(fits_beside(state, rows[0]) for state in wholes):
@@ -134,8 +134,8 @@ def concatenate(pair: Pair, operands: list[State]) -> State:
         if len(set(operands)) > 1:
             return pair.met("concatenate joins sums over the examples")
         return operands[0]
-    rows = [state for state in operands if isinstance(state, Rows)]
-    wholes = [state for state in operands if isinstance(state, Whole)]
+    rows = select(operands, Rows)
+    wholes = select(operands, Whole)
     if len(rows) + len(wholes) < len(operands):
         return pair.met("concatenate joins examples and a sum over them")
     first = rows[0]

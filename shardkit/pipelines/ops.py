@@ -304,11 +304,11 @@ class Ops(NamedTuple):
             return args, False
         return self.find_common(fields[end]), True
 
-    def _select_own(self, is_own: Any, own: Leaves, otherwise: Leaves) -> Leaves:
+    def _select_own(self, is_own: Any, results: Leaves, otherwise: Leaves) -> Leaves:
         """Of what all devices compute together, what the device of that stage goes on with."""
         if self.find_common is None:
-            return own
-        return jax.tree.map(partial(jnp.where, is_own), own, otherwise)
+            return results
+        return jax.tree.map(partial(jnp.where, is_own), results, otherwise)
 
     def _choose(self, on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
         if on is True:

@@ -74,13 +74,13 @@ class _RegatheredLayers:
         def take_microbatch(x: Any) -> Any:
             return row(x, 0) if microbatches > 1 else x
 
-        whole = eval_shape(sweep.gather, weights)
+        gathered = eval_shape(sweep.gather, weights)
         microbatch = eval_shape(take_microbatch, x)
         self._sweep = sweep
         self._policy = policy
         self._microbatches = microbatches
-        self._layer = Traced(layer_fn, whole, microbatch)
-        self._examples = (jax.tree.leaves(whole), self._layer.constants, jax.tree.leaves(microbatch))
+        self._layer = Traced(layer_fn, gathered, microbatch)
+        self._examples = (jax.tree.leaves(gathered), self._layer.constants, jax.tree.leaves(microbatch))
         arguments = (weights, self._layer.constants, jax.tree.leaves(x))
         self._arguments = jax.tree.structure(arguments)
         flags = jax.tree.map(flag_differentiable, arguments, is_leaf=is_handle)
@@ -326,8 +326,10 @@ def flag_differentiable(node: Any) -> Any:
     """For an array, or for each array of a handle, whether it can have a gradient."""
     if not is_handle(node):
         return is_differentiable(node)
-    whole = None if node.whole is None else False  # the gradient of a whole weight goes to its part
-    return replace(node, part=is_differentiable(node.part), whole=whole)
+    flags = replace(node, part=is_differentiable(node.part))
+    if node.whole is not None:
+        flags = replace(flags, whole=False)  # the gradient of a whole weight goes to its part
+    return flags
 
 
 def _materialize(ct: Any) -> Any:

@@ -28,8 +28,8 @@ def find_needs(action: Action, last_stage: int, actions: Container[Action]) -> l
         return [Action(stage, "I", i)]
     needs = [Action(stage, "F", i)]
     if stage < last_stage:
-        whole = Action(stage + 1, "B", i)
-        needs.append(whole if whole in actions else Action(stage + 1, "I", i))
+        backward = Action(stage + 1, "B", i)
+        needs.append(backward if backward in actions else Action(stage + 1, "I", i))
     return needs
 
 

@@ -120,7 +120,7 @@ def _subtract(
     passed_backward: StageCost,
 ) -> tuple[float, ...]:
     """The cost of one part of a backward pass, which is what the other part leaves of it."""
-    costs = tuple(cost - known for cost, known in zip(backward, part, strict=True))
+    costs = tuple(cost - part_cost for cost, part_cost in zip(backward, part, strict=True))
     if min(costs) < 0:
         raise ValueError(
             f"{where}: {part_name} must be at most backward; got {passed_part} of {passed_backward}. Pass {name} too."
@@ -247,9 +247,9 @@ def _bound_makespan(p: int, m: int, v: int, placement: StagePlacement, costs: Co
     # A backward is whole or in two halves, whichever is less; and so is what the stage before waits for.
     backward = []
     awaited = []
-    for whole, input_grad, weight_grad in zip(costs.of["B"], costs.of["I"], costs.of["W"], strict=True):
-        backward.append(min(whole, input_grad + weight_grad))
-        awaited.append(min(whole, input_grad))
+    for unsplit, input_grad, weight_grad in zip(costs.of["B"], costs.of["I"], costs.of["W"], strict=True):
+        backward.append(min(unsplit, input_grad + weight_grad))
+        awaited.append(min(unsplit, input_grad))
     stages = range(p * v)
     devices = [device_of(stage, p, placement) for stage in stages]
     hops = [costs.communication * (device != following) for device, following in pairwise(devices)]

@@ -40,8 +40,8 @@ def pp(axis: Axis, *, stack: str = "layers") -> Plan:
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names.
-        ValueError: at trace time layers that the stages do not divide, an axis whose size is not that of the schedule,
-            a leaf of the stack without a dim, or one whose layers another strategy splits.
+        ValueError: an empty `stack`; at trace time layers that the stages do not divide, an axis whose size is not that
+            of the schedule, a leaf of the stack without a dim, or one whose layers another strategy splits.
 
     Cost: what the GradFn sends, and an all_reduce over `axis` of the gradients of all leaves outside the stack. The
         compiler moves rows between devices for the optimizer if stages differ in size, and, with several stages per
@@ -54,7 +54,15 @@ def pp(axis: Axis, *, stack: str = "layers") -> Plan:
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2.
     """
+    _check_stack("pp", stack)
     return build_stack_plan(Stages(axis, stack=stack))
+
+
+def _check_stack(where: str, stack: str) -> None:
+    if not stack:
+        raise ValueError(
+            f"{where}: stack must be the name of an entry of the parameters; got {stack!r}. Pass for example 'layers'."
+        )
 
 
 @dataclass(frozen=True)
@@ -200,8 +208,8 @@ def pipeline(
             GradFn for `make_train_step`, `loss(embed, stage, head)` the loss for `make_eval_step`.
 
     Raises:
-        ValueError: an illegal schedule (with its grid), no axis, or specs that never name it. At trace time a leaf that
-            does not divide, or a spread head whose total or weight alone is a device's own.
+        ValueError: an illegal schedule (with its grid), no axis or stack, or specs that never name the axis. At trace
+            time a leaf that does not divide, or a spread head whose total or weight alone is a device's own.
 
     Cost: that of `value_and_grad` and of `loss`. With `spread`, for each microbatch beside what embedding and head send
         themselves: the output of the last stage to all devices, and the gradient of the first one's input, each
@@ -221,6 +229,7 @@ def pipeline(
     """
     if not axis:
         raise ValueError(f"pipeline: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
+    _check_stack("pipeline", stack)
     schedule.check()
     pipe = Pipeline(schedule, axis, layers_per_stage, spread, stack)
     _ = pipe.plan  # refuses rules that are none

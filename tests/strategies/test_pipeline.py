@@ -237,3 +237,6 @@ def test_the_stack_may_have_another_name():
     jax.tree.map(np.testing.assert_array_equal, *results)
     with pytest.raises(ValueError, match="a mapping with the entry 'blocks', the stack; got 'embed', 'gain', 'layers'"):
         train.step.trace(train.init(make_params(4), jax.random.key(0)), make_batch(8))
+    for call in (lambda: sk.pp("stage", stack=""), lambda: sk.pipeline(schedules.gpipe(2, 4), "stage", stack="")):
+        with pytest.raises(ValueError, match=r"stack must be the name of an entry of the parameters; got ''\. Pass"):
+            call()

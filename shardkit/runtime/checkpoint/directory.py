@@ -31,6 +31,8 @@ _LOCKS: dict[Path, tuple[int, int]] = {}  # the descriptor, and the number of Ch
 def directory_of(where: str, directory: str | os.PathLike[str]) -> Path:
     """An absolute path that orbax supports; refuses a URL, or a path with one of `*?[`."""
     path = Path(directory).absolute()
+    if ".." in path.parts:
+        path = path.resolve()  # tensorstore refuses such a path when it reads, which would look like damage
     if re.match(r"\w[\w+.-]+:/", os.fspath(directory)):  # Path("gs://bucket") has lost a slash
         raise ValueError(
             f"{where}: directory must be a path in a file system; got the URL {os.fspath(directory)!r}. Mount it, and "

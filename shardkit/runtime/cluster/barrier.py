@@ -45,8 +45,9 @@ def absent(name: str, timeout: float) -> str | None:
     counts = re.search(r"reached the barrier: (\d+)/(\d+)", text)
     if found is None or counts is None:
         return f"some ({' '.join(text.split())})"
-    ranks = sorted(int(each) for each in re.findall(r"(\d+)\n", found[1]))
-    if len(ranks) < int(counts[2]) - int(counts[1]):
+    ranks = sorted(int(rank) for rank in re.findall(r"(\d+)\n", found[1]))
+    absentees = int(counts[2]) - int(counts[1])
+    if len(ranks) < absentees:  # of many, the text names only some
         return f"processes {', '.join(map(str, ranks))} and others"
     return processes_named(ranks)
 
@@ -69,28 +70,50 @@ def health_check(*, processes: int | None = None, devices: int | None = None) ->
         >>> sk.runtime.health_check(processes=1, devices=8)
         'process 0 of 1: 8 devices, 8 of them here; their sum is right'
     """
-    there, all_devices, here = jax.process_count(), jax.device_count(), jax.local_device_count()
-    if there != processes if processes is not None else there < 2:
-        wanted = processes if processes is not None else "more than 1"
+    process_count = jax.process_count()
+    device_count = jax.device_count()
+    local_count = jax.local_device_count()
+    _check_processes(process_count, processes)
+    _check_devices(device_count, local_count, devices)
+    total = _sum_over_devices(device_count)
+    expected = device_count * (device_count + 1) / 2
+    if total != expected:
         raise RuntimeError(
-            f"health_check: the number of processes must be {wanted}; got {there}. Start all of them, and call "
+            f"health_check: the sum over {device_count} devices must be {expected:g}; got {total:g}. Check the network "
+            "and the devices of each host."
+        )
+    return (
+        f"process {jax.process_index()} of {process_count}: {device_count} devices, {local_count} of them here; their "
+        "sum is right"
+    )
+
+
+def _check_processes(process_count: int, expected: int | None) -> None:
+    """Refuses another number of processes than expected, or one process if none is expected."""
+    text = "more than 1" if expected is None else str(expected)
+    is_right = process_count > 1 if expected is None else process_count == expected
+    if not is_right:
+        raise RuntimeError(
+            f"health_check: the number of processes must be {text}; got {process_count}. Start all of them, and call "
             "initialize() in each."
         )
-    if all_devices != devices if devices is not None else all_devices <= here:
-        wanted = devices if devices is not None else f"more than the {here} of this process"
+
+
+def _check_devices(device_count: int, local_count: int, expected: int | None) -> None:
+    """Refuses another number of devices than expected, or only those of this process if none is expected."""
+    text = f"more than the {local_count} of this process" if expected is None else str(expected)
+    is_right = device_count > local_count if expected is None else device_count == expected
+    if not is_right:
         raise RuntimeError(
-            f"health_check: the number of devices must be {wanted}; got {all_devices}. Check the devices of each host."
+            f"health_check: the number of devices must be {text}; got {device_count}. Check the devices of each host."
         )
+
+
+def _sum_over_devices(device_count: int) -> float:
+    """1 + 2 + ... + device_count, where the k-th device has the number k, by an all_reduce over all of them."""
     mesh = make_mesh(all=-1)
-    sharded, replicated = PartitionSpec("all"), PartitionSpec()
-    numbers = jax.jit(lambda: jnp.arange(1.0, all_devices + 1), out_shardings=NamedSharding(mesh, sharded))()
-    total = jax.jit(jax.shard_map(lambda x: all_reduce(x, "all"), mesh=mesh, in_specs=sharded, out_specs=replicated))(
-        numbers
-    )
-    got, right = float(total[0]), all_devices * (all_devices + 1) / 2
-    if got != right:
-        raise RuntimeError(
-            f"health_check: the sum over {all_devices} devices must be {right:g}; got {got:g}. Check the network and "
-            "the devices of each host."
-        )
-    return f"process {jax.process_index()} of {there}: {all_devices} devices, {here} of them here; their sum is right"
+    sharded = PartitionSpec("all")
+    make_numbers = jax.jit(lambda: jnp.arange(1.0, device_count + 1), out_shardings=NamedSharding(mesh, sharded))
+    sum_numbers = jax.shard_map(lambda x: all_reduce(x, "all"), mesh=mesh, in_specs=sharded, out_specs=PartitionSpec())
+    total = jax.jit(sum_numbers)(make_numbers())
+    return float(total[0])

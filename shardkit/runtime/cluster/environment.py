@@ -41,10 +41,13 @@ def variables(environ: Mapping[str, str]) -> Found:
         return None if text is None else _number(name, text)
 
     size = number("WORLD_SIZE")
-    address = f"{environ.get('MASTER_ADDR', 'localhost')}:{number('MASTER_PORT') or 29500}"
-    of_torch = Found(None if size == 1 else address, size, number("RANK")) if size is not None else Found()
-    of_jax = Found(environ.get("JAX_COORDINATOR_ADDRESS"), number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID"))
-    return of_jax.filled(of_torch)
+    port = number("MASTER_PORT") or 29500
+    torch_job = Found()
+    if size is not None:
+        address = f"{environ.get('MASTER_ADDR', 'localhost')}:{port}"
+        torch_job = Found(None if size == 1 else address, size, number("RANK"))
+    jax_job = Found(environ.get("JAX_COORDINATOR_ADDRESS"), number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID"))
+    return jax_job.filled(torch_job)
 
 
 def detected(environ: Mapping[str, str], timeout: float) -> Found:
@@ -89,28 +92,39 @@ def no_proxy(host: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 def local_rank(environ: Mapping[str, str]) -> int:
     """This process among those of its host, according to the launcher."""
-    names = ("LOCAL_RANK", _SLURM[2], _OPEN_MPI[2])
-    text = next((environ[name] for name in names if name in environ), "0")
-    return int(text) if text.isdigit() else 0
+    for name in ("LOCAL_RANK", _SLURM[2], _OPEN_MPI[2]):
+        if name in environ:
+            text = environ[name]
+            return int(text) if text.isdigit() else 0
+    return 0
 
 
 def own_devices(config: DistributedConfig, environ: Mapping[str, str]) -> tuple[int, ...] | None:
     """The accelerators of the config's process; None where the launcher lets it see these alone."""
-    visible = next((environ[name].split(",") for name in _VISIBLE if environ.get(name)), [])
-    return None if len(visible) == config.devices_per_process else config.local_device_ids()
+    for name in _VISIBLE:
+        if environ.get(name):
+            visible = environ[name].split(",")
+            sees_its_own = len(visible) == config.devices_per_process
+            return None if sees_its_own else config.local_device_ids()
+    return config.local_device_ids()
 
 
 def _refuse_partial(environ: Mapping[str, str]) -> None:
     """Refuses a process of a job that jax would take for a single process, which then trains alone."""
-    for name, those in (("Slurm", _SLURM), ("Open MPI", _OPEN_MPI)):
-        size, missing = environ.get(those[0]), [each for each in those if each not in environ]
-        if size is None or not missing or those[1] in missing or _number(those[0], size) < 2:
+    srun = "Start it with srun"
+    old_mpi = "Open MPI 5 no longer sets it; start it with Open MPI 4"
+    for launcher, names, hint in (("Slurm", _SLURM, srun), ("Open MPI", _OPEN_MPI, old_mpi)):
+        size_name, rank_name, *_ = names
+        size = environ.get(size_name)
+        missing = [name for name in names if name not in environ]
+        # Without a size or a rank this is no process of such a job, but for example a shell in its allocation.
+        if size is None or rank_name in missing or not missing:
             continue
-        hint = "Start it with srun" if name == "Slurm" else "Open MPI 5 no longer sets it; start it with Open MPI 4"
-        raise ValueError(
-            f"initialize: {name} must set all variables that jax reads; {those[0]} is {size}, and {quoted(missing)} "
-            f"is missing. {hint}, or {_REMEDY}."
-        )
+        if _number(size_name, size) > 1:
+            raise ValueError(
+                f"initialize: {launcher} must set all variables that jax reads; {size_name} is {size}, and "
+                f"{quoted(missing)} is missing. {hint}, or {_REMEDY}."
+            )
 
 
 def _number(name: str, text: str) -> int:

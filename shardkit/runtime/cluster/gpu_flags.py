@@ -40,15 +40,15 @@ def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
     """
     if backends.cpu_only() or not any(Path("/dev", name).exists() for name in _DEVICES):
         return ()
-    given = os.environ.get("XLA_FLAGS", "").split()
-    known = {flag.partition("=")[0] for flag in given}
-    added = tuple(flag for flag in flags if flag.partition("=")[0] not in known)
+    present = os.environ.get("XLA_FLAGS", "").split()
+    names = {flag.partition("=")[0] for flag in present}
+    added = tuple(flag for flag in flags if flag.partition("=")[0] not in names)
     if added and backends.jax_has_started():
         raise RuntimeError(
             f"gpu_flags: it must be called before jax starts, which reads XLA_FLAGS once; {' '.join(added)} would be "
             "ignored. Call it before anything uses a device."
         )
-    os.environ["XLA_FLAGS"] = " ".join([*given, *added])
+    os.environ["XLA_FLAGS"] = " ".join([*present, *added])
     if added:
         print("gpu_flags: added to XLA_FLAGS:", *added, file=sys.stderr, flush=True)  # noqa: T201
     return added

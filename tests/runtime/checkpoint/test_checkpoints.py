@@ -911,3 +911,15 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(kills, tmp_path):  # proves 
     assert report()["losses"] == losses[last:]
     assert report()["ended"] == digests(state)
     assert sorted(map(int, names(directory))) == [last, last + 1, last + 2]  # what was cut off is cleared away
+
+
+def test_a_path_through_the_folder_above_is_read_again(tmp_path, monkeypatch):
+    """It was written, and could not be read: "its arrays are damaged"."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    init, _ = make("one device")
+    state = init(params(), KEY)
+    save("../saved", state, position=1)
+    found, _ = restored("../saved", state)
+    assert_same(found, state)
+    assert latest_step(tmp_path / "saved") == 0
