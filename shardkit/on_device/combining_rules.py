@@ -27,6 +27,7 @@ from shardkit.on_device.whole_rules import free_dim_of_product
 
 
 def reduction(pair: Pair, rows: Rows) -> State:
+    """A sum, product or extremum over some dims."""
     axes = pair.many.params["axes"]
     if rows.dim in axes:
         if pair.name == "reduce_sum":
@@ -38,6 +39,7 @@ def reduction(pair: Pair, rows: Rows) -> State:
 
 
 def argument(pair: Pair, rows: Rows) -> State:
+    """The index of an extremum, within each example."""
     axes = pair.many.params["axes"]
     if rows.dim in axes:
         return pair.met(f"{pair.name} is taken over the examples")
@@ -45,6 +47,7 @@ def argument(pair: Pair, rows: Rows) -> State:
 
 
 def cumulative(pair: Pair, rows: Rows) -> State:
+    """A running sum, product or extremum along a dim."""
     if pair.many.params["axis"] == rows.dim:
         return pair.met(f"{pair.name} runs over the examples")
     if pair.name in ("cumprod", "cumlogsumexp") and rows.scale != 1:
@@ -106,6 +109,7 @@ def _shared_rows(rows: Rows, batch: Any, scale: float) -> Rows:
 
 
 def convolution(pair: Pair, operands: list[State]) -> State:
+    """A convolution of each image with the same kernel."""
     image, kernel = operands
     dims = pair.many.params["dimension_numbers"]
     is_plain = pair.many.params["batch_group_count"] == 1
@@ -118,6 +122,7 @@ def convolution(pair: Pair, operands: list[State]) -> State:
 
 
 def window(pair: Pair, operands: list[State]) -> State:
+    """A sum or extremum over windows, within each example."""
     rows = operands[0]
     if not isinstance(rows, Rows) or pair.many.params["window_dimensions"][rows.dim] != 1:
         return pair.met(f"{pair.name} runs over the examples")
@@ -125,6 +130,7 @@ def window(pair: Pair, operands: list[State]) -> State:
 
 
 def sort(pair: Pair, operands: list[State]) -> State:
+    """A sort within each example."""
     rows = select(operands, Rows)
     if not rows or rows[0].dim == pair.many.params["dimension"]:
         return pair.met("sort orders the examples")
@@ -132,6 +138,7 @@ def sort(pair: Pair, operands: list[State]) -> State:
 
 
 def top(pair: Pair, operands: list[State]) -> State:
+    """The largest values within each example."""
     rows = operands[0]
     ndim = len(pair.shape(0))
     axis = pair.many.params.get("axis", ndim - 1) % ndim
@@ -156,6 +163,7 @@ def matrices(pair: Pair, operands: list[State]) -> State:
 
 
 def fft(pair: Pair, rows: Rows) -> State:
+    """A Fourier transform of the last dims."""
     first_transformed = len(pair.shape(0)) - len(pair.many.params["fft_lengths"])
     if rows.dim >= first_transformed:
         return pair.met("fft runs over the examples")
