@@ -91,6 +91,10 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+# An Algorithm is called at the seam, inside the step's shard_map: all_gather gathers leaves, the others reduce their
+# gradients. The types must come out as those of the plain collectives, so that the seam sums nothing twice: a gather
+# that is asked for a replicated result, and every all_reduce, returns an invariant array.
+#
 # A plan has checked what it gathers, an array along a dim that it split, so that the gather is below the checks of
 # `all_gather`.
 PLAIN = Algorithm("plain", basic.gather_array, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
@@ -277,6 +281,7 @@ def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: float = 8 * 2**20) -
     reduce = partial(bucketed.all_reduce_tree, bucket_bytes=bucket_bytes, scatter_from=scatter_from)
 
     def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+        # The buckets are filled as all_reduce_tree fills them. A large one is scattered, and padded for that.
         n = math.prod(ways.values())
         sizes = [size * itemsize for size in elements]
         sent_bytes = []
@@ -390,6 +395,7 @@ def compressed(
         fast, slow = _split_levels(axes, fast_axes)
         if not fast or not slow:
             return {axes: Fraction((n - 1) * count_bytes(parts, dtype_name))}
+        # Inside a machine chunks of all machines are summed, and over the slow links the sums of one chunk.
         devices = math.prod(ways[axis] for axis in fast)
         machines = math.prod(ways[axis] for axis in slow)
         inner_parts = [size // devices for size in elements]

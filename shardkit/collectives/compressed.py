@@ -484,10 +484,10 @@ def _map_with_residuals(
 
 def _check_residual(where: str, leaves: list[jax.Array], structure: Any, residual: Any) -> None:
     residuals = jax.tree.leaves(residual)
-    found = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in residuals]
+    types = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in residuals]
     required = [(leaf.shape, jnp.float32) for leaf in leaves]
-    if jax.tree.structure(residual) != structure or found != required:
-        residual_types = [f"{dtype}{list(shape)}" for shape, dtype in found]
+    if jax.tree.structure(residual) != structure or types != required:
+        residual_types = [f"{dtype}{list(shape)}" for shape, dtype in types]
         shapes = [str(list(leaf.shape)) for leaf in leaves]
         raise ValueError(
             f"{where}: residual must be a pytree like x of float32 arrays of the same shapes; "

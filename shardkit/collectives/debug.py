@@ -117,9 +117,9 @@ def _format_title(leaf: _Leaf, gathered_axes: tuple[str, ...], group: dict[str, 
         title += " on each device"
     if group:
         title += f" at {_format_place(tuple(group), tuple(group.values()))}"
-    same = [axis for axis in gathered_axes if axis not in leaf.axes]
-    if same:
-        title += f", the same along {quoted(same)}"
+    equal_axes = [axis for axis in gathered_axes if axis not in leaf.axes]
+    if equal_axes:
+        title += f", the same along {quoted(equal_axes)}"
     return title
 
 

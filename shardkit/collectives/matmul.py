@@ -287,7 +287,10 @@ def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, imp
 
     def hop(k: Any, sums: Sequence[jax.Array]) -> list[jax.Array]:
         arrivals = _send(sums, directions, names)
-        return [_add_to_arrival(x, multiply(k, way)) for x, way in zip(arrivals, directions, strict=True)]
+        added = []
+        for arrival, direction in zip(arrivals, directions, strict=True):
+            added.append(_add_to_arrival(arrival, multiply(k, direction)))
+        return added
 
     first_sums = [multiply(0, direction).astype(h.dtype) for direction in directions]
     sums = lax.fori_loop(1, n, hop, first_sums)
@@ -349,7 +352,10 @@ def _choose_directions(impl: str, rows: int, n: int) -> list[_Direction]:
 
 
 def _send(messages: Sequence[jax.Array], directions: Sequence[_Direction], names: _Names) -> list[jax.Array]:
-    return [shift_array(message, names, by=way.by) for message, way in zip(messages, directions, strict=True)]
+    sent = []
+    for message, direction in zip(messages, directions, strict=True):
+        sent.append(shift_array(message, names, by=direction.by))
+    return sent
 
 
 def _dot(x: jax.Array, y: jax.Array, dims: int, *, partial_sum: bool = False) -> jax.Array:

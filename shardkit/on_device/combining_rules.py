@@ -12,11 +12,22 @@ from dataclasses import replace
 from typing import Any
 
 from shardkit.on_device.elementwise_rules import elementwise, scale_total
-from shardkit.on_device.example_states import UNKNOWN, Pair, Rows, State, Total, Whole, fits_beside, shift_dim
+from shardkit.on_device.example_states import (
+    UNKNOWN,
+    Pair,
+    Rows,
+    State,
+    Total,
+    Whole,
+    fits_beside,
+    select,
+    shift_dim,
+)
 from shardkit.on_device.whole_rules import free_dim_of_product
 
 
 def reduction(pair: Pair, rows: Rows) -> State:
+    """A sum, product or extremum over some dims."""
     axes = pair.many.params["axes"]
     if rows.dim in axes:
         if pair.name == "reduce_sum":
@@ -28,6 +39,7 @@ def reduction(pair: Pair, rows: Rows) -> State:
 
 
 def argument(pair: Pair, rows: Rows) -> State:
+    """The index of an extremum, within each example."""
     axes = pair.many.params["axes"]
     if rows.dim in axes:
         return pair.met(f"{pair.name} is taken over the examples")
@@ -35,6 +47,7 @@ def argument(pair: Pair, rows: Rows) -> State:
 
 
 def cumulative(pair: Pair, rows: Rows) -> State:
+    """A running sum, product or extremum along a dim."""
     if pair.many.params["axis"] == rows.dim:
         return pair.met(f"{pair.name} runs over the examples")
     if pair.name in ("cumprod", "cumlogsumexp") and rows.scale != 1:
@@ -63,8 +76,8 @@ def product(pair: Pair, operands: list[State]) -> State:
 
 
 def _product_of_total(pair: Pair, operands: list[State]) -> State:
-    totals = [state for state in operands if isinstance(state, Total)]
-    factors = [state for state in operands if isinstance(state, Whole)]
+    totals = select(operands, Total)
+    factors = select(operands, Whole)
     if len(totals) == 1 and len(factors) == 1:
         return scale_total(pair, totals[0], factors[0].scale)
     return pair.met("dot_general multiplies a sum over the examples by examples")
@@ -96,6 +109,7 @@ def _shared_rows(rows: Rows, batch: Any, scale: float) -> Rows:
 
 
 def convolution(pair: Pair, operands: list[State]) -> State:
+    """A convolution of each image with the same kernel."""
     image, kernel = operands
     dims = pair.many.params["dimension_numbers"]
     is_plain = pair.many.params["batch_group_count"] == 1
@@ -108,6 +122,7 @@ def convolution(pair: Pair, operands: list[State]) -> State:
 
 
 def window(pair: Pair, operands: list[State]) -> State:
+    """A sum or extremum over windows, within each example."""
     rows = operands[0]
     if not isinstance(rows, Rows) or pair.many.params["window_dimensions"][rows.dim] != 1:
         return pair.met(f"{pair.name} runs over the examples")
@@ -115,13 +130,15 @@ def window(pair: Pair, operands: list[State]) -> State:
 
 
 def sort(pair: Pair, operands: list[State]) -> State:
-    rows = [state for state in operands if isinstance(state, Rows)]
+    """A sort within each example."""
+    rows = select(operands, Rows)
     if not rows or rows[0].dim == pair.many.params["dimension"]:
         return pair.met("sort orders the examples")
     return elementwise(pair, operands)
 
 
 def top(pair: Pair, operands: list[State]) -> State:
+    """The largest values within each example."""
     rows = operands[0]
     ndim = len(pair.shape(0))
     axis = pair.many.params.get("axis", ndim - 1) % ndim
@@ -132,7 +149,7 @@ def top(pair: Pair, operands: list[State]) -> State:
 
 def matrices(pair: Pair, operands: list[State]) -> State:
     """Factorizations and solvers: of every matrix in the last two dims."""
-    rows = [state for state in operands if isinstance(state, Rows)]
+    rows = select(operands, Rows)
     for number, state in enumerate(operands):
         if isinstance(state, Total):
             return pair.met(f"{pair.name} is applied to a sum over the examples")
@@ -146,6 +163,7 @@ def matrices(pair: Pair, operands: list[State]) -> State:
 
 
 def fft(pair: Pair, rows: Rows) -> State:
+    """A Fourier transform of the last dims."""
     first_transformed = len(pair.shape(0)) - len(pair.many.params["fft_lengths"])
     if rows.dim >= first_transformed:
         return pair.met("fft runs over the examples")
@@ -154,8 +172,8 @@ def fft(pair: Pair, rows: Rows) -> State:
 
 def random(pair: Pair, operands: list[State]) -> State:
     """Draws of one key for each example; numbers that shape them stand beside the keys."""
-    rows = [state for state in operands if isinstance(state, Rows)]
-    wholes = [state for state in operands if isinstance(state, Whole)]
+    rows = select(operands, Rows)
+    wholes = select(operands, Whole)
     same_rows = len({(state.dim, state.copies) for state in rows}) == 1
     if not same_rows or len(rows) + len(wholes) < len(operands):
         return pair.met(f"{pair.name} combines examples with others")

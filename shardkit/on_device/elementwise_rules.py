@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from shardkit.on_device.example_states import EACH_TURN, UNKNOWN, Pair, Rows, State, Total, Whole, is_turn
+from shardkit.on_device.example_states import EACH_TURN, UNKNOWN, Pair, Rows, State, Total, Whole, is_turn, select
 
 # Elementwise primitives: those that are linear in one operand, or in all together, and all others.
 LINEAR = {"neg", "stop_gradient", "convert_element_type", "reduce_precision", "real", "imag", "conj", "copy_p"}
@@ -92,7 +92,7 @@ def elementwise(pair: Pair, operands: list[State]) -> State:
         if name == "add" and jnp.issubdtype(pair.many.outvars[0].aval.dtype, jnp.integer):  # x[i] adds n to i < 0
             return pair.met("an example is looked up by its place in the batch")
         return pair.met(f"{name} combines examples with their number")
-    first, *others = [state for state in operands if isinstance(state, Rows)]
+    first, *others = select(operands, Rows)
     for other in others:
         if (other.dim, other.copies) != (first.dim, first.copies):
             return pair.met(f"{name} pairs every example with every other")
@@ -114,8 +114,8 @@ def _of_totals(pair: Pair, operands: list[State]) -> State:
     if name in LINEAR:
         return first
     if name == "mul":
-        factors = [state for state in operands if isinstance(state, Whole)]
-        totals = [state for state in operands if isinstance(state, Total)]
+        factors = select(operands, Whole)
+        totals = select(operands, Total)
         if len(totals) == 1:
             return scale_total(pair, totals[0], factors[0].scale)
     if name == "div" and isinstance(first, Total) and isinstance(others[0], Whole):

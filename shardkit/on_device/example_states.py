@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 UNKNOWN = 0.0  # the scale of a whole value that depends on the number of examples in another way than as a factor
 EACH_TURN = -1  # the dim of what belongs to the one example of a loop's iteration
@@ -49,6 +49,7 @@ class Met:
 
 
 State = Whole | Rows | Total | Met
+OneKind = TypeVar("OneKind", Whole, Rows, Total)
 
 
 class Pair(NamedTuple):
@@ -82,6 +83,11 @@ def any_whole(variable: Any, scale: float = 1.0) -> Whole:
     """A value of which only that it does not depend on the examples is known."""
     shape = getattr(variable.aval, "shape", ())
     return Whole(frozenset(dim for dim, size in enumerate(shape) if size > 1), scale)
+
+
+def select(states: Sequence[State], kind: type[OneKind]) -> list[OneKind]:
+    """Those of one kind."""
+    return [state for state in states if isinstance(state, kind)]
 
 
 def is_turn(state: State) -> bool:

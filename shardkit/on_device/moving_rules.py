@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardkit.on_device.example_states import Pair, Rows, State, Total, Whole, fits_beside, join, shift_dim
+from shardkit.on_device.example_states import Pair, Rows, State, Total, Whole, fits_beside, join, select, shift_dim
 
 Rule = Callable[[Pair, list[State]], State | list[State]]
 _MOVES_TOTALS = {
@@ -31,14 +31,17 @@ def of_one_operand(rule: Callable[[Pair, Rows], State]) -> Rule:
 
 
 def broadcast(pair: Pair, rows: Rows) -> State:
+    """New dims beside the examples."""
     return replace(rows, dim=pair.many.params["broadcast_dimensions"][rows.dim])
 
 
 def transpose(pair: Pair, rows: Rows) -> State:
+    """The examples along another dim."""
     return replace(rows, dim=list(pair.many.params["permutation"]).index(rows.dim))
 
 
 def squeeze(pair: Pair, rows: Rows) -> State:
+    """Without some dims of size 1."""
     return replace(rows, dim=shift_dim(rows.dim, pair.many.params["dimensions"]))
 
 
@@ -60,12 +63,14 @@ def reshape(pair: Pair, rows: Rows) -> State:
 
 
 def reverse(pair: Pair, rows: Rows) -> State:
+    """Right along dims that do not count the examples."""
     if rows.dim in pair.many.params["dimensions"]:
         return pair.met("rev changes the order of the examples")
     return rows
 
 
 def take_slice(pair: Pair, rows: Rows) -> State:
+    """All examples, or some of their copies."""
     params = pair.many.params
     start = params["start_indices"][rows.dim]
     limit = params["limit_indices"][rows.dim]
@@ -82,6 +87,7 @@ def _take_copies(pair: Pair, rows: Rows, size: int, start: int, limit: int, stri
 
 
 def split(pair: Pair, operands: list[State]) -> list[State]:
+    """As `take_slice` for each of the parts."""
     rows = operands[0]
     dim = pair.many.params["axis"]
     results: list[State] = []
@@ -96,18 +102,20 @@ def split(pair: Pair, operands: list[State]) -> list[State]:
 
 
 def dynamic_slice(pair: Pair, rows: Rows) -> State:
+    """Right where all examples are taken."""
     if pair.out[rows.dim] != pair.shape(0)[rows.dim]:
         return pair.met("dynamic_slice takes some of the examples")
     return rows
 
 
 def dynamic_update(pair: Pair, operands: list[State]) -> State:
+    """Rows of examples written into others of the same examples."""
     arrays = operands[:2]
     places = operands[2:]
     if any(not isinstance(state, Whole) for state in places):
         return pair.met("dynamic_update_slice is given places that depend on the examples")
-    rows = [state for state in arrays if isinstance(state, Rows)]
-    wholes = [state for state in arrays if isinstance(state, Whole)]
+    rows = select(arrays, Rows)
+    wholes = select(arrays, Whole)
     if not rows or any(isinstance(state, Total) for state in arrays):
         return pair.met("dynamic_update_slice is applied to a sum over the examples")
     if rows[0] != rows[-1] or not all(fits_beside(state, rows[0]) for state in wholes):
@@ -118,6 +126,7 @@ def dynamic_update(pair: Pair, operands: list[State]) -> State:
 
 
 def pad(pair: Pair, operands: list[State]) -> State:
+    """Right along dims that do not count the examples."""
     rows, value = operands
     if not isinstance(rows, Rows) or not isinstance(value, Whole):
         return pair.met("pad is applied to a sum over the examples")
@@ -129,13 +138,14 @@ def pad(pair: Pair, operands: list[State]) -> State:
 
 
 def concatenate(pair: Pair, operands: list[State]) -> State:
+    """Arrays one after the other along a dim."""
     dim = pair.many.params["dimension"]
     if all(isinstance(state, Total) for state in operands):
         if len(set(operands)) > 1:
             return pair.met("concatenate joins sums over the examples")
         return operands[0]
-    rows = [state for state in operands if isinstance(state, Rows)]
-    wholes = [state for state in operands if isinstance(state, Whole)]
+    rows = select(operands, Rows)
+    wholes = select(operands, Whole)
     if len(rows) + len(wholes) < len(operands):
         return pair.met("concatenate joins examples and a sum over them")
     first = rows[0]
@@ -177,6 +187,7 @@ def stack(pair: Pair, operands: list[State]) -> State:
 
 
 def unstack(pair: Pair, rows: Rows) -> State:
+    """Arrays that stood side by side along a dim."""
     axis = pair.many.params["axis"] % len(pair.shape(0))
     if axis == rows.dim:
         return pair.met("unstack takes the examples apart")

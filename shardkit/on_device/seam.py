@@ -1,6 +1,8 @@
 """The seam: parameters in, gradients out, by the collectives that a plan's layouts ask for.
 
-`enter`, `leave` and `to_rest` run inside shard_map and read a placement alone: no strategy is named here.
+`enter`, `leave` and `to_rest` run inside shard_map and read a placement alone: no strategy is named here. When a dim is
+gathered and when its gradient is scattered ("step", "layer", "microbatch", "update", "never") is in the table of
+`plans/splits.py`, with what makes a leaf `lazy` or `automatic`.
 
 Worked example: a leaf w[8, 6] under `dp("data")` of 2 and `fsdp("fsdp")` of 4, which split the batch, in bfloat16.
 
@@ -81,7 +83,11 @@ def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: A
 
 
 def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
-    """The Handle of a lazy leaf: what the loss gathers is in parts; of a whole leaf the part has the gradient."""
+    """The Handle of a lazy leaf, which the loss opens.
+
+    Where the loss gathers the leaf by layer (fsdp), the handle has this device's part alone. Where the loss needs the
+    whole weight now and its gradient is scattered early (zero2), `whole` has the value and `part` gets the gradient.
+    """
     compute = policy.compute
     reduce = policy.reduce
     gathers = layout.cuts(gather=("layer",))
@@ -117,8 +123,8 @@ def leave(
 
     From this device's partial sums: the Means by name, and the gradients of `scale` times the loss's total.
 
-    Cost: an all_reduce of 8 bytes for each mean; for each leaf a reduce_scatter of `update - grad` and an all_reduce of
-        the rest, in the reduce dtype.
+    Cost: an all_reduce of 8 bytes for each mean; for each leaf a reduce_scatter over the axes that its update has and
+        its gradient has not, and an all_reduce over the others, in the reduce dtype.
     """
     # The reductions stand here, after the last microbatch, because a sum over devices of a sum over microbatches is
     # sent once for all of them: a reduce_scatter where the update is split further than the gradient, the sums for
@@ -127,7 +133,9 @@ def leave(
     # summed over it again, and one that has not is not forgotten.
     #
     # The division by the global weight (and the scale) comes last, in float32: dividing by each device's own weight
-    # first gives the mean of means, which is another number as soon as two devices have unequal weights.
+    # first gives the mean of means, which is another number as soon as two devices have unequal weights. Of a
+    # loss that is a sum of means each total was multiplied by the largest weight over its own before it was
+    # differentiated (`mean_sums.py`), so that one division by the largest is right for all terms.
     means = global_means(means, placement.plan.batch_axes)
     divisor = divisor_of(largest_weight(means["loss"])) * scale
     structure = jax.tree.structure(grads)
@@ -138,13 +146,13 @@ def leave(
             scattered.append(_scatter(gradient, layout, policy.reduce))
         gradients = _sum_by_algorithms(scattered, layouts, policy.reduce)
         gradients = [add_residual(gradient) for gradient in gradients]
-        updates = []
+        update_grads = []
         for layout, gradient in zip(layouts, gradients, strict=True):
             grad = _sum_what_varies(gradient.grad, layout, policy.reduce)
             grad = grad.astype(jnp.float32) / divisor
-            updates.append(wrap_stored(grad, layout.padded, layout.rows))
+            update_grads.append(wrap_stored(grad, layout.padded, layout.rows))
     residuals = collect_residuals(residuals, gradients, divisor)
-    return means, jax.tree.unflatten(structure, updates), residuals
+    return means, jax.tree.unflatten(structure, update_grads), residuals
 
 
 def _scatter(gradient: PartialGradient, layout: LeafLayout, dtype: Any) -> PartialGradient:
@@ -208,7 +216,7 @@ def _sum_what_varies(grad: jax.Array, layout: LeafLayout, dtype: Any) -> jax.Arr
 def to_rest(params: Any, placement: Placement) -> Any:
     """The parameters at rest, from the updated shards.
 
-    Cost: an all_gather of `update - rest` for each leaf.
+    Cost: for each leaf an all_gather over the axes that its update has and its resting layout has not.
     """
 
     # Where the update is split further than the parameters (zero1, zero2), the new parameters are gathered here, after

@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from shardkit.on_device.elementwise_rules import ELEMENTWISE, LINEAR, SUMS, scale_of
-from shardkit.on_device.example_states import UNKNOWN, Pair, State, Whole, any_whole, shift_dims
+from shardkit.on_device.example_states import UNKNOWN, Pair, State, Whole, any_whole, select, shift_dims
 
 WholeRule = Callable[[Pair, list[Whole]], list[Whole]]
 
 
 def whole_results(pair: Pair, operands: list[State]) -> list[State]:
     """What the results of an equation are whose operands are all whole."""
-    wholes = [state for state in operands if isinstance(state, Whole)]
+    wholes = select(operands, Whole)
     if pair.name not in _KEEPS_ELEMENTS and _depends_on_size(pair, wholes):
         return [any_whole(variable, UNKNOWN) for variable in pair.many.outvars]
     rule = _RULES.get(pair.name, _unknown)

@@ -49,8 +49,8 @@ def muon(
 ) -> optax.GradientTransformation:
     """`optax.contrib.muon`, in which one device orthogonalizes a matrix for all.
 
-    Matrices of one shape and layout are dealt to all devices that hold other parts of them, or the same. State and
-    results are those of optax's: a run may change from one to the other.
+    Matrices of one shape and layout are dealt to all devices that hold parts or copies of them. State and results are
+    those of optax's: a run may change from one to the other.
 
     Args:
         learning_rate: a number or an optax schedule.
@@ -364,12 +364,12 @@ class _Group(NamedTuple):
         x = jnp.concatenate(stacks)
         count = x.shape[0]
         x = self._send_to_owners(x)
-        padded_shape = x.shape
+        shape_of_shards = x.shape
         # A padded matrix may be taller than wide where the matrix itself is not, which optax would transpose.
         first = self.members[0]
         x = _cut(x, (x.shape[0], *(first.shape[dim] for dim in first.dims.matrix)))
         x = _iterate(x, len(first.dims.rows), iterations)
-        x = jnp.pad(x, [(0, size - unpadded) for size, unpadded in zip(padded_shape, x.shape, strict=True)])
+        x = jnp.pad(x, [(0, size - unpadded) for size, unpadded in zip(shape_of_shards, x.shape, strict=True)])
         x = self._send_back(x)
 
         ends = np.cumsum([stack.shape[0] for stack in stacks])[:-1]

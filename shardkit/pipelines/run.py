@@ -62,14 +62,14 @@ def build_grad_fn(
     execution = Execution(model, schedule, stages, mode, recompute)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
-        opened = with_parts(params, parts(params))
+        opened = with_parts(params, parts(params))  # derivatives are taken of the parts of lazy leaves
         sums = execution.sum_microbatches(opened, batch, keys, scale)
         stack_grads = _join_chunks(sums.layers, parts(opened[stages.stack]))
         grads = sums.shared | {stages.stack: stack_grads}
         grads = jax.tree.map(_finish_gradient, params, grads, is_leaf=is_handle)
         means = dict(sums.means)
         leaves = TrainedLeaves({name: grads[name] for name in params}, trained)
-        return means.pop("loss"), means, leaves.with_zeros(leaves.select())
+        return means.pop("loss"), means, leaves.with_zeros(leaves.select())  # zeros for frozen leaves
 
     return PipelineGradFn(stages, grad_fn, schedule)
 
@@ -364,16 +364,19 @@ class Executor(NamedTuple):
         return state
 
     def _send(self, leaves: list[jax.Array], field: str) -> list[jax.Array]:
-        """What a neighbor, or the device itself, receives."""
-        side = field.split("_")[-1]
-        if side == "self" or self.axis is None:
+        """What a neighbor, or the device itself, receives.
+
+        A field is named by its sender: what "from_left" holds is sent to the right, by +1.
+        """
+        sender = field.split("_")[-1]
+        if sender == "self" or self.axis is None:
             return leaves
         # Every device sends in every tick of the segment, also one that has nothing to send: a ppermute is one call of
         # all devices, and inside an op, which under mode="branch" some of them skip, those that run it would wait for
         # the others for ever. What is sent in vain goes to a free slot, or nowhere. It stands at the end of the tick
         # because nothing of this tick reads it: what F returns may be under way while B computes. It is no part of what
         # the backward pass of a stage differentiates: cotangents go back by moves of the table, when that says so.
-        return list(shift(leaves, self.axis, by=1 if side == "left" else -1, wrap=self.wraps))
+        return list(shift(leaves, self.axis, by=1 if sender == "left" else -1, wrap=self.wraps))
 
 
 def _slice_rows(rows: Any, begin: int, ticks: int) -> Any:

@@ -14,7 +14,8 @@ Worked example: one layer `y = tanh(x @ w)` of a loss, with w f32[8, 8] whose ro
                dw = x.T @ dh                 dw [8, 8], of this device's examples
                reduce_scatter of dw          [2, 8], summed over devices: the gradient of the part
 
-With `remat="full"` h is not saved, and the backward pass computes it again from x and w.
+With `remat="full"` h is not saved, and the backward pass computes it again from x and w. The second all_gather is a
+custom derivative: `regather.py` has it, and `recompute.py` what is saved.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def scan_layers(
             whose layer dim a plan splits, a layer that sets variables of its weights, as BatchNorm of nnx does, or
             activations not divisible by `microbatches`.
 
-    Cost: two all_gathers and one reduce_scatter of each layer's weights, for every `microbatches`: 3 (n-1)/n of the
+    Cost: two all_gathers and one reduce_scatter of each layer's weights, whatever `microbatches` is: 3 (n-1)/n of the
         bytes of parameters that fsdp shards; with `prefetch` one all_gather of the last layer. Nothing for plain
         arrays.
 
@@ -173,7 +174,7 @@ def scan_layers(
     layers = _count_layers(stacked)
     after = _trace_first_layer(layer_fn, stacked, x)
     _check_carried(x, after)
-    x = jax.tree.map(vary_like, x, after)  # as the layers will type it
+    x = jax.tree.map(vary_like, x, after)  # a scan's carry enters as the layer returns it: varying over the same axes
     _check_microbatches(x, microbatches)
     has_handles = any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle))
     if microbatches == 1 and not has_handles:
@@ -286,11 +287,12 @@ def _check_carried(x: Any, after: Any) -> None:
     """Refuses a layer that does not return what the next one gets."""
     taken = _find_kinds(x)
     returned = _find_kinds(after)
-    if any(_takes_any_dtype(leaf) for leaf in jax.tree.leaves(x)):
-        # Its dtype becomes that of the layers: only the tree is compared.
-        matches = [path for path, _ in taken] == [path for path, _ in returned]
-    else:
-        matches = taken == returned
+    matches = [path for path, _ in taken] == [path for path, _ in returned]
+    if matches:
+        for leaf, before, now in zip(jax.tree.leaves(x), taken, returned, strict=True):
+            # The dtype of a Python number becomes that of the layers.
+            if before != now and not _takes_any_dtype(leaf):
+                matches = False
     if not matches:
         raise TypeError(
             "scan_layers: layer_fn(weights, x) must return an x of the same tree, shapes and dtypes, which the next "
@@ -319,9 +321,10 @@ def _describe_kinds(kinds: list[tuple[str, str]]) -> str:
 
 def _check_microbatches(x: Any, microbatches: int) -> None:
     """Refuses activations that do not divide into microbatches."""
-    sizes = sorted({leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(x)})
     if microbatches == 1:
         return
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(x)]  # a leaf may be a Python number
+    sizes = sorted({shape[0] if shape else 0 for shape in shapes})
     if microbatches < 1 or any(not size or size % microbatches for size in sizes):
         raise ValueError(
             f"scan_layers: dim 0 of every activation must be divisible by microbatches, at least 1; got sizes {sizes} "

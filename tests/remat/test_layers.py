@@ -356,3 +356,27 @@ def test_recomputing_layers_takes_less_memory_and_changes_no_number(data8):
     kept = layers * rows * hidden * 4  # of each layer at least what one matmul made
     assert temp["full"] < temp[None] - kept
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), states["full"], states[None])
+
+
+# A Python number in the carry took away the comparison of all other leaves, and was itself an AttributeError.
+def test_a_number_in_the_carry_is_carried_and_all_other_leaves_are_compared():
+    stack = jnp.full((3, 4, 4), 0.25)
+
+    def count(weights, carry):
+        x, total = carry
+        return x @ weights, total + jnp.sum(x)
+
+    x, total = sk.scan_layers(count, stack, (jnp.ones((2, 4)), 0.0))
+    assert np.allclose(x, 1) and float(total) == 24  # three layers of eight ones
+
+    def widen(weights, carry):
+        x, total = carry
+        return (x @ weights.astype(x.dtype)).astype(jnp.float32), total
+
+    with raises(
+        TypeError,
+        "scan_layers: layer_fn(weights, x) must return an x of the same tree, shapes and dtypes, which the next layer "
+        "gets; it gets 0: bfloat16[2,4], 1: float and returns 0: float32[2,4], 1: float32[]. Cast or reshape it in "
+        "the layer.",
+    ):
+        sk.scan_layers(widen, stack, (jnp.ones((2, 4), jnp.bfloat16), 0.0))

@@ -179,12 +179,12 @@ def _take_chunks(table: SendTable, chunks: Sequence[int], place: int, reduce: bo
     if table.op == "all_gather":  # they are in their places
         return
     for number, chunk in enumerate(chunks):
-        own = {"type": _buffer_of(table), "index": chunk, "size": 1}
+        target = {"type": _buffer_of(table), "index": chunk, "size": 1}
         arrival = {"type": "s", "index": place + number, "size": 1}
         if reduce:
-            yield {"name": "re", "src_buff": [own, arrival], "dst_buff": [own]}
+            yield {"name": "re", "src_buff": [target, arrival], "dst_buff": [target]}
         else:
-            yield {"name": "copy", "src_buff": [arrival], "dst_buff": [own]}
+            yield {"name": "copy", "src_buff": [arrival], "dst_buff": [target]}
 
 
 def _merge_puts(puts: Sequence[Json]) -> list[Json]:
@@ -437,17 +437,17 @@ class _PlanReader:
     def _take(self, device: int, op: Json) -> None:
         """A chunk that has arrived is added or copied."""
         *addends, arrival = op["src_buff"]
-        [own] = op["dst_buff"]
+        [result] = op["dst_buff"]
         adds = op["name"] == "re"
         key = device, _check_count(arrival["index"])
-        is_single = own["size"] == arrival["size"] == 1
-        is_in_place = addends == ([own] if adds else [])
+        is_single = result["size"] == arrival["size"] == 1
+        is_in_place = addends == ([result] if adds else [])
         from_scratch = arrival["type"] == "s" and key in self.arrivals
-        if own["type"] not in ("i", "o") or not from_scratch or not is_single or not is_in_place:
+        if result["type"] not in ("i", "o") or not from_scratch or not is_single or not is_in_place:
             self._refuse("a chunk of the scratch buffer that is copied or added in place", f"{op}")
         put = self.arrivals.pop(key)
-        if put.chunk != own["index"]:
-            self._refuse("every chunk at its place", f"chunk {put.chunk} taken in place {own['index']}")
+        if put.chunk != result["index"]:
+            self._refuse("every chunk at its place", f"chunk {put.chunk} taken in place {result['index']}")
         self._note_send(put, self.clock[device] - 1, device, reduce=adds)
 
     def _note_send(self, put: _Put, step: int, target: int, reduce: bool) -> None:

@@ -117,37 +117,29 @@ def initialize(
     at_least_zero("initialize", timeout=timeout)
     ids = local_device_ids
     at_least("initialize", 0, local_device_ids=min(ids, default=0) if isinstance(ids, Sequence) else ids)
-    found = Found(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
-    secured = _secured(mtls_cert_file, mtls_key_file, mtls_ca_file)
-    if jax.distributed.is_initialized() and (config is None or config.enabled):
-        if secured:
+    passed = Found(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
+    certificates = _check_certificates(mtls_cert_file, mtls_key_file, mtls_ca_file)
+    is_enabled = config is None or config.enabled
+    if is_enabled and jax.distributed.is_initialized():
+        if certificates:
             raise ValueError(
                 "initialize: mtls_cert_file must be passed to jax.distributed.initialize, which has been called "
-                f"already; got {secured['mtls_cert_file']!r}. Leave it out."
+                f"already; got {certificates['mtls_cert_file']!r}. Leave it out."
             )
-        if config is not None:
-            found = found.filled(Found(size=config.num_processes, rank=config.rank))
-        _check_first()
-        with _joined(found, timeout) as place:
-            if place.size > 1:
-                client.start(place)
+        cluster = _join_monitors(config, passed, timeout)
         _check_devices(expect_devices)
-        address = place.address if place.size > 1 else ""
-        return Cluster(place.rank, place.size, environment.local_rank(os.environ), place.rank == 0, address)
-    given = environment.variables(os.environ)
-    if config is not None:
-        if not config.enabled:
-            return Cluster(0, 1, 0, True, "")
-        found = found.filled(_of_config(config, given if num_processes is process_id is None else Found()))
-    found = found.filled(given)
-    if found.size != 1 and None in found[:3]:
-        found = found.filled(environment.detected(os.environ, timeout))
+        return cluster
+
+    variables = environment.variables(os.environ)
+    if not is_enabled:
+        return Cluster(0, 1, 0, True, "")
+    job = _find_job(config, passed, variables, timeout)
     local_rank = environment.local_rank(os.environ) if config is None else config.local_rank or 0
-    if found.address is None and found.size in (None, 1) and not found.rank:
+    if job.address is None and job.size in (None, 1) and not job.rank:
         backends.leave_out_idle_tpu()
         _check_devices(expect_devices)
         return Cluster(0, 1, local_rank, True, "")
-    place = _place(found, timeout)
+    place = _find_place(job, timeout)
     _check_first()
     if backends.jax_has_started():
         raise RuntimeError(
@@ -158,25 +150,57 @@ def initialize(
         for name, value in config.jax_settings().items():
             jax.config.update(name, value)
     client.start(place)
+    _initialize_jax(place, job, certificates)
+    _check_devices(expect_devices)
+    return Cluster(place.rank, place.size, local_rank, place.rank == 0, place.address)
+
+
+def _find_job(config: DistributedConfig | None, passed: Found, variables: Found, timeout: float) -> Found:
+    """The job: what is passed, else what the config says, else variables, else what jax detects of a scheduler."""
+    job = passed
+    if config is not None:
+        # An argument that is passed contradicts variables on purpose: the config is compared with them only without.
+        has_place = passed.size is not None or passed.rank is not None
+        job = job.filled(_read_config(config, Found() if has_place else variables))
+    job = job.filled(variables)
+    is_complete = None not in (job.address, job.size, job.rank)
+    if job.size != 1 and not is_complete:
+        job = job.filled(environment.detected(os.environ, timeout))
+    return job
+
+
+def _initialize_jax(place: Place, job: Found, certificates: dict[str, Any]) -> None:
+    """Connects this process with jax's coordination service, which process 0 runs."""
     backends.leave_out_idle_tpu()
+    listens = ""
     if place.rank == 0:
         allow_files(place.size)  # jax's coordination service, too, holds a connection per process
-    listens = bind_address(place.host) if place.rank == 0 else ""
+        listens = bind_address(place.host)
     os.environ.update(environment.no_proxy(place.host, os.environ))
     jax.distributed.initialize(
         place.address,
         place.size,
         place.rank,
-        local_device_ids=found.local_devices,
+        local_device_ids=job.local_devices,
         cluster_detection_method="deactivate",
-        initialization_timeout=max(1, int(timeout)),
+        initialization_timeout=max(1, int(place.timeout)),
         heartbeat_timeout_seconds=_HEARTBEAT,
         shutdown_timeout_seconds=_SHUTDOWN,
         coordinator_bind_address=place._replace(host=listens).address if listens else None,
-        **secured,
+        **certificates,
     )
-    _check_devices(expect_devices)
-    return Cluster(place.rank, place.size, local_rank, place.rank == 0, place.address)
+
+
+def _join_monitors(config: DistributedConfig | None, passed: Found, timeout: float) -> Cluster:
+    """The cluster of a job that jax has joined already: only the monitors connect."""
+    if config is not None:
+        passed = passed.filled(Found(size=config.num_processes, rank=config.rank))
+    _check_first()
+    with _find_joined_place(passed, timeout) as place:
+        if place.size > 1:
+            client.start(place)
+    address = place.address if place.size > 1 else ""
+    return Cluster(place.rank, place.size, environment.local_rank(os.environ), place.rank == 0, address)
 
 
 def is_main() -> bool:
@@ -244,52 +268,58 @@ def log(*values: object) -> None:
 
 
 @contextmanager
-def _joined(found: Found, timeout: float) -> Iterator[Place]:
+def _find_joined_place(passed: Found, timeout: float) -> Iterator[Place]:
     """This process's place, by jax: process 0 tells the others a port, free inside, and a token if it has none.
 
     The port of the job's address is that of jax's coordination service, which tells them. Who can ask it for the token
-    could end the job anyway. Refuses what `found` says otherwise than jax, and a process 0 that does not answer.
+    could end the job anyway. Refuses what `passed` says otherwise than jax, and a process 0 that does not answer.
     """
     address, size, rank = backends.joined_job()
-    for name, given, actual in (("num_processes", found.size, size), ("process_id", found.rank, rank)):
-        if given is not None and given != actual:
+    for name, value, actual in (("num_processes", passed.size, size), ("process_id", passed.rank, rank)):
+        if value is not None and value != actual:
             raise ValueError(
-                f"initialize: {name} must be {actual}, as in the job that jax has joined already; got {given}. Leave "
+                f"initialize: {name} must be {actual}, as in the job that jax has joined already; got {value}. Leave "
                 "it out."
             )
-    if found.local_devices is not None:
+    if passed.local_devices is not None:
         raise ValueError(
             "initialize: local_device_ids must be passed to jax.distributed.initialize, which has been called already; "
-            f"got {found.local_devices}. Leave it out."
+            f"got {passed.local_devices}. Leave it out."
         )
-    host, cpu, token = address.rpartition(":")[0].strip("[]"), backends.cpu_only(), os.environ.get(TOKEN, "")
+    host, _, _ = address.rpartition(":")
+    host = host.strip("[]")
+    cpu = backends.cpu_only()
+    token = os.environ.get(TOKEN, "")
     if rank:
-        told = backends.told(_KEY, timeout)
-        if told is None:
+        message = backends.told(_KEY, timeout)
+        if message is None:
             raise RuntimeError(
                 f"initialize: process 0 must call it too; it did not within {timeout:g} s. Call it in every process, "
                 "or raise timeout."
             )
-        port, _, sent = told.partition(" ")
-        yield Place(host, int(port), rank, size, timeout, cpu, token or sent)
+        port, _, new_token = message.partition(" ")
+        yield Place(host, int(port), rank, size, timeout, cpu, token or new_token)
         return
     with free_port("") as free:
-        sent = "" if token else secrets.token_hex(32)
-        backends.tell_processes(_KEY, f"{free} {sent}")
-        yield Place(host, free, 0, size, timeout, cpu, token or sent)
+        new_token = "" if token else secrets.token_hex(32)
+        backends.tell_processes(_KEY, f"{free} {new_token}")
+        yield Place(host, free, 0, size, timeout, cpu, token or new_token)
 
 
-def _secured(*files: str | os.PathLike[str] | None) -> dict[str, Any]:
+def _check_certificates(*files: str | os.PathLike[str] | None) -> dict[str, Any]:
     """The arguments of jax's initialize for mutual TLS; none without files, which this version of jax must know."""
     names = ("mtls_cert_file", "mtls_key_file", "mtls_ca_file")
-    found = {name: os.fspath(file) for name, file in zip(names, files, strict=True) if file is not None}
-    if not found:
+    paths: dict[str, Any] = {}
+    for name, path in zip(names, files, strict=True):
+        if path is not None:
+            paths[name] = os.fspath(path)
+    if not paths:
         return {}
-    if len(found) < len(names):
+    if len(paths) < len(names):
         raise ValueError(
-            f"initialize: {quoted(names)} must be passed together; got {quoted(list(found))}. Pass all three."
+            f"initialize: {quoted(names)} must be passed together; got {quoted(list(paths))}. Pass all three."
         )
-    for name, file in found.items():
+    for name, file in paths.items():
         if not os.path.isfile(file):
             raise ValueError(f"initialize: {name} must be a file; got {file!r}, which is none. Pass its path.")
     if not set(names) <= inspect.signature(jax.distributed.initialize).parameters.keys():
@@ -297,7 +327,7 @@ def _secured(*files: str | os.PathLike[str] | None) -> dict[str, Any]:
             f"initialize: mtls_cert_file needs jax 0.12, whose service knows certificates; got jax {jax.__version__}. "
             "Install a newer jax, or leave the three files out."
         )
-    return found
+    return paths
 
 
 def _check_first() -> None:
@@ -305,10 +335,10 @@ def _check_first() -> None:
         raise RuntimeError("initialize: it must be called once per process; got a second call. Remove that.")
 
 
-def _of_config(config: DistributedConfig, given: Found) -> Found:
+def _read_config(config: DistributedConfig, variables: Found) -> Found:
     """What the config says; refuses one that describes another job than the launcher started."""
     size = config.num_processes
-    for name, described, variable in (("num_processes", size, given.size), ("rank", config.rank, given.rank)):
+    for name, described, variable in (("num_processes", size, variables.size), ("rank", config.rank, variables.rank)):
         if variable is not None and variable != described:
             raise ValueError(
                 f"initialize: the config must describe the job that the environment variables do; got {name}="
@@ -318,28 +348,31 @@ def _of_config(config: DistributedConfig, given: Found) -> Found:
     return Found(address, size, config.rank, environment.own_devices(config, os.environ))
 
 
-def _place(found: Found, timeout: float) -> Place:
-    if found.address is None or found.size is None or found.rank is None:
-        names = zip(("coordinator_address", "num_processes", "process_id"), found[:3], strict=True)
-        missing = next(name for name, value in names if value is None)
+def _find_place(job: Found, timeout: float) -> Place:
+    """This process's place in a job; refuses a job that lacks something, or says what cannot be."""
+    if job.address is None or job.size is None or job.rank is None:
+        missing = "process_id"
+        if job.address is None:
+            missing = "coordinator_address"
+        elif job.size is None:
+            missing = "num_processes"
         raise ValueError(
             f"initialize: {missing} must be known in a job of many processes; got neither an argument nor an "
             "environment variable. Pass it, or start the job with shardkit launch."
         )
-    size, rank = found.size, found.rank
-    if not 0 <= rank < size:
+    if not 0 <= job.rank < job.size:
         raise ValueError(
-            f"initialize: process_id must be at least 0 and below num_processes; got {rank} of {size}. Pass 0 to "
-            f"{size - 1}."
+            f"initialize: process_id must be at least 0 and below num_processes; got {job.rank} of {job.size}. Pass 0 "
+            f"to {job.size - 1}."
         )
-    host, colon, port = found.address.rpartition(":")
+    host, colon, port = job.address.rpartition(":")
     host = host.strip("[]")
     if not colon or not port.isdigit() or not 0 < int(port) < 65536 or host.endswith(":"):
         raise ValueError(
-            f"initialize: coordinator_address must be host:port with a port from 1 to 65535; got {found.address!r}. "
+            f"initialize: coordinator_address must be host:port with a port from 1 to 65535; got {job.address!r}. "
             "Pass for example node0:29500, or [fd00::1]:29500."
         )
-    return Place(host, int(port), rank, size, timeout, backends.cpu_only(), os.environ.get(TOKEN, ""))
+    return Place(host, int(port), job.rank, job.size, timeout, backends.cpu_only(), os.environ.get(TOKEN, ""))
 
 
 def _check_devices(expected: int | None) -> None:

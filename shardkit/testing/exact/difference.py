@@ -149,7 +149,10 @@ class _Values:
         """What all values of the mesh may be put together to."""
         digests: set[bytes] = set()
         for event in self.record.events:
-            for x in filter(_is_float, (*event.operands, *event.results)):
+            values = event.results
+            if event.place.equation.primitive.name != "shard_map":  # whose operands have other dims in front
+                values = (*event.operands, *event.results)
+            for x in filter(_is_float, values):
                 digests |= self.forms(x, event.place.axes)
         return digests
 

@@ -233,4 +233,4 @@ def test_certificates_are_passed_on_or_refused(tmp_path, monkeypatch):
         "jax, or leave the three files out."
     )
     monkeypatch.setattr(join.jax.distributed, "initialize", lambda mtls_cert_file, mtls_key_file, mtls_ca_file: None)
-    assert join._secured(*files.values()) == files
+    assert join._check_certificates(*files.values()) == files

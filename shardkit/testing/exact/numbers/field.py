@@ -1,9 +1,14 @@
 """The field that a program runs in: its residues, constants, and what is remembered of the run.
 
-A run decides comparisons in one of two ways. In a draw, real inputs are drawn beside the numbers, and every operation
-is done on them too, in float64. They say which of two numbers is larger, so that what happens is what happens for
-inputs that exist. In an order, a random total one, real values decide nothing: so a branch is taken that no draw has
-reached (see `orders.py`).
+We test polynomial identities at random points. Two different polynomials agree at a random point with a chance of at
+most degree / size of the field (Schwartz and Zippel), so a sum, product or quotient that agrees at a few points is the
+same for all inputs. A number of the program is therefore an array of components: its residue modulo each prime of a
+tower (`tower.py`), at each of some points.
+
+Residues have no order, and comparisons need one. A run decides them in one of two ways. In a "draw", real inputs are
+drawn beside the residues, and every operation is done on them too, in float64. They say which of two numbers is larger,
+so that what happens is what happens for inputs that exist. In an "order", real values decide nothing: numbers are put
+into a random total order, so that a branch is taken that no draw has reached (see `orders.py`).
 
 Not a number is a kind of its own: infinity less infinity, zero times infinity, 0 / 0, what a gather reads out of
 bounds. It spreads as in floats, and equals no number. What comes from outside of the domain of a function in a draw, as
@@ -44,7 +49,8 @@ MIXED = "mixed"  # of which each element is one of the kinds
 # a matter of convention.
 CROSSED = "crossed"
 PLANTED = ("alike", "repeated", "zero", CROSSED)
-SEEDS = 8  # of which one must have no divisor that is zero by chance
+# Where a divisor is zero at some point by chance, the points are drawn again, at most so many times.
+SEEDS = 8
 ROUNDING = {"round", "floor", "ceil", "to an integer"}
 _MOST_KEPT = 64  # elements of a constant that is kept
 
@@ -57,9 +63,10 @@ class Field:
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
         kind: what the inputs of a draw are, one of KINDS or PLANTED, or MIXED, "narrow"; "" for one of KINDS for each.
-            "crossed wide" and its like say what the elements are that are not put where a comparison changes.
+            CROSSED and another kind, as "crossed wide": some elements are put where a comparison changes its answer
+            (a maximum of equal numbers), and the others are of the other kind.
         scale: by what normal inputs are multiplied.
-        levels: how many primes of the tower there are, the highest.
+        levels: how many primes of the tower are used: the highest ones.
         settings: the arguments it was made of.
         marks: which integers follow from floats.
         uninterpreted: the functions that were applied without a law, by name.
@@ -69,16 +76,17 @@ class Field:
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
         exps: whether an exp was taken.
         chances: whether random bits of keys were used, which are others in each draw.
-        centres: logarithms of the constants that are compared.
+        centres: logarithms of the constants that are compared: inputs of the kind "near" are drawn around them.
         inputs: what was drawn, by name.
-        elements: of inputs, what they are to be.
+        elements: by the name of an input, values that its elements must have in this draw.
         coverage: what notes which way comparisons went, if any does.
         numbers_of_bits: by the residues of a word that stands for bits, the float: residues, facts and real value.
         degree_of_bits: bounds of the degree of all floats that became bits.
         squares_of_roots: what a square root is of: by its residues, those of its square.
         degree_of_squares: bounds of the degree of all numbers that a root was taken of.
         grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
-        halves: what A^-1 B is, and its degree, for L^-1 B where A is L L^T: by the residues of both factors.
+        halves: for a Cholesky factor L of A = L L^T: by the residues of L and of L^-1 B, what A^-1 B is, and its
+            degree. So L^-T (L^-1 B) is known to be A^-1 B, without a root.
     """
 
     def __init__(
@@ -148,7 +156,8 @@ class Field:
         """bool [components, ...]: which components have a meaning where so many primes are used up."""
         # The lowest primes are used up by exps; the highest one by logarithms that became numbers.
         level = self.residues.levels_of_components(used.ndim)
-        return (level >= used) & (level < self.levels - self.logs)
+        highest = self.levels - 1 if self.logs else self.levels
+        return (level >= used) & (level < highest)
 
     def is_zero(self, x: Exact) -> np.ndarray:
         """bool [...]: which elements are zero at all points."""
@@ -311,4 +320,6 @@ class Field:
         agreeing = min(1.0, total / self.variety) ** self.points
         smallest = int(self.residues.moduli[0])
         redrawn = 2 * self.points * weights / smallest  # all primes together: each is twice the last
+        # The points are random on the condition that no divisor is zero there: dividing by the chance of that. Of SEEDS
+        # tries one succeeded, so that the chance is not taken for less than 1 / SEEDS.
         return min(1.0, agreeing / max(1 - redrawn, 1 / SEEDS))

@@ -1,7 +1,7 @@
 """A tower of primes, each twice the last and 1 more: powers of an element of order p modulo 2p + 1, and logarithms.
 
 Why twice and 1 more: if p and q = 2p + 1 are primes, the squares modulo q form a group of p elements, and 4 = 2**2
-generates it. So 4**x modulo q hangs on x modulo p alone, and every x modulo p gives another power. That is an
+generates it. So 4**x modulo q depends on x modulo p alone, and every x modulo p gives another power. That is an
 exponential function from the numbers modulo p to those modulo q.
 
 Worked example: p = 5, q = 11. The powers 4**0, ..., 4**4 modulo 11 are 1, 4, 5, 9, 3, and 4**5 is 1 again.
@@ -17,7 +17,8 @@ import numpy as np
 PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
 LEVELS = len(PRIMES)
 _SMALL_STEPS = 2**19  # how many small powers of 4 a search for a logarithm keeps
-_LOW_BITS = np.uint64(2**22 - 1)  # by which most numbers that are none of them are told at once
+# A filter: most numbers that are not among the small powers differ from all of them in these bits.
+_LOW_BITS = np.uint64(2**22 - 1)
 
 
 @cache
