@@ -139,10 +139,13 @@ class _Values:
         return None
 
     def forms(self, x: Operand, axes: Mapping[str, int]) -> set[bytes]:
-        """What a value of the mesh may be put together to."""
-        if not _is_float(x):
-            return set()
-        return {_digest(form) for form, _ in itertools.islice(_forms(self.field, x, axes), _MOST_FORMS)}
+        """What a value of the mesh may be put together to, but for sums over devices."""
+        digests: set[bytes] = set()
+        if _is_float(x):
+            for form, how in itertools.islice(_forms(self.field, x, axes), _MOST_FORMS):
+                if not how:
+                    digests.add(_digest(form))
+        return digests
 
     @cached_property
     def everywhere(self) -> set[bytes]:
