@@ -109,6 +109,9 @@ class TracedOnce:
     def __call__(self, leaves: Leaves) -> Any:
         """The results for arrays of the shapes of the example."""
         results = jax.core.eval_jaxpr(self.jaxpr, self._constants, *leaves)
+        for i, shape in enumerate(jax.tree.leaves(self.shapes)):
+            if not isinstance(results[i], jax.Array):  # a number in the program, as the weight of a mean over constants
+                results[i] = jnp.asarray(results[i], shape.dtype)
         return jax.tree.unflatten(self._structure, results)
 
 

@@ -67,7 +67,7 @@ def test_what_the_log_does_not_say_is_seen_in_the_program(monkeypatch):
     def nothing(of):
         yield []
 
-    monkeypatch.setattr(backends, "captured_log", nothing)
+    monkeypatch.setattr(backends, "capture_log", nothing)
     planted = next(each for each in PLANTED if each.rule == "full-rematerialization")
     (finding,) = found(planted.wrong).findings
     assert finding.source.startswith(line_of(planted))
