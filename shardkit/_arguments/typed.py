@@ -256,6 +256,7 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # pytest then shows the user's line
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # raised by Python

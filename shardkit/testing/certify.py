@@ -19,16 +19,16 @@ from shardkit.collectives import vary
 from shardkit.meshes.layout import all_axes, broadcast_specs, check_axes, check_spec, path_name, spec_axes
 from shardkit.meshes.mesh import make_mesh
 from shardkit.testing._compare import (
+    check_conclusive,
     check_relative,
-    check_telling,
     constant_factor,
     distance,
+    format_factor,
     is_float,
     magnitude,
-    none_is_whole,
-    times,
+    replace_none,
 )
-from shardkit.testing._interpreter import pieces_of, stackable
+from shardkit.testing._interpreter import add_mesh_dims, split_shards
 
 
 class Certificate(NamedTuple):
@@ -102,14 +102,14 @@ def certify_gradients(
             )
     if batch_spec is None:
         batch_spec = jax.tree.map(lambda x: PartitionSpec(axes[0]) if np.ndim(x) else PartitionSpec(), batch)
-    batch_spec, param_specs = none_is_whole(batch_spec), none_is_whole(param_specs)
+    batch_spec, param_specs = replace_none(batch_spec), replace_none(param_specs)
     check_axes("certify_gradients", (batch_spec, param_specs), axes)
     arguments = params, batch
     specs = broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch)
     mesh: Any = jax.sharding.AbstractMesh((1,) * len(axes), axes)
     jax.tree.map(lambda x, spec: check_spec("certify_gradients", spec, mesh, np.ndim(x)), arguments, specs)
     expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))
-    check_telling("certify_gradients", expected)
+    check_conclusive("certify_gradients", expected)
     proved: list[dict[str, int]] = []
     found: list[_Finding] = []
     for sizes in _meshes(axes, count):
@@ -181,7 +181,7 @@ def _held_gradients(
 
     def device(params: Any, batch: Any) -> Any:
         grads = grad_fn(params, batch)
-        return stackable(vary(grads, names) if check_vma else grads, len(names))
+        return add_mesh_dims(vary(grads, names) if check_vma else grads, len(names))
 
     mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names), check_vma=check_vma)
     return jax.jit(mapped)(*arguments)
@@ -189,7 +189,7 @@ def _held_gradients(
 
 def _pieces(sizes: dict[str, int], x: np.ndarray, spec: PartitionSpec) -> np.ndarray:
     """A gradient of the reference as each device should hold it: [*sizes, *local shape]."""
-    pieces = pieces_of(x, spec, sizes)
+    pieces = split_shards(x, spec, sizes)
     pieces = np.expand_dims(pieces, [at for at, name in enumerate(sizes) if name not in all_axes(spec)])
     return np.broadcast_to(pieces, (*sizes.values(), *pieces.shape[len(sizes) :]))
 
@@ -229,7 +229,7 @@ def _words(x: np.ndarray, y: np.ndarray, sizes: dict[str, int], relative: float)
     ]
     factor = constant_factor(x, y)
     if factor is not None and not apart:
-        return f"are {times(factor)} the reference: {_axes_of(factor, sizes)}"
+        return f"are {format_factor(factor)} the reference: {_axes_of(factor, sizes)}"
     if apart:
         axes = " and ".join(f"axis {names[at]!r} (size {sizes[names[at]]})" for at in apart)
         for word, joined in (

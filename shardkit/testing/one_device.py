@@ -18,7 +18,7 @@ from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.means import Mean, divisor_of, is_mean, largest_weight, terms_of
 from shardkit.steps.carry import check_carried, reads_carried
 from shardkit.steps.state import makes, passed_what_it_takes
-from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
+from shardkit.testing._compare import check_batches, check_conclusive, check_relative, list_leaves, magnitude
 
 # A gradient leaf smaller than the largest by this factor is rounding noise: its true value is zero.
 ZERO = 1e-6
@@ -137,7 +137,7 @@ def one_device(
     given = Training(grad_fn, optimizer, params, tuple(batches), key, carry, carried)
     run = partial(_run, given, relative)
     for index, step in enumerate(plain := run(0)):
-        check_telling(f"one_device: step {index}", step.grads, step.loss)
+        check_conclusive(f"one_device: step {index}", step.grads, step.loss)
     noise: Any = jax.tree.map(lambda x: False, plain[0].grads)
     wanted = []
     for steps in zip(plain, run(1), run(-1), strict=True):
@@ -201,7 +201,7 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
 
 def noise_of(grads: Any, relative: float) -> Any:
     """The error that another order of summation may cause in each gradient leaf, a number."""
-    overall = max((magnitude(x) for _, x in leaves_of(grads)), default=0.0)
+    overall = max((magnitude(x) for _, x in list_leaves(grads)), default=0.0)
     return jax.tree.map(lambda x: max(relative * magnitude(x), ZERO * overall), grads)
 
 

@@ -20,7 +20,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import flow, mesh_axes, scan_operands, source_line, walk, while_operands
 from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.meshes.layout import all_axes
-from shardkit.testing._interpreter import joined, pieces_of
+from shardkit.testing._interpreter import join_shards, split_shards
 from shardkit.testing.exact.field import Field, UnsupportedError
 from shardkit.testing.exact.operands import Operand, deciding, stacked
 from shardkit.testing.exact.rules import Rules, held, known
@@ -193,7 +193,7 @@ class Interpreter:
         ways = [n if name in split else 1 for name, n in sizes.items()]
 
         def move(part: Any, lead: int) -> Any:
-            part = pieces_of(part, _behind(spec, lead), sizes)
+            part = split_shards(part, _behind(spec, lead), sizes)
             front = len(split)
             part = np.moveaxis(part, range(front), range(lead, lead + front))
             return part.reshape(*part.shape[:lead], *ways, *part.shape[lead + front :])
@@ -209,7 +209,7 @@ class Interpreter:
         def move(part: Any, lead: int) -> Any:
             part = np.moveaxis(part, range(lead, lead + len(sizes)), range(len(sizes)))
             ways = [n if name in split else 1 for name, n in sizes.items()]
-            return joined(np.broadcast_to(part, (*ways, *part.shape[len(sizes) :])), _behind(spec, lead), sizes)
+            return join_shards(np.broadcast_to(part, (*ways, *part.shape[len(sizes) :])), _behind(spec, lead), sizes)
 
         return moved(x, self.rank, move)
 

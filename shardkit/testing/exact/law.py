@@ -102,12 +102,12 @@ class _Traced(NamedTuple):
         make: Any = program.init
         if isinstance(make, Init):  # whose types of axes no trace can change
             make = replace(make, mesh=auto_mesh(make.mesh))
-        first = partial(make, key=program.key, **program.begins)
+        first = partial(make, key=program.key, **program.init_options)
         init, shapes = jax.make_jaxpr(first, return_shape=True)(program.params)
         if "traced" in vars(program) or not isinstance(program.init, Init):
             step = program.traced
         else:
-            state = program.init.abstract(program.params, **program.begins)._replace(key=program.key)
+            state = program.init.abstract(program.params, **program.init_options)._replace(key=program.key)
             step = program.step.trace(state, program.calls[0])
         return cls(
             init, shapes, step, without_unused(step.jaxpr), jax.make_jaxpr(unpadded)((shapes.params, shapes.carried))
