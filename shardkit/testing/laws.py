@@ -18,7 +18,7 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import PLAN, TOTALS, kind_of, mesh_axes, walk
 from shardkit.analysis.contracts import at_least_as_wide
-from shardkit.analysis.hlo.differences import changes, read_compiled
+from shardkit.analysis.hlo.differences import bytes_added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import row_of
 from shardkit.analysis.jaxpr.step import TracedStep
 from shardkit.analysis.judge import lint
@@ -101,8 +101,8 @@ def equal_copies(program: Program, reference: Reference) -> None:
             devices = find_unequal_replicas(x)
             if devices:
                 raise AssertionError(
-                    f"the replicas of {kind} {path_name(path)} must be bitwise equal; those on devices {devices[0]} and "
-                    f"{devices[1]} differ. Look for randomness, a reduction that one device skips, or an "
+                    f"the replicas of {kind} {path_name(path)} must be bitwise equal; those on devices {devices[0]} "
+                    f"and {devices[1]} differ. Look for randomness, a reduction that one device skips, or an "
                     "assume_replicated of a value that differs."
                 )
 
@@ -201,7 +201,7 @@ def compiled_as_written(program: Program, reference: Reference) -> str | None:
     if additions:
         lines = "; ".join(change.line for change in additions)
         raise AssertionError(f"the compiler must not add communication; it changed: {lines}")
-    added = added_by_compiler(compiled)
+    added = bytes_added_by_compiler(compiled)
     if added:
         return f"the optimizer reads across shards: the compiler adds {float(added):,.0f} bytes"
     return None

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,7 @@ class Program:
             carry=carry,
             accumulate=row.accumulate,
             precision=row.precision,
-            nonfinite=row.nonfinite,
+            nonfinite=cast(Any, row.nonfinite),
             deterministic=row.deterministic,
             manual=row.manual,
             steps=row.steps,
