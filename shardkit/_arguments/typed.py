@@ -73,6 +73,7 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
 
     @functools.wraps(fn)
     def call_checked(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # pytest then shows the user's line
         _check_arguments(name, signature, read_kinds(), args, kwargs)
         return fn(*args, **kwargs)
 

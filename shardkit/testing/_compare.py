@@ -34,12 +34,12 @@ class Gap(NamedTuple):
     """A leaf that differs from the reference by more than is allowed, at its worst element."""
 
     path: str
-    largest: float
-    allowed: float
-    at: tuple[int, ...]
-    got: Any
-    wanted: Any
-    factor: float | None
+    largest: float  # the difference at the worst element
+    allowed: float  # by how much that element may differ
+    worst: tuple[int, ...]  # the index of the worst element
+    actual: Any
+    expected: Any
+    factor: float | None  # by which the leaf differs everywhere, if there is one
 
     @property
     def where(self) -> str:
@@ -47,17 +47,17 @@ class Gap(NamedTuple):
         return "" if self.path == path_name(()) else f" {self.path}"
 
     def __str__(self) -> str:
-        place = f" at {list(self.at)}" if self.at else ""
+        place = f" at {list(self.worst)}" if self.worst else ""
         text = (
-            f"the largest difference is {self.largest:.3g}{place}, where it is {_number(self.got)} and the reference "
-            f"{_number(self.wanted)}"
+            f"the largest difference is {self.largest:.3g}{place}, where it is {_format_number(self.actual)} and the "
+            f"reference {_format_number(self.expected)}"
         )
         if self.factor is not None:
-            text += f" (everywhere {times(self.factor)} the reference)"
+            text += f" (everywhere {format_factor(self.factor)} the reference)"
         return f"{text}; allowed is {self.allowed:.3g}"
 
 
-def on(mesh: Mesh) -> str:
+def describe_mesh(mesh: Mesh) -> str:
     """`on mesh data=2, model=4`."""
     return f"on mesh {sized(mesh.shape.items())}"
 
@@ -67,21 +67,23 @@ def is_spec_or_none(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec)
 
 
-def none_is_whole(specs: Any) -> Any:
+def replace_none(specs: Any) -> Any:
     """Specs with P() in place of None."""
-    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_spec_or_none)
+    return jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, specs, is_leaf=is_spec_or_none)
 
 
-def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:
+def list_leaves(tree: Any) -> list[tuple[str, np.ndarray]]:
     """Paths and values, on the host; keys as their data, and ShapeDtypeStructs as they are."""
-    return [(path_name(path), _on_host(x)) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path_name(path), _fetch(x)) for path, x in leaves]
 
 
-def _on_host(x: Any) -> Any:
+def _fetch(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
-    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
+    if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
 
 
 def check_relative(where: str, relative: float) -> None:
@@ -103,19 +105,24 @@ def check_batches(where: str, batches: Sequence[Any]) -> None:
         raise ValueError(f"{where}: at least one batch is needed; got none. Pass one for each step.")
 
 
-def check_telling(where: str, grads: Any, loss: Any = 0.0) -> None:
+def check_conclusive(where: str, grads: Any, loss: Any = 0.0) -> None:
     """Refuses a reference that a wrong result could equal."""
-    leaves = leaves_of(grads)
-    values = [("the loss", np.asarray(loss)), *leaves]
-    wrong = [name for name, x in values if not np.all(np.isfinite(x.astype(np.float64)))]
-    if wrong or not any(np.any(x) for _, x in leaves):
-        found = (
-            f"{quoted(wrong)} {'is' if len(wrong) == 1 else 'are'} not finite" if wrong else "all gradients are zero"
-        )
-        raise ValueError(
-            f"{where}: the reference must be finite and have a nonzero gradient, or nothing is proved; {found}. "
-            "Pass other parameters or another batch."
-        )
+    leaves = list_leaves(grads)
+    not_finite = []
+    for name, x in [("the loss", np.asarray(loss)), *leaves]:
+        if not np.all(np.isfinite(x.astype(np.float64))):
+            not_finite.append(name)
+    if not_finite:
+        verb = "is" if len(not_finite) == 1 else "are"
+        reason = f"{quoted(not_finite)} {verb} not finite"
+    elif not any(np.any(x) for _, x in leaves):
+        reason = "all gradients are zero"
+    else:
+        return
+    raise ValueError(
+        f"{where}: the reference must be finite and have a nonzero gradient, or nothing is proved; {reason}. "
+        "Pass other parameters or another batch."
+    )
 
 
 def is_float(x: Any) -> bool:
@@ -123,110 +130,142 @@ def is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def shapes_differ(got: Any, wanted: Any) -> str:
+def describe_shapes(actual: Any, expected: Any) -> str:
     """How the structures or shapes differ; "" if they do not."""
-    ours, theirs = jax.tree.structure(got), jax.tree.structure(wanted)
-    if repr(ours) != repr(theirs):
-        return f"it is {_brief(ours)} and the reference {_brief(theirs)}"
-    for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True):
+    actual_structure = jax.tree.structure(actual)
+    expected_structure = jax.tree.structure(expected)
+    if repr(actual_structure) != repr(expected_structure):
+        return f"it is {_format_structure(actual_structure)} and the reference {_format_structure(expected_structure)}"
+    for (path, x), (_, y) in zip(list_leaves(actual), list_leaves(expected), strict=True):
         if x.shape != y.shape:
             return f"{path} has shape {x.shape} and the reference {y.shape}"
     return ""
 
 
-def kinds_differ(got: Any, wanted: Any) -> str:
+def describe_kinds(actual: Any, expected: Any) -> str:
     """Which leaf is floating-point, or complex, in one tree only; "" if none is."""
-    for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True):
-        if any(jnp.issubdtype(x.dtype, each) != jnp.issubdtype(y.dtype, each) for each in _KINDS):
-            return f"{path} is {x.dtype} and the reference {y.dtype}"
+    for (path, x), (_, y) in zip(list_leaves(actual), list_leaves(expected), strict=True):
+        for kind in _KINDS:
+            if jnp.issubdtype(x.dtype, kind) != jnp.issubdtype(y.dtype, kind):
+                return f"{path} is {x.dtype} and the reference {y.dtype}"
     return ""
 
 
-def first_other_bits(copies: Sequence[np.ndarray]) -> int:
-    """The first of several arrays whose bits differ from those of array 0; 0 if none differs."""
-    bits = [np.asarray(copy).tobytes() for copy in copies]
-    return next((k for k, each in enumerate(bits) if each != bits[0]), 0)
+def find_other_bits(copies: Sequence[np.ndarray]) -> int:
+    """The first of the arrays whose bits differ from those of array 0; 0 if none differs."""
+    first = np.asarray(copies[0]).tobytes()
+    for number, copy in enumerate(copies):
+        if np.asarray(copy).tobytes() != first:
+            return number
+    return 0
 
 
-def unequal_replicas(x: Any) -> tuple[int, int] | None:
+def find_unequal_replicas(x: Any) -> tuple[int, int] | None:
     """The ids of two devices whose replicas of one shard of a global array differ in a bit; None if there are none."""
-    shards: dict[str, list[Any]] = {}
-    for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
-        shards.setdefault(str(shard.index), []).append(shard)
-    for copies in shards.values():
-        other = first_other_bits([_on_host(shard.data) for shard in copies])
+    if not isinstance(x, jax.Array):
+        return None
+    replicas: dict[str, list[Any]] = {}
+    for shard in x.addressable_shards:
+        replicas.setdefault(str(shard.index), []).append(shard)
+    for copies in replicas.values():
+        other = find_other_bits([_fetch(shard.data) for shard in copies])
         if other:
             return copies[0].device.id, copies[other].device.id
     return None
 
 
-def first_gap(got: Any, wanted: Any, allowed: Callable[[int, np.ndarray, float], Any]) -> Gap | None:
+def find_worst_gap(actual: Any, expected: Any, allow: Callable[[int, np.ndarray, float], Any]) -> Gap | None:
     """The leaf that exceeds its allowed difference most, or None. Integers and booleans must be equal.
 
-    `allowed(at, leaf, overall)` is the largest difference for leaf number `at` of the reference, a number or one for
-    each element; `overall` is the largest magnitude of all leaves.
+    `allow(number, leaf, overall)` is the largest difference for leaf `number` of the reference, one for all elements or
+    one for each; `overall` is the largest magnitude of all leaves.
     """
-    pairs = [(path, x, y) for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
-    overall = max((magnitude(y) for _, _, y in pairs if is_float(y)), default=0.0)
+    expected_leaves = [y for _, y in list_leaves(expected)]
+    overall = max((magnitude(y) for y in expected_leaves if is_float(y)), default=0.0)
     worst: Gap | None = None
-    for at_leaf, (path, x, y) in enumerate(pairs):
+    worst_excess = 0.0
+    for number, ((path, x), y) in enumerate(zip(list_leaves(actual), expected_leaves, strict=True)):
         if not x.size:
             continue
         difference = distance(x, y)
-        bound = np.broadcast_to(allowed(at_leaf, y, overall) if is_float(y) else 0.0, difference.shape)
-        at = np.unravel_index(int(np.argmax(difference - bound)), difference.shape)
-        if difference[at] > bound[at] and (worst is None or _excess(difference[at], bound[at]) > _excess(*worst[1:3])):
-            place = tuple(int(i) for i in at)
-            factor = constant_factor(x, y)
-            worst = Gap(path, float(difference[at]), float(bound[at]), place, x[at], y[at], factor)
+        bound = allow(number, y, overall) if is_float(y) else 0.0
+        bound = np.broadcast_to(bound, difference.shape)
+        index = np.unravel_index(int(np.argmax(difference - bound)), difference.shape)
+        if not difference[index] > bound[index]:
+            continue
+        excess = difference[index] / bound[index] if bound[index] else np.inf
+        if worst is None or excess > worst_excess:
+            worst_excess = excess
+            worst = Gap(
+                path=path,
+                largest=float(difference[index]),
+                allowed=float(bound[index]),
+                worst=tuple(int(i) for i in index),
+                actual=x[index],
+                expected=y[index],
+                factor=constant_factor(x, y),
+            )
     return worst
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """|x - y| in float64; 0 where both are the same infinity or both are NaN, infinite where one of them is."""
-    x, y = _widest(x), _widest(y)
-    same = (x == y) | ((x != x) & (y != y))
+    x = _widen(x)
+    y = _widen(y)
+    both_are_nan = (x != x) & (y != y)
+    is_equal = (x == y) | both_are_nan
     with np.errstate(invalid="ignore"):
         difference = np.abs(x - y)
-    return np.where(same, 0.0, np.where(np.isfinite(difference), difference, np.inf))
+    difference = np.where(np.isfinite(difference), difference, np.inf)
+    return np.where(is_equal, 0.0, difference)
 
 
 def magnitude(x: np.ndarray) -> float:
     """The largest finite absolute value."""
-    x = np.abs(_widest(x))
+    x = np.abs(_widen(x))
     return float(np.max(x, initial=0.0, where=np.isfinite(x)))
 
 
 def constant_factor(x: np.ndarray, y: np.ndarray) -> float | None:
-    """The factor by which x differs from y everywhere; None if there is none, or it is 1."""
-    x, y = _widest(x).ravel(), _widest(y).ravel()
+    """The factor by which x differs from y everywhere; None if there is none, or it is 1.
+
+    It is the factor of the least squares, <y, x> / <y, y>, if what it leaves over is below a hundredth.
+    """
+    x = _widen(x).ravel()
+    y = _widen(y).ravel()
     size = float(np.vdot(y, y).real)
     if not size or not np.isfinite(x).all() or not np.isfinite(size):
         return None
     factor = float(np.vdot(y, x).real) / size
-    exact = np.max(np.abs(x - factor * y)) <= 1e-2 * max(abs(factor), 1e-3) * np.max(np.abs(y))
-    return factor if exact and abs(factor - 1) > 1e-2 else None
+    remainder = np.max(np.abs(x - factor * y))
+    fits = remainder <= 1e-2 * max(abs(factor), 1e-3) * np.max(np.abs(y))
+    if fits and abs(factor - 1) > 1e-2:
+        return factor
+    return None
 
 
-def times(factor: float) -> str:
+def format_factor(factor: float) -> str:
     """`4x`, `1/4 of`, `-1x`, `0x`."""
-    if 0 < abs(factor) < 0.99 and abs(1 / factor - round(1 / factor)) < 0.02 * abs(1 / factor):
-        return f"{'-' if factor < 0 else ''}1/{abs(round(1 / factor))} of"
-    return f"{round(factor)}x" if abs(factor - round(factor)) < 0.02 * max(1, abs(factor)) else f"{factor:.3g}x"
+    if 0 < abs(factor) < 0.99:
+        inverse = 1 / factor
+        if abs(inverse - round(inverse)) < 0.02 * abs(inverse):
+            sign = "-" if factor < 0 else ""
+            return f"{sign}1/{abs(round(inverse))} of"
+    if abs(factor - round(factor)) < 0.02 * max(1, abs(factor)):
+        return f"{round(factor)}x"
+    return f"{factor:.3g}x"
 
 
-def _excess(difference: float, bound: float) -> float:
-    return difference / bound if bound else np.inf
-
-
-def _widest(x: Any) -> np.ndarray:
+def _widen(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
-def _number(x: Any) -> str:
-    return str(bool(x)) if np.asarray(x).dtype == bool else f"{_widest(x).item():.6g}"
+def _format_number(x: Any) -> str:
+    if np.asarray(x).dtype == bool:
+        return str(bool(x))
+    return f"{_widen(x).item():.6g}"
 
 
-def _brief(structure: Any) -> str:
+def _format_structure(structure: Any) -> str:
     text = str(structure).removeprefix("PyTreeDef(").removesuffix(")")
     return "one array" if text == "*" else text

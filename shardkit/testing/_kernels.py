@@ -21,7 +21,7 @@ from shardkit._arguments.checks import counted, divides, named, quoted, sized
 from shardkit._jax import compat
 from shardkit.meshes.layout import all_axes, broadcast_specs, check_spec, split_dims
 from shardkit.on_device.means import kind
-from shardkit.testing._compare import is_spec_or_none, none_is_whole
+from shardkit.testing._compare import is_spec_or_none, replace_none
 
 
 def check_axes_of_specs(where: str, mesh: Mesh | AbstractMesh, *specs: Any) -> None:
@@ -165,7 +165,7 @@ def _check_replicated(where: str, spec: PartitionSpec, y: Any) -> None:
 def _broadcast(specs: Any, tree: Any) -> list[PartitionSpec] | None:
     """The spec of each leaf; None if they do not have the structure of the tree."""
     try:
-        whole = broadcast_specs(none_is_whole(specs), tree)
+        whole = broadcast_specs(replace_none(specs), tree)
     except ValueError:
         return None
     return jax.tree.leaves(whole, is_leaf=lambda x: isinstance(x, PartitionSpec))

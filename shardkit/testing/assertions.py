@@ -16,17 +16,17 @@ from shardkit._arguments.checks import mesh_in_context
 from shardkit._arguments.typed import Specs, typed
 from shardkit.meshes.layout import path_name
 from shardkit.testing._compare import (
-    first_gap,
+    describe_kinds,
+    describe_mesh,
+    describe_shapes,
+    find_unequal_replicas,
+    find_worst_gap,
     is_float,
     is_spec_or_none,
-    kinds_differ,
-    leaves_of,
+    list_leaves,
     magnitude,
-    on,
-    shapes_differ,
-    unequal_replicas,
 )
-from shardkit.testing._interpreter import of_floats
+from shardkit.testing._interpreter import restrict_to_floats
 from shardkit.testing._kernels import (
     check_args,
     check_arity,
@@ -91,6 +91,7 @@ def assert_matches_reference(
         ...     mesh=mesh, in_specs=P("data"), out_specs=P(), args=(np.arange(4, dtype="f"),),
         ... )
     """
+    __tracebackhide__ = True
     mesh = mesh_in_context(_WHERE, mesh)
     if kernel.__hash__ is None:  # an instance of a class with its own __eq__
         kernel = partial(kernel)
@@ -98,25 +99,25 @@ def assert_matches_reference(
     check_args(_WHERE, mesh, in_specs, args)
     check_arity(_WHERE, "kernel", kernel, args)
     check_arity(_WHERE, "reference", reference, args)
-    mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs), check_vma)
+    mapped = _map_kernel(kernel, mesh, *_make_hashable(in_specs), *_make_hashable(out_specs), check_vma)
     results = checked_reference(_WHERE, reference)(*args)
-    wanted = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), results)
-    comparison = _comparison(mesh, args, wanted, summands)
+    expected = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), results)
+    comparison = _choose_tolerance(mesh, args, expected, summands)
     modes = ["under jit", "eagerly"] if eager else ["under jit"]
     for mode in modes:
-        comparison.check(_run(mapped, mode)(*args), wanted, f"{mode}, the result")
+        comparison.check(_run(mapped, mode)(*args), expected, f"{mode}, the result")
     if not grad:
         return
     leaves, structure = jax.tree.flatten(tuple(args))
-    cotangents = _cotangents(wanted)
+    cotangents = _draw_cotangents(expected)
     try:
-        gradients = _vjp_of(reference, structure)(leaves, cotangents)
+        gradients = _make_vjp(reference, structure)(leaves, cotangents)
     except jax.errors.TracerArrayConversionError:
         raise TypeError(
             "assert_matches_reference: the reference must be written in jax when gradients are compared; it converts "
             "its arguments to numpy arrays. Use jax.numpy in it, or pass grad=False."
         ) from None
-    backward = _vjp_of(mapped, structure)
+    backward = _make_vjp(mapped, structure)
     for mode in modes:
         comparison.check(_run(backward, mode)(leaves, cotangents), gradients, f"{mode}, the gradient of argument")
 
@@ -128,35 +129,38 @@ class _Comparison(NamedTuple):
     eps: float  # that of the coarsest floating-point dtype
     summands: int  # the number of terms in the longest sum
 
-    def allowed(self, at: int, leaf: np.ndarray, overall: float) -> float:
-        """By how much a leaf may differ, given the largest magnitude in all leaves."""
+    def allow(self, index: int, leaf: np.ndarray, overall: float) -> float:
+        """By how much leaf number `index` may differ, given the largest magnitude in all leaves."""
         largest = magnitude(leaf)
         bound = self.eps * ((4 + self.summands**0.5) * largest + 4 * overall)
         return min(bound, LARGEST_RELATIVE * max(largest, overall))
 
-    def check(self, got: Any, wanted: Any, what: str) -> None:
+    def check(self, actual: Any, expected: Any, what: str) -> None:
         """Refuses what differs in structure, shape, kind of dtype, between replicas, or by more than is allowed."""
-        where = f"assert_matches_reference: {on(self.mesh)}, {what}"
-        wrong = shapes_differ(got, wanted)
-        if wrong:
+        __tracebackhide__ = True
+        where = f"assert_matches_reference: {describe_mesh(self.mesh)}, {what}"
+        difference = describe_shapes(actual, expected)
+        if difference:
             raise AssertionError(
-                f"{where} must have the reference's structure and shapes; {wrong}. Check out_specs and the gathers."
+                f"{where} must have the reference's structure and shapes; {difference}. Check out_specs and the "
+                "gathers."
             )
-        wrong = kinds_differ(got, wanted)
-        if wrong:
+        difference = describe_kinds(actual, expected)
+        if difference:
             raise AssertionError(
-                f"{where} must have a dtype of the reference's kind; {wrong}. Cast the kernel's or the reference's."
+                f"{where} must have a dtype of the reference's kind; {difference}. Cast the kernel's or the "
+                "reference's."
             )
-        for path, x in jax.tree_util.tree_leaves_with_path(got):
-            found = unequal_replicas(x)
-            if found:
+        for path, x in jax.tree_util.tree_leaves_with_path(actual):
+            devices = find_unequal_replicas(x)
+            if devices:
                 leaf = f" {path_name(path)}" if path else ""
                 raise AssertionError(
-                    f"{where}{leaf} must have the same bits on all devices that hold it; devices {found[0]} and "
-                    f"{found[1]} differ. Look for an assume_replicated of a value, or a cond with a predicate, that "
+                    f"{where}{leaf} must have the same bits on all devices that hold it; devices {devices[0]} and "
+                    f"{devices[1]} differ. Look for an assume_replicated of a value, or a cond with a predicate, that "
                     "differs."
                 )
-        gap = first_gap(got, wanted, self.allowed)
+        gap = find_worst_gap(actual, expected, self.allow)
         if gap:
             raise AssertionError(
                 f"{where}{gap.where} must equal the reference; {gap}. Look for a missing or repeated reduction, or "
@@ -164,23 +168,27 @@ class _Comparison(NamedTuple):
             )
 
 
-def _comparison(mesh: Mesh, args: Any, wanted: Any, summands: int | None) -> _Comparison:
+def _choose_tolerance(mesh: Mesh, args: Any, expected: Any, summands: int | None) -> _Comparison:
     if summands is not None and summands < 1:
         raise ValueError(
             f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave "
             "it out, or pass the length of the longest sum."
         )
-    everything = [x for _, x in leaves_of((list(args), wanted))]
-    n = summands if summands is not None else max((x.size for x in everything), default=1)
-    eps = max((float(jnp.finfo(x.dtype).eps) for x in everything if is_float(x)), default=0.0)
-    return _Comparison(mesh, eps, n)
+    arrays = [x for _, x in list_leaves((list(args), expected))]
+    if summands is None:
+        summands = max((x.size for x in arrays), default=1)
+    coarsest = 0.0
+    for x in arrays:
+        if is_float(x):
+            coarsest = max(coarsest, float(jnp.finfo(x.dtype).eps))
+    return _Comparison(mesh, coarsest, summands)
 
 
-def _cotangents(wanted: Any) -> list[Any]:
-    """A random one for each floating-point leaf, complex where it is complex."""
+def _draw_cotangents(expected: Any) -> list[Any]:
+    """A random cotangent for each floating-point leaf, complex where the leaf is complex."""
     rng = np.random.default_rng(zlib.crc32(b"cotangent"))  # not a seed that the caller is likely to use
     cotangents = []
-    for y in jax.tree.leaves(wanted):
+    for y in jax.tree.leaves(expected):
         draw = rng.normal(size=np.shape(y))
         if jnp.iscomplexobj(y):  # a real one is its own conjugate
             draw = draw + 1j * rng.normal(size=np.shape(y))
@@ -191,38 +199,43 @@ def _cotangents(wanted: Any) -> list[Any]:
 
 # Cached, because a property test calls this for every example: the same kernel on the same shapes compiles once.
 @lru_cache(maxsize=64)
-def _mapped(
+def _map_kernel(
     kernel: Any, mesh: Mesh, ins: Any, in_tree: Any, outs: Any, out_tree: Any, check_vma: bool
 ) -> Callable[..., Any]:
-    in_specs, out_specs = jax.tree.unflatten(in_tree, ins), jax.tree.unflatten(out_tree, outs)
+    in_specs = jax.tree.unflatten(in_tree, ins)
+    out_specs = jax.tree.unflatten(out_tree, outs)
     kernel = checked_kernel(_WHERE, kernel, mesh, out_specs, check_vma)
     return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
-def _hashable(specs: Any) -> tuple[tuple[Any, ...], Any]:
+def _make_hashable(specs: Any) -> tuple[tuple[Any, ...], Any]:
     leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec_or_none)
     return tuple(leaves), structure
 
 
 @lru_cache(maxsize=64)
-def _jitted(fn: Any) -> Callable[..., Any]:
+def _jit(fn: Any) -> Callable[..., Any]:
     return jax.jit(fn)
 
 
 def _run(fn: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    return _jitted(fn) if mode == "under jit" else fn
+    return _jit(fn) if mode == "under jit" else fn
 
 
 @lru_cache(maxsize=64)
-def _vjp_of(fn: Any, structure: Any) -> Callable[..., Any]:
+def _make_vjp(fn: Any, structure: Any) -> Callable[..., Any]:
     """The VJP of `fn` for the floating-point leaves of its arguments: (leaves, cotangents) -> gradients."""
 
-    def flat(*leaves: Any) -> list[Any]:
-        return [jnp.asarray(y) for y in jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves)))]
+    def call_flat(*leaves: Any) -> list[Any]:
+        out = fn(*jax.tree.unflatten(structure, leaves))
+        return [jnp.asarray(y) for y in jax.tree.leaves(out)]
 
     def backward(leaves: list[Any], cotangents: list[Any]) -> Any:
-        out, vjp = jax.vjp(of_floats(flat, leaves), [jnp.asarray(x) for x in leaves if is_float(x)])
-        grads = iter(vjp([c.astype(y.dtype) for c, y in zip(cotangents, out, strict=True)])[0])
-        return jax.tree.unflatten(structure, [next(grads) if is_float(x) else None for x in leaves])
+        floats = [jnp.asarray(x) for x in leaves if is_float(x)]
+        out, vjp = jax.vjp(restrict_to_floats(call_flat, leaves), floats)
+        (grads_of_floats,) = vjp([c.astype(y.dtype) for c, y in zip(cotangents, out, strict=True)])
+        remaining = iter(grads_of_floats)
+        grads = [next(remaining) if is_float(x) else None for x in leaves]
+        return jax.tree.unflatten(structure, grads)
 
     return backward

@@ -19,16 +19,16 @@ from shardkit.collectives import vary
 from shardkit.meshes.layout import all_axes, broadcast_specs, check_axes, check_spec, path_name, spec_axes
 from shardkit.meshes.mesh import make_mesh
 from shardkit.testing._compare import (
+    check_conclusive,
     check_relative,
-    check_telling,
     constant_factor,
     distance,
+    format_factor,
     is_float,
     magnitude,
-    none_is_whole,
-    times,
+    replace_none,
 )
-from shardkit.testing._interpreter import pieces_of, stackable
+from shardkit.testing._interpreter import add_mesh_dims, split_shards
 
 
 class Certificate(NamedTuple):
@@ -91,8 +91,9 @@ def certify_gradients(
         >>> certificate.meshes
         ({'data': 1}, {'data': 2})
     """
+    __tracebackhide__ = True
     axes = axis_names("certify_gradients", axes if isinstance(axes, str) else tuple(axes))
-    count = _count(devices)
+    count = _count_devices(devices)
     check_relative("certify_gradients", relative)
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if not is_float(x):
@@ -102,34 +103,37 @@ def certify_gradients(
             )
     if batch_spec is None:
         batch_spec = jax.tree.map(lambda x: PartitionSpec(axes[0]) if np.ndim(x) else PartitionSpec(), batch)
-    batch_spec, param_specs = none_is_whole(batch_spec), none_is_whole(param_specs)
+    batch_spec = replace_none(batch_spec)
+    param_specs = replace_none(param_specs)
     check_axes("certify_gradients", (batch_spec, param_specs), axes)
-    arguments = params, batch
-    specs = broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch)
+    arguments = (params, batch)
+    specs = (broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch))
     mesh: Any = jax.sharding.AbstractMesh((1,) * len(axes), axes)
     jax.tree.map(lambda x, spec: check_spec("certify_gradients", spec, mesh, np.ndim(x)), arguments, specs)
     expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))
-    check_telling("certify_gradients", expected)
+    check_conclusive("certify_gradients", expected)
     proved: list[dict[str, int]] = []
-    found: list[_Finding] = []
-    for sizes in _meshes(axes, count):
+    mistakes: list[_Mistake] = []
+    for sizes in _list_meshes(axes, count):
         if not all(jax.tree.leaves(jax.tree.map(partial(_divides, sizes), arguments, specs))):
             continue
-        held = _held_gradients(grad_fn, arguments, sizes, specs, check_vma)
-        wrong = _diagnose(held, jax.tree.map(partial(_pieces, sizes), expected, specs[0]), sizes, relative)
-        found += wrong
-        proved += [] if wrong else [sizes]
-    if not any(math.prod(sizes.values()) > 1 for sizes in proved) and not found:
+        grads = _compute_gradients(grad_fn, arguments, sizes, specs, check_vma)
+        expected_pieces = jax.tree.map(partial(_split_gradient, sizes), expected, specs[0])
+        mistakes_here = _diagnose(grads, expected_pieces, sizes, relative)
+        mistakes += mistakes_here
+        if not mistakes_here:
+            proved.append(sizes)
+    if mistakes:
+        raise AssertionError(_report(mistakes))
+    if not any(math.prod(sizes.values()) > 1 for sizes in proved):
         raise ValueError(
             f"certify_gradients: the batch and the parameters must be divisible by {named(tuple(axes))}; they fit no "
             f"mesh of 2 to {count} devices. Pass larger arrays or other specs."
         )
-    if found:
-        raise AssertionError(_report(found))
     return Certificate(tuple(proved), len(jax.tree.leaves(expected)))
 
 
-def _count(devices: int | None) -> int:
+def _count_devices(devices: int | None) -> int:
     """How many devices to use."""
     available = len(jax.devices())
     count = available if devices is None else devices
@@ -141,7 +145,7 @@ def _count(devices: int | None) -> int:
     return count
 
 
-class _Finding(NamedTuple):
+class _Mistake(NamedTuple):
     """A wrong leaf on one mesh, described in words."""
 
     path: str
@@ -149,139 +153,176 @@ class _Finding(NamedTuple):
     text: str
 
     @property
+    def split_axes(self) -> frozenset[str]:
+        """The axes of several devices."""
+        return frozenset(name for name, size in self.sizes.items() if size > 1)
+
+    @property
     def simplicity(self) -> tuple[int, int]:
         """Few axes first, then large ones: a factor of 8 is clearer than one of 2."""
-        return (sum(size > 1 for size in self.sizes.values()), -math.prod(self.sizes.values()))
+        return (len(self.split_axes), -math.prod(self.sizes.values()))
 
 
-def _meshes(axes: Sequence[str], count: int) -> list[dict[str, int]]:
+def _list_meshes(axes: Sequence[str], count: int) -> list[dict[str, int]]:
     """Every mesh over the axes whose number of devices divides `count`, small ones first."""
-    every = [sizes for sizes in factorizations(count, len(axes)) if count % math.prod(sizes) == 0]
-    return [dict(zip(axes, sizes, strict=True)) for sizes in sorted(every, key=math.prod)]
+    divisors = [sizes for sizes in factorizations(count, len(axes)) if count % math.prod(sizes) == 0]
+    return [dict(zip(axes, sizes, strict=True)) for sizes in sorted(divisors, key=math.prod)]
 
 
 def factorizations(devices: int, k: int) -> list[tuple[int, ...]]:
     """Every tuple of k sizes whose product is at most `devices`."""
     if k == 1:
         return [(n,) for n in range(1, devices + 1)]
-    return [(n, *rest) for n in range(1, devices + 1) for rest in factorizations(devices // n, k - 1)]
+    tuples = []
+    for n in range(1, devices + 1):
+        for others in factorizations(devices // n, k - 1):
+            tuples.append((n, *others))
+    return tuples
 
 
 def _divides(sizes: dict[str, int], x: Any, spec: PartitionSpec) -> bool:
-    split = zip(np.shape(x), spec_axes(spec), strict=False)
-    return all(n % math.prod(sizes[axis] for axis in axes) == 0 for n, axes in split)
+    for size, axes in zip(np.shape(x), spec_axes(spec), strict=False):
+        if size % math.prod(sizes[axis] for axis in axes):
+            return False
+    return True
 
 
-def _held_gradients(
+def _compute_gradients(
     grad_fn: Callable[[Any, Any], Any], arguments: Any, sizes: dict[str, Any], specs: Any, check_vma: bool
 ) -> Any:
     """The gradients on every device: arrays [*sizes, *local shape]."""
     names = tuple(sizes)
     mesh = make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
 
-    def device(params: Any, batch: Any) -> Any:
+    def run_device(params: Any, batch: Any) -> Any:
         grads = grad_fn(params, batch)
-        return stackable(vary(grads, names) if check_vma else grads, len(names))
+        if check_vma:  # out_specs stack over every axis, also where a gradient is the same
+            grads = vary(grads, names)
+        return add_mesh_dims(grads, len(names))
 
-    mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names), check_vma=check_vma)
+    mapped = jax.shard_map(run_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names), check_vma=check_vma)
     return jax.jit(mapped)(*arguments)
 
 
-def _pieces(sizes: dict[str, int], x: np.ndarray, spec: PartitionSpec) -> np.ndarray:
+def _split_gradient(sizes: dict[str, int], x: np.ndarray, spec: PartitionSpec) -> np.ndarray:
     """A gradient of the reference as each device should hold it: [*sizes, *local shape]."""
-    pieces = pieces_of(x, spec, sizes)
-    pieces = np.expand_dims(pieces, [at for at, name in enumerate(sizes) if name not in all_axes(spec)])
+    pieces = split_shards(x, spec, sizes)
+    missing_dims = [dim for dim, name in enumerate(sizes) if name not in all_axes(spec)]
+    pieces = np.expand_dims(pieces, missing_dims)
     return np.broadcast_to(pieces, (*sizes.values(), *pieces.shape[len(sizes) :]))
 
 
-def _diagnose(held: Any, pieces: Any, sizes: dict[str, int], relative: float) -> list[_Finding]:
-    got, wanted = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (held, pieces))
-    if [path for path, _ in got] != [path for path, _ in wanted]:
+def _diagnose(grads: Any, expected: Any, sizes: dict[str, int], relative: float) -> list[_Mistake]:
+    actual_leaves, _ = jax.tree_util.tree_flatten_with_path(grads)
+    expected_leaves, _ = jax.tree_util.tree_flatten_with_path(expected)
+    if [path for path, _ in actual_leaves] != [path for path, _ in expected_leaves]:
         raise AssertionError(
             "certify_gradients: the gradients must be a pytree like the parameters; got "
-            f"{jax.tree.structure(held)}. Return one gradient for each parameter."
+            f"{jax.tree.structure(grads)}. Return one gradient for each parameter."
         )
-    found = []
-    overall = max((magnitude(y) for _, y in wanted), default=0.0)
-    for (path, x), (_, y) in zip(got, wanted, strict=True):
+    mistakes = []
+    overall = max((magnitude(y) for _, y in expected_leaves), default=0.0)
+    for (path, x), (_, y) in zip(actual_leaves, expected_leaves, strict=True):
         x = np.asarray(x)
         if x.shape != y.shape:
-            lead = len(sizes)
-            text = f"have shape {x.shape[lead:]} on each device where the parameters have {y.shape[lead:]}"
-        elif np.max(distance(x, y), initial=0.0) <= relative * max(magnitude(y), 1e-3 * overall):
+            local_dims = slice(len(sizes), None)
+            text = f"have shape {x.shape[local_dims]} on each device where the parameters have {y.shape[local_dims]}"
+            mistakes.append(_Mistake(path_name(path), sizes, text))
             continue
-        else:
-            text = _words(x, y, sizes, relative)
-        found.append(_Finding(path_name(path), sizes, text))
-    return found
+        allowed = relative * max(magnitude(y), 1e-3 * overall)
+        if np.max(distance(x, y), initial=0.0) > allowed:
+            mistakes.append(_Mistake(path_name(path), sizes, _describe_mistake(x, y, sizes, relative)))
+    return mistakes
 
 
-def _words(x: np.ndarray, y: np.ndarray, sizes: dict[str, int], relative: float) -> str:
-    def first(v: np.ndarray, along: list[int]) -> np.ndarray:
-        return v[tuple(slice(0, 1) if i in along else slice(None) for i in range(v.ndim))]
-
-    names = list(sizes)
+def _describe_mistake(x: np.ndarray, y: np.ndarray, sizes: dict[str, int], relative: float) -> str:
+    """How gradients x differ from y, both [*sizes, *local shape]: by a factor, between devices, or otherwise."""
     near = relative * max(magnitude(x), magnitude(y))
-    apart = [
-        at
-        for at in range(len(names))
-        if np.max(distance(x, first(x, [at]))) > near and not np.max(distance(y, first(y, [at])))
-    ]
+    unreduced = _find_unreduced(x, y, len(sizes), near)
     factor = constant_factor(x, y)
-    if factor is not None and not apart:
-        return f"are {times(factor)} the reference: {_axes_of(factor, sizes)}"
-    if apart:
-        axes = " and ".join(f"axis {names[at]!r} (size {sizes[names[at]]})" for at in apart)
-        for word, joined in (
-            ("sum", x.sum(tuple(apart), keepdims=True)),
-            ("mean", x.mean(tuple(apart), keepdims=True)),
-        ):
-            if np.max(distance(joined, first(y, apart))) <= near:
-                return f"differ between devices: {axes} is not reduced; the {word} over it is the reference"
+    if factor is not None and not unreduced:
+        return f"are {format_factor(factor)} the reference: {_explain_factor(factor, sizes)}"
+    if unreduced:
+        names = list(sizes)
+        axes = " and ".join(f"axis {names[dim]!r} (size {sizes[names[dim]]})" for dim in unreduced)
+        expected = _take_first(y, unreduced)
+        if np.max(distance(x.sum(tuple(unreduced), keepdims=True), expected)) <= near:
+            return f"differ between devices: {axes} is not reduced; the sum over it is the reference"
+        if np.max(distance(x.mean(tuple(unreduced), keepdims=True), expected)) <= near:
+            return f"differ between devices: {axes} is not reduced; the mean over it is the reference"
         return f"differ between devices along {axes}, and neither their sum nor their mean is the reference"
     if not np.isfinite(x).all():
         return "are not finite where the reference is"
     gap = distance(x, y)
-    at = np.unravel_index(int(np.argmax(gap)), x.shape)
-    return (
+    worst = np.unravel_index(int(np.argmax(gap)), x.shape)
+    text = (
         "differ from the reference, by no common factor: the largest difference is "
-        f"{float(gap[at]):.3g}, where it is {x[at]:.6g} and the reference {y[at]:.6g}"
-        + (", as when means of unequal weight are averaged" if math.prod(sizes.values()) > 1 else "")
+        f"{float(gap[worst]):.3g}, where it is {x[worst]:.6g} and the reference {y[worst]:.6g}"
     )
+    if math.prod(sizes.values()) > 1:
+        text += ", as when means of unequal weight are averaged"
+    return text
 
 
-def _axes_of(factor: float, sizes: dict[str, int]) -> str:
-    """The axes whose sizes, to the fewest powers, multiply to the factor."""
-    used = [(name, size) for name, size in sizes.items() if size > 1]
-    every = itertools.product((0, 1, -1, 2, -2), repeat=len(used))
-    for powers in sorted(every, key=lambda each: sum(map(abs, each))):
-        size = math.prod(float(size) ** power for (_, size), power in zip(used, powers, strict=True))
-        if any(powers) and math.isclose(size, factor, rel_tol=0.02):
-            return " and ".join(_power_words(*axis, power) for axis, power in zip(used, powers, strict=True) if power)
-    return "no axis explains this factor" if used else "already on one device, so no axis is to blame"
+def _find_unreduced(x: np.ndarray, y: np.ndarray, mesh_dims: int, near: float) -> list[int]:
+    """The mesh dims along which the devices' gradients x differ, where the reference's are the same."""
+    dims = []
+    for dim in range(mesh_dims):
+        x_differs = np.max(distance(x, _take_first(x, [dim])), initial=0.0) > near
+        if x_differs and not np.max(distance(y, _take_first(y, [dim])), initial=0.0):
+            dims.append(dim)
+    return dims
 
 
-def _power_words(name: str, size: int, power: int) -> str:
+def _take_first(x: np.ndarray, dims: list[int]) -> np.ndarray:
+    """The first element along some dims, which keep size 1."""
+    return x[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(x.ndim))]
+
+
+def _explain_factor(factor: float, sizes: dict[str, int]) -> str:
+    """The axes whose sizes, to the fewest powers, multiply to the factor.
+
+    For example, 1/2 with data=4, model=2 is model to the power -1, and 8 is data and model to the power 1 each.
+    """
+    split = [(name, size) for name, size in sizes.items() if size > 1]
+    if not split:
+        return "already on one device, so no axis is to blame"
+    all_powers = itertools.product((0, 1, -1, 2, -2), repeat=len(split))
+    for powers in sorted(all_powers, key=lambda powers: sum(map(abs, powers))):
+        product = math.prod(float(size) ** power for (_, size), power in zip(split, powers, strict=True))
+        if any(powers) and math.isclose(product, factor, rel_tol=0.02):
+            explanations = []
+            for (name, size), power in zip(split, powers, strict=True):
+                if power:
+                    explanations.append(_explain_power(name, size, power))
+            return " and ".join(explanations)
+    return "no axis explains this factor"
+
+
+def _explain_power(name: str, size: int, power: int) -> str:
     axis = f"axis {name!r} (size {size})"
     if power == 1:
         return f"{axis} is summed twice, or a division by its size is missing"
     if power == -1:
         return f"{axis} is divided by once too often, or a sum over it is missing"
-    return f"{axis} is {'summed' if power > 0 else 'divided by'} {abs(power)} times too often"
+    operation = "summed" if power > 0 else "divided by"
+    return f"{axis} is {operation} {abs(power)} times too often"
 
 
-def _report(found: list[_Finding]) -> str:
+def _report(mistakes: list[_Mistake]) -> str:
     """Each kind of error on the simplest mesh that shows it; leaves with the same error together."""
     lines: list[str] = []
     explained: list[tuple[str, frozenset[str]]] = []
-    for finding in sorted(found, key=lambda f: f.simplicity):
-        axes = frozenset(name for name, size in finding.sizes.items() if size > 1)
-        if any(path == finding.path and known <= axes for path, known in explained):
+    for mistake in sorted(mistakes, key=lambda mistake: mistake.simplicity):
+        axes = mistake.split_axes
+        if any(path == mistake.path and explained_axes <= axes for path, explained_axes in explained):
             continue
-        same = [f.path for f in found if f.sizes == finding.sizes and f.text == finding.text]
-        explained += [(path, axes) for path in same]
-        names = ", ".join(f"`{path}`" for path in same[:5]) + (f" and {len(same) - 5} more" if len(same) > 5 else "")
-        lines.append(f"on mesh {sized(finding.sizes.items())}, gradients of {names} {finding.text}")
+        paths = [other.path for other in mistakes if other.sizes == mistake.sizes and other.text == mistake.text]
+        explained += [(path, axes) for path in paths]
+        names = ", ".join(f"`{path}`" for path in paths[:5])
+        if len(paths) > 5:
+            names += f" and {len(paths) - 5} more"
+        lines.append(f"on mesh {sized(mistake.sizes.items())}, gradients of {names} {mistake.text}")
     return (
         "certify_gradients: the gradients must equal the reference on every mesh; "
         + ";\n  ".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -30,7 +31,8 @@ class Op(NamedTuple):
 
     def __str__(self) -> str:
         axes = repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)
-        return ", ".join([f"{self.kernel}(x", axes, *(f"{name}={value!r}" for name, value in self.options)]) + ")"
+        options = [f"{name}={value!r}" for name, value in self.options]
+        return f"{self.kernel}({', '.join(['x', axes, *options])})"
 
 
 class BlockState(NamedTuple):
@@ -72,17 +74,21 @@ class Chain(NamedTuple):
         """The argument: whole numbers from -3 to 3, shape [*sizes, *shape]."""
         rng = np.random.default_rng(self.seed)
         shape = (*self.sizes.values(), *self.shape)
-        values = rng.integers(0, 2, shape) if self.dtype == "bool" else rng.integers(-3, 4, shape)
+        if self.dtype == "bool":
+            values = rng.integers(0, 2, shape)
+        else:
+            values = rng.integers(-3, 4, shape)
         return np.asarray(values).astype(jnp.dtype(self.dtype))
 
     def kernel(self, x: Any) -> Any:
         """What each device runs, inside shard_map or emulate: a block of shape [1, .., *shape] in, one out."""
-        lead = len(self.sizes)
-        x = x.reshape(x.shape[lead:])
+        mesh_dims = len(self.sizes)
+        x = x.reshape(x.shape[mesh_dims:])
         for op in self.ops:
-            x = getattr(collectives, op.kernel)(x, op.axes, **dict(op.options))
+            kernel = getattr(collectives, op.kernel)
+            x = kernel(x, op.axes, **dict(op.options))
         x = collectives.vary(x, tuple(self.sizes))
-        return x.reshape((1,) * lead + x.shape)
+        return x.reshape((1,) * mesh_dims + x.shape)
 
     def reference(self, x: Any, *, xp: Any = np) -> Any:
         """The same over lists of blocks: arrays of shape [*sizes, ...]; with `xp=jax.numpy` differentiable."""
@@ -94,29 +100,43 @@ class Chain(NamedTuple):
 
 def state_of(program: Chain) -> BlockState:
     """The block of a device after a program."""
-    state = BlockState(program.shape, program.dtype, 1.0 if program.dtype == "bool" else 2.0)
+    bits = 1.0 if program.dtype == "bool" else 2.0
+    state = BlockState(program.shape, program.dtype, bits)
     for op in program.ops:
-        state = _after(state, op, math.prod(program.sizes[name] for name in op.axes))
+        state = _apply_op(state, op, math.prod(program.sizes[name] for name in op.axes))
     return state
 
 
 def legal_ops(state: BlockState, axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[Op]:
     """Every collective over `axes` whose shapes fit and whose results are exact; first `vary`, which always fits."""
-    n, dims = math.prod(sizes[name] for name in axes), range(len(state.shape))
+    n = math.prod(sizes[name] for name in axes)
+    dims = range(len(state.shape))
     ops: list[tuple[str, dict[str, Any]]] = [("vary", {})]
-    ops += [("all_reduce", {"op": op}) for op in ("sum", "mean", "max", "min")]
-    ops += [("all_reduce", {"op": op}) for op in ("any", "all") if state.dtype == "bool"]
+    for op in ("sum", "mean", "max", "min"):
+        ops.append(("all_reduce", {"op": op}))
+    if state.dtype == "bool":
+        ops.append(("all_reduce", {"op": "any"}))
+        ops.append(("all_reduce", {"op": "all"}))
     ops += [("all_gather", {"dim": dim}) for dim in dims]
-    ops += [("shift", {"by": by, "wrap": wrap}) for by in (1, -1, 2) for wrap in (True, False)]
+    for by, wrap in itertools.product((1, -1, 2), (True, False)):
+        ops.append(("shift", {"by": by, "wrap": wrap}))
     ops += [("broadcast", {"source": source}) for source in sorted({0, n - 1})]
-    ops += [("prefix_scan", {"op": op, "exclusive": before}) for op in ("sum", "max") for before in (False, True)]
-    ops += [("halo_exchange", {"dim": dim, "wrap": wrap}) for dim in dims for wrap in (True, False)]
+    for op, exclusive in itertools.product(("sum", "max"), (False, True)):
+        ops.append(("prefix_scan", {"op": op, "exclusive": exclusive}))
+    for dim, wrap in itertools.product(dims, (True, False)):
+        ops.append(("halo_exchange", {"dim": dim, "wrap": wrap}))
     ops += [("gather_to_one", {"dim": dim, "target": n - 1}) for dim in dims]
-    # last, because they do not always fit: the others keep their index while an example shrinks
-    ops += [("reduce_scatter", {"dim": dim, "op": op}) for dim in dims for op in ("sum", "mean")]
-    ops += [("all_to_all", {"split_dim": i, "concat_dim": j}) for i in dims for j in dims]
-    every = [Op(kernel, axes, tuple(options.items())) for kernel, options in ops]
-    return [op for op in every if _fits(state, op, n)]
+    # Last, because they do not always fit: the others keep their index while an example shrinks.
+    for dim, op in itertools.product(dims, ("sum", "mean")):
+        ops.append(("reduce_scatter", {"dim": dim, "op": op}))
+    for split_dim, concat_dim in itertools.product(dims, dims):
+        ops.append(("all_to_all", {"split_dim": split_dim, "concat_dim": concat_dim}))
+    legal = []
+    for kernel, options in ops:
+        collective = Op(kernel, axes, tuple(options.items()))
+        if _fits(state, collective, n):
+            legal.append(collective)
+    return legal
 
 
 def _fits(state: BlockState, op: Op, n: int) -> bool:
@@ -129,14 +149,16 @@ def _fits(state: BlockState, op: Op, n: int) -> bool:
         return False  # 1/3 is not exact
     if op.kernel == "prefix_scan" and options == {"op": "max", "exclusive": True}:
         return False  # starts from minus infinity
-    after = _after(state, op, n)
-    return math.prod(after.shape) <= _LARGEST_BLOCK and after.bits <= _BITS[after.dtype]
+    result = _apply_op(state, op, n)
+    return math.prod(result.shape) <= _LARGEST_BLOCK and result.bits <= _BITS[result.dtype]
 
 
-def _after(state: BlockState, op: Op, n: int) -> BlockState:
+def _apply_op(state: BlockState, op: Op, n: int) -> BlockState:
     """The block of a device after one collective over n devices."""
     options = dict(op.options)
-    shape, dtype, bits = list(state.shape), state.dtype, state.bits
+    shape = list(state.shape)
+    dtype = state.dtype
+    bits = state.bits
     if op.kernel in ("all_gather", "gather_to_one"):
         shape[options["dim"]] *= n
     elif op.kernel == "reduce_scatter":
@@ -148,7 +170,8 @@ def _after(state: BlockState, op: Op, n: int) -> BlockState:
         shape[options["dim"]] += 2
     if options.get("op") in ("sum", "mean"):
         bits += math.log2(n)
-        dtype = "int32" if dtype == "bool" else dtype
+        if dtype == "bool":
+            dtype = "int32"
         if options["op"] == "mean" and dtype == "int32":
             dtype = "float32"
     return BlockState(tuple(shape), dtype, bits)

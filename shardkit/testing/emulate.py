@@ -17,7 +17,7 @@ from shardkit._arguments.typed import ARRAYS, check_kind, typed
 from shardkit.collectives import vary
 from shardkit.meshes.layout import all_axes, check_spec, path_name, spec_axes
 from shardkit.testing._compare import distance, is_spec_or_none
-from shardkit.testing._interpreter import joined, on_one_device, stackable
+from shardkit.testing._interpreter import add_mesh_dims, interpret, join_shards
 
 
 @typed
@@ -61,52 +61,59 @@ def emulate(
             f"emulate: mesh_sizes must give one or more axes a positive number of devices; got {dict(mesh_sizes)}. "
             "Write for example {'data': 2, 'model': 4}."
         )
-    mesh: Any = AbstractMesh(tuple(map(int, mesh_sizes.values())), names, axis_types=(AxisType.Auto,) * len(names))
+    sizes = tuple(int(size) for size in mesh_sizes.values())
+    mesh: Any = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
     unequal: list[str] = []
 
     @partial(jax.jit, static_argnums=(1, 2))
-    def each_device(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:
-        def device(*leaves: Any) -> Any:
+    def run_all_devices(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:
+        def run_device(*leaves: Any) -> Any:
             out = jax.tree.map(jnp.asarray, kernel(*jax.tree.unflatten(structure, leaves)))
-            return stackable(vary(out, names), len(names))
+            return add_mesh_dims(vary(out, names), len(names))
 
-        mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names), check_vma=check_vma)
-        return on_one_device(mapped, mesh, unequal.append)(*leaves)
+        mapped = jax.shard_map(
+            run_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names), check_vma=check_vma
+        )
+        return interpret(mapped, mesh, unequal.append)(*leaves)
 
     def run(*args: Any) -> Any:
+        __tracebackhide__ = True
         if isinstance(in_specs, tuple) and not isinstance(in_specs, PartitionSpec) and len(in_specs) != len(args):
             raise ValueError(
                 f"emulate: in_specs must have one entry for each argument; got {len(in_specs)} for {len(args)} "
                 "arguments. Add or drop an entry, or pass one PartitionSpec for all."
             )
         check_kind("emulate", "args", args, (ARRAYS,))
-        paths, structure = jax.tree_util.tree_flatten_with_path(args)
-        specs = tuple(_specs("in_specs", in_specs, args))
-        leaves = [jnp.asarray(x) for _, x in paths]
-        for (path, _), x, spec in zip(paths, leaves, specs, strict=True):
+        paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(args)
+        specs = tuple(_list_specs("in_specs", in_specs, args))
+        leaves = [jnp.asarray(x) for _, x in paths_and_leaves]
+        for (path, _), x, spec in zip(paths_and_leaves, leaves, specs, strict=True):
             where = f"emulate: argument {path_name(path)}"
             check_spec(where, spec, mesh, x.ndim)
             for dim, axes in enumerate(spec_axes(spec)):
                 divides(where, dim, x.shape[dim], axes, math.prod(mesh_sizes[axis] for axis in axes))
         unequal.clear()
-        out = each_device(leaves, specs, structure)
-        jax.effects_barrier()
+        out = run_all_devices(leaves, specs, structure)
+        jax.effects_barrier()  # the callbacks that find unequal values have run
         if unequal:
             raise ValueError(f"emulate: {unequal[0]}")
-        paths, structure = jax.tree_util.tree_flatten_with_path(out)
-        whole = [
-            _join(_on_host(x), spec, mesh, f"result {path_name(path)}")
-            for (path, x), spec in zip(paths, _specs("out_specs", out_specs, out), strict=True)
-        ]
-        return jax.tree.unflatten(structure, [jnp.asarray(x) for x in whole])
+        paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(out)
+        specs = tuple(_list_specs("out_specs", out_specs, out))
+        results = []
+        for (path, x), spec in zip(paths_and_leaves, specs, strict=True):
+            result = _join(_fetch(x), spec, mesh, f"result {path_name(path)}")
+            results.append(jnp.asarray(result))
+        return jax.tree.unflatten(structure, results)
 
     return run
 
 
-def _specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
-    def one(path: Any, spec: Any, sub: Any) -> Any:
-        if spec is None and (what == "in_specs" or not jax.tree.leaves(sub)):
+def _list_specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
+    """One spec for each leaf of a tree, of which `specs` is a prefix."""
+
+    def repeat_for_leaves(path: Any, spec: Any, subtree: Any) -> Any:
+        if spec is None and (what == "in_specs" or not jax.tree.leaves(subtree)):
             spec = PartitionSpec()
         if not isinstance(spec, PartitionSpec):
             place = f" at {path_name(path)}" if path else ""
@@ -114,40 +121,45 @@ def _specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
                 f"emulate: {what} must be a PartitionSpec, or a pytree of them; got {spec!r}{place}. Write P('data') "
                 "for an array that axis 'data' splits, P() for a replicated one."
             )
-        return jax.tree.map(lambda _: spec, sub)
+        return jax.tree.map(lambda _: spec, subtree)
 
     try:
-        every = jax.tree_util.tree_map_with_path(one, specs, tree, is_leaf=is_spec_or_none)
+        spec_tree = jax.tree_util.tree_map_with_path(repeat_for_leaves, specs, tree, is_leaf=is_spec_or_none)
     except ValueError:
         of = "the arguments" if what == "in_specs" else "the result"
         raise ValueError(
             f"emulate: {what} must be a prefix of {of}; got {specs!r} for {jax.tree.structure(tree)}. Pass a spec for "
             "each leaf, or one for a subtree."
         ) from None
-    return jax.tree.leaves(every, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return jax.tree.leaves(spec_tree, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
-def _on_host(x: jax.Array) -> Any:
+def _fetch(x: jax.Array) -> Any:
     """As a numpy array if possible, so that joining compiles nothing."""
-    return x if isinstance(x, jax.core.Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+    if isinstance(x, jax.core.Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return np.asarray(x)
 
 
 def _join(x: Any, spec: PartitionSpec, mesh: Any, what: str) -> Any:
     """From the results of all devices, [*all mesh sizes, *local shape], to the global array."""
     check_spec(f"emulate: {what}", spec, mesh, x.ndim - len(mesh.axis_names))
-    for at, name in reversed(list(enumerate(mesh.axis_names))):
+    for dim, name in reversed(list(enumerate(mesh.axis_names))):
         if name not in all_axes(spec) and not isinstance(x, jax.core.Tracer):
-            _check_equal(x, at, name, what)
-    return joined(x, spec, dict(mesh.shape))
+            _check_equal(x, dim, name, what)
+    return join_shards(x, spec, dict(mesh.shape))
 
 
-def _check_equal(x: Any, at: int, name: str, what: str) -> None:
+def _check_equal(x: Any, mesh_dim: int, name: str, what: str) -> None:
+    """Refuses results that differ along a mesh axis; NaN equals NaN."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    values = np.moveaxis(np.asarray(x), at, 0)
-    same = (values == values[:1]) | ((values != values) & (values[:1] != values[:1]))
-    if not same.all():
-        device = np.argwhere(~same)[0][0]
+    values = np.moveaxis(np.asarray(x), mesh_dim, 0)
+    first = values[:1]
+    both_are_nan = (values != values) & (first != first)
+    is_equal = (values == first) | both_are_nan
+    if not is_equal.all():
+        device = np.argwhere(~is_equal)[0][0]
         gap = distance(values[device], values[0]).max()
         raise ValueError(
             f"emulate: {what} must be equal along axis {name!r}, which out_specs omit; device {device} differs from "

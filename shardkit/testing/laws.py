@@ -28,7 +28,13 @@ from shardkit.meshes.layout import bytes_per_device, path_name
 from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.on_device.precision import precision_of
 from shardkit.steps.optimizer import wrap_optimizer
-from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
+from shardkit.testing._compare import (
+    constant_factor,
+    describe_shapes,
+    find_unequal_replicas,
+    find_worst_gap,
+    list_leaves,
+)
 from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.exact.law import equal_for_all_inputs as equal_for_all_inputs  # a law, of a room of its own
 from shardkit.testing.one_device import Reference
@@ -52,27 +58,29 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
         >>> laws = [sk.testing.laws.same_numbers]  # for `prove(..., laws=laws)`
     """
     compare = partial(_compare, refused=program.refused)
-    for index, (taken, want) in enumerate(zip(program.ran.steps, reference.steps, strict=True)):
+    steps = program.ran.steps
+    for index, (actual, expected) in enumerate(zip(steps, reference.steps, strict=True)):
         where = f"step {index}"
-        compare(where, "the loss", taken.metrics["loss"], want.loss, want.loss_allowed)
-        more = taken.metrics.keys() - want.metrics.keys() - {"loss", "finite", "loss_scale"}
-        if more:
+        compare(where, "the loss", actual.metrics["loss"], expected.loss, expected.loss_allowed)
+        extra = actual.metrics.keys() - expected.metrics.keys() - {"loss", "finite", "loss_scale"}
+        if extra:
             raise AssertionError(
-                f"{where}: the metrics must be those of one device; only the mesh returns {quoted(sorted(more))}. "
+                f"{where}: the metrics must be those of one device; only the mesh returns {quoted(sorted(extra))}. "
                 "Return the same means from the loss and from the reference."
             )
-        for name, value in want.metrics.items():
+        for name, value in expected.metrics.items():
             if name == "weight" and value == 1:  # that of a scalar loss, which weighs one per shard and microbatch
                 continue
-            got, allowed = taken.metrics.get(name), want.metrics_allowed[name]
-            compare(where, f"the metric {name!r}", got, value, allowed)
-        if taken.grads is not None:
-            compare(where, "the gradient of", taken.grads, want.grads, want.grads_allowed)
-        if taken.params is not None:
-            compare(where, "the updated parameter", taken.params, want.params, want.params_allowed)
-            compare(where, "the carried state", taken.carried, want.carried, want.carried_allowed)
-    recorded = all(taken.grads is not None for taken in program.ran.steps if taken.params is not None)
-    return None if recorded else "the step does not use row.optimizer: gradients are not compared"
+            compare(where, f"the metric {name!r}", actual.metrics.get(name), value, expected.metrics_allowed[name])
+        if actual.grads is not None:
+            compare(where, "the gradient of", actual.grads, expected.grads, expected.grads_allowed)
+        if actual.params is not None:
+            compare(where, "the updated parameter", actual.params, expected.params, expected.params_allowed)
+            compare(where, "the carried state", actual.carried, expected.carried, expected.carried_allowed)
+    for step in steps:
+        if step.params is not None and step.grads is None:
+            return "the step does not use row.optimizer: gradients are not compared"
+    return None
 
 
 def equal_copies(program: Program, reference: Reference) -> None:
@@ -81,16 +89,20 @@ def equal_copies(program: Program, reference: Reference) -> None:
     Example:
         >>> laws = [sk.testing.laws.equal_copies]  # for `prove(..., laws=laws)`
     """
-    state, metrics = program.ran.state, program.ran.metrics
-    kinds = {"parameter": state.params, "optimizer state": state.opt_state, "residual": state.residuals}
-    kinds["metric"] = metrics
-    for kind, tree in kinds.items():
+    state = program.ran.state
+    trees = {
+        "parameter": state.params,
+        "optimizer state": state.opt_state,
+        "residual": state.residuals,
+        "metric": program.ran.metrics,
+    }
+    for kind, tree in trees.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            found = unequal_replicas(x)
-            if found:
+            devices = find_unequal_replicas(x)
+            if devices:
                 raise AssertionError(
-                    f"the replicas of {kind} {path_name(path)} must be bitwise equal; those on devices {found[0]} and "
-                    f"{found[1]} differ. Look for randomness, a reduction that one device skips, or an "
+                    f"the replicas of {kind} {path_name(path)} must be bitwise equal; those on devices {devices[0]} "
+                    f"and {devices[1]} differ. Look for randomness, a reduction that one device skips, or an "
                     "assume_replicated of a value that differs."
                 )
 
@@ -105,21 +117,27 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
     """
     if isinstance(program.row.grad_fn, PipelineGradFn):
         return "a pipeline gathers and reduces in its own ticks"
-    found = [row_of(site) for site in walk(program.traced.jaxpr.jaxpr) if kind_of(site.equation) and site.within(PLAN)]
-    found = [row for row in found if row.n > 1]
+    rows = []
+    for site in walk(program.traced.jaxpr.jaxpr):
+        if kind_of(site.equation) and site.within(PLAN):
+            row = row_of(site)
+            if row.n > 1:
+                rows.append(row)
     steps = program.row.steps or 1
     traffic = partial(plan_traffic, program.plan, program.shapes[0].params, program.mesh, program.row)
-    differences = _differences(found, traffic(), steps)
-    if differences and program.carried is not None:
+    differences = _list_differences(rows, traffic(), steps)
+    if not differences:
+        return None
+    if program.carried is not None:
         return "what is gathered of carried state is not in the closed form"
-    if differences and _differences(found, traffic(prefetched=True), steps):
-        axes, by_layouts, here = differences[0]
-        raise AssertionError(
-            f"the plan must send {float(by_layouts):,.0f} bytes per device and step over {quoted(axes)}, by its "
-            f"layouts; the census counts {float(here):,.0f}. Print sk.census(step, state, batch) to find the "
-            "missing or extra collective."
-        )
-    return None
+    if not _list_differences(rows, traffic(prefetched=True), steps):
+        return None
+    axes, by_layouts, counted = differences[0]
+    raise AssertionError(
+        f"the plan must send {float(by_layouts):,.0f} bytes per device and step over {quoted(axes)}, by its "
+        f"layouts; the census counts {float(counted):,.0f}. Print sk.census(step, state, batch) to find the "
+        "missing or extra collective."
+    )
 
 
 def sums_keep_their_dtype(program: Program, reference: Reference) -> None:
@@ -136,28 +154,33 @@ def sums_keep_their_dtype(program: Program, reference: Reference) -> None:
     for site in walk(program.traced.jaxpr.jaxpr):
         if not kind_of(site.equation) or not mesh_axes(site.equation):
             continue
-        row, what, asked = row_of(site), "of the loss itself are added in compute", policy.compute
         if site.within(PLAN):
-            what, asked = "of gradients are added in reduce", policy.reduce
+            what = "of gradients are added in reduce"
+            dtype = policy.reduce
         elif site.within(TOTALS):
-            what, asked = "of losses, metrics and weights are added in", jnp.float32
-        if row.n > 1 and row.sums and not at_least_as_wide(row.sums, asked):
+            what = "of losses, metrics and weights are added in"
+            dtype = jnp.float32
+        else:
+            what = "of the loss itself are added in compute"
+            dtype = policy.compute
+        row = row_of(site)
+        if row.n > 1 and row.sums and not at_least_as_wide(row.sums, dtype):
             raise AssertionError(
-                f"sums over devices must keep the dtype that was asked for: those {what} {jnp.dtype(asked)}; "
+                f"sums over devices must keep the dtype that was asked for: those {what} {jnp.dtype(dtype)}; "
                 f"{row.kind} over {quoted(row.axes)} adds in {row.sums} at {row.source}. Cast before it, or pass a "
                 "precision that says so."
             )
 
 
-def _differences(found: list[Any], wanted: Sent, steps: int) -> list[tuple[tuple[str, ...], Any, Any]]:
-    """The axes over which a census of these steps does not count what is wanted, and both numbers of bytes per step."""
-    out = []
-    for axes in sorted({row.axes for row in found} | set(wanted)):
-        here = sum(row.total for row in found if set(row.axes) == set(axes)) / steps
-        there = sum(sent for over, sent in wanted.items() if set(over) == set(axes))
-        if here != there:
-            out.append((axes, there, here))
-    return out
+def _list_differences(rows: list[Any], expected: Sent, steps: int) -> list[tuple[tuple[str, ...], Any, Any]]:
+    """The axes over which a census of `steps` steps does not count the expected bytes, and both numbers per step."""
+    differences = []
+    for axes in sorted({row.axes for row in rows} | set(expected)):
+        counted = sum(row.total for row in rows if set(row.axes) == set(axes)) / steps
+        by_layouts = sum(sent for other, sent in expected.items() if set(other) == set(axes))
+        if counted != by_layouts:
+            differences.append((axes, by_layouts, counted))
+    return differences
 
 
 def compiled_as_written(program: Program, reference: Reference) -> str | None:
@@ -171,15 +194,17 @@ def compiled_as_written(program: Program, reference: Reference) -> str | None:
     bits = jnp.finfo(precision_of(program.row.precision).compute).bits
     if bits < 32 and program.mesh.devices.flat[0].platform == "cpu":
         return "the CPU compiler sends 16-bit floats as float32"
-    found = read_compiled(program.traced, program.compiled)
-    more = [change for change in changes(found.census, found.rows) if change.more]
-    if more and _reads_across_shards(program):  # the compiler merges what it adds with written sums
-        more = [change for change in more if not change.added and change.kind != "all_reduce"]
-    if more:
-        lines = "; ".join(change.line for change in more)
+    compiled = read_compiled(program.traced, program.compiled)
+    additions = [change for change in changes(compiled.census, compiled.rows) if change.more]
+    if additions and _reads_across_shards(program):  # the compiler merges what it adds with written sums
+        additions = [change for change in additions if not change.added and change.kind != "all_reduce"]
+    if additions:
+        lines = "; ".join(change.line for change in additions)
         raise AssertionError(f"the compiler must not add communication; it changed: {lines}")
-    added = bytes_added_by_compiler(found)
-    return f"the optimizer reads across shards: the compiler adds {float(added):,.0f} bytes" if added else None
+    added = bytes_added_by_compiler(compiled)
+    if added:
+        return f"the optimizer reads across shards: the compiler adds {float(added):,.0f} bytes"
+    return None
 
 
 def lint_is_silent(program: Program, reference: Reference) -> None:
@@ -188,9 +213,10 @@ def lint_is_silent(program: Program, reference: Reference) -> None:
     Example:
         >>> laws = [sk.testing.laws.lint_is_silent]  # for `prove(..., laws=laws)`
     """
-    found = lint(program.traced, ignore=("idle-axis",))
-    if found:
-        raise AssertionError("lint must report nothing; it reports: " + "; ".join(str(each) for each in found))
+    findings = lint(program.traced, ignore=("idle-axis",))
+    if findings:
+        lines = "; ".join(str(finding) for finding in findings)
+        raise AssertionError(f"lint must report nothing; it reports: {lines}")
 
 
 def processes_agree(program: Program, reference: Reference) -> None:
@@ -199,11 +225,10 @@ def processes_agree(program: Program, reference: Reference) -> None:
     Example:
         >>> laws = [sk.testing.laws.processes_agree]  # for `prove(..., laws=laws)`
     """
-    found = list(differences_of_processes(TracedStep(program.step, program.shapes, program.traced)))
-    if found:
-        raise AssertionError(
-            "all processes must run the same program; lint reports: " + "; ".join(str(each) for each in found)
-        )
+    findings = list(differences_of_processes(TracedStep(program.step, program.shapes, program.traced)))
+    if findings:
+        lines = "; ".join(str(finding) for finding in findings)
+        raise AssertionError(f"all processes must run the same program; lint reports: {lines}")
 
 
 def donates_the_state(program: Program, reference: Reference) -> None:
@@ -212,14 +237,17 @@ def donates_the_state(program: Program, reference: Reference) -> None:
     Example:
         >>> laws = [sk.testing.laws.donates_the_state]  # for `prove(..., laws=laws)`
     """
-    used = compat.arguments_used(program.traced.jaxpr.jaxpr)
+    is_used = compat.arguments_used(program.traced.jaxpr.jaxpr)
     leaves = jax.tree.leaves(program.shapes[0]._replace(key=None))  # the key stays outside jit
-    held = sum(bytes_per_device(x) for x, read in zip(leaves, used, strict=False) if read)
+    state_bytes = 0
+    for leaf, used in zip(leaves, is_used, strict=False):  # the batch's arguments follow
+        if used:
+            state_bytes += bytes_per_device(leaf)
     donated = program.compiled.memory_analysis().alias_size_in_bytes
-    if donated != held:
+    if donated != state_bytes:
         raise AssertionError(
-            f"a step must write its new state in place, {held:,} bytes per device; it reuses {donated:,}. Look for a "
-            "leaf whose dtype or layout changes in the step."
+            f"a step must write its new state in place, {state_bytes:,} bytes per device; it reuses {donated:,}. Look "
+            "for a leaf whose dtype or layout changes in the step."
         )
 
 
@@ -229,7 +257,7 @@ def compiles_once(program: Program, reference: Reference) -> None:
     Example:
         >>> laws = [sk.testing.laws.compiles_once]  # for `prove(..., laws=laws)`
     """
-    counts = [taken.compiled for taken in program.ran.steps]
+    counts = [step.compiled for step in program.ran.steps]
     if any(counts[1:]):
         raise AssertionError(
             f"only the first step may compile; the steps compiled {counts} programs. Look for weakly typed leaves, and "
@@ -255,34 +283,51 @@ LAWS: tuple[Law, ...] = (
 def _reads_across_shards(program: Program) -> bool:
     """Whether the optimizer's update mixes elements of an array, and so reads across shards, by its trace."""
     optimizer = wrap_optimizer(program.row.optimizer)
+
+    def update(params: Any) -> Any:
+        return optimizer.update(params, optimizer.init(params), params, value=jnp.float32(1))
+
     params = jax.eval_shape(lambda: program.params)
-    closed = jax.make_jaxpr(
-        lambda params: optimizer.update(params, optimizer.init(params), params, value=jnp.float32(1))
-    )(params)
-    return any(
-        site.name.startswith(_MIXING) and any(math.prod(getattr(v.aval, "shape", ())) > 1 for v in site.equation.invars)
-        for site in walk(closed.jaxpr)
-    )
+    for site in walk(jax.make_jaxpr(update)(params).jaxpr):
+        if site.name.startswith(_MIXING):
+            sizes = [math.prod(getattr(v.aval, "shape", ())) for v in site.equation.invars]
+            if max(sizes, default=0) > 1:
+                return True
+    return False
 
 
 def _compare(
-    where: str, what: str, got: Any, wanted: Any, allowed: Any, refused: Callable[[], str] = lambda: ""
+    where: str, what: str, actual: Any, expected: Any, allowed: Any, *, refused: Callable[[], str] = str
 ) -> None:
     """Refuses values that differ; `refused` says why a first call would refuse the step, or ""."""
-    wrong = shapes_differ(got, wanted)
-    if wrong:
+    difference = describe_shapes(actual, expected)
+    if difference:
         raise AssertionError(
-            f"{where}: {what} must have the structure and shapes of one device's; {wrong}. Return it like one "
+            f"{where}: {what} must have the structure and shapes of one device's; {difference}. Return it like one "
             "device: a gradient for each parameter, the same means as metrics."
         )
-    bounds = [bound for _, bound in leaves_of(allowed)]
-    gap = first_gap(got, wanted, lambda at, leaf, overall: bounds[at])
-    if gap:
-        text = str(gap).replace("the reference", "one device's")
-        factors = [constant_factor(x, y) for (_, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
-        scaled = any(all(f and math.isclose(f, s, rel_tol=0.01) for f in factors) for s in (SCALE, 1 / SCALE))
-        hint = f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients" if scaled else ""
-        reason = refused() or (
+    bounds = [bound for _, bound in list_leaves(allowed)]
+    gap = find_worst_gap(actual, expected, lambda number, leaf, overall: bounds[number])
+    if not gap:
+        return
+    reason = refused()
+    if not reason:
+        hint = ""
+        if _ignores_scale(actual, expected):
+            hint = f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients"
+        reason = (
             f"Check what the loss sums and over which axes it varies, and that random numbers come from `keys`{hint}."
         )
-        raise AssertionError(f"{where}: {what}{gap.where} must equal one device's; {text}. {reason}")
+    text = str(gap).replace("the reference", "one device's")
+    raise AssertionError(f"{where}: {what}{gap.where} must equal one device's; {text}. {reason}")
+
+
+def _ignores_scale(actual: Any, expected: Any) -> bool:
+    """Whether all leaves differ by the factor of a GradFn that ignores its `scale`, or applies it twice."""
+    factors = []
+    for (_, x), (_, y) in zip(list_leaves(actual), list_leaves(expected), strict=True):
+        factors.append(constant_factor(x, y))
+    for scale in (SCALE, 1 / SCALE):
+        if all(factor and math.isclose(factor, scale, rel_tol=0.01) for factor in factors):
+            return True
+    return False

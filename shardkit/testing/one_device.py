@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from shardkit.on_device.means import Mean, divisor_of, is_mean, largest_weight, 
 from shardkit.steps.carry import check_carried, reads_carried
 from shardkit.steps.optimizer import wrap_optimizer
 from shardkit.steps.state import is_initializer
-from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
+from shardkit.testing._compare import check_batches, check_conclusive, check_relative, list_leaves, magnitude
 
 # A gradient leaf smaller than the largest by this factor is rounding noise: its true value is zero.
 ZERO = 1e-6
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """What a training on one device is of, as `one_device` takes it."""
+    """The arguments of a training on one device, as `one_device` takes them."""
 
     grad_fn: GradFn
     optimizer: Any
@@ -53,28 +53,28 @@ class Training:
     carry: Any = None
     carried: Any = None
 
-    def first(self, params: Any) -> Any:
+    def init_carried(self, params: Any) -> Any:
         """The carried state before the first step."""
         carried = self.carried(params) if is_initializer(self.carried) else self.carried
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), carried)
 
-    def read(self, carried: Any) -> dict[str, Any]:
-        """What the GradFn is passed of the carried state."""
+    def carried_arguments(self, carried: Any) -> dict[str, Any]:
+        """The keyword arguments by which the GradFn gets the carried state; none if it does not read it."""
         return {"carried": carried} if reads_carried(self.grad_fn) else {}
 
-    def after(self, carried: Any, loss: Any, metrics: Any, params: Any) -> Any:
+    def update_carried(self, carried: Any, loss: Any, metrics: Any, params: Any) -> Any:
         """The carried state after a step, in the dtypes that it had."""
         if self.carry is None:
             return carried
-        new = self.carry(carried, {"loss": loss, **metrics}, params)
-        return jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), new, carried)
+        updated = self.carry(carried, {"loss": loss, **metrics}, params)
+        return jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), updated, carried)
 
 
 class Reference(NamedTuple):
-    """A training run on one device: the expected results of each step, and what they are of."""
+    """A training run on one device: the expected results of each step, and its arguments."""
 
     steps: tuple[Wanted, ...]
-    given: Training | None = None
+    training: Training | None = None
 
 
 class _Step(NamedTuple):
@@ -134,64 +134,69 @@ def one_device(
     check_carried("one_device", reads_carried(grad_fn), carry, carried, "carried=, and carry= if it changes")
     check_batches("one_device", batches)
     check_relative("one_device", relative)
-    key = jax.random.key(0) if key is None else key
-    given = Training(grad_fn, optimizer, params, tuple(batches), key, carry, carried)
-    run = partial(_run, given, relative)
-    for index, step in enumerate(plain := run(0)):
-        check_telling(f"one_device: step {index}", step.grads, step.loss)
-    noise: Any = jax.tree.map(lambda x: False, plain[0].grads)
-    wanted = []
-    for steps in zip(plain, run(1), run(-1), strict=True):
-        # The optimizer state carries noise of one step into the later ones.
-        noise = jax.tree.map(
-            lambda was, x, error: was or magnitude(x) <= error,
-            noise,
-            steps[0].grads,
-            noise_of(steps[0].grads, relative),
+    if key is None:
+        key = jax.random.key(0)
+    training = Training(grad_fn, optimizer, params, tuple(batches), key, carry, carried)
+    exact_run = _run(training, relative, sign=0)
+    for index, step in enumerate(exact_run):
+        check_conclusive(f"one_device: step {index}", step.grads, step.loss)
+    run_up = _run(training, relative, sign=1)
+    run_down = _run(training, relative, sign=-1)
+    is_noise: Any = jax.tree.map(lambda x: False, exact_run[0].grads)
+    expected = []
+    for step, step_up, step_down in zip(exact_run, run_up, run_down, strict=True):
+        # The optimizer state carries noise of one step into the later ones: what was noise once remains noise.
+        is_noise = jax.tree.map(
+            lambda was_noise, x, error: was_noise or magnitude(x) <= error,
+            is_noise,
+            step.grads,
+            estimate_noise(step.grads, relative),
         )
-        wanted.append(_wanted(*steps, relative=relative, noise=noise))
-    return Reference(tuple(wanted), given)
+        expected.append(_allow_differences(step, step_up, step_down, relative=relative, is_noise=is_noise))
+    return Reference(tuple(expected), training)
 
 
-def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
+def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise: Any) -> Wanted:
+    """The results of a step, with the differences that rounding and the perturbed runs allow."""
+
     def spread(pick: Callable[[_Step], Any]) -> Any:
-        others = [pick(step) for step in noisy]
-        return jax.tree.map(
-            lambda x, *ys: 2 * np.max([np.abs(_wide(y) - _wide(x)) for y in ys], axis=0), pick(plain), *others
-        )
+        """Twice the largest distance to the perturbed runs, for each element."""
+        others = [pick(other) for other in perturbed]
 
-    loss = float(spread(lambda step: step.loss)) + relative * abs(float(plain.loss))
+        def double_distance(x: Any, *ys: Any) -> Any:
+            return 2 * np.max([np.abs(_widen(y) - _widen(x)) for y in ys], axis=0)
+
+        return jax.tree.map(double_distance, pick(step), *others)
+
+    def allow_largest(x: Any, gap: Any) -> float:
+        return relative * magnitude(x) + float(np.max(gap, initial=0.0))
+
+    def allow_parameter(x: Any, gap: Any, all_noise: bool) -> Any:
+        if all_noise:  # an optimizer may put the whole distance into one element
+            gap = np.full_like(gap, np.linalg.norm(gap))
+        return relative * magnitude(x) + gap
+
+    loss = float(spread(lambda step: step.loss)) + relative * abs(float(step.loss))
     grads = jax.tree.map(
         lambda error, gap: error + float(np.max(gap, initial=0.0)),
-        noise_of(plain.grads, relative),
+        estimate_noise(step.grads, relative),
         spread(lambda step: step.grads),
     )
-    params = jax.tree.map(
-        lambda x, gap, all_noise: (
-            relative * magnitude(x) + (np.full_like(gap, np.linalg.norm(gap)) if all_noise else gap)
-        ),
-        plain.params,
-        spread(lambda step: step.params),
-        noise,
-    )
-    # A mean may be far smaller than what it sums; how large that is, only the loss tells.
-    least = 0.1 * relative * abs(float(plain.loss))
+    params = jax.tree.map(allow_parameter, step.params, spread(lambda step: step.params), is_noise)
+    # A mean may be far smaller than the terms of its sum; only the loss tells how large they are.
+    least = 0.1 * relative * abs(float(step.loss))
     metrics = jax.tree.map(
         lambda x, gap: max(relative * magnitude(x), least) + float(np.max(gap, initial=0.0)),
-        plain.metrics,
+        step.metrics,
         spread(lambda step: step.metrics),
     )
-    carried = jax.tree.map(
-        lambda x, gap: relative * magnitude(x) + float(np.max(gap, initial=0.0)),
-        plain.carried,
-        spread(lambda step: step.carried),
-    )
+    carried = jax.tree.map(allow_largest, step.carried, spread(lambda step: step.carried))
     return Wanted(
-        loss=plain.loss,
-        metrics=plain.metrics,
-        grads=plain.grads,
-        params=plain.params,
-        carried=plain.carried,
+        loss=step.loss,
+        metrics=step.metrics,
+        grads=step.grads,
+        params=step.params,
+        carried=step.carried,
         loss_allowed=loss,
         metrics_allowed=metrics,
         grads_allowed=grads,
@@ -200,25 +205,30 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
     )
 
 
-def noise_of(grads: Any, relative: float) -> Any:
+def estimate_noise(grads: Any, relative: float) -> Any:
     """The error that another order of summation may cause in each gradient leaf, a number."""
-    overall = max((magnitude(x) for _, x in leaves_of(grads)), default=0.0)
+    overall = max((magnitude(x) for _, x in list_leaves(grads)), default=0.0)
     return jax.tree.map(lambda x: max(relative * magnitude(x), ZERO * overall), grads)
 
 
-def _run(given: Training, relative: float, sign: int) -> list[_Step]:
-    loss_and_gradient: Any = given.grad_fn
-    gradient, update = gradient_of(loss_and_gradient), update_of(given.optimizer)
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), given.params)
-    opt_state, carried, steps = wrap_optimizer(given.optimizer).init(params), given.first(params), []
-    for index, batch in enumerate(given.batches):
-        rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
-        keys = example_keys(step_key(given.key, index), rows)
-        loss, metrics, grads = jax.device_get(gradient(params, batch, keys, **given.read(carried)))
+def _run(training: Training, relative: float, sign: int) -> list[_Step]:
+    """All steps on one device, with gradients perturbed in the direction of `sign`; 0 leaves them as they are."""
+    grad_fn: Any = training.grad_fn
+    gradient = gradient_of(grad_fn)
+    update = update_of(training.optimizer)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), training.params)
+    opt_state = wrap_optimizer(training.optimizer).init(params)
+    carried = training.init_carried(params)
+    steps = []
+    for index, batch in enumerate(training.batches):
+        examples = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+        keys = example_keys(step_key(training.key, index), examples)
+        results = gradient(params, batch, keys, **training.carried_arguments(carried))
+        loss, metrics, grads = jax.device_get(results)
         if sign:
-            grads = _off(grads, relative, sign)
+            grads = _perturb(grads, relative, sign)
         params, opt_state = update(grads, opt_state, params, loss)
-        carried = given.after(carried, loss, metrics, params)
+        carried = training.update_carried(carried, loss, metrics, params)
         steps.append(_Step(loss, metrics, grads, *jax.device_get((params, carried))))
     return steps
 
@@ -232,14 +242,14 @@ def gradient_of(grad_fn: Any) -> Callable[..., Any]:
         loss, aux, grads = grad_fn(params, batch, keys, **carried)
         weight = divisor_of(jnp.asarray(largest_weight(loss), jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
-        means = jax.tree.map(lambda mean: _ratio(mean, jnp.float32), dict(aux), is_leaf=is_mean)
-        total = sum(_ratio(mean, mean.total.dtype) for mean in terms_of(loss))
+        means = jax.tree.map(lambda mean: _divide(mean, jnp.float32), dict(aux), is_leaf=is_mean)
+        total = sum(_divide(mean, mean.total.dtype) for mean in terms_of(loss))
         return total, {"weight": weight, **means}, grads
 
     return gradient
 
 
-def _ratio(mean: Mean, dtype: Any) -> jax.Array:
+def _divide(mean: Mean, dtype: Any) -> jax.Array:
     return jnp.asarray(mean.total, dtype) / divisor_of(jnp.asarray(mean.weight, dtype))
 
 
@@ -258,15 +268,16 @@ def update_of(optimizer: Any) -> Callable[..., Any]:
     return update
 
 
-def _off(grads: Any, relative: float, sign: int) -> Any:
+def _perturb(grads: Any, relative: float, sign: int) -> Any:
     """The gradients with every element perturbed by the allowed error, in random directions times `sign`."""
     rng = np.random.default_rng(zlib.crc32(b"rounding"))
 
-    def one(x: np.ndarray, error: float) -> np.ndarray:
-        return (x + sign * error * rng.choice([-1.0, 1.0], size=x.shape)).astype(x.dtype)
+    def perturb_leaf(x: np.ndarray, error: float) -> np.ndarray:
+        directions = rng.choice([-1.0, 1.0], size=x.shape)
+        return (x + sign * error * directions).astype(x.dtype)
 
-    return jax.tree.map(one, grads, noise_of(grads, relative))
+    return jax.tree.map(perturb_leaf, grads, estimate_noise(grads, relative))
 
 
-def _wide(x: Any) -> np.ndarray:
+def _widen(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)

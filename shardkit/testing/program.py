@@ -76,13 +76,14 @@ def recording(optimizer: Optimizer) -> Any:
     def update(grads: Any, state: Recorded, params: Any = None, **extra: Any) -> tuple[Any, Recorded]:
         updates, inner = optimizer.update(grads, state.inner, params, **extra)
         # The old gradients are read, without effect, because jit does not donate an unused argument.
-        kept = jax.tree.map(lambda new, old: jnp.where(jnp.zeros((), bool), old, new), grads, state.grads)
-        return updates, Recorded(inner, kept)
+        never = jnp.zeros((), bool)
+        recorded = jax.tree.map(lambda new, old: jnp.where(never, old, new), grads, state.grads)
+        return updates, Recorded(inner, recorded)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class Taken(NamedTuple):
+class StepResult(NamedTuple):
     """The results of one step, on the host, in original shapes."""
 
     metrics: dict[str, Any]  # by name
@@ -93,10 +94,10 @@ class Taken(NamedTuple):
     compiled: int  # programs that the backend compiled during the call
 
 
-class Ran(NamedTuple):
+class RunResult(NamedTuple):
     """All steps of a run, and the state and the metrics of the last, on the devices."""
 
-    steps: tuple[Taken, ...]
+    steps: tuple[StepResult, ...]
     state: TrainState
     metrics: Mapping[str, Any]
 
@@ -164,27 +165,40 @@ class Program:
                 f"prove: steps must be 1 or more and divide the number of batches; got steps={row.steps} and "
                 f"{len(batches)} batches. Pass as many batches as the calls have steps."
             )
-        row = row._replace(optimizer=recording(row.optimizer or optimizer), grad_fn=row.grad_fn or _grad_fn(step))
-        mesh = mesh or mesh_of(row)
+        row = row._replace(optimizer=recording(row.optimizer or optimizer), grad_fn=row.grad_fn or _as_grad_fn(step))
+        mesh = mesh or make_row_mesh(row)
         if row.grad_fn is None:
-            built, checked = cast(Any, step)(row), None
-            plan = row.plan
-        else:
-            grad_fn = _scaled(row.grad_fn)
-            row = row._replace(grad_fn=grad_fn)
-            names = ("accumulate", "precision", "nonfinite", "deterministic", "manual", "steps")
-            options: dict[str, Any] = {name: getattr(row, name) for name in names}
-            checked = partial(make_train_step, grad_fn, row.optimizer, mesh=mesh, plan=row.plan, carry=carry, **options)
-            built = checked(check=False)  # a proof compares numbers; what the first call would refuse explains them
-            plan = fit_plan(row.plan, grad_fn, row.deterministic or row.accumulate)
-        return cls(row, mesh, plan, built.init, built.step, params, batches, key, carried, checked)
+            build: Any = step
+            train_step = build(row)
+            return cls(row, mesh, row.plan, train_step.init, train_step.step, params, batches, key, carried)
+        grad_fn = _rescale(row.grad_fn)
+        row = row._replace(grad_fn=grad_fn)
+        build_checked = partial(
+            make_train_step,
+            grad_fn,
+            row.optimizer,
+            mesh=mesh,
+            plan=row.plan,
+            carry=carry,
+            accumulate=row.accumulate,
+            precision=row.precision,
+            nonfinite=cast(Any, row.nonfinite),
+            deterministic=row.deterministic,
+            manual=row.manual,
+            steps=row.steps,
+        )
+        # A proof compares numbers; what the first call would refuse explains them.
+        train_step = build_checked(check=False)
+        plan = fit_plan(row.plan, grad_fn, row.deterministic or row.accumulate)
+        return cls(row, mesh, plan, train_step.init, train_step.step, params, batches, key, carried, build_checked)
 
     def refused(self) -> str:
         """Why the first call of the step would be refused outside of a proof; "" if it would not be."""
         if self.checked is None:
             return ""
+        state = self.init(self.params, self.key, **self.init_options)
         try:
-            self.checked().step(self.init(self.params, self.key, **self.begins), self.calls[0])
+            self.checked().step(state, self.calls[0])
         except WrongProgramError as error:
             reason = str(error).removeprefix("step: ")
             return reason[0].upper() + reason[1:]
@@ -193,10 +207,10 @@ class Program:
     @cached_property
     def start(self) -> TrainState:
         """The state before the first step; the first step donates it."""
-        return self.init(self.params, self.key, **self.begins)
+        return self.init(self.params, self.key, **self.init_options)
 
     @property
-    def begins(self) -> dict[str, Any]:
+    def init_options(self) -> dict[str, Any]:
         """What `init` is passed beside parameters and key; a step of others may know no carried state."""
         return {} if self.carried is None else {"carried": self.carried}
 
@@ -205,13 +219,16 @@ class Program:
         """The batch of each call of the step."""
         if self.row.steps is None:
             return self.batches
-        firsts = range(0, len(self.batches), self.row.steps)
-        return [jax.tree.map(_stacked, *self.batches[i : i + self.row.steps]) for i in firsts]
+        calls = []
+        for first in range(0, len(self.batches), self.row.steps):
+            batches = self.batches[first : first + self.row.steps]
+            calls.append(jax.tree.map(_stack, *batches))
+        return calls
 
     @cached_property
     def shapes(self) -> tuple[TrainState, Any]:
         """The arguments of a step as shapes, dtypes and layouts."""
-        return jax.tree.map(_described, (self.start, self.calls[0]))
+        return jax.tree.map(_describe_array, (self.start, self.calls[0]))
 
     @cached_property
     def traced(self) -> Any:
@@ -229,73 +246,93 @@ class Program:
         return self.lowered.compile()
 
     @cached_property
-    def ran(self) -> Ran:
+    def ran(self) -> RunResult:
         """A step for each batch."""
-        _ = self.shapes, self.compiled  # of the first state, which the first step donates
-        state, steps, metrics = self.start, [], {}
+        # The first step donates the first state, of which these two need the layouts.
+        _ = self.shapes
+        _ = self.compiled
+        state = self.start
+        metrics: Any = {}
+        results: list[StepResult] = []
         for batch in self.calls:
-            with warnings.catch_warnings(), _Compiles() as compiles:
+            with warnings.catch_warnings(), _CompileCounter() as compiles:
                 warnings.simplefilter("ignore", Unintended)  # the proof says more, or an axis is idle on purpose
                 state, metrics = self.step(state, batch)
                 jax.block_until_ready(metrics)
-            grads = jax.device_get(unpadded(_recorded(state.opt_state)))
-            params, carried = jax.device_get(unpadded((state.params, state.carried)))
-            seen = jax.device_get(metrics)
-            for i in range(self.row.steps - 1 if self.row.steps else 0):
-                steps.append(Taken(_at(seen, i), None, None, None, compiles.count))
-            steps.append(Taken(_at(seen, -1) if self.row.steps else seen, grads, params, carried, compiles.count))
-        return Ran(tuple(steps), state, metrics)
+            results += self._fetch_results(state, metrics, compiles.count)
+        return RunResult(tuple(results), state, metrics)
+
+    def _fetch_results(self, state: TrainState, metrics: Any, compiled: int) -> list[StepResult]:
+        """The results of each step of one call; parameters and gradients are those after its last step."""
+        grads = jax.device_get(unpadded(_find_recorded(state.opt_state)))
+        params, carried = jax.device_get(unpadded((state.params, state.carried)))
+        host_metrics = jax.device_get(metrics)
+        if self.row.steps is None:
+            return [StepResult(host_metrics, grads, params, carried, compiled)]
+        results = []
+        for step in range(self.row.steps - 1):
+            results.append(StepResult(_select_step(host_metrics, step), None, None, None, compiled))
+        results.append(StepResult(_select_step(host_metrics, -1), grads, params, carried, compiled))
+        return results
 
 
-def mesh_of(row: Row) -> Mesh:
+def make_row_mesh(row: Row) -> Mesh:
     """The mesh of a row, over its devices, or over the first ones."""
     sizes: dict[str, Any] = dict(row.mesh)
     devices = row.devices or jax.devices()[: math.prod(row.mesh.values())]
     return make_mesh(devices, axis_types=row.axis_types, **sizes)
 
 
-def _scaled(grad_fn: GradFn) -> GradFn:
+def _rescale(grad_fn: GradFn) -> GradFn:
     """The GradFn called with another scale, which is divided out again: ignoring it changes the result."""
     if isinstance(grad_fn, PipelineGradFn):
-        return replace(grad_fn, function=_scaled(grad_fn.function))
+        return replace(grad_fn, function=_rescale(grad_fn.function))
+
+    def unscale(g: Any) -> Any:
+        return g / SCALE if is_float(g) else g
 
     @functools.wraps(grad_fn)
-    def scaled(
+    def rescaled(
         params: Any, batch: Any, keys: jax.Array, *, scale: Any = 1, **carried: Any
     ) -> tuple[Mean, Mapping[str, Any], Any]:
         loss, aux, grads = grad_fn(params, batch, keys, scale=SCALE * scale, **carried)
-        return loss, aux, jax.tree.map(lambda g: g / SCALE if is_float(g) else g, grads)
+        return loss, aux, jax.tree.map(unscale, grads)
 
-    return scaled
+    return rescaled
 
 
-class _Compiles:
+class _CompileCounter:
     """Counts the programs that the backend compiles in a `with` block."""
 
-    def __enter__(self) -> _Compiles:
+    def __enter__(self) -> _CompileCounter:
         self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
         return self
 
-    def _hear(self, event: str, duration_secs: float, **_: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.count += 1
 
     def __exit__(self, *_: Any) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._hear)
+        jax.monitoring.unregister_event_duration_listener(self._listen)
 
 
-def _recorded(opt_state: Any) -> Any:
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Recorded))
-    return next((node.grads for node in nodes if isinstance(node, Recorded)), None)
+def _find_recorded(opt_state: Any) -> Any:
+    """The gradients that a recording optimizer kept; None if none is in the state."""
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Recorded)):
+        if isinstance(node, Recorded):
+            return node.grads
+    return None
 
 
-def _grad_fn(step: Any) -> GradFn | None:
+def _as_grad_fn(step: Any) -> GradFn | None:
     """The step if it is a GradFn; None if it builds a step from a row."""
     if callable(step):
-        names = inspect.signature(step).parameters
-        if "scale" in names:
+        parameters = inspect.signature(step).parameters
+        if "scale" in parameters:
             return step
-        if len([p for p in names.values() if p.default is p.empty]) == 1:
+        required = [p for p in parameters.values() if p.default is p.empty]
+        if len(required) == 1:
             return None
     raise TypeError(
         f"prove: step must be a GradFn, from value_and_grad(loss_fn), or a function of a Row that returns a TrainStep; "
@@ -303,15 +340,17 @@ def _grad_fn(step: Any) -> GradFn | None:
     )
 
 
-def _stacked(*leaves: Any) -> Any:
-    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
+def _stack(*leaves: Any) -> Any:
+    if isinstance(leaves[0], jax.Array):
+        return jnp.stack(leaves)
+    return np.stack(leaves)
 
 
-def _at(metrics: Any, step: int) -> Any:
+def _select_step(metrics: Any, step: int) -> Any:
     return jax.tree.map(lambda x: x[step], metrics)
 
 
-def _described(x: Any) -> Any:
+def _describe_array(x: Any) -> Any:
     if isinstance(x, jax.Array):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

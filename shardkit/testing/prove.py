@@ -13,10 +13,10 @@ from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_fi
 from shardkit.meshes.layout import table
 from shardkit.on_device.gradient import GradFn
 from shardkit.plans.plan import Plan
-from shardkit.testing._compare import UnequalError, check_batches, check_relative, on
+from shardkit.testing._compare import UnequalError, check_batches, check_relative, describe_mesh
 from shardkit.testing.laws import LAWS, Law, equal_copies, same_numbers
 from shardkit.testing.one_device import Reference, one_device
-from shardkit.testing.program import Build, Program, mesh_of
+from shardkit.testing.program import Build, Program, make_row_mesh
 from shardkit.testing.rows import Row
 
 
@@ -42,16 +42,21 @@ class Proof(NamedTuple):
     verdicts: tuple[Verdict, ...]
 
     def __str__(self) -> str:
-        laws = list(dict.fromkeys(each.law for each in self.verdicts))
-        notes: dict[str, int] = {}
-        lines: dict[str, list[str]] = {}
-        for each in self.verdicts:
-            cell = "broken" if each.broken else "holds"
-            if each.note:
-                cell = f"({notes.setdefault(f'{each.law}: {each.note}', len(notes) + 1)})"
-            lines.setdefault(each.row, []).append(cell)
-        rows = [("row", *laws), *((name, *cells) for name, cells in lines.items())]
-        return "\n".join([table(rows), *(f"({number}) {note}" for note, number in notes.items())])
+        laws = list(dict.fromkeys(verdict.law for verdict in self.verdicts))
+        number_of_note: dict[str, int] = {}
+        cells_of_row: dict[str, list[str]] = {}
+        for verdict in self.verdicts:
+            cell = "broken" if verdict.broken else "holds"
+            if verdict.note:
+                note = f"{verdict.law}: {verdict.note}"
+                number = number_of_note.setdefault(note, len(number_of_note) + 1)
+                cell = f"({number})"
+            cells_of_row.setdefault(verdict.row, []).append(cell)
+        lines = [("row", *laws)]
+        for row, cells in cells_of_row.items():
+            lines.append((row, *cells))
+        notes = [f"({number}) {note}" for note, number in number_of_note.items()]
+        return "\n".join([table(lines), *notes])
 
 
 @typed
@@ -101,46 +106,64 @@ def prove(
         >>> str(proof).count("holds")  # ten laws on each row
         20
     """
-    for name, given in (("row", rows), ("law", laws)):
-        if not given:
-            raise ValueError(f"prove: at least one {name} is needed; got none. Pass one or more.")
+    __tracebackhide__ = True
+    _check_rows_and_laws(rows, laws)
     check_batches("prove", batches)
-    for way in rows:
-        check_kind("prove", "rows", way, kinds_of(Row))
-        check_fields(way)
-    for law in laws:
-        check_kind("prove", "laws", law, (FUNCTION,))
-    key = jax.random.key(0) if key is None else key
+    if key is None:
+        key = jax.random.key(0)
     if optimizer is None:
         import optax
 
         optimizer = optax.adam(1e-2)
+    # Rows with one optimizer and one relative error share the run on one device.
     references: dict[Any, Reference] = {}
     names = [str(row) for row in rows]
     verdicts: list[Verdict] = []
-    for row in rows:
-        chosen = row.optimizer or optimizer
-        relative = relative_of(row.precision) if row.relative is None else row.relative
+    for number, row in enumerate(rows):
+        row_optimizer = row.optimizer or optimizer
+        relative = choose_relative(row.precision) if row.relative is None else row.relative
         check_relative("prove", relative)
         if isinstance(reference, Reference):
-            wanted = reference
+            row_reference = reference
         else:
-            known = (id(chosen), relative)
-            if known not in references:
-                how: dict[str, Any] = {"key": key, "relative": relative, "carry": carry, "carried": carried}
-                references[known] = one_device(reference, chosen, params, batches, **how)
-            wanted = references[known]
-        name = f"{row}" if names.count(str(row)) == 1 else f"{row} ({len(verdicts) // len(laws) + 1})"
-        mesh = mesh_of(row)
+            shared = (id(row_optimizer), relative)
+            if shared not in references:
+                references[shared] = one_device(
+                    reference,
+                    row_optimizer,
+                    params,
+                    batches,
+                    key=key,
+                    relative=relative,
+                    carry=carry,
+                    carried=carried,
+                )
+            row_reference = references[shared]
+        name = names[number]
+        if names.count(name) > 1:
+            name = f"{name} ({number + 1})"
+        mesh = make_row_mesh(row)
         with apart(mesh):
-            local = replicated_in_context(key, mesh)
-            program = Program.of(row, step, optimizer, params, batches, local, mesh, carry, carried)
-            verdicts += [_judged(name, law, program, wanted) for law in laws]
-    broken = [each for each in verdicts if each.broken]
+            row_key = replicated_in_context(key, mesh)
+            program = Program.of(row, step, optimizer, params, batches, row_key, mesh, carry, carried)
+            for law in laws:
+                verdicts.append(_apply_law(name, law, program, row_reference))
+    broken = [verdict for verdict in verdicts if verdict.broken]
     if broken:
-        lines = [f"{each.row}, {each.law}: {each.broken}" for each in broken]
+        lines = [f"{verdict.row}, {verdict.law}: {verdict.broken}" for verdict in broken]
         raise UnequalError(f"prove: {len(broken)} of {len(verdicts)} do not hold:\n- " + "\n- ".join(lines), lines)
     return Proof(tuple(verdicts))
+
+
+def _check_rows_and_laws(rows: Sequence[Row], laws: Sequence[Law]) -> None:
+    for name, values in (("row", rows), ("law", laws)):
+        if not values:
+            raise ValueError(f"prove: at least one {name} is needed; got none. Pass one or more.")
+    for row in rows:
+        check_kind("prove", "rows", row, kinds_of(Row))
+        check_fields(row)
+    for law in laws:
+        check_kind("prove", "laws", law, (FUNCTION,))
 
 
 @typed
@@ -195,23 +218,26 @@ def assert_same_training(
         ...     params=np.ones(4, "f"), batches=[np.ones((8, 4), "f")],
         ... )
     """
+    __tracebackhide__ = True
     mesh = mesh_in_context("assert_same_training", mesh)
     at_least("assert_same_training", 1, accumulate=accumulate, steps=steps)
     check_batches("assert_same_training", batches)
     check_relative("assert_same_training", relative)
-    state: dict[str, Any] = {"carry": carry, "carried": carried}
-    reference = one_device(reference_grad_fn, optimizer, params, batches, key=key, relative=relative, **state)
-    key = jax.random.key(0) if key is None else key
+    if key is None:
+        key = jax.random.key(0)
+    reference = one_device(
+        reference_grad_fn, optimizer, params, batches, key=key, relative=relative, carry=carry, carried=carried
+    )
     row = Row(dict(mesh.shape), plan, accumulate=accumulate, steps=steps)
-    program = Program.of(row, grad_fn, optimizer, params, batches, key, mesh=mesh, **state)
+    program = Program.of(row, grad_fn, optimizer, params, batches, key, mesh=mesh, carry=carry, carried=carried)
     for law in (same_numbers, equal_copies):
         try:
             law(program, reference)
         except AssertionError as error:
-            raise AssertionError(f"assert_same_training: {on(mesh)} with plan {plan}, {error}") from None
+            raise AssertionError(f"assert_same_training: {describe_mesh(mesh)} with plan {plan}, {error}") from None
 
 
-def relative_of(precision: Any) -> float:
+def choose_relative(precision: Any) -> float:
     """The relative error of a gradient from another order of summation, for a precision as of `make_train_step`."""
     import jax.numpy as jnp
 
@@ -221,10 +247,11 @@ def relative_of(precision: Any) -> float:
     return max(1e-5, 8 * eps)
 
 
-def _judged(row: str, law: Law, program: Program, reference: Reference) -> Verdict:
+def _apply_law(row: str, law: Law, program: Program, reference: Reference) -> Verdict:
     name = getattr(law, "__name__", str(law))
     try:
-        return Verdict(row, name, "", law(program, reference) or "")
+        note = law(program, reference) or ""
     except AssertionError as error:
         where = f"on mesh {sized(program.mesh.shape.items())} with plan {program.plan}"
-        return Verdict(row, name, f"{where}, {error}", "")
+        return Verdict(row, name, broken=f"{where}, {error}", note="")
+    return Verdict(row, name, broken="", note=note)

@@ -24,7 +24,10 @@ def all_reduce(blocks: Blocks, *, op: str = "sum", xp: Any = np) -> list[Any]:
         >>> sk.testing.reference.all_reduce([np.array([1, 2]), np.array([3, 4])])
         [array([4, 6]), array([4, 6])]
     """
-    result = _total(blocks, op, xp) if op in ("sum", "mean") else getattr(xp, op)(xp.stack(blocks), axis=0)
+    if op in ("sum", "mean"):
+        result = _add(blocks, op, xp)
+    else:
+        result = getattr(xp, op)(xp.stack(blocks), axis=0)
     return [result] * len(blocks)
 
 
@@ -45,7 +48,7 @@ def reduce_scatter(blocks: Blocks, *, dim: int = 0, op: str = "sum", xp: Any = n
         >>> sk.testing.reference.reduce_scatter([np.array([1, 2]), np.array([3, 4])])
         [array([4]), array([6])]
     """
-    return list(xp.split(_total(blocks, op, xp), len(blocks), dim))
+    return list(xp.split(_add(blocks, op, xp), len(blocks), dim))
 
 
 def all_to_all(blocks: Blocks, *, split_dim: int, concat_dim: int, xp: Any = np) -> list[Any]:
@@ -55,8 +58,13 @@ def all_to_all(blocks: Blocks, *, split_dim: int, concat_dim: int, xp: Any = np)
         >>> sk.testing.reference.all_to_all([np.array([1, 2]), np.array([3, 4])], split_dim=0, concat_dim=0)
         [array([1, 3]), array([2, 4])]
     """
-    parts = [xp.split(block, len(blocks), split_dim) for block in blocks]
-    return [xp.concatenate([part[j] for part in parts], concat_dim) for j in range(len(blocks))]
+    n = len(blocks)
+    parts = [xp.split(block, n, split_dim) for block in blocks]  # parts[sender][receiver]
+    results = []
+    for receiver in range(n):
+        received = [parts[sender][receiver] for sender in range(n)]
+        results.append(xp.concatenate(received, concat_dim))
+    return results
 
 
 def shift(blocks: Blocks, *, by: int = 1, wrap: bool = True, xp: Any = np) -> list[Any]:
@@ -67,8 +75,14 @@ def shift(blocks: Blocks, *, by: int = 1, wrap: bool = True, xp: Any = np) -> li
         [array([3, 4]), array([1, 2])]
     """
     n = len(blocks)
-    inside = [wrap or 0 <= i - by < n for i in range(n)]
-    return [blocks[(i - by) % n] if inside[i] else xp.zeros_like(blocks[i]) for i in range(n)]
+    results = []
+    for device in range(n):
+        source = device - by
+        if wrap or 0 <= source < n:
+            results.append(blocks[source % n])
+        else:
+            results.append(xp.zeros_like(blocks[device]))
+    return results
 
 
 def broadcast(blocks: Blocks, *, source: int = 0, xp: Any = np) -> list[Any]:
@@ -98,10 +112,14 @@ def prefix_scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp:
         >>> sk.testing.reference.prefix_scan([np.array([1, 2]), np.array([3, 4])])
         [array([1, 2]), array([4, 6])]
     """
-    blocks = [_counted(block, xp) for block in blocks] if op == "sum" else blocks
+    if op == "sum":
+        blocks = [_count_bools(block, xp) for block in blocks]
     combine = {"sum": xp.add, "max": xp.maximum, "min": xp.minimum}[op]
-    out = list(itertools.accumulate(blocks, combine))
-    return [xp.full_like(out[0], _neutral(op, out[0].dtype)), *out[:-1]] if exclusive else out
+    results = list(itertools.accumulate(blocks, combine))
+    if not exclusive:
+        return results
+    neutral = xp.full_like(results[0], _neutral_element(op, results[0].dtype))
+    return [neutral, *results[:-1]]
 
 
 def halo_exchange(
@@ -113,16 +131,23 @@ def halo_exchange(
         >>> sk.testing.reference.halo_exchange([np.array([1, 2]), np.array([3, 4])])
         [array([0, 1, 2, 3]), array([2, 3, 4, 0])]
     """
-    size, whole = blocks[0].shape[dim], xp.concatenate(blocks, dim)
+    size = blocks[0].shape[dim]
+    whole = xp.concatenate(blocks, dim)
     total = whole.shape[dim]
-    empty = xp.zeros_like(xp.take(whole, np.arange(1), axis=dim))
-    rows = xp.concatenate([whole, empty], dim)  # row `total`: beyond an open end
-
-    def row(at: int) -> int:
-        return at % total if wrap else at if 0 <= at < total else total
-
-    at = [[row(r) for r in range(i * size - before, (i + 1) * size + after)] for i in range(len(blocks))]
-    return [xp.take(rows, np.array(each, int), axis=dim) for each in at]
+    zero_row = xp.zeros_like(xp.take(whole, np.arange(1), axis=dim))
+    rows = xp.concatenate([whole, zero_row], dim)  # row `total` is beyond an open end
+    results = []
+    for device in range(len(blocks)):
+        indices = []
+        for index in range(device * size - before, (device + 1) * size + after):
+            if wrap:
+                indices.append(index % total)
+            elif 0 <= index < total:
+                indices.append(index)
+            else:
+                indices.append(total)
+        results.append(xp.take(rows, np.array(indices, int), axis=dim))
+    return results
 
 
 def gather_to_one(blocks: Blocks, *, dim: int = 0, target: int = 0, xp: Any = np) -> list[Any]:
@@ -143,8 +168,10 @@ def all_gather_uneven(blocks: Blocks, *, sizes: Sequence[int], dim: int = 0, xp:
         >>> sk.testing.reference.all_gather_uneven([np.array([1, 2]), np.array([3, 4])], sizes=(2, 1))
         [array([1, 2, 3]), array([1, 2, 3])]
     """
-    rows = [xp.take(block, np.arange(size), axis=dim) for block, size in zip(blocks, sizes, strict=True)]
-    return [xp.concatenate(rows, dim)] * len(blocks)
+    used = []
+    for block, size in zip(blocks, sizes, strict=True):
+        used.append(xp.take(block, np.arange(size), axis=dim))
+    return [xp.concatenate(used, dim)] * len(blocks)
 
 
 def reduce_scatter_uneven(
@@ -156,14 +183,17 @@ def reduce_scatter_uneven(
         >>> sk.testing.reference.reduce_scatter_uneven([np.array([1, 2]), np.array([3, 4])], sizes=(1, 1))
         [array([4]), array([6])]
     """
-    total, ends = _total(blocks, op, xp), np.cumsum(sizes)
-    pieces = [xp.take(total, np.arange(end - size, end), axis=dim) for size, end in zip(sizes, ends, strict=True)]
+    total = _add(blocks, op, xp)
     dim %= total.ndim
-    missing = [max(sizes) - size for size in sizes]
-    return [
-        xp.pad(piece, [(0, more if d == dim else 0) for d in range(piece.ndim)])
-        for piece, more in zip(pieces, missing, strict=True)
-    ]
+    results = []
+    start = 0
+    for size in sizes:
+        piece = xp.take(total, np.arange(start, start + size), axis=dim)
+        padding = [(0, 0)] * piece.ndim
+        padding[dim] = (0, max(sizes) - size)
+        results.append(xp.pad(piece, padding))
+        start += size
+    return results
 
 
 def over_mesh(
@@ -187,21 +217,26 @@ def over_mesh(
         >>> sk.testing.reference.over_mesh(all_reduce, blocks, {"data": 2, "model": 2}, "model").tolist()
         [[1, 1], [5, 5]]
     """
-    along = (axis,) if isinstance(axis, str) else tuple(axis)
-    others = [name for name in sizes if name not in along]
-    results: dict[tuple[int, ...], Any] = {}
-    for fixed in itertools.product(*(range(sizes[name]) for name in others)):
-        places = []
-        for index in itertools.product(*(range(sizes[name]) for name in along)):
-            at = dict(zip(others, fixed, strict=True)) | dict(zip(along, index, strict=True))
-            places.append(tuple(at[name] for name in sizes))
-        results.update(zip(places, blockwise([x[place] for place in places], xp=xp), strict=True))
-    rows = xp.stack([results[place] for place in np.ndindex(*sizes.values())])
+    group_axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    other_axes = [name for name in sizes if name not in group_axes]
+    results: dict[tuple[int, ...], Any] = {}  # by the coordinates of the device
+    for other_index in itertools.product(*(range(sizes[name]) for name in other_axes)):
+        # The devices that differ in the group's axes alone: on a mesh data=2, model=2, along "model", (0, 0) and
+        # (0, 1) form one group, and (1, 0) and (1, 1) another.
+        members = []
+        for group_index in itertools.product(*(range(sizes[name]) for name in group_axes)):
+            coordinate = dict(zip(other_axes, other_index, strict=True))
+            coordinate |= dict(zip(group_axes, group_index, strict=True))
+            members.append(tuple(coordinate[name] for name in sizes))
+        outputs = blockwise([x[member] for member in members], xp=xp)
+        results.update(zip(members, outputs, strict=True))
+    rows = xp.stack([results[device] for device in np.ndindex(*sizes.values())])
     return rows.reshape(*sizes.values(), *rows.shape[1:])
 
 
-def _total(blocks: Blocks, op: str, xp: Any) -> Any:
-    total = reduce(xp.add, [_counted(block, xp) for block in blocks])
+def _add(blocks: Blocks, op: str, xp: Any) -> Any:
+    """The sum of the blocks, or their mean."""
+    total = reduce(xp.add, [_count_bools(block, xp) for block in blocks])
     if op == "sum":
         return total
     if total.dtype == np.int32:
@@ -209,11 +244,11 @@ def _total(blocks: Blocks, op: str, xp: Any) -> Any:
     return total / xp.asarray(len(blocks), total.dtype)
 
 
-def _counted(block: Any, xp: Any) -> Any:
+def _count_bools(block: Any, xp: Any) -> Any:
     return block.astype(xp.int32) if block.dtype == bool else block
 
 
-def _neutral(op: str, dtype: Any) -> Any:
+def _neutral_element(op: str, dtype: Any) -> Any:
     if op == "sum":
         return 0
     if dtype.kind == "b":

@@ -54,11 +54,18 @@ class Row(NamedTuple):
     steps: int | None = None
 
     def __str__(self) -> str:
-        options = [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
-        options += [f"precision={self.precision}"] * (self.precision is not None)
-        options += [f"deterministic={self.deterministic}"] * (self.deterministic is not None)
-        options += [f"steps={self.steps}"] * (self.steps is not None)
-        return self.label or ", ".join([f"{sized(self.mesh.items())}: {self.plan}", *options])
+        if self.label:
+            return self.label
+        parts = [f"{sized(self.mesh.items())}: {self.plan}"]
+        if self.accumulate > 1:
+            parts.append(f"accumulate={self.accumulate}")
+        if self.precision is not None:
+            parts.append(f"precision={self.precision}")
+        if self.deterministic is not None:
+            parts.append(f"deterministic={self.deterministic}")
+        if self.steps is not None:
+            parts.append(f"steps={self.steps}")
+        return ", ".join(parts)
 
 
 @typed
@@ -98,31 +105,37 @@ def covering(
     def fits(row: Mapping[str, int]) -> bool:
         return allowed({name: factors[name][index] for name, index in row.items()})
 
-    left = _pairs(sizes)
+    # With plan, accumulate and precision of two values each there are 12 pairs. The first row completes the first pair,
+    # accumulate 0 with plan 0, by the precision 0, and covers three pairs. The next one begins with the first pair that
+    # is left, and takes for each other factor the value that covers most.
+    uncovered = _list_pairs(sizes)
     rows: list[dict[str, int]] = []
-    while left:
-        first = next(iter(left))
-        row = _completed(dict(first), sizes, left, fits)
-        if row is None:
-            del left[first]
+    while uncovered:
+        pair = next(iter(uncovered))
+        row = _complete(dict(pair), sizes, uncovered, fits)
+        if row is None:  # no row with this pair is allowed
+            del uncovered[pair]
             continue
         rows.append(row)
-        for pair in itertools.combinations(sorted(row.items()), 2):
-            left.pop(pair, None)
+        for covered in itertools.combinations(sorted(row.items()), 2):
+            uncovered.pop(covered, None)
     return [{name: factors[name][row[name]] for name in factors} for row in rows]
 
 
-def _pairs(sizes: Mapping[str, int]) -> dict[Pair, None]:
+def _list_pairs(sizes: Mapping[str, int]) -> dict[Pair, None]:
     """Every two values of different factors, as indices; a dict keeps their order."""
-    return {
-        ((a, i), (b, j)): None
-        for a, b in itertools.combinations(sorted(sizes), 2)
-        for i, j in itertools.product(range(sizes[a]), range(sizes[b]))
-    }
+    pairs: dict[Pair, None] = {}
+    for a, b in itertools.combinations(sorted(sizes), 2):
+        for i, j in itertools.product(range(sizes[a]), range(sizes[b])):
+            pairs[(a, i), (b, j)] = None
+    return pairs
 
 
-def _completed(
-    row: dict[str, int], sizes: Mapping[str, int], left: Mapping[Pair, None], fits: Callable[[dict[str, int]], bool]
+def _complete(
+    row: dict[str, int],
+    sizes: Mapping[str, int],
+    uncovered: Mapping[Pair, None],
+    fits: Callable[[dict[str, int]], bool],
 ) -> dict[str, int] | None:
     """The row with every factor chosen, each to cover the most new pairs; None if nothing fits."""
     if not fits(row):
@@ -130,20 +143,24 @@ def _completed(
     if len(row) == len(sizes):
         return row
     # A factor without a valid value ends the search now, not after all others have been tried.
-    open_values = {
-        name: [i for i in range(size) if fits({**row, name: i})] for name, size in sizes.items() if name not in row
-    }
-    if not all(open_values.values()):
-        return None
+    values_of: dict[str, list[int]] = {}
+    for name, size in sizes.items():
+        if name not in row:
+            values_of[name] = [index for index in range(size) if fits({**row, name: index})]
+            if not values_of[name]:
+                return None
 
-    def new(name: str, index: int) -> int:
-        return sum(tuple(sorted([(name, index), other])) in left for other in row.items())
+    def count_new(name: str, index: int) -> int:
+        pairs = [tuple(sorted([(name, index), chosen])) for chosen in row.items()]
+        return sum(pair in uncovered for pair in pairs)
 
-    gains = {name: max(new(name, index) for index in values) for name, values in open_values.items()}
-    forced = [name for name, values in open_values.items() if len(values) == 1]
-    name = forced[0] if forced else max(gains, key=lambda name: (gains[name], name))
-    for index in sorted(open_values[name], key=lambda index: -new(name, index)):
-        done = _completed({**row, name: index}, sizes, left, fits)
-        if done is not None:
-            return done
+    def gain(name: str) -> tuple[int, str]:
+        return max(count_new(name, index) for index in values_of[name]), name
+
+    forced = [name for name, values in values_of.items() if len(values) == 1]
+    name = forced[0] if forced else max(values_of, key=gain)
+    for index in sorted(values_of[name], key=lambda index: -count_new(name, index)):
+        complete = _complete({**row, name: index}, sizes, uncovered, fits)
+        if complete is not None:
+            return complete
     return None

@@ -63,38 +63,40 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
             f"meshes: there must be at least one device and one name; got {devices} devices and names {tuple(names)}. "
             "Pass for example devices=8, names=('data', 'model')."
         )
-    every = [sizes for k in range(1, len(names) + 1) for sizes in factorizations(devices, k)]
-    every.sort(key=lambda sizes: (math.prod(sizes), len(sizes), sizes))
-    return st.sampled_from([dict(zip(names, sizes, strict=False)) for sizes in every])
+    all_sizes: list[tuple[int, ...]] = []
+    for axes in range(1, len(names) + 1):
+        all_sizes += factorizations(devices, axes)
+    all_sizes.sort(key=lambda sizes: (math.prod(sizes), len(sizes), sizes))
+    return st.sampled_from([dict(zip(names, sizes, strict=False)) for sizes in all_sizes])
 
 
-def _drawn(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
+def _composite(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
     """`st.composite`, with arguments checked when the strategy is built, not when an example is drawn."""
-    made = st.composite(fn)
+    build = st.composite(fn)
 
     @wraps(fn)
-    def seen(draw: Any, *args: Any, **kwargs: Any) -> Any:
-        return made(*args, **kwargs)
+    def build_with_draw(draw: Any, *args: Any, **kwargs: Any) -> Any:
+        return build(*args, **kwargs)
 
-    checked = typed(seen)
+    build_checked = typed(build_with_draw)
 
-    @wraps(made)
+    @wraps(build)
     def strategy(*args: Any, **kwargs: Any) -> st.SearchStrategy[Any]:
-        made = checked(None, *args, **kwargs)
-        given = signature(fn).bind(None, *args, **kwargs).arguments
+        built = build_checked(None, *args, **kwargs)
+        arguments = signature(fn).bind(None, *args, **kwargs).arguments
         for name, least in (("rank", 0), ("length", 0), ("largest", 1)):
-            at_least(fn.__name__, least, **{name: given.get(name)})
-        at_least(fn.__name__, 0, shape=min(given.get("shape", ()), default=0))
-        if not given.get("dtypes", DTYPES):
+            at_least(fn.__name__, least, **{name: arguments.get(name)})
+        at_least(fn.__name__, 0, shape=min(arguments.get("shape", ()), default=0))
+        if not arguments.get("dtypes", DTYPES):
             raise ValueError(
                 f"{fn.__name__}: dtypes must name one or more dtypes; got (). Pass for example ('float32',)."
             )
-        return made
+        return built
 
     return strategy
 
 
-@_drawn
+@_composite
 def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
     """Layouts of an array of a shape on a mesh: each axis splits one dim that it divides, or none.
 
@@ -114,17 +116,17 @@ def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> Partit
         >>> test_spec()
     """
     entries: list[tuple[str, ...]] = [()] * len(shape)
-    left = list(shape)
+    local = list(shape)
     for name in draw(st.permutations(list(sizes))):
-        dims = [dim for dim, size in enumerate(left) if size % sizes[name] == 0]
+        dims = [dim for dim, size in enumerate(local) if size % sizes[name] == 0]
         dim = draw(st.sampled_from([None, *dims]))
         if dim is not None:
             entries[dim] += (name,)
-            left[dim] //= sizes[name]
+            local[dim] //= sizes[name]
     return canonical(PartitionSpec(*entries))
 
 
-@_drawn
+@_composite
 def sharded_arrays(
     draw: _Draw,
     sizes: Mapping[str, int] | None = None,
@@ -158,22 +160,27 @@ def sharded_arrays(
     sizes = draw(meshes()) if sizes is None else dict(sizes)
     local = draw(st.lists(st.integers(1, largest), max_size=rank))
     entries: list[tuple[str, ...]] = [()] * len(local)
-    for name in draw(st.permutations(list(sizes))) if local else ():
-        dim = draw(st.sampled_from([None, *range(len(local))]))
-        if dim is not None:
-            entries[dim] += (name,)
+    if local:
+        for name in draw(st.permutations(list(sizes))):
+            dim = draw(st.sampled_from([None, *range(len(local))]))
+            if dim is not None:
+                entries[dim] += (name,)
     spec = canonical(PartitionSpec(*entries))
-    counts = [math.prod(sizes[a] for a in axes) for axes in spec_axes(spec)] + [1] * len(local)
-    shape = [n * count for n, count in zip(local, counts, strict=False)]
+    shape = list(local)
+    for dim, axes in enumerate(spec_axes(spec)):
+        shape[dim] *= math.prod(sizes[axis] for axis in axes)
     dtype = draw(st.sampled_from(list(dtypes)))
     rng = np.random.default_rng(draw(st.integers(0, 9)))
     if jnp.issubdtype(dtype, jnp.floating) and not integer_valued:
         return ShardedArray(rng.normal(size=shape).astype(jnp.dtype(dtype)), spec, sizes)
-    whole = rng.integers(0, 2, shape) if dtype == "bool" else rng.integers(-3, 4, shape)
-    return ShardedArray(np.asarray(whole).astype(jnp.dtype(dtype)), spec, sizes)
+    if dtype == "bool":
+        values = rng.integers(0, 2, shape)
+    else:
+        values = rng.integers(-3, 4, shape)
+    return ShardedArray(np.asarray(values).astype(jnp.dtype(dtype)), spec, sizes)
 
 
-@_drawn
+@_composite
 def programs(
     draw: _Draw, sizes: Mapping[str, int] | None = None, *, dtypes: Sequence[str] = DTYPES, length: int = 4
 ) -> Chain:
@@ -208,6 +215,7 @@ def programs(
         axes = tuple(order[: draw(st.integers(1, len(order)))])
         state = state_of(Chain(dict(sizes), shape, dtype, tuple(ops), seed))
         legal = legal_ops(state, axes, sizes)
-        kernel = draw(st.sampled_from(list(dict.fromkeys(op.kernel for op in legal))))
+        kernels = list(dict.fromkeys(op.kernel for op in legal))
+        kernel = draw(st.sampled_from(kernels))
         ops.append(draw(st.sampled_from([op for op in legal if op.kernel == kernel])))
     return Chain(dict(sizes), shape, dtype, tuple(ops), seed)

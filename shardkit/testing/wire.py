@@ -56,16 +56,16 @@ class Delivery:
     seconds: float
 
     def __str__(self) -> str:
+        unchecked = ""
+        if self.unchecked:
+            unchecked = "; unchecked: " + ", ".join(self.unchecked)
         if not self.collectives:
-            return "wire: this step sends nothing that can be checked" + self._rest()
-        lines = [
+            return "wire: this step sends nothing that can be checked" + unchecked
+        title = (
             f"wire: every element of {counted(len(self.collectives), 'collective')} was right on {self.devices} "
-            f"devices, in {counted(self.rounds, 'round')} of {self.seconds:.1f} s beside busy processes" + self._rest()
-        ]
-        return "\n    ".join([*lines, *self.collectives])
-
-    def _rest(self) -> str:
-        return "; unchecked: " + ", ".join(self.unchecked) if self.unchecked else ""
+            f"devices, in {counted(self.rounds, 'round')} of {self.seconds:.1f} s beside busy processes{unchecked}"
+        )
+        return "\n    ".join([title, *self.collectives])
 
 
 @typed
@@ -100,27 +100,40 @@ def wire(step: Callable[..., Any], state: Arrays, batch: Arrays, *, seconds: flo
         >>> print(sk.testing.wire(total, jnp.ones(8), jnp.ones(8), seconds=0.1).collectives[0])
         all_reduce over 'model', float32[2]
     """
+    __tracebackhide__ = True
     if not 0 < seconds < math.inf:
         raise ValueError(f"wire: seconds must be a positive number; got {seconds}. Pass for example seconds=5.0.")
-    cases, unchecked = _collectives(trace_step(step, (state, batch)).jaxpr)
-    programs = [_Program(mesh, tuple(group)) for mesh, group in _by_mesh(cases).items()]
+    cases, unchecked = _list_collectives(trace_step(step, (state, batch)).jaxpr)
+    programs = [_Program(mesh, tuple(group)) for mesh, group in _group_by_mesh(cases).items()]
     names = tuple(str(case) for case in cases)
     devices = max((program.mesh.size for program in programs), default=0)
     if not programs:
         return Delivery(names, unchecked, devices, 0, 0.0)
-    call, began = next(_CALLS), time.monotonic()
-    for number in itertools.count():
-        # Load that delays all alike hides what goes wrong when one is slower than the others, so one process after the
-        # other is; then none.
-        with _starved(number % (jax.process_count() + 1) == jax.process_index()):
-            fault = next((fault for program in programs if (fault := program.fault(number))), "")
-        passed = time.monotonic() - began
-        verdict, last = _agreed(call, number, fault, number > 0 and passed >= seconds)
+    call = next(_CALLS)
+    start = time.monotonic()
+    number = 0
+    while True:
+        # A load that delays all processes alike hides what goes wrong when one is slower than the others. Therefore one
+        # process after the other is slow; then none.
+        is_slow = number % (jax.process_count() + 1) == jax.process_index()
+        with _starve(is_slow):
+            fault = _find_fault(programs, number)
+        elapsed = time.monotonic() - start
+        verdict, is_last = _agree(call, number, fault, number > 0 and elapsed >= seconds)
         if verdict:
             raise AssertionError(verdict)
-        if last:
-            return Delivery(names, unchecked, devices, number + 1, passed)
-    raise AssertionError
+        number += 1
+        if is_last:
+            return Delivery(names, unchecked, devices, number, elapsed)
+
+
+def _find_fault(programs: Sequence[_Program], number: int) -> str:
+    """The first fault of a round, as a sentence; "" if there is none."""
+    for program in programs:
+        fault = program.find_fault(number)
+        if fault:
+            return fault
+    return ""
 
 
 class _Case(NamedTuple):
@@ -130,7 +143,7 @@ class _Case(NamedTuple):
     params: dict[str, Any]
     aval: Any  # of its operand
     mesh: Mesh
-    checked: bool  # whether its shard_map tracks what varies
+    check_vma: bool  # as of its shard_map
 
     @property
     def row(self) -> Any:
@@ -140,18 +153,25 @@ class _Case(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         """Its mesh axes in the order in which it counts devices: ppermute in that of the mesh, all others as named."""
-        named = tuple(a for key in self.row.axes for a in _names(self.params.get(key)))
-        return tuple(a for a in self.mesh.axis_names if a in named) if self.row.kind == "ppermute" else named
+        named: list[str] = []
+        for parameter in self.row.axes:
+            named += _axis_names(self.params.get(parameter))
+        if self.row.kind == "ppermute":
+            return tuple(axis for axis in self.mesh.axis_names if axis in named)
+        return tuple(named)
 
     @property
     def groups(self) -> np.ndarray:
-        """The places along its axes that exchange with each other, a row each."""
+        """The indices along its axes that exchange with each other, a row for each group."""
         groups = self.params.get("axis_index_groups")
-        places = math.prod(self.mesh.shape[a] for a in self.axes)
-        return np.arange(places)[None] if groups is None else np.asarray(groups)
+        if groups is not None:
+            return np.asarray(groups)
+        devices = math.prod(self.mesh.shape[axis] for axis in self.axes)
+        return np.arange(devices)[None]
 
     def __str__(self) -> str:
-        return f"{self.row.kind} over {quoted(self.axes)}, {self.aval.dtype}[{','.join(map(str, self.aval.shape))}]"
+        shape = ",".join(map(str, self.aval.shape))
+        return f"{self.row.kind} over {quoted(self.axes)}, {self.aval.dtype}[{shape}]"
 
     def send(self, x: jax.Array) -> jax.Array:
         """The collective itself."""
@@ -159,11 +179,14 @@ class _Case(NamedTuple):
         return out[0] if self.primitive.multiple_results else out
 
 
-def _names(axes: Any) -> tuple[str, ...]:
-    return tuple(a for a in (axes if isinstance(axes, tuple | list) else (axes,)) if isinstance(a, str))
+def _axis_names(axes: Any) -> list[str]:
+    """The names in a parameter of a primitive, which may also hold numbers of vmapped dims."""
+    if not isinstance(axes, tuple | list):
+        axes = (axes,)
+    return [axis for axis in axes if isinstance(axis, str)]
 
 
-def _collectives(jaxpr: Any) -> tuple[list[_Case], tuple[str, ...]]:
+def _list_collectives(jaxpr: Any) -> tuple[list[_Case], tuple[str, ...]]:
     """The different collectives of a program that reach another device, and those that cannot be checked."""
     cases: dict[Any, _Case] = {}
     unchecked: dict[str, None] = {}
@@ -176,10 +199,10 @@ def _collectives(jaxpr: Any) -> tuple[list[_Case], tuple[str, ...]]:
         if site.name.removesuffix("_p") in _LEFT_OUT:
             unchecked[f"{site.name} over {quoted(mesh_axes(equation))}"] = None
             continue
-        mesh, checked = _around(site)
+        mesh, check_vma = _find_mesh(site)
         for operand in equation.invars:
-            case = _Case(equation.primitive, equation.params, operand.aval, mesh, checked)
-            if not _exact(case.aval.dtype):
+            case = _Case(equation.primitive, equation.params, operand.aval, mesh, check_vma)
+            if not _largest_integer(case.aval.dtype):
                 unchecked[str(case)] = None
             elif case.groups.shape[1] > 1 and case.aval.size:
                 key = (site.name, str(sorted(equation.params.items(), key=str)), operand.aval.str_short(), mesh)
@@ -187,8 +210,8 @@ def _collectives(jaxpr: Any) -> tuple[list[_Case], tuple[str, ...]]:
     return list(cases.values()), tuple(unchecked)
 
 
-def _around(site: Site) -> tuple[Mesh, bool]:
-    """The mesh of the shard_map around an equation, and whether it checks what varies."""
+def _find_mesh(site: Site) -> tuple[Mesh, bool]:
+    """The mesh of the shard_map around an equation, and whether it checks which values vary."""
     while site.name != "shard_map" and site.outer is not None:
         site = site.outer
     mesh = site.equation.params.get("mesh")
@@ -200,14 +223,14 @@ def _around(site: Site) -> tuple[Mesh, bool]:
     return mesh, bool(site.equation.params["check_vma"])
 
 
-def _by_mesh(cases: Sequence[_Case]) -> dict[Mesh, list[_Case]]:
+def _group_by_mesh(cases: Sequence[_Case]) -> dict[Mesh, list[_Case]]:
     groups: dict[Mesh, list[_Case]] = {}
     for case in cases:
         groups.setdefault(case.mesh, []).append(case)
     return groups
 
 
-def _exact(dtype: Any) -> int:
+def _largest_integer(dtype: Any) -> int:
     """The largest integer up to which a dtype has all, at most that of float32; 0 if there is no way to fill it."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return 0
@@ -217,11 +240,19 @@ def _exact(dtype: Any) -> int:
         limit = int(jnp.iinfo(dtype).max)
     else:
         limit = 2 ** (int(jnp.finfo(dtype).nmant) + 1)
-    return min(limit, 2**24) if limit >= _PRIMES[0] else 0
+    if limit < _PRIMES[0]:
+        return 0
+    return min(limit, 2**24)
 
 
 class _Integers(NamedTuple):
-    """The integers of one collective: what each device sends in a round."""
+    """The integers of one collective that each device sends in a round.
+
+    They lie from 1 to a prime, the largest with which a sum over the group is exact in the operand's dtype. For example
+    bfloat16 has all integers up to 256. A sum over 8 devices takes the prime 13, since 8 x 13 = 104 is below 256 and
+    8 x 113 is not. Over 64 devices even 7 is too large: then only 256 // 7 = 36 devices send more than 0 at an element,
+    others at the next one.
+    """
 
     case: _Case
     prime: int
@@ -229,27 +260,33 @@ class _Integers(NamedTuple):
 
     @classmethod
     def of(cls, case: _Case) -> _Integers:
-        limit, devices = _exact(case.aval.dtype), case.groups.shape[1]
-        sums = case.row.kind == "reduce_scatter" or case.row.reduces == "sum"
-        addends = devices if sums else 1
+        """The integers that a collective's dtype can add exactly."""
+        limit = _largest_integer(case.aval.dtype)
+        devices = case.groups.shape[1]
+        adds = case.row.kind == "reduce_scatter" or case.row.reduces == "sum"
+        addends = devices if adds else 1
         prime = max((p for p in _PRIMES if p * addends <= limit), default=_PRIMES[0])
-        return cls(case, prime, min(devices, limit // prime) if sums else devices)
+        senders = min(devices, limit // prime) if adds else devices
+        return cls(case, prime, senders)
 
-    def __call__(self, device: Any, number: Any) -> jax.Array:
+    def make(self, device: Any, number: Any) -> jax.Array:
         """int32 of the operand's shape: neighbours, devices and rounds differ at every element, none is 0."""
-        place = lax.iota(jnp.uint32, self.case.aval.size).reshape(self.case.aval.shape)
-        mixed = place * np.uint32(2654435761)
+        element = lax.iota(jnp.uint32, self.case.aval.size).reshape(self.case.aval.shape)
+        mixed = element * np.uint32(2654435761)  # multiplications and a shift that spread neighbours apart
         mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(2246822519)
-        device, number = device.astype(jnp.uint32), number.astype(jnp.uint32)
+        device = device.astype(jnp.uint32)
+        number = number.astype(jnp.uint32)
         # The mesh's devices are counted, those of a group are consecutive multiples of one step among them.
-        values = (mixed % np.uint32(self.prime) + device * np.uint32(5) + number * np.uint32(3)) % np.uint32(self.prime)
+        prime = np.uint32(self.prime)
+        values = (mixed % prime + device * np.uint32(5) + number * np.uint32(3)) % prime
         values = values.astype(jnp.int32) + 1
         if self.case.aval.dtype == bool:
             return values % 2
-        count = np.uint32(self.case.groups.shape[1])
-        return jnp.where((place + device) % count < np.uint32(self.senders), values, 0)
+        devices = np.uint32(self.case.groups.shape[1])
+        sends_more_than_zero = (element + device) % devices < np.uint32(self.senders)
+        return jnp.where(sends_more_than_zero, values, 0)
 
-    def typed(self, values: jax.Array) -> jax.Array:
+    def cast(self, values: jax.Array) -> jax.Array:
         """In the dtype of the operand; a complex number has its real part as imaginary part too."""
         dtype = self.case.aval.dtype
         if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -258,58 +295,77 @@ class _Integers(NamedTuple):
         return values.astype(dtype)
 
 
-def _arrives(case: _Case, integers: _Integers, me: jax.Array, number: jax.Array) -> jax.Array:
-    """The integers that device `me` must get, computed by itself from those that its group sends."""
-    sizes = case.mesh.shape
-    strides, stride = {}, 1
-    for name in reversed(case.mesh.axis_names):
-        strides[name], stride = stride, stride * sizes[name]
-    place, offsets, at = jnp.zeros_like(me), np.zeros(1, np.int32), me
-    for name in case.axes:
-        mine = (me // strides[name]) % sizes[name]
-        place, at = place * sizes[name] + mine, at - mine * strides[name]
-        offsets = (offsets[:, None] + np.arange(sizes[name], dtype=np.int32) * strides[name]).reshape(-1)
-    groups = case.groups
-    group, rank = np.zeros(groups.size, np.int32), np.zeros(groups.size, np.int32)
-    for index, members in enumerate(groups):
-        group[members], rank[members] = index, np.arange(len(members))
-    senders = at + jnp.asarray(offsets)[jnp.asarray(groups)[jnp.asarray(group)[place]]]
-    mine, count, params = jnp.asarray(rank)[place], groups.shape[1], case.params
+def _compute_result(case: _Case, integers: _Integers, device: jax.Array, number: jax.Array) -> jax.Array:
+    """The integers that a device must get, computed by itself from those that its group sends."""
+    members, rank = _find_group(case, device)
+    params = case.params
+    count = case.groups.shape[1]
 
-    def sent(device: jax.Array) -> jax.Array:
-        return integers(device, number)
+    def send(member: jax.Array) -> jax.Array:
+        return integers.make(member, number)
 
-    def reduced(combine: Callable[..., jax.Array]) -> jax.Array:
-        return lax.fori_loop(1, count, lambda j, total: combine(total, sent(senders[j])), sent(senders[0]))
+    def reduce(combine: Callable[..., jax.Array]) -> jax.Array:
+        return lax.fori_loop(1, count, lambda j, total: combine(total, send(members[j])), send(members[0]))
 
     match case.row.kind:
         case "all_reduce":
             combine = {"sum": jnp.add, "maximum": jnp.maximum, "minimum": jnp.minimum}[case.row.reduces]
-            return reduced(combine)
+            return reduce(combine)
         case "reduce_scatter":
-            return _piece(reduced(jnp.add), params["scatter_dimension"], mine, count, params["tiled"])
+            return _take_piece(reduce(jnp.add), params["scatter_dimension"], rank, count, params["tiled"])
         case "all_gather":
-            return _joined(jax.vmap(sent)(senders), params["all_gather_dimension"], params["tiled"])
-        case "all_to_all":  # its primitive is tiled; what is not has dims of size 1 there
-            pieces = jax.vmap(lambda device: _piece(sent(device), params["split_axis"], mine, count, True))
-            return _joined(pieces(senders), params["concat_axis"], True)
+            return _join(jax.vmap(send)(members), params["all_gather_dimension"], params["tiled"])
+        case "all_to_all":  # its primitive is tiled; without tiles its dims have size 1 there
+            pieces = jax.vmap(lambda member: _take_piece(send(member), params["split_axis"], rank, count, True))
+            return _join(pieces(members), params["concat_axis"], True)
         case "broadcast":
-            return sent(senders[params["source"]])
+            return send(members[params["source"]])
+    # A ppermute, of which the pairs name devices by their index along the axes: it has no groups, and rank is that.
     sources = np.full(count, -1)
     for source, target in params["perm"]:
         sources[target] = source
-    source = jnp.asarray(sources)[place]
-    return jnp.where(source < 0, 0, sent(senders[source]))
+    source = jnp.asarray(sources)[rank]
+    return jnp.where(source < 0, 0, send(members[source]))
 
 
-def _piece(x: jax.Array, dim: int, index: jax.Array, count: int, tiled: bool) -> jax.Array:
+def _find_group(case: _Case, device: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The numbers in the mesh of the devices that exchange with `device`, and its rank among them.
+
+    For example, on a mesh data=2, model=4 along "model": device 6 is at data 1, model 2. Its index along the axes is 2,
+    the first device of its row is 4, the offsets along "model" are 0 1 2 3, and the members 4 5 6 7.
+    """
+    sizes = case.mesh.shape
+    strides: dict[str, int] = {}
+    stride = 1
+    for name in reversed(case.mesh.axis_names):
+        strides[name] = stride
+        stride = stride * sizes[name]
+    index = jnp.zeros_like(device)
+    first = device
+    offsets = np.zeros(1, np.int32)
+    for name in case.axes:
+        coordinate = (device // strides[name]) % sizes[name]
+        index = index * sizes[name] + coordinate
+        first = first - coordinate * strides[name]
+        offsets = (offsets[:, None] + np.arange(sizes[name], dtype=np.int32) * strides[name]).reshape(-1)
+    group_of_index = np.zeros(case.groups.size, np.int32)
+    rank_of_index = np.zeros(case.groups.size, np.int32)
+    for group, indices in enumerate(case.groups):
+        group_of_index[indices] = group
+        rank_of_index[indices] = np.arange(len(indices))
+    indices_of_group = jnp.asarray(case.groups)[jnp.asarray(group_of_index)[index]]
+    members = first + jnp.asarray(offsets)[indices_of_group]
+    return members, jnp.asarray(rank_of_index)[index]
+
+
+def _take_piece(x: jax.Array, dim: int, index: jax.Array, count: int, tiled: bool) -> jax.Array:
     if not tiled:
         return lax.dynamic_index_in_dim(x, index, dim, keepdims=False)
     size = x.shape[dim] // count
     return lax.dynamic_slice_in_dim(x, index * size, size, dim)
 
 
-def _joined(pieces: jax.Array, dim: int, tiled: bool) -> jax.Array:
+def _join(pieces: jax.Array, dim: int, tiled: bool) -> jax.Array:
     """Pieces along dim 0, stacked along `dim` or concatenated."""
     stacked = jnp.moveaxis(pieces, 0, dim)
     if not tiled:
@@ -322,69 +378,79 @@ class _Program:
     """All collectives of one mesh in one program, one after the other, compiled once."""
 
     def __init__(self, mesh: Mesh, cases: tuple[_Case, ...]):
-        self.mesh, self.cases = mesh, cases
-        everywhere = PartitionSpec(mesh.axis_names)
-        self.layout = NamedSharding(mesh, everywhere)
-        checked = all(case.checked for case in cases)
-        kernel = jax.shard_map(self._on_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=checked)
-        self.run = (
-            jax.jit(kernel).lower(self._spread(np.arange(mesh.size)), self._spread(np.zeros(mesh.size))).compile()
-        )
+        self.mesh = mesh
+        self.cases = cases
+        spec = PartitionSpec(mesh.axis_names)
+        self.layout = NamedSharding(mesh, spec)
+        check_vma = all(case.check_vma for case in cases)
+        kernel = jax.shard_map(self._run_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+        devices = self._spread(np.arange(mesh.size))
+        numbers = self._spread(np.zeros(mesh.size))
+        self.run = jax.jit(kernel).lower(devices, numbers).compile()
 
     def _spread(self, values: np.ndarray) -> jax.Array:
         values = values.astype(np.int32)
         return jax.make_array_from_callback(values.shape, self.layout, lambda index: values[index])
 
-    def _on_device(self, device: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        me, now = device[0], number[0]
-        places, numbers = [], []
+    def _run_device(self, devices: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """For each collective: how many elements are wrong and the first of them; what it is and should be."""
+        device = devices[0]
+        number = numbers[0]
+        positions, values = [], []
         for case in self.cases:
             integers = _Integers.of(case)
-            got = case.send(integers.typed(integers(me, now)))
-            want = integers.typed(_arrives(case, integers, me, now))
-            assert got.shape == want.shape
-            wrong = (got != want).reshape(-1)
-            first = jnp.argmax(wrong).astype(jnp.int32)
-            place = jnp.stack([wrong.sum(dtype=jnp.int32), first])
-            pair = jnp.stack([got.reshape(-1)[first], want.reshape(-1)[first]])
-            pair = (pair.real if jnp.iscomplexobj(pair) else pair).astype(jnp.float32)
+            actual = case.send(integers.cast(integers.make(device, number)))
+            expected = integers.cast(_compute_result(case, integers, device, number))
+            assert actual.shape == expected.shape
+            is_wrong = (actual != expected).reshape(-1)
+            first = jnp.argmax(is_wrong).astype(jnp.int32)
+            position = jnp.stack([is_wrong.sum(dtype=jnp.int32), first])
+            pair = jnp.stack([actual.reshape(-1)[first], expected.reshape(-1)[first]])
+            if jnp.iscomplexobj(pair):
+                pair = pair.real
+            pair = pair.astype(jnp.float32)
             # The next collective waits for this verdict: one after the other, with the memory of one.
-            now, place, pair = lax.optimization_barrier((now, place, pair))
-            places.append(place)
-            numbers.append(pair)
-        return jnp.stack(places)[None], jnp.stack(numbers)[None]
+            number, position, pair = lax.optimization_barrier((number, position, pair))
+            positions.append(position)
+            values.append(pair)
+        return jnp.stack(positions)[None], jnp.stack(values)[None]
 
-    def fault(self, number: int) -> str:
+    def find_fault(self, number: int) -> str:
         """What is wrong in one round on this process's devices, as a sentence; "" if nothing is."""
-        everybody = self._spread(np.arange(self.mesh.size)), self._spread(np.full(self.mesh.size, number))
-        places, numbers = self.run(*everybody)
-        values = {shard.device: np.asarray(shard.data)[0] for shard in numbers.addressable_shards}
-        for shard in places.addressable_shards:
-            for case, (wrong, first), pair in zip(
-                self.cases, np.asarray(shard.data)[0], values[shard.device], strict=True
-            ):
+        devices = self._spread(np.arange(self.mesh.size))
+        numbers = self._spread(np.full(self.mesh.size, number))
+        positions, values = self.run(devices, numbers)
+        values_of_device = {shard.device: np.asarray(shard.data)[0] for shard in values.addressable_shards}
+        for shard in positions.addressable_shards:
+            positions_here = np.asarray(shard.data)[0]
+            values_here = values_of_device[shard.device]
+            for case, (wrong, first), pair in zip(self.cases, positions_here, values_here, strict=True):
                 if wrong:
-                    return self._sentence(case, shard.device, int(wrong), int(first), pair, number)
+                    return self._describe_fault(case, shard.device, int(wrong), int(first), pair, number)
         return ""
 
-    def _sentence(self, case: _Case, device: Any, wrong: int, first: int, pair: np.ndarray, number: int) -> str:
-        size = case.aval.size if case.row.kind != "all_gather" else case.aval.size * case.groups.shape[1]
-        size //= case.groups.shape[1] if case.row.kind == "reduce_scatter" else 1
+    def _describe_fault(self, case: _Case, device: Any, wrong: int, first: int, pair: np.ndarray, number: int) -> str:
+        size = case.aval.size
+        if case.row.kind == "all_gather":
+            size *= case.groups.shape[1]
+        if case.row.kind == "reduce_scatter":
+            size //= case.groups.shape[1]
+        actual, expected = pair
         return (
-            f"wire: {case}: device {device.id} of process {device.process_index} must get {pair[1]:g} at element "
-            f"{first}; got {pair[0]:g}, and {wrong} of its {size} elements are wrong, in round {number}. The step is "
+            f"wire: {case}: device {device.id} of process {device.process_index} must get {expected:g} at element "
+            f"{first}; got {actual:g}, and {wrong} of its {size} elements are wrong, in round {number}. The step is "
             "as it was written, what carries this collective is not right: update jaxlib or the network's library, or "
             "use another algorithm for it."
         )
 
 
 @contextmanager
-def _starved(now: bool) -> Iterator[None]:
+def _starve(is_slow: bool) -> Iterator[None]:
     """Makes this process late, and share one processor with two busy ones, where threads can be bound to one.
 
     The busy processes end here, or by themselves should this one be killed. Its threads go back to where they were.
     """
-    if not now:
+    if not is_slow:
         yield
         return
     code = f"import os, time\nend = time.monotonic() + {_TIMEOUT}\n"
@@ -414,23 +480,27 @@ def _starved(now: bool) -> Iterator[None]:
             process.wait()
 
 
-def _agreed(call: int, number: int, fault: str, last: bool) -> tuple[str, bool]:
+def _agree(call: int, number: int, fault: str, is_last: bool) -> tuple[str, bool]:
     """The first fault that a process saw, and whether process 0 ends it: the same answer in every process.
 
     By jax's coordination service, since a collective would trust what is on trial.
     """
     count = jax.process_count()
     if count == 1:
-        return fault, last
-    here = f"shardkit/wire/{call}/{number}"
-    backends.tell_processes(f"{here}/{jax.process_index()}", f"{int(last)}{fault}")
+        return fault, is_last
+    key = f"shardkit/wire/{call}/{number}"
+    backends.tell_processes(f"{key}/{jax.process_index()}", f"{int(is_last)}{fault}")
     messages = []
     for process in range(count):
-        message = backends.told(f"{here}/{process}", _TIMEOUT)
+        message = backends.told(f"{key}/{process}", _TIMEOUT)
         if message is None:
             raise RuntimeError(
                 f"wire: every process of a job must call it; process {process} did not come to round {number} in "
                 f"{_TIMEOUT:g} s. Call wire in each process, with the same step."
             )
         messages.append(message)
-    return next((message[1:] for message in messages if message[1:]), ""), messages[0][0] == "1"
+    ends = messages[0][0] == "1"
+    for message in messages:
+        if message[1:]:
+            return message[1:], ends
+    return "", ends

@@ -15,7 +15,7 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit.models import transformer
 from shardkit.testing import Program, Row, covering, one_device, prove
-from shardkit.testing.prove import relative_of
+from shardkit.testing.prove import choose_relative
 from support.conformance import weights
 from support.pipelines import pipelined_grad
 from support.training import OPTIMIZERS, lenient
@@ -229,7 +229,7 @@ def alone(case: Case) -> Any:
 
 def expected(case: Case) -> Any:
     """The training on one device that a case must equal, run once for all cases that share it."""
-    return _expected(*_settings(case), case.choice["optimizer"], relative_of(case.row.precision))
+    return _expected(*_settings(case), case.choice["optimizer"], choose_relative(case.row.precision))
 
 
 @cache

@@ -9,7 +9,7 @@ import optax
 
 import shardkit as sk
 from shardkit.testing import LAWS, Proof, Reference, Row, laws, one_device, prove
-from shardkit.testing.prove import relative_of
+from shardkit.testing.prove import choose_relative
 from support.conformance import ModelRow, PlanRow
 
 KEY = jax.random.key(7)
@@ -80,5 +80,5 @@ def check(
     batches = [model.batch(step) for step in range(STEPS)]
     grad_fn = grad_fn or sk.value_and_grad(model.loss(row.model_axis))
     proved = Row(row.sizes, row.plan(), grad_fn, optimizer=OPTIMIZERS[optimizer], label=row.name, **options)
-    wanted = reference or expected(model, optimizer, relative_of(proved.precision))
+    wanted = reference or expected(model, optimizer, choose_relative(proved.precision))
     return prove(grad_fn, wanted, rows=[proved], params=model.params(), batches=batches, key=KEY, laws=laws)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_matches_reference, assert_same_training
-from shardkit.testing._compare import constant_factor, distance, first_gap, times
+from shardkit.testing._compare import constant_factor, distance, find_worst_gap, format_factor
 from support.conformance import MODELS
 from support.refusals import raises, refused, type_error, value_error
 from support.training import lenient
@@ -217,11 +217,13 @@ def test_words_for_factors_and_integers_must_be_equal_whatever_is_allowed():
     y = np.array([1.0, -2, 0])
     assert constant_factor(3 * y, y) == 3
     assert constant_factor(y, y) is None and constant_factor(y + 1, y) is None and constant_factor(y, 0 * y) is None
-    assert [times(f) for f in (4, 0.25, -1, 0, 1.5, -0.5)] == [*("4x", "1/4 of", "-1x", "0x", "1.5x", "-1/2 of")]
+    assert [format_factor(f) for f in (4, 0.25, -1, 0, 1.5, -0.5)] == [
+        *("4x", "1/4 of", "-1x", "0x", "1.5x", "-1/2 of")
+    ]
     assert distance(np.array([np.nan, np.inf, 1]), np.array([np.nan, np.inf, np.nan])).tolist() == [0, 0, np.inf]
     floats, integers = {"x": np.array([1000.0, 2.0])}, {"n": np.array([1000, 2])}
-    assert first_gap({"x": floats["x"] + 1}, floats, lambda *_: 2.0) is None
-    found = first_gap({"n": integers["n"] + 1}, integers, lambda *_: 2.0)
+    assert find_worst_gap({"x": floats["x"] + 1}, floats, lambda *_: 2.0) is None
+    found = find_worst_gap({"n": integers["n"] + 1}, integers, lambda *_: 2.0)
     assert found is not None and (found.path, found.largest, found.allowed) == ("n", 1, 0)
 
 

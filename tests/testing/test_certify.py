@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import certify_gradients
-from shardkit.testing.certify import _axes_of, _words
+from shardkit.testing.certify import _describe_mistake, _explain_factor
 from support.refusals import raises, value_error
 
 RNG = np.random.default_rng(0)
@@ -219,11 +219,11 @@ def test_words_for_what_is_not_one_factor():
     y = np.array([[100.0, 1.0, 2.0]])
     x = y + np.array([[0.5, 3.0, 0.0]])
     text = "differ from the reference, by no common factor: the largest difference is 3, where it is 4 and the "
-    assert _words(x, y, {"data": 1}, 1e-5) == f"{text}reference 1"
-    both = _words(np.concatenate([x, x]), np.concatenate([y, y]), {"data": 2}, 1e-5)
+    assert _describe_mistake(x, y, {"data": 1}, 1e-5) == f"{text}reference 1"
+    both = _describe_mistake(np.concatenate([x, x]), np.concatenate([y, y]), {"data": 2}, 1e-5)
     assert both == f"{text}reference 1, as when means of unequal weight are averaged"
     nan = np.array([[1.0, np.nan]])
-    assert _words(nan, np.ones((1, 2)), {"data": 1}, 1e-5) == "are not finite where the reference is"
+    assert _describe_mistake(nan, np.ones((1, 2)), {"data": 1}, 1e-5) == "are not finite where the reference is"
     apart, axis = np.array([[1.0, 2.0], [3.0, 5.0]]), "axis 'data' (size 2)"
     for wanted, words in (
         (apart.sum(0), f"differ between devices: {axis} is not reduced; the sum over it is the reference"),
@@ -235,7 +235,7 @@ def test_words_for_what_is_not_one_factor():
         # pieces that differ in the reference too are no sign of a missing sum
         (apart / 2, f"are 2x the reference: {axis} is summed twice, or a division by its size is missing"),
     ):
-        assert _words(apart, np.broadcast_to(wanted, (2, 2)), {"data": 2}, 1e-5) == words
+        assert _describe_mistake(apart, np.broadcast_to(wanted, (2, 2)), {"data": 2}, 1e-5) == words
 
 
 @pytest.mark.check
@@ -258,4 +258,4 @@ def test_the_axes_that_explain_a_factor():
         (8, {"a": 2}, "no axis explains this factor"),
         (2, {"a": 1}, "already on one device, so no axis is to blame"),
     ):  # fmt: skip
-        assert _axes_of(factor, sizes) == words
+        assert _explain_factor(factor, sizes) == words

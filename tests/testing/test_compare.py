@@ -7,17 +7,17 @@ import pytest
 
 from shardkit.testing._compare import (
     UnequalError,
-    check_telling,
+    check_conclusive,
     constant_factor,
+    describe_kinds,
+    describe_mesh,
+    describe_shapes,
     distance,
-    first_gap,
-    first_other_bits,
-    kinds_differ,
-    leaves_of,
+    find_other_bits,
+    find_worst_gap,
+    format_factor,
+    list_leaves,
     magnitude,
-    on,
-    shapes_differ,
-    times,
 )
 from support.refusals import value_error
 
@@ -39,7 +39,7 @@ def test_distances_and_magnitudes_of_what_is_not_finite():
 
 
 def gap(got, wanted, allowed=0.5):
-    return first_gap(got, wanted, (lambda *_: allowed) if not callable(allowed) else allowed)
+    return find_worst_gap(got, wanted, (lambda *_: allowed) if not callable(allowed) else allowed)
 
 
 def test_the_gap_is_that_of_the_leaf_that_exceeds_its_bound_most():
@@ -49,12 +49,12 @@ def test_the_gap_is_that_of_the_leaf_that_exceeds_its_bound_most():
     found = gap(wanted | {"a": np.array([1.0, 2.75]), "b": np.array([12.0])}, wanted)
     assert found[:6] == ("b", 2.0, 0.5, (0,), 12.0, 10.0) and found.factor == pytest.approx(1.2)
     found = gap(wanted | {"a": np.array([1.75, 2.0]), "b": np.array([12.0])}, wanted, lambda at, *_: (0.1, 1)[at])
-    assert (found.path, found.at, found.allowed) == ("a", (0,), 0.1)  # 7.5 times its bound, b only twice
+    assert (found.path, found.worst, found.allowed) == ("a", (0,), 0.1)  # 7.5 times its bound, b only twice
     # of one leaf the element that exceeds its own bound most, whatever the others differ by
     found = gap(np.array([5.0, 1.0]), np.array([1.0, 0.0]), np.array([4.5, 0.5]))
-    assert (found.at, found.largest, found.allowed, found.where) == ((1,), 1.0, 0.5, "")
+    assert (found.worst, found.largest, found.allowed, found.where) == ((1,), 1.0, 0.5, "")
     found = gap(wanted | {"c": np.array([3, 5])}, wanted, 9.0)  # integers must be equal
-    assert (found.path, found.at, found.got, found.wanted, found.allowed) == ("c", (1,), 5, 4, 0.0)
+    assert (found.path, found.worst, found.actual, found.expected, found.allowed) == ("c", (1,), 5, 4, 0.0)
     both = wanted | {"c": np.array([3, 5]), "b": np.array([99.0])}
     assert gap(both, wanted).path == "c"  # more than nothing is infinitely more
     seen = []
@@ -85,16 +85,16 @@ def test_factors():
     assert constant_factor(3j * y, 1j * y) == pytest.approx(3) and constant_factor(1j * y, y) is None
     words = {4: "4x", 0.25: "1/4 of", -1: "-1x", 0: "0x", 1.5: "1.5x", -0.5: "-1/2 of", 0.7: "0.7x", 3.01: "3x"}
     words |= {0.99: "1x", 1 / 3: "1/3 of", -7: "-7x", 0.003: "1/333 of", 12.3: "12.3x", 2.05: "2.05x", 100.9: "101x"}
-    assert {f: times(f) for f in words} == words
+    assert {f: format_factor(f) for f in words} == words
 
 
 def test_structures_shapes_and_kinds():
     x, y = np.zeros((2, 3), np.float32), np.zeros((3,), np.float32)
-    assert shapes_differ({"a": x, "b": y}, {"a": x, "b": y}) == ""
-    assert shapes_differ({"a": x, "b": x}, {"a": x, "b": y}) == "b has shape (2, 3) and the reference (3,)"
-    assert shapes_differ(x, [x]) == "it is one array and the reference [*]"
+    assert describe_shapes({"a": x, "b": y}, {"a": x, "b": y}) == ""
+    assert describe_shapes({"a": x, "b": x}, {"a": x, "b": y}) == "b has shape (2, 3) and the reference (3,)"
+    assert describe_shapes(x, [x]) == "it is one array and the reference [*]"
     struct = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
-    assert shapes_differ(struct, y) == kinds_differ(struct, y) == ""
+    assert describe_shapes(struct, y) == describe_kinds(struct, y) == ""
     for a, b, differ in (
         (np.float32, np.float16, False),
         (np.int32, np.int8, False),
@@ -103,20 +103,20 @@ def test_structures_shapes_and_kinds():
         (np.complex64, np.float32, True),
         (np.int32, np.complex64, True),
     ):
-        said = kinds_differ({"a": np.zeros(1, a)}, {"a": np.zeros(1, b)})
+        said = describe_kinds({"a": np.zeros(1, a)}, {"a": np.zeros(1, b)})
         assert said == (f"a is {np.dtype(a)} and the reference {np.dtype(b)}" if differ else "")
 
 
 def test_bits_of_copies():
     one = np.float32([1, 0])
-    assert first_other_bits([one, one, one.copy()]) == 0
-    assert first_other_bits([one, one, np.float32([1, -0.0]), one]) == 2  # another bit, though equal
+    assert find_other_bits([one, one, one.copy()]) == 0
+    assert find_other_bits([one, one, np.float32([1, -0.0]), one]) == 2  # another bit, though equal
     nan = np.float32([NAN])
-    assert first_other_bits([nan, nan]) == 0
+    assert find_other_bits([nan, nan]) == 0
 
 
 def test_a_reference_that_tells_nothing():
-    check_telling("f", {"w": np.array([0.0, 1e-30])}, 1.0)
+    check_conclusive("f", {"w": np.array([0.0, 1e-30])}, 1.0)
     for grads, loss, found in (
         ({"w": np.zeros(2)}, 1.0, "all gradients are zero"),
         ({"w": np.array([1, NAN])}, 1.0, "'w' is not finite"),
@@ -126,11 +126,11 @@ def test_a_reference_that_tells_nothing():
             "f: the reference must be finite and have a nonzero gradient, or nothing is proved; "
             f"{found}. Pass other parameters or another batch."
         ):
-            check_telling("f", grads, loss)
+            check_conclusive("f", grads, loss)
 
 
 def test_what_an_error_says_differs():
     assert UnequalError("all of it").differs == ("all of it",)
     assert UnequalError("all of it", ["one", "two"]).differs == ("one", "two")
-    assert on(jax.sharding.AbstractMesh((2, 4), ("data", "model"))) == "on mesh data=2, model=4"
-    assert [path for path, _ in leaves_of({"b": [np.ones(1)], "a": 2})] == ["a", "b.0"]
+    assert describe_mesh(jax.sharding.AbstractMesh((2, 4), ("data", "model"))) == "on mesh data=2, model=4"
+    assert [path for path, _ in list_leaves({"b": [np.ones(1)], "a": 2})] == ["a", "b.0"]

@@ -8,9 +8,9 @@ import optax
 import pytest
 
 from shardkit.testing import laws
-from shardkit.testing.laws import _differences, _reads_across_shards, compiles_once, same_numbers
+from shardkit.testing.laws import _list_differences, _reads_across_shards, compiles_once, same_numbers
 from shardkit.testing.one_device import Wanted
-from shardkit.testing.program import Taken
+from shardkit.testing.program import StepResult
 from support.refusals import refused
 
 pytestmark = pytest.mark.check
@@ -29,7 +29,7 @@ WANTED = Wanted(
     carried_allowed={"n": 0.5},
 )
 METRICS = {"loss": np.array(2.0), **WANTED.metrics}
-TAKEN = Taken(METRICS, TREE, TREE, WANTED.carried, 0)
+TAKEN = StepResult(METRICS, TREE, TREE, WANTED.carried, 0)
 CHECK = "Check what the loss sums and over which axes it varies, and that random numbers come from `keys`{hint}."
 SCALED = ", and `scale`, which is 0.5 in a proof and must multiply only the gradients"
 
@@ -125,9 +125,9 @@ def test_bytes_are_compared_axis_by_axis_and_per_step():
     """The order of the axes of a collective does not matter, and bytes over one axis do not pay for another's."""
     rows = [SimpleNamespace(axes=axes, total=total) for axes, total in ((("a", "b"), 8), (("b", "a"), 4), (("c",), 2))]
     right = {("b", "a"): Fraction(6), ("c",): Fraction(1)}
-    assert _differences(rows, right, 2) == []
-    assert _differences(rows, {("a", "b"): 12, ("c",): 2}, 1) == []
-    found = _differences(rows, {("b", "a"): Fraction(5), ("d",): Fraction(2)}, 2)
+    assert _list_differences(rows, right, 2) == []
+    assert _list_differences(rows, {("a", "b"): 12, ("c",): 2}, 1) == []
+    found = _list_differences(rows, {("b", "a"): Fraction(5), ("d",): Fraction(2)}, 2)
     assert found == [(("a", "b"), 5, 6), (("b", "a"), 5, 6), (("c",), 0, 1), (("d",), 2, 0)]
 
 

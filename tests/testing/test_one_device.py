@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import shardkit as sk
-from shardkit.testing.one_device import Training, _off, _Step, _wanted, noise_of, one_device
+from shardkit.testing.one_device import Training, _allow_differences, _perturb, _Step, estimate_noise, one_device
 
 RELATIVE = 1e-3
 
@@ -23,7 +23,7 @@ PLAIN = step(10.0, 100.0, [4.0, -2.0], [0.0, 0.0], 7.0)
 
 
 def allowed(*noisy, noise=False):
-    return _wanted(PLAIN, *noisy, relative=RELATIVE, noise={"w": False, "small": noise})
+    return _allow_differences(PLAIN, *noisy, relative=RELATIVE, is_noise={"w": False, "small": noise})
 
 
 # proves N12: twice the larger distance of the two runs, whichever way they went, and what another order may change
@@ -60,7 +60,7 @@ def test_a_leaf_of_noise_may_move_by_the_norm_of_the_distance_in_each_element():
 @pytest.mark.check
 def test_a_metric_far_below_the_loss_is_held_to_a_tenth_of_the_losss_error():
     plain = step(10.0, 1e-9, [1.0, 1.0], [0.0, 0.0])
-    found = _wanted(plain, plain, plain, relative=RELATIVE, noise={"w": False, "small": False})
+    found = _allow_differences(plain, plain, plain, relative=RELATIVE, is_noise={"w": False, "small": False})
     assert found.metrics_allowed == {"weight": pytest.approx(0.1 * RELATIVE * 10)}
 
 
@@ -68,9 +68,9 @@ def test_a_metric_far_below_the_loss_is_held_to_a_tenth_of_the_losss_error():
 def test_the_error_of_a_gradient_is_a_share_of_its_leaf_and_of_the_largest_leaf():
     """A leaf whose true value is zero holds rounding of what was summed: its own size allows nothing."""
     grads = {"large": np.array([-200.0, 1.0]), "mid": np.array([0.5]), "zero": np.zeros(2), "none": np.zeros(0)}
-    assert noise_of(grads, RELATIVE) == pytest.approx({"large": 0.2, "mid": 5e-4, "zero": 2e-4, "none": 2e-4})
-    moved = {sign: _off(grads, RELATIVE, sign) for sign in (1, -1)}
-    for name, error in noise_of(grads, RELATIVE).items():
+    assert estimate_noise(grads, RELATIVE) == pytest.approx({"large": 0.2, "mid": 5e-4, "zero": 2e-4, "none": 2e-4})
+    moved = {sign: _perturb(grads, RELATIVE, sign) for sign in (1, -1)}
+    for name, error in estimate_noise(grads, RELATIVE).items():
         up, down = moved[1][name] - grads[name], moved[-1][name] - grads[name]
         np.testing.assert_allclose(np.abs(up), error)
         np.testing.assert_allclose(down, -up)
@@ -90,7 +90,7 @@ def test_a_leaf_is_noise_from_the_step_on_in_which_its_gradient_is_nothing_else(
     first, second = one_device(
         sk.value_and_grad(loss), optax.sgd(rate), params, batches, relative=RELATIVE, key=jax.random.key(3)
     ).steps
-    error = noise_of(first.grads, RELATIVE)
+    error = estimate_noise(first.grads, RELATIVE)
     largest = np.max(np.abs(first.grads["w"]))
     assert error == pytest.approx({"w": RELATIVE * largest, "idle": 1e-6 * largest, "late": 1e-6 * largest})
     # both runs are off by rate * error in each element; a norm over four of them is twice as much
@@ -98,13 +98,13 @@ def test_a_leaf_is_noise_from_the_step_on_in_which_its_gradient_is_nothing_else(
     np.testing.assert_allclose(own, 2 * rate * error["w"], rtol=1e-3)
     np.testing.assert_allclose(first.params_allowed["late"], 2 * 2 * rate * error["late"], rtol=1e-3)
     assert np.ptp(second.params_allowed["w"]) > 0 and np.ptp(second.params_allowed["late"]) == 0
-    assert np.max(np.abs(second.grads["late"])) > 1e3 * noise_of(second.grads, RELATIVE)["idle"]
+    assert np.max(np.abs(second.grads["late"])) > 1e3 * estimate_noise(second.grads, RELATIVE)["idle"]
 
 
 def test_carried_state_keeps_its_dtypes():
     carry = lambda carried, metrics, params: {"n": np.float32(carried["n"]) + metrics["loss"]}  # noqa: E731
     training = Training(lambda params, batch, keys: None, None, None, (), None, carry, {"n": np.float16(1)})
-    first = training.first(None)
+    first = training.init_carried(None)
     assert first["n"].dtype == np.float16
-    after = training.after(first, np.float32(2), {}, None)
+    after = training.update_carried(first, np.float32(2), {}, None)
     assert (after["n"].dtype, float(after["n"])) == (np.float16, 3)

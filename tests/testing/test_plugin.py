@@ -113,3 +113,50 @@ def test_the_file_of_the_manual_from_an_empty_folder(tmp_path):
     first, last = "test_gossip.py::test_any_number_of_devices", "test_gossip.py::test_values_and_gradients"
     code, text = pytest_run(tmp_path, first, last, ini=ini, test_gossip=files["test_gossip.py"])
     assert code == 0 and "3 passed" in text, text
+
+
+WRONG = """
+import jax
+import numpy as np
+import optax
+import shardkit as sk
+from jax.sharding import PartitionSpec as P
+
+def double(x):
+    return 2 * x
+
+def double_mean(w, x, keys):
+    return sk.Mean.of(2 * (x @ w) ** 2)
+
+def mean(w, x, keys):
+    return sk.Mean.of((x @ w) ** 2)
+
+WRONG, RIGHT = sk.value_and_grad(double_mean), sk.value_and_grad(mean)
+DATA = {"params": np.ones(3, "f"), "batches": [np.ones((8, 3), "f")]}
+
+def test_kernel(mesh):
+    sk.testing.assert_matches_reference(  # the user's line
+        double, np.negative, mesh=mesh, in_specs=P("data"), out_specs=P("data"), args=(np.ones(8, "f"),), grad=False)
+
+def test_training(mesh):
+    plan = sk.dp("data")
+    sk.testing.assert_same_training(WRONG, RIGHT, optax.sgd(0.1), mesh=mesh, plan=plan, **DATA)  # the user's line
+
+def test_laws(prove):
+    rows = [sk.testing.Row({"data": 2}, sk.dp("data"))]
+    prove(WRONG, RIGHT, rows=rows, laws=[sk.testing.laws.same_numbers], **DATA)  # the user's line
+
+def test_gradients():
+    gradient = jax.grad(lambda w, x: 2 * ((x @ w) ** 2).mean())
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    sk.testing.certify_gradients(gradient, loss, np.ones(3, "f"), np.ones((8, 3), "f"), devices=2)  # the user's line
+"""
+
+
+def test_a_failed_assertion_of_the_kit_shows_the_users_line_and_none_of_the_kits(tmp_path):
+    code, text = pytest_run(tmp_path, "--tb=short", test_wrong=WRONG)
+    assert code == 1 and "4 failed" in text
+    assert text.count("# the user's line") == 4
+    failures = text.split("short test summary")[0]
+    shown = set(re.findall(r"^(\S+\.py):\d+: in \w+", failures, re.MULTILINE))
+    assert shown == {"test_wrong.py"}

@@ -14,7 +14,7 @@ import shardkit as sk
 from shardkit._jax.jaxprs import PLAN, TOTALS, kind_of, mesh_axes, walk
 from shardkit.plans.storage import Padded
 from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
-from shardkit.testing.program import Recorded, _scaled
+from shardkit.testing.program import Recorded, _rescale
 from support.refusals import refused, type_error, value_error
 from support.training import lenient
 
@@ -463,7 +463,7 @@ def test_a_proof_multiplies_and_divides_by_a_scale_of_its_own():
         return scale, {"carried": carried}, {"w": np.float32(6 * scale), "n": np.int32(3)}
 
     for given, seen in (({}, 0.5), ({"scale": 8, "carried": 4}, 4)):
-        loss, aux, grads = _scaled(grad_fn)(None, None, None, **given)
+        loss, aux, grads = _rescale(grad_fn)(None, None, None, **given)
         assert (loss, aux, grads["n"]) == (seen, {"carried": given.get("carried", 0)}, 3)
         assert (float(grads["w"]), grads["n"].dtype) == (12 * seen, np.int32)
 

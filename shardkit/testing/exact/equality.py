@@ -18,8 +18,8 @@ from shardkit._arguments.typed import Specs, typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk, without_unused
 from shardkit.meshes.layout import path_name
-from shardkit.testing._compare import UnequalError, is_float, kinds_differ, on, shapes_differ
-from shardkit.testing._interpreter import of_floats
+from shardkit.testing._compare import UnequalError, describe_kinds, describe_mesh, describe_shapes, is_float
+from shardkit.testing._interpreter import restrict_to_floats
 from shardkit.testing._kernels import (
     check_args,
     check_arity,
@@ -176,11 +176,11 @@ def assert_equal_for_all_inputs(
     check_floats(where, shapes)
     plain = checked_reference(where, reference)
     got, wanted = jax.eval_shape(mapped, *shapes), jax.eval_shape(plain, *shapes)
-    wrong = shapes_differ(got, wanted) or kinds_differ(got, wanted)
+    wrong = describe_shapes(got, wanted) or describe_kinds(got, wanted)
     if wrong:
         raise UnequalError(
-            f"{where}: {on(mesh)}, the result must have the reference's structure, shapes and kinds of dtype; "
-            f"{wrong}. Check out_specs and the gathers."
+            f"{where}: {describe_mesh(mesh)}, the result must have the reference's structure, shapes and kinds of "
+            f"dtype; {wrong}. Check out_specs and the gathers."
         )
     values = [f"result{_behind(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
     everything, vectors, derivatives, compared = _trace((mapped, plain), shapes, wanted, grad)
@@ -194,12 +194,12 @@ def assert_equal_for_all_inputs(
         return Interpreter(field, seen=seen).run(program, inputs)
 
     programs = partial(run, traced[0]), partial(run, traced[1])
-    subject = f"{where}: {on(mesh)}, "
+    subject = f"{where}: {describe_mesh(mesh)}, "
     # What a wrong kernel computes and does not use may be what it should have used.
     with_unused = partial(run, everything[0])
     evidence = equal(where, subject, names, programs, points, of_kernels(seconds), len(values), with_unused=with_unused)
     return Equality(
-        f"{_name(kernel)} and {_name(reference)}, {on(mesh)}, {compared}",
+        f"{_name(kernel)} and {_name(reference)}, {describe_mesh(mesh)}, {compared}",
         tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shapes)),
         evidence.field.points,
         evidence.field.chance(evidence.degree),
@@ -386,7 +386,7 @@ def _values(flat: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 def _with_gradients(flat: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def both(leaves: list[Any], cotangents: list[Any]) -> list[Any]:
-        _, pull = jax.vjp(of_floats(flat, leaves), [x for x in leaves if is_float(x)])
+        _, pull = jax.vjp(restrict_to_floats(flat, leaves), [x for x in leaves if is_float(x)])
         return [*flat(*leaves), *pull(list(cotangents))[0]]
 
     return both
@@ -395,7 +395,7 @@ def _with_gradients(flat: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 def _with_derivatives(flat: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def both(leaves: list[Any], tangents: list[Any]) -> list[Any]:
         floats = [x for x in leaves if is_float(x)]
-        _, derivatives = jax.jvp(of_floats(flat, leaves), [floats], [tangents])
+        _, derivatives = jax.jvp(restrict_to_floats(flat, leaves), [floats], [tangents])
         return [*flat(*leaves), *derivatives]
 
     return both

@@ -27,7 +27,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import flow, mesh_axes, scan_operands, source_line, walk, while_operands
 from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.meshes.layout import all_axes
-from shardkit.testing._interpreter import joined, pieces_of
+from shardkit.testing._interpreter import join_shards, split_shards
 from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
@@ -266,8 +266,8 @@ class Interpreter:
         front = [n if name in split_axes else 1 for name, n in sizes.items()]
 
         def move(part: Any, lead: int) -> Any:
-            # pieces_of reads a global array behind `lead` dims: the components, and the axes around.
-            part = pieces_of(part, _shift_spec(spec, lead), sizes)
+            # split_shards reads a global array behind `lead` dims: the components, and the axes around.
+            part = split_shards(part, _shift_spec(spec, lead), sizes)
             # The dims of the axes that split it come first; they belong behind those that were there.
             count = len(split_axes)
             part = np.moveaxis(part, range(count), range(lead, lead + count))
@@ -288,7 +288,7 @@ class Interpreter:
             count = len(sizes)
             part = np.moveaxis(part, range(lead, lead + count), range(count))
             part = np.broadcast_to(part, (*front, *part.shape[count:]))
-            return joined(part, _shift_spec(spec, lead), sizes)
+            return join_shards(part, _shift_spec(spec, lead), sizes)
 
         return move_operand(x, self.rank, move)
 

@@ -48,7 +48,7 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
     Example:
         >>> laws = [sk.testing.laws.equal_for_all_inputs]  # for `prove(..., laws=laws)`
     """
-    given = reference.given
+    given = reference.training
     if given is None or not isinstance(program.step, Step):
         return "for all inputs: the step and the reference must be GradFns"
     calls = max(1, _STEPS // (program.row.steps or 1))
@@ -103,12 +103,12 @@ class _Traced(NamedTuple):
         make: Any = program.init
         if isinstance(make, Init):  # whose types of axes no trace can change
             make = replace(make, mesh=auto_mesh(make.mesh))
-        first = partial(make, key=program.key, **program.begins)
+        first = partial(make, key=program.key, **program.init_options)
         init, shapes = jax.make_jaxpr(first, return_shape=True)(program.params)
         if "traced" in vars(program) or not isinstance(program.init, Init):
             step = program.traced
         else:
-            state = program.init.abstract(program.params, **program.begins)._replace(key=program.key)
+            state = program.init.abstract(program.params, **program.init_options)._replace(key=program.key)
             step = program.step.trace(state, program.calls[0])
         return cls(
             init, shapes, step, without_unused(step.jaxpr), jax.make_jaxpr(unpadded)((shapes.params, shapes.carried))
@@ -132,14 +132,15 @@ def _traced_alone(given: Training, steps: int) -> Any:
     gradient = gradient_of(loss_and_gradient)
 
     def train(params: Any, batches: Any) -> Any:
-        opt_state, carried = wrap_optimizer(optimizer).init(params), given.first(params)
+        opt_state = wrap_optimizer(optimizer).init(params)
+        carried = given.init_carried(params)
         losses, means = [], []
         for index, batch in enumerate(batches):
             rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
             keys = example_keys(step_key(given.key, index), rows)
-            loss, metrics, grads = gradient(params, batch, keys, **given.read(carried))
+            loss, metrics, grads = gradient(params, batch, keys, **given.carried_arguments(carried))
             params, opt_state = update_of(optimizer)(grads, opt_state, params, loss)
-            carried = given.after(carried, loss, metrics, params)
+            carried = given.update_carried(carried, loss, metrics, params)
             losses.append(loss)
             metrics.pop("weight")  # by which the loss is divided; one for a shard and microbatch if it is a scalar
             means.append(metrics)
