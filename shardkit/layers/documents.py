@@ -38,7 +38,7 @@ def deal(segments_BT: np.ndarray, devices: int, *, block: int = 128, window: int
     Example:
         >>> segments = np.repeat([0, 1, 2], [10, 2, 4])[None]
         >>> sk.layers.deal(segments, 2, block=2).tolist()
-        [[0, 1, 4, 5, 8, 9, 10, 11, 2, 3, 6, 7, 12, 13, 14, 15]]
+        [[2, 3, 8, 9, 12, 13, 14, 15, 0, 1, 4, 5, 6, 7, 10, 11]]
 
     Source: Graham, bounds on multiprocessing timing anomalies (1969), for the rule.
     """
