@@ -176,7 +176,7 @@ def _choose_implementation(impl: Impl, names: _Names, elements: int, columns: in
 # The ring of all_gather_matmul over three devices, with tokens x0, x1, x2 and this device's columns w. Device 0:
 #
 #   send x0 up     | y[0] = x0 @ w      from device 2 arrives x2
-#   send x2 up     | y[2] = x2 @ w      from device 2 arrives x1, which device 1 had sent it
+#   send x2 up     | y[2] = x2 @ w      from device 2 arrives x1, which device 1 had sent to device 2
 #                  | y[1] = x1 @ w
 #
 # The matmul of a line needs only what the line above has brought, so that the message of the line is on its way while

@@ -87,8 +87,8 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     check_trained(trained)
     _check_loss(loss_fn)
 
-    # A tree of parameters comes out as a tree of gradients through three functions, from the outermost: `grad_fn` is
-    # what a step calls, `differentiate` takes the derivative, of `objective`, which calls the loss.
+    # A tree of parameters becomes a tree of gradients in three steps: `grad_fn`, which a step calls, picks a way to
+    # trace the loss; `differentiate` takes the derivative; `objective`, of which it is taken, calls the loss.
     def grad_fn(params: Any, batch: Any, keys: Any, *state: Any, scale: Any = 1) -> Gradients:
         args = (batch, keys, *state)
         if _LOSS_ALONE.get():

@@ -54,7 +54,7 @@ def named_means(out: Any) -> dict[str, Any]:
 
 @jax.custom_jvp
 def _constant(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """The weight of a loss, beside its total; deriving it is an error, because gradients are those of the total."""
+    """The weight of a loss, beside its total; differentiating it is an error: gradients are those of the total."""
     return weight
 
 
@@ -123,7 +123,7 @@ def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
 
 
 def _check_constant_weight(weight: Any) -> None:
-    """Refuses a weight that no batch changes, and by which nothing can be divided: the total would stay as it is.
+    """Refuses a constant weight that is zero, negative or not finite: nothing can be divided by it.
 
     Inside shard_map every value of a batch is traced, so that an array which is not is a constant. Outside of it, as
     on one device without jit, the batch has values too, and may be of padding alone: then only a plain number is

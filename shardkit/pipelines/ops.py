@@ -92,7 +92,7 @@ class Ops(NamedTuple):
 
         device 0   F: the embedding of microbatch 2, then the stage, gives y. It sends y to device 1.
                    B: is off. Masked, it is computed with the arguments of microbatch 0, and its gradients are not
-                   add_terms; branched, it gives zeros. What is sent of it is not read.
+                   added; branched, it gives zeros. What is sent of it is not read.
         device 1   F: is off.
                    B: reads the stage's input of microbatch 1 from slot 1 of `inputs`, computes residuals and y again,
                    adds the head's loss to the means, gets dy from the head, adds the gradients of its layers to the
@@ -274,7 +274,7 @@ class Ops(NamedTuple):
         return self.exclusion.run(on, run, lambda layers: layers, layers)
 
     def _add_to_chunk(self, layers: Leaves, grads: Leaves, chunk: Any, on: Any) -> Leaves:
-        """The sums with a stage's gradients add_terms to its chunk."""
+        """The sums, with a stage's gradients added to those of its chunk."""
         out = []
         for total, grad in zip(layers, grads, strict=True):
             index = 0 if total.shape[0] == 1 else chunk

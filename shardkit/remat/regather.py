@@ -318,7 +318,7 @@ def _select_nodes(weights: Any, wanted: WantedGradients) -> list[Any]:
 
 
 def _reduce_to_parts(nodes: Leaves, grads: Leaves) -> list[jax.Array]:
-    """Gradients of weights, summed over devices and scattered to the layout of their parts; in that of other leaves."""
+    """Gradients of weights: a handle's is summed over devices and scattered to its part, a plain array's only cast."""
     return [reduce_to_part(node, grad) for node, grad in zip(nodes, grads, strict=True)]
 
 

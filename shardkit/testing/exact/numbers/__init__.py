@@ -5,7 +5,7 @@ their degree over the size of the field (Schwartz and Zippel). So a proof runs b
 primes, exactly, and compares the results. What a field lacks is added in such a way that the laws that programs rely on
 hold exactly: exps and logarithms, an order for maxima and comparisons, infinity and NaN.
 
-Worked example. The real tower has eight primes of about 2**24 to 2**32. Here it has three, 5, 11 and 23, each twice the
+Worked example. The real tower has eight primes of about 2**24 to 2**31. Here it has three, 5, 11 and 23, each twice the
 one before it and 1 more, and there is one random point. A number is its residues modulo the three primes:
 
     x       = (3, 7,  9)         drawn at random: an input

@@ -89,7 +89,7 @@ def _find_random_keys(field: Field, x: Exact, order: int) -> np.ndarray:
 
 
 def highest_residues(field: Field, x: Exact) -> np.ndarray:
-    """uint64 [points, ...]: residues of the highest prime in which every number has a meaning.
+    """uint64 [points, ...]: residues of the highest prime in which every number that can be ordered has a meaning.
 
     That is the highest but one: those of the highest have none once a logarithm became a number.
     """
@@ -99,7 +99,7 @@ def highest_residues(field: Field, x: Exact) -> np.ndarray:
 def _hash_sizes(field: Field, x: Exact, residues: np.ndarray, order: int) -> tuple[np.ndarray, np.ndarray]:
     """Random sizes between 1 and 2 for all elements, and whether each is negative.
 
-    x and -x have the same size, and other signs. So both are hashed from the one of them that has the lower half of
+    x and -x have the same size, and opposite signs. So both are hashed from the one of them that has the lower half of
     the residues at the first point.
     """
     p = np.uint64(PRIMES[-2])
