@@ -309,10 +309,15 @@ def check_rules(where: str, ignore: Collection[str]) -> None:
 def findings_of(program: TracedProgram, ignore: Collection[str]) -> list[Finding]:
     """What breaks the rules: those on a compiled program, if it is one, then those on a trace."""
     ignored = set(ignore)
-    rules = [rule for rule in TRACE_RULES.values() if rule.name not in ignored]
+    kinds = ["trace"]
     if isinstance(program, CompiledProgram):
         ignored.add("large-replicated")  # replicated-leaf covers it
-        rules = [rule for rule in (*COMPILED_RULES.values(), *TRACE_RULES.values()) if rule.name not in ignored]
+        kinds = ["compiled", "trace"]
+    rules = []
+    for kind in kinds:
+        for rule in RULES.values():  # a user may have added some
+            if rule.reads == kind and rule.name not in ignored:
+                rules.append(rule)
     return findings(rules, program)
 
 
