@@ -25,7 +25,7 @@ from shardkit.cli.output import WithJson, console, write_json, writing
 from shardkit.cli.target import TargetError, load
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.search import AXES, estimates
+from shardkit.planner.search import AXES, list_estimates
 
 EXAMPLES = {
     "shardkit plan --model 70b --chip v5p --chips 512 --batch 4M-tokens": "which layouts fit, and why?",
@@ -138,7 +138,7 @@ def _of_transformer(o: Options, job: dict[str, Any]) -> Asked:
     if found:
         why = planner.explain(found[0], partial(planner.estimate, model, **job, **sizes))
     else:
-        every = estimates(model, chips=chips, axes=o.axes, **job, **sizes)
+        every = list_estimates(model, chips=chips, axes=o.axes, **job, **sizes)
         smallest = min(every, key=lambda each: each.bytes).layout
         why = f"Nothing fits; the smallest is this.\n{planner.advise(model, smallest, **job, **sizes)}"
 
