@@ -18,11 +18,10 @@ from shardkit.analysis import aot
 from shardkit.analysis.hlo.report import Report, size
 from shardkit.analysis.hlo.topology import Topology, device_of
 from shardkit.cli.output import console
-from shardkit.cli.plan import AXES, Options
 from shardkit.cli.target import TargetError, load
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.search import estimates
+from shardkit.planner.search import AXES, estimates
 
 MODELS = {  # Llama 3
     "8b": planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
@@ -33,7 +32,7 @@ _UNITS = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
 _SEQUENCE = 4096
 
 
-class Search(NamedTuple):
+class LayoutSearch(NamedTuple):
     """The layouts of a model that fit a machine.
 
     Attributes:
@@ -51,31 +50,46 @@ class Search(NamedTuple):
     make_step: Callable[[Candidate], tuple[Any, ...]]
 
 
-def search(options: Options, topology: Topology) -> Search:
-    """Searches the layouts of the model that the options name."""
+def search(
+    model: str,
+    batch: str,
+    topology: Topology,
+    *,
+    sequence: int | None,
+    axes: tuple[str, ...],
+    efficiency: float,
+    links: Path | None,
+) -> LayoutSearch:
+    """Searches the layouts of a model, named as the options of `shardkit plan` name it."""
     machine: dict[str, Any] = {
         "chip": device_of(topology),  # one device, of which a tpu7x has two
-        "efficiency": options.efficiency,
-        "chips": topology.devices,
-        "links": None if options.links is None else bench.links(bench.read(options.links)),
+        "efficiency": efficiency,
+        "links": None if links is None else bench.links(bench.read(links)),
     }
-    if ":" in options.model:
-        return _search_of_loss(options, machine)
-    return _search_transformer(options, machine)
+    if ":" not in model:
+        return _search_transformer(
+            model, batch, _SEQUENCE if sequence is None else sequence, axes, topology.devices, machine
+        )
+    if sequence is not None or axes != AXES:
+        raise ValueError(
+            "plan: --sequence and --axes are of a transformer; got one for a model of your own, whose examples are "
+            "those of its batch, over one axis. Leave them out."
+        )
+    return _search_of_loss(model, batch, topology.devices, machine)
 
 
-def _search_transformer(options: Options, machine: dict[str, Any]) -> Search:
+def _search_transformer(
+    name: str, batch_text: str, sequence: int, axes: tuple[str, ...], chips: int, machine: dict[str, Any]
+) -> LayoutSearch:
     """The layouts of a transformer, by its sizes."""
-    model = _read_model(options.model)
-    sequence = _SEQUENCE if options.sequence is None else options.sequence
-    batch = _read_sequences(options.batch, sequence)
+    model = _read_model(name)
+    batch = _read_sequences(batch_text, sequence)
     sizes: dict[str, Any] = {"batch": batch, "sequence": sequence}
-    chips = machine.pop("chips")
-    candidates = planner.kinds(planner.search(model, chips=chips, axes=options.axes, **machine, **sizes))
+    candidates = planner.kinds(planner.search(model, chips=chips, axes=axes, **machine, **sizes))
     if candidates:
         reason = planner.explain(candidates[0], partial(planner.estimate, model, **machine, **sizes))
     else:
-        tried = estimates(model, chips=chips, axes=options.axes, **machine, **sizes)
+        tried = estimates(model, chips=chips, axes=axes, **machine, **sizes)
         smallest = min(tried, key=lambda candidate: candidate.bytes).layout
         advice = planner.advise(model, smallest, **machine, **sizes)
         reason = f"Nothing fits; the smallest is this.\n{advice}"
@@ -87,32 +101,27 @@ def _search_transformer(options: Options, machine: dict[str, Any]) -> Search:
 
     billions = model.parameters() / 1e9
     subject = f"{billions:.2f} billion parameters, {batch:,} sequences of {sequence:,} tokens"
-    return Search(subject, candidates, reason, sizes, make_step)
+    return LayoutSearch(subject, candidates, reason, sizes, make_step)
 
 
-def _search_of_loss(options: Options, machine: dict[str, Any]) -> Search:
+def _search_of_loss(target: str, batch_text: str, chips: int, machine: dict[str, Any]) -> LayoutSearch:
     """The layouts of any model, counted from its loss."""
-    if options.sequence is not None or options.axes != AXES:
-        raise ValueError(
-            "plan: --sequence and --axes are of a transformer; got one for a model of your own, whose examples are "
-            "those of its batch, over one axis. Leave them out."
-        )
-    loss_fn, arguments = load(options.model)
+    loss_fn, arguments = load(target)
     if len(arguments) != 2:
         raise TargetError(
-            f"plan: the function must return a loss, parameters and a batch; {options.model} returned "
+            f"plan: the function must return a loss, parameters and a batch; {target} returned "
             f"{1 + len(arguments)} values. Write for example return loss_fn, params, batch."
         )
     params, batch = arguments
-    if not options.batch.isdigit():
+    if not batch_text.isdigit():
         raise ValueError(
-            f"plan: --batch must be a number of examples for a model of your own; got {options.batch!r}. Write for "
+            f"plan: --batch must be a number of examples for a model of your own; got {batch_text!r}. Write for "
             "example 256."
         )
-    examples = int(options.batch)
+    examples = int(batch_text)
     model = planner.counted(loss_fn, params, batch)
     first_of_plan: dict[str, Candidate] = {}
-    for candidate in planner.search(model, batch=examples, **machine):
+    for candidate in planner.search(model, batch=examples, chips=chips, **machine):
         plan = str(candidate.layout.plan)  # type: ignore[attr-defined]
         first_of_plan.setdefault(plan, candidate)
     reason = "nothing fits: pass more chips"
@@ -132,7 +141,7 @@ def _search_of_loss(options: Options, machine: dict[str, Any]) -> Search:
         return step, init.abstract(params), global_batch
 
     subject = f"{model.parameters() / 1e6:,.1f} million parameters, {examples:,} examples"
-    return Search(subject, list(first_of_plan.values()), reason, {}, make_step)
+    return LayoutSearch(subject, list(first_of_plan.values()), reason, {}, make_step)
 
 
 def _read_model(text: str) -> planner.Model:

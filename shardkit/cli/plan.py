@@ -72,7 +72,15 @@ def plan(options: Options) -> int:
         raise ValueError(
             "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py."
         )
-    search = layouts.search(options, topology)
+    search = layouts.search(
+        options.model,
+        options.batch,
+        topology,
+        sequence=options.sequence,
+        axes=options.axes,
+        efficiency=options.efficiency,
+        links=options.links,
+    )
     print(f"{search.subject} per step on {options.chips} {topology.chip}. All times are predictions.")
     if not search.candidates:
         print(search.reason)

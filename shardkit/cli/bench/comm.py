@@ -54,7 +54,8 @@ class Options(Output):
 def comm(options: Options) -> int:
     """Measure collectives as nccl-tests does, each compared with its reference; exit code 1 if an element is wrong."""
     import shardkit as sk
-    from shardkit.bench.comm import measure_sweep, sweeps, table
+    from shardkit import bench
+    from shardkit.bench.comm import table
     from shardkit.cli.mesh import make_mesh
     from shardkit.cli.target import load_function
 
@@ -66,7 +67,7 @@ def comm(options: Options) -> int:
     mesh = make_mesh("bench comm", options.mesh, many=cluster.processes > 1)
     names = [word for word in options.impl if ":" not in word]
     kernels = {word: load_function(word) for word in options.impl if ":" in word}
-    tables = sweeps(
+    sweeps = bench.sweeps(
         mesh,
         ops=options.op or None,
         impls=names if options.impl else None,
@@ -79,8 +80,8 @@ def comm(options: Options) -> int:
     if cluster.is_master:
         print(describe_machine(), sk.describe(mesh), sep="\n", flush=True)
     records = []
-    for sweep in tables:
-        rows = measure_sweep(sweep, mode=options.mode, calls=calls, rounds=rounds)
+    for sweep in sweeps:
+        rows = bench.comm([sweep], mode=options.mode, calls=calls, rounds=rounds)
         records += rows
         if cluster.is_master:
             print("", table(rows), sep="\n", flush=True)
