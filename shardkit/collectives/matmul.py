@@ -204,7 +204,10 @@ def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, impl: st
 
     def hop(k: Any, carry: Any) -> Any:
         messages, products = carry
-        return _send(messages, directions, names), multiply(k, messages, products)
+        arrivals = []
+        for rows, direction in zip(messages, directions, strict=True):
+            arrivals.append(shift_array(rows, names, by=direction.by))
+        return arrivals, multiply(k, messages, products)
 
     messages = []
     for direction in directions:
@@ -286,7 +289,9 @@ def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, imp
         return _dot(rows, w, w.ndim - 1, partial_sum=True)
 
     def hop(k: Any, sums: Sequence[jax.Array]) -> list[jax.Array]:
-        arrivals = _send(sums, directions, names)
+        arrivals = []
+        for rows, direction in zip(sums, directions, strict=True):
+            arrivals.append(shift_array(rows, names, by=direction.by))
         added = []
         for arrival, direction in zip(arrivals, directions, strict=True):
             added.append(_add_to_arrival(arrival, multiply(k, direction)))
@@ -349,13 +354,6 @@ def _choose_directions(impl: str, rows: int, n: int) -> list[_Direction]:
     if impl == "ring" or n == 2 or not half:
         return [_Direction(1, 0, rows)]
     return [_Direction(1, 0, half), _Direction(-1, half, rows - half)]
-
-
-def _send(messages: Sequence[jax.Array], directions: Sequence[_Direction], names: _Names) -> list[jax.Array]:
-    sent = []
-    for message, direction in zip(messages, directions, strict=True):
-        sent.append(shift_array(message, names, by=direction.by))
-    return sent
 
 
 def _dot(x: jax.Array, y: jax.Array, dims: int, *, partial_sum: bool = False) -> jax.Array:

@@ -15,7 +15,7 @@ from shardkit._jax.compat import varying_axes
 from shardkit._jax.jaxprs import PLAN
 from shardkit.collectives import axis_index, axis_size, pad_to_axis
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.plans.splits import Cuts
+from shardkit.plans.splits import Cut, Cuts
 from shardkit.plans.storage import cut_padding
 
 
@@ -38,20 +38,23 @@ def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[
     return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=axes)(x)
 
 
-def _in_parts_of(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], ndim: int) -> Callable[[jax.Array], jax.Array]:
-    """`fn`, the collectives of some cuts, for the parts of the partitioner where no dim is split by both.
+def _find_automatic_split(cuts: Cuts, ndim: int) -> dict[int, tuple[str, ...]]:
+    """The axes by which the partitioner splits an array's dims, if it splits no dim that is cut too."""
+    split = {dim % ndim: axes for cut in cuts for dim, axes in cut.automatic}
+    cut_dims = {cut.dim % ndim for cut in cuts}
+    return {} if split.keys() & cut_dims else split
+
+
+def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split: Mapping[int, Any]) -> jax.Array:
+    """`fn(x, cuts=...)`, the collectives of some cuts, for the parts of the partitioner, which splits nothing in them.
 
     An algorithm is differentiated with nothing but its operand kept: what it computes from the device's index would be
     a residual, for which jax 0.10 to 0.12 write an invalid program in a shard_map inside another.
     """
-    fn = jax.named_scope(PLAN)(fn)
-    split = {dim % ndim: axes for cut in cuts for dim, axes in cut.automatic}
-    cut_dims = {cut.dim % ndim for cut in cuts}
-    if not split or split.keys() & cut_dims:
-        return fn
+    fn = partial(fn, cuts=tuple(cut._replace(automatic=()) for cut in cuts))
     if not all(cut.gather_by == PLAIN and cut.reduce_by == PLAIN for cut in cuts):
         fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-    return partial(in_parts, fn, split=split)
+    return in_parts(fn, x, split)
 
 
 def check_shape(algorithm: Algorithm, kernel: str, result: Any, shape: tuple[int, ...]) -> Any:
@@ -76,26 +79,28 @@ def _whole_shape(part: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int,
     return *part.shape[:dim], rows, *part.shape[dim + 1 :]
 
 
-def gather_cuts(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
+def gather_cuts(
+    x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]] = (), *, replicated: bool = False
+) -> jax.Array:
     """An array gathered over these cuts, the last first, and cut to its original sizes."""
-    gather = _in_parts_of(cuts, partial(_gather, cuts=cuts, replicated=replicated), x.ndim)
-    return cut_padding(gather(x), sizes)
-
-
-def _gather(x: jax.Array, cuts: Cuts, replicated: bool) -> jax.Array:
+    split = _find_automatic_split(cuts, x.ndim)
+    if split:
+        x = _run_in_parts(partial(gather_cuts, replicated=replicated), x, cuts, split)
+        return cut_padding(x, sizes)
     # Cuts are undone in the opposite order: the last one cut the parts of those before it, so that its parts are
     # neighbors in the whole. Gathered the other way round, the rows of a dim that two strategies split come back
     # shuffled.
     #
     # Worked example: 8 rows cut over "model" of 2, then over "fsdp" of 2. Device (model 1, fsdp 0) has rows 4 and 5.
     # Gathered over "fsdp" it has 4, 5, 6, 7; then over "model" 0 to 7. Over "model" first it would have 0, 1, 4, 5.
-    for cut in reversed(cuts):
-        assert cut.gather_by.all_gather
-        dim = cut.dim % x.ndim
-        shape = _whole_shape(x, cut.axes, dim)
-        x = cut.gather_by.all_gather(x, cut.axes, dim=dim, replicated=replicated)
-        x = check_shape(cut.gather_by, "all_gather", x, shape)
-    return x
+    with jax.named_scope(PLAN):
+        for cut in reversed(cuts):
+            assert cut.gather_by.all_gather
+            dim = cut.dim % x.ndim
+            shape = _whole_shape(x, cut.axes, dim)
+            x = cut.gather_by.all_gather(x, cut.axes, dim=dim, replicated=replicated)
+            x = check_shape(cut.gather_by, "all_gather", x, shape)
+    return cut_padding(x, sizes)
 
 
 def scatter_cuts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
@@ -103,29 +108,36 @@ def scatter_cuts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
 
     Over an axis over which it does not vary, the gradient is complete, and the device takes its part.
     """
-    scatter = _in_parts_of(cuts, partial(_scatter, cuts=cuts), grad.ndim)
-    return scatter(grad.astype(dtype))
-
-
-def _scatter(grad: jax.Array, cuts: Cuts) -> jax.Array:
+    grad = grad.astype(dtype)
+    split = _find_automatic_split(cuts, grad.ndim)
+    if split:
+        return _run_in_parts(partial(scatter_cuts, dtype=dtype), grad, cuts, split)
     # The first cut scatters first, so that later ones send parts of parts: n times less. A reduce_scatter over an axis
     # over which the gradient is complete already, because the loss summed it there, would multiply it by the devices of
     # that axis; the type of the gradient tells, and the device takes its part of the sum instead.
-    for dim in {cut.dim for cut in cuts}:
-        grad = pad_to_axis(grad, axes_along(cuts, dim), dim=dim)
-    for cut in cuts:
-        dim = grad.ndim + cut.dim
-        unreduced = varying_axes(grad)
-        # Together where the gradient is a partial sum over all axes of the cut, and else axis by axis.
-        steps = [cut.axes] if unreduced >= set(cut.axes) else [(axis,) for axis in cut.axes]
-        for axes in steps:
-            shape = part_shape(grad, axes, dim)
-            if varying_axes(grad) >= set(axes):
-                assert cut.reduce_by.reduce_scatter
-                grad = cut.reduce_by.reduce_scatter(grad, axes, dim=dim)
-            else:
-                grad = take_part(grad, axes, dim=dim)
-            grad = check_shape(cut.reduce_by, "reduce_scatter", grad, shape)
+    with jax.named_scope(PLAN):
+        for dim in {cut.dim for cut in cuts}:
+            grad = pad_to_axis(grad, axes_along(cuts, dim), dim=dim)
+        for cut in cuts:
+            grad = _scatter_cut(grad, cut)
+    return grad
+
+
+def _scatter_cut(grad: jax.Array, cut: Cut) -> jax.Array:
+    """This device's part along one cut: of the sum over its axes, or of a gradient that is complete over them."""
+    dim = grad.ndim + cut.dim
+    if varying_axes(grad) >= set(cut.axes):
+        steps = [cut.axes]  # a partial sum over all axes: one reduce_scatter
+    else:
+        steps = [(axis,) for axis in cut.axes]
+    for axes in steps:
+        shape = part_shape(grad, axes, dim)
+        if varying_axes(grad) >= set(axes):
+            assert cut.reduce_by.reduce_scatter
+            grad = cut.reduce_by.reduce_scatter(grad, axes, dim=dim)
+        else:
+            grad = take_part(grad, axes, dim=dim)
+        grad = check_shape(cut.reduce_by, "reduce_scatter", grad, shape)
     return grad
 
 

@@ -177,28 +177,21 @@ def scan_layers(
     x = jax.tree.map(vary_like, x, after)  # a scan's carry enters as the layer returns it: varying over the same axes
     _check_microbatches(x, microbatches)
     has_handles = any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle))
-    if microbatches == 1 and not has_handles:
-        return _scan(_checkpoint(layer_fn, policy), stacked, x)
-
-    if microbatches > 1:
-        x = split_microbatches(x, microbatches)
+    plain = microbatches == 1 and not has_handles
     options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
-    if prefetch:
-        x = regather_stack(layer_fn, stacked, x, layers=layers, **options)
-    else:
-        x = _scan(partial(regather_layer, layer_fn, **options), stacked, x)
-    if microbatches > 1:
-        x = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
-    return x
-
-
-def _scan(layer: LayerFn, stacked: Any, x: Any) -> Any:
-    """The activations after all layers of a stack."""
+    layer = _checkpoint(layer_fn, policy) if plain else partial(regather_layer, layer_fn, **options)
 
     def run_layer(x: Any, weights: Any) -> tuple[Any, None]:
         return layer(weights, x), None
 
-    x, _ = jax.lax.scan(run_layer, x, stacked)
+    if microbatches > 1:
+        x = split_microbatches(x, microbatches)
+    if prefetch and not plain:
+        x = regather_stack(layer_fn, stacked, x, layers=layers, **options)
+    else:
+        x, _ = jax.lax.scan(run_layer, x, stacked)
+    if microbatches > 1:
+        x = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
     return x
 
 
