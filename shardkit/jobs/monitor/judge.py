@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from shardkit.runtime.channel.place import processes
+from shardkit.runtime.channel.place import name_processes
 from shardkit.runtime.channel.recorder import Status
 
 # Phases in the order in which a process passes through them in one step; in those of _WAITING it waits for all others.
@@ -309,14 +309,14 @@ def _named(ranks: Sequence[int], known: Mapping[int, Known]) -> str:
     """The processes, and in a job on several hosts the first of theirs: `processes 1, 3 on node1, node2`."""
     hosts = [known[rank].host for rank in ranks if known[rank].host]
     if not hosts or len({each.host for each in known.values()} - {""}) == 1:
-        return processes(ranks)
-    return f"{processes(ranks)} on {', '.join([*dict.fromkeys(hosts)][:_HOSTS])}"
+        return name_processes(ranks)
+    return f"{name_processes(ranks)} on {', '.join([*dict.fromkeys(hosts)][:_HOSTS])}"
 
 
 def _waiting(ranks: Sequence[int], known: Mapping[int, Known]) -> str:
     if not ranks:
         return ""
-    return f"; {processes(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {_in(*_at(known[ranks[0]].status))}"
+    return f"; {name_processes(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {_in(*_at(known[ranks[0]].status))}"
 
 
 def _position(each: Known) -> tuple[int, int]:

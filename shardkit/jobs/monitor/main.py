@@ -14,12 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardkit.jobs.monitor.agreement import Agreement, digest
+from shardkit.jobs.monitor.agreement import Agreement, hash_components
 from shardkit.jobs.monitor.judge import Deadlines, Fault, Known, called_apart, fault, unanswered
 from shardkit.jobs.monitor.rendezvous import Refused, meet
 from shardkit.runtime.channel.place import Place
-from shardkit.runtime.channel.recorder import RecordReader, Status, state, told_batches
-from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, LOST, Lines, Message, as_line, encoded, plain
+from shardkit.runtime.channel.recorder import RecordReader, Status, parse_batches, read_process_state
+from shardkit.runtime.channel.wire import (
+    FAILED,
+    LEAVES_LAST,
+    LOST,
+    Message,
+    MessageStream,
+    encode,
+    encode_output,
+    escape,
+)
 
 _TICK = 0.1
 _BEAT = 0.25  # seconds between two status messages to the others
@@ -37,7 +46,7 @@ def main() -> None:
     """Monitors one process; its arguments are the first line of standard input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # it ends after its process, not before
-    inbox = Lines(0)
+    inbox = MessageStream(0)
     given: list[Message] = []
     while not given and not inbox.closed:
         given = list(inbox.read())
@@ -62,7 +71,13 @@ class Monitor:
     """The monitor of one process; that of process 0 is connected to all others, each of them to it alone."""
 
     def __init__(
-        self, place: Place, parent: int, inbox: Lines, reader: RecordReader, peers: list[Lines], crash: int = -1
+        self,
+        place: Place,
+        parent: int,
+        inbox: MessageStream,
+        reader: RecordReader,
+        peers: list[MessageStream],
+        crash: int = -1,
     ):
         self.place, self.parent, self.inbox, self.reader, self.crash = place, parent, inbox, reader, crash
         ranks = range(1, place.size) if place.rank == 0 else [0]
@@ -114,7 +129,7 @@ class Monitor:
                         return
         self._end()
 
-    def take(self, line: Lines) -> None:
+    def take(self, line: MessageStream) -> None:
         """Reads what arrived on a connection; closes it on what no monitor sends."""
         rank = self.ranks.get(id(line), self.place.rank)
         for message in line.read():
@@ -136,8 +151,8 @@ class Monitor:
     def _look(self, now: float) -> None:
         """Updates the state of the own process from the flight recorder and the system."""
         own = self.known[self.place.rank]
-        own.heard, own.status = now, self.reader.status().aged(now)
-        own.stopped = state(self.parent) in ("T", "t")
+        own.heard, own.status = now, self.reader.read_status().with_ages(now)
+        own.stopped = read_process_state(self.parent) in ("T", "t")
         if self.alive and os.getppid() != self.parent:
             self.alive = False
             self._drain()
@@ -148,7 +163,7 @@ class Monitor:
 
     def _drain(self) -> None:
         """Reads what the process sent before it ended."""
-        while not self.inbox.closed and self.inbox.waits():
+        while not self.inbox.closed and self.inbox.wait():
             self.take(self.inbox)
 
     def _stacks(self) -> bytes:
@@ -164,11 +179,11 @@ class Monitor:
         if "status" in message:
             phase, step, since, dispatched, done, began, batches = message["status"]
             times = int(step), float(since), int(dispatched), int(done), float(began)
-            known.status = Status(plain(phase), *times, told_batches(batches))
+            known.status = Status(escape(phase), *times, parse_batches(batches))
             known.stopped, known.gone, known.left = message["stopped"], message["gone"], message["left"]
-            known.cause, known.host, known.crash = (plain(message[name]) for name in ("cause", "host", "crash"))
+            known.cause, known.host, known.crash = (escape(message[name]) for name in ("cause", "host", "crash"))
         elif "over" in message:
-            self.over, self.code = plain(message["over"]), LOST if message["lost"] is True else FAILED
+            self.over, self.code = escape(message["over"]), LOST if message["lost"] is True else FAILED
             self.hung = self.place.rank in message["hung"]
         elif "program" in message:
             self._program(rank, own, message)
@@ -182,7 +197,7 @@ class Monitor:
                 for each in self.known.values():
                     each.expect(self.deadlines)
             if "cause" in message:
-                known.cause = plain(message["cause"])
+                known.cause = escape(message["cause"])
                 self._look(known.heard)
                 self._send(self._own())
             if "left" in message:
@@ -196,18 +211,18 @@ class Monitor:
         name = message["program"]
         if own:
             self.programs[name] = message
-            message = {"program": name, "digest": digest(message)}
+            message = {"program": name, "digest": hash_components(message)}
         if self.place.rank:
             self._send(message)
         elif "digest" not in message:
-            self._compared(name, self.agreement.told(rank, name, message))
+            self._compared(name, self.agreement.take_fingerprint(rank, name, message))
         else:
-            asked = self.agreement.hear(rank, name, message["digest"])
+            asked = self.agreement.take_hash(rank, name, message["digest"])
             for other in asked or ():
                 if other in self.peers:
                     self.peers[other].send({"ask": name})
                 else:
-                    self._compared(name, self.agreement.told(other, name, self.programs[name]))
+                    self._compared(name, self.agreement.take_fingerprint(other, name, self.programs[name]))
             if asked == []:
                 self._compared(name, "")
 
@@ -253,7 +268,7 @@ class Monitor:
         self._send({"over": found.text, "lost": found.lost, "hung": found.hung})
 
     def _send(self, message: Message) -> None:
-        line = encoded(message)
+        line = encode(message)
         for peer in self.peers.values():
             if not peer.closed:
                 peer.send_line(line)
@@ -272,12 +287,12 @@ class Monitor:
                     os.kill(self.parent, signal.SIGKILL)
             self._drain()
         if not self.printed:
-            _in_time(lambda: os.write(2, self._stacks() + as_line(text)))
+            _in_time(lambda: os.write(2, self._stacks() + encode_output(text)))
         os._exit(0)  # even if a thread of `_in_time` hangs
 
     def _others_closed(self) -> bool:
         for peer in self.peers.values():
-            list(peer.read() if not peer.closed and peer.waits() else ())
+            list(peer.read() if not peer.closed and peer.wait() else ())
         return all(peer.closed for peer in self.peers.values())
 
     def _record(self) -> str:
@@ -305,7 +320,7 @@ def _end_with(parent: int, met: threading.Event) -> None:
 def _say(message: Message) -> None:
     """Sends a message to the process that this monitor watches."""
     with contextlib.suppress(OSError):
-        os.write(1, encoded(message))
+        os.write(1, encode(message))
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> None:

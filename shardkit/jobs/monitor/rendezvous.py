@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shardkit.runtime.channel.place import TOKEN, UNKNOWN, Place, allow_files, bind_address, processes
-from shardkit.runtime.channel.wire import LONGEST, Lines, Message, plain
+from shardkit.runtime.channel.place import TOKEN, UNKNOWN, Place, allow_files, bind_address, name_processes
+from shardkit.runtime.channel.wire import LONGEST, Message, MessageStream, escape
 
 VERSION = 6
 REJECTIONS = {"token": f"another {TOKEN}", "version": "another version of shardkit"}  # why a process is rejected
@@ -48,7 +48,7 @@ class Hello(NamedTuple):
     nonce: str  # signed together with the answers to it
 
 
-def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[Lines]:
+def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[MessageStream]:
     """Connects this process to process 0; returns that connection, on process 0 those to all others, by rank.
 
     It raises Refused with one sentence for the user, the same in every process that could be reached. `note` is called
@@ -73,15 +73,15 @@ class _Meeting:
     def __init__(self, place: Place, listener: socket.socket, selector: selectors.BaseSelector, refusal: str):
         self._place, self._listener, self._selector = place, listener, selector
         self._hellos = {0: own_hello(place)}
-        self._peers: dict[int, Lines] = {}
-        self._unknown: dict[Lines, tuple[str, float]] = {}  # their address and deadline, oldest first
+        self._peers: dict[int, MessageStream] = {}
+        self._unknown: dict[MessageStream, tuple[str, float]] = {}  # their address and deadline, oldest first
         self._rejected: dict[str, int] = {}  # number by reason
         self._first = ""  # address that was rejected
         self._refusal = refusal
         self._lowest = 1  # no lower rank is missing
         selector.register(listener, selectors.EVENT_READ)
 
-    def connections(self, until: float) -> list[Lines]:
+    def connections(self, until: float) -> list[MessageStream]:
         """Waits for all processes; a refusal is sent to those that are connected or connect soon after."""
         while len(self._hellos) < self._place.size:
             now = time.monotonic()
@@ -135,7 +135,7 @@ class _Meeting:
             return
         if len(self._unknown) >= self._place.size + UNKNOWN:
             self._reject(next(iter(self._unknown)), "room")
-        line = Lines(connection, _LONGEST)
+        line = MessageStream(connection, _LONGEST)
         self._unknown[line] = str(address[0]), time.monotonic() + _INTRODUCTION
         self._selector.register(line, selectors.EVENT_READ)
 
@@ -158,7 +158,7 @@ class _Meeting:
         if line.closed:
             self._reject(line, "")
 
-    def _introduced(self, line: Lines, hello: Hello) -> None:
+    def _introduced(self, line: MessageStream, hello: Hello) -> None:
         del self._unknown[line]
         objection = self._objection(hello)
         if objection:
@@ -175,7 +175,7 @@ class _Meeting:
         for rank in self._peers if len(missing) < _NAMED else [hello.rank]:
             self._tell(rank, {"missing": missing})
 
-    def _reject(self, line: Lines, why: str) -> None:
+    def _reject(self, line: MessageStream, why: str) -> None:
         address, _ = self._unknown.pop(line)
         self._first = self._first or address
         self._rejected[why] = self._rejected.get(why, 0) + 1
@@ -248,7 +248,7 @@ def _address_refusal(hellos: dict[int, Hello]) -> str:
     return ""
 
 
-def _join(place: Place, until: float) -> Lines:
+def _join(place: Place, until: float) -> MessageStream:
     """Connects to process 0 and waits for its welcome; raises Refused."""
     error = "no answer"
     while (left := until - time.monotonic()) > 0:
@@ -259,8 +259,8 @@ def _join(place: Place, until: float) -> Lines:
         except OSError as failure:
             error = failure.strerror or str(failure)
         else:
-            found = _welcomed(place, Lines(connection, _SHORT), until)
-            if isinstance(found, Lines):
+            found = _welcomed(place, MessageStream(connection, _SHORT), until)
+            if isinstance(found, MessageStream):
                 return found
             error = found
         time.sleep(min(0.1, max(0.0, until - time.monotonic())))
@@ -270,7 +270,7 @@ def _join(place: Place, until: float) -> Lines:
     )
 
 
-def _welcomed(place: Place, line: Lines, until: float) -> Lines | str:
+def _welcomed(place: Place, line: MessageStream, until: float) -> MessageStream | str:
     """The connection after the welcome of process 0; else the reason to try again."""
     hello = own_hello(place)
     line.send(hello_message(hello, place.token))
@@ -282,7 +282,7 @@ def _welcomed(place: Place, line: Lines, until: float) -> Lines | str:
     closed = line.closed
     line.close()
     if "refused" in answer:
-        raise Refused(plain(answer["refused"]))
+        raise Refused(escape(answer["refused"]))
     if "another" in answer:
         return f"the program that listens there has {REJECTIONS[answer['another']]}"
     if closed or "shardkit" in answer:  # a socket can connect to its own free port
@@ -295,11 +295,11 @@ def _welcomed(place: Place, line: Lines, until: float) -> Lines | str:
     )
 
 
-def _answer(line: Lines, until: float, token: str, nonce: str) -> Message:
+def _answer(line: MessageStream, until: float, token: str, nonce: str) -> Message:
     """The last message of process 0: welcome, refused, or which processes are missing; empty if there was none."""
     last: Message = {}
     while not line.closed and (left := until - time.monotonic()) > 0:
-        if not line.waits(left):
+        if not line.wait(left):
             continue
         for message in line.read():
             if "shardkit" in message or str(message.get("another")) in REJECTIONS:
@@ -352,7 +352,7 @@ def parse_hello(message: Message, token: str) -> Hello | str:
         return ""
     if len(host) > _LONGEST_NAME or (address and not _is_address(address)):
         return ""
-    return Hello(rank, size, plain(host), address, cpu, nonce) if is_signed(message, token) else "token"
+    return Hello(rank, size, escape(host), address, cpu, nonce) if is_signed(message, token) else "token"
 
 
 def signed(message: Message, token: str, nonce: str = "") -> Message:
@@ -383,7 +383,8 @@ def _is_address(text: str) -> bool:
 
 def too_late(place: Place, ranks: list[int]) -> str:
     """The error about processes that are missing."""
+    whose = "its" if len(ranks) == 1 else "their"
     return (
-        f"initialize: {processes(ranks)} of {place.size} did not connect to {place.address} within {place.timeout:g} "
-        f"s. Read {'its' if len(ranks) == 1 else 'their'} output, or raise timeout."
+        f"initialize: {name_processes(ranks)} of {place.size} did not connect to {place.address} within "
+        f"{place.timeout:g} s. Read {whose} output, or raise timeout."
     )

@@ -11,13 +11,13 @@ import time
 import pytest
 
 from shardkit.jobs.monitor import rendezvous
-from shardkit.jobs.monitor.agreement import Agreement, digest
+from shardkit.jobs.monitor.agreement import Agreement, hash_components
 from shardkit.jobs.monitor.judge import _ORDER, Deadlines, Known, fault
 from shardkit.jobs.monitor.main import Monitor, beat
 from shardkit.runtime.channel import place
-from shardkit.runtime.channel.place import Place, processes
+from shardkit.runtime.channel.place import Place, name_processes
 from shardkit.runtime.channel.recorder import Status
-from shardkit.runtime.channel.wire import Lines, encoded
+from shardkit.runtime.channel.wire import MessageStream, encode
 
 pytestmark = pytest.mark.check
 LIMITS = Deadlines(compile=60, step=10, save=10, data=10, evaluate=10, silence=30)
@@ -29,20 +29,20 @@ def message(seed, **more):
 
 def test_agreement_waits_for_all():
     agreement = Agreement(2)
-    one = digest(message("1"))
-    assert agreement.hear(0, "0:0", one) is None
-    assert agreement.hear(1, "5:1", one) is None  # another program: not yet its turn
-    assert agreement.hear(1, "0:0", one) == []
+    one = hash_components(message("1"))
+    assert agreement.take_hash(0, "0:0", one) is None
+    assert agreement.take_hash(1, "5:1", one) is None  # another program: not yet its turn
+    assert agreement.take_hash(1, "0:0", one) == []
 
 
 def test_one_of_each_kind_is_asked_for_its_fingerprint():
     """All sent theirs, with a hash of every line: 1.6 GB at process 0 for 10,000 processes."""
     agreement, seeds = Agreement(5), ["1", "2", "1", "2", "2"]
-    asked = [agreement.hear(rank, "0:0", digest(message(seed))) for rank, seed in enumerate(seeds)]
+    asked = [agreement.take_hash(rank, "0:0", hash_components(message(seed))) for rank, seed in enumerate(seeds)]
     assert asked == [None, None, None, None, [0, 1]]
-    assert agreement.told(3, "0:0", message("9")) is None  # not asked
-    assert agreement.told(1, "0:0", message("2")) is None
-    assert agreement.told(0, "0:0", message("1")) == (
+    assert agreement.take_fingerprint(3, "0:0", message("9")) is None  # not asked
+    assert agreement.take_fingerprint(1, "0:0", message("2")) is None
+    assert agreement.take_fingerprint(0, "0:0", message("1")) == (
         "stopped before step 0: all processes must run the same program with the same settings; they differ in seed (1 "
         "on processes 0, 2, 2 on process 1)"
     )
@@ -50,17 +50,17 @@ def test_one_of_each_kind_is_asked_for_its_fingerprint():
 
 def test_where_all_differ_some_are_compared_and_many_are_named_by_runs():
     agreement = Agreement(100)
-    asked = [agreement.hear(rank, "0:0", digest(message(str(rank)))) for rank in range(100)]
+    asked = [agreement.take_hash(rank, "0:0", hash_components(message(str(rank)))) for rank in range(100)]
     assert asked[-1] == list(range(16))
-    told = [agreement.told(rank, "0:0", message(str(rank))) for rank in asked[-1]]
+    told = [agreement.take_fingerprint(rank, "0:0", message(str(rank))) for rank in asked[-1]]
     assert told[:-1] == [None] * 15
     assert told[-1].endswith(
         "they differ in seed (1 on processes 1 to 15, 0 on process 0); 84 further processes differ too"
     )
-    assert processes([3]) == "process 3"
-    assert processes(range(8)) == "processes 0, 1, 2, 3, 4, 5, 6, 7"
-    assert processes([5, *range(7, 10_000)]) == "processes 5, 7 to 9999"
-    assert processes(range(0, 40, 2)) == "processes 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
+    assert name_processes([3]) == "process 3"
+    assert name_processes(range(8)) == "processes 0, 1, 2, 3, 4, 5, 6, 7"
+    assert name_processes([5, *range(7, 10_000)]) == "processes 5, 7 to 9999"
+    assert name_processes(range(0, 40, 2)) == "processes 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
 
 
 def test_no_fault_is_found_before_it_is_due():
@@ -123,8 +123,10 @@ def monitors(opened, size, rank=0):
     """A monitor of that process with its peers, and the other ends."""
     pairs = [socket.socketpair() for _ in range(size - 1 if rank == 0 else 1)]
     opened += itertools.chain(*pairs)
-    watching = Monitor(Place("", 0, rank, size, 0.0, False), os.getppid(), Lines(0), None, [Lines(a) for a, _ in pairs])
-    return watching, [Lines(b) for _, b in pairs]
+    watching = Monitor(
+        Place("", 0, rank, size, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(a) for a, _ in pairs]
+    )
+    return watching, [MessageStream(b) for _, b in pairs]
 
 
 def said(line):
@@ -138,13 +140,13 @@ def test_the_hash_goes_first_and_the_rest_when_it_is_asked_for(monkeypatch, open
     member, (there,) = monitors(opened, 3, rank=1)
     ours, other = message("1", program="0:0"), message("2", program="0:0")
     member._hear(1, other)
-    assert said(there) == [{"program": "0:0", "digest": digest(other)}]
+    assert said(there) == [{"program": "0:0", "digest": hash_components(other)}]
     member._hear(0, {"ask": "0:0"})
     assert said(there) == [other]
     for same in (True, False):
         hub._hear(0, ours)
-        hub._hear(2, {"program": "0:0", "digest": digest(ours)})
-        hub._hear(1, {"program": "0:0", "digest": digest(ours if same else other)})
+        hub._hear(2, {"program": "0:0", "digest": hash_components(ours)})
+        hub._hear(1, {"program": "0:0", "digest": hash_components(ours if same else other)})
         if same:
             assert said(one) == said(two) == told == [{"agreed": "0:0"}] and not hub.programs
     assert said(one) == [{"ask": "0:0"}] and not said(two) and not hub.over
@@ -227,11 +229,11 @@ def test_messages_of_single_bytes_are_held_once():
     """Each piece was kept as an object of its own: 40 bytes for one."""
     left, right = socket.socketpair()
     with left, right:
-        lines, sent = Lines(right), encoded({"a": "x" * 50})
+        lines, sent = MessageStream(right), encode({"a": "x" * 50})
         for byte in sent[:-1]:
             left.sendall(bytes([byte]))
             assert said(lines) == []
-        assert bytes(lines._begun) == sent[:-1]
+        assert bytes(lines._incomplete) == sent[:-1]
         left.sendall(sent[-1:])
         assert said(lines) == [json.loads(sent)]
 

@@ -16,7 +16,7 @@ from shardkit.jobs.monitor import rendezvous
 from shardkit.jobs.monitor.rendezvous import Hello, Refused, meet
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place, bind_address
-from shardkit.runtime.channel.wire import plain
+from shardkit.runtime.channel.wire import escape
 from support import jobs
 from support.refusals import refused
 
@@ -363,8 +363,8 @@ def test_who_says_nothing_has_to_go(limit, at_most, monkeypatch):
 
 
 def test_text_of_others_cannot_forge_lines():
-    assert plain("node\n[0] step 9 loss 0.0\x1b[2J\ud800") == "node\\n[0] step 9 loss 0.0\\x1b[2J\\ud800"
-    assert len(plain("x" * 10**6)) == 2000
+    assert escape("node\n[0] step 9 loss 0.0\x1b[2J\ud800") == "node\\n[0] step 9 loss 0.0\\x1b[2J\\ud800"
+    assert len(escape("x" * 10**6)) == 2000
     message = rendezvous.hello_message(Hello(1, 2, "a\nb", "", True, "0" * 32), "")
     assert rendezvous.parse_hello(message, "").host == "a\\nb"
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import shardkit as sk
-from shardkit.jobs.monitor.agreement import compared
+from shardkit.jobs.monitor.agreement import compare_fingerprints
 from shardkit.jobs.monitor.guard import Guard, _plain, described
 from shardkit.jobs.monitor.judge import Deadlines, Known, called_apart, fault
 from shardkit.jobs.monitor.main import Monitor
@@ -32,9 +32,9 @@ from shardkit.runtime.channel.recorder import (
     Recorder,
     RecordReader,
     Status,
-    told_batches,
+    parse_batches,
 )
-from shardkit.runtime.channel.wire import Lines, as_line, encoded
+from shardkit.runtime.channel.wire import MessageStream, encode, encode_output
 from shardkit.runtime.checkpoint.orbax_io import Saving
 from support.refusals import refused
 from support.tables import indented
@@ -239,16 +239,16 @@ def test_what_an_engine_may_start_again():
 
 def test_what_differs_is_named():
     same = {"program": "p", "seed": "1"}
-    assert compared({0: message(**same), 1: message(**same)}) == ""
-    found = compared({rank: message(**same | {"seed": "2" if rank == 1 else "1"}) for rank in range(3)})
+    assert compare_fingerprints({0: message(**same), 1: message(**same)}) == ""
+    found = compare_fingerprints({rank: message(**same | {"seed": "2" if rank == 1 else "1"}) for rank in range(3)})
     assert found == (
         "stopped before step 0: all processes must run the same program with the same settings; they differ in seed (2 "
         "on process 1, 1 on process 0)"
     )
-    found = compared({rank: message(**same | ({"extra": "3"} if rank else {})) for rank in range(2)})
+    found = compare_fingerprints({rank: message(**same | ({"extra": "3"} if rank else {})) for rank in range(2)})
     assert found.endswith("they differ in extra (3 on process 1, missing on process 0)")
     many = {f"option {index}": "1" for index in range(6)}
-    found = compared({0: message(**many), 1: message(**dict.fromkeys(many, "2"))})
+    found = compare_fingerprints({0: message(**many), 1: message(**dict.fromkeys(many, "2"))})
     assert found.endswith("option 3 (2 on process 1, 1 on process 0) and 2 more")
 
 
@@ -257,13 +257,13 @@ def test_sets_do_not_differ_and_a_program_that_does_is_told_by_line_and_collecti
     assert _plain(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
     one = message(program="p", lines=["a", "b", "c"]) | {"collectives": {"all_reduce": 2}, "step": 3}
     other = message(program="q", lines=["a", "x"]) | {"collectives": {"all_gather": 1}, "step": 3}
-    assert compared({0: one, 1: other, 2: one}) == (
+    assert compare_fingerprints({0: one, 1: other, 2: one}) == (
         "stopped before step 3: all processes must run the same program with the same settings; they differ in program "
         "(process 1 against process 0: 1 more all_gather, 2 fewer all_reduce, first difference at line 2 of the "
         "StableHLO)"
     )
     # It said nothing of the batch, whose shape is most often why programs differ.
-    assert compared({0: one, 1: one | {"components": {"program": "q"}, "batch": "float32[6]"}}).endswith(
+    assert compare_fingerprints({0: one, 1: one | {"components": {"program": "q"}, "batch": "float32[6]"}}).endswith(
         "program (process 1 against process 0: a batch of float32[6] against float32[8], first difference at line 0 of "
         "the StableHLO)"
     )
@@ -327,11 +327,11 @@ def test_processes_that_call_the_same_are_not_told_apart():
 
 def test_the_other_batch_ends_a_job_before_any_deadline():
     ours, theirs = socket.socketpair()
-    watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), Lines(0), None, [Lines(ours)])
+    watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(ours)])
     with ours, theirs:
         watching.known[0].status = calls(("a", 0, 5)).status
         other = calls(("a", 0, 4), ("b", 5, 5)).status
-        theirs.sendall(encoded(watching._own() | {"status": other}))
+        theirs.sendall(encode(watching._own() | {"status": other}))
         watching.take(watching.peers[1])
         assert watching.known[1].status == other
         for after, over in ((0.0, False), (0.9, False), (1.1, True)):
@@ -406,10 +406,10 @@ def test_the_record_keeps_the_last_batches(tmp_path):
     for step in range(3 * RUNS):
         batch = "x" * LONGEST_BATCH if step // 2 % 2 else "float32[8]"
         recorder.enter("step", step, Batches("0123456789abcdef", batch, step % 4 > 1, 1, step, step))
-        recorder.dispatched(step)
-        assert reader.status() == recorder.status
+        recorder.note_dispatch(step)
+        assert reader.read_status() == recorder.status
     assert [each[3:] for each in recorder.status.batches] == [(1, step, step + 1) for step in range(8, 24, 2)]
-    assert told_batches([list(each) for each in reader.status().batches]) == recorder.status.batches
+    assert parse_batches([list(each) for each in reader.read_status().batches]) == recorder.status.batches
 
 
 def test_the_record_keeps_the_last_events(tmp_path):
@@ -420,14 +420,14 @@ def test_the_record_keeps_the_last_events(tmp_path):
     for step in range(SLOTS):
         recorder.enter("data", step)
         recorder.enter("step", step)
-        recorder.dispatched(step)
-        recorder.done(step)
-    events = reader.events()
+        recorder.note_dispatch(step)
+        recorder.note_done(step)
+    events = reader.read_events()
     assert len(events) == SLOTS - 1
     assert [(phase, step) for _, phase, step in events[-4:]] == [
         (phase, SLOTS - 1) for phase in ("data", "step", "user code", "step done")
     ]
-    status = reader.status()
+    status = reader.read_status()
     assert status == recorder.status
     assert (status.phase, status.step, status.dispatched, status.done) == ("user code", SLOTS - 1, SLOTS - 1, SLOTS - 1)
 
@@ -454,12 +454,12 @@ def test_a_phase_turns_into_another_under_the_same_deadline(tmp_path):
     recorder = Recorder(str(tmp_path / "ring"))
     recorder.enter("save", 5)
     since = recorder.status.since
-    recorder.turn("commit", "save")  # it is not in that one
-    recorder.turn("save", "commit")
+    recorder.rename_phase("commit", "save")  # it is not in that one
+    recorder.rename_phase("save", "commit")
     assert recorder.status[:3] == ("commit", 5, since)
     reader = RecordReader(str(tmp_path / "ring"))
-    assert reader.status() == recorder.status and [each[1:] for each in reader.events()][-1] == ("commit", 5)
-    recorder.turn("commit", "save")
+    assert reader.read_status() == recorder.status and [each[1:] for each in reader.read_events()][-1] == ("commit", 5)
+    recorder.rename_phase("commit", "save")
     assert recorder.status[:3] == ("save", 5, since)
 
 
@@ -511,12 +511,12 @@ def test_a_process_that_is_stopped_while_it_writes_tears_no_record(tmp_path):
     reader = RecordReader(str(tmp_path / "ring"))
     for step in range(SLOTS + 9):
         recorder.enter("data", step)
-    events, status = reader.events(), reader.status()
-    at = record._EVENTS_AT + recorder._count % SLOTS * record._EVENT.size
+    events, status = reader.read_events(), reader.read_status()
+    at = record._locate_event(recorder._count)
     recorder._memory[at : at + record._EVENT.size] = b"\xff" * record._EVENT.size
-    at = record._status_at(recorder._count)
+    at = record._locate_status(recorder._count)
     recorder._memory[at : at + record._STATUS.size] = b"\xff" * record._STATUS.size
-    assert (reader.events(), reader.status()) == (events, status)
+    assert (reader.read_events(), reader.read_status()) == (events, status)
 
 
 def test_a_full_disk_is_a_sentence_and_no_signal(tmp_path, monkeypatch):
@@ -561,21 +561,21 @@ def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
         {"program": []},
     ):
         ours, theirs = socket.socketpair()
-        watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), Lines(0), None, [Lines(ours)])
+        watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(ours)])
         with theirs, ours:
-            theirs.sendall(encoded(words))
+            theirs.sendall(encode(words))
             watching.take(watching.peers[1])
         assert watching.peers[1].closed and not watching.over and watching.known[1].gone
 
 
 def test_a_run_that_goes_on_counts_from_there_and_not_what_an_earlier_one_left(tmp_path):
     recorder = Recorder(str(tmp_path / "ring"))
-    recorder.restart(41)
+    recorder.begin_loop(41)
     assert recorder.status[:2] == ("start", 42)
     assert (recorder.status.dispatched, recorder.status.done) == (41, 41)
     recorder = Recorder(str(tmp_path / "left"))
-    recorder.restart(-1)
-    recorder.done(99)
+    recorder.begin_loop(-1)
+    recorder.note_done(99)
     assert recorder.status.done == -1
 
 
@@ -583,14 +583,14 @@ def monitor(tmp_path, parent):
     Recorder(str(tmp_path / "ring"))
     inbox, words = os.pipe()
     return Monitor(
-        Place("", 0, 0, 1, 0.0, False), parent, Lines(inbox), RecordReader(str(tmp_path / "ring")), []
+        Place("", 0, 0, 1, 0.0, False), parent, MessageStream(inbox), RecordReader(str(tmp_path / "ring")), []
     ), words
 
 
 def test_a_last_word_counts_and_a_monitor_that_was_stopped_blames_no_one(tmp_path):
     for word, gone in (({"left": True}, False), ({"cause": "ValueError: x"}, True)):
         watching, words = monitor(tmp_path, parent=0)
-        os.write(words, encoded(word))
+        os.write(words, encode(word))
         os.close(words)
         watching._look(1.0)
         own = watching.known[0]
@@ -608,8 +608,8 @@ def test_a_last_word_counts_and_a_monitor_that_was_stopped_blames_no_one(tmp_pat
 def test_a_long_message_may_take_its_time():
     left, right = socket.socketpair()
     with left, right:
-        long, got, lines = {"lines": ["00000000"] * 1_000_000}, [], Lines(right)
-        sending = threading.Thread(target=Lines(left).send, args=(long,))
+        long, got, lines = {"lines": ["00000000"] * 1_000_000}, [], MessageStream(right)
+        sending = threading.Thread(target=MessageStream(left).send, args=(long,))
         sending.start()
         while not got:
             time.sleep(0.01)  # about 2 s in all
@@ -619,24 +619,24 @@ def test_a_long_message_may_take_its_time():
 
 
 def test_last_words_are_a_line_whatever_is_in_them():  # the name of a directory for flight records need be no UTF-8
-    assert as_line("Flight record: \udcff/flight.0.json") == b"\nFlight record: \\udcff/flight.0.json\n"
+    assert encode_output("Flight record: \udcff/flight.0.json") == b"\nFlight record: \\udcff/flight.0.json\n"
 
 
 def test_messages_come_whole_and_a_closed_peer_is_seen():
     left, right = socket.socketpair()
     with left, right:
-        lines = Lines(right)
-        data = encoded({"a": 1}) + encoded({"b": "x" * 100})
+        lines = MessageStream(right)
+        data = encode({"a": 1}) + encode({"b": "x" * 100})
         left.sendall(data[:5])
         assert list(lines.read()) == []
         left.sendall(data[5:])
         assert list(lines.read()) == [{"a": 1}, {"b": "x" * 100}]
-        assert not lines.waits()
+        assert not lines.wait()
         left.sendall(b"GET / HTTP/1.1\n")
         assert list(lines.read()) == []
         assert lines.closed
     left, right = socket.socketpair()
-    lines = Lines(right)
+    lines = MessageStream(right)
     left.close()
     assert list(lines.read()) == []
     assert lines.closed
