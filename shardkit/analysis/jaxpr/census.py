@@ -22,7 +22,7 @@ from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk, way_of
-from shardkit._jax.primitives import registered
+from shardkit._jax.primitives import VIEWS, registered
 from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.analysis.jaxpr.foreign import Said, around, said
 from shardkit.analysis.jaxpr.step import trace_step
@@ -291,10 +291,7 @@ def row_of(site: Site) -> CensusRow:
 
 
 # What partial sums may go through between their arrival and the addition.
-_ON_THE_WAY = {
-    *("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "transpose", "slice", "dynamic_slice"),
-    *("select_n", "pvary"),
-}
+_ON_THE_WAY = VIEWS | {"slice", "dynamic_slice", "select_n", "pvary"}
 
 
 def _sums(site: Site, kind: str) -> str:
