@@ -16,7 +16,8 @@ import pytest
 
 import shardkit as sk
 from shardkit.jobs.monitor.agreement import compare_fingerprints
-from shardkit.jobs.monitor.guard import Guard, _plain, described
+from shardkit.jobs.monitor.fingerprint import describe_batch, replace_value
+from shardkit.jobs.monitor.guard import Guard
 from shardkit.jobs.monitor.judge import find_different_batches, find_fault
 from shardkit.jobs.monitor.main import Monitor
 from shardkit.jobs.monitor.members import Deadlines, Member
@@ -254,8 +255,8 @@ def test_what_differs_is_named():
 
 
 def test_sets_do_not_differ_and_a_program_that_does_is_told_by_line_and_collectives():
-    assert _plain({"b", "a"}) == ["a", "b"]
-    assert _plain(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
+    assert replace_value({"b", "a"}) == ["a", "b"]
+    assert replace_value(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
     one = message(program="p", lines=["a", "b", "c"]) | {"collectives": {"all_reduce": 2}, "step": 3}
     other = message(program="q", lines=["a", "x"]) | {"collectives": {"all_gather": 1}, "step": 3}
     assert compare_fingerprints({0: one, 1: other, 2: one}) == (
@@ -349,9 +350,9 @@ def test_batches_are_described_as_jax_takes_them():
         "z": [np.ones((8, 4), np.int32), 2.0, None],
         "name": "s",
     }
-    assert described(batch) == "2 x int32[8,4], bool[3], float32[]"
-    assert described(()) == "no array"
-    one, other = (described([*map(np.ones, range(1, 40)), np.ones(last)]) for last in (50, 51))
+    assert describe_batch(batch) == "2 x int32[8,4], bool[3], float32[]"
+    assert describe_batch(()) == "no array"
+    one, other = (describe_batch([*map(np.ones, range(1, 40)), np.ones(last)]) for last in (50, 51))
     assert one != other and one[:100] == other[:100] and len(one) <= LONGEST_BATCH
 
 
