@@ -26,7 +26,7 @@ import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.bench.strategies import partitioned
-from shardkit.cli.doctor import self_test
+from shardkit.cli.self_test import self_test
 from shardkit.models import transformer
 from shardkit.plans.splits import map_layouts
 

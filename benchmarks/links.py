@@ -156,24 +156,29 @@ def measured(asked: Mapping[str, Any], tx_bytes: Callable[[], int]) -> list[list
     call, message = latency(mesh)
     for size in asked["sizes"]:
         x, expected = operand(mesh, size // 4)
-        cases, fields = [], {}
+        cases = []
         for name, way in WAYS.items():
             kernel = kernel_of(way, mesh)
             step = jax.jit(lambda x, kernel=kernel: (x, kernel(x)), donate_argnums=0)
-            cases.append(bench.Case(name, step, x, (), lambda _, value: here(value), [expected] * local))
             rows = [row for row in sk.census(kernel, x).rows if "host" in row.axes]
             across = float(sum(crossing(row.kind, row.axes, row.total, local) for row in rows))
             hops = sum(row.times * sk.cost.wire(row.kind, 1, row.n).hops for row in rows)
             seconds = expected_seconds(across, hops, asked["mbit"], call=call, message=message)
-            fields[name] = {"rate": f"{asked['mbit']}mbit", "bytes": size, "local": local, "label": LABEL}
-            fields[name] |= {
+            fields = {
+                "rate": f"{asked['mbit']}mbit",
+                "bytes": size,
+                "local": local,
+                "label": LABEL,
                 "hops_across": hops,
                 "call_us": round(call * 1e6, 1),
                 "message_us": round(message * 1e6, 1),
+                "link_bytes_expected": across,
+                "expected_us": round(seconds * 1e6, 1),
             }
-            fields[name] |= {"link_bytes_expected": across, "expected_us": round(seconds * 1e6, 1)}
+            case = bench.Case(name, step, x, (), lambda _, value: here(value), [expected] * local, fields=fields)
+            cases.append(case)
         row = f"all_reduce of {size:,} bytes, {asked['mbit']} Mbit/s, 2 hosts x {local} devices"
-        how: Any = {"mode": "dispatched", "calls": 1, "rounds": asked["rounds"], "fields": fields, "refuse": False}
+        how: Any = {"mode": "dispatched", "calls": 1, "rounds": asked["rounds"], "refuse": False}
         records = bench.measure("links", row, cases, **how)
         for case, record in zip(cases, records, strict=True):
             record["link_bytes"] = counted(case, tx_bytes)

@@ -25,12 +25,12 @@ MONITOR = Path(__file__).parents[1] / "shardkit" / "jobs" / "monitor" / "__main_
 if "shardkit" not in sys.modules:  # as the monitor does, without the package itself
     runpy.run_path(str(MONITOR))
 
-from shardkit.jobs.monitor.agreement import digest  # noqa: E402
-from shardkit.jobs.monitor.main import beat  # noqa: E402
-from shardkit.jobs.monitor.rendezvous import Hello, hello_message  # noqa: E402
+from shardkit.jobs.monitor.agreement import hash_components  # noqa: E402
+from shardkit.jobs.monitor.introduction import Hello, make_hello_message  # noqa: E402
+from shardkit.jobs.monitor.main import choose_beat  # noqa: E402
 from shardkit.runtime.channel.place import Place  # noqa: E402
 from shardkit.runtime.channel.recorder import Recorder  # noqa: E402
-from shardkit.runtime.channel.wire import Lines, encoded  # noqa: E402
+from shardkit.runtime.channel.wire import MessageStream, encode  # noqa: E402
 
 TIMEOUT = 300.0
 DEADLINES = [1800.0, 3.0, 900.0, 300.0, 1800.0, 30.0]  # of which a hanging rank meets that of a step
@@ -63,9 +63,9 @@ def stand_in(place: Place) -> None:
     command = [sys.executable, "-I", "-S", str(MONITOR)]
     monitor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert monitor.stdin is not None and monitor.stdout is not None
-    monitor.stdin.write(encoded({"ring": str(folder / "ring"), "parent": os.getpid(), "place": list(place)}))
+    monitor.stdin.write(encode({"ring": str(folder / "ring"), "parent": os.getpid(), "place": list(place)}))
     monitor.stdin.flush()
-    lines = Lines(monitor.stdout.fileno())
+    lines = MessageStream(monitor.stdout.fileno())
     signal.signal(signal.SIGUSR1, lambda *_: recorder.enter("user code", 4))  # it comes to no step any more
     signal.signal(signal.SIGUSR2, lambda *_: recorder.enter("step", 5))  # and the others wait for it
     while not lines.closed:
@@ -74,9 +74,9 @@ def stand_in(place: Place) -> None:
             if "ready" in message:
                 shutil.rmtree(folder)
                 tell(kind="met", rank=place.rank, at=now, process=os.getpid(), monitor=monitor.pid)
-                monitor.stdin.write(encoded({"deadlines": DEADLINES, "flight": ""}))
+                monitor.stdin.write(encode({"deadlines": DEADLINES, "flight": ""}))
                 recorder.enter("compare", 0)
-                monitor.stdin.write(encoded({"program": "0:0", **fingerprint()}))
+                monitor.stdin.write(encode({"program": "0:0", **fingerprint()}))
                 monitor.stdin.flush()
             elif "agreed" in message:
                 tell(kind="agreed", rank=place.rank, at=now)
@@ -110,7 +110,7 @@ class Simulated:
                 return
             rank = self.to_come.pop()
             hello = Hello(rank, self.size, "simulated", "", False, f"{rank:032x}")
-            one.sendall(encoded(hello_message(hello, self.token)))
+            one.sendall(encode(make_hello_message(hello, self.token)))
             one.setblocking(False)
             self.sockets[rank], self.parts[rank] = one, b""
             self.selector.register(one, selectors.EVENT_READ, rank)
@@ -122,11 +122,11 @@ class Simulated:
         self.counts["sent"] += 1
         self.counts["sent_bytes"] += len(data)
 
-    def beat(self, now: float) -> None:
+    def choose_beat(self, now: float) -> None:
         """Sends the statuses that are due, spread over the time between two of a rank."""
         ranks = list(self.sockets)
-        every = beat(self.size) / max(1, len(ranks))
-        self.next = max(self.next, now - beat(self.size))  # what was missed for longer is left out
+        every = choose_beat(self.size) / max(1, len(ranks))
+        self.next = max(self.next, now - choose_beat(self.size))  # what was missed for longer is left out
         while self.next < now and ranks:
             rank = ranks[int(self.next / every) % len(ranks)]
             self.send(rank, self.status(rank))
@@ -170,7 +170,7 @@ class Simulated:
     def obey(self, command: dict[str, Any]) -> None:
         """One line of standard input."""
         if "agree" in command:
-            line = encoded({"program": "0:0", "digest": digest(fingerprint())})
+            line = encode({"program": "0:0", "digest": hash_components(fingerprint())})
             for rank in self.sockets:
                 self.send(rank, line)
         elif "dies" in command:
@@ -183,7 +183,7 @@ class Simulated:
 
     def run(self) -> None:
         """Until standard input ends."""
-        inbox = Lines(0)
+        inbox = MessageStream(0)
         self.selector.register(inbox, selectors.EVENT_READ)
         while not inbox.closed:
             self.connect()
@@ -194,7 +194,7 @@ class Simulated:
                 else:
                     self.hear(key.data)
             if self.seen["welcome"] > len(self.parts):
-                self.beat(time.monotonic())
+                self.choose_beat(time.monotonic())
 
 
 def main() -> None:

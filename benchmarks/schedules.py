@@ -146,10 +146,9 @@ def row(
         args = (sk.shard(params, place, SPECS), {"tokens": jax.device_put(tokens, NamedSharding(place, P()))})
         zero = jax.device_put(jnp.float32(0), NamedSharding(place, P()))
         case = bench.Case(name, jax.jit(lambda carry, *args, step=step: (carry, step(*args))), zero, args)
-        fields[name] = fields.get(name, {}) | built(case)
-        cases.append(case)
+        cases.append(case._replace(fields=fields.get(name, {}) | built(case)))
     how: Any = {"mode": "dispatched", "calls": calls, "rounds": rounds, "donate": False, "refuse": False}
-    found = bench.measure("schedules", f"{count} microbatches", cases, fields=fields, **how)
+    found = bench.measure("schedules", f"{count} microbatches", cases, **how)
     [base] = [record for record in found if record["case"] == f"gpipe, {mode}"]
     for record in found[1:]:
         record["gpipe_cpu_ratio"] = round(record["cpu_ratio"] / base["cpu_ratio"], 4)

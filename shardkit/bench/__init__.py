@@ -3,7 +3,7 @@
 Start with `measure.py`. Imports everything but `cli/`, which imports it.
 """
 
-from shardkit.bench.comm import comm
+from shardkit.bench.comm import Sweep, comm, sweeps
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.fit import Crossover, Fit, alpha_beta, crossovers, links
@@ -21,6 +21,7 @@ __all__ = [
     "Fit",
     "Record",
     "Sample",
+    "Sweep",
     "Workload",
     "alpha_beta",
     "calibration",
@@ -36,6 +37,7 @@ __all__ = [
     "report",
     "strategies",
     "summarise",
+    "sweeps",
     "table",
     "write",
     "write_csv",

@@ -1,6 +1,6 @@
 """Collectives measured as nccl-tests does: sizes x implementations of operations over axes of a mesh, in tables.
 
-Start with `comm`. `sweeps` checks what is asked and says what is measured, `operations.py` has the kernels and their
+`sweeps` checks what is asked and says what is measured, `comm` measures it. `operations.py` has the kernels and their
 references, `kernels.py` the loop that is timed, `as_compiled.py` what is read from the compiled program.
 """
 
@@ -36,15 +36,25 @@ _OTHER_NAMES = {"sendrecv": "shift", "gather": "gather_to_one"}  # those of nccl
 
 
 class Sweep(NamedTuple):
-    """One table: an operation in one dtype over some axes, in several sizes."""
+    """One table of `comm`: an operation in one dtype over some axes, in several sizes.
 
-    operation: Operation  # what is computed
-    ways: Mapping[str, Way]  # its implementations by name; the first is the baseline
-    redop: str  # the reduction, or "none"
-    dtype: str  # of the array
-    counts: tuple[int, ...]  # its elements, one for each size
+    Attributes:
+        operation: what is computed.
+        ways: its implementations by name; the first is the baseline.
+        redop: the reduction, or "none".
+        dtype: of the array.
+        counts: its elements, one for each size.
+        mesh: the mesh.
+        axes: those of the collective.
+    """
+
+    operation: Operation
+    ways: Mapping[str, Way]
+    redop: str
+    dtype: str
+    counts: tuple[int, ...]
     mesh: Mesh
-    axes: tuple[str, ...]  # those of the collective
+    axes: tuple[str, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -68,7 +78,29 @@ def sweeps(
     redops: Sequence[str] = ("sum",),
     axis: checks.Axis | None = None,
 ) -> list[Sweep]:
-    """The tables of `comm`, with its arguments checked; nothing is compiled."""
+    """Lists what `comm` measures: a table for each operation, reduction and dtype. Nothing is compiled.
+
+    Args:
+        mesh: the mesh.
+        ops: of `OPERATIONS`; None: all.
+        impls: of these operations; None: "lax" and "ring", where there is one. An implementation that an operation
+            lacks is refused if both are named, and left out otherwise.
+        kernels: by name, kernels of your own with the signature of the operation, `kernel(x, axis, **options)`.
+        sizes: bytes of the whole array, as in nccl-tests; rounded down to a multiple of the devices where a device has
+            a part of it. None: 1 KiB to 4 MiB in steps of 16 on CPUs, to 64 MiB in steps of 4 elsewhere.
+        dtypes: of the array.
+        redops: reductions, for the operations that reduce.
+        axis: the axis or axes of the collective; None: all of the mesh.
+
+    Raises:
+        ValueError: an operation, implementation, dtype, reduction or axis that is not there, a kernel without a
+            reference, or a size that leaves a device without an element.
+
+    Example:
+        >>> [sweep] = sk.bench.sweeps(mesh, ops=["all_gather"], sizes=[1024, 4096], axis="model")
+        >>> list(sweep.ways), sweep.counts, sweep.n
+        (['lax', 'ring'], (256, 1024), 4)
+    """
     axes = _choose_axes(mesh, axis)
     operations_chosen = _choose_operations(ops, tuple(kernels or ()))
     _check_kinds(dtypes, redops)
@@ -233,33 +265,11 @@ def _choose_counts(
     return tuple(counts)
 
 
-def comm(
-    mesh: Mesh,
-    *,
-    ops: Sequence[str] | None = None,
-    impls: Sequence[str] | None = None,
-    kernels: Mapping[str, Callable[..., Any]] | None = None,
-    sizes: Sequence[int] | None = None,
-    dtypes: Sequence[str] = ("float32",),
-    redops: Sequence[str] = ("sum",),
-    axis: checks.Axis | None = None,
-    mode: str = "inside",
-    calls: int = 20,
-    rounds: int = 20,
-) -> list[Record]:
+def comm(sweeps: Sequence[Sweep], *, mode: str = "inside", calls: int = 20, rounds: int = 20) -> list[Record]:
     """Measures collectives over axes of a mesh, and compares each result with its reference on every device.
 
     Args:
-        mesh: the mesh.
-        ops: of `OPERATIONS`; None: all.
-        impls: of these operations; None: "lax" and "ring", where there is one. An implementation that an operation
-            lacks is refused if both are named, and left out otherwise.
-        kernels: by name, kernels of your own with the signature of the operation, `kernel(x, axis, **options)`.
-        sizes: bytes of the whole array, as in nccl-tests; rounded down to a multiple of the devices where a device has
-            a part of it. None: 1 KiB to 4 MiB in steps of 16 on CPUs, to 64 MiB in steps of 4 elsewhere.
-        dtypes: of the array.
-        redops: reductions, for the operations that reduce.
-        axis: the axis or axes of the collective; None: all of the mesh.
+        sweeps: what is measured, of `sweeps`.
         mode: "inside" (a loop inside one jit) or "dispatched" (calls from Python, dispatch included).
         calls: calls in each round; times are divided by it.
         rounds: timed rounds; medians and percentiles are over rounds.
@@ -273,28 +283,26 @@ def comm(
         for a single one). "wrong" counts elements of all devices.
 
     Raises:
-        ValueError: an operation, implementation, dtype, reduction or axis that is not there, a kernel without a
-            reference, or a size that leaves a device without an element.
+        ValueError: an unknown mode, or a number below 1.
 
     Example:
-        >>> [record] = sk.bench.comm(mesh, ops=["all_reduce"], impls=["lax"], sizes=[1024], calls=2, rounds=2)
+        >>> sweeps = sk.bench.sweeps(mesh, ops=["all_reduce"], impls=["lax"], sizes=[1024])
+        >>> [record] = sk.bench.comm(sweeps, calls=2, rounds=2)
         >>> record["wrong"], record["count"], record["written_bytes"], record["compiled"]
         (0, 256, 1792.0, 'all_reduce {0-7}')
 
     Source: nccl-tests, doc/PERFORMANCE.md, for size, algorithm bandwidth and bus bandwidth.
     """
+    checks.one_of(WHERE, "mode", mode, MODES)
+    calls, rounds = checks.whole(WHERE, calls=calls, rounds=rounds)
     records = []
-    for sweep in sweeps(
-        mesh, ops=ops, impls=impls, kernels=kernels, sizes=sizes, dtypes=dtypes, redops=redops, axis=axis
-    ):
-        records += measure_sweep(sweep, mode=mode, calls=calls, rounds=rounds)
+    for sweep in sweeps:
+        records += _measure_sweep(sweep, mode, calls, rounds)
     return records
 
 
-def measure_sweep(sweep: Sweep, *, mode: str = "inside", calls: int = 20, rounds: int = 20) -> list[Record]:
-    """The records of one table; see `comm`."""
-    checks.one_of(WHERE, "mode", mode, MODES)
-    calls, rounds = checks.whole(WHERE, calls=calls, rounds=rounds)
+def _measure_sweep(sweep: Sweep, mode: str, calls: int, rounds: int) -> list[Record]:
+    """The records of one table: of each implementation, all sizes."""
     records: dict[str, list[Record]] = {name: [] for name in sweep.ways}
     for count in sweep.counts:
         for record in _measure_size(sweep, count, mode, calls, rounds):
@@ -322,19 +330,17 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     shared = _describe_sweep(sweep, count)
     compared: dict[str, Compared] = {}
     cases = []
-    fields: dict[str, Record] = {}
     for name, way in sweep.ways.items():
         bound = operations.bound(way, sweep.dtype, sweep.redop, block, sweep.sizes)
         compared[name] = Compared(expected, bound)
         kernel = _bind(way.kernel, axis, options)
-        cases.append(case(name, kernel, x, poison, expected, mesh, compared[name]))
+        timed = case(name, kernel, x, poison, expected, mesh, compared[name])
         hops = None if way.hops is None else way.hops(n)
-        fields[name] = {"impl": name} | shared | _read_program(cases[-1], mesh, mode, calls, hops)
+        fields = {"impl": name} | shared | _read_program(timed, mesh, mode, calls, hops)
+        cases.append(timed._replace(fields=fields))
     along = f"{', '.join(sweep.axes)} of {checks.sized(mesh.shape.items())}"
     row = f"{operation.name} {sweep.redop}, {shared['size']} bytes of {sweep.dtype}, {along}"
-    records = measure(
-        WHERE, row, cases, mode=mode, calls=calls, rounds=rounds, tolerance=0.0, fields=fields, refuse=False
-    )
+    records = measure(WHERE, row, cases, mode=mode, calls=calls, rounds=rounds, tolerance=0.0, refuse=False)
     wrong = of_all_processes([compared[record["case"]].wrong for record in records])
     result = []
     for record, elements in zip(records, wrong, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -161,6 +162,7 @@ class Case(NamedTuple):
         repeated: `repeated(calls)`, a jitted function of the carry and the args that makes so many calls of `step`, for
             mode "inside". None: a loop around `step`. Where `step` is a shard_map, its arrays are copied at the
             boundary in every turn of a loop around it; a loop inside of it copies nothing.
+        fields: further JSON values for its record.
 
     Example:
         >>> double = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
@@ -176,6 +178,7 @@ class Case(NamedTuple):
     checked: Callable[[Any, Any], Any] = lambda carry, value: (carry, value)
     expected: Any = None
     repeated: Callable[[int], Callable[..., tuple[Any, Any]]] | None = None
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
 def measure(
@@ -188,7 +191,6 @@ def measure(
     rounds: int = 20,
     donate: bool = True,
     tolerance: float = 1e-5,
-    fields: Mapping[str, Mapping[str, Any]] | None = None,
     refuse: bool = True,
 ) -> list[Record]:
     """Measures the cases of one row; the first one is the baseline.
@@ -202,7 +204,6 @@ def measure(
         rounds: timed rounds, after one untimed round that compiles.
         donate: donate the carry, to the loop or to each call.
         tolerance: largest accepted difference from what is expected, relative to its largest element.
-        fields: by the name of a case, further JSON values for its record.
         refuse: raise where a case is wrong; False: its record says so, in "wrong".
 
     Returns:
@@ -243,9 +244,9 @@ def measure(
             calibrations.append(round(calibration(), 1))
     shared = {"mode": mode, "calls": calls, "donate": donate, "tolerance_relative": tolerance}
     fields_by_case: dict[str, dict[str, Any]] = {}
-    for name in names:
-        fields_by_case[name] = {"disagreement_relative_max": largest_error[name], "wrong": most_wrong[name]}
-        fields_by_case[name] |= (fields or {}).get(name, {})
+    for case in cases:
+        agreement = {"disagreement_relative_max": largest_error[case.name], "wrong": most_wrong[case.name]}
+        fields_by_case[case.name] = agreement | dict(case.fields)
     return make_records(benchmark, row, samples, calibrations, shared, fields_by_case)
 
 

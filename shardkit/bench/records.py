@@ -26,6 +26,11 @@ def write(records: Sequence[Record], file: Path) -> None:
     Args:
         records: of `measure`.
         file: the file; it need not exist.
+
+    Example:
+        After a measurement, for `read` and for `shardkit bench compare`:
+
+            sk.bench.write(records, Path("results/today.jsonl"))
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", opener=open_file) as out:
@@ -40,6 +45,11 @@ def read(file: Path | str) -> list[Record]:
 
     Raises:
         ValueError: a file that cannot be read, a line that is no record, or a record of another version.
+
+    Example:
+        The records of one case, in the order in which they were written:
+
+            mine = [record for record in sk.bench.read("results/today.jsonl") if record["case"] == "mine"]
     """
     try:
         lines = read_file(file, _LARGEST_FILE).decode().splitlines()
@@ -86,6 +96,11 @@ def write_csv(records: Sequence[Record], file: Path) -> None:
     Args:
         records: of `measure` or `read`.
         file: the file; what it held is replaced.
+
+    Example:
+        For a spreadsheet:
+
+            sk.bench.write_csv(sk.bench.read("results/today.jsonl"), Path("today.csv"))
     """
     rows = []
     columns: dict[str, None] = {}  # in the order in which records have them
@@ -109,6 +124,12 @@ def report(records: Sequence[Record], file: Path | None = None, line: Callable[[
         records: of one row.
         file: where to append them.
         line: a record as a line of a table.
+
+    Example:
+        >>> case = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
+        >>> records = sk.bench.measure("doubling", "4 numbers", [case], calls=2, rounds=2)
+        >>> sk.bench.report(records, line=lambda record: f"{record['case']} over {record['rounds']} rounds")
+        double over 2 rounds
     """
     text = "\n" + table(records)
     if line is not None:
@@ -123,6 +144,14 @@ def table(records: Sequence[Record]) -> str:
 
     Args:
         records: of one call of `measure`.
+
+    Example:
+        >>> case = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
+        >>> records = sk.bench.measure("doubling", "4 numbers", [case], calls=2, rounds=2)
+        >>> print(sk.bench.table(records))
+        4 numbers (inside, 2 calls x 2 rounds)
+        case    wall us  ...
+        double  ...
     """
     lines = [("case", "wall us", "CPU us", "wall ratio", "CPU ratio")]
     for record in records:

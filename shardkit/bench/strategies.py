@@ -364,17 +364,17 @@ def strategies(
     if only:
         chosen = [name for name in names if name == names[0] or name in only]
     programs = []
-    fields: dict[str, dict[str, Any]] = {}
     for name in chosen:
         progress(name)
-        program, compiled = _compile(cases[name](), compiler_options)
-        programs.append(program)
-        fields[name] = {
+        with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
+            program, compiled = _compile(cases[name](), compiler_options)
+        fields = {
             "held_bytes": compiled.memory.held,
             "temp_bytes": compiled.memory.temp,
             "written_bytes": float(compiled.census.sent()),
             "wire_bytes": float(sum(row.total for row in compiled.rows)),
         }
+        programs.append(program._replace(fields=fields))
     return measure(
         "strategies",
         sized(mesh.shape.items()),
@@ -383,7 +383,6 @@ def strategies(
         calls=calls,
         rounds=rounds,
         tolerance=_find_tolerance(programs[0]),
-        fields=fields,
         refuse=False,
     )
 

@@ -1,7 +1,8 @@
 """The `shardkit` command; a file for each of its subcommands.
 
-Start with `audit.py`. Imports everything; nothing imports it. This file imports no jax: `shardkit --version` and a
-typing mistake take 0.06 s, a command 1.2 s.
+Start with `audit.py`. Imports everything; nothing imports it. This file imports no jax, nor does a file of a command
+before its function is called: `shardkit --version` and a typing mistake take 0.06 s, the help of a command and a wrong
+option 0.3 s, and a command 1.2 s.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ BENCH = (
     Command("strategies", "one model under every plan that fits a mesh", "shardkit.cli.bench.strategies"),
     Command("compare", "what became slower between two files of results", "shardkit.cli.bench.compare"),
 )
-_BENCH = "measure communication and plans, and compare measurements"
 _SHELLS = ("bash", "zsh", "fish")
 _NEEDS = ("packaging", "rich", "tyro", "yaml")
 COMPLETION = """usage: shardkit completion bash|zsh|fish
@@ -66,7 +66,10 @@ Print a script that completes commands, options and their values.
 
 def every_command() -> dict[str, Command]:
     """All commands by their full names, such as "bench comm"."""
-    return {each.name: each for each in COMMANDS} | {f"bench {each.name}": each for each in BENCH}
+    commands = {command.name: command for command in COMMANDS}
+    for command in BENCH:
+        commands[f"bench {command.name}"] = command
+    return commands
 
 
 def main() -> None:
@@ -77,7 +80,7 @@ def main() -> None:
         try:
             sys.exit(_main(sys.argv[1:]))
         finally:
-            _imported()
+            _hear_interrupts()
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:  # the reader of the pipe has closed it: | head
@@ -90,7 +93,7 @@ def _end_while_importing(*_: Any) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def _imported() -> None:
+def _hear_interrupts() -> None:
     """From here on Ctrl-C is a KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _end_while_importing:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,68 +101,127 @@ def _imported() -> None:
 
 def _main(words: list[str]) -> int:
     """Answers what needs no jax, and hands everything else to a command's module; the exit code."""
-    end = words.index("--") if "--" in words else len(words)
-    own = [word for word in words[:end] if word != "--debug"]
-    if len(own) < end:
+    words, program = _split_at_dashes(words)
+    if "--debug" in words:
         os.environ["SHARDKIT_DEBUG"] = "1"
-    asks = next((word for word in own if word in ("-h", "--help", "--version")), None)
-    if own[:1] == ["help"]:
-        own, asks = own[1:], "--help"
-    if asks == "--version":
+        words = [word for word in words if word != "--debug"]
+    wants_help = "-h" in words or "--help" in words
+    if words[:1] == ["help"]:
+        wants_help = True
+        words = words[1:]
+    elif _asks_for_version(words):
         print(_version())
         return 0
-    named = [word for word in own if word not in ("-h", "--help")]
-    full = " ".join(named[:2]) if named[:1] == ["bench"] else " ".join(named[:1])
+    names = [word for word in words if word not in ("-h", "--help")]
+    if names[:1] == ["completion"]:
+        return _complete(names, wants_help)
+    full = " ".join(names[:2] if names[:1] == ["bench"] else names[:1])
     command = every_command().get(full)
-    completes = named[:1] == ["completion"]
-    if completes and (asks or len(named) != 2 or named[1] not in _SHELLS):
-        print(COMPLETION, file=sys.stdout if asks else sys.stderr)
-        return 0 if asks else USAGE
-    if command is None and not completes:
-        return _without_command(named, asks is not None)
-    if not all(map(find_spec, _NEEDS)):
-        print(f"shardkit: the command needs the extra [cli]; install it with: {install('cli')}", file=sys.stderr)
-        return 2
     if command is None:
-        print(completion(named[1]))
+        return _answer_without_command(names, wants_help)
+    if not _has_packages():
+        return USAGE
+    options = ["--help"] if wants_help else words[len(full.split()) :]
+    return perform(command, full, options + program)
+
+
+def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before `--`, and the others with it, which are those of the program that `launch` starts."""
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end:]
+
+
+def _asks_for_version(words: list[str]) -> bool:
+    """Whether `--version` comes before any request for help."""
+    for word in words:
+        if word in ("-h", "--help", "--version"):
+            return word == "--version"
+    return False
+
+
+def _has_packages() -> bool:
+    """Whether the packages of the extra [cli] are installed; says how to install them if not."""
+    if all(find_spec(name) for name in _NEEDS):
+        return True
+    print(f"shardkit: the command needs the extra [cli]; install it with: {install('cli')}", file=sys.stderr)
+    return False
+
+
+def _complete(names: list[str], wants_help: bool) -> int:
+    """Prints the script of `completion SHELL`, or its help; the exit code."""
+    if wants_help:
+        print(COMPLETION)
         return 0
-    after = ["--help"] if asks else own[len(full.split()) :]
-    return perform(command, full, after + words[end:])
+    if len(names) != 2 or names[1] not in _SHELLS:
+        print(COMPLETION, file=sys.stderr)
+        return USAGE
+    if not _has_packages():
+        return USAGE
+    print(completion(names[1]))
+    return 0
 
 
-def _without_command(words: list[str], asks: bool) -> int:
+def _answer_without_command(words: list[str], wants_help: bool) -> int:
     """What to say where no command is named: the list of commands, or a suggestion."""
-    group = "bench" if words[:1] == ["bench"] else ""
-    rest = words[1:] if group else words
-    prog = f"shardkit {group}".strip()
-    if not rest:
-        print(_commands(prog, BENCH if group else COMMANDS), file=sys.stdout if asks else sys.stderr)
-        return 0 if asks else USAGE
-    names = [each.name for each in BENCH] if group else [*(each.name for each in COMMANDS), "bench", "completion"]
-    near = get_close_matches(rest[0].lower(), names, 1, 0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"{prog} --help lists the commands."
-    print(f"error: {prog} has no command {rest[0]!r}; {hint}", file=sys.stderr)
-    return 2
+    prog = "shardkit"
+    names = [command.name for command in COMMANDS]
+    names += ["bench", "completion"]
+    listing = _list_commands
+    if words[:1] == ["bench"]:
+        prog = "shardkit bench"
+        names = [command.name for command in BENCH]
+        listing = _list_bench
+        words = words[1:]
+    if not words:
+        print(listing(), file=sys.stdout if wants_help else sys.stderr)
+        return 0 if wants_help else USAGE
+    matches = get_close_matches(words[0].lower(), names, 1, 0.5)
+    hint = f"did you mean {matches[0]!r}?" if matches else f"{prog} --help lists the commands."
+    print(f"error: {prog} has no command {words[0]!r}; {hint}", file=sys.stderr)
+    return USAGE
 
 
-def _commands(prog: str, commands: tuple[Command, ...]) -> str:
-    rows = [(each.name, each.line) for each in commands]
-    what = _BENCH.capitalize() if commands is BENCH else "Explicit collectives for JAX"
-    more = ["", f"{prog} COMMAND --help shows the options and examples of a command."]
-    if commands is COMMANDS:
-        rows += [("bench ...", _BENCH), ("completion SHELL", "print the completion script of bash, zsh or fish")]
-        more += [
-            "To begin: shardkit doctor.",
-            "",
-            "options",
-            "  -h, --help        show this help",
-            "  --version         the versions of shardkit, jax and Python",
-            "  --debug           with any command: show the traceback of an error (also SHARDKIT_DEBUG=1)",
-            "",
-            "exit codes: 0 fine, 1 findings or a failed check, 2 wrong usage, 70 an unexpected error, 130 Ctrl-C",
-        ]
-    listed = [f"  {name:18}{line}" for name, line in rows]
-    return "\n".join([f"usage: {prog} COMMAND [OPTIONS]", "", f"{what}.", "", "commands", *listed, *more])
+_COMMANDS_HELP = """\
+usage: shardkit COMMAND [OPTIONS]
+
+Explicit collectives for JAX.
+
+commands
+{commands}
+
+shardkit COMMAND --help shows the options and examples of a command.
+To begin: shardkit doctor.
+
+options
+  -h, --help        show this help
+  --version         the versions of shardkit, jax and Python
+  --debug           with any command: show the traceback of an error (also SHARDKIT_DEBUG=1)
+
+exit codes: 0 fine, 1 findings or a failed check, 2 wrong usage, 70 an unexpected error, 130 Ctrl-C"""
+_BENCH_HELP = """\
+usage: shardkit bench COMMAND [OPTIONS]
+
+Measure communication and plans, and compare measurements.
+
+commands
+{commands}
+
+shardkit bench COMMAND --help shows the options and examples of a command."""
+
+
+def _list_commands() -> str:
+    rows = [(command.name, command.line) for command in COMMANDS]
+    rows.append(("bench ...", "measure communication and plans, and compare measurements"))
+    rows.append(("completion SHELL", "print the completion script of bash, zsh or fish"))
+    return _COMMANDS_HELP.format(commands=_align(rows))
+
+
+def _list_bench() -> str:
+    return _BENCH_HELP.format(commands=_align([(command.name, command.line) for command in BENCH]))
+
+
+def _align(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(f"  {name:18}{line}" for name, line in rows)
 
 
 def _version() -> str:
@@ -175,10 +237,11 @@ def _version() -> str:
 
 def perform(command: Command, full: str, words: list[str]) -> int:
     """Runs a command; what goes wrong ends it with one sentence, and with a traceback if SHARDKIT_DEBUG is set."""
-    from shardkit.runtime.cluster.join import finish
-
     try:
-        finish(_run(command, full, words))
+        code = _run(command, full, words)  # help, and a wrong option, end it here
+        from shardkit.runtime.cluster.join import finish
+
+        finish(code)
     except BrokenPipeError:  # the reader of the pipe has closed it: no mistake
         raise
     except KeyboardInterrupt as error:
@@ -197,37 +260,51 @@ def perform(command: Command, full: str, words: list[str]) -> int:
 
 
 def _run(command: Command, full: str, words: list[str]) -> int:
+    """Reads the options, which needs no jax, then imports it and calls the command's function; the exit code."""
     import tyro
 
-    from shardkit.cli.output import explicit, text_beside_json
+    from shardkit.cli.output import fill_in_json, text_beside_json
 
-    words = explicit(words)
-    shows = sys.stdout is not None and sys.stdout.isatty() and sys.stderr is not None and sys.stderr.isatty()
-    if shows:  # it takes seconds
-        print("importing jax", end="", file=sys.stderr, flush=True)
+    module = import_module(command.module)
+    words = fill_in_json(words)
     try:
-        function = getattr(import_module(command.module), command.name)
-    finally:
-        if shows:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    _imported()
-    how: Any = {"prog": f"shardkit {full}", "description": _described(command), "config": (tyro.conf.OmitArgPrefixes,)}
-    try:
-        with text_beside_json(words):
-            return int(tyro.cli(function, args=words, **how))
+        options = tyro.cli(
+            module.Options,
+            args=words,
+            prog=f"shardkit {full}",
+            description=_describe(command),
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
+        )
     except SystemExit as ended:
         if ended.code == USAGE and full == "launch" and "--" not in words:
             _say(_NO_DASHES)
         raise
+    _import_jax()
+    _hear_interrupts()
+    with text_beside_json(words):
+        return int(getattr(module, command.name)(options))
 
 
-def _described(command: Command) -> str:
+def _import_jax() -> None:
+    """Imports jax, which takes a second, and says so on a terminal."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty() and sys.stderr is not None and sys.stderr.isatty()
+    if is_terminal:
+        print("importing jax", end="", file=sys.stderr, flush=True)
+    try:
+        import_module("jax")
+    finally:
+        if is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _describe(command: Command) -> str:
     """The docstring of a command's function, and its examples."""
     module = import_module(command.module)
-    said = inspect.getdoc(getattr(module, command.name)) or ""
-    examples = [f"  {example}\n      {text}" for example, text in module.EXAMPLES.items()]
+    text = inspect.getdoc(getattr(module, command.name)) or ""
+    examples = [f"  {example}\n      {meaning}" for example, meaning in module.EXAMPLES.items()]
     # tyro joins lines, except for those that are indented.
-    lines = textwrap.wrap(" ".join(said.split()), shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
+    width = shutil.get_terminal_size().columns - 1
+    lines = textwrap.wrap(" ".join(text.split()), width, subsequent_indent="  ")
     return "\n".join([*lines, "", *examples])
 
 
@@ -235,30 +312,36 @@ def completion(shell: str) -> str:
     """The script that completes commands, options and their values in "bash", "zsh" or "fish", by tyro."""
     import tyro
 
-    def kinds(commands: tuple[Command, ...]) -> Any:
-        named = [(import_module(each.module).Options, each) for each in commands]
-        return Union[tuple(Annotated[kind, tyro.conf.subcommand(each.name)] for kind, each in named)]  # noqa: UP007
+    def make_subcommands(commands: tuple[Command, ...]) -> Any:
+        subcommands = []
+        for command in commands:
+            options = import_module(command.module).Options
+            subcommands.append(Annotated[options, tyro.conf.subcommand(command.name)])
+        return Union[tuple(subcommands)]  # noqa: UP007
 
     def bench(command: Any) -> None: ...
 
-    bench.__annotations__["command"] = kinds(BENCH)
-    every: Any = {each.name: import_module(each.module).Options for each in COMMANDS} | {"bench": bench}
+    bench.__annotations__["command"] = make_subcommands(BENCH)
+    tree: dict[str, Any] = {command.name: import_module(command.module).Options for command in COMMANDS}
+    tree["bench"] = bench
     out = io.StringIO()
     with redirect_stdout(out), suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
-            every,
+            tree,
             prog="shardkit",
             args=["--tyro-print-completion", shell],
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.DisallowNone),
         )
     return out.getvalue()
 
 
 def _unexpected(error: BaseException) -> NoReturn:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
-    again = "" if _debugging() else " Add --debug to see where it came from."
-    _say(f"error: unexpected {said.rstrip('.')}.{again}")
+    text = type(error).__name__
+    lines = str(error).strip().splitlines()
+    if lines:
+        text += f": {lines[0].strip()}"
+    hint = "" if _debugging() else " Add --debug to see where it came from."
+    _say(f"error: unexpected {text.rstrip('.')}.{hint}")
     _end(error, UNEXPECTED)
 
 

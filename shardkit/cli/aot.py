@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import json as json_lib
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
-
-from shardkit.analysis.hlo.aot import compile
-from shardkit.analysis.hlo.topology import parse_topology
-from shardkit.cli import target as targets
-from shardkit.cli.output import Json, write_json
-from shardkit.meshes.simulated import offer_cpu_devices
+from shardkit.cli.options import Json, Target, Words
+from shardkit.cli.output import write_json
 
 EXAMPLES = {
     "shardkit aot train.py:make --topology v5p:8x8x8": "does it fit 512 chips?",
@@ -24,11 +18,11 @@ EXAMPLES = {
 class Options:
     """Options of `shardkit aot`."""
 
-    target: targets.Target
+    target: Target
     """The function to compile. Without --args it must take no parameters and return (fn, *args)."""
     topology: str
     """The chips: 'v5p:8x8x8' (a torus), 'h100:1x4x8' (slices x hosts x GPUs per host)."""
-    args: tuple[str, ...] = ()
+    args: Words = ()
     """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     json: Json = None
     """Write the report to this file; with - to standard output."""
@@ -38,14 +32,19 @@ class Options:
     """CPU devices to simulate without an accelerator, for a function that builds its mesh from real devices."""
 
 
-def aot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+def aot(options: Options) -> int:
     """Compile a function for chips that are not attached: memory, collectives, overlap and predicted time.
 
     The exit code is 0 if the program fits the chip's memory, 1 if it does not.
     """
-    parse_topology(options.topology)
+    from shardkit.analysis.hlo.aot import compile
+    from shardkit.analysis.hlo.topology import parse_topology
+    from shardkit.cli.target import load_step
+    from shardkit.meshes.simulated import offer_cpu_devices
+
+    parse_topology(options.topology)  # before the devices start: a mistake is refused at once
     offer_cpu_devices(options.devices)
-    fn, args = targets.step_at("aot", options.target, options.args)
+    fn, args = load_step("aot", options.target, options.args)
     report = compile(fn, args, topology=options.topology, timeout=options.timeout)
     print(report)
     write_json(options.json, "aot", [json_lib.loads(report.to_json())])

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json as json_lib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from shardkit._arguments.files import read_file, why
-from shardkit.analysis.hlo.topology import parse_topology
-from shardkit.analysis.jaxpr.explain import explain as explain_backward
-from shardkit.analysis.judge import GROWTH, SMALL, Audit, OtherFormatError
-from shardkit.analysis.judge import audit as read
-from shardkit.cli.output import WithJson, write_json, writing
-from shardkit.cli.target import Target, step_at
-from shardkit.meshes.simulated import offer_cpu_devices
+from shardkit.cli.options import Optional, Target, WithJson, Words
+from shardkit.cli.output import open_output, write_json
+
+if TYPE_CHECKING:
+    from shardkit.analysis.judge import Audit
 
 EXAMPLES = {
     "shardkit audit train.py:make": "make() returns the function and its arguments; it is traced",
@@ -35,13 +31,13 @@ class Options(WithJson):
 
     make: Target
     """A function without parameters that returns (step, *args) or (step, args); with --args, the step itself."""
-    args: tuple[str, ...] = ()
+    args: Words = ()
     """Types of the step's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
-    target: str | None = None
+    target: Optional[str] = None
     """Chips to compile for, as 'v5e:2x4'; without it, the devices of this process."""
     devices: int = 8
     """CPU devices to simulate without an accelerator."""
-    ignore: tuple[str, ...] = ()
+    ignore: Words = ()
     """Rules to skip."""
     timeout: float = 1800.0
     """Seconds after which the compiler of a target is stopped."""
@@ -50,52 +46,70 @@ class Options(WithJson):
     it."""
     explain: bool = False
     """Also name the line of the forward pass that causes each collective of the backward pass."""
-    snapshot: Path | None = None
+    snapshot: Optional[Path] = None
     """Write the audit to this file, for a later --against."""
-    against: Path | None = None
+    against: Optional[Path] = None
     """A file that --snapshot wrote before: report what is worse."""
-    growth: float = GROWTH
+    growth: float = 0.05
     """Share by which bytes may grow against the snapshot."""
-    large: int | None = None
+    large: Optional[int] = None
     """Bytes from which what several devices hold whole is reported; without it 256 MiB, and 16 MiB if --compiled."""
-    small: int = SMALL
+    small: int = 1024
     """Bytes below which waste is not reported."""
-    memory: int | None = None
+    memory: Optional[int] = None
     """Bytes that one device can hold, less activations: tensor parallelism of what fits there is reported."""
     call: bool = True
     """By default a compiled step is called twice, if its arguments have values, to see whether it compiles again;
     --no-call leaves that out."""
 
 
-def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+def audit(options: Options) -> int:
     """Read any function: its collectives with their lines, what hangs, is wrong or wasted; compiled, its memory too.
 
     The exit code is 1 if there are findings; with --against, if there are new ones or bytes grew.
     """
-    before = _read(options.against) if options.against else None
+    from shardkit.analysis import judge
+    from shardkit.analysis.hlo.topology import parse_topology
+    from shardkit.analysis.jaxpr.explain import explain
+    from shardkit.cli.target import load_step
+    from shardkit.meshes.simulated import offer_cpu_devices
+
+    before = None if options.against is None else _read_snapshot(options.against)
     if options.target is not None:
         parse_topology(options.target)  # before the devices start: a mistake is refused at once
     offer_cpu_devices(options.devices)
-    step, args = step_at("audit", options.make, options.args)
-    found = read(step, *args, **{name: getattr(options, name) for name in _OF_READING})
-    print(found)
+    step, args = load_step("audit", options.make, options.args)
+    report = judge.audit(
+        step,
+        *args,
+        compiled=options.compiled,
+        target=options.target,
+        large=options.large,
+        small=options.small,
+        memory=options.memory,
+        ignore=options.ignore,
+        call=options.call,
+        timeout=options.timeout,
+    )
+    print(report)
     if options.explain:
-        print(explain_backward(step, *args))
-    worse = found.compare(before, options.growth) if before else []
-    if before:
+        print(explain(step, *args))
+    worse: list[str] = []
+    if before is not None:
+        worse = report.compare(before, options.growth)
         print(f"against {options.against}: {len(worse) or 'nothing'} worse", *worse, sep="\n")
-    if options.snapshot:
-        with writing(options.snapshot) as out:
-            out.write(found.to_json())
-    data = json_lib.loads(found.to_json())
-    write_json(options.json, "audit", data["findings"], audit=data, worse=list(map(str, worse)))
-    return 1 if (worse if before else found.findings) else 0
+    if options.snapshot is not None:
+        with open_output(options.snapshot) as out:
+            out.write(report.to_json())
+    data = json_lib.loads(report.to_json())
+    write_json(options.json, "audit", data["findings"], audit=data, worse=worse)
+    is_worse = bool(report.findings) if before is None else bool(worse)
+    return 1 if is_worse else 0
 
 
-_OF_READING = ("compiled", "target", "large", "small", "memory", "ignore", "call", "timeout")
+def _read_snapshot(file: Path) -> Audit:
+    from shardkit.analysis.judge import Audit, OtherFormatError
 
-
-def _read(file: Path) -> Audit:
     try:
         return Audit.from_json(read_file(file, _LARGEST_SNAPSHOT).decode())
     except OtherFormatError:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-import tyro
-from jax.sharding import Mesh, PartitionSpec
 from packaging.requirements import Requirement
-from rich.table import Table
-from rich.text import Text
 
-import shardkit as sk
 from shardkit._arguments.extras import install
-from shardkit.cli.output import WithJson, console, write_json
-from shardkit.meshes.simulated import offer_cpu_devices
+from shardkit.cli.options import WithJson
+from shardkit.cli.output import console, write_json
 
 EXAMPLES = {"shardkit doctor": "on this machine's devices, or eight simulated ones"}
+_PACKAGES = ("shardkit", "jax", "jaxlib", "numpy", "optax")
 
 
 @dataclass(frozen=True)
@@ -32,76 +26,55 @@ class Options(WithJson):
     """CPU devices to simulate without an accelerator."""
 
 
-def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+def doctor(options: Options) -> int:
     """Check this installation: versions, devices, every collective, optional packages."""
-    here = console()
+    from rich.table import Table
+    from rich.text import Text
+
+    import shardkit as sk
+    from shardkit.cli.self_test import self_test
+    from shardkit.meshes.simulated import offer_cpu_devices
+
+    out = console()
     offer_cpu_devices(options.devices)
-    versions = {name: version_of(name) or "missing" for name in ("shardkit", "jax", "jaxlib", "numpy", "optax")}
-    here.print("python " + platform.python_version() + "".join(f", {k} {v}" for k, v in versions.items()))
+    versions = {name: version_of(name) or "missing" for name in _PACKAGES}
+    listed = [f"python {platform.python_version()}"]
+    listed += [f"{name} {version}" for name, version in versions.items()]
+    out.print(", ".join(listed))
     mesh = sk.make_mesh(x=-1)
-    here.print(sk.describe(mesh))
-    table = Table("collective", "result", "largest difference", title=f"self-test over {mesh.size} devices")
-    failed = 0
+    out.print(sk.describe(mesh))
+
     differences = self_test(mesh)
+    wrong = [name for name, difference in differences.items() if difference != 0]
+    table = Table("collective", "result", "largest difference", title=f"self-test over {mesh.size} devices")
     for name, difference in differences.items():
-        right = difference == 0
-        failed += not right
-        table.add_row(name, "ok" if right else Text("WRONG", "red"), f"{difference:g}")
-    here.print(table)
-    found = extras()
-    for extra, needs in found.items():
-        here.print(line(extra, needs))
-    if not found:
-        here.print(f"extras: not known, because shardkit is not installed; {install('cli')}")
-    here.print("all collectives are right" if not failed else f"collectives that are WRONG on this machine: {failed}")
-    rows: list[dict[str, Any]] = [
-        {"row": "collective", "name": name, "difference": difference, "right": difference == 0}
-        for name, difference in differences.items()
-    ]
-    for extra, needs in found.items():
+        result = Text("WRONG", "red") if name in wrong else "ok"
+        table.add_row(name, result, f"{difference:g}")
+    out.print(table)
+
+    extras = find_extras()
+    for extra, needs in extras.items():
+        out.print(describe_extra(extra, needs))
+    if not extras:
+        out.print(f"extras: not known, because shardkit is not installed; {install('cli')}")
+    if wrong:
+        out.print(f"collectives that are WRONG on this machine: {len(wrong)}")
+    else:
+        out.print("all collectives are right")
+    write_json(options.json, "doctor", _make_rows(differences, extras), packages=versions)
+    return 1 if wrong else 0
+
+
+def _make_rows(differences: Mapping[str, float], extras: Mapping[str, tuple[Need, ...]]) -> list[dict[str, Any]]:
+    """The rows of `--json`: the collectives, then the extras."""
+    rows: list[dict[str, Any]] = []
+    for name, difference in differences.items():
+        rows.append({"row": "collective", "name": name, "difference": difference, "right": difference == 0})
+    for extra, needs in extras.items():
         packages = {need.package: {"version": need.version, "needs": need.versions} for need in needs}
-        rows.append({"row": "extra", "name": extra, "right": all(need.met for need in needs), "packages": packages})
-    write_json(options.json, "doctor", rows, packages=versions)
-    return 1 if failed else 0
-
-
-def self_test(mesh: Mesh) -> dict[str, float]:
-    """Runs every collective over the mesh's one axis; the largest difference of each from NumPy over a list of blocks.
-
-    The values are small whole numbers, whose sums are exact in any order: every difference must be 0.
-    """
-    (axis,) = mesh.axis_names
-    n = mesh.size
-    blocks = [(np.arange(n * n, dtype=np.float32) * (d + 1) % 7 - 3).reshape(n, n) for d in range(n)]
-    whole = np.stack(blocks)
-
-    def everywhere(x: Any) -> list[Any]:
-        return [x] * n
-
-    cases: dict[str, tuple[Callable[[jax.Array], jax.Array], list[Any]]] = {
-        "all_reduce sum": (lambda x: sk.all_reduce(x, axis), everywhere(whole.sum(0))),
-        "all_reduce mean": (lambda x: sk.all_reduce(x * n, axis, op="mean"), everywhere(whole.sum(0))),
-        "all_reduce max": (lambda x: sk.all_reduce(x, axis, op="max"), everywhere(whole.max(0))),
-        "all_reduce min": (lambda x: sk.all_reduce(x, axis, op="min"), everywhere(whole.min(0))),
-        "all_gather": (lambda x: sk.all_gather(x, axis), everywhere(np.concatenate(blocks))),
-        "reduce_scatter": (lambda x: sk.reduce_scatter(x, axis), np.split(whole.sum(0), n)),
-        "all_to_all": (
-            lambda x: sk.all_to_all(x, axis, split_dim=0, concat_dim=1),
-            [np.concatenate([b[d : d + 1] for b in blocks], 1) for d in range(n)],
-        ),
-        "shift": (lambda x: sk.shift(x, axis), [blocks[d - 1] for d in range(n)]),
-        "broadcast": (lambda x: sk.broadcast(x, axis, source=n - 1), everywhere(blocks[n - 1])),
-        "axis_index": (lambda x: sk.axis_index(axis) + 0 * x[:1, 0].astype(int), [np.array([d]) for d in range(n)]),
-    }
-    spec = PartitionSpec(axis)
-    x = sk.shard(np.concatenate(blocks), mesh, spec)
-    out = {}
-    for name, (kernel, expected) in cases.items():
-        run = jax.jit(jax.shard_map(lambda b, k=kernel: sk.vary(k(b), axis), mesh=mesh, in_specs=spec, out_specs=spec))
-        shards = sorted(run(x).addressable_shards, key=lambda s: s.index[0].start or 0)
-        pairs = zip(shards, expected, strict=True)
-        out[name] = max(float(np.max(np.abs(np.asarray(s.data) - e))) for s, e in pairs)
-    return out
+        is_complete = all(need.met for need in needs)
+        rows.append({"row": "extra", "name": extra, "right": is_complete, "packages": packages})
+    return rows
 
 
 class Need(NamedTuple):
@@ -118,18 +91,20 @@ class Need(NamedTuple):
         return self.version is not None and needed.contains(self.version, prereleases=True)
 
     def __str__(self) -> str:
-        if self.version is None or self.met:
-            return f"{self.package} {self.version or ''}".strip()
+        if self.version is None:
+            return self.package
+        if self.met:
+            return f"{self.package} {self.version}"
         return f"{self.package} {self.version} (needs {self.versions})"
 
 
-def extras() -> dict[str, tuple[Need, ...]]:
+def find_extras() -> dict[str, tuple[Need, ...]]:
     """Every extra with its packages; none if shardkit runs from a folder that is not installed."""
     try:
         names = metadata.metadata("shardkit").get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
         return {}
-    return {name: tuple(sorted(set(_needs("shardkit", name)))) for name in names}
+    return {name: tuple(sorted(set(_find_needs("shardkit", name)))) for name in names}
 
 
 def version_of(package: str) -> str | None:
@@ -140,22 +115,26 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def line(extra: str, needs: tuple[Need, ...]) -> str:
+def describe_extra(extra: str, needs: tuple[Need, ...]) -> str:
     """An extra as a line: what is there, what is missing, and how to install that."""
-    met = ", ".join(str(need) for need in needs if need.met)
-    unmet = ", ".join(str(need) for need in needs if not need.met)
-    remedy = f"missing {unmet}; {install(extra)}" if unmet else ""
-    return f"[{extra}]: " + "; ".join(filter(None, (met, remedy)))
+    met = [str(need) for need in needs if need.met]
+    unmet = [str(need) for need in needs if not need.met]
+    parts = []
+    if met:
+        parts.append(", ".join(met))
+    if unmet:
+        parts.append(f"missing {', '.join(unmet)}; {install(extra)}")
+    return f"[{extra}]: {'; '.join(parts)}"
 
 
-def _needs(package: str, extra: str) -> Iterator[Need]:
+def _find_needs(package: str, extra: str) -> Iterator[Need]:
     """What an extra names; for another package's extra, such as jax[tpu], what that one names."""
     for need in map(Requirement, metadata.requires(package) or []):
         marker = need.marker
         if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
             continue
         if need.extras and package == "shardkit" and version_of(need.name):
-            for each in need.extras:
-                yield from _needs(need.name, each)
+            for inner in need.extras:
+                yield from _find_needs(need.name, inner)
             continue
         yield Need(need.name, str(need.specifier), version_of(need.name))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from shardkit.cli.output import Json, write_json
-from shardkit.jobs.launch import launch as launch_here
-from shardkit.jobs.manifests import Kind, render
+from shardkit.cli.options import Json, Optional, show_default
+from shardkit.cli.output import write_json
 
 EXAMPLES = {
     "shardkit launch -n 4 --devices 2 -- train.py --steps 100": "four processes here",
@@ -24,52 +23,68 @@ EXAMPLES = {
 class Options:
     """Options of `shardkit launch`."""
 
-    command: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...")] = ()
+    command: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint=show_default),
+    ] = ()
     """What to run, after --: a script, -m and a module, or any program, with its arguments."""
     processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Processes in the job."""
-    devices: int | None = None
+    devices: Optional[int] = None
     """Devices per process: simulated CPU devices, or with --accelerator what the cluster allocates to each."""
-    output: Path | None = None
+    output: Optional[Path] = None
     """Directory for the standard output and standard error of each process."""
     grace: float = 10.0
     """Seconds that processes have to exit before they are killed, after one has failed, Ctrl-C or SIGTERM."""
     restarts: int = 0
     """Start a failed job again, at most so many times; the program resumes from its checkpoint."""
-    port: int | None = None
+    port: Optional[int] = None
     """The coordinator's port; by default a free one, and with --render jobset 55527."""
-    render: Kind | None = None
+    render: Optional[Literal["slurm", "jobset"]] = None
     """Print a batch script or a manifest of this kind, and run nothing."""
     name: str = "shardkit"
     """Job name in the manifest."""
-    image: str | None = None
+    image: Optional[str] = None
     """Container image in the manifest (jobset)."""
     accelerator: str = "cpu"
     """In the manifest: cpu, gpu, or a TPU slice type on Google's clusters, such as tpu-v5p-slice."""
-    topology: str | None = None
+    topology: Optional[str] = None
     """Chips of the TPU slice, such as 4x4."""
     json: Json = None
     """Write how the job ended to this file, or with - to standard output."""
 
 
-def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+_ONLY_IN_MANIFESTS = ("name", "image", "accelerator", "topology")
+_ONLY_HERE = ("output", "grace", "restarts", "json")
+
+
+def launch(options: Options) -> int:
     """Run a command in several processes that jax joins into one job, or print a manifest for a cluster."""
-    o, here = options, options.render is None
-    for name in _OF_MANIFESTS if here else _OF_PROCESSES_HERE:  # an option that would have no effect
-        if (value := getattr(o, name)) != getattr(Options, name):
-            rule = "must come with --render" if here else f"must not come with --render {o.render}"
+    from shardkit.jobs.launch import launch as run_job
+    from shardkit.jobs.manifests import render
+
+    _refuse_without_effect(options)
+    job: dict[str, Any] = {"processes": options.processes, "devices": options.devices, "port": options.port}
+    if options.render is not None:
+        manifest = {name: getattr(options, name) for name in _ONLY_IN_MANIFESTS}
+        print(render(options.render, options.command, **job, **manifest), end="")
+        return 0
+    start = time.perf_counter()
+    code = run_job(options.command, output=options.output, grace=options.grace, restarts=options.restarts, **job)
+    seconds = time.perf_counter() - start
+    row = {"exit_code": code, "seconds": seconds, "processes": options.processes}
+    write_json(options.json, "launch", [row], arguments=options.command)
+    return code
+
+
+def _refuse_without_effect(options: Options) -> None:
+    """Refuses an option of manifests for a job that runs here, and the other way round."""
+    rule = "must come with --render"
+    names = _ONLY_IN_MANIFESTS
+    if options.render is not None:
+        rule = f"must not come with --render {options.render}"
+        names = _ONLY_HERE
+    for name in names:
+        value = getattr(options, name)
+        if value != getattr(Options, name):
             raise ValueError(f"launch: --{name} {rule}; got {value}. Leave it out, or change --render.")
-    job: Any = {"processes": o.processes, "devices": o.devices, "port": o.port}
-    if o.render is None:
-        begun = time.perf_counter()
-        code = launch_here(o.command, output=o.output, grace=o.grace, restarts=o.restarts, **job)
-        row = {"exit_code": code, "seconds": time.perf_counter() - begun, "processes": o.processes}
-        write_json(o.json, "launch", [row], arguments=o.command)
-        return code
-    manifest: Any = {name: getattr(o, name) for name in _OF_MANIFESTS}
-    print(render(o.render, o.command, **job, **manifest), end="")
-    return 0
-
-
-_OF_MANIFESTS = ("name", "image", "accelerator", "topology")
-_OF_PROCESSES_HERE = ("output", "grace", "restarts", "json")

@@ -9,12 +9,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardkit import testing
-from shardkit._arguments.checks import raised
-from shardkit.cli.output import WithJson, write_json
-from shardkit.cli.target import TargetError, function_of
-from shardkit.meshes.simulated import offer_cpu_devices
-from shardkit.testing._compare import UnequalError
+from shardkit.cli.options import WithJson
+from shardkit.cli.output import write_json
 
 EXAMPLES = {
     "shardkit prove kernels.py:softmax": "softmax() returns {'kernel': ..., 'reference': ..., ...}",
@@ -33,46 +29,58 @@ class Options(WithJson):
     """CPU devices to simulate without an accelerator."""
 
 
-def prove(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+def prove(options: Options) -> int:
     """Prove a kernel for all inputs, or a training step by laws, against one device.
 
     The exit code is 1 if something is not one device's.
     """
+    from shardkit.meshes.simulated import offer_cpu_devices
+    from shardkit.testing import Proof
+    from shardkit.testing._compare import UnequalError
+
     offer_cpu_devices(options.devices)
-    call, given = _asked(options.make)
+    function, arguments = _load_proof(options.make)
     try:
-        found = call(**given)
+        result = function(**arguments)
     except UnequalError as error:
         print(error)
         write_json(options.json, "prove", [], differs=list(error.differs))
         return 1
-    print(found)
-    proved = found.verdicts if isinstance(found, testing.Proof) else (found,)
-    write_json(options.json, "prove", [each._asdict() for each in proved], differs=[])
+    print(result)
+    verdicts = result.verdicts if isinstance(result, Proof) else (result,)
+    rows = [verdict._asdict() for verdict in verdicts]
+    write_json(options.json, "prove", rows, differs=[])
     return 0
 
 
-def _asked(text: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What to call, and its arguments."""
-    function = function_of(text)
+def _load_proof(text: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of `sk.testing` that the user's dict is for, and the dict; refuses one that it does not take."""
+    from shardkit import testing
+    from shardkit._arguments.checks import raised
+    from shardkit.cli.target import TargetError, load_function
+
+    make = load_function(text)
     try:
-        given = function()
+        arguments = make()
     except Exception as error:
         raise ValueError(
             f"prove: {text} must return the arguments of a proof; it raises {raised(error)}. Run it with python to "
             "see the traceback."
         ) from error
-    if not isinstance(given, dict):
+    if not isinstance(arguments, dict):
         raise TargetError(
-            f"prove: {text} must return the arguments of a proof as a dict; got {type(given).__name__}. Return for "
+            f"prove: {text} must return the arguments of a proof as a dict; got {type(arguments).__name__}. Return for "
             "example dict(step=grad_fn, reference=grad_fn, rows=rows, params=params, batches=batches)."
         )
-    call: Callable[..., Any] = testing.assert_equal_for_all_inputs if "kernel" in given else testing.prove
+    function: Callable[..., Any] = testing.prove
+    if "kernel" in arguments:
+        function = testing.assert_equal_for_all_inputs
+    signature = inspect.signature(function)
     try:
-        inspect.signature(call).bind(**given)
+        signature.bind(**arguments)
     except TypeError as error:
         raise TargetError(
-            f"prove: {text} must return the arguments of sk.testing.{call.__name__}; {error}. Its parameters are "
-            f"{', '.join(inspect.signature(call).parameters)}."
+            f"prove: {text} must return the arguments of sk.testing.{function.__name__}; {error}. Its parameters are "
+            f"{', '.join(signature.parameters)}."
         ) from None
-    return call, given
+    return function, arguments

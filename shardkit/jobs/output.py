@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO, TextIO
 
-from shardkit.runtime.channel.place import processes
+from shardkit.runtime.channel.place import name_processes
 from shardkit.runtime.cluster.preemption import PREEMPTED
 
 # Of each process, without news: what gloo prints when jax connects CPU devices. The ranks of one process print at once,
@@ -126,7 +126,7 @@ def summary(first: int, codes: Sequence[int], received: signal.Signals | None, k
         return f"all processes were preempted, and exited with code {PREEMPTED}"
     after = f"after {received.name} " if received else ""
     if first in killed:
-        names = processes([rank for rank in range(len(codes)) if rank in killed])
+        names = name_processes([rank for rank in range(len(codes)) if rank in killed])
         others = ", ".join(f"{rank}: {_end(code)}" for rank, code in enumerate(codes) if rank not in killed)
         said = f"{after}the launcher killed {names}, which did not end in time"
         return said + (f" (others: {others})" if others else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_fi
 from shardkit.meshes.layout import table
 from shardkit.on_device.gradient import GradFn
 from shardkit.plans.plan import Plan
+from shardkit.testing import laws as builtin_laws
 from shardkit.testing._compare import UnequalError, check_batches, check_relative, describe_mesh
 from shardkit.testing.laws import LAWS, Law, equal_copies, same_numbers
 from shardkit.testing.one_device import Reference, one_device
@@ -107,6 +108,38 @@ def prove(
         20
     """
     __tracebackhide__ = True
+    verdicts: list[Verdict] = []
+    for row_verdicts in prove_rows(
+        step,
+        reference,
+        rows=rows,
+        params=params,
+        batches=batches,
+        optimizer=optimizer,
+        laws=laws,
+        key=key,
+        carry=carry,
+        carried=carried,
+    ):
+        verdicts += row_verdicts
+    raise_broken(verdicts, laws)
+    return Proof(tuple(verdicts))
+
+
+def prove_rows(
+    step: GradFn | Build,
+    reference: GradFn | Reference,
+    *,
+    rows: Sequence[Row],
+    params: Any,
+    batches: Sequence[Any],
+    optimizer: Optimizer | None,
+    laws: Sequence[Law],
+    key: Any,
+    carry: Callable[[Any, Any, Any], Any] | None,
+    carried: Any,
+) -> Iterator[list[Verdict]]:
+    """The verdicts of `prove` on one row after the other, each as soon as its row has run."""
     _check_rows_and_laws(rows, laws)
     check_batches("prove", batches)
     if key is None:
@@ -117,9 +150,8 @@ def prove(
         optimizer = optax.adam(1e-2)
     # Rows with one optimizer and one relative error share the run on one device.
     references: dict[Any, Reference] = {}
-    names = [str(row) for row in rows]
-    verdicts: list[Verdict] = []
-    for number, row in enumerate(rows):
+    names = name_rows(rows)
+    for name, row in zip(names, rows, strict=True):
         row_optimizer = row.optimizer or optimizer
         relative = choose_relative(row.precision) if row.relative is None else row.relative
         check_relative("prove", relative)
@@ -139,20 +171,38 @@ def prove(
                     carried=carried,
                 )
             row_reference = references[shared]
-        name = names[number]
-        if names.count(name) > 1:
-            name = f"{name} ({number + 1})"
         mesh = make_row_mesh(row)
         with apart(mesh):
             row_key = replicated_in_context(key, mesh)
             program = Program.of(row, step, optimizer, params, batches, row_key, mesh, carry, carried)
-            for law in laws:
-                verdicts.append(_apply_law(name, law, program, row_reference))
+            verdicts = [_apply_law(name, law, program, row_reference) for law in laws]
+        yield verdicts
+
+
+def name_rows(rows: Sequence[Row]) -> list[str]:
+    """The rows' names; those that have one name are numbered by their places."""
+    texts = [str(row) for row in rows]
+    names = []
+    for number, text in enumerate(texts):
+        repeated = texts.count(text) > 1
+        names.append(f"{text} ({number + 1})" if repeated else text)
+    return names
+
+
+def raise_broken(verdicts: Sequence[Verdict], laws: Sequence[Law]) -> None:
+    """Raises an error that lists the broken laws, and says how to run the first of them alone."""
     broken = [verdict for verdict in verdicts if verdict.broken]
-    if broken:
-        lines = [f"{verdict.row}, {verdict.law}: {verdict.broken}" for verdict in broken]
-        raise UnequalError(f"prove: {len(broken)} of {len(verdicts)} do not hold:\n- " + "\n- ".join(lines), lines)
-    return Proof(tuple(verdicts))
+    if not broken:
+        return
+    differences = [f"{verdict.row}, {verdict.law}: {verdict.broken}" for verdict in broken]
+    message = f"prove: {len(broken)} of {len(verdicts)} do not hold:\n- " + "\n- ".join(differences)
+    if len(verdicts) > 1:
+        row, law = divmod(verdicts.index(broken[0]), len(laws))
+        name = broken[0].law
+        if laws[law] is getattr(builtin_laws, name, None):
+            name = f"sk.testing.laws.{name}"
+        message += f"\nTo run the first of these alone, pass rows=[rows[{row}]] and laws=[{name}]."
+    raise UnequalError(message, differences)
 
 
 def _check_rows_and_laws(rows: Sequence[Row], laws: Sequence[Law]) -> None:

@@ -58,7 +58,7 @@ KERNELS = {each.__name__: each for each in (right, one_element, one_device, one_
 @pytest.fixture(scope="module")
 def found():
     """The records of kernels of every kind of mistake, beside a right one, in two sizes."""
-    return bench.comm(sk.make_mesh(data=8), ops=["all_reduce"], kernels=KERNELS, sizes=[64, 256], **QUICK)
+    return bench.comm(sweeps(sk.make_mesh(data=8), ops=["all_reduce"], kernels=KERNELS, sizes=[64, 256]), **QUICK)
 
 
 def test_wrong_elements_are_counted_where_they_are(found):
@@ -77,7 +77,7 @@ def plane():
     mesh = sk.make_mesh(data=2, model=4)
     gathers = {"ops": ["all_gather"], "impls": ["lax", "bidirectional"], "axis": "data", "sizes": [1000, 4096]}
     sums = {"ops": ["all_reduce"], "impls": ["lax", "hierarchical"], "sizes": [4096]}
-    records = bench.comm(mesh, **gathers, **QUICK) + bench.comm(mesh, **sums, **QUICK)
+    records = bench.comm([*sweeps(mesh, **gathers), *sweeps(mesh, **sums)], **QUICK)
     return {(r["impl"], r["op"], r["size"]): r for r in records}
 
 
@@ -120,7 +120,7 @@ def test_bandwidths_and_expectations_are_their_definitions(plane):  # proves F79
 
 def test_the_chips_figures_are_expected_where_the_chip_is_known(monkeypatch, data8):
     monkeypatch.setattr(as_compiled.cost, "chip_of", lambda kind: as_compiled.cost.chip("v5e"))
-    [record] = bench.comm(data8, ops=["all_reduce"], impls=["lax"], sizes=[1024], **QUICK)
+    [record] = bench.comm(sweeps(data8, ops=["all_reduce"], impls=["lax"], sizes=[1024]), **QUICK)
     expected = cost.collective_time("all_reduce", 1024, 8, bandwidth=cost.group_bandwidth("v5e"))
     assert record["chip_us"] == pytest.approx(1e6 * expected)
     assert record["of_chip"] == record["chip_us"] / record["wall_us_median"]
@@ -208,7 +208,7 @@ def test_every_kernel_is_right(op, dtype, mesh2x4):
                     sweeps(mesh, **how, sizes=[1028])
                 except ValueError:
                     continue  # it lacks this
-                for record in bench.comm(mesh, **how, sizes=[1028], **QUICK):
+                for record in bench.comm(sweeps(mesh, **how, sizes=[1028]), **QUICK):
                     assert record["wrong"] == 0, (record["row"], impl, record["wrong_first"])
 
 
@@ -301,7 +301,7 @@ REFUSED = {
 @pytest.mark.check
 @pytest.mark.parametrize("said, given", REFUSED.items())
 def test_refusals(given, said, data8):
-    assert refused(lambda: bench.comm(data8, **given)) == f"bench comm: {said}"
+    assert refused(lambda: bench.comm(sweeps(data8, **given))) == f"bench comm: {said}"
 
 
 @pytest.mark.check

@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from shardkit import cli
-from shardkit.cli import aot, audit, doctor, mesh, prove
+from shardkit.cli import mesh
+from shardkit.meshes import simulated
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def inside(monkeypatch, capsys):
     def offer(n):
         monkeypatch.setattr(jax, "devices", lambda *_: devices[:n])
 
-    for module in (aot, audit, doctor, mesh, prove):
+    for module in (simulated, mesh):
         monkeypatch.setattr(module, "offer_cpu_devices", offer)
     monkeypatch.setenv("COLUMNS", "100")
 

@@ -1,12 +1,14 @@
 """What `shardkit` answers before it imports jax; help, completion, and the ends of a command."""
 
 import ast
+import inspect
 import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import typing
 from importlib import import_module
 from pathlib import Path
 
@@ -14,10 +16,14 @@ import pytest
 
 import shardkit as sk
 from shardkit import cli
+from shardkit.analysis.judge import GROWTH, SMALL
 from shardkit.bench.comm import IMPLS, REDOPS
 from shardkit.bench.operations import DTYPES, OPERATIONS
-from shardkit.cli import output
+from shardkit.bench.strategies import OptimizerName
+from shardkit.cli import output, plan
+from shardkit.jobs.manifests import Kind
 from shardkit.meshes.simulated import offer_cpu_devices
+from shardkit.planner.search import AXES
 from support.commands import command, environment
 from support.refusals import value_error
 
@@ -52,6 +58,38 @@ def test_the_version_the_list_of_commands_and_a_mistake_import_no_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\n[]\n")
+
+
+def test_help_of_a_command_and_a_wrong_option_import_no_jax():
+    """They took two seconds; a file of a command that imports something of `sk` at its head would make them."""
+    code = (
+        "import sys\nfrom shardkit import cli\n"
+        "for full in cli.every_command():\n"
+        "    for option in '--help', '--no-such-option':\n"
+        "        sys.argv = ['shardkit', *full.split(), option]\n"
+        "        try: cli.main()\n"
+        "        except SystemExit: pass\n"
+        "print(sorted({'jax', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n") and "usage: shardkit bench compare" in done.stdout
+    assert "None" not in done.stdout and "(default: )" not in done.stdout
+
+
+def test_defaults_and_choices_that_help_needs_without_jax():
+    """They stand twice: in the file of a command, and where they are used."""
+    options = {full: import_module(each.module).Options for full, each in EVERY.items()}
+    audit_defaults = {name: option.default for name, option in inspect.signature(options["audit"]).parameters.items()}
+    assert (audit_defaults["growth"], audit_defaults["small"]) == (GROWTH, SMALL)
+    assert plan.AXES == AXES
+    choices = {
+        "launch": ("render", Kind),
+        "bench strategies": ("optimizer", OptimizerName),
+    }
+    for full, (name, expected) in choices.items():
+        hint = typing.get_type_hints(options[full])[name]
+        literal = next((each for each in typing.get_args(hint) if typing.get_origin(each) is typing.Literal), hint)
+        assert literal == expected
 
 
 def test_version(shardkit):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shardkit.cli import doctor
+from shardkit.cli import self_test
 from support import commands
 
 
@@ -21,7 +21,7 @@ def test_doctor_tests_every_collective(devices, inside):
 @pytest.mark.check
 def test_a_wrong_collective_is_named_and_ends_with_code_1(inside, monkeypatch):
     """It alone would catch a difference that is printed and counts for nothing."""
-    monkeypatch.setattr(doctor, "self_test", lambda mesh: {"all_gather": 0.0, "shift": 2.0})
+    monkeypatch.setattr(self_test, "self_test", lambda mesh: {"all_gather": 0.0, "shift": 2.0})
     done = inside("doctor", "--devices", 2, code=1)
     assert re.search(r"all_gather +.? *ok ", done.stdout) and re.search(r"shift +.? *WRONG .* 2 ", done.stdout)
     assert "collectives that are WRONG on this machine: 1\n" in done.stdout

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from shardkit import bench
-from shardkit.cli import doctor, output
+from shardkit.cli import doctor, output, self_test
 from shardkit.jobs.launch import launch
 from shardkit.viz import style
 
@@ -17,7 +17,7 @@ BARE += [("-n 2 -- prog --json", "-n 2 -- prog --json"), ("--json -- prog --json
 
 
 def test_json_on_standard_output_stands_alone(inside, monkeypatch):
-    monkeypatch.setattr(doctor, "self_test", lambda mesh: {"shift": 0.0})
+    monkeypatch.setattr(self_test, "self_test", lambda mesh: {"shift": 0.0})
     done = inside("doctor", "--devices", 2, "--json")
     found = json.loads(done.stdout)
     assert found.keys() >= {"schema", "command", "date", "versions", "device", "rows"}
@@ -29,12 +29,12 @@ def test_json_on_standard_output_stands_alone(inside, monkeypatch):
 
 @pytest.mark.parametrize(("words", "found"), BARE)
 def test_a_bare_json_is_standard_output(words, found):
-    assert output.explicit(words.split()) == found.split()
+    assert output.fill_in_json(words.split()) == found.split()
 
 
 WRITERS = {
     "a.json": lambda file: output.write_json(file, "audit", []),
-    "more.json": lambda file: output.writing(file, append=True).__enter__(),
+    "more.json": lambda file: output.open_output(file, append=True).__enter__(),
     "a.jsonl": lambda file: bench.write([{}], file),
     "a.csv": lambda file: bench.write_csv([{"environment": {}}], file),
     "a.svg": lambda file: style.saved(Figure(), file),
@@ -56,7 +56,7 @@ def test_no_link_is_written_through(name, tmp_path):
 
 def test_what_is_not_finite_is_null():
     """NaN is not JSON: other programs cannot read it."""
-    assert output.plain({"a": [float("nan"), float("inf"), 1.5], "b": (True, None)}) == {
+    assert output.to_plain({"a": [float("nan"), float("inf"), 1.5], "b": (True, None)}) == {
         "a": [None, None, 1.5],
         "b": [True, None],
     }
@@ -85,12 +85,12 @@ def test_doctor_knows_every_package_of_every_extra(monkeypatch):
     monkeypatch.setattr(
         doctor.metadata, "metadata", lambda name: type("M", (), {"get_all": lambda self, key: ["cli", "aot"]})()
     )
-    assert [doctor.line(*row) for row in doctor.extras().items()] == [
+    assert [doctor.describe_extra(*row) for row in doctor.find_extras().items()] == [
         "[cli]: missing rich 12.9 (needs >=13), tyro; pip install 'shardkit[cli]'",
         "[aot]: missing libtpu; pip install 'shardkit[aot]'",
     ]
     there |= {"rich": "13.0.1", "libtpu": "0.0.42.1"}
-    assert [doctor.line(*row) for row in doctor.extras().items()] == [
+    assert [doctor.describe_extra(*row) for row in doctor.find_extras().items()] == [
         "[cli]: rich 13.0.1; missing tyro; pip install 'shardkit[cli]'",
         "[aot]: libtpu 0.0.42.1",
     ]

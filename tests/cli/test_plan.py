@@ -137,7 +137,7 @@ def test_what_is_emitted_is_the_fastest_as_compiled(peaks, chosen, tmp_path, mon
             }
             yield Report(topology=topology, fits=peak <= 2, compute=Work(seconds=seconds), **known)
 
-    monkeypatch.setattr("shardkit.cli.plan._compiled", lambda *given: list(compiled(*given)))
+    monkeypatch.setattr("shardkit.cli.layouts.compile_candidates", lambda *given: list(compiled(*given)))
     emit, rows = tmp_path / "plan.py", tmp_path / "plan.json"
     job = {"model": "8b", "chip": "v5p", "chips": 16, "batch": "64", "axes": ("data", "fsdp", "tensor", "context")}
     assert plan(Options(**job, compile=3, emit=emit, json=rows)) == 0

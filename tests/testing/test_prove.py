@@ -89,7 +89,21 @@ def test_one_law_that_breaks_is_enough_wherever_it_stands():
         assert refused(lambda: proved(OWN, DP4, laws=order), AssertionError).splitlines() == [
             f"prove: 1 of {len(order)} do not hold:",
             "- data=4: dp('data'), breaks: on mesh data=4 with plan dp('data'), it breaks",
+            "To run the first of these alone, pass rows=[rows[0]] and laws=[breaks].",
         ]
+
+
+def test_the_error_says_how_to_run_the_first_broken_law_alone():
+    def wrong(params, batch, keys, *, scale=1):
+        loss, aux, grads = OWN(params, batch, keys, scale=scale)
+        return loss, aux, jax.tree.map(lambda g: 2 * g, grads)
+
+    rows = [DP4, DP4._replace(grad_fn=wrong)]
+    message = refused(lambda: proved(OWN, *rows, laws=[laws.equal_copies, laws.same_numbers]), AssertionError)
+    hint = message.splitlines()[-1]
+    assert hint == "To run the first of these alone, pass rows=[rows[1]] and laws=[sk.testing.laws.same_numbers]."
+    alone = refused(lambda: proved(OWN, rows[1], laws=[laws.same_numbers]), AssertionError)
+    assert alone.splitlines()[1].replace("dp('data')", "dp('data') (2)", 1) == message.splitlines()[1]
 
 
 # The weight divides out of loss and gradients; a metric far below the loss must not borrow the loss's rounding.

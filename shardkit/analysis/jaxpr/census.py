@@ -22,7 +22,7 @@ from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk, way_of
-from shardkit._jax.primitives import registered
+from shardkit._jax.primitives import VIEWS, registered
 from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.analysis.jaxpr.foreign import Said, around, said
 from shardkit.analysis.jaxpr.step import trace_step
@@ -144,17 +144,46 @@ class Census:
         if not self.rows:
             return "no collectives"
         lines = [("kind", "axes", "times", "bytes in", "bytes out", "sent/device", "pass", "source")]
-        for r in self.rows:
-            times = "?" if r.count is None else str(r.count)
-            where = r.source + (f" [{r.branch}]" if r.branch else "")
-            pass_ = "backward" if r.backward else "update" if r.update else "forward"
-            sizes = (f"{r.bytes_in:,}", f"{r.bytes_out:,}", _bytes(r.total))
-            lines.append((r.kind, f"{','.join(r.axes)}={r.n}", times, *sizes, pass_, where))
+        for rows in self._group_alike():
+            lines.append(_table_line(rows))
         text = [table(lines)]
-        axes = sorted({axis for r in self.rows for axis in r.axes})
-        text += [f"over {axis}: {self.count(axis=axis)} collectives, {_bytes(self.sent(axis=axis))}" for axis in axes]
+        axes = sorted({axis for row in self.rows for axis in row.axes})
+        for axis in axes:
+            text.append(f"over {axis}: {self.count(axis=axis)} collectives, {_bytes(self.sent(axis=axis))}")
         text.append(f"in all: {self.count()} collectives, {_bytes(self.sent())} sent per device")
         return "\n".join(text)
+
+    def _group_alike(self) -> list[list[CensusRow]]:
+        """Rows that differ in nothing that the table shows, together, in the order of the first of each group.
+
+        For example the gradients of seven layers that are not stacked: seven rows of one line, which the table shows as
+        one, with 7 x 1 times.
+        """
+        groups: dict[tuple[Any, ...], list[CensusRow]] = {}
+        for row in self.rows:
+            sizes = (row.bytes_in, row.bytes_out, row.sent)
+            place = (row.backward, row.update, row.source, row.branch)
+            groups.setdefault((row.kind, row.axes, row.n, row.count, sizes, place), []).append(row)
+        return list(groups.values())
+
+
+def _table_line(rows: list[CensusRow]) -> tuple[str, str, str, str, str, str, str, str]:
+    """The line of rows that are alike."""
+    first = rows[0]
+    times = "?" if first.count is None else str(first.count)
+    if len(rows) > 1:
+        times = f"{len(rows)} x {times}"
+    sent = sum((row.total for row in rows), Fraction(0))
+    place = first.source
+    if first.branch:
+        place += f" [{first.branch}]"
+    step_pass = "forward"
+    if first.backward:
+        step_pass = "backward"
+    elif first.update:
+        step_pass = "update"
+    axes = f"{','.join(first.axes)}={first.n}"
+    return first.kind, axes, times, f"{first.bytes_in:,}", f"{first.bytes_out:,}", _bytes(sent), step_pass, place
 
 
 @typed
@@ -262,10 +291,7 @@ def row_of(site: Site) -> CensusRow:
 
 
 # What partial sums may go through between their arrival and the addition.
-_ON_THE_WAY = {
-    *("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "transpose", "slice", "dynamic_slice"),
-    *("select_n", "pvary"),
-}
+_ON_THE_WAY = VIEWS | {"slice", "dynamic_slice", "select_n", "pvary"}
 
 
 def _sums(site: Site, kind: str) -> str:

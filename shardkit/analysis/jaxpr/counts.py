@@ -13,8 +13,9 @@ import jax
 from jax.extend.core import Literal
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.compat import inline_jaxpr, inner_jaxprs
-from shardkit._jax.jaxprs import find_independent
+from shardkit._jax.compat import inner_jaxprs
+from shardkit._jax.dependence import find_independent
+from shardkit._jax.interpreter import inline_jaxpr
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.meshes.rng import example_keys
 from shardkit.on_device.gradient import LossFn, call_loss, value_and_grad

@@ -12,13 +12,13 @@ from shardkit._arguments.checks import named, quoted
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk
-from shardkit._jax.primitives import registered
+from shardkit._jax.primitives import VIEWS, registered
 from shardkit.analysis.jaxpr.census import census_of, row_of
 from shardkit.analysis.jaxpr.dataflow import short
 from shardkit.analysis.jaxpr.step import trace_step
 
 # A value made by these, or by a cast, has the name of their operand.
-_SAME_NAME = {"convert_element_type", "copy", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice"}
+_SAME_NAME = VIEWS | {"slice"}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import find_called_jaxpr, own_line
+from shardkit._jax.interpreter import find_called_jaxpr
+from shardkit._jax.jaxprs import own_line
 
 T = TypeVar("T")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
-from shardkit import bench
-from shardkit.cli.output import WithJson, write_json
+from shardkit.cli.options import WithJson
+from shardkit.cli.output import write_json
 
 EXAMPLES = {
     "shardkit bench compare old.jsonl new.jsonl": "exit code 1 if a case became slower",
@@ -29,21 +28,27 @@ class Options(WithJson):
     """The smallest slowdown that counts, such as 5% or 0.05."""
 
 
-def compare(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+def compare(options: Options) -> int:
     """Compare two files of results, round by round; the exit code is 1 if a case became slower or wrong."""
-    threshold = _fraction(options.threshold)
-    found = bench.compare(bench.read(options.old), bench.read(options.new), threshold=threshold)
-    print(found)
-    rows = [each._asdict() for each in found.changes]
-    write_json(options.json, "bench compare", rows, threshold=threshold, wrong=found.wrong)
-    return int(found.regressed)
+    from shardkit import bench
+
+    threshold = _read_threshold(options.threshold)
+    old = bench.read(options.old)
+    new = bench.read(options.new)
+    comparison = bench.compare(old, new, threshold=threshold)
+    print(comparison)
+    rows = [change._asdict() for change in comparison.changes]
+    write_json(options.json, "bench compare", rows, threshold=threshold, wrong=comparison.wrong)
+    return 1 if comparison.regressed else 0
 
 
-def _fraction(text: str) -> float:
+def _read_threshold(text: str) -> float:
+    """A share, of "5%" or "0.05"."""
+    unit = 100 if text.endswith("%") else 1
     try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        value = float(text.removesuffix("%")) / unit
     except ValueError:
-        value = 0.0
+        value = 0.0  # refused below
     if not 0 < value < 1:
         raise ValueError(
             f"bench: --threshold must be a percentage between 0 and 100; got {text!r}. Write for example 5%."

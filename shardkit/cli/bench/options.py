@@ -6,9 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shardkit import bench
-from shardkit.cli.output import Json, writing
+from shardkit.cli.options import Json, Optional
+from shardkit.cli.output import open_output
+
+if TYPE_CHECKING:
+    from shardkit.bench import Record
 
 
 @dataclass(frozen=True)
@@ -19,27 +23,32 @@ class Output:
     """The smallest run that exercises everything, in less than a minute; not for figures to keep."""
     json: Json = None
     """Append the records to this file, one JSON line each, for `shardkit bench compare`; with - print them."""
-    csv: Path | None = None
+    csv: Optional[Path] = None
     """Write the records to this file as CSV."""
 
 
-def kept(records: Sequence[bench.Record], output: Output) -> int:
+def write_records(records: Sequence[Record], output: Output) -> int:
     """Writes the records where the options say; the exit code: 1 if any element was wrong."""
+    from shardkit import bench
+
     if output.json:
-        with writing(output.json, append=True) as out:
+        with open_output(output.json, append=True) as out:
             out.writelines(json.dumps(record) + "\n" for record in records)
     if output.csv:
         bench.write_csv(records, output.csv)
-    return int(any(record.get("wrong") for record in records))
+    return 1 if any(record.get("wrong") for record in records) else 0
 
 
-def header() -> str:
+def describe_machine() -> str:
     """Where this runs, in a line, and what simulated devices cannot show."""
-    here = bench.environment()
+    from shardkit import bench
+
+    machine = bench.environment()
     line = (
-        f"jax {here['jax']}, {here['device_count']} x {here['device_kind']} ({here['platform']}), {here['cpu_model']}, "
-        f"{here['cores']} cores, load {here['load_average_1min']}, Python {here['python']}"
+        f"jax {machine['jax']}, {machine['device_count']} x {machine['device_kind']} ({machine['platform']}), "
+        f"{machine['cpu_model']}, {machine['cores']} cores, load {machine['load_average_1min']}, "
+        f"Python {machine['python']}"
     )
-    if here["platform"] != "cpu":
+    if machine["platform"] != "cpu":
         return line
     return f"{line}\nsimulated devices share the CPU's cores: read times as total work and as ratios, not as bandwidth"

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
+from shardkit.cli.bench.options import Output, describe_machine, write_records
+from shardkit.cli.options import Optional, Sizes, Words
 
-from shardkit import bench
-from shardkit.bench.strategies import OptimizerName, Workload, cases_of, explain_left_out, text
-from shardkit.cli.bench.options import Output, header, kept
-from shardkit.cli.mesh import make_mesh, read_sizes
-from shardkit.cli.target import load
-from shardkit.models import transformer
+if TYPE_CHECKING:
+    from shardkit.bench.strategies import Workload
 
 _QUICK = {"layers": 4, "dim": 16, "heads": 4, "examples": 16, "tokens": 4, "calls": 2, "rounds": 2}
 
@@ -33,17 +30,14 @@ EXAMPLES = {
 class Options(Output):
     """Options of `shardkit bench strategies`."""
 
-    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="AXIS=SIZE ...")] = (
-        "data=2",
-        "model=4",
-    )
+    mesh: Sizes = ("data=2", "model=4")
     """Axes and sizes: "data" splits examples, "model" splits layers; plans of data parallelism use both."""
-    model: str | None = None
+    model: Optional[str] = None
     """MODULE:FUNCTION that returns (loss_fn, params, batch), or with specs of the parameters over "model" as a fourth;
     by default the reference transformer."""
-    optimizer: OptimizerName = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     """Of every case; Muon by owners under a plan, as optax has it on one device and under the partitioner."""
-    only: tuple[str, ...] = ()
+    only: Words = ()
     """Cases to measure beside one device, by name."""
     layers: int = 4
     """Layers of the reference transformer."""
@@ -61,41 +55,62 @@ class Options(Output):
     """Rounds, in each of which every case takes its turn."""
 
 
-def strategies(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+def strategies(options: Options) -> int:
     """Measure a model under every plan that fits a mesh, beside one device and jit's partitioner.
 
     The exit code is 1 if the results of a case differ from one device's by more than rounding.
     """
-    words = options.mesh
-    wrong = [axis for axis in read_sizes("strategies", words) if axis not in ("data", "model")]
-    if wrong:
-        raise ValueError(
-            f"strategies: the axes must be 'data' and 'model'; got {wrong[0]!r}. Write for example data=4 model=2; "
-            "pipelines run over 'model'."
-        )
-    sizes: dict[str, Any] = {name: getattr(options, name) for name in _QUICK} | (_QUICK if options.quick else {})
-    mesh = make_mesh("strategies", words, many=False)
-    config = transformer.Config(layers=sizes["layers"], dim=sizes["dim"], heads=sizes["heads"])
-    work = _users(options.model) if options.model else bench.reference(config, sizes["examples"], sizes["tokens"])
-    print(header())
+    from shardkit import bench
+    from shardkit.bench.strategies import cases_of, explain_left_out, text
+    from shardkit.cli.mesh import make_mesh, read_sizes
+    from shardkit.models import transformer
+
+    for axis in read_sizes("strategies", options.mesh):
+        if axis not in ("data", "model"):
+            raise ValueError(
+                f"strategies: the axes must be 'data' and 'model'; got {axis!r}. Write for example data=4 model=2; "
+                "pipelines run over 'model'."
+            )
+    sizes: dict[str, Any] = _QUICK if options.quick else {name: getattr(options, name) for name in _QUICK}
+    mesh = make_mesh("strategies", options.mesh, many=False)
+    if options.model:
+        work = _load_workload(options.model)
+    else:
+        config = transformer.Config(layers=sizes["layers"], dim=sizes["dim"], heads=sizes["heads"])
+        work = bench.reference(config, sizes["examples"], sizes["tokens"])
+    print(describe_machine())
     for reason in explain_left_out(mesh.shape, work):
         print(f"left out: {reason}")
-    how: dict[str, Any] = {name: sizes[name] for name in ("calls", "rounds")}
     only = options.only
+    compiler_options = {}
     if options.quick:
-        how["compiler_options"] = {"xla_backend_optimization_level": 0}  # compiles in a third of the time
-        only = only or tuple(name for name in _QUICK_CASES if name in cases_of(work, mesh))
-    how["progress"] = lambda name: print(f"compiling {name}", file=sys.stderr, flush=True)
-    records = bench.strategies(work, mesh=mesh, optimizer=options.optimizer, only=only, **how)
+        compiler_options = {"xla_backend_optimization_level": 0}  # compiles in a third of the time
+        if not only:
+            fitting = cases_of(work, mesh)
+            only = tuple(name for name in _QUICK_CASES if name in fitting)
+    records = bench.strategies(
+        work,
+        mesh=mesh,
+        optimizer=options.optimizer,
+        only=only,
+        calls=sizes["calls"],
+        rounds=sizes["rounds"],
+        compiler_options=compiler_options,
+        progress=lambda name: print(f"compiling {name}", file=sys.stderr, flush=True),
+    )
     print("\n" + text(records), flush=True)
-    return kept(records, options)
+    return write_records(records, options)
 
 
-def _users(name: str) -> Workload:
-    loss_fn, rest = load(name)
-    if len(rest) not in (2, 3):
+def _load_workload(name: str) -> Workload:
+    """The user's model, of MODULE:FUNCTION."""
+    from shardkit.bench.strategies import Workload
+    from shardkit.cli.target import load
+
+    loss_fn, arguments = load(name)
+    if len(arguments) not in (2, 3):
         raise ValueError(
             "strategies: --model must name a function that returns (loss_fn, params, batch), or (loss_fn, params, "
-            f"batch, rules); {name} returned a tuple of {1 + len(rest)}. Return these."
+            f"batch, rules); {name} returned a tuple of {1 + len(arguments)}. Return these."
         )
-    return Workload(loss_fn, *rest)
+    return Workload(loss_fn, *arguments)

@@ -1,5 +1,8 @@
-"""Checks that all processes are about to run the same program: compares hashes of their fingerprints, and where those
-differ the fingerprints, by component. Process 0 asks for these then: that of a large program has megabytes.
+"""Checks that all processes are about to run the same program, and names what differs.
+
+Process 0 compares a hash of the fingerprint of every process, and only where hashes differ the fingerprints themselves,
+component by component: that of a large program has megabytes. Worked example: the hashes of five processes are a, b, a,
+b, b. So process 1 is asked for the fingerprint that stands for 1, 3 and 4, and process 0 for that of 0 and 2.
 """
 
 from __future__ import annotations
@@ -7,18 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from shardkit.runtime.channel.place import processes
+from shardkit.runtime.channel.place import name_processes
 from shardkit.runtime.channel.wire import Message
 
 _NAMED = 4  # components in a sentence
 _ASKED = 16  # fingerprints that process 0 compares, of as many groups of equal ones
+_LONGEST_VALUE = 100  # characters of a component in a sentence
 
 
-def digest(message: Message) -> str:
+def hash_components(message: Message) -> str:
     """The hash of a fingerprint's components."""
-    return hashlib.sha256(json.dumps(message["components"], sort_keys=True).encode()).hexdigest()
+    text = json.dumps(message["components"], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Agreement:
@@ -26,80 +32,115 @@ class Agreement:
 
     def __init__(self, size: int):
         self._size = size
-        self._digests: dict[str, dict[int, str]] = {}
-        self._asked: dict[str, dict[int, list[int]]] = {}  # by program and rank that is asked: the ranks that are equal
-        self._told: dict[str, dict[int, Message]] = {}
+        self._hashes: dict[str, dict[int, str]] = {}  # by program and rank
+        self._groups: dict[str, dict[int, list[int]]] = {}  # by program and the rank that is asked: ranks with its hash
+        self._fingerprints: dict[str, dict[int, Message]] = {}  # by program and the rank that was asked
 
-    def hear(self, rank: int, program: str, hashed: str) -> list[int] | None:
+    def take_hash(self, rank: int, program: str, hashed: str) -> list[int] | None:
         """None until all processes have sent the hash; then which of them to ask, none if all are equal."""
-        heard = self._digests.setdefault(program, {})
-        heard[rank] = str(hashed)
-        if len(heard) < self._size:
+        hashes = self._hashes.setdefault(program, {})
+        hashes[rank] = str(hashed)
+        if len(hashes) < self._size:
             return None
-        del self._digests[program]
+        del self._hashes[program]
         groups: dict[str, list[int]] = {}
-        for each, value in sorted(heard.items()):
-            groups.setdefault(value, []).append(each)
+        for member, value in sorted(hashes.items()):
+            groups.setdefault(value, []).append(member)
         if len(groups) == 1:
             return []
         largest = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))[:_ASKED]
-        self._asked[program] = {ranks[0]: ranks for ranks in largest}
-        self._told[program] = {}
-        return sorted(self._asked[program])
+        self._groups[program] = {ranks[0]: ranks for ranks in largest}
+        self._fingerprints[program] = {}
+        return sorted(self._groups[program])
 
-    def told(self, rank: int, program: str, message: Message) -> str | None:
+    def take_fingerprint(self, rank: int, program: str, message: Message) -> str | None:
         """What differs, once all that were asked have sent their fingerprint; None before, and for one not asked."""
-        asked = self._asked.get(program, {})
-        if rank not in asked:
+        groups = self._groups.get(program, {})
+        if rank not in groups:
             return None
-        told = self._told[program]
-        told[rank] = message
-        if len(told) < len(asked):
+        fingerprints = self._fingerprints[program]
+        fingerprints[rank] = message
+        if len(fingerprints) < len(groups):
             return None
-        rest = self._size - sum(map(len, asked.values()))
-        more = f"; {rest} further processes differ too" if rest else ""
-        return compared({each: told[one] for one, ranks in asked.items() for each in ranks}) + more
+        members: dict[int, Message] = {}
+        for asked, ranks in groups.items():
+            members |= dict.fromkeys(ranks, fingerprints[asked])
+        text = compare_fingerprints(members)
+        unasked = self._size - len(members)
+        if unasked:
+            text += f"; {unasked} further processes differ too"
+        return text
 
 
-def compared(heard: dict[int, Message]) -> str:
+def compare_fingerprints(fingerprints: Mapping[int, Message]) -> str:
     """The components that differ between the fingerprints, with their processes; empty if nothing does.
 
     The value of most processes is taken for the intended one; in a tie, that of process 0.
     """
-    heard = dict(sorted(heard.items()))
-    first = next(iter(heard.values()))
-    names = list(dict.fromkeys(name for message in heard.values() for name in message["components"]))
-    found = []
+    ranks = sorted(fingerprints)
+    names: dict[str, None] = {}  # in the order in which they come
+    for rank in ranks:
+        names |= dict.fromkeys(fingerprints[rank]["components"])
+    differences = []
     for name in names:
-        values = {rank: message["components"].get(name) for rank, message in heard.items()}
-        meant = Counter(values.values()).most_common(1)[0][0]  # in a tie the first, process 0's
-        others = [rank for rank, value in values.items() if value != meant]
+        values = {rank: fingerprints[rank]["components"].get(name) for rank in ranks}
+        intended, _ = Counter(values.values()).most_common(1)[0]  # in a tie the first, process 0's
+        others = [rank for rank in ranks if values[rank] != intended]
         if others:
-            model = next(rank for rank, value in values.items() if value == meant)
-            found.append(f"{name} ({_difference(name, others, model, heard)})")
-    if not found:
+            model = next(rank for rank in ranks if values[rank] == intended)
+            text = _describe_difference(name, others, model, fingerprints)
+            differences.append(f"{name} ({text})")
+    if not differences:
         return ""
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return (
-        f"stopped before step {first['step']}: all processes must run the same program with the same settings; they "
-        f"differ in {', '.join(found[:_NAMED])}{more}"
+    step = fingerprints[ranks[0]]["step"]
+    text = (
+        f"stopped before step {step}: all processes must run the same program with the same settings; they differ in "
+        f"{', '.join(differences[:_NAMED])}"
     )
+    if len(differences) > _NAMED:
+        text += f" and {len(differences) - _NAMED} more"
+    return text
 
 
-def _difference(name: str, ranks: list[int], model: int, heard: dict[int, Message]) -> str:
-    one, other = heard[ranks[0]], heard[model]
-    if name != "program":
-        this, that = (_short(message["components"].get(name, "missing")) for message in (one, other))
-        return f"{this} on {processes(ranks)}, {that} on {processes([model])}"
-    shapes = "" if one["batch"] == other["batch"] else f"a batch of {one['batch']} against {other['batch']}"
-    counts: Counter[str] = Counter(one["collectives"])
-    counts.subtract(other["collectives"])
-    more = [f"{abs(n)} {'more' if n > 0 else 'fewer'} {kind}" for kind, n in sorted(counts.items()) if n]
-    pairs = zip_longest(one["lines"], other["lines"])
-    line = next((number for number, (a, b) in enumerate(pairs, 1) if a != b), 0)
-    where = f"first difference at line {line} of the StableHLO"
-    return f"{processes(ranks)} against {processes([model])}: {', '.join([*filter(None, [shapes]), *more, where])}"
+def _describe_difference(name: str, ranks: Sequence[int], model: int, fingerprints: Mapping[int, Message]) -> str:
+    """How a component of these processes differs from that of `model`."""
+    names = name_processes(ranks)
+    model_name = name_processes([model])
+    other = fingerprints[ranks[0]]
+    intended = fingerprints[model]
+    if name == "program":
+        return f"{names} against {model_name}: {_compare_programs(other, intended)}"
+    value = _shorten(other["components"].get(name, "missing"))
+    intended_value = _shorten(intended["components"].get(name, "missing"))
+    return f"{value} on {names}, {intended_value} on {model_name}"
 
 
-def _short(text: str, length: int = 100) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+def _compare_programs(other: Message, intended: Message) -> str:
+    """What is most telling first: the batch, the collectives, the first line."""
+    parts = []
+    if other["batch"] != intended["batch"]:
+        parts.append(f"a batch of {other['batch']} against {intended['batch']}")
+    counts: Counter[str] = Counter(other["collectives"])
+    counts.subtract(intended["collectives"])
+    for kind, count in sorted(counts.items()):
+        if count > 0:
+            parts.append(f"{count} more {kind}")
+        elif count < 0:
+            parts.append(f"{-count} fewer {kind}")
+    line = _find_first_difference(other["lines"], intended["lines"])
+    parts.append(f"first difference at line {line} of the StableHLO")
+    return ", ".join(parts)
+
+
+def _find_first_difference(lines: Sequence[str], intended: Sequence[str]) -> int:
+    """The number of the first line that differs, from 1; 0 if none does."""
+    for number, (line, other) in enumerate(zip_longest(lines, intended), 1):
+        if line != other:
+            return number
+    return 0
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return text[: _LONGEST_VALUE - 3] + "..."

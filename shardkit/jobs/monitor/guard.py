@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit._arguments.typed import check_fields, typed
-from shardkit.jobs.monitor.judge import Deadlines
+from shardkit.jobs.monitor.members import Deadlines
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place
 from shardkit.runtime.channel.recorder import LONGEST_BATCH, Batches, Recorder
@@ -51,7 +51,7 @@ class StepClock:
         self._phases: list[tuple[str, int]] = []  # the ones that the loop is in, outermost first
         self._between = "user code"  # the phase outside of these
         self._dispatched: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self._loop = recorder.restart(first_step - 1)
+        self._loop = recorder.begin_loop(first_step - 1)
         self._counts = True  # whether the number of a step tells which call it is
         waiter = threading.Thread(target=self._note_ends, name="shardkit-steps", daemon=True)
         waiter.start()
@@ -65,7 +65,7 @@ class StepClock:
         def note_end() -> None:  # Python waits for other threads then
             threading.main_thread().join()
             if getattr(sys, "last_value", None) is None:  # else an error ended it, in user code
-                recorder.turn("user code", "after")
+                recorder.rename_phase("user code", "after")
 
         threading.Thread(target=note_end, name="shardkit-end", daemon=True).start()
 
@@ -95,7 +95,7 @@ class StepClock:
 
     def dispatched(self, result: Any) -> None:
         """The host has dispatched the next step."""
-        self._recorder.dispatched(self.next_step)
+        self._recorder.note_dispatch(self.next_step)
         # Of the metrics, if there are any: what the next step donates counts as ready too early. But what the last
         # dispatched step returns is not donated, and it is this step that the loop will wait for.
         leaves = jax.tree.leaves(result[-1] if isinstance(result, tuple) else ()) + jax.tree.leaves(result)
@@ -131,7 +131,7 @@ class StepClock:
             step, array = each
             with contextlib.suppress(Exception):  # the loop raises it too
                 jax.block_until_ready(array)
-            self._recorder.done(step)
+            self._recorder.note_done(step)
 
 
 class Watched(Generic[P, R]):

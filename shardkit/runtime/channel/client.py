@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 
 from shardkit.runtime.channel.place import Place
-from shardkit.runtime.channel.recorder import SIZE, Recorder, state
-from shardkit.runtime.channel.wire import LEAVES_LAST, LOST, Lines, Message, as_line, encoded
+from shardkit.runtime.channel.recorder import SIZE, Recorder, read_process_state
+from shardkit.runtime.channel.wire import LEAVES_LAST, LOST, Message, MessageStream, encode, encode_output
 
 _MONITOR = Path(__file__).parents[2] / "jobs" / "monitor" / "__main__.py"  # a program, not an import
 _LONGEST_CAUSE = 300  # characters of an exception that are sent to the other processes
@@ -55,7 +55,7 @@ class MonitorClient:
         self._left = False
         self.tell({"ring": str(ring), "parent": os.getpid(), "place": list(place), "crash": crash})
         assert self._process.stdout is not None
-        lines = Lines(self._process.stdout.fileno())
+        lines = MessageStream(self._process.stdout.fileno())
         try:
             refusal = self._connected(lines)
         except KeyboardInterrupt:
@@ -79,7 +79,7 @@ class MonitorClient:
         if os.getpid() != self._own:
             return
         with self._writing, contextlib.suppress(OSError):
-            self._process.stdin.write(encoded(message))
+            self._process.stdin.write(encode(message))
             self._process.stdin.flush()
 
     def agree(self, program: str, message: Message) -> None:
@@ -111,21 +111,21 @@ class MonitorClient:
         self.recorder.enter("end", self.recorder.status.step)
         self.tell({"left": True})
 
-    def _connected(self, lines: Lines) -> str:
+    def _connected(self, lines: MessageStream) -> str:
         """Waits until all processes are connected; returns the refusal, or an empty string."""
         while not lines.closed:
             for message in lines.read():
                 if "note" in message:
-                    os.write(2, as_line(message["note"]))
+                    os.write(2, encode_output(message["note"]))
                 else:
                     return str(message.get("refused", ""))
         return _NO_ANSWER
 
-    def _listen(self, lines: Lines) -> None:
+    def _listen(self, lines: MessageStream) -> None:
         stopped = 0
         while not lines.closed:
-            if not lines.waits(_LOOK):
-                stopped = stopped + 1 if state(self._process.pid) in ("T", "t") else 0
+            if not lines.wait(_LOOK):
+                stopped = stopped + 1 if read_process_state(self._process.pid) in ("T", "t") else 0
                 if stopped > _STOPPED and not self._left:
                     self._process.kill()
                     self._alone("is stopped (SIGSTOP?)")
@@ -150,9 +150,9 @@ class MonitorClient:
 
         def last() -> None:
             if stacks:
-                os.write(2, as_line(f"shardkit: the stacks of process {self.place.rank}:"))
+                os.write(2, encode_output(f"shardkit: the stacks of process {self.place.rank}:"))
                 faulthandler.dump_traceback(2)
-            os.write(2, as_line(text))
+            os.write(2, encode_output(text))
             self.tell({"printed": True})
 
         leave(code, last)

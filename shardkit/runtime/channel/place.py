@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 TOKEN = "SHARDKIT_JOB_TOKEN"  # the environment variable that holds the token
 UNKNOWN = 64  # connections to process 0 without an introduction, besides one per process
-_OWN_FILES = 16  # what else it has open: pipes, the listener, libraries
-_NAMED = 8  # processes in a sentence that are named one by one
+_OTHER_FILES = 16  # what else it has open: pipes, the listener, libraries
+_NAMED = 8  # processes, or runs of processes, that a sentence names
 
 
 class Place(NamedTuple):
@@ -32,39 +32,60 @@ class Place(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def processes(ranks: Sequence[int]) -> str:
+def name_processes(ranks: Sequence[int]) -> str:
     """`process 1` or `processes 1, 3`; of many, runs such as `0 to 3`, the first eight of them."""
+    if len(ranks) == 1:
+        return f"process {ranks[0]}"
     if len(ranks) <= _NAMED:
-        return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    runs: list[list[int]] = []
+        return f"processes {', '.join(map(str, ranks))}"
+    runs = _find_runs(ranks)
+    names = []
+    for first, last in runs[:_NAMED]:
+        names.append(str(first) if first == last else f"{first} to {last}")
+    text = f"processes {', '.join(names)}"
+    unnamed = 0
+    for first, last in runs[_NAMED:]:
+        unnamed += last - first + 1
+    if unnamed:
+        text += f" and {unnamed} more"
+    return text
+
+
+def _find_runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last rank of each run of consecutive ranks: of 5, 7, 8, 9 these are (5, 5) and (7, 9)."""
+    runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], rank]
+        if runs and rank == runs[-1][1] + 1:
+            first, _ = runs[-1]
+            runs[-1] = (first, rank)
         else:
-            runs.append([rank])
-    named = ", ".join(" to ".join(map(str, run)) for run in runs[:_NAMED])
-    rest = sum(run[-1] - run[0] + 1 for run in runs[_NAMED:])
-    return f"processes {named}{f' and {rest} more' if rest else ''}"
+            runs.append((rank, rank))
+    return runs
 
 
 def allow_files(size: int) -> str:
-    """Raises this process's limit of open files to a connection per process of the job; the error where it cannot be.
+    """Raises this process's limit of open files to a connection per process of the job; returns the error, or "".
 
     Jobs of more than about a thousand processes need it: that is the usual limit, though a process may raise it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least, wanted = size + _OWN_FILES, size + _OWN_FILES + UNKNOWN
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY:
+        return ""
+    least = size + _OTHER_FILES
+    wanted = least + UNKNOWN
+    if soft < wanted:
+        limit = wanted
+        if hard != resource.RLIM_INFINITY:
+            limit = min(wanted, hard)
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-            soft = more
-    if soft != resource.RLIM_INFINITY and soft < least:
-        return (
-            f"initialize: process 0 must be able to open {least} files, one for each of {size} processes and "
-            f"{_OWN_FILES} of its own; its limit is {soft}. Raise the hard limit: ulimit -Hn {least}, or LimitNOFILE."
-        )
-    return ""
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
+    if soft >= least:
+        return ""
+    return (
+        f"initialize: process 0 must be able to open {least} files, one for each of {size} processes and "
+        f"{_OTHER_FILES} of its own; its limit is {soft}. Raise the hard limit: ulimit -Hn {least}, or LimitNOFILE."
+    )
 
 
 def bind_address(host: str) -> str:
@@ -78,8 +99,9 @@ def bind_address(host: str) -> str:
         is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
         if is_loopback and host not in ("localhost", address):
             return ""
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.bind((address, 0))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))  # fails where the address is another machine's
     except (OSError, ValueError):
         return ""
     return address

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardkit._arguments.files import create_file, open_file
-from shardkit.runtime.channel.wire import plain
+from shardkit.runtime.channel.wire import escape
 
 SLOTS = 256
 _STATUS = struct.Struct("<qdqqd24sq")  # step, since, dispatched, done, device_since, phase, number of runs of batches
@@ -23,11 +23,11 @@ _BATCHES = struct.Struct("<16s160s?qqq")  # the fields of Batches
 RUNS = 8  # of steps with equal batches, that are remembered
 LONGEST_BATCH = 160  # characters of a batch's text
 LONGEST_PROGRAM = 16  # characters of a program's hash
-_ROOM = _STATUS.size + RUNS * _BATCHES.size  # for one status
+_STATUS_ROOM = _STATUS.size + RUNS * _BATCHES.size  # for one status
 _EVENT = struct.Struct("<dq24s")  # time, step, phase
 _COUNT = struct.Struct("q")  # of the events; native alignment, so written at once, after the event that it counts
-_EVENTS_AT = _COUNT.size + 2 * _ROOM
-SIZE = _EVENTS_AT + SLOTS * _EVENT.size
+_EVENTS_START = _COUNT.size + 2 * _STATUS_ROOM
+SIZE = _EVENTS_START + SLOTS * _EVENT.size
 
 
 class Batches(NamedTuple):
@@ -55,24 +55,36 @@ class Status(NamedTuple):
     device_since: float = 0.0  # when the devices began the step after `done`
     batches: tuple[Batches, ...] = ()  # of the last steps, oldest first
 
-    def aged(self, now: float) -> Status:
+    def with_ages(self, now: float) -> Status:
         """With ages in place of times: the clocks of two machines are unrelated."""
         return self._replace(since=now - self.since, device_since=now - self.device_since)
 
 
-def told_batches(told: Any) -> tuple[Batches, ...]:
+def parse_batches(value: Any) -> tuple[Batches, ...]:
     """The batches in a message of another process; a TypeError or ValueError on what no monitor sends."""
-    if not isinstance(told, list) or len(told) > RUNS:
+    if not isinstance(value, list) or len(value) > RUNS:
         raise ValueError(f"a status must have a list of at most {RUNS} runs of batches")
-    found = []
-    for fields in told:
-        each = Batches(*fields)
-        if [type(field) for field in each] != [str, str, bool, int, int, int]:
+    runs = []
+    for fields in value:
+        batches = Batches(*fields)
+        types = [type(field) for field in batches]
+        if types != [str, str, bool, int, int, int]:
             raise TypeError("the fields of a run of batches must be of their types")
-        if len(each.program) > LONGEST_PROGRAM or len(each.batch) > LONGEST_BATCH:
+        if len(batches.program) > LONGEST_PROGRAM or len(batches.batch) > LONGEST_BATCH:
             raise ValueError("the texts of a run of batches must be of limited length")
-        found.append(each._replace(program=plain(each.program), batch=plain(each.batch)))
-    return tuple(found)
+        program = escape(batches.program)
+        batch = escape(batches.batch)
+        runs.append(batches._replace(program=program, batch=batch))
+    return tuple(runs)
+
+
+# The file of a record. There is room for two statuses, which are written in turn: a process that is stopped or killed
+# in the middle of a write has damaged the one that does not count yet. After event number 6, for example, the count is
+# 7, and the status of that event is in room 0.
+#
+#     count | status, room 0 | status, room 1 | event 0 | event 1 | ... | event 255
+#
+# Event 256 is written over event 0.
 
 
 class Recorder:
@@ -86,61 +98,76 @@ class Recorder:
         finally:
             os.close(descriptor)
         self._lock = threading.Lock()
-        self._count = self._loops = 0
-        self._packed: tuple[tuple[Batches, ...], bytes] = (), b""
+        self._count = 0
+        self._loops = 0
+        self._packed_batches: tuple[Batches, ...] = ()
+        self._packed = b""  # these batches as bytes
         self.status: Status = Status()
         self.enter("start", 0)
 
-    def restart(self, step: int) -> int:
+    def begin_loop(self, step: int) -> int:
         """The run resumes after this step; returns the number of its loop."""
         with self._lock:
             self._loops += 1
-            self._write(self.status._replace(step=step + 1, dispatched=step, done=step), "start", step + 1)
+            status = self.status._replace(step=step + 1, dispatched=step, done=step)
+            self._write(status, "start", step + 1)
             return self._loops
 
-    def enter(self, phase: str, step: int, called: Batches | None = None) -> None:
+    def enter(self, phase: str, step: int, call: Batches | None = None) -> None:
         """The host begins a phase, in which it calls the step with this batch, if one is given."""
         with self._lock:
             batches = self.status.batches
-            if called is not None:
-                batches = _with(batches, called)
-            self._write(Status(phase, step, time.monotonic(), *self.status[3:6], batches), phase, step)
+            if call is not None:
+                batches = _append_call(batches, call)
+            status = self.status._replace(phase=phase, step=step, since=time.monotonic(), batches=batches)
+            self._write(status, phase, step)
 
-    def turn(self, phase: str, into: str) -> None:
+    def rename_phase(self, old: str, new: str) -> None:
         """Renames the phase, if the host is in it; its deadline is unchanged."""
         with self._lock:
-            if self.status.phase == phase:
-                self._write(self.status._replace(phase=into), into, self.status.step)
+            if self.status.phase == old:
+                self._write(self.status._replace(phase=new), new, self.status.step)
 
-    def dispatched(self, step: int) -> None:
+    def note_dispatch(self, step: int) -> None:
         """A step was dispatched; the host continues with user code."""
         with self._lock:
-            now, s = time.monotonic(), self.status
-            began = now if s.dispatched == s.done else s.device_since
-            s = s._replace(phase="user code", step=step, since=now, dispatched=step, device_since=began)
-            self._write(s, "user code", step)
+            now = time.monotonic()
+            status = self.status._replace(phase="user code", step=step, since=now, dispatched=step)
+            if self.status.dispatched == self.status.done:  # else the devices still compute an earlier step
+                status = status._replace(device_since=now)
+            self._write(status, "user code", step)
 
-    def done(self, step: int) -> None:
+    def note_done(self, step: int) -> None:
         """The devices finished a step."""
         with self._lock:
             if step > self.status.dispatched:  # of an earlier run in this process
                 return
-            self._write(self.status._replace(done=step, device_since=time.monotonic()), "step done", step)
+            status = self.status._replace(done=step, device_since=time.monotonic())
+            self._write(status, "step done", step)
 
     def _write(self, status: Status, phase: str, step: int) -> None:
+        """Writes an event and the status after it, and then counts them."""
         self.status = status
-        at = _EVENTS_AT + self._count % SLOTS * _EVENT.size
-        _EVENT.pack_into(self._memory, at, time.monotonic(), step, phase.encode()[:24])
-        s, start = status, _status_at(self._count)
-        times = s.step, s.since, s.dispatched, s.done, s.device_since
-        _STATUS.pack_into(self._memory, start, *times, s.phase.encode()[:24], len(s.batches))
-        if s.batches is not self._packed[0]:  # one write in three changes them
-            packed = (_BATCHES.pack(each.program.encode(), each.batch.encode(), *each[2:]) for each in s.batches)
-            self._packed = s.batches, b"".join(packed)
-        at, batches = start + _STATUS.size, self._packed[1]
-        self._memory[at : at + len(batches)] = batches
+        start = _locate_event(self._count)
+        _EVENT.pack_into(self._memory, start, time.monotonic(), step, phase.encode()[:24])
+        start = _locate_status(self._count)
+        times = status.step, status.since, status.dispatched, status.done, status.device_since
+        _STATUS.pack_into(self._memory, start, *times, status.phase.encode()[:24], len(status.batches))
+        start += _STATUS.size
+        packed = self._pack(status.batches)
+        self._memory[start : start + len(packed)] = packed
         self._count += 1
         _COUNT.pack_into(self._memory, 0, self._count)
+
+    def _pack(self, batches: tuple[Batches, ...]) -> bytes:
+        """The batches as bytes; packed once for all writes that do not change them, which are two of three."""
+        if batches is not self._packed_batches:
+            packed = b""
+            for run in batches:
+                packed += _BATCHES.pack(run.program.encode(), run.batch.encode(), *run[2:])
+            self._packed_batches = batches
+            self._packed = packed
+        return self._packed
 
 
 class RecordReader:
@@ -152,65 +179,82 @@ class RecordReader:
         os.close(descriptor)
         os.unlink(path)  # the two processes keep the memory
 
-    def status(self) -> Status:
+    def read_status(self) -> Status:
         """What the process does now; read again if it changed meanwhile."""
         while True:
-            count = self._count()
-            data = self._memory[_status_at(count - 1) : _status_at(count - 1) + _ROOM]
-            if count == self._count():
+            count = self._read_count()
+            start = _locate_status(count - 1)
+            data = self._memory[start : start + _STATUS_ROOM]
+            if count == self._read_count():
                 break
         step, since, dispatched, done, device_since, phase, runs = _STATUS.unpack_from(data)
         batches = []
         for index in range(runs):
-            program, batch, *rest = _BATCHES.unpack_from(data, _STATUS.size + index * _BATCHES.size)
-            batches.append(Batches(_text(program), _text(batch), *rest))
-        return Status(_text(phase), step, since, dispatched, done, device_since, tuple(batches))
+            program, batch, *numbers = _BATCHES.unpack_from(data, _STATUS.size + index * _BATCHES.size)
+            batches.append(Batches(_decode(program), _decode(batch), *numbers))
+        return Status(_decode(phase), step, since, dispatched, done, device_since, tuple(batches))
 
-    def events(self) -> list[tuple[float, str, int]]:
+    def read_events(self) -> list[tuple[float, str, int]]:
         """The last events, oldest first: (monotonic time, phase, step)."""
-        count = self._count()
+        count = self._read_count()
+        oldest = max(0, count - SLOTS + 1)  # the one before may be half overwritten
         events = []
-        for index in range(max(0, count - SLOTS + 1), count):  # the oldest may be half overwritten
-            time_, step, phase = _EVENT.unpack_from(self._memory, _EVENTS_AT + index % SLOTS * _EVENT.size)
-            events.append((time_, _text(phase), step))
+        for number in range(oldest, count):
+            when, step, phase = _EVENT.unpack_from(self._memory, _locate_event(number))
+            events.append((when, _decode(phase), step))
         return events
 
     def save(self, path: Path, record: dict[str, Any]) -> None:
         """Writes the flight record as JSON: `record`, the status and the last events."""
-        now, clock = time.monotonic(), time.time()
-        events = [
-            {"time": round(clock - (now - at), 6), "phase": phase, "step": step} for at, phase, step in self.events()
-        ]
-        record = {**record, "status": self.status().aged(now)._asdict(), "events": events}
+        now = time.monotonic()
+        wall_clock = time.time()
+        events = []
+        for when, phase, step in self.read_events():
+            age = now - when
+            events.append({"time": round(wall_clock - age, 6), "phase": phase, "step": step})
+        record = {**record, "status": self.read_status().with_ages(now)._asdict(), "events": events}
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(create_file(path), "w") as file:
             file.write(json.dumps(record, indent=1) + "\n")
 
-    def _count(self) -> int:
+    def _read_count(self) -> int:
         (count,) = _COUNT.unpack_from(self._memory, 0)
         return int(count)
 
 
-def _status_at(count: int) -> int:
-    """Where the status after so many events is: never over the one before, as the process may stop while it writes."""
-    return _COUNT.size + count % 2 * _ROOM
+def _locate_status(number: int) -> int:
+    """Where the status after this event is: never over the one before it."""
+    return _COUNT.size + number % 2 * _STATUS_ROOM
 
 
-def _with(batches: tuple[Batches, ...], called: Batches) -> tuple[Batches, ...]:
-    """With one more call: of the last run if it is the next step of that, else of a new one."""
-    last = batches[-1] if batches else None
-    if last is not None and (*called[:4], called.first) == (*last[:4], last.last + 1):
-        return (*batches[:-1], last._replace(last=called.last))
-    return (*batches[1 - RUNS :], called)
+def _locate_event(number: int) -> int:
+    return _EVENTS_START + number % SLOTS * _EVENT.size
 
 
-def _text(field: bytes) -> str:
+def _append_call(batches: tuple[Batches, ...], call: Batches) -> tuple[Batches, ...]:
+    """With one more call: of the last run if it is the next step of that, else of a new one.
+
+    Worked example, of the first and last steps: after a run (0, 4) a call of step 5 with the same batch makes it
+    (0, 5), and with another batch there are two runs, (0, 4) and (5, 5).
+    """
+    if batches:
+        last = batches[-1]
+        is_same = (call.program, call.batch, call.everywhere, call.loop) == last[:4]
+        if is_same and call.first == last.last + 1:
+            return (*batches[:-1], last._replace(last=call.last))
+    kept = batches[1 - RUNS :]
+    return (*kept, call)
+
+
+def _decode(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
 
 
-def state(process: int) -> str:
+def read_process_state(process: int) -> str:
     """The system's one-letter state of a process, T for stopped; empty where it shows none."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        # The name, in brackets, may have spaces and brackets in it: `123 (python) T 1 ...`.
+        text = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]
+        return text.split()[0]
     except (OSError, IndexError):
         return ""

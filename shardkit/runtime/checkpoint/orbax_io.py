@@ -135,8 +135,8 @@ class Saving(NamedTuple):
         with contextlib.suppress(Exception):  # the response raises it too
             for write in self.writes:
                 write.result()
-            watcher.recorder.turn("save", "commit")
+            watcher.recorder.rename_phase("save", "commit")
         try:
             self.response.result()
         finally:
-            watcher.recorder.turn("commit", "save")
+            watcher.recorder.rename_phase("commit", "save")

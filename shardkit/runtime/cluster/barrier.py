@@ -13,7 +13,7 @@ from shardkit._arguments.typed import typed
 from shardkit._jax import backends
 from shardkit.collectives import all_reduce
 from shardkit.meshes.mesh import make_mesh
-from shardkit.runtime.channel.place import processes as processes_named
+from shardkit.runtime.channel.place import name_processes
 
 
 @typed
@@ -49,7 +49,7 @@ def absent(name: str, timeout: float) -> str | None:
     absentees = int(counts[2]) - int(counts[1])
     if len(ranks) < absentees:  # of many, the text names only some
         return f"processes {', '.join(map(str, ranks))} and others"
-    return processes_named(ranks)
+    return name_processes(ranks)
 
 
 @typed

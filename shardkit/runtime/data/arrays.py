@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import mesh_in_context, named
 from shardkit._arguments.typed import Arrays, DType, Specs, typed
 from shardkit.meshes.layout import WHOLE, broadcast_specs, canonical, check_spec, local_shape_of, path_name, spec_axes
-from shardkit.runtime.channel.place import processes as processes_named
+from shardkit.runtime.channel.place import name_processes
 from shardkit.runtime.data.reading import is_key, processes_of, to_storable
 
 
@@ -227,7 +227,7 @@ def _refuse_different(tree: Any) -> None:
         if others:
             raise ValueError(
                 f"from_full: every process must pass the same array; leaf {path_name(path)} of process 0 differs from "
-                f"that of {processes_named(others)}. Create it from the same seed or file, or pass each process's rows "
+                f"that of {name_processes(others)}. Create it from the same seed or file, or pass each process's rows "
                 "to from_process_local."
             )
 

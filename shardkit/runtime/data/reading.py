@@ -18,7 +18,7 @@ from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import all_gather, vary
 from shardkit.meshes.layout import path_name
 from shardkit.plans.storage import is_padded, stored_array
-from shardkit.runtime.channel.place import processes as processes_named
+from shardkit.runtime.channel.place import name_processes
 from shardkit.runtime.cluster.barrier import absent
 
 _PRINTS = itertools.count()  # numbers the barriers: the order of calls is the same on all processes
@@ -54,7 +54,7 @@ def to_numpy(tree: Arrays) -> Any:
         if not _is_whole_here(x):
             raise ValueError(
                 f"to_numpy: the whole array must be on this process's devices; leaf {path_name(path)} is on "
-                f"{processes_named(processes_of(x.sharding.device_set))}. Call fetch(tree) on every process, or "
+                f"{name_processes(processes_of(x.sharding.device_set))}. Call fetch(tree) on every process, or "
                 "local_shards(x) for the shards of this one."
             )
         return np.asarray(to_storable(x))
@@ -82,7 +82,7 @@ def fetch(tree: Arrays) -> Any:
         if not x.addressable_shards:
             raise ValueError(
                 f"fetch: a process must have a device of the array's mesh; leaf {path_name(path)} is on "
-                f"{processes_named(processes_of(x.sharding.device_set))}, and this is process {jax.process_index()}. "
+                f"{name_processes(processes_of(x.sharding.device_set))}, and this is process {jax.process_index()}. "
                 "Call fetch on those only."
             )
         return np.asarray(multihost_utils.process_allgather(to_storable(x), tiled=True))

@@ -72,6 +72,24 @@ def test_what_sends_nothing():
     assert str(census(jnp.sin, 1.0)) == "no collectives"
 
 
+def test_rows_that_show_nothing_else_are_one_line():
+    """A model of many leaves, each with its own collective, was a table of hundreds of equal lines."""
+
+    def kernel(x):
+        shifted = [sk.shift(x, "model") for _ in range(2)]
+        rounds, _ = jax.lax.scan(lambda x, _: (sk.shift(x, "model"), None), x, length=3)
+        return sum(shifted) + rounds + sk.shift(x, "data")
+
+    found = census(on(kernel), X)
+    lines = [line.split() for line in str(found).splitlines()]
+    assert len(found.rows) == 4
+    assert [line[1:6] for line in lines[1:3]] == [
+        ["model=4", "2", "x", "1", f"{PIECE:,}"],
+        ["model=4", "3", f"{PIECE:,}", f"{PIECE:,}", f"{3 * PIECE:,}"],
+    ]
+    assert lines[1][7] == f"{2 * PIECE:,}" and len(lines) == 7
+
+
 def nested(kernel):
     """The kernel behind jit, remat, a custom derivative, a scan of 3 in a scan of 2, and a cond."""
 

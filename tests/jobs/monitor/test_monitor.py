@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import shardkit as sk
-from shardkit.jobs.monitor.agreement import compared
+from shardkit.jobs.monitor.agreement import compare_fingerprints
 from shardkit.jobs.monitor.guard import Guard, _plain, described
-from shardkit.jobs.monitor.judge import Deadlines, Known, called_apart, fault
+from shardkit.jobs.monitor.judge import find_different_batches, find_fault
 from shardkit.jobs.monitor.main import Monitor
+from shardkit.jobs.monitor.members import Deadlines, Member
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel import recorder as record
 from shardkit.runtime.channel.client import MonitorClient
@@ -32,9 +33,9 @@ from shardkit.runtime.channel.recorder import (
     Recorder,
     RecordReader,
     Status,
-    told_batches,
+    parse_batches,
 )
-from shardkit.runtime.channel.wire import Lines, as_line, encoded
+from shardkit.runtime.channel.wire import MessageStream, encode, encode_output
 from shardkit.runtime.checkpoint.orbax_io import Saving
 from support.refusals import refused
 from support.tables import indented
@@ -49,11 +50,11 @@ def at(phase, step, seconds=1.0, *, flying=None, heard=0.1, **more):
     """A process in a phase since so many seconds; `flying`: its devices are in that step, since as long."""
     last = step if phase in ("user code", "evaluate", "save", "commit", "end") else step - 1
     status = Status(phase, step, seconds, last, last if flying is None else flying - 1, seconds)
-    return Known(status, NOW - heard, **more)
+    return Member(status, NOW - heard, **more)
 
 
 def said(*known, limits=LIMITS):
-    found = fault(dict(enumerate(known)), limits, NOW)
+    found = find_fault(dict(enumerate(known)), limits, NOW)
     return found and found.text
 
 
@@ -211,10 +212,10 @@ def test_who_is_silent_excuses_nobody_and_what_follows_is_given_time():
     )
     assert said(at("step", 6, 11), at("compile", 6, 5)) is None
     gloo = at("step", 6, cause="JaxRuntimeError: Gloo: Connection closed by peer")
-    assert fault({0: gloo}, LIMITS, NOW).wait == 2.0
-    assert fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).wait == 0.3
-    assert fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).primary
-    assert fault({0: at("step", 6, 11)}, LIMITS, NOW).wait == 0.0
+    assert find_fault({0: gloo}, LIMITS, NOW).wait == 2.0
+    assert find_fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).wait == 0.3
+    assert find_fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).primary
+    assert find_fault({0: at("step", 6, 11)}, LIMITS, NOW).wait == 0.0
 
 
 def message(**components):
@@ -226,7 +227,7 @@ def test_what_an_engine_may_start_again():
     """A process that died or does not answer, and errors that follow from that; no fault of the program itself."""
 
     def lost(*known, now=NOW):
-        return fault(dict(enumerate(known)), LIMITS, now).lost
+        return find_fault(dict(enumerate(known)), LIMITS, now).lost
 
     well = at("step", 6)
     assert lost(well, at("step", 6, gone=True))
@@ -239,16 +240,16 @@ def test_what_an_engine_may_start_again():
 
 def test_what_differs_is_named():
     same = {"program": "p", "seed": "1"}
-    assert compared({0: message(**same), 1: message(**same)}) == ""
-    found = compared({rank: message(**same | {"seed": "2" if rank == 1 else "1"}) for rank in range(3)})
+    assert compare_fingerprints({0: message(**same), 1: message(**same)}) == ""
+    found = compare_fingerprints({rank: message(**same | {"seed": "2" if rank == 1 else "1"}) for rank in range(3)})
     assert found == (
         "stopped before step 0: all processes must run the same program with the same settings; they differ in seed (2 "
         "on process 1, 1 on process 0)"
     )
-    found = compared({rank: message(**same | ({"extra": "3"} if rank else {})) for rank in range(2)})
+    found = compare_fingerprints({rank: message(**same | ({"extra": "3"} if rank else {})) for rank in range(2)})
     assert found.endswith("they differ in extra (3 on process 1, missing on process 0)")
     many = {f"option {index}": "1" for index in range(6)}
-    found = compared({0: message(**many), 1: message(**dict.fromkeys(many, "2"))})
+    found = compare_fingerprints({0: message(**many), 1: message(**dict.fromkeys(many, "2"))})
     assert found.endswith("option 3 (2 on process 1, 1 on process 0) and 2 more")
 
 
@@ -257,13 +258,13 @@ def test_sets_do_not_differ_and_a_program_that_does_is_told_by_line_and_collecti
     assert _plain(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
     one = message(program="p", lines=["a", "b", "c"]) | {"collectives": {"all_reduce": 2}, "step": 3}
     other = message(program="q", lines=["a", "x"]) | {"collectives": {"all_gather": 1}, "step": 3}
-    assert compared({0: one, 1: other, 2: one}) == (
+    assert compare_fingerprints({0: one, 1: other, 2: one}) == (
         "stopped before step 3: all processes must run the same program with the same settings; they differ in program "
         "(process 1 against process 0: 1 more all_gather, 2 fewer all_reduce, first difference at line 2 of the "
         "StableHLO)"
     )
     # It said nothing of the batch, whose shape is most often why programs differ.
-    assert compared({0: one, 1: one | {"components": {"program": "q"}, "batch": "float32[6]"}}).endswith(
+    assert compare_fingerprints({0: one, 1: one | {"components": {"program": "q"}, "batch": "float32[6]"}}).endswith(
         "program (process 1 against process 0: a batch of float32[6] against float32[8], first difference at line 0 of "
         "the StableHLO)"
     )
@@ -273,11 +274,11 @@ def calls(*runs, phase="user code", everywhere=True, loop=1, host=""):
     """A process that called its steps with these batches: `("a", 0, 4)`, steps 0 to 4, by a program of that name."""
     batches = tuple(Batches(f"program {name}", name, everywhere, loop, *steps) for name, *steps in runs)
     last = batches[-1].last
-    return Known(Status(phase, last, 1.0, last, last, 1.0, batches), NOW, host=host)
+    return Member(Status(phase, last, 1.0, last, last, 1.0, batches), NOW, host=host)
 
 
 def apart(*known):
-    found = called_apart(dict(enumerate(known)))
+    found = find_different_batches(dict(enumerate(known)))
     return found and found.text
 
 
@@ -303,7 +304,7 @@ def test_who_calls_a_step_with_another_batch_is_named():
     # A program on some devices, whose process waits for others that do not compare: it could never go on.
     waits = calls(("a", 0, 4), ("b", 5, 5), phase="compare", everywhere=False)
     assert apart(calls(("a", 0, 7), everywhere=False), waits) == text.format("b (process 1), a (process 0)")
-    found = called_apart({0: usual, 1: short})
+    found = find_different_batches({0: usual, 1: short})
     assert found.primary and not found.lost and found.wait == 1.0
 
 
@@ -315,30 +316,30 @@ def test_processes_that_call_the_same_are_not_told_apart():
         calls(("a", 6, 9), ("b", 10, 10)),  # has forgotten what was before
         calls(("c", 0, 6), loop=2),  # has begun the next loop
         calls(("c", 0, 6), everywhere=False),  # on devices of its own, as a worker of DiLoCo
-        Known(),  # has no guard yet
+        Member(),  # has no guard yet
     ):
         assert apart(usual, other) is None and apart(other, usual) is None
     # An array that the program does not use may have another shape, and one batch may be that of two functions.
     batches = Batches("p", "float32[8], int32[3]", True, 1, 0, 5)
     for change in ({"batch": "float32[8], int32[4]"}, {"program": "q"}):
         statuses = [Status(batches=(each,)) for each in (batches, batches._replace(**change))]
-        assert apart(*map(Known, statuses)) is None
+        assert apart(*map(Member, statuses)) is None
 
 
 def test_the_other_batch_ends_a_job_before_any_deadline():
     ours, theirs = socket.socketpair()
-    watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), Lines(0), None, [Lines(ours)])
+    watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(ours)])
     with ours, theirs:
-        watching.known[0].status = calls(("a", 0, 5)).status
+        watching.members[0].status = calls(("a", 0, 5)).status
         other = calls(("a", 0, 4), ("b", 5, 5)).status
-        theirs.sendall(encoded(watching._own() | {"status": other}))
-        watching.take(watching.peers[1])
-        assert watching.known[1].status == other
+        theirs.sendall(encode(watching.make_status() | {"status": other}))
+        watching.read(watching.peers[1])
+        assert watching.members[1].status == other
         for after, over in ((0.0, False), (0.9, False), (1.1, True)):
-            watching.rests = 0.0
-            watching._judge(NOW + after)
-            assert bool(watching.over) == over
-        assert watching.over == apart(calls(("a", 0, 5)), calls(("b", 5, 5)))
+            watching.rest_until = 0.0
+            watching.judge(NOW + after)
+            assert bool(watching.verdict) == over
+        assert watching.verdict == apart(calls(("a", 0, 5)), calls(("b", 5, 5)))
 
 
 def test_batches_are_described_as_jax_takes_them():
@@ -406,10 +407,10 @@ def test_the_record_keeps_the_last_batches(tmp_path):
     for step in range(3 * RUNS):
         batch = "x" * LONGEST_BATCH if step // 2 % 2 else "float32[8]"
         recorder.enter("step", step, Batches("0123456789abcdef", batch, step % 4 > 1, 1, step, step))
-        recorder.dispatched(step)
-        assert reader.status() == recorder.status
+        recorder.note_dispatch(step)
+        assert reader.read_status() == recorder.status
     assert [each[3:] for each in recorder.status.batches] == [(1, step, step + 1) for step in range(8, 24, 2)]
-    assert told_batches([list(each) for each in reader.status().batches]) == recorder.status.batches
+    assert parse_batches([list(each) for each in reader.read_status().batches]) == recorder.status.batches
 
 
 def test_the_record_keeps_the_last_events(tmp_path):
@@ -420,14 +421,14 @@ def test_the_record_keeps_the_last_events(tmp_path):
     for step in range(SLOTS):
         recorder.enter("data", step)
         recorder.enter("step", step)
-        recorder.dispatched(step)
-        recorder.done(step)
-    events = reader.events()
+        recorder.note_dispatch(step)
+        recorder.note_done(step)
+    events = reader.read_events()
     assert len(events) == SLOTS - 1
     assert [(phase, step) for _, phase, step in events[-4:]] == [
         (phase, SLOTS - 1) for phase in ("data", "step", "user code", "step done")
     ]
-    status = reader.status()
+    status = reader.read_status()
     assert status == recorder.status
     assert (status.phase, status.step, status.dispatched, status.done) == ("user code", SLOTS - 1, SLOTS - 1, SLOTS - 1)
 
@@ -454,12 +455,12 @@ def test_a_phase_turns_into_another_under_the_same_deadline(tmp_path):
     recorder = Recorder(str(tmp_path / "ring"))
     recorder.enter("save", 5)
     since = recorder.status.since
-    recorder.turn("commit", "save")  # it is not in that one
-    recorder.turn("save", "commit")
+    recorder.rename_phase("commit", "save")  # it is not in that one
+    recorder.rename_phase("save", "commit")
     assert recorder.status[:3] == ("commit", 5, since)
     reader = RecordReader(str(tmp_path / "ring"))
-    assert reader.status() == recorder.status and [each[1:] for each in reader.events()][-1] == ("commit", 5)
-    recorder.turn("commit", "save")
+    assert reader.read_status() == recorder.status and [each[1:] for each in reader.read_events()][-1] == ("commit", 5)
+    recorder.rename_phase("commit", "save")
     assert recorder.status[:3] == ("save", 5, since)
 
 
@@ -511,12 +512,12 @@ def test_a_process_that_is_stopped_while_it_writes_tears_no_record(tmp_path):
     reader = RecordReader(str(tmp_path / "ring"))
     for step in range(SLOTS + 9):
         recorder.enter("data", step)
-    events, status = reader.events(), reader.status()
-    at = record._EVENTS_AT + recorder._count % SLOTS * record._EVENT.size
+    events, status = reader.read_events(), reader.read_status()
+    at = record._locate_event(recorder._count)
     recorder._memory[at : at + record._EVENT.size] = b"\xff" * record._EVENT.size
-    at = record._status_at(recorder._count)
+    at = record._locate_status(recorder._count)
     recorder._memory[at : at + record._STATUS.size] = b"\xff" * record._STATUS.size
-    assert (reader.events(), reader.status()) == (events, status)
+    assert (reader.read_events(), reader.read_status()) == (events, status)
 
 
 def test_a_full_disk_is_a_sentence_and_no_signal(tmp_path, monkeypatch):
@@ -561,21 +562,21 @@ def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
         {"program": []},
     ):
         ours, theirs = socket.socketpair()
-        watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), Lines(0), None, [Lines(ours)])
+        watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(ours)])
         with theirs, ours:
-            theirs.sendall(encoded(words))
-            watching.take(watching.peers[1])
-        assert watching.peers[1].closed and not watching.over and watching.known[1].gone
+            theirs.sendall(encode(words))
+            watching.read(watching.peers[1])
+        assert watching.peers[1].closed and not watching.verdict and watching.members[1].gone
 
 
 def test_a_run_that_goes_on_counts_from_there_and_not_what_an_earlier_one_left(tmp_path):
     recorder = Recorder(str(tmp_path / "ring"))
-    recorder.restart(41)
+    recorder.begin_loop(41)
     assert recorder.status[:2] == ("start", 42)
     assert (recorder.status.dispatched, recorder.status.done) == (41, 41)
     recorder = Recorder(str(tmp_path / "left"))
-    recorder.restart(-1)
-    recorder.done(99)
+    recorder.begin_loop(-1)
+    recorder.note_done(99)
     assert recorder.status.done == -1
 
 
@@ -583,33 +584,33 @@ def monitor(tmp_path, parent):
     Recorder(str(tmp_path / "ring"))
     inbox, words = os.pipe()
     return Monitor(
-        Place("", 0, 0, 1, 0.0, False), parent, Lines(inbox), RecordReader(str(tmp_path / "ring")), []
+        Place("", 0, 0, 1, 0.0, False), parent, MessageStream(inbox), RecordReader(str(tmp_path / "ring")), []
     ), words
 
 
 def test_a_last_word_counts_and_a_monitor_that_was_stopped_blames_no_one(tmp_path):
     for word, gone in (({"left": True}, False), ({"cause": "ValueError: x"}, True)):
         watching, words = monitor(tmp_path, parent=0)
-        os.write(words, encoded(word))
+        os.write(words, encode(word))
         os.close(words)
-        watching._look(1.0)
-        own = watching.known[0]
+        watching.look_at_process(1.0)
+        own = watching.members[0]
         assert not watching.alive
         assert (own.gone, own.left, own.cause) == (gone, "left" in word, word.get("cause", ""))
     watching, words = monitor(tmp_path, parent=os.getppid())
     os.close(words)
-    known = watching.known[0]
-    known.heard = 100.0
+    known = watching.members[0]
+    known.arrival = 100.0
     for away, heard in ((0.5, 100.0), (99.5, 199.5), (99.5, 200.0)):
-        watching._excuse(away, 200.0)
-        assert known.heard == heard
+        watching.excuse_silence(away, 200.0)
+        assert known.arrival == heard
 
 
 def test_a_long_message_may_take_its_time():
     left, right = socket.socketpair()
     with left, right:
-        long, got, lines = {"lines": ["00000000"] * 1_000_000}, [], Lines(right)
-        sending = threading.Thread(target=Lines(left).send, args=(long,))
+        long, got, lines = {"lines": ["00000000"] * 1_000_000}, [], MessageStream(right)
+        sending = threading.Thread(target=MessageStream(left).send, args=(long,))
         sending.start()
         while not got:
             time.sleep(0.01)  # about 2 s in all
@@ -619,24 +620,24 @@ def test_a_long_message_may_take_its_time():
 
 
 def test_last_words_are_a_line_whatever_is_in_them():  # the name of a directory for flight records need be no UTF-8
-    assert as_line("Flight record: \udcff/flight.0.json") == b"\nFlight record: \\udcff/flight.0.json\n"
+    assert encode_output("Flight record: \udcff/flight.0.json") == b"\nFlight record: \\udcff/flight.0.json\n"
 
 
 def test_messages_come_whole_and_a_closed_peer_is_seen():
     left, right = socket.socketpair()
     with left, right:
-        lines = Lines(right)
-        data = encoded({"a": 1}) + encoded({"b": "x" * 100})
+        lines = MessageStream(right)
+        data = encode({"a": 1}) + encode({"b": "x" * 100})
         left.sendall(data[:5])
         assert list(lines.read()) == []
         left.sendall(data[5:])
         assert list(lines.read()) == [{"a": 1}, {"b": "x" * 100}]
-        assert not lines.waits()
+        assert not lines.wait()
         left.sendall(b"GET / HTTP/1.1\n")
         assert list(lines.read()) == []
         assert lines.closed
     left, right = socket.socketpair()
-    lines = Lines(right)
+    lines = MessageStream(right)
     left.close()
     assert list(lines.read()) == []
     assert lines.closed

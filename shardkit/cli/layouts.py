@@ -1,0 +1,233 @@
+"""What `shardkit plan` searches and compiles: the layouts of a transformer, or of any model from its loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import shardkit as sk
+from shardkit import bench, planner
+from shardkit.analysis import aot
+from shardkit.analysis.hlo.report import Report, size
+from shardkit.analysis.hlo.topology import Topology, device_of
+from shardkit.cli.output import console
+from shardkit.cli.target import TargetError, load
+from shardkit.meshes.layout import table
+from shardkit.planner.candidates import Candidate
+from shardkit.planner.search import AXES, list_estimates
+
+MODELS = {  # Llama 3
+    "8b": planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
+    "70b": planner.Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28_672, vocabulary=128_256),
+    "405b": planner.Model(layers=126, hidden=16_384, heads=128, kv_heads=8, ffn=53_248, vocabulary=128_256),
+}
+_UNITS = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
+_SEQUENCE = 4096
+
+
+class LayoutSearch(NamedTuple):
+    """The layouts of a model that fit a machine.
+
+    Attributes:
+        subject: the model and the batch, in words.
+        candidates: one of each kind, the fastest first.
+        reason: what binds the first; without one, what would fit.
+        sizes: of the batch.
+        make_step: the step of a candidate, and the shapes of its arguments.
+    """
+
+    subject: str
+    candidates: list[Candidate]
+    reason: str
+    sizes: dict[str, int]
+    make_step: Callable[[Candidate], tuple[Any, ...]]
+
+
+def search(
+    model: str,
+    batch: str,
+    topology: Topology,
+    *,
+    sequence: int | None,
+    axes: tuple[str, ...],
+    efficiency: float,
+    links: Path | None,
+) -> LayoutSearch:
+    """Searches the layouts of a model, named as the options of `shardkit plan` name it."""
+    machine: dict[str, Any] = {
+        "chip": device_of(topology),  # one device, of which a tpu7x has two
+        "efficiency": efficiency,
+        "links": None if links is None else bench.links(bench.read(links)),
+    }
+    if ":" not in model:
+        return _search_transformer(
+            model, batch, _SEQUENCE if sequence is None else sequence, axes, topology.devices, machine
+        )
+    if sequence is not None or axes != AXES:
+        raise ValueError(
+            "plan: --sequence and --axes are of a transformer; got one for a model of your own, whose examples are "
+            "those of its batch, over one axis. Leave them out."
+        )
+    return _search_of_loss(model, batch, topology.devices, machine)
+
+
+def _search_transformer(
+    name: str, batch_text: str, sequence: int, axes: tuple[str, ...], chips: int, machine: dict[str, Any]
+) -> LayoutSearch:
+    """The layouts of a transformer, by its sizes."""
+    model = _read_model(name)
+    batch = _read_sequences(batch_text, sequence)
+    sizes: dict[str, Any] = {"batch": batch, "sequence": sequence}
+    candidates = planner.kinds(planner.search(model, chips=chips, axes=axes, **machine, **sizes))
+    if candidates:
+        reason = planner.explain(candidates[0], partial(planner.estimate, model, **machine, **sizes))
+    else:
+        tried = list_estimates(model, chips=chips, axes=axes, **machine, **sizes)
+        smallest = min(tried, key=lambda candidate: candidate.bytes).layout
+        advice = planner.advise(model, smallest, **machine, **sizes)
+        reason = f"Nothing fits; the smallest is this.\n{advice}"
+
+    def make_step(candidate: Candidate) -> tuple[Any, ...]:
+        module: dict[str, Any] = {}
+        exec(planner.source_of(candidate, **sizes), module)  # what is compiled is what --emit writes
+        return module["make"]()
+
+    billions = model.parameters() / 1e9
+    subject = f"{billions:.2f} billion parameters, {batch:,} sequences of {sequence:,} tokens"
+    return LayoutSearch(subject, candidates, reason, sizes, make_step)
+
+
+def _search_of_loss(target: str, batch_text: str, chips: int, machine: dict[str, Any]) -> LayoutSearch:
+    """The layouts of any model, counted from its loss."""
+    loss_fn, arguments = load(target)
+    if len(arguments) != 2:
+        raise TargetError(
+            f"plan: the function must return a loss, parameters and a batch; {target} returned "
+            f"{1 + len(arguments)} values. Write for example return loss_fn, params, batch."
+        )
+    params, batch = arguments
+    if not batch_text.isdigit():
+        raise ValueError(
+            f"plan: --batch must be a number of examples for a model of your own; got {batch_text!r}. Write for "
+            "example 256."
+        )
+    examples = int(batch_text)
+    model = planner.counted(loss_fn, params, batch)
+    first_of_plan: dict[str, Candidate] = {}
+    for candidate in planner.search(model, batch=examples, chips=chips, **machine):
+        plan = str(candidate.layout.plan)  # type: ignore[attr-defined]
+        first_of_plan.setdefault(plan, candidate)
+    reason = "nothing fits: pass more chips"
+    if first_of_plan:
+        reason = "hidden: gradients, and layers gathered one by one; exposed: parameters gathered at once"
+
+    def make_step(candidate: Candidate) -> tuple[Any, ...]:
+        init, step = sk.make_train_step(
+            sk.value_and_grad(loss_fn),
+            optax.adamw(3e-4),
+            mesh=sk.abstract_mesh(**candidate.layout.axes),
+            plan=candidate.plan(),
+            accumulate=candidate.layout.accumulate,
+            precision="bf16",
+        )
+        global_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), batch)
+        return step, init.abstract(params), global_batch
+
+    subject = f"{model.parameters() / 1e6:,.1f} million parameters, {examples:,} examples"
+    return LayoutSearch(subject, list(first_of_plan.values()), reason, {}, make_step)
+
+
+def _read_model(text: str) -> planner.Model:
+    if text.lower() in MODELS:
+        return MODELS[text.lower()]
+    if not text.endswith(".json"):
+        raise ValueError(
+            f"plan: --model must be {', '.join(map(repr, MODELS))}, a config.json or FILE.py:FUNCTION; got {text!r}. "
+            "Write for example 70b."
+        )
+    return planner.Model.of(Path(text))
+
+
+def _read_sequences(text: str, sequence: int) -> int:
+    """The number of sequences of "1024" or "4M-tokens"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
+    number, unit, tokens = match.groups() if match else ("", "", None)
+    is_whole = number.isdigit() and not unit
+    if not match or (not tokens and not is_whole):
+        raise ValueError(
+            f"plan: --batch must be a number of sequences, or of tokens with -tokens; got {text!r}. Write for example "
+            "1024 or 4M-tokens."
+        )
+    if not tokens:
+        return int(number)
+    sequences = round(float(number) * _UNITS[unit] / sequence)
+    if sequences < 1:
+        raise ValueError(
+            f"plan: --batch must have at least one sequence; got {text} for sequences of {sequence} tokens. Write more "
+            "tokens or a smaller --sequence."
+        )
+    return sequences
+
+
+def compile_candidates(
+    candidates: Sequence[Candidate],
+    topology: str,
+    make_step: Callable[[Candidate], tuple[Any, ...]],
+    options: dict[str, Any],
+) -> list[Report]:
+    """The reports of the compiler on these candidates; a line on the terminal says which it is at."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    reports = []
+    with Progress(*columns, console=console(), transient=True) as progress:
+        for number, candidate in enumerate(candidates, 1):
+            text = f"compiling {number} of {len(candidates)} for {topology}: {candidate.layout}"
+            task = progress.add_task(text)
+            if not progress.console.is_terminal:
+                print(text, flush=True)
+            step, *args = make_step(candidate)
+            reports.append(aot.compile(step, args, topology=topology, options=options))
+            progress.remove_task(task)
+    return reports
+
+
+def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
+    """A table of what was predicted of each candidate, beside what the compiler reports."""
+    rows = [
+        ("", "memory", "", "compute s", "", "exposed s", "", "fits"),
+        ("layout", *3 * ("predicted", "compiled"), ""),
+    ]
+    for candidate, report in zip(candidates, reports, strict=False):
+        not_hidden = max(0.0, candidate.hidden_seconds - candidate.compute_seconds)
+        exposed = candidate.exposed_seconds + not_hidden
+        rows.append(
+            (
+                str(candidate.layout),
+                size(candidate.bytes),
+                size(report.needed),
+                f"{candidate.compute_seconds:.3f}",
+                f"{report.compute.seconds:.3f}",
+                f"{exposed:.3f}",
+                f"{report.exposed_seconds:.3f}",
+                "yes" if report.fits else "NO",
+            )
+        )
+    return table(rows)
+
+
+def make_row(candidate: Candidate) -> dict[str, Any]:
+    """A candidate as JSON has it."""
+    layout = candidate.layout
+    row: dict[str, Any] = {"layout": layout._asdict(), "axes": layout.axes, "by_axis": dict(candidate.by_axis)}
+    for name, value in candidate._asdict().items():
+        if name not in ("model", "layout", "by_axis"):
+            row[name] = value
+    for name in ("bytes", "fits", "seconds"):  # derived from the others
+        row[name] = getattr(candidate, name)
+    return row
