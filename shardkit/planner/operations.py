@@ -159,7 +159,7 @@ def _count_layer(share: Share, habits: Habits) -> LayerWork:
         around=OperationCost(0, 20 * stream + 4 * heads + 3 * sizes.inner),
         around_backward=OperationCost(0, 32 * stream + 4 * heads + 8 * sizes.inner),
         routing=OperationCost(0, habits.routing * sizes.rows),
-        saved=OperationCost(0, 2 * count_saved(share, share.layout.remat)),
+        saved=OperationCost(0, 3 * count_saved(share, share.layout.remat)),
     )
 
 
