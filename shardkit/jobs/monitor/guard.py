@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit._arguments.typed import check_fields, typed
-from shardkit.jobs.monitor.judge import Deadlines
+from shardkit.jobs.monitor.members import Deadlines
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place
 from shardkit.runtime.channel.recorder import LONGEST_BATCH, Batches, Recorder
