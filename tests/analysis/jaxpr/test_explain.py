@@ -63,9 +63,10 @@ def numbered(params, x):
 def test_a_device_number_is_named_by_its_type_and_line():
     """It is made of no operand, whose name it could have."""
     (row,) = gradient(numbered)
+    place = line(numbered).split(" ")[0]
     assert row.why == (
-        f"params['w'] is invariant over 'data', 'model' and is used with the float32[] of {line(numbered).split(' ')[0]}, "
-        "which varies over them; the gradient of the cast is a sum."
+        f"params['w'] is invariant over 'data', 'model' and is used with the float32[] of {place}, which varies over "
+        "them; the gradient of the cast is a sum."
     )
 
 
