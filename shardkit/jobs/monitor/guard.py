@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit._arguments.typed import check_fields, typed
+from shardkit.jobs.monitor.agreement import agree
 from shardkit.jobs.monitor.fingerprint import describe_batch, find_shapes, make_fingerprint
 from shardkit.jobs.monitor.members import Deadlines
 from shardkit.runtime.channel import client
@@ -48,7 +49,7 @@ class StepClock:
         self._phases: list[tuple[str, int]] = []  # the ones that the loop is in, outermost first
         self._between = "user code"  # the phase outside of these
         self._dispatched: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self._loop = recorder.begin_loop(first_step - 1)
+        self.loop: int = recorder.begin_loop(first_step - 1)  # its number in this process
         self._counts = True  # whether the number of a step tells which call it is
         waiter = threading.Thread(target=self._note_ends, name="shardkit-steps", daemon=True)
         waiter.start()
@@ -74,7 +75,7 @@ class StepClock:
         step = self.next_step
         call = None
         if self._counts and not self.in_phase:
-            call = batch._replace(loop=self._loop, first=step, last=step)
+            call = batch._replace(loop=self.loop, first=step, last=step)
         self._recorder.enter(phase, step, call)
 
     def note_failure(self) -> None:
@@ -202,6 +203,7 @@ class Guard:
         self._mesh = mesh
         self._config = config
         self._clock = StepClock(monitor.recorder, first_step)
+        self._comparisons = 0  # of programs so far
 
     def watch(self, step: Callable[P, R]) -> Watched[P, R]:
         """Returns the step, guarded: every call is under the deadline for steps.
@@ -227,7 +229,9 @@ class Guard:
         call = Batches(fingerprint["hash"], batch, is_everywhere)
         self._clock.call("compare", call)  # recorded before it waits: perhaps nobody else compares
         step = self._clock.next_step
-        self._monitor.agree(f"{step}:{number}", fingerprint | {"step": step, "batch": batch})
+        name = f"{self._clock.loop}/{self._comparisons}/{step}:{number}"
+        self._comparisons += 1
+        agree(self._monitor, name, fingerprint | {"step": step, "batch": batch})
         return call
 
     def data(self, batches: Iterable[Any]) -> Iterator[Any]:
