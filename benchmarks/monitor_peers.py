@@ -26,8 +26,8 @@ if "shardkit" not in sys.modules:  # as the monitor does, without the package it
     runpy.run_path(str(MONITOR))
 
 from shardkit.jobs.monitor.agreement import hash_components  # noqa: E402
-from shardkit.jobs.monitor.main import beat  # noqa: E402
-from shardkit.jobs.monitor.rendezvous import Hello, hello_message  # noqa: E402
+from shardkit.jobs.monitor.introduction import Hello, make_hello_message  # noqa: E402
+from shardkit.jobs.monitor.main import choose_beat  # noqa: E402
 from shardkit.runtime.channel.place import Place  # noqa: E402
 from shardkit.runtime.channel.recorder import Recorder  # noqa: E402
 from shardkit.runtime.channel.wire import MessageStream, encode  # noqa: E402
@@ -110,7 +110,7 @@ class Simulated:
                 return
             rank = self.to_come.pop()
             hello = Hello(rank, self.size, "simulated", "", False, f"{rank:032x}")
-            one.sendall(encode(hello_message(hello, self.token)))
+            one.sendall(encode(make_hello_message(hello, self.token)))
             one.setblocking(False)
             self.sockets[rank], self.parts[rank] = one, b""
             self.selector.register(one, selectors.EVENT_READ, rank)
@@ -122,11 +122,11 @@ class Simulated:
         self.counts["sent"] += 1
         self.counts["sent_bytes"] += len(data)
 
-    def beat(self, now: float) -> None:
+    def choose_beat(self, now: float) -> None:
         """Sends the statuses that are due, spread over the time between two of a rank."""
         ranks = list(self.sockets)
-        every = beat(self.size) / max(1, len(ranks))
-        self.next = max(self.next, now - beat(self.size))  # what was missed for longer is left out
+        every = choose_beat(self.size) / max(1, len(ranks))
+        self.next = max(self.next, now - choose_beat(self.size))  # what was missed for longer is left out
         while self.next < now and ranks:
             rank = ranks[int(self.next / every) % len(ranks)]
             self.send(rank, self.status(rank))
@@ -194,7 +194,7 @@ class Simulated:
                 else:
                     self.hear(key.data)
             if self.seen["welcome"] > len(self.parts):
-                self.beat(time.monotonic())
+                self.choose_beat(time.monotonic())
 
 
 def main() -> None:

@@ -16,9 +16,23 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from shardkit._jax.compat import private
 
+# The platform and the kind of the chips that a program is traced for, where they are not those of its mesh. jax keeps
+# traces by this context too, so that one for other chips does not serve.
+_TARGET: Any = jax.make_user_context()
+
+
+@contextmanager
+def tracing_for(platform: str, kind: str) -> Iterator[None]:
+    """Traces inside are for chips of this platform and kind, as jax names them, whatever the mesh's devices are."""
+    with _TARGET((platform, kind)):
+        yield
+
 
 def platform() -> str | None:
     """The platform that the program is traced for: "cpu", "tpu" or "gpu"; None over an abstract mesh."""
+    if _TARGET.value is not None:
+        name, _ = _TARGET.value
+        return name
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.default_backend()
@@ -27,6 +41,9 @@ def platform() -> str | None:
 
 def device_kind() -> str | None:
     """jax's name of the devices that the program is traced for, as "TPU v5 lite"; None over an abstract mesh."""
+    if _TARGET.value is not None:
+        _, kind = _TARGET.value
+        return kind
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.devices()[0].device_kind

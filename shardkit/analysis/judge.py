@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -23,6 +24,7 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import plain_row, read_row, size
+from shardkit.analysis.hlo.topology import parse_topology, tracing_for
 from shardkit.analysis.jaxpr.census import Census, CensusRow, mesh_sizes
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.analysis.rules import TRACE_RULES, Finding
@@ -292,7 +294,9 @@ def audit(
     compiled = compiled or target is not None
     if large is None:
         large = LARGE_LEAF if compiled else LARGE
-    with in_one_sentence("audit", "traced and compiled" if compiled else "traced"):
+    # A step may choose its collectives by the chip. The ones that are compiled are those of the target.
+    chips = nullcontext() if target is None else tracing_for(parse_topology(target))
+    with chips, in_one_sentence("audit", "traced and compiled" if compiled else "traced"):
         program = TracedProgram(trace_step(step, args), large, small, memory)
     built = None if target is None else aot.build(program.step.traced, args, topology=target, timeout=timeout)
     program = compiled_program("audit", program, built, target) if compiled else program

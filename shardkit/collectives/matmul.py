@@ -45,8 +45,9 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
             half of them each way (over two devices: as "ring"). The backward pass of both sends tokens up and sums
             down. A `cost.Links`: "ring" where a hop takes no longer than the matmul of its tokens with all columns
             (`cost.ring_from`); else "bidirectional" where it takes no longer than two, over 3 devices or more; else
-            "gather". "auto": the same by `cost.links` of the chip that the program is traced for; "gather" where that
-            is not in `cost.chips`, as for CPUs and meshes without devices.
+            "gather". "auto": the same by `cost.links` of the chip that the program is traced for, by `aot.compile`
+            and `audit(target=)` that of their topology; "gather" where it is not in `cost.chips`, as for CPUs and
+            meshes without devices.
 
     Returns:
         Array [..., T, ...] in the dtype of the operands, or a pytree of them like `w_Df`: a weight's column dims

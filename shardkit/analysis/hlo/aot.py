@@ -35,6 +35,7 @@ from shardkit.analysis.hlo.topology import (
     description_of,
     parse_topology,
     topology_devices,
+    tracing_for,
 )
 from shardkit.analysis.hlo.tuning import CompilerOptions, Option, Trial, Tuned, tried
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes, traceable
@@ -148,7 +149,8 @@ def tune(
             "example [{'xla_tpu_overlap_compute_collective_tc': True}]."
         )
     options = [compiler_options("aot.tune", each) for each in options]
-    where, traced = parse_topology(topology), _traced(step, args)
+    where = parse_topology(topology)
+    traced = _trace_for(where, step, args)
 
     def compiled(chosen: CompilerOptions) -> Trial:
         try:
@@ -199,7 +201,7 @@ def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) ->
     """
     where = parse_topology(topology)
     _check_arguments("aot.place", args, mesh)
-    traced = _traced(step, args)
+    traced = _trace_for(where, step, args)
     own = mesh_sizes(traced.jaxpr.jaxpr, args)
     sizes = own if mesh is None else dict(mesh.shape)
     if math.prod(sizes.values()) != where.devices or (own and own != sizes) or not sizes:
@@ -251,7 +253,7 @@ def build(
     package = compiler_package(where)
     backends.leave_out_idle_tpu()
     started = time.monotonic()
-    traced = _traced(step, args)
+    traced = _trace_for(where, step, args)
     sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
     try:
         lowered = traced.lower(lowering_platforms=(where.platform,))
@@ -297,13 +299,15 @@ def _check_arguments(where: str, args: Any, mesh: Any) -> None:
         )
 
 
-def _traced(step: Any, args: Sequence[Any]) -> Any:
+def _trace_for(where: Topology, step: Any, args: Sequence[Any]) -> Any:
+    """The step, traced for the chips that it is compiled for: a mesh of them would trace the same."""
     if isinstance(step, jax.stages.Traced):
         return step
     if not callable(step) and not hasattr(step, "trace"):
         raise TypeError(f"aot.compile: step must be a function; got {step!r}. Pass a function or a train step.")
     try:
-        return traceable(step).trace(*args)
+        with tracing_for(where):
+            return traceable(step).trace(*args)
     except Exception as error:
         said = f"aot.compile: the function cannot be traced with these arguments: {raised(error)}."
         raise ValueError(said) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
@@ -124,6 +125,12 @@ def absent_devices(where: Topology) -> list[AbsentDevice]:
         for core in range(cores):
             found.append(AbsentDevice(len(found), "tpu", kind, tuple(reversed(place)), core, 0, 0))
     return found
+
+
+def tracing_for(where: Topology) -> AbstractContextManager[None]:
+    """Traces inside are for the chips of a topology: `impl="auto"` chooses what it chooses on a mesh of them."""
+    platform = "gpu" if where.platform == "cuda" else where.platform
+    return backends.tracing_for(platform, device_kind(where.chip))
 
 
 def compiler_package(where: Topology) -> str:

@@ -139,7 +139,7 @@ class Saving(NamedTuple):
 
     def result(self) -> None:
         """Waits until all processes have written their parts; for a guard, it notes when only the others have not."""
-        watcher = client.running()
+        watcher = client.find_monitor()
         if watcher is None:
             self.response.result()
             return

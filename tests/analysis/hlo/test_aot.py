@@ -32,6 +32,33 @@ def data_parallel(n=8):
 # ---- what is asked for
 
 
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x1x8"])
+@pytest.mark.parametrize("devices", ["none", "simulated"])
+def test_auto_chooses_for_the_topology_as_on_a_mesh_of_its_chips(topology, devices, monkeypatch):
+    """A report of another program than the one that will run would be worth nothing."""
+    chip = aot.parse_topology(topology)
+    kind = {"v5e": "TPU v5 lite", "h100": "NVIDIA H100 80GB HBM3"}[chip.chip]
+    platform = "tpu" if chip.platform == "tpu" else "gpu"
+    meshes = {"none": sk.abstract_mesh(model=8), "simulated": sk.make_mesh(jax.devices()[:8], model=8)}
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    real = jax.sharding.AbstractMesh((8,), ("model",), meshes["none"].axis_types, abstract_device=device)
+    args = (jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 32768), jnp.bfloat16))
+
+    def multiply(mesh):
+        specs = {"in_specs": (P("model"), P(None, "model")), "out_specs": P(None, "model")}
+        return jax.jit(jax.shard_map(lambda x, w: sk.all_gather_matmul(x, w, "model"), mesh=mesh, **specs))
+
+    step = multiply(meshes[devices])
+    assert [row.kind for row in sk.census(step, *args).rows] == ["all_gather"]
+    traced = aot._trace_for(chip, step, args)
+    expected = [(row.kind, row.total) for row in sk.census(multiply(real), *args).rows]
+    assert [(row.kind, row.total) for row in sk.census(traced, *args).rows] == expected
+    assert {kind for kind, _ in expected} == {"ppermute"}
+    assert [row.kind for row in sk.census(step, *args).rows] == [
+        "all_gather"
+    ]  # the trace for a chip is not kept for others
+
+
 def test_topologies_are_read():
     assert aot.parse_topology("v5p:8x8x8") == aot.Topology("v5p", (8, 8, 8))
     assert aot.parse_topology("v5e:2x4").platform == "tpu"
