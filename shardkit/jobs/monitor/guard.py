@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit._arguments.typed import check_fields, typed
+from shardkit.jobs.monitor.agreement import agree
 from shardkit.jobs.monitor.fingerprint import describe_batch, find_shapes, make_fingerprint
 from shardkit.jobs.monitor.members import Deadlines
 from shardkit.runtime.channel import client
@@ -48,7 +49,7 @@ class StepClock:
         self._phases: list[tuple[str, int]] = []  # the ones that the loop is in, outermost first
         self._between = "user code"  # the phase outside of these
         self._dispatched: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self._loop = recorder.begin_loop(first_step - 1)
+        self.loop: int = recorder.begin_loop(first_step - 1)  # its number in this process
         self._counts = True  # whether the number of a step tells which call it is
         waiter = threading.Thread(target=self._note_ends, name="shardkit-steps", daemon=True)
         waiter.start()
@@ -74,7 +75,7 @@ class StepClock:
         step = self.next_step
         call = None
         if self._counts and not self.in_phase:
-            call = batch._replace(loop=self._loop, first=step, last=step)
+            call = batch._replace(loop=self.loop, first=step, last=step)
         self._recorder.enter(phase, step, call)
 
     def note_failure(self) -> None:
@@ -176,13 +177,15 @@ class Watched(Generic[P, R]):
         """What the step returns."""
         batch = args[1:], kwargs
         shapes = find_shapes(batch)
-        if shapes not in self._compared:
+        if (
+            shapes not in self._compared
+        ):  # jit compiles for these shapes, too, or has compiled for them before the guard
             self._clock.enter("compile")
             lowered = self.lower(*args, **kwargs)
             number = len(self._compared)
             self._compared[shapes] = self._compare(lowered, describe_batch(batch), number)
             self._clock.resume("compile", self._clock.next_step)
-        elif not self._clock.in_phase:
+        elif not self._clock.in_phase:  # else the deadline of the phase holds
             self._clock.call("step", self._compared[shapes])
         try:
             result = self._step(*args, **kwargs)
@@ -202,6 +205,7 @@ class Guard:
         self._mesh = mesh
         self._config = config
         self._clock = StepClock(monitor.recorder, first_step)
+        self._comparisons = 0  # of programs so far
 
     def watch(self, step: Callable[P, R]) -> Watched[P, R]:
         """Returns the step, guarded: every call is under the deadline for steps.
@@ -222,12 +226,18 @@ class Guard:
 
     def _compare(self, lowered: Any, batch: str, number: int) -> Batches:
         """Compares a program of the next step, the `number`th, with that of the other processes."""
+        # Here and no later: the first collective of a step that only some processes run, or that is another one on one
+        # of them, waits for ever or sums numbers of unrelated arrays. And no earlier: only the lowered program shows
+        # what the step is, with the shapes of this batch. Two processes that compare in another order than each other,
+        # or one alone, wait under the deadline for compiling.
         fingerprint = make_fingerprint(lowered, self._mesh, self._config)
         is_everywhere = fingerprint["devices"] == jax.device_count()
         call = Batches(fingerprint["hash"], batch, is_everywhere)
         self._clock.call("compare", call)  # recorded before it waits: perhaps nobody else compares
         step = self._clock.next_step
-        self._monitor.agree(f"{step}:{number}", fingerprint | {"step": step, "batch": batch})
+        name = f"{self._clock.loop}/{self._comparisons}/{step}:{number}"
+        self._comparisons += 1
+        agree(self._monitor, name, fingerprint | {"step": step, "batch": batch})
         return call
 
     def data(self, batches: Iterable[Any]) -> Iterator[Any]:

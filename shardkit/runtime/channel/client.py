@@ -53,7 +53,6 @@ class MonitorClient:
             pass_fds=[crash],
         )
         self._writing = threading.Lock()
-        self._agreed: dict[str, threading.Event] = {}
         self._exit_code: int | None = None  # of an error of this process
         self._has_left = False
         self.tell({"ring": str(ring), "parent": os.getpid(), "place": list(place), "crash": crash})
@@ -84,13 +83,6 @@ class MonitorClient:
         with self._writing, contextlib.suppress(OSError):
             self._process.stdin.write(encode(message))
             self._process.stdin.flush()
-
-    def agree(self, program: str, message: Message) -> None:
-        """Returns when all processes have sent the same fingerprint; if they differ, the monitor ends this process."""
-        agreed = self._agreed.setdefault(program, threading.Event())
-        self.tell({"program": program, **message})
-        agreed.wait()
-        del self._agreed[program]
 
     def report_error(self, kind: type[BaseException], error: BaseException | None, code: int = 1) -> None:
         """Sends the error to all processes, and exits when the monitor has decided on the fault."""
@@ -149,8 +141,6 @@ class MonitorClient:
             if code != LOST and self._exit_code:  # else an error of this process is a consequence
                 code = self._exit_code
             self._end(code, message["text"], stacks=message["stacks"])
-        if "agreed" in message and message["agreed"] in self._agreed:
-            self._agreed[message["agreed"]].set()
 
     def _end_without_monitor(self, what: str) -> None:
         """Ends this process, whose monitor is gone: the others notice, and end."""

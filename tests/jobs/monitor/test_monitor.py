@@ -366,11 +366,14 @@ class LoweredOnly:
         return state / batch.size if batch.size else 1 / 0
 
 
-def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path):
+def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path, monkeypatch):
     recorder, compared = Recorder(str(tmp_path / "ring")), []
-    agree = lambda name, message: compared.append((name, message["batch"], recorder.status))  # noqa: E731
+    monkeypatch.setattr(
+        "shardkit.jobs.monitor.guard.agree",
+        lambda monitor, name, message: compared.append((name, message["batch"], recorder.status)),
+    )
     mesh = sk.make_mesh(jax.devices()[:1], data=1)
-    guard = Guard(SimpleNamespace(recorder=recorder, agree=agree), mesh, {}, 7)
+    guard = Guard(SimpleNamespace(recorder=recorder), mesh, {}, 7)
     step, evaluate = guard.watch(LoweredOnly()), guard.watch(LoweredOnly())
 
     def told():
@@ -383,7 +386,7 @@ def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path
     steps = [("float32[4]", 1, 7, 8), ("float32[2]", 1, 9, 9), ("float32[4]", 1, 10, 10)]
     assert told() == steps
     # It is told before it is compared: who waits for others that do not compare is found by it.
-    assert [name for name, _, _ in compared] == ["7:0", "8:0", "9:1"]
+    assert [name for name, _, _ in compared] == ["1/0/7:0", "1/1/8:0", "1/2/9:1"]
     _, batch, status = compared[2]
     assert (batch, status.phase, status.step, status.batches[-1][1:]) == (
         "float32[2]",
@@ -397,9 +400,9 @@ def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path
         step(1.0, np.ones(0, np.float32))
     step(1.0, np.ones(2, np.float32))
     assert told() == [*steps, ("float32[0]", 1, 11, 11)]
-    again = Guard(SimpleNamespace(recorder=recorder, agree=agree), mesh, {}, 0).watch(LoweredOnly())
+    again = Guard(SimpleNamespace(recorder=recorder), mesh, {}, 0).watch(LoweredOnly())
     again(1.0, np.ones(4, np.float32))
-    assert told()[-1] == ("float32[4]", 2, 0, 0)
+    assert told()[-1] == ("float32[4]", 2, 0, 0) and compared[-1][0] == "2/0/0:0"
 
 
 def test_the_record_keeps_the_last_batches(tmp_path):
@@ -560,7 +563,7 @@ def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
         {"status": ["x", *[0] * 5]},  # of an earlier version
         *[{"status": ["x", *[0] * 5, batches]} for batches in WRONG_BATCHES],
         {"over": []},
-        {"program": []},
+        {"over": "x", "lost": False, "hung": 1},
     ):
         ours, theirs = socket.socketpair()
         watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(ours)])
@@ -610,11 +613,11 @@ def test_a_last_word_counts_and_a_monitor_that_was_stopped_blames_no_one(tmp_pat
 def test_a_long_message_may_take_its_time():
     left, right = socket.socketpair()
     with left, right:
-        long, got, lines = {"lines": ["00000000"] * 1_000_000}, [], MessageStream(right)
+        long, got, lines = {"differs": "x" * 1_000_000}, [], MessageStream(right)
         sending = threading.Thread(target=MessageStream(left).send, args=(long,))
         sending.start()
         while not got:
-            time.sleep(0.01)  # about 2 s in all
+            time.sleep(0.1)  # about 2 s in all
             got = list(lines.read())
         sending.join()
         assert got == [long]
