@@ -190,7 +190,7 @@ def _make_pod(name: str, container: dict[str, Any], accelerator: str, topology: 
     """A pod of one process, on a node of the TPU slice if there is one."""
     pod: dict[str, Any] = {
         "serviceAccountName": name,
-        "restartPolicy": "Never",
+        "restartPolicy": "Never",  # one process alone cannot join a job that runs: the JobSet restarts all
         "terminationGracePeriodSeconds": _NOTICE,
         "containers": [container],
     }
@@ -225,6 +225,8 @@ def _make_jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str,
     Not so of a pod that Kubernetes evicts, as for a drain: before its first save point it ends with the code of a
     signal.
     """
+    # The rules of a pod that failed, in this order. What no rule names counts against backoffLimit, which is 0: the Job
+    # fails for BackoffLimitExceeded, and the JobSet starts all processes again.
     evicted = {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED, LOST]}}
     job = {
@@ -259,6 +261,7 @@ def _render_slurm(words: Sequence[str], processes: int, devices: int | None, nam
         options.append(f"--gpus-per-task={devices}")
         # Under Slurm jax would use one device per process, the one with the process's index on its machine.
         variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(devices or 0)))
+    # A requeued job has the same number, and would write over the output of its first run.
     options += ["--requeue", "--open-mode=append", f"--signal=TERM@{_NOTICE}"]
     lines = [
         "#!/bin/bash",

@@ -177,13 +177,15 @@ class Watched(Generic[P, R]):
         """What the step returns."""
         batch = args[1:], kwargs
         shapes = find_shapes(batch)
-        if shapes not in self._compared:
+        if (
+            shapes not in self._compared
+        ):  # jit compiles for these shapes, too, or has compiled for them before the guard
             self._clock.enter("compile")
             lowered = self.lower(*args, **kwargs)
             number = len(self._compared)
             self._compared[shapes] = self._compare(lowered, describe_batch(batch), number)
             self._clock.resume("compile", self._clock.next_step)
-        elif not self._clock.in_phase:
+        elif not self._clock.in_phase:  # else the deadline of the phase holds
             self._clock.call("step", self._compared[shapes])
         try:
             result = self._step(*args, **kwargs)
@@ -224,6 +226,10 @@ class Guard:
 
     def _compare(self, lowered: Any, batch: str, number: int) -> Batches:
         """Compares a program of the next step, the `number`th, with that of the other processes."""
+        # Here and no later: the first collective of a step that only some processes run, or that is another one on one
+        # of them, waits for ever or sums numbers of unrelated arrays. And no earlier: only the lowered program shows
+        # what the step is, with the shapes of this batch. Two processes that compare in another order than each other,
+        # or one alone, wait under the deadline for compiling.
         fingerprint = make_fingerprint(lowered, self._mesh, self._config)
         is_everywhere = fingerprint["devices"] == jax.device_count()
         call = Batches(fingerprint["hash"], batch, is_everywhere)
