@@ -4,8 +4,9 @@ This is the one model of links: a device that sends some bytes in some messages 
 predicts or bounds a time asks for it: `cost.collective_time`, the planner, the seconds of a compiled program in
 `aot.compile`, and the fits of `shardkit bench comm`. They differ in where the link is from: measured over a mesh axis
 (`Links.of`), or published, for a group of chips (`link_of_group`). `meshes/network.py` alone looks closer: it places
-each message on the single links of a torus, to compare orders of devices. Where a group has its links to itself, both
-agree.
+each message on the single links of a torus, to compare orders of devices. Both agree where a group has its links to
+itself, on all but an all_to_all, of which a group's bandwidth leaves out that messages to distant devices pass many
+links.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from shardkit.meshes.mesh import make_mesh
 from shardkit.models import transformer
 from shardkit.on_device.gradient import GradFn, value_and_grad
 from shardkit.planner.layout import INSIDE, Layout
-from shardkit.planner.model import Model
+from shardkit.planner.model import NAMES_IN_CONFIG, Model
 from shardkit.plans.plan import Plan, chain
 from shardkit.schedules import Schedule
 from shardkit.strategies.context import cp
@@ -103,6 +103,7 @@ class Candidate(NamedTuple):
             >>> state = init(lambda key: sk.models.transformer.init(key, best.config()), jax.random.key(0))
         """
         layout = self.layout
+        # `chain` orders the strategies of a leaf itself: tensor, expert and stage ways split it before fsdp does.
         plans = [_PLANS[axis](axis) for axis in layout.axes if axis in _PLANS]
         if layout.tensor > 1:
             if rules is None:
@@ -131,19 +132,10 @@ class Candidate(NamedTuple):
                 f"layers and no biases; got a Model with {', '.join(wrong)}. Pass plan(rules) of your own model to "
                 "make_train_step."
             )
-        return transformer.Config(
-            layers=model.layers,
-            dim=model.hidden,
-            hidden=model.width,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            vocabulary=model.vocabulary,
-            tied=model.tied,
-            experts=model.experts,
-            top_k=model.top_k,
-            capacity=model.capacity if model.experts else None,
-            remat=_REMAT_OF_CONFIG[self.layout.remat],
-        )
+        sizes: dict[str, Any] = {field: getattr(model, name) for name, field in NAMES_IN_CONFIG.items()}
+        if model.experts:
+            sizes |= {"experts": model.experts, "top_k": model.top_k, "capacity": model.capacity}
+        return transformer.Config(**sizes, hidden=model.width, remat=_REMAT_OF_CONFIG[self.layout.remat])
 
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""

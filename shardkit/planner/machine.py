@@ -45,8 +45,8 @@ def locate_group(chip: cost.Chip, layout: Layout, axis: str) -> Group:
     """Where the members of an axis stand, of a layout over all chips: the last axis has the nearest ones.
 
     On a torus a group is taken to extend in a square or cube of all chips: 64 of 256 chips of a side of 16 along two
-    dimensions, 16 of them along one. Of GPUs it is on one host if all members fit there; else a host has as many of
-    them as neighbours on it are apart.
+    dimensions, 16 of them along one. A group of GPUs is on one host if all members fit there; else each host has
+    those members that are `stride` apart on it.
 
     Worked example: data=4, fsdp=4, tensor=4 on 64 GPUs of eight a host. Members of a tensor group are neighbours, four
     on one host. Those of fsdp are four apart: two on each of two hosts. Those of data are 16 apart: one on each of

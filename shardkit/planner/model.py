@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardkit._arguments import checks
@@ -17,6 +18,17 @@ from shardkit.layers.routing import Capacity
 from shardkit.models import transformer
 from shardkit.planner.config_json import read_entries, read_sizes
 
+# What `models.transformer` calls the sizes that both have.
+NAMES_IN_CONFIG: Mapping[str, str] = MappingProxyType(
+    {
+        "layers": "layers",
+        "hidden": "dim",
+        "heads": "heads",
+        "vocabulary": "vocabulary",
+        "kv_heads": "kv_heads",
+        "tied": "tied",
+    }
+)
 _FLAGS = ("gated", "tied")
 _MAY_BE_ZERO = ("experts", "shared", "dense", "attention", "extra")
 
@@ -95,15 +107,8 @@ class Model(NamedTuple):
             raise ValueError(
                 f"Model.of: experts must have their places by sequence; got group={config.group}. Leave group out."
             )
-        model = cls(
-            layers=config.layers,
-            hidden=config.dim,
-            heads=config.heads,
-            vocabulary=config.vocabulary,
-            kv_heads=config.kv_heads,
-            ffn=config.width,
-            tied=config.tied,
-        )
+        sizes: dict[str, Any] = {name: getattr(config, field) for name, field in NAMES_IN_CONFIG.items()}
+        model = cls(**sizes, ffn=config.width)
         if config.experts:
             model = model._replace(experts=config.experts, top_k=config.top_k, capacity=config.capacity)
         return model

@@ -30,28 +30,6 @@ class OperationCost(NamedTuple):
     moved: float
 
 
-class LayerWork(NamedTuple):
-    """The operations of one layer.
-
-    Attributes:
-        products: the matmuls of a forward pass but for attention's, in order; the gradient of each operand takes as
-            long. experts: of these, those of the experts. softmax: attention's scores, their softmax, and its product
-            with the values. softmax_backward: the gradients of all that. around: norms, residuals, rotations and the
-            activation. around_backward: their gradients. routing: rows of experts moved to their places, back, and
-            summed with their gates. routing_backward: their gradients. saved: what the layer saves, written into the
-            stack of all layers and read from it.
-    """
-
-    products: list[OperationCost]
-    experts: list[OperationCost]
-    softmax: list[OperationCost]
-    softmax_backward: list[OperationCost]
-    around: OperationCost
-    around_backward: OperationCost
-    routing: OperationCost
-    saved: OperationCost
-
-
 def time_operations(share: Share, machine: Machine) -> float:
     """Seconds of a step's operations on a device, without the waste of a pipeline."""
     micro = share.model.layers * time_layer(share, machine) + _time_tables(share, machine)
@@ -64,17 +42,35 @@ def time_operations(share: Share, machine: Machine) -> float:
 
 
 def time_layer(share: Share, machine: Machine) -> float:
-    """Seconds of one layer's operations in a microbatch, forward and backward, with what remat repeats."""
-    work = _count_layer(share, habits_of(machine.chip))
-    forward = [*work.products, work.around, work.saved, work.routing]
-    repeated = {
-        "none": [],
-        "selective": work.experts,
-        # of the layer all but the last matmul, whose result nothing needs
-        "full": [*work.products[:-1], work.around],
-    }
-    again = [*repeated[share.layout.remat], work.routing]
-    backward = [*work.products, *work.products, work.around_backward, work.routing]
+    """Seconds of one layer's operations in a microbatch, forward and backward, with what remat repeats.
+
+    Worked example: a matmul of x[t, D] with w[D, F] takes 2 t D F FLOPs. Backward there are two of the same size, of
+    its output's gradient with w and with x. Under "full" the first is repeated: four in all, where "none" has three.
+    """
+    sizes = count_sizes(share)
+    habits = habits_of(machine.chip)
+    stream = sizes.stream / share.layout.tensor
+    heads = sizes.queries + sizes.keys
+    experts = _count_experts(share)
+    products = [*_count_products(share), *experts]
+    # Norms, residuals, rotations and the activation, in bfloat16, each operand read and each result written once: ten
+    # arrays of the stream's size, two of queries and of keys, and one and a half of gate and up.
+    around = OperationCost(0, 20 * stream + 4 * heads + 3 * sizes.inner)
+    # Their gradients, those of norms partly in float32.
+    around_backward = OperationCost(0, 32 * stream + 4 * heads + 8 * sizes.inner)
+    # Rows of experts moved to their places, back, and summed with their gates; their gradients move as much.
+    routing = OperationCost(0, habits.routing * sizes.rows)
+    # A scan fills the stack of what all layers save with zeros, writes into it, and reads from it.
+    saved = OperationCost(0, 3 * count_saved(share, share.layout.remat))
+
+    repeated: list[OperationCost] = []
+    if share.layout.remat == "selective":
+        repeated = experts
+    elif share.layout.remat == "full":
+        repeated = [*products[:-1], around]  # not the last matmul, whose result nothing needs
+    forward = [*products, around, saved, routing]
+    again = [*repeated, routing]
+    backward = [*products, *products, around_backward, routing]
     return _time([*forward, *again, *backward], machine) + time_attention(share, machine)
 
 
@@ -141,26 +137,6 @@ def _count_gradients(share: Share) -> float:
     """Elements of the sums of gradients: those of embedding and head are whole until the step's end."""
     sizes = count_sizes(share)
     return share.model.layers * sizes.layer / share.layout.fsdp + sizes.tables * sizes.table
-
-
-def _count_layer(share: Share, habits: Habits) -> LayerWork:
-    model = share.model
-    sizes = count_sizes(share)
-    stream = sizes.stream / share.layout.tensor
-    experts = _count_experts(share)
-    heads = sizes.queries + sizes.keys
-    return LayerWork(
-        products=[*_count_products(share), *experts],
-        experts=experts,
-        softmax=_count_softmax(sizes, model, habits),
-        softmax_backward=_count_softmax_backward(sizes, model, habits),
-        # In bfloat16, each operand read and each result written once: ten arrays of the stream's size, two of queries
-        # and of keys, and one and a half of gate and up. The gradients of norms are partly in float32.
-        around=OperationCost(0, 20 * stream + 4 * heads + 3 * sizes.inner),
-        around_backward=OperationCost(0, 32 * stream + 4 * heads + 8 * sizes.inner),
-        routing=OperationCost(0, habits.routing * sizes.rows),
-        saved=OperationCost(0, 3 * count_saved(share, share.layout.remat)),
-    )
 
 
 def _count_products(share: Share) -> list[OperationCost]:

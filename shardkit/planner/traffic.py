@@ -1,8 +1,9 @@
 """Which bytes a layout of a transformer sends in a step: the one place in the planner, axis by axis.
 
-What one collective sends is `cost.wire`, what a ring of attention sends `cost.context_volume`. Here stands how often
-and of what the step of `models.transformer` issues them. A test compares the sum, to the byte, with the census of the
-traced step. Models that are no transformer are counted leaf by leaf, from their plan, by `plans/traffic.py`.
+What one collective sends is `cost.wire`, what a ring of attention sends `cost.context_volume`. This module says how
+often the step of `models.transformer` issues them, and on arrays of which size. A test compares the sum, to the byte,
+with the census of the traced step. Models that are no transformer are counted leaf by leaf, from their plan, by
+`plans/traffic.py`; a search of thousands of layouts needs closed forms.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from shardkit import cost
 from shardkit.cost.collectives import sent_share
 from shardkit.planner.pipelined import run_pipeline
 from shardkit.planner.share import Share
-from shardkit.planner.sizes import Sizes, count_sizes
+from shardkit.planner.sizes import count_sizes
 
 # How often a layer gathers or scatters its activations over tensor ways: four times forward, six backward, and again
 # what the backward pass repeats. Experts take the tokens as sequence parallelism splits them, so that attention alone
@@ -55,9 +56,9 @@ def count_traffic(share: Share) -> dict[str, AxisTraffic]:
 def _reduce_gradients(share: Share) -> AxisTraffic:
     """Gradients are summed over the devices that hold the same parameters, once a step, in float32.
 
-    All devices have the experts of data and context ways; the gains of the norms, which tensor ways do not split, are
-    summed over these too. The loss and the accuracy are 16 bytes, and with experts how balanced they are, in each layer
-    forward and where it is repeated, and how many rows were dropped.
+    Each kind of leaf has other devices: expert ways hold different experts, tensor ways different parts of matrices,
+    and the same gains of norms. The loss and the accuracy take 16 bytes; with experts their balance is summed, in each
+    layer forward and where it runs again, and the number of rows that were dropped.
 
     Worked example: 1,000 gradients on data=4 and fsdp=2. Each device holds 500 of them, and an all_reduce over 4 sends
     2 * 3/4 * 4 * 500 = 3,000 bytes.
@@ -65,6 +66,7 @@ def _reduce_gradients(share: Share) -> AxisTraffic:
     layout = share.layout
     sizes = count_sizes(share)
     layers = share.model.layers
+    # The devices of a sum, and its bytes on each of them.
     sums = [
         (share.replicas, _F32 * (layers * sizes.matrices + sizes.tables * sizes.table) / layout.fsdp),
         (share.expert_replicas * layout.tensor, _F32 * layers * sizes.experts / layout.fsdp),
@@ -102,6 +104,7 @@ def _gather_and_scatter_parameters(share: Share) -> AxisTraffic:
     """
     ways = share.layout.fsdp
     sizes = count_sizes(share)
+    # The stack of layers is gathered layer by layer, where a layer uses its weights; all other leaves before the loss.
     last_norm = share.model.hidden
     layer_parameters = share.model.layers * sizes.layer + sizes.gains - last_norm
     table_parameters = sizes.tables * sizes.table + last_norm
@@ -165,11 +168,11 @@ def _send_to_next_stage(share: Share) -> AxisTraffic:
     layout = share.layout
     if layout.stage == 1:
         return AxisTraffic(0.0, 0)
+    # All stages send at every tick, those that idle too: the permute is one collective of the masked step.
     sends = 2 * run_pipeline(layout).ticks * layout.accumulate
     return AxisTraffic(sends * count_stage_input(share), messages=sends)
 
 
 def count_stage_input(share: Share) -> float:
     """Bytes of a microbatch's activations at the border of two stages."""
-    sizes: Sizes = count_sizes(share)
-    return _BF16 * sizes.stream / share.layout.tensor
+    return _BF16 * count_sizes(share).stream / share.layout.tensor

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardkit.jobs.monitor.agreement import Agreement, hash_components
 from shardkit.jobs.monitor.judge import Fault, find_different_batches, find_fault
 from shardkit.jobs.monitor.members import Deadlines, Member
 from shardkit.jobs.monitor.rendezvous import Refused, meet
@@ -120,8 +119,6 @@ class Monitor:
         self.members[place.rank].host = socket.gethostname()
         self.deadlines = Deadlines(*[math.inf] * 5)  # until the process has a guard
         self.beat = choose_beat(place.size)
-        self.agreement = Agreement(place.size)
-        self.programs: dict[str, Message] = {}  # fingerprints of the own process, until all have agreed
         self.rest_until = 0.0  # until then there is no judgement
         self.flight = ""
         self.alive = True
@@ -232,18 +229,20 @@ class Monitor:
         if "status" in message:
             _update(member, message)
         elif "over" in message:
-            self.verdict = escape(message["over"])
-            self.exit_code = LOST if message["lost"] is True else FAILED
-            self.hung = self.place.rank in message["hung"]
-        elif "program" in message:
-            self._handle_program(rank, message)
-        elif "ask" in message:
-            self._send(self.programs[message["ask"]])
-        elif "agreed" in message:
-            self._end_comparison(message["agreed"])
+            self._take_verdict(message)
         elif rank == self.place.rank:
             self._handle_process(member, message)
         member.set_due(self.deadlines)
+
+    def _take_verdict(self, message: Message) -> None:
+        """Ends the job, as process 0 says; nothing is changed where the message is not one of a monitor."""
+        verdict = escape(message["over"])
+        hung = message["hung"]
+        if not isinstance(hung, list):
+            raise TypeError("hung must be a list of processes")
+        self.verdict = verdict
+        self.exit_code = LOST if message["lost"] is True else FAILED
+        self.hung = self.place.rank in hung
 
     def _handle_process(self, own: Member, message: Message) -> None:
         """Acts on a message that only the own process sends."""
@@ -256,46 +255,13 @@ class Monitor:
             own.cause = escape(message["cause"])
             self.look_at_process(own.arrival)
             self._send(self.make_status())
+        if "differs" in message:  # the program of this process and that of another one, as process 0 found
+            self._report(Fault(escape(message["differs"])))
         if "left" in message:
             own.left = True
             self._send(self.make_status())
         if "printed" in message:
             self.printed = True
-
-    def _handle_program(self, rank: int, message: Message) -> None:
-        """The fingerprint of a program: of the own process, whose hash is compared, or of one that was asked for it."""
-        name = message["program"]
-        if rank == self.place.rank:
-            self.programs[name] = message
-            message = {"program": name, "digest": hash_components(message)}
-        if self.place.rank != 0:
-            self._send(message)
-            return
-        if "digest" not in message:
-            self._conclude(name, self.agreement.take_fingerprint(rank, name, message))
-            return
-        asked = self.agreement.take_hash(rank, name, message["digest"])
-        if asked is None:
-            return
-        if not asked:
-            self._conclude(name, "")
-        for member in asked:
-            if member in self.peers:
-                self.peers[member].send({"ask": name})
-            else:
-                self._conclude(name, self.agreement.take_fingerprint(member, name, self.programs[name]))
-
-    def _conclude(self, name: str, difference: str | None) -> None:
-        """Reports a difference; tells all if there is none; does nothing while it is not known."""
-        if difference:
-            self._report(Fault(difference))
-        elif difference is not None:
-            self._send({"agreed": name})
-            self._end_comparison(name)
-
-    def _end_comparison(self, name: str) -> None:
-        self.programs.pop(name, None)
-        _tell_process({"agreed": name})
 
     def judge(self, now: float) -> None:
         """Decides on a fault: process 0 does, the others only when it cannot."""

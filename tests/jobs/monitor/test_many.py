@@ -6,12 +6,13 @@ import os
 import random
 import resource
 import socket
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from shardkit.jobs.monitor import rendezvous
-from shardkit.jobs.monitor.agreement import Agreement, hash_components
+from shardkit.jobs.monitor import agreement, rendezvous
 from shardkit.jobs.monitor.judge import find_fault
 from shardkit.jobs.monitor.main import Monitor, choose_beat
 from shardkit.jobs.monitor.members import PHASE_ORDER, Deadlines, Member
@@ -28,34 +29,80 @@ def message(seed, **more):
     return {"components": {"seed": seed}, "lines": ["a"], "collectives": {}, "step": 0, "batch": "float32[8]"} | more
 
 
-def test_agreement_waits_for_all():
-    agreement = Agreement(2)
-    one = hash_components(message("1"))
-    assert agreement.take_hash(0, "0:0", one) is None
-    assert agreement.take_hash(1, "5:1", one) is None  # another program: not yet its turn
-    assert agreement.take_hash(1, "0:0", one) == []
+class Store:
+    """Stands in for the key-value store of jax's coordination service; counts what was written."""
+
+    def __init__(self):
+        self.values, self.written, self.changed = {}, [], threading.Condition()
+
+    def tell_processes(self, key, value):
+        with self.changed:
+            self.values[key] = value
+            self.written.append(key)
+            self.changed.notify_all()
+
+    def told(self, key, timeout):
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.values, timeout)
+            return self.values.get(key)
+
+    def drop_values(self, key):
+        with self.changed:
+            self.values = {each: value for each, value in self.values.items() if not each.startswith(f"{key}/")}
 
 
-def test_one_of_each_kind_is_asked_for_its_fingerprint():
+def agreed(monkeypatch, seeds, name="1/0/0:0", late=()):
+    """A process for each seed compares, those in `late` last: the store, how many went on, what process 0 says."""
+    store, went_on, said = Store(), [], []
+    monkeypatch.setattr(agreement, "backends", store)
+    monkeypatch.setattr(agreement, "_wait_for_end", lambda: went_on.pop())
+
+    def come(rank):
+        went_on.append(rank)  # and those that wait for their end take one back
+        monitor = SimpleNamespace(place=Place("", 0, rank, len(seeds), 0.0, False), tell=said.append)
+        agreement.agree(monitor, name, message(seeds[rank]))
+
+    ranks = sorted(range(len(seeds)), key=lambda rank: rank in late)
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for rank, thread in zip(ranks, threads, strict=True):
+        if rank in late:
+            assert not said and f"shardkit/programs/{name}/asked" not in store.values
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    return store, len(went_on), [each["differs"] for each in said]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_agreement_waits_for_all(monkeypatch, late):
+    """And leaves one short value in the service."""
+    store, went_on, said = agreed(monkeypatch, ["1", "1", "1"], late=[late])
+    assert went_on == 3 and not said
+    assert store.values == {"shardkit/programs/1/0/0:0/asked": "[]"}
+
+
+def test_one_of_each_kind_is_asked_for_its_fingerprint(monkeypatch):
     """All sent theirs, with a hash of every line: 1.6 GB at process 0 for 10,000 processes."""
-    agreement, seeds = Agreement(5), ["1", "2", "1", "2", "2"]
-    asked = [agreement.take_hash(rank, "0:0", hash_components(message(seed))) for rank, seed in enumerate(seeds)]
-    assert asked == [None, None, None, None, [0, 1]]
-    assert agreement.take_fingerprint(3, "0:0", message("9")) is None  # not asked
-    assert agreement.take_fingerprint(1, "0:0", message("2")) is None
-    assert agreement.take_fingerprint(0, "0:0", message("1")) == (
+    store, went_on, said = agreed(monkeypatch, ["1", "2", "1", "2", "2"])
+    assert went_on == 0
+    assert [key for key in store.written if "fingerprint" in key] == ["shardkit/programs/1/0/0:0/fingerprint/1"]
+    assert said == [
         "stopped before step 0: all processes must run the same program with the same settings; they differ in seed (1 "
         "on processes 0, 2, 2 on process 1)"
-    )
+    ]
 
 
-def test_where_all_differ_some_are_compared_and_many_are_named_by_runs():
-    agreement = Agreement(100)
-    asked = [agreement.take_hash(rank, "0:0", hash_components(message(str(rank)))) for rank in range(100)]
-    assert asked[-1] == list(range(16))
-    told = [agreement.take_fingerprint(rank, "0:0", message(str(rank))) for rank in asked[-1]]
-    assert told[:-1] == [None] * 15
-    assert told[-1].endswith(
+def test_a_process_alone_agrees_without_jax(monkeypatch):
+    monkeypatch.setattr(agreement, "backends", None)
+    agreement.agree(SimpleNamespace(place=Place("", 0, 0, 1, 0.0, False)), "1/0/0:0", message("1"))
+
+
+def test_where_all_differ_some_are_compared_and_many_are_named_by_runs(monkeypatch):
+    store, went_on, said = agreed(monkeypatch, [str(rank) for rank in range(100)])
+    assert went_on == 0
+    assert json.loads(store.values["shardkit/programs/1/0/0:0/asked"]) == list(range(16))
+    assert said[0].endswith(
         "they differ in seed (1 on processes 1 to 15, 0 on process 0); 84 further processes differ too"
     )
     assert name_processes([3]) == "process 3"
@@ -134,27 +181,15 @@ def said(line):
     return list(line.read())
 
 
-def test_the_hash_goes_first_and_the_rest_when_it_is_asked_for(monkeypatch, opened):
-    told = []
-    monkeypatch.setattr("shardkit.jobs.monitor.main._tell_process", told.append)
+def test_what_differs_is_reported_to_all(opened):
+    """By process 0, whose program was compared with those of the others; a stranger's escapes are not printed."""
     hub, (one, two) = monitors(opened, 3)
-    member, (there,) = monitors(opened, 3, rank=1)
-    ours, other = message("1", program="0:0"), message("2", program="0:0")
-    member.handle(1, other)
-    assert said(there) == [{"program": "0:0", "digest": hash_components(other)}]
-    member.handle(0, {"ask": "0:0"})
-    assert said(there) == [other]
-    for same in (True, False):
-        hub.handle(0, ours)
-        hub.handle(2, {"program": "0:0", "digest": hash_components(ours)})
-        hub.handle(1, {"program": "0:0", "digest": hash_components(ours if same else other)})
-        if same:
-            assert said(one) == said(two) == told == [{"agreed": "0:0"}] and not hub.programs
-    assert said(one) == [{"ask": "0:0"}] and not said(two) and not hub.verdict
-    hub.handle(1, other)
-    assert hub.verdict.endswith("they differ in seed (2 on process 1, 1 on process 0)") and said(two) == [
-        {"over": hub.verdict, "lost": False, "hung": []}
-    ]
+    hub.handle(0, {"differs": "stopped before step 0: \x1b[2J"})
+    assert hub.verdict == "stopped before step 0: \\x1b[2J"
+    assert said(one) == said(two) == [{"over": hub.verdict, "lost": False, "hung": []}]
+    hub.verdict = ""
+    hub.handle(1, {"differs": "x"})  # only the process of this monitor says so
+    assert not hub.verdict
 
 
 def test_where_the_process_at_fault_runs_is_said_and_what_hangs_prints_its_stacks(monkeypatch, opened):

@@ -16,7 +16,8 @@ import pytest
 
 import shardkit as sk
 from shardkit.jobs.monitor.agreement import compare_fingerprints
-from shardkit.jobs.monitor.guard import Guard, _plain, described
+from shardkit.jobs.monitor.fingerprint import describe_batch, replace_value
+from shardkit.jobs.monitor.guard import Guard
 from shardkit.jobs.monitor.judge import find_different_batches, find_fault
 from shardkit.jobs.monitor.main import Monitor
 from shardkit.jobs.monitor.members import Deadlines, Member
@@ -254,8 +255,8 @@ def test_what_differs_is_named():
 
 
 def test_sets_do_not_differ_and_a_program_that_does_is_told_by_line_and_collectives():
-    assert _plain({"b", "a"}) == ["a", "b"]
-    assert _plain(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
+    assert replace_value({"b", "a"}) == ["a", "b"]
+    assert replace_value(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
     one = message(program="p", lines=["a", "b", "c"]) | {"collectives": {"all_reduce": 2}, "step": 3}
     other = message(program="q", lines=["a", "x"]) | {"collectives": {"all_gather": 1}, "step": 3}
     assert compare_fingerprints({0: one, 1: other, 2: one}) == (
@@ -349,9 +350,9 @@ def test_batches_are_described_as_jax_takes_them():
         "z": [np.ones((8, 4), np.int32), 2.0, None],
         "name": "s",
     }
-    assert described(batch) == "2 x int32[8,4], bool[3], float32[]"
-    assert described(()) == "no array"
-    one, other = (described([*map(np.ones, range(1, 40)), np.ones(last)]) for last in (50, 51))
+    assert describe_batch(batch) == "2 x int32[8,4], bool[3], float32[]"
+    assert describe_batch(()) == "no array"
+    one, other = (describe_batch([*map(np.ones, range(1, 40)), np.ones(last)]) for last in (50, 51))
     assert one != other and one[:100] == other[:100] and len(one) <= LONGEST_BATCH
 
 
@@ -365,11 +366,14 @@ class LoweredOnly:
         return state / batch.size if batch.size else 1 / 0
 
 
-def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path):
+def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path, monkeypatch):
     recorder, compared = Recorder(str(tmp_path / "ring")), []
-    agree = lambda name, message: compared.append((name, message["batch"], recorder.status))  # noqa: E731
+    monkeypatch.setattr(
+        "shardkit.jobs.monitor.guard.agree",
+        lambda monitor, name, message: compared.append((name, message["batch"], recorder.status)),
+    )
     mesh = sk.make_mesh(jax.devices()[:1], data=1)
-    guard = Guard(SimpleNamespace(recorder=recorder, agree=agree), mesh, {}, 7)
+    guard = Guard(SimpleNamespace(recorder=recorder), mesh, {}, 7)
     step, evaluate = guard.watch(LoweredOnly()), guard.watch(LoweredOnly())
 
     def told():
@@ -382,7 +386,7 @@ def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path
     steps = [("float32[4]", 1, 7, 8), ("float32[2]", 1, 9, 9), ("float32[4]", 1, 10, 10)]
     assert told() == steps
     # It is told before it is compared: who waits for others that do not compare is found by it.
-    assert [name for name, _, _ in compared] == ["7:0", "8:0", "9:1"]
+    assert [name for name, _, _ in compared] == ["1/0/7:0", "1/1/8:0", "1/2/9:1"]
     _, batch, status = compared[2]
     assert (batch, status.phase, status.step, status.batches[-1][1:]) == (
         "float32[2]",
@@ -396,9 +400,9 @@ def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path
         step(1.0, np.ones(0, np.float32))
     step(1.0, np.ones(2, np.float32))
     assert told() == [*steps, ("float32[0]", 1, 11, 11)]
-    again = Guard(SimpleNamespace(recorder=recorder, agree=agree), mesh, {}, 0).watch(LoweredOnly())
+    again = Guard(SimpleNamespace(recorder=recorder), mesh, {}, 0).watch(LoweredOnly())
     again(1.0, np.ones(4, np.float32))
-    assert told()[-1] == ("float32[4]", 2, 0, 0)
+    assert told()[-1] == ("float32[4]", 2, 0, 0) and compared[-1][0] == "2/0/0:0"
 
 
 def test_the_record_keeps_the_last_batches(tmp_path):
@@ -470,7 +474,7 @@ def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeyp
     seen, writes, end = [], [threading.Event(), threading.Event()], threading.Event()
 
     def phase(wanted):
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while recorder.status.phase != wanted:
             assert time.monotonic() < until, recorder.status
             time.sleep(0.001)
@@ -559,7 +563,7 @@ def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
         {"status": ["x", *[0] * 5]},  # of an earlier version
         *[{"status": ["x", *[0] * 5, batches]} for batches in WRONG_BATCHES],
         {"over": []},
-        {"program": []},
+        {"over": "x", "lost": False, "hung": 1},
     ):
         ours, theirs = socket.socketpair()
         watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(ours)])
@@ -609,11 +613,11 @@ def test_a_last_word_counts_and_a_monitor_that_was_stopped_blames_no_one(tmp_pat
 def test_a_long_message_may_take_its_time():
     left, right = socket.socketpair()
     with left, right:
-        long, got, lines = {"lines": ["00000000"] * 1_000_000}, [], MessageStream(right)
+        long, got, lines = {"differs": "x" * 1_000_000}, [], MessageStream(right)
         sending = threading.Thread(target=MessageStream(left).send, args=(long,))
         sending.start()
         while not got:
-            time.sleep(0.01)  # about 2 s in all
+            time.sleep(0.1)  # about 2 s in all
             got = list(lines.read())
         sending.join()
         assert got == [long]
