@@ -77,6 +77,7 @@ KNOWN = {
     "sorted": (lambda x: jnp.sort(x, -1).sum(-1), lambda x: x.sum(-1)),
     "a branch that none takes": (lambda x: jnp.where(x * x < 0, 1.0, x), lambda x: x),
     "other orders inside of a function": (lambda x, y, z: jnp.sin((x + y) + z), lambda x, y, z: jnp.sin(x + (z + y))),
+    "erf_inv": (lambda x, y: lax.erf_inv(x + y) + lax.erf_inv(0 * x), lambda x, y: lax.erf_inv(y + x)),
     "powers of one half": (lambda x: x**0.5, jnp.sqrt),
     "sqrt(x) sqrt(x)": (lambda x: jnp.sqrt(x) * jnp.sqrt(x), lambda x: x),
     "rsqrt, and its gradient": (lambda x: lax.rsqrt(x), lambda x: 1 / jnp.sqrt(x)),

@@ -149,7 +149,7 @@ class Field:
 
     @property
     def undefined(self) -> int:
-        """The poison of what a division by zero makes no number."""
+        """The poison of infinity less infinity, and its like."""
         if self.planted:
             return OUTSIDE
         return NOT_A_NUMBER

@@ -31,7 +31,7 @@ def add_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.nda
         infinite = np.where(y.is_truly_infinite, y.infinite, infinite)
         infinite = np.where(x.is_truly_infinite, x.infinite, infinite)
         apart = x.is_truly_infinite & y.is_truly_infinite & (x.infinite != y.infinite)
-        poison = np.maximum(poison, np.where(apart, NOT_A_NUMBER, 0))
+        poison = np.maximum(poison, np.where(apart, field.undefined, 0))
     return infinite, poison
 
 
@@ -47,7 +47,7 @@ def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | 
         x_is_zero = field.is_zero(x)
         y_is_zero = field.is_zero(y)
         zero_times_infinity = (x.is_truly_infinite & y_is_zero) | (y.is_truly_infinite & x_is_zero)
-        poison = np.maximum(poison, np.where(zero_times_infinity, NOT_A_NUMBER, 0))
+        poison = np.maximum(poison, np.where(zero_times_infinity, field.undefined, 0))
         # `mask * log(x)` is NaN where x is negative and the mask 0. No law of logarithms makes that 0, as laws make
         # log(x) + log(y) the logarithm of x y, so it is compared. In a planted draw it may be 0 / 0.
         if not field.planted:
@@ -77,7 +77,7 @@ def sum_infinities(field: Field, x: Exact, dims: Sequence[int], keep: bool) -> t
         plus = highest == TRULY
         minus = lowest == -TRULY
         infinite = np.where(plus, TRULY, np.where(minus, -TRULY, infinite))
-        poison = np.maximum(poison, np.where(plus & minus, NOT_A_NUMBER, 0))
+        poison = np.maximum(poison, np.where(plus & minus, field.undefined, 0))
     return infinite, poison
 
 
@@ -114,7 +114,7 @@ def contract_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, n
         | has_product(field.is_zero(x), y_plus | y_minus)
         | (plus & minus)
     )
-    poison = np.where(undefined, NOT_A_NUMBER, 0)
+    poison = np.where(undefined, field.undefined, 0)
     # One element that is no number spoils all sums of its row of x, or of its column of y.
     all_x = np.ones(x.shape, bool)
     all_y = np.ones(y.shape, bool)

@@ -143,7 +143,7 @@ def _add_specials(scope: Scope, writing: _Writing, operand: Exact, updates: Exac
     # A sum has infinity where one of its terms has, and NaN where terms have infinity of both signs.
     plus = is_met(operand.infinite == TRULY, updates.infinite == TRULY)
     minus = is_met(operand.infinite == -TRULY, updates.infinite == -TRULY)
-    poison = np.where(plus & minus, NOT_A_NUMBER, 0)
+    poison = np.where(plus & minus, scope.field.undefined, 0)
     for code in (NOT_A_NUMBER, OUTSIDE):
         spoiled = is_met(operand.poison == code, updates.poison == code)
         poison = np.maximum(poison, np.where(spoiled, code, 0))
