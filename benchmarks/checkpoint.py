@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.runtime.checkpoint.orbax_io import orbax, quiet
+from shardkit.runtime.checkpoint.orbax_io import import_orbax, silence_orbax
 
 GIB = 2**30
 SHARES = {"up": 10, "down": 4, "attention": 3, "embed": 2, "head": 1}  # of 20 parts of the parameters
@@ -66,7 +66,7 @@ def by_name(state: Any) -> dict[str, Any]:
 
 def orbax_async(path: Path, state: Any, compressed: bool) -> Callable[[], Any]:
     """Saves with orbax as it comes, and returns what waits for it."""
-    v1 = orbax()
+    v1 = import_orbax()
     saving = v1.options.ArrayOptions.Saving(use_compression=compressed)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
         response: Any = v1.save_async(path, by_name(state))
@@ -141,7 +141,7 @@ def read(case: str, directory: Path, target: sk.TrainState) -> sk.TrainState:
     """The state that a case has saved."""
     if case == "shardkit":
         return sk.runtime.Checkpoints(directory / "shardkit", read_only=True).restore(target)[0]
-    loaded = orbax().load(directory / {"orbax": "orbax"}.get(case, "plain"), by_name(target))
+    loaded = import_orbax().load(directory / {"orbax": "orbax"}.get(case, "plain"), by_name(target))
     return jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in by_name(target)])
 
 
@@ -167,7 +167,7 @@ def restored(case: str, directory: Path, devices: int, nbytes: float) -> dict[st
 
 def alone(call: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a call in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, quiet():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, silence_orbax():
         return pool.submit(call, *arguments).result()
 
 

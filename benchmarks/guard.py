@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = bench.measure("guard", row, cases, mode="dispatched", calls=calls, rounds=rounds)
         bench.report(records, options.json)
         missed |= row.endswith("ms") and not options.smoke and records[1]["cpu_ratio_median"] > TARGET
-    watcher = client.running()
+    watcher = client.find_monitor()
     assert watcher is not None
     seconds = 0.2 if options.smoke else 10.0
     before = cpu_seconds(watcher.process_id)

@@ -25,20 +25,18 @@ MONITOR = Path(__file__).parents[1] / "shardkit" / "jobs" / "monitor" / "__main_
 if "shardkit" not in sys.modules:  # as the monitor does, without the package itself
     runpy.run_path(str(MONITOR))
 
-from shardkit.jobs.monitor.agreement import hash_components  # noqa: E402
-from shardkit.jobs.monitor.main import beat  # noqa: E402
-from shardkit.jobs.monitor.rendezvous import Hello, hello_message  # noqa: E402
+from shardkit.jobs.monitor.introduction import Hello, make_hello_message  # noqa: E402
+from shardkit.jobs.monitor.main import choose_beat  # noqa: E402
 from shardkit.runtime.channel.place import Place  # noqa: E402
 from shardkit.runtime.channel.recorder import Recorder  # noqa: E402
 from shardkit.runtime.channel.wire import MessageStream, encode  # noqa: E402
 
 TIMEOUT = 300.0
 DEADLINES = [1800.0, 3.0, 900.0, 300.0, 1800.0, 30.0]  # of which a hanging rank meets that of a step
-BATCHES = b', [[1, 0, 5, "0123456789abcdef", "float32[512,1024]", true]]'
+BATCHES = b', [["0123456789abcdef", "float32[512,1024]", true, 1, 0, 5]]'
 STATUS = b'{"status": [%b' + BATCHES + b'], "stopped": false, "gone": false, "left": false, "cause": "", "host": "", '
 STATUS += b'"crash": ""}\n'
 HANGS, WAITS = b'"user code", 4, %.9f, 4, 4, %.9f', b'"step", 5, %.9f, 5, 4, %.9f'
-LINES = 2000  # of the program that all agree on
 
 
 def tell(**message: Any) -> None:
@@ -46,24 +44,16 @@ def tell(**message: Any) -> None:
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def fingerprint() -> dict[str, Any]:
-    """One as long as that of a step of a small transformer."""
-    return {
-        "components": {"program": "0" * 16} | {f"setting {index}": "true" for index in range(80)},
-        "lines": [f"{line:08x}" for line in range(LINES)],
-        "collectives": {"all_reduce": 10},
-        "step": 0,
-    }
-
-
 def stand_in(place: Place) -> None:
-    """A process of the job: starts its monitor as `initialize` does, agrees on a program, ends when it is told."""
+    """A process of the job: starts its monitor as `initialize` does, ends when it is told."""
     folder = Path(tempfile.mkdtemp(prefix="shardkit-"))
     recorder = Recorder(str(folder / "ring"))
     command = [sys.executable, "-I", "-S", str(MONITOR)]
     monitor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert monitor.stdin is not None and monitor.stdout is not None
-    monitor.stdin.write(encode({"ring": str(folder / "ring"), "parent": os.getpid(), "place": list(place)}))
+    monitor.stdin.write(
+        encode({"ring": str(folder / "ring"), "parent": os.getpid(), "place": list(place), "crash": -1})
+    )
     monitor.stdin.flush()
     lines = MessageStream(monitor.stdout.fileno())
     signal.signal(signal.SIGUSR1, lambda *_: recorder.enter("user code", 4))  # it comes to no step any more
@@ -75,11 +65,7 @@ def stand_in(place: Place) -> None:
                 shutil.rmtree(folder)
                 tell(kind="met", rank=place.rank, at=now, process=os.getpid(), monitor=monitor.pid)
                 monitor.stdin.write(encode({"deadlines": DEADLINES, "flight": ""}))
-                recorder.enter("compare", 0)
-                monitor.stdin.write(encode({"program": "0:0", **fingerprint()}))
                 monitor.stdin.flush()
-            elif "agreed" in message:
-                tell(kind="agreed", rank=place.rank, at=now)
                 recorder.enter("evaluate", 0)
             elif "end" in message or "refused" in message:
                 tell(kind="end", rank=place.rank, at=now, text=message.get("text") or message.get("refused"))
@@ -96,7 +82,7 @@ class Simulated:
         self.parts: dict[int, bytes] = {}
         self.to_come = list(range(last - 1, first - 1, -1))
         self.counts = dict.fromkeys(["sent", "sent_bytes", "heard", "heard_bytes"], 0)
-        self.seen = {"welcome": 0, "agreed": 0, "over": 0}
+        self.seen = {"welcome": 0, "over": 0}
         self.hung: tuple[int, float] | None = None  # a rank in user code, for which all others wait since then
         self.next = 0.0
 
@@ -110,7 +96,7 @@ class Simulated:
                 return
             rank = self.to_come.pop()
             hello = Hello(rank, self.size, "simulated", "", False, f"{rank:032x}")
-            one.sendall(encode(hello_message(hello, self.token)))
+            one.sendall(encode(make_hello_message(hello, self.token)))
             one.setblocking(False)
             self.sockets[rank], self.parts[rank] = one, b""
             self.selector.register(one, selectors.EVENT_READ, rank)
@@ -122,11 +108,11 @@ class Simulated:
         self.counts["sent"] += 1
         self.counts["sent_bytes"] += len(data)
 
-    def beat(self, now: float) -> None:
+    def send_statuses(self, now: float) -> None:
         """Sends the statuses that are due, spread over the time between two of a rank."""
         ranks = list(self.sockets)
-        every = beat(self.size) / max(1, len(ranks))
-        self.next = max(self.next, now - beat(self.size))  # what was missed for longer is left out
+        every = choose_beat(self.size) / max(1, len(ranks))
+        self.next = max(self.next, now - choose_beat(self.size))  # what was missed for longer is left out
         while self.next < now and ranks:
             rank = ranks[int(self.next / every) % len(ranks)]
             self.send(rank, self.status(rank))
@@ -162,18 +148,13 @@ class Simulated:
                         continue
                     if self.seen[word] in (1, len(self.sockets)):
                         tell(kind="over", at=time.monotonic(), ranks=self.seen[word], text=json.loads(line)["over"])
-        for word in ("welcome", "agreed"):
-            if self.seen[word] == len(self.parts) and not self.to_come:
-                tell(kind=word, at=time.monotonic())
-                self.seen[word] += 1
+        if self.seen["welcome"] == len(self.parts) and not self.to_come:
+            tell(kind="welcome", at=time.monotonic())
+            self.seen["welcome"] += 1
 
     def obey(self, command: dict[str, Any]) -> None:
         """One line of standard input."""
-        if "agree" in command:
-            line = encode({"program": "0:0", "digest": hash_components(fingerprint())})
-            for rank in self.sockets:
-                self.send(rank, line)
-        elif "dies" in command:
+        if "dies" in command:
             self.selector.unregister(self.sockets[command["dies"]])
             self.sockets.pop(command["dies"]).close()
         elif "hangs" in command:
@@ -194,7 +175,7 @@ class Simulated:
                 else:
                     self.hear(key.data)
             if self.seen["welcome"] > len(self.parts):
-                self.beat(time.monotonic())
+                self.send_statuses(time.monotonic())
 
 
 def main() -> None:

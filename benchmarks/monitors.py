@@ -32,7 +32,6 @@ TIMEOUT = 300.0
 STEP = 3.0  # seconds: the deadline of a step in monitor_peers.py
 COLUMNS = {
     "met": "met, s",
-    "agreed": "agreed, s",
     "held_mb": "process 0's monitor, MB",
     "held_kb_rank": "of it per rank, KB",
     "other_mb": "another monitor, MB",
@@ -93,7 +92,7 @@ class Peers:
             line = self.process.stdout.readline()
             if line:
                 self.heard.append(json.loads(line))
-            if not line or (what in ("met", "agreed") and self.heard[-1]["kind"] == "end"):
+            if not line or (what == "met" and self.heard[-1]["kind"] == "end"):
                 raise SystemExit(f"monitors: all ranks must wait for a fault; they ended first: {self.heard[-1:]}.")
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -159,8 +158,6 @@ def measured(size: int, processes: int, seconds: float, empty: float) -> dict[st
         peers = Peers(size, processes)
         try:
             met = peers.last("met", "welcome")
-            peers.tell({"agree": True})
-            agreed = peers.last("agreed", "agreed")
             time.sleep(1.5)
             if fault == "dies":
                 monitors = {each["rank"]: each["monitor"] for each in peers.of("met")}
@@ -169,7 +166,7 @@ def measured(size: int, processes: int, seconds: float, empty: float) -> dict[st
                 after, used = peers.counts(), cpu_seconds(monitors[0]) - used
                 window = after["at"] - before["at"]
                 scale = (size - 1) / (size - processes) / window
-                row |= {"met": met - peers.begun, "agreed": agreed - met, "cpu": used / window}
+                row |= {"met": met - peers.begun, "cpu": used / window}
                 row["messages"] = scale * sum(after[k] - before[k] for k in ("sent", "heard"))
                 row["kb"] = scale * sum(after[k] - before[k] for k in ("sent_bytes", "heard_bytes")) / 1e3
                 held = memory(monitors[0])

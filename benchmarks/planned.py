@@ -23,7 +23,10 @@ import shardkit as sk
 from shardkit import bench, planner
 from shardkit.analysis.hlo.report import Report
 from shardkit.bench.records import FORMAT, VERSION
-from shardkit.planner import Candidate, Layout, Model, memory, work
+from shardkit.planner import Candidate, Layout, Model
+from shardkit.planner.memory import count_held
+from shardkit.planner.share import Share, find_share
+from shardkit.planner.traffic import count_traffic
 
 RESULTS = Path(__file__).parent / "results" / "planned.jsonl"
 MODELS = {
@@ -54,6 +57,11 @@ class Row(NamedTuple):
         model = MODELS[self.model] if model is None else model
         job: Any = {"batch": self.local * self.layout.parts, "sequence": self.sequence}
         return planner.estimate(model, self.layout, chip=self.topology.partition(":")[0], **job)
+
+    def share(self, model: Model | None = None) -> Share:
+        """What one device has of the step, of a model that may be another."""
+        model = MODELS[self.model] if model is None else model
+        return find_share(model, self.layout, self.local * self.layout.parts, self.sequence)
 
     def step(self, model: Model | None = None) -> tuple[sk.TrainStep, tuple[Any, Any]]:
         """The step that the candidate builds, and the shapes of its arguments."""
@@ -146,10 +154,10 @@ def stored(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
 def beside(row: Row, record: dict[str, Any]) -> dict[str, float]:
     """What is predicted of a row over what its record says; wire bytes as written and as compiled."""
     found = row.predicted()
-    model = MODELS[row.model]
-    sent = sum(work.sent(model, row.layout, row.local, row.sequence).values())
+    share = row.share()
+    sent = sum(traffic.sent for traffic in count_traffic(share).values())
     return {
-        "held": memory.held(model, row.layout, row.local, row.sequence) / record["held"],
+        "held": count_held(share) / record["held"],
         "peak": found.bytes / record["peak"],
         "written": sent / record["written"],
         "sent": sent / record["sent"],

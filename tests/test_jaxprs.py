@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax import primitives
-from shardkit._jax.jaxprs import file_name, find_independent
+from shardkit._jax.dependence import find_independent
+from shardkit._jax.jaxprs import file_name
 from shardkit.analysis import lint
 from shardkit.analysis.hlo import collectives, differences, proto
 from shardkit.cost.collectives import COLLECTIVE_KINDS

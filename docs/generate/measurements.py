@@ -31,15 +31,15 @@ def pictures(root: Path) -> Iterator[tuple[str, bytes]]:
 
 def picture(records: Sequence[Mapping[str, Any]]) -> str:
     """The bandwidth and latency of collectives against their size, or ratios to a baseline as bars, as SVG."""
-    from shardkit.viz.style import blank, look, svg_of
+    from shardkit.viz.style import look, make_figure, svg_of
 
     with look():
         if any("busbw_GBps" in record for record in records):
-            figure = blank(9, 3)
+            figure = make_figure(9, 3)
             _draw_sizes(figure.subplots(1, 2), records)
         else:
             rows = list(dict.fromkeys(record["row"] for record in records))
-            figure = blank(7, 0.3 * len(records) + 0.7 * len(rows))
+            figure = make_figure(7, 0.3 * len(records) + 0.7 * len(rows))
             _draw_ratios(figure.subplots(len(rows), 1, squeeze=False)[:, 0], rows, records)
         figure.tight_layout()
         return svg_of(figure)

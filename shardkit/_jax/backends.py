@@ -107,6 +107,11 @@ def told(key: str, timeout: float) -> str | None:
         return None
 
 
+def drop_values(key: str) -> None:
+    """Deletes the values under a key, `key/...`, that `tell_processes` has given."""
+    private("distributed.global_state").client.key_value_delete(f"{key}/")
+
+
 def wait_at_barrier(name: str, timeout: float) -> str | None:
     """Waits for all processes in jax's coordination service; returns None, or its error about missing processes."""
     client = private("distributed.global_state").client

@@ -149,22 +149,6 @@ CALLS = {
 }
 
 
-def inline_jaxpr(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
-    """The results of a jaxpr, evaluated equation by equation, with the functions that it calls inlined."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
-    for equation in jaxpr.eqns:
-        operands = [value_of(v, values) for v in equation.invars]
-        inner = [inner_jaxpr for _, inner_jaxpr in inner_jaxprs(equation)]
-        is_call = equation.primitive.name in CALLS and len(inner) == 1 and len(inner[0].invars) == len(operands)
-        if is_call:
-            with trace_as_equation(equation):
-                results = inline_jaxpr(inner[0], inner_constants(equation)[0], *operands)
-        else:
-            results = bind(equation, operands)
-        values.update(zip(equation.outvars, results, strict=True))
-    return [value_of(v, values) for v in jaxpr.outvars]
-
-
 def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
     """The value of a literal or variable; None if a variable has none."""
     return atom.val if isinstance(atom, Literal) else values.get(atom)
@@ -189,6 +173,11 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 def acts(equation: Any) -> bool:
     """Whether an equation has a side effect: it prints, or calls the host."""
     return any(not isinstance(effect, private("core.NamedAxisEffect")) for effect in equation.effects)
+
+
+def inner_programs(equation: Any) -> list[Any]:
+    """The programs that an equation runs: jaxprs, closed ones where it keeps the arrays that they close over."""
+    return [program for _, program in _programs(equation)]
 
 
 def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:

@@ -1,28 +1,20 @@
-"""Traced programs: their equations and how often each runs, values followed through them, source lines.
+"""Traced programs: their equations and how often each runs, collectives, source lines.
 
-`walk` lists every equation at any depth. `flow` follows facts from the arguments of one jaxpr to its results; the
-caller's `step` says what an equation does to them, with `find_called_jaxpr`, `scan_operands`, `while_operands` and
-`find_fixed_point` for the equations that hold jaxprs. `find_independent` is the part of a program that follows from its
-first arguments.
+`walk` lists every equation at any depth. What follows values through a program is in `interpreter.py`.
 """
 
 from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-from jax.extend.core import ClosedJaxpr, Literal
-from jax.interpreters import partial_eval
+from typing import Any, NamedTuple
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit._jax.primitives import registered
-
-T = TypeVar("T")
 
 # Scopes, by which a traced program says what its collectives are for.
 PLAN = "shardkit_plan"  # a plan gathers leaves, and reduces their gradients
@@ -102,12 +94,6 @@ def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None
             yield from walk(inner_jaxpr, inner_times, inner_branch, site)
 
 
-def without_unused(closed: Any) -> ClosedJaxpr:
-    """A program without the equations that no result needs."""
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    return ClosedJaxpr(jaxpr, closed.consts)
-
-
 def kind_of(equation: Any) -> str | None:
     """The kind of collective that an equation is, as "all_reduce"; None where it does not communicate."""
     return registered(equation.primitive.name).kind
@@ -133,133 +119,6 @@ def communicates(jaxpr: Any) -> str:
             axes = mesh_axes(site.equation)
             return f"{name} over {quoted(axes)}" if axes else name
     return ""
-
-
-def flow(
-    jaxpr: Any,
-    given: Sequence[T],
-    step: Callable[[Any, list[T]], Sequence[T]],
-    literal: Callable[[Any], T],
-    values: dict[Any, T] | None = None,
-) -> list[T]:
-    """Follows facts through a jaxpr, from its arguments to its results.
-
-    `given` has a fact for each of its constants and arguments, in that order, `step(equation, operands)` returns those
-    of an equation's results, and `literal` that of a literal; `values` is filled with those of every variable.
-    """
-    facts: dict[Any, T] = {} if values is None else values
-
-    def read(atoms: Sequence[Any]) -> list[T]:
-        return [literal(atom) if hasattr(atom, "val") else facts[atom] for atom in atoms]
-
-    facts.update(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
-    for equation in jaxpr.eqns:
-        results = step(equation, read(equation.invars))
-        facts.update(zip(equation.outvars, results, strict=True))
-    return read(jaxpr.outvars)
-
-
-def find_fixed_point(carried: list[T], turn: Callable[[list[T]], list[T]]) -> list[T]:
-    """What holds of a loop's carry in every iteration: `turn` adds what one iteration does, until nothing changes."""
-    while True:
-        after = turn(carried)
-        if after == carried:
-            return carried
-        carried = after
-
-
-def find_called_jaxpr(equation: Any) -> Any:
-    """The jaxpr that an equation calls with its operands, one to one; None where it is no plain call."""
-    if equation.primitive.name not in compat.CALLS:
-        return None
-    jaxprs = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
-    if len(jaxprs) != 1 or len(jaxprs[0].invars) != len(equation.invars):
-        return None
-    return jaxprs[0]
-
-
-def scan_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], list[T]]:
-    """A scan's operands: the constants of the loop, its carry, and what it goes over."""
-    consts, carry = compat.scan_parts(equation)
-    return operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
-
-
-def while_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], list[T]]:
-    """A while loop's operands: the constants of its condition, those of its body, and its carry."""
-    n = equation.params["cond_nconsts"]
-    m = n + equation.params["body_nconsts"]
-    return operands[:n], operands[n:m], operands[m:]
-
-
-def find_independent(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
-    """What of a jaxpr follows from its first `given` arguments alone, inside its loops and calls too.
-
-    Returns:
-        A jaxpr of those arguments, whose results are those of the `last` results that follow from them; and for each of
-        the `last` results whether it does not.
-    """
-    argument_count = len(jaxpr.invars)
-    first_result = len(jaxpr.outvars) - last
-    other_arguments = [number >= given for number in range(argument_count)]
-    reached = _find_dependents(jaxpr, other_arguments)
-    depends = marks(jaxpr.outvars[first_result:], reached)
-    # An equation with an effect is never dead code: those that other arguments reach are taken out first.
-    equations = []
-    for equation in jaxpr.eqns:
-        if not all(marks(equation.outvars, reached)) or not any(marks(equation.invars, reached)):
-            equations.append(equation)
-    independent, _ = partial_eval.dce_jaxpr(
-        jaxpr.replace(eqns=equations),
-        [False] * first_result + [not marked for marked in depends],
-        instantiate=[not marked for marked in other_arguments],
-    )
-    return independent, depends
-
-
-def _find_dependents(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
-    """The variables of a jaxpr that depend on these arguments."""
-    dependents = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
-    for equation in jaxpr.eqns:
-        operands = marks(equation.invars, dependents)
-        if any(operands):
-            results = _mark_results(equation, operands)
-            dependents.update(v for v, marked in zip(equation.outvars, results, strict=True) if marked)
-    return dependents
-
-
-def marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
-    """Which of the operands of an equation are among some variables."""
-    return [not isinstance(atom, Literal) and atom in variables for atom in atoms]
-
-
-def _mark_results(equation: Any, operands: list[bool]) -> list[bool]:
-    """Which results of an equation depend on the marked operands."""
-    name = equation.primitive.name
-    inner = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
-    if name in {*compat.CALLS, "shard_map"} and len(inner) == 1 and len(inner[0].invars) == len(operands):
-        return _mark_results_of_jaxpr(inner[0], operands)
-    if name == "cond":
-        index, *arguments = operands
-        branches = [_mark_results_of_jaxpr(jaxpr, arguments) for jaxpr in inner]
-        return [index or any(marked) for marked in zip(*branches, strict=True)]
-    if name == "scan":
-        return _mark_results_of_scan(equation, inner[0], operands)
-    return [True] * len(equation.outvars)
-
-
-def _mark_results_of_jaxpr(jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
-    return marks(jaxpr.outvars, _find_dependents(jaxpr, arguments))
-
-
-def _mark_results_of_scan(equation: Any, body: Any, operands: list[bool]) -> list[bool]:
-    """A carry that depends on the operands in one iteration does in all later ones."""
-    consts, carry, xs = scan_operands(equation, operands)
-    while True:
-        results = _mark_results_of_jaxpr(body, [*consts, *carry, *xs])
-        after = [before or marked for before, marked in zip(carry, results[: len(carry)], strict=True)]
-        if after == carry:
-            return [*carry, *results[len(carry) :]]
-        carry = after
 
 
 def source_line(equation: Any, around: str = "") -> str:

@@ -132,6 +132,23 @@ _ROWS = (
     *(_SAME._replace(name=name) for name in ("copy", "name", "optimization_barrier")),
     *(Primitive(name, on_mesh=True) for name in ("axis_index", "shard_map", "sharding_constraint")),
 )
+# Elementwise primitives: an element of a result depends on the elements of the operands at the same index only. They
+# are linear in their one operand, linear in all operands together, or neither.
+LINEAR = {"neg", "stop_gradient", "convert_element_type", "reduce_precision", "real", "imag", "conj", "copy_p"}
+SUMS = {"add", "sub", "add_any"}
+NONLINEAR = {
+    *("abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e"),
+    *("bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "cos", "cosh", "digamma", "div", "eq"),
+    *("eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac"),
+    *("integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min"),
+    *("mul", "mulhi", "ne", "nextafter", "not", "or", "polygamma", "population_count", "pow"),
+    *("regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic"),
+    *("shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "threefry2x32", "xor", "zeta"),
+}
+ELEMENTWISE = LINEAR | SUMS | NONLINEAR
+# The elements of the operand, in another shape or dtype perhaps.
+VIEWS = {"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"}
+
 TABLE: dict[str, Primitive] = {}
 KIND_OF_OPCODE: dict[str, str] = {}
 

@@ -29,7 +29,7 @@ class Fit(NamedTuple):
 
     def seconds(self, hops: float, sent: float) -> float:
         """The expected time of a collective of so many hops, in which a device sends so many bytes."""
-        return hops * self.latency + sent / self.bandwidth
+        return cost.Link(self.latency, self.bandwidth).seconds(sent, hops)
 
 
 def alpha_beta(records: Iterable[Record]) -> Fit:

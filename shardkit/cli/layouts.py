@@ -21,7 +21,7 @@ from shardkit.cli.output import console
 from shardkit.cli.target import TargetError, load
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.search import AXES, estimates
+from shardkit.planner.search import AXES, list_estimates
 
 MODELS = {  # Llama 3
     "8b": planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
@@ -89,7 +89,7 @@ def _search_transformer(
     if candidates:
         reason = planner.explain(candidates[0], partial(planner.estimate, model, **machine, **sizes))
     else:
-        tried = estimates(model, chips=chips, axes=axes, **machine, **sizes)
+        tried = list_estimates(model, chips=chips, axes=axes, **machine, **sizes)
         smallest = min(tried, key=lambda candidate: candidate.bytes).layout
         advice = planner.advise(model, smallest, **machine, **sizes)
         reason = f"Nothing fits; the smallest is this.\n{advice}"

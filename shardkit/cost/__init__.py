@@ -1,12 +1,14 @@
 """Closed forms: what a computation costs, from its sizes alone; chips as data.
 
-Start with `collectives.py`. A new chip is one row in `hardware.py`. Imports argument checks only, and no jax arrays.
+Start with `collectives.py`, which says what a collective sends, and `links.py`, what that takes. A new chip is one row
+in `hardware.py`. Imports argument checks only, and no jax arrays.
 """
 
 from shardkit.cost.activations import activation_memory
 from shardkit.cost.collectives import Traffic, bus_factor, collective_time, wire
-from shardkit.cost.crossovers import Link, Links, bucket_bytes, links, ring_from, scatter_from
+from shardkit.cost.crossovers import bucket_bytes, ring_from, scatter_from
 from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
+from shardkit.cost.links import Link, Links, links
 from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
 from shardkit.cost.rooflines import Roofline, roofline

@@ -1,99 +1,17 @@
-"""Links: seconds per message and bytes per second, of a chip or as measured, and the sizes from which a way is faster.
+"""Crossovers: from which size of a message one way to send it is faster than another.
 
-A message of B bytes takes latency + B / bandwidth (the alpha-beta model). Nothing is looked up behind a caller's back:
-`Links` are passed to what decides by them (`impl=` of the collective matmuls, `links=` of the planner), and print where
-their figures are from.
+A message of B bytes takes latency + B / bandwidth on a `Link` (the alpha-beta model). Nothing is looked up behind a
+caller's back: `ring_from` is what `impl=` of the collective matmuls decides by, `scatter_from` and `bucket_bytes` are
+what a caller passes to `all_reduce_tree`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from shardkit._arguments import checks
 from shardkit._arguments.typed import typed
-from shardkit.cost import hardware
-from shardkit.cost.hardware import Chip
-
-_HOP = 1e-6  # of a TPU's torus: the scaling book, part 3
-_SWITCHED = 3.4e-6  # of NVLink: NCCL's hardware latency of a ring's step in the Simple protocol (src/graph/tuning.cc)
-
-
-class Link(NamedTuple):
-    """What one kind of link does.
-
-    Attributes:
-        latency: seconds per message.
-        bandwidth: bytes/s that a device sends in one direction.
-        source: where the figures are from, such as "chip v5e" or "measured on 2026-11-23".
-    """
-
-    latency: float
-    bandwidth: float
-    source: str = ""
-
-    def __str__(self) -> str:
-        source = f" ({self.source})" if self.source else ""
-        return f"{self.latency * 1e6:.3g} us a message, {self.bandwidth / 1e9:.3g} GB/s{source}"
-
-
-class Links(NamedTuple):
-    """The links of a machine, for whatever chooses by them.
-
-    Attributes:
-        link: of every axis that `axes` does not name.
-        flops: FLOP/s of a device's bfloat16 matmuls; None where they are not known.
-        axes: (axis, Link) of axes with links of their own.
-
-    Example:
-        >>> slow = sk.cost.Link(latency=20e-6, bandwidth=12.5e9, source="measured on 2026-11-23")
-        >>> links = sk.cost.links("h100")._replace(axes=(("host", slow),))
-        >>> print(links.of("host"), "|", links.of("model"))
-        20 us a message, 12.5 GB/s (measured on 2026-11-23) | 3.4 us a message, 450 GB/s (chip h100)
-    """
-
-    link: Link
-    flops: float | None = None
-    axes: tuple[tuple[str, Link], ...] = ()
-
-    def of(self, axis: str | Sequence[str]) -> Link:
-        """The link of an axis; of several axes the one that takes longest for a message, at each of its figures."""
-        names = (axis,) if isinstance(axis, str) else axis
-        link_of = dict(self.axes)
-        links = [link_of.get(name, self.link) for name in names]
-        if not links:
-            return self.link
-        if len(set(links)) == 1:
-            return links[0]
-        slowest = min(links, key=lambda link: link.bandwidth)
-        return slowest._replace(latency=max(link.latency for link in links))
-
-
-def links(chip: str | Chip) -> Links:
-    """The links of a chip as published: one link of its torus, or all its NVLinks into the switch of its host.
-
-    The latency of a message is 1 us on a torus and 3.4 us through NVLink's switch. The network beyond a slice or a host
-    is left out: measure it.
-
-    Args:
-        chip: a chip or its name.
-
-    Returns:
-        Links, with the chip's peak FLOP/s.
-
-    Raises:
-        ValueError: an unknown chip.
-
-    Example:
-        >>> print(sk.cost.links("v5e").link)
-        1 us a message, 45 GB/s (chip v5e)
-
-    Source: How to Scale Your Model, part 3, and NCCL's tuning table (src/graph/tuning.cc) for the latencies.
-    """
-    described = hardware.chip(chip)
-    latency = _HOP if described.torus else _SWITCHED
-    return Links(Link(latency, described.link_bandwidth, f"chip {described.name}"), described.flops)
+from shardkit.cost.links import Link
 
 
 @typed

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardkit._arguments import checks
 from shardkit._arguments.typed import typed
 from shardkit.cost.activations import recomputation
-from shardkit.cost.collectives import wire
+from shardkit.cost.collectives import sent_share
 
 
 class Volume(NamedTuple):
@@ -81,7 +81,7 @@ def tensor_volume(
             "tensor_volume: regather must go with sequence_parallel; got regather=True and sequence_parallel=False. "
             "Without it the input is whole on every device: set regather=False."
         )
-    all_reduce = float(wire("all_reduce", batch * sequence * hidden * value_bytes, ways).sent)
+    all_reduce = sent_share("all_reduce", ways) * (batch * sequence * hidden * value_bytes)
     forward = 2 * all_reduce
     backward = 2 * all_reduce
     if recompute == "full":
@@ -149,7 +149,7 @@ def context_volume(
         return Volume((ways - 1) * kv, (ways - 1) * kv + kv_gradients)
     if method == "all_gather":
         return Volume((ways - 1) * kv, 2 * (ways - 1) * kv)
-    exchanged = (ways - 1) / ways * (2 * q + kv)  # queries and output; keys and values
+    exchanged = sent_share("all_to_all", ways) * (2 * q + kv)  # queries and output; keys and values
     return Volume(exchanged, exchanged)
 
 
@@ -180,6 +180,6 @@ def expert_volume(
     where = "expert_volume"
     tokens, hidden, ways, top_k = checks.whole(where, tokens=tokens, hidden=hidden, ways=ways, top_k=top_k)
     capacity_factor, value_bytes = checks.positive(where, capacity_factor=capacity_factor, value_bytes=value_bytes)
-    sent_share = float(wire("all_to_all", 1, ways).sent)
-    exchanged = sent_share * tokens * top_k * capacity_factor * hidden * value_bytes
+    rows = tokens * top_k * capacity_factor
+    exchanged = sent_share("all_to_all", ways) * rows * hidden * value_bytes
     return Volume(2 * exchanged, 2 * exchanged)  # dispatch and combine

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardkit._arguments import checks
 from shardkit._arguments.typed import typed
-from shardkit.cost.collectives import wire
+from shardkit.cost.collectives import sent_share
 
 
 class ZeroMemory(NamedTuple):
@@ -159,7 +159,7 @@ def zero_volume(
     parameters, parameter_bytes, gradient_bytes = checks.at_least_zero(
         where, parameters=parameters, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes
     )
-    share = float(wire("reduce_scatter", 1, ways).sent)
+    share = sent_share("reduce_scatter", ways)
     reduction = share * parameters * gradient_bytes
     gather = share * parameters * parameter_bytes
     passes = 1 if layer_major else accumulate  # of microbatches, or of all at once, through a layer

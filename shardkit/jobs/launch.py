@@ -26,7 +26,7 @@ from typing import BinaryIO, NamedTuple
 from shardkit._arguments.checks import at_least, at_least_zero, count, counted
 from shardkit._arguments.files import open_file
 from shardkit._arguments.typed import typed
-from shardkit.jobs.output import passing_on, say, summary
+from shardkit.jobs.output import describe_ends, pass_on, say
 from shardkit.meshes.simulated import cpu_environment
 from shardkit.runtime.channel.place import TOKEN, free_port
 
@@ -171,7 +171,7 @@ def run_attempt(job: Job, port: int, events: Events, *, first: bool) -> tuple[in
             for rank, group in enumerate(groups):
                 place = {"JAX_PROCESS_ID": str(rank), "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 children.append(stack.enter_context(_start(job.words, environ | place, group)))
-            reader = stack.enter_context(passing_on(children, files, blamed))
+            reader = stack.enter_context(pass_on(children, files, blamed))
             supervision = _Supervision(children, groups, events, job.grace)
             supervision.run()
             reader.join(_LAST_OUTPUT)
@@ -192,7 +192,7 @@ def _find_code(supervision: _Supervision, blamed: Sequence[int]) -> tuple[int, b
     failed = [rank for rank in order if codes[rank]]
     if not failed:
         return 0, received is not None
-    say(summary(failed[0], codes, received, killed))
+    say(describe_ends(failed[0], codes, received, killed))
     code = codes[failed[0]]
     if received and failed[0] in killed:
         code = -received

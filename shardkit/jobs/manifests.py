@@ -59,32 +59,24 @@ def render(
     """
     words = find_program(command, python="python")
     check_counts("render", processes=processes, devices=devices, port=port)
-    _check(name, (*words, image or ""))
+    _check_name(name)
+    _check_words([*words, image or ""])
     _check_devices(kind, processes, devices, accelerator, topology)
     if port is not None and kind != "jobset":
         raise ValueError(f"render: port requires jobset; got {port!r} for {kind}. Remove port.")
     if kind == "slurm":
-        return _slurm(words, processes, devices, name, accelerator)
+        return _render_slurm(words, processes, devices, name, accelerator)
     if not image or image.split() != [image]:
         raise ValueError(
             f"render: image must be the name of a container image for {kind}; got {image!r}. Pass for example "
             "image='ghcr.io/me/train:1'."
         )
-    variables = _variables(devices, accelerator) | {
-        "JAX_COORDINATOR_ADDRESS": f"{name}-workers-0-0.{name}:{_PORT if port is None else port}",
-        "JAX_NUM_PROCESSES": str(processes),
-    }
-    # Kubernetes replaces $(NAME) in the words of a command, and $$ stands for one $.
-    main: dict[str, Any] = {"name": "main", "image": _Text(image)}
-    main |= {"command": [_Text(word.replace("$", "$$")) for word in words], "env": _environment(variables, name)}
-    if accelerator != "cpu":
-        main["resources"] = {"limits": {"nvidia.com/gpu" if accelerator == "gpu" else "google.com/tpu": devices}}
-    pod: dict[str, Any] = {"serviceAccountName": name, "restartPolicy": "Never"}
-    pod |= {"terminationGracePeriodSeconds": _NOTICE, "containers": [main]}
-    if topology is not None:
-        gke = "cloud.google.com/gke-tpu"
-        pod["nodeSelector"] = {f"{gke}-accelerator": accelerator, f"{gke}-topology": _Text(topology)}
-    documents = [*_account(name), _jobset(name, processes, pod)]
+    variables = _make_variables(devices, accelerator)
+    variables["JAX_COORDINATOR_ADDRESS"] = f"{name}-workers-0-0.{name}:{port or _PORT}"
+    variables["JAX_NUM_PROCESSES"] = str(processes)
+    container = _make_container(words, image, _make_environment(variables, name), devices, accelerator)
+    pod = _make_pod(name, container, accelerator, topology)
+    documents = [*_make_account(name), _make_jobset(name, processes, pod)]
     return _SECRET.format(name) + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
@@ -99,15 +91,24 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+def _represent_text(dumper: _Dumper, text: _Text) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
 
 
-def _check(name: str, words: Sequence[str]) -> None:
+_Dumper.add_representer(_Text, _represent_text)
+
+
+def _check_name(name: str) -> None:
+    """Refuses what is no name of a Kubernetes object and of a Service."""
     if len(name) > _LONGEST_NAME or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
         raise ValueError(
             f"render: name must be at most {_LONGEST_NAME} lower-case letters, digits and hyphens, begin with a letter "
             f"and not end with a hyphen; got {name!r}. Pass for example 'train-1'."
         )
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Refuses words that are no text: neither YAML nor a shell script can hold them."""
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise ValueError(
@@ -116,8 +117,9 @@ def _check(name: str, words: Sequence[str]) -> None:
 
 
 def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator: str, topology: str | None) -> None:
-    tpu = accelerator.startswith("tpu-") and kind == "jobset"
-    if accelerator not in ("cpu", "gpu") and not tpu:
+    """Refuses accelerators that the scheduler does not have, and numbers of devices that do not fit them."""
+    is_tpu = accelerator.startswith("tpu-") and kind == "jobset"
+    if accelerator not in ("cpu", "gpu") and not is_tpu:
         raise ValueError(
             "render: accelerator must be 'cpu', 'gpu' or for a JobSet a TPU slice such as 'tpu-v5p-slice'; got "
             f"{accelerator!r} for {kind}. Pass one of these."
@@ -126,14 +128,13 @@ def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator:
         raise ValueError(
             f"render: devices must be given with accelerator {accelerator!r}; got none. Pass the number per process."
         )
-    if topology is not None and not tpu:
+    if topology is not None and not is_tpu:
         raise ValueError(
             f"render: topology requires a TPU slice in a JobSet; got {topology!r} with accelerator {accelerator!r} for "
             f"{kind}. Remove topology."
         )
-    if tpu:
-        is_shape = re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology or "")
-        chips = math.prod(map(int, (topology or "").split("x"))) if is_shape else 0
+    if is_tpu:
+        chips = _count_chips(topology or "")
         if chips != processes * (devices or 0):
             raise ValueError(
                 "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got "
@@ -141,41 +142,101 @@ def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator:
             )
 
 
-def _environment(variables: Mapping[str, str], name: str) -> list[dict[str, Any]]:
+def _count_chips(topology: str) -> int:
+    """The chips of a slice of this shape: of '2x2x4' 16; 0 for what is no shape."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
+        return 0
+    return math.prod(map(int, topology.split("x")))
+
+
+def _make_variables(devices: int | None, accelerator: str) -> dict[str, str]:
+    """The environment variables that all processes have in common, under each scheduler."""
+    variables = {"PYTHONUNBUFFERED": "1"}
+    if accelerator == "cpu" and devices is not None:
+        variables["JAX_PLATFORMS"] = "cpu"
+        variables["JAX_NUM_CPU_DEVICES"] = str(devices)
+        # The number of cores here says nothing about the machines of the job.
+        variables["NPROC"] = cpu_environment(devices, {"NPROC": "1"})["NPROC"]
+    return variables
+
+
+def _make_environment(variables: Mapping[str, str], name: str) -> list[dict[str, Any]]:
     """The variables of a container; its index is an annotation of its pod, and the token a Secret."""
+    environment: list[dict[str, Any]] = []
+    for variable, value in variables.items():
+        environment.append({"name": variable, "value": _Text(value)})
     index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    environment.append({"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": index}})
     token = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
-    return [
-        *({"name": each, "value": _Text(value)} for each, value in variables.items()),
-        {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": index}},
-        {"name": TOKEN, "valueFrom": token},
-    ]
+    environment.append({"name": TOKEN, "valueFrom": token})
+    return environment
 
 
-def _account(name: str) -> list[dict[str, Any]]:
+def _make_container(
+    words: Sequence[str], image: str, environment: list[dict[str, Any]], devices: int | None, accelerator: str
+) -> dict[str, Any]:
+    """The container of a process, with its accelerators."""
+    # Kubernetes replaces $(NAME) in the words of a command, and $$ stands for one $.
+    command = [_Text(word.replace("$", "$$")) for word in words]
+    container: dict[str, Any] = {"name": "main", "image": _Text(image), "command": command, "env": environment}
+    if accelerator == "gpu":
+        container["resources"] = {"limits": {"nvidia.com/gpu": devices}}
+    elif accelerator != "cpu":
+        container["resources"] = {"limits": {"google.com/tpu": devices}}
+    return container
+
+
+def _make_pod(name: str, container: dict[str, Any], accelerator: str, topology: str | None) -> dict[str, Any]:
+    """A pod of one process, on a node of the TPU slice if there is one."""
+    pod: dict[str, Any] = {
+        "serviceAccountName": name,
+        "restartPolicy": "Never",  # one process alone cannot join a job that runs: the JobSet restarts all
+        "terminationGracePeriodSeconds": _NOTICE,
+        "containers": [container],
+    }
+    if topology is not None:
+        pod["nodeSelector"] = {
+            "cloud.google.com/gke-tpu-accelerator": accelerator,
+            "cloud.google.com/gke-tpu-topology": _Text(topology),
+        }
+    return pod
+
+
+def _make_account(name: str) -> list[dict[str, Any]]:
     """A ServiceAccount with the two rights that jax's cluster detection needs, for a script that uses it."""
-    pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
-    jobs = {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get"]}
-    group, own = "rbac.authorization.k8s.io", {"metadata": {"name": name}}
+    group = "rbac.authorization.k8s.io"
+    metadata = {"metadata": {"name": name}}
+    rules = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get"]},
+    ]
+    account = {"kind": "ServiceAccount", "name": name}
     role = {"apiGroup": group, "kind": "Role", "name": name}
-    binding = {"subjects": [{"kind": "ServiceAccount", "name": name}], "roleRef": role}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", **own},
-        {"apiVersion": f"{group}/v1", "kind": "Role", **own, "rules": [pods, jobs]},
-        {"apiVersion": f"{group}/v1", "kind": "RoleBinding", **own, **binding},
+        {"apiVersion": "v1", "kind": "ServiceAccount", **metadata},
+        {"apiVersion": f"{group}/v1", "kind": "Role", **metadata, "rules": rules},
+        {"apiVersion": f"{group}/v1", "kind": "RoleBinding", **metadata, "subjects": [account], "roleRef": role},
     ]
 
 
-def _jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
+def _make_jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
     """A JobSet, which restarts after PREEMPTED, LOST or no code, as of a lost machine; other codes are final.
 
     Not so of a pod that Kubernetes evicts, as for a drain: before its first save point it ends with the code of a
     signal.
     """
+    # The rules of a pod that failed, in this order. What no rule names counts against backoffLimit, which is 0: the Job
+    # fails for BackoffLimitExceeded, and the JobSet starts all processes again.
     evicted = {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED, LOST]}}
-    job = {"completions": processes, "parallelism": processes, "completionMode": "Indexed", "backoffLimit": 0}
-    job |= {"podFailurePolicy": {"rules": [evicted, final]}, "template": {"spec": pod}}
+    job = {
+        "completions": processes,
+        "parallelism": processes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [evicted, final]},
+        "template": {"spec": pod},
+    }
     rules = [
         {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
         {"name": "again", "action": "RestartJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]},
@@ -192,22 +253,16 @@ def _jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _variables(devices: int | None, accelerator: str) -> dict[str, str]:
-    if accelerator != "cpu" or devices is None:
-        return {"PYTHONUNBUFFERED": "1"}
-    # The number of cores here says nothing about the machines of the job.
-    threads = cpu_environment(devices, {"NPROC": "1"})["NPROC"]
-    return {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": threads}
-
-
-def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str, accelerator: str) -> str:
+def _render_slurm(words: Sequence[str], processes: int, devices: int | None, name: str, accelerator: str) -> str:
+    """A batch script, which starts the processes, and requeues the job if it was preempted or lost a process."""
     options = [f"--job-name={name}", f"--ntasks={processes}"]
-    options += ["--requeue", "--open-mode=append", f"--signal=TERM@{_NOTICE}"]
-    variables = _variables(devices, accelerator)
+    variables = _make_variables(devices, accelerator)
     if accelerator == "gpu":
-        options.insert(2, f"--gpus-per-task={devices}")
+        options.append(f"--gpus-per-task={devices}")
         # Under Slurm jax would use one device per process, the one with the process's index on its machine.
         variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(devices or 0)))
+    # A requeued job has the same number, and would write over the output of its first run.
+    options += ["--requeue", "--open-mode=append", f"--signal=TERM@{_NOTICE}"]
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),

@@ -39,59 +39,81 @@ class _Pipe:
     stream: TextIO
     file: BinaryIO | None
     blamed: list[int]
-    rest: bytearray = field(default_factory=bytearray)
+    incomplete: bytearray = field(default_factory=bytearray)
 
     def take(self, data: bytes) -> None:
-        """Passes on the lines that `data` completes; empty data is the end, and completes the last line."""
-        if self.file is not None:
-            try:
-                self.file.write(data)
-            except OSError as error:
-                say(f"stopped writing {self.file.name} ({error.strerror})")
-                self.file = None
-        more = data or (b"\n" if self.rest else b"")
-        self.rest += more
-        if b"\n" in more or b"\r" in more:
-            end = 1 + max(self.rest.rfind(b"\n"), self.rest.rfind(b"\r"))
-            lines = _LINE.findall(self.rest[:end])  # beyond, each byte would be tried as the start of a line
-            del self.rest[:end]
-            self.blamed += [int(found[1]) for line in lines if (found := _BLAMES.match(line))]
-            shown = [line for line in lines if not _CHATTER.fullmatch(line)]
-            write(self.stream, b"".join(self.prefix + line for line in shown))
+        """Passes on the lines that `data` completes; empty data is the end, and completes the last line.
+
+        Worked example, of process 1: `step 1\\nst` prints `[1] step 1`, and `ep 2\\n` after it `[1] step 2`.
+        """
+        self._copy_to_file(data)
+        is_end = not data
+        if is_end and self.incomplete:
+            data = b"\n"
+        self.incomplete += data
+        if b"\n" not in data and b"\r" not in data:
+            return
+        end = 1 + max(self.incomplete.rfind(b"\n"), self.incomplete.rfind(b"\r"))
+        lines = _LINE.findall(self.incomplete[:end])  # beyond, each byte would be tried as the start of a line
+        del self.incomplete[:end]
+        text = b""
+        for line in lines:
+            blame = _BLAMES.match(line)
+            if blame is not None:
+                self.blamed.append(int(blame[1]))
+            if not _CHATTER.fullmatch(line):
+                text += self.prefix + line
+        write(self.stream, text)
+
+    def _copy_to_file(self, data: bytes) -> None:
+        if self.file is None:
+            return
+        try:
+            self.file.write(data)
+        except OSError as error:
+            say(f"stopped writing {self.file.name} ({error.strerror})")
+            self.file = None
 
 
 @contextmanager
-def passing_on(
+def pass_on(
     children: Sequence[subprocess.Popen[bytes]], files: Sequence[BinaryIO], blamed: list[int]
 ) -> Iterator[threading.Thread]:
     """Reads all pipes in one thread, so that lines are never mixed; at exit, until they are empty.
 
-    What a line of the guard names is appended to `blamed`.
+    `files` has that of the standard output and that of the standard error of each process, or none. What a line of the
+    guard names is appended to `blamed`.
     """
     pipes: dict[int, _Pipe] = {}
-    for index, child in enumerate(children):
-        for place, (pipe, stream) in enumerate(((child.stdout, sys.stdout), (child.stderr, sys.stderr))):
-            assert pipe is not None
-            file = files[2 * index + place] if files else None
-            pipes[pipe.fileno()] = _Pipe(f"[{index}] ".encode(), stream, file, blamed)
-    over = threading.Event()
-    reader = threading.Thread(target=_read, args=(pipes, over), daemon=True)
+    for rank, child in enumerate(children):
+        output_file = None
+        error_file = None
+        if files:
+            output_file = files[2 * rank]
+            error_file = files[2 * rank + 1]
+        prefix = f"[{rank}] ".encode()
+        assert child.stdout is not None and child.stderr is not None
+        pipes[child.stdout.fileno()] = _Pipe(prefix, sys.stdout, output_file, blamed)
+        pipes[child.stderr.fileno()] = _Pipe(prefix, sys.stderr, error_file, blamed)
+    ended = threading.Event()
+    reader = threading.Thread(target=_read, args=(pipes, ended), daemon=True)
     reader.start()
     try:
         yield reader
     finally:
-        over.set()
+        ended.set()
         reader.join()
 
 
-def _read(pipes: Mapping[int, _Pipe], over: threading.Event) -> None:
+def _read(pipes: Mapping[int, _Pipe], ended: threading.Event) -> None:
+    """Reads all pipes to their ends, or once the processes have ended until nothing comes for a while."""
     with selectors.DefaultSelector() as selector:
         for number in pipes:
             selector.register(number, selectors.EVENT_READ)
         while selector.get_map():
-            was_over = over.is_set()
+            had_ended = ended.is_set()
             ready = selector.select(_SILENCE)
-            if was_over and not ready:
+            if had_ended and not ready:
                 return
             for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
@@ -115,29 +137,53 @@ def write(stream: TextIO, data: bytes) -> None:
             stream.write(data.decode(errors="replace"))
             stream.flush()
             return
-        rest = memoryview(data)  # not through the stream, whose buffer would keep what it could not write
-        while rest:
-            rest = rest[os.write(number, rest) :]
+        unwritten = memoryview(data)  # not through the stream, whose buffer would keep what it could not write
+        while unwritten:
+            count = os.write(number, unwritten)
+            unwritten = unwritten[count:]
 
 
-def summary(first: int, codes: Sequence[int], received: signal.Signals | None, killed: Collection[int]) -> str:
+def describe_ends(first: int, codes: Sequence[int], received: signal.Signals | None, killed: Collection[int]) -> str:
     """How the processes of a job ended, `first` before the others; those in `killed` by the launcher."""
     if set(codes) == {PREEMPTED}:
         return f"all processes were preempted, and exited with code {PREEMPTED}"
-    after = f"after {received.name} " if received else ""
+    prefix = f"after {received.name} " if received else ""
     if first in killed:
-        names = name_processes([rank for rank in range(len(codes)) if rank in killed])
-        others = ", ".join(f"{rank}: {_end(code)}" for rank, code in enumerate(codes) if rank not in killed)
-        said = f"{after}the launcher killed {names}, which did not end in time"
-        return said + (f" (others: {others})" if others else "")
-    ends = [f"{_end(code)} of the launcher" if rank in killed else _end(code) for rank, code in enumerate(codes)]
-    others = ", ".join(f"{rank}: {end}" for rank, end in enumerate(ends) if rank != first)
-    end = ends[first] if codes[first] < 0 else f"exit code {codes[first]}"
-    return f"{after}process {first} failed first, {end}" + (f" (others: {others})" if others else "")
+        return prefix + _describe_killed(codes, killed)
+    ends = {}
+    for rank, code in enumerate(codes):
+        ends[rank] = _describe_end(code)
+        if rank in killed:
+            ends[rank] += " of the launcher"
+    end = ends.pop(first)
+    if codes[first] >= 0:
+        end = f"exit code {end}"
+    return f"{prefix}process {first} failed first, {end}" + _describe_others(ends)
 
 
-def _end(code: int) -> str:
+def _describe_killed(codes: Sequence[int], killed: Collection[int]) -> str:
+    """Which processes the launcher killed, and how the others ended."""
+    ranks = []
+    others = {}
+    for rank, code in enumerate(codes):
+        if rank in killed:
+            ranks.append(rank)
+        else:
+            others[rank] = _describe_end(code)
+    return f"the launcher killed {name_processes(ranks)}, which did not end in time" + _describe_others(others)
+
+
+def _describe_others(ends: Mapping[int, str]) -> str:
+    """The ends of the other processes in brackets, as ` (others: 0: 0, 2: killed by SIGTERM)`; empty without any."""
+    if not ends:
+        return ""
+    texts = [f"{rank}: {end}" for rank, end in ends.items()]
+    return f" (others: {', '.join(texts)})"
+
+
+def _describe_end(code: int) -> str:
     if code >= 0:
         return str(code)
-    names = {number.value: number.name for number in signal.Signals}
-    return f"killed by {names.get(-code, f'signal {-code}')}"
+    names = {number.value: number.name for number in signal.Signals}  # of real-time signals there are none
+    name = names.get(-code, f"signal {-code}")
+    return f"killed by {name}"

@@ -33,15 +33,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import (
-    PLAN,
-    find_called_jaxpr,
-    find_fixed_point,
-    kind_of,
-    mesh_axes,
-    scan_operands,
-    source_line,
-)
+from shardkit._jax.interpreter import find_called_jaxpr, find_fixed_point, scan_operands
+from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, source_line
 from shardkit._jax.primitives import registered
 from shardkit.on_device.elementwise_rules import of_one_example
 from shardkit.on_device.example_rules import RULES, send_along

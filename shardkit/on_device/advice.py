@@ -16,12 +16,12 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import MEAN, PLAN, find_called_jaxpr, flow, kind_of, mesh_axes, own_line, source_line, walk
-from shardkit._jax.primitives import registered
+from shardkit._jax.interpreter import JaxprInterpreter, scan_operands
+from shardkit._jax.jaxprs import MEAN, PLAN, kind_of, mesh_axes, own_line, source_line, walk
+from shardkit._jax.primitives import VIEWS, registered
 from shardkit.meshes.layout import all_axes, split_dims
 
 Axes = frozenset[str]
-_KEEP = {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"}
 _SCALE = {"mul", "div", "add", "sub", "max", "neg", "add_any"}
 _SUMS = {"reduce_sum", "dot_general"}
 
@@ -75,7 +75,7 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
     return remarks
 
 
-class _StepReader:
+class _StepReader(JaxprInterpreter[_Fact]):
     """Follows a traced step; collects the quotients that are summed, by line, and what all devices have alike.
 
     Worked example: `jnp.sum(x) / jnp.sum(mask)` of this device's examples, with `x` and `mask` split over "data". Both
@@ -88,35 +88,47 @@ class _StepReader:
         self.alike: list[Remark] = []
         self._sizes: dict[str, int] = {}  # of the mesh axes with several devices
 
-    def run(self, jaxpr: Any, inputs: Sequence[_Fact]) -> list[_Fact]:
-        """What is known of the results of a jaxpr, from what is known of its arguments."""
-        constants = [_Fact()] * len(jaxpr.constvars)
-        return flow(jaxpr, [*constants, *inputs], self._step, _literal)
+    def constant(self, x: Any) -> _Fact:
+        return _Fact()
 
-    def _step(self, equation: Any, ins: list[_Fact]) -> Sequence[_Fact]:
-        name = equation.primitive.name
-        outs = equation.outvars
+    def literal(self, atom: Any) -> _Fact:
+        kinds = (jnp.floating, jnp.integer)
+        is_number = not atom.aval.shape and any(jnp.issubdtype(atom.aval.dtype, kind) for kind in kinds)
+        return _Fact(factor=float(atom.val) if is_number else math.nan)
+
+    def step(self, equation: Any, operands: list[_Fact]) -> Sequence[_Fact]:
         if compat.in_scope(equation, MEAN):
-            self._check_mean(equation, *ins)
-        callee = find_called_jaxpr(equation)
-        if callee is not None:
-            return self.run(callee, ins)
-        if name == "shard_map":
-            return self._enter_mesh(equation)
-        fact = _combine(equation, ins)
-        if kind_of(equation) is not None:
-            return [self._send(equation, ins, fact)] * len(outs)
-        if compat.inner_jaxprs(equation):
-            return self._run_loop(equation, ins, fact)
-        return [_compute(equation, ins, fact)] * len(outs)
+            self._check_mean(equation, *operands)
+        return super().step(equation, operands)
 
-    def _enter_mesh(self, equation: Any) -> list[_Fact]:
+    def shard_map(self, equation: Any, body: Any, operands: list[_Fact]) -> Sequence[_Fact]:
         mesh = equation.params["mesh"].shape
         self._sizes.update({axis: size for axis, size in mesh.items() if size > 1})
-        inputs = [_ARGUMENT._replace(differs=all_axes(spec)) for spec in equation.params["in_specs"]]
-        ((_, body),) = compat.inner_jaxprs(equation)[:1]
-        self.run(body, inputs)
+        self.run(body, [_ARGUMENT._replace(differs=all_axes(spec)) for spec in equation.params["in_specs"]])
         return [_ARGUMENT] * len(equation.outvars)
+
+    def scan(self, equation: Any, body: Any, operands: list[_Fact]) -> Sequence[_Fact]:
+        consts, _, _ = scan_operands(equation, operands)
+        return self._run_inner(equation, operands, shared=consts)
+
+    def equation(self, equation: Any, operands: list[_Fact]) -> Sequence[_Fact]:
+        if compat.inner_programs(equation):
+            return self._run_inner(equation, operands, shared=[])
+        fact = _combine(equation, operands)
+        if kind_of(equation) is not None:
+            fact = self._send(equation, operands, fact)
+        else:
+            fact = _compute(equation, operands, fact)
+        return [fact] * len(equation.outvars)
+
+    def _run_inner(self, equation: Any, operands: list[_Fact], shared: list[_Fact]) -> list[_Fact]:
+        """What all turns of a loop share is followed; they may be examples, each with its own divisor."""
+        fact = _combine(equation, operands)
+        for program in compat.inner_programs(equation):
+            jaxpr = getattr(program, "jaxpr", program)
+            carried = [_varying_too(fact, variable) for variable in jaxpr.invars[len(shared) :]]
+            self.run(program, [*shared, *carried])
+        return [_varying_too(fact, variable) for variable in equation.outvars]
 
     def _send(self, equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
         """What a collective returns. A quotient that it sums over devices is remembered."""
@@ -133,17 +145,6 @@ class _StepReader:
         of_the_plan = compat.in_scope(equation, PLAN)
         reduced = fact.reduced if of_the_plan else fact.reduced | axes
         return fact._replace(differs=fact.differs - axes, reduced=reduced)
-
-    def _run_loop(self, equation: Any, ins: list[_Fact], fact: _Fact) -> list[_Fact]:
-        """What all turns of a loop share is followed; they may be examples, each with its own divisor."""
-        shared = []
-        if equation.primitive.name == "scan":
-            constants, _ = compat.scan_parts(equation)
-            shared = ins[:constants]
-        for _, body in compat.inner_jaxprs(equation):
-            carried = [_varying_too(fact, variable) for variable in body.invars[len(shared) :]]
-            self.run(body, [*shared, *carried])
-        return [_varying_too(fact, variable) for variable in equation.outvars]
 
     def _check_mean(self, equation: Any, weight: _Fact, total: _Fact) -> None:
         """Remembers what all devices have alike of a Mean, and sum: it counts once for each of them."""
@@ -188,7 +189,7 @@ def _varying_too(fact: _Fact, variable: Any) -> _Fact:
 def _compute(equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
     """What is known of the result of a plain primitive."""
     name = equation.primitive.name
-    keeps = name in _KEEP or registered(name).cast
+    keeps = name in VIEWS or registered(name).cast
     if not keeps and name not in _SCALE | _SUMS | {"select_n", "concatenate"}:
         return fact
     out = equation.outvars[0].aval
@@ -204,12 +205,6 @@ def _compute(equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
     return _with_terms(fact, ins, equation)
 
 
-def _literal(atom: Any) -> _Fact:
-    kinds = (jnp.floating, jnp.integer)
-    is_number = not atom.aval.shape and any(jnp.issubdtype(atom.aval.dtype, kind) for kind in kinds)
-    return _Fact(factor=float(atom.val) if is_number else math.nan)
-
-
 def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
     return frozenset[Any]().union(*sets)
 
@@ -218,7 +213,7 @@ def _with_terms(fact: _Fact, ins: list[_Fact], equation: Any) -> _Fact:
     """The fact with the factor and the terms: a sum of scalars may add one, and a product keeps those it has."""
     name = equation.primitive.name
     terms = _union(operand.terms for operand in ins)
-    if name in _KEEP or registered(name).cast or name == "neg" or (name == "reduce_sum" and fact.given):
+    if name in VIEWS or registered(name).cast or name == "neg" or (name == "reduce_sum" and fact.given):
         return fact._replace(factor=ins[0].factor, terms=terms)
     if name == "mul":
         if all(operand.differs for operand in ins):

@@ -12,20 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from shardkit._jax.primitives import LINEAR, NONLINEAR, SUMS
 from shardkit.on_device.example_states import EACH_TURN, UNKNOWN, Pair, Rows, State, Total, Whole, is_turn, select
-
-# Elementwise primitives: those that are linear in one operand, or in all together, and all others.
-LINEAR = {"neg", "stop_gradient", "convert_element_type", "reduce_precision", "real", "imag", "conj", "copy_p"}
-SUMS = {"add", "sub", "add_any"}
-ELEMENTWISE = {
-    *("abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e"),
-    *("bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "cos", "cosh", "digamma", "div", "eq"),
-    *("eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac"),
-    *("integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min"),
-    *("mul", "mulhi", "ne", "nextafter", "not", "or", "polygamma", "population_count", "pow"),
-    *("regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic"),
-    *("shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "threefry2x32", "xor", "zeta"),
-}
 
 
 def of_one_example(pair: Pair, operands: Sequence[State]) -> State:
@@ -34,7 +22,7 @@ def of_one_example(pair: Pair, operands: Sequence[State]) -> State:
         return pair.met(f"{pair.name} pairs every example with every other")
     if all(state.scale == 1 for state in operands if isinstance(state, Whole | Rows)):
         return Rows(EACH_TURN)
-    scale = scale_of(pair, operands) if pair.name in ELEMENTWISE else UNKNOWN
+    scale = scale_of(pair, operands) if pair.name in NONLINEAR else UNKNOWN
     if scale == UNKNOWN:
         return pair.met(f"{pair.name} combines examples with their number")
     return Rows(EACH_TURN, scale=scale)

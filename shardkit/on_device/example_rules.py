@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from shardkit._jax.jaxprs import kind_of
-from shardkit._jax.primitives import registered
+from shardkit._jax.primitives import ELEMENTWISE, registered
 from shardkit.on_device import combining_rules as combining
 from shardkit.on_device import moving_rules as moving
-from shardkit.on_device.elementwise_rules import ELEMENTWISE, LINEAR, SUMS, elementwise
+from shardkit.on_device.elementwise_rules import elementwise
 from shardkit.on_device.example_states import Pair, Rows, State, Total, Whole, any_whole
 from shardkit.on_device.indexing_rules import scatter
 from shardkit.on_device.moving_rules import Rule, of_one_operand
@@ -41,7 +41,7 @@ _SCATTERS = ("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_mi
 _DRAWS = ("random_wrap", "random_unwrap", "random_bits", "random_split", "random_gamma")
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys((*ELEMENTWISE, *LINEAR, *SUMS), elementwise),
+    **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(_REDUCTIONS, of_one_operand(combining.reduction)),
     **dict.fromkeys(("argmax", "argmin"), of_one_operand(combining.argument)),
     **dict.fromkeys(_CUMULATIVE, of_one_operand(combining.cumulative)),

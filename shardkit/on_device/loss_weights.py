@@ -15,7 +15,7 @@ import numpy as np
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import find_called_jaxpr, find_fixed_point, flow, scan_operands
+from shardkit._jax.interpreter import FactInterpreter
 from shardkit._jax.primitives import registered
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.handles import cast_floating
@@ -123,10 +123,7 @@ def _trace_means(means_of: Callable[[list[Any]], Mapping[str, Any]], arrays: lis
         return results
 
     closed = jax.make_jaxpr(totals_and_weights)(*arrays)
-    inputs = []
-    for leaf in (*map(_outside, closed.consts), *range(len(arrays))):
-        inputs.append(_NOTHING if leaf is None else frozenset({_Tag(leaf, True), _Tag(leaf, False)}))
-    tags = _follow(closed.jaxpr, inputs)
+    tags = _TagReader().run(closed, [_tags_of(leaf) for leaf in range(len(arrays))])
     means = []
     for (name, unshared), total, weight in zip(described, tags[::2], tags[1::2], strict=True):
         means.append(_TracedMean(name, unshared, total, weight))
@@ -176,53 +173,38 @@ def _rounds(dtype: Any, compute: Any) -> bool:
     return bool(before.nmant > after.nmant or before.maxexp > after.maxexp)
 
 
-def _follow(jaxpr: Any, inputs: Sequence[Tags]) -> list[Tags]:
-    """The tags of each result of a jaxpr, from those of its last arguments; the others depend on nothing."""
+class _TagReader(FactInterpreter[Tags]):
+    """Follows the tags of values through a traced loss."""
 
-    def step(equation: Any, ins: list[Tags]) -> list[Tags]:
-        outs = []
-        for variable, tags in zip(equation.outvars, _step(equation, ins), strict=True):
+    def constant(self, x: Any) -> Tags:
+        leaf = _outside(x)
+        return _NOTHING if leaf is None else _tags_of(leaf)
+
+    def literal(self, atom: Any) -> Tags:
+        return _NOTHING
+
+    def join(self, facts: Sequence[Tags], variable: Any) -> Tags:
+        return _NOTHING.union(*facts)
+
+    def step(self, equation: Any, operands: list[Tags]) -> Sequence[Tags]:
+        if not any(operands):
+            return [_NOTHING] * len(equation.outvars)
+        results = []
+        for variable, tags in zip(equation.outvars, super().step(equation, operands), strict=True):
             is_comparison = getattr(variable.aval, "dtype", None) == np.bool_
-            outs.append(_without_values(tags) if is_comparison else tags)
-        return outs
+            results.append(_without_values(tags) if is_comparison else tags)
+        return results
 
-    constants = len(jaxpr.constvars) + len(jaxpr.invars) - len(inputs)
-    return flow(jaxpr, [*[_NOTHING] * constants, *inputs], step, lambda literal: _NOTHING)
-
-
-def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
-    """The tags of the results of an equation."""
-    name = equation.primitive.name
-    count = len(equation.outvars)
-    every_tag = _NOTHING.union(*ins)
-    if not every_tag:
-        return [_NOTHING] * count
-    callee = find_called_jaxpr(equation)
-    if callee is not None:
-        return _follow(callee, ins)
-    inner = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
-    if name == "cond":
-        predicate, *operands = ins
-        branches = [_follow(branch, operands) for branch in inner]
-        return [predicate.union(*tags) for tags in zip(*branches, strict=True)]
-    if name == "scan":
-        return _scan(equation, inner[0], ins)
-    if (registered(name).same or registered(name).kind) and len(ins) == count:  # result i depends on operand i
-        return ins
-    return [every_tag] * count
+    def equation(self, equation: Any, operands: list[Tags]) -> Sequence[Tags]:
+        count = len(equation.outvars)
+        row = registered(equation.primitive.name)
+        if (row.same or row.kind) and len(operands) == count:  # result i depends on operand i
+            return operands
+        return [_NOTHING.union(*operands)] * count
 
 
-def _scan(equation: Any, body: Any, ins: list[Tags]) -> list[Tags]:
-    """The tags of a scan's results, with those of its carry iterated to a fixed point."""
-    constants, carry, slices = scan_operands(equation, ins)
-
-    def turn(carry: list[Tags]) -> list[Tags]:
-        results = _follow(body, [*constants, *carry, *slices])
-        return [old | new for old, new in zip(carry, results, strict=False)]
-
-    carry = find_fixed_point(carry, turn)
-    results = _follow(body, [*constants, *carry, *slices])
-    return [*carry, *results[len(carry) :]]
+def _tags_of(leaf: int) -> Tags:
+    return frozenset({_Tag(leaf, True), _Tag(leaf, False)})
 
 
 def _without_values(tags: Tags) -> Tags:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardkit.on_device.elementwise_rules import ELEMENTWISE, LINEAR, SUMS, scale_of
+from shardkit._jax.primitives import ELEMENTWISE, LINEAR
+from shardkit.on_device.elementwise_rules import scale_of
 from shardkit.on_device.example_states import UNKNOWN, Pair, State, Whole, any_whole, select, shift_dims
 
 WholeRule = Callable[[Pair, list[Whole]], list[Whole]]
@@ -175,7 +176,7 @@ def _change_one_dim(pair: Pair, wholes: list[Whole]) -> list[Whole]:
 
 _CHANGES_ONE_DIM = ("slice", "rev", "pad", "concatenate", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _RULES: dict[str, WholeRule] = {
-    **dict.fromkeys((*ELEMENTWISE, *LINEAR, *SUMS), _combine),
+    **dict.fromkeys(ELEMENTWISE, _combine),
     **dict.fromkeys(_CHANGES_ONE_DIM, _change_one_dim),
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
@@ -191,6 +192,6 @@ _RULES: dict[str, WholeRule] = {
 }
 # What stays as it is where an array has more elements, or has a rule of its own for that.
 _KEEPS_ELEMENTS = {
-    *(*ELEMENTWISE, *LINEAR, *SUMS),
+    *ELEMENTWISE,
     *("iota", "broadcast_in_dim", "reshape", "transpose", "squeeze", "reduce_sum", "dot_general"),
 }

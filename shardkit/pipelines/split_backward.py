@@ -36,13 +36,14 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit._jax import compat
-from shardkit._jax.primitives import registered
+from shardkit._jax.interpreter import inline_jaxpr
+from shardkit._jax.primitives import VIEWS, registered
 
 # Labels are sets of halves, as bits.
 FIRST = 1
 SECOND = 2
 # Views of a value, as casts are. The second half computes them again, unless their operands are larger.
-_VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "rev", "copy", "name"}
+_VIEWS = VIEWS | {"rev", "name"}
 
 
 class TwoHalves:
@@ -115,7 +116,7 @@ class _Labels(NamedTuple):
 def _inline_program(jaxpr: Any, constants: Sequence[Any]) -> _Program:
     """The program of a jaxpr, with the equations of the functions that it calls in place of the calls."""
     avals = [v.aval for v in jaxpr.invars]
-    closed = jax.make_jaxpr(partial(compat.inline_jaxpr, jaxpr, constants))(*avals)
+    closed = jax.make_jaxpr(partial(inline_jaxpr, jaxpr, constants))(*avals)
     loops = {}
     for number, equation in enumerate(closed.jaxpr.eqns):
         if equation.primitive.name == "scan":

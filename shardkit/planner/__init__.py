@@ -1,18 +1,21 @@
 """The planner: the layouts of a model that fit a machine, the fastest first, and what runs them.
 
-Start with `search.py`; `estimate.py` states the model of memory and time. Imports all up to models.
+Start with `search.py`; `estimate.py` states the model of memory and time. `share.py` says what one device has of a
+step, `traffic.py` what it sends, `habits.py` the little that is known of compilers. Imports all up to models.
 """
 
 from __future__ import annotations
 
 from shardkit.planner.advice import Advice, advise
-from shardkit.planner.candidates import Candidate, Layout, table
+from shardkit.planner.candidates import Candidate
 from shardkit.planner.counted import counted
 from shardkit.planner.estimate import estimate
+from shardkit.planner.layout import Layout
 from shardkit.planner.model import Model
 from shardkit.planner.reasons import explain
 from shardkit.planner.search import kinds, search
 from shardkit.planner.source import source_of
+from shardkit.planner.tables import table
 
 __all__ = [
     "Advice",

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from shardkit import cost
-from shardkit.planner.candidates import REMAT, Candidate, Layout, gigabytes, table
+from shardkit.planner.candidates import Candidate
 from shardkit.planner.estimate import estimate
+from shardkit.planner.layout import REMAT, Layout
 from shardkit.planner.model import Model
-from shardkit.planner.search import estimates, ranked
+from shardkit.planner.search import list_estimates, rank
+from shardkit.planner.tables import format_gigabytes, table
 
 _TARGET = 0.8  # share of the memory that the advised batch fills
 _MOST = 10**6  # sequences of a microbatch
+_CHANGES = ("fsdp", "context", "tensor", "accumulate", "remat")
+_ADVISED_AXES = ("data", "fsdp", "tensor", "context")
+
+Proposals = list[tuple[str, Candidate]]
 
 
 class Advice(NamedTuple):
@@ -36,20 +44,24 @@ class Advice(NamedTuple):
     batch_candidate: Candidate | None
 
     def __str__(self) -> str:
-        given = self.given
-        rows = [("given", given), *self.proposals]
-        verdict = "fits" if given.fits else "does not fit"
+        first = self.given
+        verdict = "fits" if first.fits else "does not fit"
+        usable = format_gigabytes(first.usable_bytes)
+        names = ["given"]
+        candidates = [first]
+        for name, candidate in self.proposals:
+            names.append(name)
+            candidates.append(candidate)
         lines = [
-            f"{given.layout} {verdict}: {gigabytes(given.bytes)} GB of {gigabytes(given.usable_bytes)} GB usable",
-            table([candidate for _, candidate in rows], names=[name for name, _ in rows]),
+            f"{first.layout} {verdict}: {format_gigabytes(first.bytes)} GB of {usable} GB usable",
+            table(candidates, names=names),
         ]
-        if not given.fits and not self.proposals:
+        if not first.fits and not self.proposals:
             lines.append("no layout fits this batch on any number of chips that divides it: shorten the sequence")
         if self.batch_candidate is not None:
-            lines.append(
-                f"batch {self.batch} fills {gigabytes(self.batch_candidate.bytes)} GB of "
-                f"{gigabytes(self.batch_candidate.usable_bytes)} GB, the target of about 80% of the memory"
-            )
+            filled = format_gigabytes(self.batch_candidate.bytes)
+            target = format_gigabytes(self.batch_candidate.usable_bytes)
+            lines.append(f"batch {self.batch} fills {filled} GB of {target} GB, the target of about 80% of the memory")
         return "\n".join(lines)
 
 
@@ -84,46 +96,74 @@ def advise(
         remat ...
         batch 16 fills 13.30 GB of 13.74 GB, the target of about 80% of the memory
     """
-    job: Any = {"chip": chip, "batch": batch, "sequence": sequence, "links": links}
-    job |= {"memory_share": memory_share, "efficiency": efficiency}
-    given = estimate(model, layout, **job)
-
-    def fitting(chips: int) -> list[Candidate]:
-        return ranked(estimates(model, chips=chips, axes=("data", "fsdp", "tensor", "context"), **job))
-
-    found: list[tuple[str, Candidate]] = []
-    if not given.fits:
-        chips = layout.chips
-        every = fitting(chips)
-        for name in ("fsdp", "context", "tensor", "accumulate", "remat"):
-            found += [(name, c) for c in every if _change(layout, c.layout) == name][:1]
-        if not found and every:
-            found = [("together", every[0])]
-        while not found and 2 * chips <= batch * model.heads:
-            chips *= 2
-            found = [("chips", c) for c in fitting(chips)[:1]]
-    step = layout.parts
-
-    def filling(local: int) -> Candidate:
-        return estimate(model, layout, chip=chip, batch=local * step, sequence=sequence, memory_share=_TARGET)
-
-    local = bisect_left(range(1, _MOST), True, key=lambda local: not filling(local).fits)
-    most = local * step
-    filled = filling(local) if most else None
-    return Advice(given, tuple(found), most, filled)
+    job: Any = {
+        "chip": chip,
+        "batch": batch,
+        "sequence": sequence,
+        "links": links,
+        "memory_share": memory_share,
+        "efficiency": efficiency,
+    }
+    first = estimate(model, layout, **job)
+    proposals: Proposals = []
+    if not first.fits:
+        most_chips = batch * model.heads
+        proposals = _propose(layout, most_chips, partial(_rank_estimates, model, job))
+    fill = partial(_fill_target, model, layout, chip, sequence)
+    local = bisect_left(range(1, _MOST), True, key=lambda local: not fill(local).fits)
+    filled = fill(local) if local else None
+    return Advice(first, tuple(proposals), local * layout.parts, filled)
 
 
-def _change(a: Layout, b: Layout) -> str:
+def _rank_estimates(model: Model, job: Any, chips: int) -> list[Candidate]:
+    return rank(list_estimates(model, chips=chips, axes=_ADVISED_AXES, **job))
+
+
+def _propose(layout: Layout, most_chips: int, rank_on: Callable[[int], list[Candidate]]) -> Proposals:
+    """One change on the same chips; else any layout on these; else the fastest on twice as many, again and again."""
+    candidates = rank_on(layout.chips)
+    proposals = []
+    for name in _CHANGES:
+        for candidate in candidates:
+            if _name_change(layout, candidate.layout) == name:
+                proposals.append((name, candidate))
+                break
+    if proposals:
+        return proposals
+    if candidates:
+        return [("together", candidates[0])]
+    chips = 2 * layout.chips
+    while chips <= most_chips:
+        candidates = rank_on(chips)
+        if candidates:
+            return [("chips", candidates[0])]
+        chips *= 2
+    return []
+
+
+def _fill_target(model: Model, layout: Layout, chip: str | cost.Chip, sequence: int, local: int) -> Candidate:
+    """The layout with this many sequences in a microbatch of a device, of which the target's share is usable."""
+    batch = local * layout.parts
+    return estimate(model, layout, chip=chip, batch=batch, sequence=sequence, memory_share=_TARGET)
+
+
+def _name_change(before: Layout, after: Layout) -> str:
     """The one change that leads from one layout to another, as in `Advice.proposals`; "" if it takes several."""
-    changed = {name for name in a._fields if getattr(a, name) != getattr(b, name)}
+    changed = {name for name in before._fields if getattr(before, name) != getattr(after, name)}
     if changed & {"context", "expert", "stage"}:
-        return "context" if b.context > a.context and changed <= {"data", "fsdp", "context"} else ""
-    if b.tensor > a.tensor and "remat" not in changed:
-        # a microbatch of a replica has as many sequences
-        alike = b.data * b.fsdp * b.accumulate == a.data * a.fsdp * a.accumulate
-        return "tensor" if alike else ""
-    if b.fsdp > a.fsdp and changed <= {"data", "fsdp"}:
+        splits_sequences = after.context > before.context and changed <= {"data", "fsdp", "context"}
+        return "context" if splits_sequences else ""
+    if after.tensor > before.tensor and "remat" not in changed:
+        return "tensor" if _count_microbatches(after) == _count_microbatches(before) else ""
+    if after.fsdp > before.fsdp and changed <= {"data", "fsdp"}:
         return "fsdp"
-    if b.accumulate > a.accumulate and changed == {"accumulate"}:
+    if after.accumulate > before.accumulate and changed == {"accumulate"}:
         return "accumulate"
-    return "remat" if changed == {"remat"} and REMAT.index(b.remat) > REMAT.index(a.remat) else ""
+    if changed == {"remat"} and REMAT.index(after.remat) > REMAT.index(before.remat):
+        return "remat"
+    return ""
+
+
+def _count_microbatches(layout: Layout) -> int:
+    """Microbatches of a step over all replicas: with as many, each has as many sequences."""
+    return layout.data * layout.fsdp * layout.accumulate

@@ -1,8 +1,7 @@
-"""What the planner returns: a layout, a candidate, and the table of candidates."""
+"""A candidate: a layout, its estimate, and the mesh, the plan and the GradFn that run it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -15,9 +14,10 @@ from shardkit._arguments.typed import ITERABLE, check_kind
 from shardkit.meshes.mesh import make_mesh
 from shardkit.models import transformer
 from shardkit.on_device.gradient import GradFn, value_and_grad
-from shardkit.planner.model import Model
+from shardkit.planner.layout import INSIDE, Layout
+from shardkit.planner.model import NAMES_IN_CONFIG, Model
 from shardkit.plans.plan import Plan, chain
-from shardkit.schedules import Schedule, interleaved, one_f_one_b
+from shardkit.schedules import Schedule
 from shardkit.strategies.context import cp
 from shardkit.strategies.data import dp
 from shardkit.strategies.expert import ep
@@ -26,87 +26,12 @@ from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp
 
 # The sizes that models.transformer has as they are by default.
-_OURS = ("gated", "head_size", "expert_ffn", "shared", "dense", "attention", "extra")
-REMAT = ("none", "selective", "full")
-INSIDE = ("model", "context", "expert", "stage")  # mesh axes over which the model itself communicates
+_DEFAULT_SIZES = ("gated", "head_size", "expert_ffn", "shared", "dense", "attention", "extra")
+_REMAT_OF_CONFIG = {"none": None, "selective": "dots_without_batch", "full": "full"}
 # The plan of each mesh axis that needs no more than its name, of parameters with a stack "layers".
-PLANS: Mapping[str, Callable[[str], Plan]] = MappingProxyType(
+_PLANS: Mapping[str, Callable[[str], Plan]] = MappingProxyType(
     {"data": dp, "fsdp": partial(fsdp, layerwise=("layers",)), "expert": ep, "context": cp}
 )
-
-
-class Layout(NamedTuple):
-    """The mesh sizes and the recomputation of a plan.
-
-    Attributes:
-        data: data-parallel ways, which replicate the state.
-        fsdp: ways over which parameters, gradients and optimizer state are sharded, layer by layer.
-        tensor: tensor-parallel ways, with sequence parallelism.
-        accumulate: microbatches per step.
-        remat: what the backward recomputes: "none", "selective" (the attention scores) or "full" (each layer).
-        context: ways over which each sequence is split, with ring attention in zigzag order.
-        expert: ways over which the experts are split; they split the batch too.
-        stage: stages of a pipeline, which runs 1F1B and recomputes each stage from its input.
-        chunks: chunks of layers on each stage, which the pipeline interleaves.
-        microbatches: microbatches of the pipeline, of each of the `accumulate` ones.
-    """
-
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    accumulate: int = 1
-    remat: str = "none"
-    context: int = 1
-    expert: int = 1
-    stage: int = 1
-    chunks: int = 1
-    microbatches: int = 1
-
-    @property
-    def chips(self) -> int:
-        """Number of chips."""
-        return math.prod(self._ways().values())
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Sizes of the mesh axes, without those of size 1 (but one axis at least); the last has the nearest chips."""
-        return {name: size for name, size in self._ways().items() if size > 1} or {"data": 1}
-
-    @property
-    def parts(self) -> int:
-        """Into how many parts the examples of a step are split: over devices, and one after the other."""
-        return self.data * self.fsdp * self.expert * self.accumulate * self.microbatches
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The pipeline's schedule; None without stages."""
-        if self.stage == 1:
-            return None
-        if self.chunks == 1:
-            return one_f_one_b(self.stage, self.microbatches)
-        return interleaved(self.stage, self.microbatches, self.chunks)
-
-    def _ways(self) -> dict[str, int]:
-        return {
-            "stage": self.stage,
-            "data": self.data,
-            "fsdp": self.fsdp,
-            "expert": self.expert,
-            "context": self.context,
-            "model": self.tensor,
-        }
-
-    def __str__(self) -> str:
-        return " ".join(f"{name}={getattr(self, name)}" for name in columns([self]))
-
-
-_SELDOM = ("context", "expert", "stage", "chunks", "microbatches")
-
-
-def columns(layouts: Sequence[Layout]) -> list[str]:
-    """The fields by which layouts are shown: without axes that all of them do without."""
-    names = layouts[0]._fields if layouts else Layout._fields
-    return [name for name in names if name not in _SELDOM or any(getattr(each, name) > 1 for each in layouts)]
 
 
 class Candidate(NamedTuple):
@@ -159,7 +84,7 @@ class Candidate(NamedTuple):
         return make_mesh(devices, **self.layout.axes)
 
     def plan(self, rules: Any = None) -> Plan:
-        """The plan of the layout: that of `PLANS` for each axis, tp over "model", and the pipeline's over "stage".
+        """The plan of the layout: dp, fsdp, ep and cp over their axes, tp over "model", and a pipeline's over "stage".
 
         Args:
             rules: as for `tp`, of a model of your own; None: those of `models.transformer`.
@@ -178,12 +103,14 @@ class Candidate(NamedTuple):
             >>> state = init(lambda key: sk.models.transformer.init(key, best.config()), jax.random.key(0))
         """
         layout = self.layout
-        plans = [PLANS[axis](axis) for axis in layout.axes if axis in PLANS]
+        plans = [_PLANS[axis](axis) for axis in layout.axes if axis in _PLANS]
         if layout.tensor > 1:
-            rules = transformer.tensor_rules(self.config(), "model", layout.tensor) if rules is None else rules
+            if rules is None:
+                rules = transformer.tensor_rules(self.config(), "model", layout.tensor)
             plans.append(tp("model", rules, sequence=True))
-        if layout.schedule is not None:
-            plans.append(pipeline(layout.schedule, "stage").plan)
+        schedule = layout.schedule
+        if schedule is not None:
+            plans.append(pipeline(schedule, "stage").plan)
         return chain(*plans)
 
     def config(self) -> transformer.Config:
@@ -193,31 +120,27 @@ class Candidate(NamedTuple):
             ValueError: a model that `models.transformer` is not.
         """
         model = self.model
-        ours = {name: Model._field_defaults[name] for name in _OURS}
-        if wrong := [f"{name}={getattr(model, name)!r}" for name in ours if getattr(model, name) != ours[name]]:
+        wrong = []
+        for name in _DEFAULT_SIZES:
+            value = getattr(model, name)
+            if value != Model._field_defaults[name]:
+                wrong.append(f"{name}={value!r}")
+        if wrong:
             raise ValueError(
                 "planner: models.transformer has three feed-forward matrices, heads of size hidden / heads, equal "
                 f"layers and no biases; got a Model with {', '.join(wrong)}. Pass plan(rules) of your own model to "
                 "make_train_step."
             )
-        return transformer.Config(
-            vocabulary=model.vocabulary,
-            layers=model.layers,
-            dim=model.hidden,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            hidden=model.width,
-            tied=model.tied,
-            experts=model.experts,
-            top_k=model.top_k,
-            capacity=model.capacity if model.experts else None,
-            remat={"none": None, "selective": "dots_without_batch", "full": "full"}[self.layout.remat],
-        )
+        sizes: dict[str, Any] = {field: getattr(model, name) for name, field in NAMES_IN_CONFIG.items()}
+        if model.experts:
+            sizes |= {"experts": model.experts, "top_k": model.top_k, "capacity": model.capacity}
+        return transformer.Config(**sizes, hidden=model.width, remat=_REMAT_OF_CONFIG[self.layout.remat])
 
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""
         inside: dict[str, Any] = {axis: axis for axis in INSIDE if axis in self.layout.axes}
-        return grad_fn_of(self.config(), transformer.Axes(**inside, sequence="model" in inside), self.layout.schedule)
+        axes = transformer.Axes(**inside, sequence="model" in inside)
+        return grad_fn_of(self.config(), axes, self.layout.schedule)
 
 
 def grad_fn_of(config: transformer.Config, axes: transformer.Axes, schedule: Schedule | None) -> GradFn:
@@ -225,80 +148,18 @@ def grad_fn_of(config: transformer.Config, axes: transformer.Axes, schedule: Sch
     if schedule is None:
         return value_and_grad(transformer.loss_fn(config, axes))
     pieces = transformer.pieces(config, axes)
-    return transformer.in_order(pipeline(schedule, "stage").value_and_grad(*pieces, layer_numbers=True), axes)
+    grad_fn = pipeline(schedule, "stage").value_and_grad(*pieces, layer_numbers=True)
+    return transformer.in_order(grad_fn, axes)
 
 
-def of_kind(model: Model, *layouts: Layout) -> None:
-    """Refuses anything but a Model and Layouts."""
-    if not isinstance(model, Model):
-        raise TypeError(
-            f"planner: model must be a Model; got {model!r}. Pass for example planner.Model(layers=8, hidden=64, "
-            "heads=4, vocabulary=256)."
-        )
-    for layout in layouts:
-        if not isinstance(layout, Layout):
-            raise TypeError(
-                f"planner: layout must be a Layout; got {layout!r}. Pass for example planner.Layout(fsdp=8, tensor=2)."
-            )
-
-
-def listed(candidates: Iterable[Candidate]) -> list[Candidate]:
+def list_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates as a list; refuses all else."""
     check_kind("planner", "candidates", candidates, (ITERABLE,))
-    candidates = list(candidates)
-    for each in candidates:
-        if not isinstance(each, Candidate):
+    listed = list(candidates)
+    for candidate in listed:
+        if not isinstance(candidate, Candidate):
             raise TypeError(
-                f"planner: candidates must be of type Candidate; got {each!r}. Pass what search or estimate returned."
+                f"planner: candidates must be of type Candidate; got {candidate!r}. Pass what search or estimate "
+                "returned."
             )
-    return candidates
-
-
-def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
-    """Candidates as aligned text: memory in GB (10^9 bytes) per device, times in ms per step, MFU in percent.
-
-    Args:
-        candidates: the rows, in order.
-        names: a name for each row; empty: no column of names.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: names that are not one per candidate.
-
-    Example:
-        >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
-        >>> found = sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)
-        >>> print(sk.planner.table(found[:2]))
-        data  fsdp  tensor  accumulate ...
-    """
-    check_kind("planner", "names", names, (ITERABLE,))
-    candidates, names = listed(candidates), list(names)
-    if names and len(names) != len(candidates):
-        raise ValueError(
-            f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Pass as many, or none."
-        )
-    shown = columns([each.layout for each in candidates])
-    figures = ["state GB", "activations GB", "compute ms", "hidden ms", "exposed ms", "step ms", "MFU %"]
-    rows = [[*([""] if names else []), *shown, *figures]]
-    for i, c in enumerate(candidates):
-        times = (c.compute_seconds, c.hidden_seconds, c.exposed_seconds, c.seconds)
-        rows.append(
-            ([names[i]] if names else [])
-            + [str(getattr(c.layout, name)) for name in shown]
-            + [gigabytes(c.state_bytes), gigabytes(c.activation_bytes)]
-            + [_milliseconds(seconds) for seconds in times]
-            + [f"{100 * c.mfu:.1f}"]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-
-
-def gigabytes(size: float) -> str:
-    """Bytes in GB, with two decimals."""
-    return f"{size / 1e9:.2f}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}" if seconds >= 1e-4 or not seconds else f"{1e3 * seconds:.2g}"
+    return listed

@@ -3,35 +3,37 @@
 The loss is traced on shapes, and nothing is compiled. As for transformers, memory per device is that of float32
 parameters and two Adam moments, float32 gradients, copies in the dtype of compute (of layers that are gathered one by
 one, of two), and what the backward pass keeps. Compute is the FLOPs of matmuls and convolutions, forward and backward
-as traced, over the chips' peak. What is gathered at once is exposed; all else that is sent overlaps with compute.
+as traced, over the chips' peak. What is sent is counted leaf by leaf from the plan, by `plans/traffic.py`: what is
+gathered at once is exposed; all else overlaps with compute.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from shardkit import cost
 from shardkit._arguments import checks
-from shardkit._arguments.typed import Arrays, DType, check_kind, kinds_of, typed
+from shardkit._arguments.typed import Arrays, DType, typed
 from shardkit.analysis.jaxpr.counts import LossCounts, of_loss
+from shardkit.collectives.algorithms import Sent
 from shardkit.meshes.layout import by_path, local_shape, path_name
 from shardkit.meshes.mesh import abstract_mesh
 from shardkit.on_device.gradient import LossFn, value_and_grad
 from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.precision import Precision, precision_of
-from shardkit.planner.axes import bandwidth
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.estimate import check_most, check_shares
+from shardkit.planner.estimate import check_at_most_a_billion, check_machine
+from shardkit.planner.layout import Layout
+from shardkit.planner.machine import Machine
 from shardkit.plans.dim_rules import is_in_subtrees
 from shardkit.plans.plan import Plan
-from shardkit.plans.splits import is_layout
+from shardkit.plans.splits import LeafLayout, is_layout
+from shardkit.plans.traffic import PlanTraffic, ValueBytes, plan_traffic
 from shardkit.steps.builder import make_train_step
 from shardkit.strategies.data import dp
 from shardkit.strategies.zero import fsdp, zero1
@@ -92,8 +94,8 @@ class CountedCandidate(Candidate):
     def plan(self, rules: Any = None) -> Plan:
         """The plan of the layout, over the axis "data"; it takes no rules."""
         if rules is not None:
-            self.config()
-        return _plans(self.model)[self.layout.plan]
+            self.config()  # which refuses them
+        return _list_plans(self.model)[self.layout.plan]
 
     def config(self) -> Any:
         """Refused, and with it `grad_fn` and rules."""
@@ -144,92 +146,125 @@ def counted(
         checks.whole("counted", iterations=iterations)
     compute = jnp.dtype(precision_of(Precision(compute=compute)).compute)
     params, batch = jax.eval_shape(lambda *trees: trees, params, batch)
-    seen = jax.eval_shape(lambda *trees: cast_floating(trees, compute), params, batch)
-    counts = of_loss(loss_fn, seen[0], seen[1], iterations)
-    named = by_path("counted", jax.tree_util.tree_leaves_with_path(params))
-    leaves = {path: math.prod(x.shape) for path, x in named.items()}
-    layers = _layers(loss_fn, params, batch, layerwise)
-    return Counted(leaves, layers, counts, compute, params, layerwise)
+    params_in_loss, batch_in_loss = jax.eval_shape(lambda *trees: cast_floating(trees, compute), params, batch)
+    counts = of_loss(loss_fn, params_in_loss, batch_in_loss, iterations)
+    leaves = by_path("counted", jax.tree_util.tree_leaves_with_path(params))
+    sizes = {path: math.prod(leaf.shape) for path, leaf in leaves.items()}
+    layers = _count_layers(loss_fn, params, batch, layerwise)
+    return Counted(sizes, layers, counts, compute, params, layerwise)
 
 
-def _layers(loss_fn: LossFn, params: Any, batch: Any, layerwise: tuple[str, ...]) -> int:
+def _count_layers(loss_fn: LossFn, params: Any, batch: Any, layerwise: tuple[str, ...]) -> int:
     """The number of layers in some stacks; 0 where they are none, or the loss does not gather them one by one."""
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    sizes = {(*leaf.shape, 0)[0] for path, leaf in paths if is_in_subtrees(path_name(path), layerwise)}
-    if len(sizes) != 1:
+    lengths = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if is_in_subtrees(path_name(path), layerwise):
+            lengths.add(leaf.shape[0] if leaf.shape else 0)
+    if len(lengths) != 1:
         return 0
     plan = fsdp("data", layerwise=layerwise, min_size=1)
     init, step = make_train_step(value_and_grad(loss_fn), optax.sgd(0.1), mesh=abstract_mesh(data=2), plan=plan)
-    twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
+    # Two devices, each with as many examples as the loss was given.
+    batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
     try:
-        jax.eval_shape(step, init.abstract(params), twice)
+        jax.eval_shape(step, init.abstract(params), batches)
     except Exception:  # a loss that uses lazy leaves as arrays, which jax and libraries refuse in many ways
         return 0
-    return min(sizes)
+    return min(lengths)
 
 
-def search_counted(
-    model: Counted, chip: cost.Chip, chips: int, batch: int, memory_share: float, efficiency: float, links: Any
-) -> list[Candidate]:
+def search_counted(model: Counted, machine: Machine, chips: int, batch: int) -> list[Candidate]:
     """`planner.search` of a counted model."""
-    check_shares(memory_share=memory_share, efficiency=efficiency)
-    check_kind("planner", "links", links, kinds_of(cost.Links | None))
+    check_machine(machine)
     chips, batch = checks.whole("planner", chips=chips, batch=batch)
-    check_most(chips=chips, batch=batch)
+    check_at_most_a_billion(chips=chips, batch=batch)
     if batch % chips:
         raise ValueError(
             f"planner: batch must be divisible by the chips; got {batch} over {chips}. Change the batch or the chips."
         )
-    link = cost.Link(0.0, bandwidth(chip, 1, chips, chips)) if links is None else links.of("data")
-    seconds = batch * model.counts.step_flops / (chips * chip.flops * efficiency)
-    # what jax.checkpoint repeats is none of the model's
-    model_flops = batch * min(3 * model.counts.flops, model.counts.step_flops)
-    found: list[Any] = []
-    for name, plan in _plans(model).items():
-        placed = _placed(model, plan, chips)
-        for accumulate in (n for n in range(1, batch // chips + 1) if batch // chips % n == 0):
-            state, hidden, exposed = _moved(model, name, placed, chips, accumulate)
-            messages = 3 * model.layers * accumulate if name == "layerwise" else 2
-            times = (seconds, hidden / link.bandwidth + messages * (chips - 1) * link.latency, exposed / link.bandwidth)
-            memory = (state, model.counts.kept_bytes * (batch // chips // accumulate), memory_share * chip.hbm_bytes)
-            each = CountedCandidate._make((model, Ways(name, chips, accumulate), *memory, *times, 0.0, (), 0.0))
-            mfu = model_flops / (each.seconds * chips * chip.flops) if each.seconds else 0.0
-            found += [each._replace(mfu=mfu)] if each.fits else []
-    order = list(_plans(model))
-    return sorted(found, key=lambda c: (c.seconds, c.layout.accumulate, order.index(c.layout.plan)))
+    examples = batch // chips
+    candidates: list[Any] = []
+    for name in _list_plans(model):
+        for accumulate in range(1, examples + 1):
+            if examples % accumulate:
+                continue
+            candidate = _estimate(model, machine, Ways(name, chips, accumulate), examples)
+            if candidate.fits:
+                candidates.append(candidate)
+    order = list(_list_plans(model))
+    return sorted(candidates, key=lambda each: (each.seconds, each.layout.accumulate, order.index(each.layout.plan)))
 
 
-def _plans(model: Counted) -> dict[str, Plan]:
+def _estimate(model: Counted, machine: Machine, ways: Ways, examples: int) -> Any:
+    """The estimate of one layout, with this many examples per step on a device."""
+    traffic = _count_traffic(model, ways)
+    exposed = _sum_bytes(traffic.gathered)
+    hidden = _sum_bytes(traffic.opened) + _sum_bytes(traffic.reduced)
+    # All devices are one group along "data".
+    link = machine.find_link(Layout(data=ways.data), "data")
+    transfers = 2
+    if ways.plan == "layerwise":
+        transfers = 3 * model.layers * ways.accumulate  # two gathers and a scatter
+    peak = machine.chip.flops
+    compute = examples * model.counts.step_flops / (peak * machine.efficiency)
+    fields: dict[str, Any] = {"model": model, "layout": ways}
+    candidate: Any = CountedCandidate(
+        **fields,
+        state_bytes=_count_state(model, ways),
+        activation_bytes=model.counts.kept_bytes * (examples // ways.accumulate),
+        usable_bytes=machine.usable_bytes,
+        compute_seconds=compute,
+        hidden_seconds=link.seconds(hidden, transfers * (ways.data - 1)),
+        exposed_seconds=link.seconds(exposed),
+        mfu=0.0,
+    )
+    if candidate.seconds:
+        # What jax.checkpoint repeats is none of the model's.
+        model_flops = examples * min(3 * model.counts.flops, model.counts.step_flops)
+        candidate = candidate._replace(mfu=model_flops / (candidate.seconds * peak))
+    return candidate
+
+
+def _list_plans(model: Counted) -> dict[str, Plan]:
     """The plans of a counted model, the simplest first."""
     plans = {"dp": dp("data"), "zero1": zero1("data"), "fsdp": fsdp("data")}
-    return plans | ({"layerwise": fsdp("data", layerwise=model.layerwise)} if model.layers else {})
+    if model.layers:
+        plans["layerwise"] = fsdp("data", layerwise=model.layerwise)
+    return plans
 
 
-def _placed(model: Counted, plan: Plan, chips: int) -> list[tuple[Any, int, list[int]]]:
-    """Of each leaf its layout, its size, and its sizes on a device: at rest, in the update, and of its gradient."""
-    mesh: Any = abstract_mesh(data=chips)
-    leaves, layouts = (
-        jax.tree.leaves(model.params),
-        jax.tree.leaves(plan.layouts(model.params, mesh), is_leaf=is_layout),
+def _count_traffic(model: Counted, ways: Ways) -> PlanTraffic:
+    """What a device sends in a step: gathers in the dtype of compute, of zero1 after the update in float32."""
+    mesh: Any = abstract_mesh(data=ways.data)
+    return plan_traffic(
+        _list_plans(model)[ways.plan],
+        model.params,
+        mesh,
+        accumulate=ways.accumulate,
+        value_bytes=ValueBytes(compute=model.compute.itemsize),
     )
-    return [
-        (it, math.prod(x.shape), [math.prod(local_shape(x.shape, s, mesh)) for s in (it.rest, it.update, it.grad)])
-        for x, it in zip(leaves, layouts, strict=True)
-    ]
 
 
-def _moved(model: Counted, name: str, placed: Any, chips: int, accumulate: int) -> tuple[float, float, float]:
-    """Bytes of state on one device, and bytes that it sends in a step: beside compute, and before or after it."""
-    state, hidden, exposed, copy = model.counts.copied_bytes, 0.0, 0.0, model.compute.itemsize
-    for layout, size, (rest, update, grad) in placed:
-        state += 4 * rest + 8 * update + 4 * grad
+def _sum_bytes(sent: Sent) -> float:
+    return float(sum(sent.values()))
+
+
+def _count_state(model: Counted, ways: Ways) -> float:
+    """Bytes of parameters, optimizer state, gradients and copies on one device."""
+    mesh: Any = abstract_mesh(data=ways.data)
+    layouts: list[LeafLayout] = jax.tree.leaves(
+        _list_plans(model)[ways.plan].layouts(model.params, mesh), is_leaf=is_layout
+    )
+    copy = model.compute.itemsize
+    state: float = model.counts.copied_bytes
+    for leaf, layout in zip(jax.tree.leaves(model.params), layouts, strict=True):
+        size = math.prod(leaf.shape)
+        rest = math.prod(local_shape(leaf.shape, layout.rest, mesh))
+        update = math.prod(local_shape(leaf.shape, layout.update, mesh))
+        gradient = math.prod(local_shape(leaf.shape, layout.grad, mesh))
+        state += 4 * rest + 8 * update + 4 * gradient
         if layout.lazy:
-            state += 2 * copy * size / model.layers
+            state += 2 * copy * size / model.layers  # two layers, one of which is gathered beside the other's compute
         elif copy < 4 or rest < size:
             state += copy * size
-        stage = {"dp": 0, "zero1": 1}.get(name, 3) if layout.splits else 0
-        volume = partial(cost.zero_volume, size, chips, stage, accumulate=accumulate, layerwise=layout.lazy)
-        reduced, both = (volume(parameter_bytes=n, gradient_bytes=4) for n in (0, 4 if stage == 1 else copy))
-        hidden += both if layout.lazy else reduced
-        exposed += 0 if layout.lazy else both - reduced
-    return state, hidden, exposed
+    return state

@@ -1,17 +1,16 @@
-"""The memory and the step time of a transformer's layout, by arithmetic; `aot.compile` measures.
+"""The memory and the step time of a transformer's layout, by arithmetic; `aot.compile` lets the compiler decide.
 
 - Memory per device: that of the worst moment of a step, by the list of buffers in `memory.py`.
-- Time per step: that of the operations in `work.py`, whose matmuls reach `efficiency` of the chip's peak, and of what
-  is sent. FSDP's and data parallelism's collectives overlap with compute, tensor parallelism's do not: step =
-  max(compute, fsdp + data) + tensor.
-- Bandwidth, as for `aot` (`analysis/hlo/compute.py`): a torus group sends over the dimensions along which it extends
-  in a square or cube of all chips. A GPU's tensor group is within a host; the others send at NVLink's speed within a
-  host, and across hosts at the network's times the members per host, if that is less: each GPU has its own adapter.
-  Latency is left out, so times are lower bounds.
-- Stages, context and experts: the smaller problem of one device, and what they add, by `axes.py`.
-- With `links`, as measured, each kind of ways has the bandwidth of its link instead, and every message its latency: a
-  layer is gathered twice and scattered once per microbatch over fsdp, gradients are reduced once per step over data,
-  and a layer exchanges over tensor as often as `work.exchanges_of` says.
+- Time per step: that of the operations in `operations.py`, whose matmuls reach `efficiency` of the chip's peak, and of
+  what is sent, by `traffic.py`, over the links of `cost/links.py`. FSDP's and data parallelism's collectives overlap
+  with compute, tensor parallelism's do not: step = max(compute, fsdp + data) + tensor.
+- A ring of attention sends while its products run, so that what takes longer than they do is exposed; exchanges of
+  experts, and what a stage sends to the next, are exposed.
+- A pipeline saves the stage's input of every microbatch in flight and recomputes all else, so that a microbatch costs a
+  forward more, and computes at each tick what any stage does (`mode="masked"`).
+- Latency counts where links were measured; published ones have none, so that times are lower bounds, as those of `aot`.
+
+The figures rank layouts. What a compiler makes of a step is its own affair, but for the few rows of `habits.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,15 @@ from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
-from shardkit.planner import memory, work
-from shardkit.planner.axes import bandwidth, one_device, why_not, with_axes
-from shardkit.planner.candidates import REMAT, Candidate, Layout, of_kind
+from shardkit.planner.candidates import Candidate
+from shardkit.planner.layout import REMAT, Layout
+from shardkit.planner.machine import Machine
+from shardkit.planner.memory import find_peak
 from shardkit.planner.model import Model
+from shardkit.planner.operations import time_attention, time_operations
+from shardkit.planner.pipelined import run_pipeline
+from shardkit.planner.share import Share, find_misfit, find_share
+from shardkit.planner.traffic import count_stage_input, count_traffic
 
 _MOST = 10**9
 
@@ -66,117 +70,122 @@ def estimate(
         >>> f"{found.bytes / 1e9:.1f} GB, {found.seconds:.2f} s, MFU {found.mfu:.0%}"
         '19.1 GB, 0.28 s, MFU 78%'
     """
-    it = cost.chip(chip)
-    layout, batch, sequence = check(model, layout, it, batch, sequence, memory_share, efficiency)
-    return judged(model, layout, it, batch, sequence, memory_share, efficiency, links)
+    machine = Machine(cost.chip(chip), memory_share, efficiency, links)
+    layout, batch, sequence = check_job(model, layout, machine, batch, sequence)
+    return estimate_checked(model, layout, machine, batch, sequence)
 
 
-def judged(
-    model: Model,
-    layout: Layout,
-    chip: cost.Chip,
-    batch: int,
-    sequence: int,
-    memory_share: float,
-    efficiency: float,
-    links: cost.Links | None,
-) -> Candidate:
+def estimate_checked(model: Model, layout: Layout, machine: Machine, batch: int, sequence: int) -> Candidate:
     """`estimate` of a layout that was checked."""
-    small = one_device(model, layout, batch, sequence)
-    local = small.batch // small.layout.parts
-    ring = layout.context > 1
-    state, kept = memory.peak(small.model, small.layout, chip, local, small.sequence, ring=ring)
-    compute = work.computing(small.model, small.layout, chip, local, small.sequence, efficiency, ring=ring)
-    sent = work.sent(small.model, small.layout, local, small.sequence)
-    if links is None:
-        by_axis = _published(chip, layout, small.layout.data, sent)
-    else:
-        by_axis = _measured(links, small.model, small.layout, sent)
-    found = Candidate(
-        model,
-        layout,
-        state,
-        kept,
-        memory_share * chip.hbm_bytes,
-        compute,
-        by_axis["data"] + by_axis["fsdp"],
-        by_axis["tensor"],
-        0.0,
-        tuple((axis, seconds) for axis, seconds in by_axis.items() if seconds),
+    share = find_share(model, layout, batch, sequence)
+    peak = find_peak(share, machine.chip)
+    activations = peak.activations
+    seconds = _time_traffic(share, machine)
+    compute = time_operations(share, machine)
+    hidden = seconds["data"] + seconds["fsdp"]
+    exposed = seconds["tensor"] + seconds["expert"]
+    if layout.context > 1:
+        attention = share.layer_runs * time_attention(share, machine)
+        exposed += max(0.0, seconds["context"] - attention)
+    bubble = 0.0
+    if layout.stage > 1:
+        run = run_pipeline(layout)
+        bubble = run.bubble
+        activations += run.inputs * count_stage_input(share)
+        compute *= 1 + bubble
+        exposed = exposed * (1 + bubble) + seconds["stage"]
+    candidate = Candidate(
+        model=model,
+        layout=layout,
+        state_bytes=peak.state,
+        activation_bytes=activations,
+        usable_bytes=machine.usable_bytes,
+        compute_seconds=compute,
+        hidden_seconds=hidden,
+        exposed_seconds=exposed,
+        mfu=0.0,
+        by_axis=tuple((axis, time) for axis, time in seconds.items() if time),
+        bubble=bubble,
     )
-    if layout.context * layout.expert * layout.stage > 1:
-        found = with_axes(found, small, chip, efficiency, links)
     flops = float(batch * sequence * 3 * model.flops(sequence))
-    return found._replace(mfu=cost.mfu(flops, found.seconds, peak=chip, chips=layout.chips))
+    mfu = cost.mfu(flops, candidate.seconds, peak=machine.chip, chips=layout.chips)
+    return candidate._replace(mfu=mfu)
 
 
-def _published(chip: cost.Chip, layout: Layout, data: int, sent: dict[str, float]) -> dict[str, float]:
-    """Seconds of what is sent over `data` ways, those of context and experts among them, and fsdp and tensor ways."""
-    tensor, inner = layout.tensor, layout.expert * layout.context
-    stride = {"data": tensor * (layout.fsdp if inner == 1 else 1), "fsdp": tensor * inner, "tensor": 1}
-    ways = {"data": data, "fsdp": layout.fsdp, "tensor": tensor}
-    return {name: sent[name] / bandwidth(chip, stride[name], ways[name], layout.chips) for name in ways}
+def _time_traffic(share: Share, machine: Machine) -> dict[str, float]:
+    """Seconds on the wire, by the axis of `Layout`."""
+    seconds = {}
+    for axis, traffic in count_traffic(share).items():
+        if traffic.sent:
+            link = machine.find_link(share.layout, axis)
+            seconds[axis] = link.seconds(traffic.sent, traffic.messages)
+        else:
+            seconds[axis] = 0.0
+    return seconds
 
 
-def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
-    if not isinstance(links, cost.Links):
-        raise TypeError(
-            f"planner: links must be a cost.Links; got {links!r}. Pass for example shardkit.bench.links(records)."
-        )
-    data, fsdp, tensor, accumulate, remat = layout[:5]
-    layers = accumulate * model.layers
-    messages = {
-        "data": 2 * (data - 1),
-        "fsdp": 3 * layers * (fsdp - 1),
-        "tensor": (4 * accumulate + layers * work.exchanges_of(model, remat)) * (tensor - 1),
-    }
-    return {
-        name: count * links.of(name).latency + sent[name] / links.of(name).bandwidth for name, count in messages.items()
-    }
-
-
-def check(
-    model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, memory_share: float, efficiency: float
-) -> tuple[Layout, int, int]:
+def check_job(model: Model, layout: Layout, machine: Machine, batch: int, sequence: int) -> tuple[Layout, int, int]:
     """The layout, batch and sequence as Python integers; refuses a layout that does not divide batch or model."""
-    of_kind(model, layout)
-    sizes = {name: size for name, size in layout._asdict().items() if name != "remat"}
+    _check_kinds(model, layout)
+    names = [name for name in layout._fields if name != "remat"]
+    sizes = {name: getattr(layout, name) for name in names}
     *ways, batch, sequence = checks.whole("planner", **sizes, batch=batch, sequence=sequence)
-    whole: dict[str, Any] = dict(zip(sizes, ways, strict=True))
-    layout = layout._replace(**whole)
-    check_most(batch=batch, sequence=sequence)
+    checked: dict[str, Any] = dict(zip(names, ways, strict=True))
+    layout = layout._replace(**checked)
+    check_at_most_a_billion(batch=batch, sequence=sequence)
     checks.one_of("planner", "remat", layout.remat, REMAT)
-    check_shares(memory_share=memory_share, efficiency=efficiency)
+    check_machine(machine)
     if batch % layout.parts:
         raise ValueError(
             f"planner: batch must be divisible by data * fsdp * expert * accumulate * microbatches; got {batch} over "
             f"{layout.parts}. Change the batch or the layout."
         )
-    if not tensor_divides(model, chip, layout.tensor):
+    if not tensor_divides(model, machine.chip, layout.tensor):
         raise ValueError(
             f"planner: tensor must divide heads, kv_heads and ffn, and a GPU host's chips; got {layout.tensor} for "
-            f"{model.heads} heads, {model.kv_heads or model.heads} kv_heads, ffn {model.width} and chip {chip.name!r}. "
+            f"{model.heads} heads, {model.key_heads} kv_heads, ffn {model.width} and chip {machine.chip.name!r}. "
             "Choose fewer tensor ways."
         )
-    if reason := why_not(model, layout, sequence):
+    reason = find_misfit(model, layout, sequence)
+    if reason:
         raise ValueError(f"planner: {reason}")
     return layout, batch, sequence
 
 
+def _check_kinds(model: object, layout: object) -> None:
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"planner: model must be a Model; got {model!r}. Pass for example planner.Model(layers=8, hidden=64, "
+            "heads=4, vocabulary=256)."
+        )
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"planner: layout must be a Layout; got {layout!r}. Pass for example planner.Layout(fsdp=8, tensor=2)."
+        )
+
+
 def tensor_divides(model: Model, chip: cost.Chip, tensor: int) -> bool:
     """Whether that many tensor-parallel ways divide the model, and fit into a GPU host."""
-    sizes = (model.heads, model.kv_heads or model.heads, model.width, *(() if chip.torus else (chip.host,)))
-    return all(size % tensor == 0 for size in sizes)
+    if not chip.torus and chip.host % tensor:
+        return False
+    return all(size % tensor == 0 for size in (model.heads, model.key_heads, model.width))
 
 
-def check_shares(**shares: float) -> None:
-    """Refuses what is no share."""
+def check_machine(machine: Machine) -> None:
+    """Refuses what are no shares, and no links."""
+    shares = {"memory_share": machine.memory_share, "efficiency": machine.efficiency}
     for name, value in shares.items():
-        if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
+        is_share = isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= 1
+        if not is_share:
             raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")
+    links: object = machine.links
+    if links is not None and not isinstance(links, cost.Links):
+        raise TypeError(
+            f"planner: links must be a cost.Links; got {links!r}. Pass for example shardkit.bench.links(records)."
+        )
 
 
-def check_most(**numbers: int) -> None:
+def check_at_most_a_billion(**numbers: int) -> None:
     """Refuses so many chips, or examples in a step, that the search would try divisors for minutes."""
     for name, number in numbers.items():
         if number > _MOST:

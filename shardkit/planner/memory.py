@@ -1,151 +1,141 @@
 """The memory of a transformer's train step: the buffers that a device holds at its worst moments, one by one.
 
 Of the step that a candidate builds: `models.transformer`, its layers a scan, compute in bfloat16, gradients summed in
-float32, Adam. All sizes are of one device; parts are over fsdp. Between steps it holds parameters and two moments in
-parts, float32, and the batch; in every moment of a step, beside that:
-- on TPUs with fsdp the parts of all layers in bfloat16: the compiler casts them once, before the loops over layers;
-- of several microbatches, embedding and head gathered in bfloat16, and sums of gradients in float32: those of
-  embedding and head are whole, since they are scattered once, after the last microbatch.
+float32, Adam. All sizes are of one device. Between steps it holds parameters and two moments, split over fsdp, in
+float32, and the batch. In every moment of a step, beside that, of several microbatches: embedding and head gathered in
+bfloat16, and sums of gradients in float32. Those of embedding and head are whole, since they are scattered once, after
+the last microbatch. What a compiler adds is in `habits.py`.
 
 The moments, of which the largest is the peak:
-- head: what all layers saved; the gathered head; the logits in float32 and their gradient in bfloat16.
-- layer: what all layers saved; gradients of the parts of all layers, float32; the logits' gradient, or that of the head
-  if it is smaller: the compiler waits with the matmul between the two; and the backward pass of one layer: its gathered
-  weights, the gradient of its largest matrix before the scatter, what it recomputes, and the larger of the gradients of
-  attention's scores and of the feed-forward layer. On GPUs, all the while, attention's mask as booleans and its
-  constant in float32, each as many as the scores: they stand in front of the loops.
-- update: gradients of the parts of all layers; of embedding and head a gradient in float32 and the bfloat16 one that it
-  is cast from, on TPUs one after the other, with the logits' gradient that waits; on GPUs both, and a scattered one. Of
-  several microbatches, the one in bfloat16 alone: it is added to the sums.
 
-A layer saves its input under "full"; else also, in bfloat16, queries, keys, values, the weights of attention, their
-product with the values (both not under "selective", and the weights not of a ring), what attention adds, gate and up;
-of experts, which compute rows of tokens, those and their outputs, and nothing under "selective".
-Without fsdp, jax saves under "none" what it would itself: also the inputs of the norms in float32, two results of each,
-another product, and four arrays of the activation.
+- head: what all layers saved; the gathered head; the logits in float32 and their gradient in bfloat16.
+- layer: what all layers saved; gradients of all layers' parts in float32; the gradient of the logits, or that of the
+  head, which is made of it; and the backward pass of one layer.
+- update: gradients of all layers' parts; of embedding and head a gradient in float32, and the bfloat16 one that it is
+  cast from. Of several microbatches the one in bfloat16 alone: it is added to the sums.
+
+Worked example: one layer of 1,000 elements on fsdp=4. Between steps a device holds 12 bytes of 250 elements. In the
+backward pass of the layer there are the gathered weights in bfloat16, 2,000 bytes, and a gradient of its parts, 1,000.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from shardkit import cost
-from shardkit.planner.candidates import Layout
-from shardkit.planner.model import Model
+from shardkit.planner.habits import Habits, habits_of
+from shardkit.planner.share import Share
+from shardkit.planner.sizes import Sizes, count_sizes
 
-Bytes = tuple[float, float]  # of parameters, their state, copies and gradients; and of what grows with the batch
+# Bytes of an element.
+_BF16 = 2
+_F32 = 4
+_ADAM = 3 * _F32  # a parameter and two moments
+_TOKEN = 4 + 4  # a token and its target, as int32
 
 
-class Sizes(NamedTuple):
-    """Elements on one device, whole over fsdp."""
+class Bytes(NamedTuple):
+    """Bytes of a moment.
 
-    matrices: float  # of one layer, without experts
-    experts: float  # of one layer, which tensor ways do not split
-    largest: float  # of these
-    gains: float  # of all norms and routers, which tensor ways do not split
-    tables: int  # embedding and head, or one
-    table: float  # each of them
-    tokens: float  # of a microbatch
-    width: float  # tokens times the model's width
-    heads: float  # queries
-    keys: float  # or values
-    wide: float  # gate and up, or up; of the experts' rows
-    routed: float  # rows of experts, times the model's width
-    scores: float  # of attention
-    weights: float  # of these, what it saves: a ring computes its weights again
-    logits: float
+    Attributes:
+        state: of parameters, their state, copies and gradients.
+        activations: of what grows with the batch.
+    """
+
+    state: float
+    activations: float
+
+    def plus(self, other: Bytes) -> Bytes:
+        """Both together."""
+        return Bytes(self.state + other.state, self.activations + other.activations)
 
     @property
-    def layer(self) -> float:
-        """All matrices of one layer."""
-        return self.matrices + self.experts
+    def total(self) -> float:
+        """The sum."""
+        return self.state + self.activations
 
 
-def sizes_of(model: Model, layout: Layout, batch: int, sequence: int, ring: bool = False) -> Sizes:
-    """The sizes for `batch` sequences on a device; of a `ring`, `sequence` is a device's part of one."""
-    return _sizes(model, layout.tensor, layout.expert, batch, sequence, ring)
+def count_held(share: Share) -> float:
+    """Bytes between steps, with a step's tokens and targets."""
+    sizes = count_sizes(share)
+    parameters = share.model.layers * sizes.layer + sizes.tables * sizes.table + sizes.gains
+    return _ADAM * parameters / share.layout.fsdp + _TOKEN * share.tokens * share.passes
 
 
-@lru_cache(maxsize=4096)  # many layouts of a search have the same
-def _sizes(model: Model, tensor: int, expert: int, batch: int, sequence: int, ring: bool) -> Sizes:
-    tokens, hidden, inner = batch * sequence, model.hidden, 2 if model.gated else 1
-    scores = tokens * sequence * model.heads / tensor
-    used, experts = model.layer()
-    wide: float
-    largest: float
-    rows = 0
-    if experts:
-        each = model.width if model.expert_ffn is None else model.expert_ffn
-        # experts are whole over tensor ways, whose devices have tokens of their own
-        rows = model.rows(tokens // tensor, sequence // tensor, expert)
-        wide = (rows + tokens * model.shared / tensor) * each * inner
-        largest = model.experts / expert * hidden * each
-    else:
-        wide, largest = tokens * model.width * inner / tensor, hidden * model.width / tensor
-    return Sizes(
-        (used - 2 * hidden - hidden * model.experts) / tensor,
-        experts / expert,
-        largest,
-        (2 * model.layers + 1) * hidden + model.layers * hidden * model.experts,
-        1 if model.tied else 2,
-        model.vocabulary * hidden / tensor,
-        tokens,
-        tokens * hidden,
-        tokens * model.heads * model.head / tensor,
-        tokens * (model.kv_heads or model.heads) * model.head / tensor,
-        wide,
-        rows * hidden,
-        scores,
-        0 if ring else scores,
-        tokens * model.vocabulary / tensor,
-    )
+def count_saved(share: Share, remat: str) -> float:
+    """Bytes that one layer saves for its backward pass.
 
+    "full" saves the layer's input. Without recomputation it is also, in bfloat16, queries, keys, values, the weights of
+    attention, their product with the values, what attention adds, gate and up; of experts their rows and their outputs.
+    "selective" saves no weights of attention and no product with the values, and nothing of experts, whose products are
+    none that its policy saves.
 
-def held(model: Model, layout: Layout, batch: int, sequence: int) -> float:
-    """Bytes between steps, with a step's tokens and targets; `batch` is of a microbatch on a device."""
-    size = sizes_of(model, layout, batch, sequence)
-    parts = (model.layers * size.layer + size.tables * size.table + size.gains) / layout.fsdp
-    return 12 * parts + 8 * size.tokens * layout.accumulate
-
-
-def saved(size: Sizes, layout: Layout, remat: str) -> float:
-    """Bytes that one layer saves for its backward pass."""
-    stream = size.width / layout.tensor
+    Under "none" without fsdp there is no `jax.checkpoint`, and jax saves what it would itself: also the inputs of the
+    norms in float32, two results of each, another product, and four arrays of the activation.
+    """
+    sizes = count_sizes(share)
+    stream = sizes.stream / share.layout.tensor
     if remat == "full":
-        return 2 * stream
-    # products of rows with the matrix of their expert are none that "selective" saves
-    wide = 0 if size.routed and remat == "selective" else size.wide + size.routed
-    matmuls = 2 * (2 * stream + size.heads + 2 * size.keys + wide)
-    own = 12 * stream + 2 * size.heads + 4 * size.wide if layout.fsdp == 1 else 0
-    return matmuls + (0 if remat == "selective" else 2 * (size.weights + size.heads) + own)
+        return _BF16 * stream
+    products = 2 * stream + sizes.queries + 2 * sizes.keys
+    if remat == "selective":
+        if not sizes.rows:
+            products += sizes.inner
+        return _BF16 * products
+    products += sizes.inner + sizes.rows + sizes.saved_weights + sizes.queries
+    saved = _BF16 * products
+    if share.layout.fsdp == 1:
+        saved += 12 * stream + 2 * sizes.queries + 4 * sizes.inner
+    return saved
 
 
-def peak(model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, *, ring: bool = False) -> Bytes:
-    """The bytes of the worst moment of a step; `ring` as for `sizes_of`."""
-    fsdp, accumulate = layout.fsdp, layout.accumulate
-    size = sizes_of(model, layout, batch, sequence, ring)
-    parts, table, tpu = model.layers * size.layer / fsdp, size.table, bool(chip.torus)
-    always = held(model, layout, batch, sequence) + (2 * parts if tpu and fsdp > 1 else 0)
-    if accumulate > 1:
-        always += 4 * parts + (2 + 4) * size.tables * table
-    kept = model.layers * saved(size, layout, layout.remat) + (0 if tpu else 5 * size.scores)
-    head = (always + (0 if accumulate > 1 else 2 * table), kept + 6 * size.logits)
-    weights, activations = _backward(size, tpu, layout)
-    waiting = min((0, 2 * size.logits), (4 * table, 0), key=sum)
-    layer = (always + 4 * parts + weights + waiting[0], kept + activations + waiting[1])
-    together = ((4 * size.tables + 2 + 4 / fsdp) * table, 0)
-    apart = ((6 if accumulate == 1 else 2) * table, 2 * size.logits)
-    state, activations = apart if tpu or accumulate > 1 else together
-    return max(head, layer, (always + 4 * parts + state, activations), key=sum)
+def find_peak(share: Share, chip: cost.Chip) -> Bytes:
+    """The bytes of the worst moment of a step."""
+    sizes = count_sizes(share)
+    habits = habits_of(chip)
+    layer_parts = share.model.layers * sizes.layer / share.layout.fsdp
+    is_accumulated = share.passes > 1
+
+    always = count_held(share)
+    if share.layout.fsdp > 1:
+        always += habits.cast_layer * layer_parts
+    if is_accumulated:
+        always += _F32 * layer_parts + (_BF16 + _F32) * sizes.tables * sizes.table
+    saved = share.model.layers * count_saved(share, share.layout.remat)
+    saved += habits.attention_mask * sizes.scores
+    gradients = _F32 * layer_parts
+
+    gathered_head = 0 if is_accumulated else _BF16 * sizes.table
+    head = Bytes(always + gathered_head, saved + (_F32 + _BF16) * sizes.logits)
+    layer = Bytes(always + gradients, saved).plus(_wait_for_head(sizes)).plus(_run_backward(share, sizes, habits))
+    table_gradients = _BF16 if is_accumulated else _F32 + _BF16
+    update = Bytes(always + gradients + table_gradients * sizes.table, 0)
+    return max(head, layer, update, key=lambda moment: moment.total)
 
 
-def _backward(size: Sizes, tpu: bool, layout: Layout) -> Bytes:
-    """The backward pass of one layer, beside what the forward pass saved."""
-    weights = (2 * size.layer if layout.fsdp > 1 else 0) + 4 * size.largest
-    # beside the scores' gradient, a GPU writes that of their weights in float32, and copies saved ones out of the stack
-    scores = (2 if tpu else 8 if layout.remat == "none" else 6) * size.scores
-    if layout.remat != "none":  # the forward pass again, whose scores are in float32
-        scores = max(scores, 4 * size.scores)
-    again = saved(size, layout, "none") - saved(size, layout, layout.remat)
-    return weights, again + max(scores, 3 * size.wide)
+def _wait_for_head(sizes: Sizes) -> Bytes:
+    """What is left of the head while the layers' backward passes run: the smaller of two gradients.
+
+    The gradient of the head is needed at the end of the step; a compiler that is short of memory makes it then, and
+    keeps the logits' gradient instead.
+    """
+    head_gradient = Bytes(_F32 * sizes.table, 0)
+    logits_gradient = Bytes(0, _BF16 * sizes.logits)
+    return min(logits_gradient, head_gradient, key=lambda gradient: gradient.total)
+
+
+def _run_backward(share: Share, sizes: Sizes, habits: Habits) -> Bytes:
+    """The backward pass of one layer, beside what the forward pass saved.
+
+    Its gathered weights, the gradient of its largest matrix before the scatter, what it recomputes, and the larger of
+    the gradients of attention's scores and of the feed-forward layer.
+    """
+    weights = _F32 * sizes.largest
+    if share.layout.fsdp > 1:
+        weights += _BF16 * sizes.layer
+    score_bytes = _BF16 + habits.score_gradient
+    if share.layout.remat != "none":
+        score_bytes = max(score_bytes, _F32)  # the forward pass again, whose scores are in float32
+    feed_forward = (_BF16 + _BF16 / 2) * sizes.inner  # of gate and up, and the product that both are made of
+    recomputed = count_saved(share, "none") - count_saved(share, share.layout.remat)
+    return Bytes(weights, recomputed + max(score_bytes * sizes.scores, feed_forward))

@@ -1,25 +1,36 @@
-"""The sizes of a decoder-only transformer, what follows from them, and where they are read.
+"""The sizes of a decoder-only transformer, and what follows from them.
 
-`Model.of` reads a `models.transformer.Config`, or the config.json of a Hugging Face checkpoint. As in `cost`, a
-multiply-add is two FLOPs, and only matmuls are counted.
+`Model.of` reads a `models.transformer.Config`, or by `config_json.py` that of a Hugging Face checkpoint. As in `cost`,
+a multiply-add is two FLOPs, and only matmuls are counted.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardkit._arguments import checks
-from shardkit._arguments.files import read_file
-from shardkit._arguments.typed import MAPPING, PATH, check_kind, kinds_of, short
+from shardkit._arguments.typed import MAPPING, PATH, check_kind, kinds_of
 from shardkit.layers.routing import Capacity
 from shardkit.models import transformer
+from shardkit.planner.config_json import read_entries, read_sizes
 
-_LARGEST = 2**31 - 1  # an entry of a config.json
-_LARGEST_FILE = 2**20  # bytes; a config.json has some thousands
+# What `models.transformer` calls the sizes that both have.
+NAMES_IN_CONFIG: Mapping[str, str] = MappingProxyType(
+    {
+        "layers": "layers",
+        "hidden": "dim",
+        "heads": "heads",
+        "vocabulary": "vocabulary",
+        "kv_heads": "kv_heads",
+        "tied": "tied",
+    }
+)
+_FLAGS = ("gated", "tied")
+_MAY_BE_ZERO = ("experts", "shared", "dense", "attention", "extra")
 
 
 class Model(NamedTuple):
@@ -85,15 +96,22 @@ class Model(NamedTuple):
             8030261248
         """
         if isinstance(source, transformer.Config):
-            c = source
-            if c.group is not None and c.experts:
-                raise ValueError(
-                    f"Model.of: experts must have their places by sequence; got group={c.group}. Leave group out."
-                )
-            model = cls(c.layers, c.dim, c.heads, c.vocabulary, c.kv_heads, c.width, tied=c.tied)
-            return model._replace(experts=c.experts, top_k=c.top_k, capacity=c.capacity) if c.experts else model
+            return cls._of_config(source)
         check_kind("Model.of", "source", source, (PATH, MAPPING, *kinds_of(transformer.Config)))
-        return _of_entries(source if isinstance(source, Mapping) else _read(source))
+        entries = source if isinstance(source, Mapping) else read_entries(source)
+        return cls(**read_sizes(entries))
+
+    @classmethod
+    def _of_config(cls, config: transformer.Config) -> Model:
+        if config.group is not None and config.experts:
+            raise ValueError(
+                f"Model.of: experts must have their places by sequence; got group={config.group}. Leave group out."
+            )
+        sizes: dict[str, Any] = {name: getattr(config, field) for name, field in NAMES_IN_CONFIG.items()}
+        model = cls(**sizes, ffn=config.width)
+        if config.experts:
+            model = model._replace(experts=config.experts, top_k=config.top_k, capacity=config.capacity)
+        return model
 
     @property
     def width(self) -> int:
@@ -105,6 +123,16 @@ class Model(NamedTuple):
         """The size of a head."""
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
+    @property
+    def key_heads(self) -> int:
+        """The number of key/value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def expert_width(self) -> int:
+        """The width of an expert."""
+        return self.width if self.expert_ffn is None else self.expert_ffn
+
     def layer(self, number: int = -1) -> tuple[int, int]:
         """The parameters of a layer, by number: those that every token uses, and those of all other experts.
 
@@ -115,26 +143,34 @@ class Model(NamedTuple):
             >>> sk.planner.Model(layers=32, hidden=4096, heads=32, vocabulary=32000, ffn=14336, experts=8).layer()
             (67149824, 1409286144)
         """
-        model = _checked(self)
-        column, attention = (3 if model.gated else 2) * model.hidden, model.attention
+        model = _check(self)
+        matrices = 3 if model.gated else 2
+        attention = model.attention
         if attention is None:
-            attention = 2 * model.hidden * model.head * (model.heads + (model.kv_heads or model.heads))
-        used = attention + 2 * model.hidden + model.extra
+            attention = 2 * model.hidden * model.head * (model.heads + model.key_heads)
+        norms = 2 * model.hidden
+        dense = attention + norms + model.extra
         if not model.experts or number % model.layers < model.dense:
-            return used + column * model.width, 0
-        expert = column * (model.width if model.expert_ffn is None else model.expert_ffn)
-        return used + model.hidden * model.experts + model.shared * expert, model.experts * expert  # with the router
+            return dense + matrices * model.hidden * model.width, 0
+        expert = matrices * model.hidden * model.expert_width
+        router = model.hidden * model.experts
+        return dense + router + model.shared * expert, model.experts * expert
 
     def parameters(self) -> int:
         """The number of parameters."""
-        model = _checked(self)
-        stack = model.dense * sum(model.layer(0)) + (model.layers - model.dense) * sum(model.layer())
-        return stack + model.vocabulary * model.hidden * (1 if model.tied else 2) + model.hidden
+        model = _check(self)
+        layers_with_experts = model.layers - model.dense
+        stack = model.dense * sum(model.layer(0)) + layers_with_experts * sum(model.layer())
+        tables = 1 if model.tied else 2
+        last_norm = model.hidden
+        return stack + tables * model.vocabulary * model.hidden + last_norm
 
     def active(self) -> int:
         """The parameters that one token uses: all but the experts to which it is not routed."""
-        model = _checked(self)
-        return model.parameters() - (model.layers - model.dense) * (model.layer()[1] - model._routed())
+        model = _check(self)
+        layers_with_experts = model.layers - model.dense
+        _, experts = model.layer()
+        return model.parameters() - layers_with_experts * (experts - model._count_routed())
 
     def flops(self, sequence: int) -> int:
         """FLOPs of the forward pass for one token.
@@ -147,12 +183,16 @@ class Model(NamedTuple):
             >>> f"{model.flops(8192):.3g}"
             '1.93e+10'
         """
-        model = _checked(self)
+        model = _check(self)
         [sequence] = checks.count("planner", sequence=sequence)
-        weights = model.dense * model.layer(0)[0] + (model.layers - model.dense) * (model.layer()[0] + model._routed())
-        weights -= model.layers * (2 * model.hidden + model.extra)
+        layers_with_experts = model.layers - model.dense
+        dense_weights, _ = model.layer(0)
+        weights, _ = model.layer()
+        norms = 2 * model.hidden + model.extra
+        products = model.dense * dense_weights + layers_with_experts * (weights + model._count_routed())
+        products -= model.layers * norms
         scores = 2 * sequence * model.heads * model.head
-        return 2 * (weights + model.layers * scores + model.hidden * model.vocabulary)
+        return 2 * (products + model.layers * scores + model.hidden * model.vocabulary)
 
     def rows(self, tokens: int, sequence: int, ways: int = 1) -> int:
         """The rows that the experts of one device compute in a layer, places that stay empty among them.
@@ -170,7 +210,7 @@ class Model(NamedTuple):
             >>> model.rows(8192, 4096, ways=8), model._replace(capacity=None).rows(8192, 4096, ways=8)
             (20480, 65536)
         """
-        model = _checked(self)
+        model = _check(self)
         tokens, sequence, ways = checks.whole("planner", tokens=tokens, sequence=sequence, ways=ways)
         if not model.experts or model.experts % ways:
             raise ValueError(
@@ -179,123 +219,46 @@ class Model(NamedTuple):
         if model.capacity is not None:
             places = Capacity(model.capacity).places(sequence, model.experts, model.top_k)
             return model.experts * places * tokens // sequence
-        return tokens * (model.top_k if ways == 1 else ways * min(model.top_k, model.experts // ways))
+        if ways == 1:
+            return tokens * model.top_k
+        # Without places each device has room for the tokens of all, each of which may choose any of its experts.
+        experts_here = model.experts // ways
+        return tokens * ways * min(model.top_k, experts_here)
 
-    def _routed(self) -> int:
+    def _count_routed(self) -> int:
         """The weights of a layer's experts to which a token is routed."""
-        return self.layer()[1] // self.experts * self.top_k if self.experts else 0
+        if not self.experts:
+            return 0
+        _, experts = self.layer()
+        return experts // self.experts * self.top_k
 
 
-def _checked(model: Model) -> Model:
+def _check(model: Model) -> Model:
     """The sizes as Python integers, which do not overflow; refuses those that do not add up."""
-    return _checked_of_types(model, tuple(map(type, model)))
+    return _check_sizes(model, tuple(type(size) for size in model))
 
 
 @lru_cache(maxsize=256)  # a search asks thousands of times; 4 and 4.0 are equal, and one of them is refused
-def _checked_of_types(model: Model, types: tuple[type, ...]) -> Model:
+def _check_sizes(model: Model, types: tuple[type, ...]) -> Model:
     sizes: dict[str, Any] = {}
     for name, value in model._asdict().items():
-        if name == "capacity" and value is not None:
+        if value is None or name in _FLAGS:
+            continue
+        if name == "capacity":
             check_kind("planner", "capacity", value, (float,))
             [sizes[name]] = checks.positive("planner", capacity=value)
-        elif value is not None and name not in ("gated", "tied"):
-            check = checks.count if name in ("experts", "shared", "dense", "attention", "extra") else checks.whole
-            [sizes[name]] = check("planner", **{name: value})
+        elif name in _MAY_BE_ZERO:
+            [sizes[name]] = checks.count("planner", **{name: value})
+        else:
+            [sizes[name]] = checks.whole("planner", **{name: value})
     model = model._replace(**sizes)
     if model.head_size is None:
         checks.divisor("planner", "heads", model.heads, "hidden", model.hidden)
-    checks.divisor("planner", "kv_heads", model.kv_heads or model.heads, "heads", model.heads)
-    if model.dense > model.layers or (model.experts and model.top_k > model.experts):
+    checks.divisor("planner", "kv_heads", model.key_heads, "heads", model.heads)
+    has_too_few_experts = model.experts > 0 and model.top_k > model.experts
+    if model.dense > model.layers or has_too_few_experts:
         raise ValueError(
             "planner: dense must be at most layers, and top_k at most experts; got "
             f"{model.dense} of {model.layers} and {model.top_k} of {model.experts}. Lower it."
         )
     return model
-
-
-# ---- config.json
-
-
-_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
-_DEEPSEEK = ("deepseek_v2", "deepseek_v3")
-_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"} | dict.fromkeys(_DEEPSEEK, "n_routed_experts")
-# Entries that are left out, or are this.
-_ONLY = {"mlp_bias": False, "moe_layer_freq": 1, "decoder_sparse_step": 1, "mlp_only_layers": []}
-
-
-def _of_entries(entries: Mapping[str, Any]) -> Model:
-    """The sizes that the entries of a config.json say."""
-
-    def entry(name: str, default: Any, rule: str, holds: Any) -> Any:
-        found = default if entries.get(name) is None else entries[name]  # null stands for what is left out
-        if not holds(found):
-            raise _wrong(f"{name} must be {rule}", short(found))
-        return found
-
-    def whole(name: str, default: int | None = None, least: int = 1) -> Any:
-        rule = f"a whole number from {least} to {_LARGEST:,}"
-        return entry(name, default, rule, lambda x: type(x) is int and least <= x <= _LARGEST)
-
-    def fit(holds: bool, rule: str, *values: int) -> None:
-        if not holds:
-            raise _wrong(rule, " and ".join(map(str, values)))
-
-    types = (*_TYPES, *_DEEPSEEK)
-    kind = entry("model_type", None, f"one of {checks.quoted(types)}", lambda x: x in types)
-    latent, gemma, head_norms = (
-        kind in _DEEPSEEK,
-        kind.startswith("gemma"),
-        kind in ("qwen3", "qwen3_moe", "gemma3_text"),
-    )
-    for name, only in (_ONLY | ({"attention_bias": False} if latent else {})).items():
-        entry(name, only, json.dumps(only), lambda x, only=only: x == only)
-    tied, biased = (
-        entry(name, default, "true or false", lambda x: isinstance(x, bool))
-        for name, default in (("tie_word_embeddings", gemma), ("attention_bias", False))
-    )
-    hidden, heads, layers = whole("hidden_size"), whole("num_attention_heads"), whole("num_hidden_layers")
-    kv_heads = whole("num_key_value_heads", heads)
-    fit(heads % kv_heads == 0, "num_key_value_heads must divide num_attention_heads", kv_heads, heads)
-    model = Model(layers, hidden, heads, whole("vocab_size"), kv_heads, whole("intermediate_size"), tied=tied)
-    if latent:
-        rank, rotary, plain = whole("kv_lora_rank"), whole("qk_rope_head_dim"), whole("qk_nope_head_dim")
-        value, query_rank = whole("v_head_dim"), whole("q_lora_rank", 0, least=0)
-        both, query = plain + rotary + value, heads * (plain + rotary)
-        fit(both % 2 == 0, "qk_nope_head_dim + qk_rope_head_dim + v_head_dim must be even", both)
-        attention = query_rank * (hidden + query) if query_rank else hidden * query
-        attention += hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
-        shared, dense = whole("n_shared_experts", 0, least=0), whole("first_k_dense_replace", 0, least=0)
-        fit(dense <= layers, "first_k_dense_replace must be at most num_hidden_layers", dense, layers)
-        model = model._replace(head_size=both // 2, attention=attention, extra=query_rank + rank)
-        model = model._replace(shared=shared, dense=dense)
-    else:
-        sized = gemma or kind.startswith("qwen3")  # whose heads are of another size than hidden / heads by default
-        if not sized and entries.get("head_dim") is None:
-            fit(hidden % heads == 0, "num_attention_heads must divide hidden_size", heads, hidden)
-        size = whole("head_dim", None if sized else hidden // heads)
-        extra = (heads + 2 * kv_heads) * size if kind == "qwen2" or biased else 0  # biases of queries, keys and values
-        extra += (2 * size if head_norms else 0) + (hidden if biased else 0)
-        extra += 2 * hidden if kind in ("gemma2", "gemma3_text") else 0  # norms behind attention and feed-forward layer
-        model = model._replace(head_size=None if size * heads == hidden else size, extra=extra)
-    if kind in _EXPERTS:
-        experts, top_k = whole(_EXPERTS[kind]), whole("num_experts_per_tok")
-        fit(top_k <= experts, f"num_experts_per_tok must be at most {_EXPERTS[kind]}", top_k, experts)
-        width = None if kind == "mixtral" else whole("moe_intermediate_size")
-        model = model._replace(experts=experts, top_k=top_k, expert_ffn=width)
-    return model
-
-
-def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The entries of a JSON file."""
-    rule = "a config.json must be a file of at most 1 MB with one JSON object"
-    try:
-        entries = json.loads(read_file(path, _LARGEST_FILE, links=False))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no text, or a name with a zero
-        raise _wrong(rule, f"{path}: {checks.raised(error)}") from error
-    if not isinstance(entries, dict):
-        raise _wrong(rule, f"{path}, which is none")
-    return entries
-
-
-def _wrong(rule: str, got: str) -> ValueError:
-    return ValueError(f"Model.of: {rule}; got {got}. Pass the config.json of a model, or planner.Model(...).")

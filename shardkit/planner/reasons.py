@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shardkit.planner.candidates import REMAT, Candidate, Layout, gigabytes, listed
+from shardkit.planner.candidates import Candidate, list_candidates
+from shardkit.planner.layout import REMAT, Layout
+from shardkit.planner.tables import format_gigabytes
 
 Judge = Callable[[Layout], Candidate]  # `estimate` with all but the layout
 _BAR = 24  # characters of the longest bar
+_PASSES = (1, 2, 4, 8, 16, 32)  # microbatches that are tried with a usual layout
 
 
 def explain(best: Candidate, judge: Judge) -> str:
@@ -27,62 +30,77 @@ def explain(best: Candidate, judge: Judge) -> str:
         >>> print(sk.planner.explain(best, lambda layout: sk.planner.estimate(model, layout, **job)))
         compute binds: ...
     """
-    [best] = listed([best])
+    [best] = list_candidates([best])
     if not callable(judge):
         raise TypeError(
             f"planner: judge must be a function of a layout; got {judge!r}. Pass for example partial(planner.estimate, "
             "model, chip='v5e', batch=256, sequence=4096)."
         )
 
-    def judged(layout: Layout) -> Candidate:
-        [found] = listed([judge(layout)])
-        return found
+    def judge_layout(layout: Layout) -> Candidate:
+        [candidate] = list_candidates([judge(layout)])
+        return candidate
 
-    lines = [_binds(best), *_changes(best, judged), "", "the usual layouts, in seconds per step:"]
-    rows: list[tuple[str, Candidate | str]] = [("this layout", best), *_usual(best.layout, judged)]
-    known = [each for _, each in rows if isinstance(each, Candidate)]
-    longest, wide = max(each.seconds for each in known), max(len(name) for name, _ in rows)
-    for name, each in rows:
-        if isinstance(each, str):
-            lines.append(f"{name:{wide}}  {'':{_BAR}}  {each}")
+    rows: list[tuple[str, Candidate | str]] = [("this layout", best), *_list_usual(best.layout, judge_layout)]
+    lines = [_say_what_binds(best), *_list_faster(best, judge_layout)]
+    return "\n".join([*lines, "", "the usual layouts, in seconds per step:", *_draw_bars(rows)])
+
+
+def _draw_bars(rows: list[tuple[str, Candidate | str]]) -> list[str]:
+    """A bar for each candidate, as long as its step; the reason for each layout that has none."""
+    longest = max(result.seconds for _, result in rows if isinstance(result, Candidate))
+    width = max(len(name) for name, _ in rows)
+    lines = []
+    for name, result in rows:
+        if isinstance(result, str):
+            lines.append(f"{name:{width}}  {'':{_BAR}}  {result}")
             continue
-        verdict = "" if each.fits else f", does not fit: {gigabytes(each.bytes)} of {gigabytes(each.usable_bytes)} GB"
-        bar = "#" * max(1, round(_BAR * each.seconds / longest))
-        lines.append(f"{name:{wide}}  {bar:{_BAR}}  {each.seconds:.2f}{verdict}")
-    return "\n".join(lines)
+        bar = "#" * max(1, round(_BAR * result.seconds / longest))
+        line = f"{name:{width}}  {bar:{_BAR}}  {result.seconds:.2f}"
+        if not result.fits:
+            line += f", does not fit: {_format_memory(result)}"
+        lines.append(line)
+    return lines
 
 
-def _binds(c: Candidate) -> str:
+def _format_memory(candidate: Candidate) -> str:
+    return f"{format_gigabytes(candidate.bytes)} of {format_gigabytes(candidate.usable_bytes)} GB"
+
+
+def _say_what_binds(best: Candidate) -> str:
     """The largest part of the step, and how full the memory is."""
-    compute = f"compute {c.compute_seconds:.2f} s"
-    compute += f" ({c.bubble:.0%} more than without the pipeline's waste)" if c.bubble else ""
-    hidden = f"hidden communication {c.hidden_seconds:.2f} s"
-    exposed = f"exposed communication {c.exposed_seconds:.2f} s"
-    named = ", ".join(f"{axis} {seconds:.2f} s" for axis, seconds in c.by_axis if seconds >= 0.005)
-    wire = f" (on the wire: {named})" if named else ""
-    if c.hidden_seconds > c.compute_seconds:
-        first = f"the links bind: {hidden}, more than {compute}; {exposed}"
-    elif c.exposed_seconds > 0.2 * c.seconds:
-        first = f"exposed communication binds: {exposed}, {compute}, {hidden}"
+    compute = f"compute {best.compute_seconds:.2f} s"
+    if best.bubble:
+        compute += f" ({best.bubble:.0%} more than without the pipeline's waste)"
+    hidden = f"hidden communication {best.hidden_seconds:.2f} s"
+    exposed = f"exposed communication {best.exposed_seconds:.2f} s"
+    if best.hidden_seconds > best.compute_seconds:
+        parts = f"the links bind: {hidden}, more than {compute}; {exposed}"
+    elif best.exposed_seconds > 0.2 * best.seconds:
+        parts = f"exposed communication binds: {exposed}, {compute}, {hidden}"
     else:
-        first = f"compute binds: {compute}, {exposed}, {hidden}"
-    return f"{first}{wire}; {gigabytes(c.bytes)} of {gigabytes(c.usable_bytes)} GB"
+        parts = f"compute binds: {compute}, {exposed}, {hidden}"
+    axes = [f"{axis} {seconds:.2f} s" for axis, seconds in best.by_axis if seconds >= 0.005]
+    if axes:
+        parts += f" (on the wire: {', '.join(axes)})"
+    return f"{parts}; {_format_memory(best)}"
 
 
-def _changes(best: Candidate, judge: Judge) -> Iterator[str]:
+def _list_faster(best: Candidate, judge: Judge) -> Iterator[str]:
     """Layouts that differ in one thing and are faster, though some do not fit."""
-    for name, layout in _neighbours(best.layout):
+    for name, layout in _list_neighbours(best.layout):
         try:
             other = judge(layout)
         except ValueError:  # it does not divide
             continue
-        if other.seconds < 0.995 * best.seconds:
-            needs = f"{gigabytes(other.bytes)} of {gigabytes(other.usable_bytes)} GB"
-            fits = f"needs {needs}" if other.fits else f"does not fit: {needs}"
-            yield f"{name}: {other.seconds:.2f} s instead of {best.seconds:.2f} s, {fits}"
+        if other.seconds >= 0.995 * best.seconds:
+            continue
+        memory = _format_memory(other)
+        verdict = f"needs {memory}" if other.fits else f"does not fit: {memory}"
+        yield f"{name}: {other.seconds:.2f} s instead of {best.seconds:.2f} s, {verdict}"
 
 
-def _neighbours(layout: Layout) -> Iterator[tuple[str, Layout]]:
+def _list_neighbours(layout: Layout) -> Iterator[tuple[str, Layout]]:
     for remat in REMAT[: REMAT.index(layout.remat)]:
         yield f"with remat {remat}", layout._replace(remat=remat)
     if layout.accumulate % 2 == 0:
@@ -92,27 +110,38 @@ def _neighbours(layout: Layout) -> Iterator[tuple[str, Layout]]:
         yield "with twice the microbatches", layout._replace(microbatches=2 * layout.microbatches)
 
 
-def _usual(layout: Layout, judge: Judge) -> Iterator[tuple[str, Candidate | str]]:
-    """The layouts that people try first, on as many chips, each with the best of its microbatches and remat."""
+def _list_usual(layout: Layout, judge: Judge) -> Iterator[tuple[str, Candidate | str]]:
+    """The layouts that people try first, on as many chips; why not of one that does not divide."""
     chips = layout.chips
-    for name, ways in (
-        ("data alone", Layout(data=chips)),
-        ("fsdp alone", Layout(fsdp=chips)),
-        ("fsdp, tensor 8", Layout(fsdp=chips // 8, tensor=8)),
-        ("data, fsdp 8, tensor 8", Layout(data=chips // 64, fsdp=8, tensor=8)),
-        ("fsdp, 4 stages, tensor 8", Layout(fsdp=chips // 32, tensor=8, stage=4)),
-    ):
-        if ways.chips != chips:
-            continue
-        found, refusal = [], ""
-        for remat in REMAT:
-            for passes in (1, 2, 4, 8, 16, 32):
-                count = {"microbatches": passes} if ways.stage > 1 else {"accumulate": passes}
-                try:
-                    found.append(judge(ways._replace(remat=remat, **count)))
-                except ValueError as error:
-                    refusal = str(error).removeprefix("planner: ").partition(";")[0]
-        if found:
-            yield name, min(found, key=lambda each: (not each.fits, each.seconds if each.fits else each.bytes))
-        else:
-            yield name, refusal
+    usual = {
+        "data alone": Layout(data=chips),
+        "fsdp alone": Layout(fsdp=chips),
+        "fsdp, tensor 8": Layout(fsdp=chips // 8, tensor=8),
+        "data, fsdp 8, tensor 8": Layout(data=chips // 64, fsdp=8, tensor=8),
+        "fsdp, 4 stages, tensor 8": Layout(fsdp=chips // 32, tensor=8, stage=4),
+    }
+    for name, ways in usual.items():
+        if ways.chips == chips:
+            yield name, _judge_usual(ways, judge)
+
+
+def _judge_usual(layout: Layout, judge: Judge) -> Candidate | str:
+    """The layout with the best of its microbatches and remat: the fastest that fits, or else the smallest."""
+    candidates = []
+    refusal = ""
+    for remat in REMAT:
+        for passes in _PASSES:
+            if layout.stage > 1:
+                variant = layout._replace(remat=remat, microbatches=passes)
+            else:
+                variant = layout._replace(remat=remat, accumulate=passes)
+            try:
+                candidates.append(judge(variant))
+            except ValueError as error:
+                refusal = str(error).removeprefix("planner: ").partition(";")[0]
+    if not candidates:
+        return refusal
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if fitting:
+        return min(fitting, key=lambda candidate: candidate.seconds)
+    return min(candidates, key=lambda candidate: candidate.bytes)

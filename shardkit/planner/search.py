@@ -10,21 +10,23 @@ All figures are estimates of the model in `shardkit.planner.estimate`; the searc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
 from shardkit._arguments.typed import ITERABLE, check_kind
-from shardkit.planner.axes import why_not
-from shardkit.planner.candidates import REMAT, Candidate, Layout, listed
+from shardkit.planner.candidates import Candidate, list_candidates
 from shardkit.planner.counted import Counted, search_counted
-from shardkit.planner.estimate import check, check_most, judged, tensor_divides
+from shardkit.planner.estimate import check_at_most_a_billion, check_job, estimate_checked, tensor_divides
+from shardkit.planner.layout import REMAT, Layout
+from shardkit.planner.machine import Machine
 from shardkit.planner.model import Model
+from shardkit.planner.share import find_misfit
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
-_PASSES = 8  # microbatches of a pipeline, for each stage
+_MICROBATCHES_PER_STAGE = 8
 _CHUNKS = 4  # more divide layers ever finer for ever less bubble
 
 
@@ -67,16 +69,26 @@ def search(
                 f"planner: the examples of a counted model have the size that was counted; got sequence={sequence}. "
                 "Leave it out."
             )
-        return search_counted(model, cost.chip(chip), chips, batch, memory_share, efficiency, links)
-    at: Any = sequence  # None is refused
-    job: Any = {"chip": chip, "chips": chips, "batch": batch, "sequence": at, "axes": axes}
-    found = estimates(model, **job, memory_share=memory_share, efficiency=efficiency, links=links)
-    if not found:
+        machine = Machine(cost.chip(chip), memory_share, efficiency, links)
+        return search_counted(model, machine, chips, batch)
+    tokens: Any = sequence  # None is refused
+    estimates = list_estimates(
+        model,
+        chip=chip,
+        chips=chips,
+        batch=batch,
+        sequence=tokens,
+        axes=axes,
+        memory_share=memory_share,
+        efficiency=efficiency,
+        links=links,
+    )
+    if not estimates:
         raise ValueError(
             f"planner: a layout must divide the chips, the model and the batch, and none does; got {chips} chips, "
             f"{model.heads} heads and batch {batch}. Choose a batch that has more divisors in common with the chips."
         )
-    return ranked(found)
+    return rank(estimates)
 
 
 def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -91,22 +103,27 @@ def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
         >>> [sorted(each.layout.axes) for each in sk.planner.kinds(found)][:2]
         [['context', 'fsdp', 'model'], ['fsdp', 'model']]
     """
-    of_kind: dict[frozenset[str], list[Candidate]] = {}
-    for candidate in sorted(listed(candidates), key=lambda each: each.seconds):
-        used = set(candidate.layout.axes)
-        kind = frozenset(used - {"data"} if "fsdp" in used else used)
-        those = of_kind.setdefault(kind, [])
-        if not those or candidate.seconds <= 1.01 * those[0].seconds:
-            those.append(candidate)
-    chosen = [min(those, key=_wire_seconds) for those in of_kind.values()]
-    return sorted(chosen, key=lambda each: each.seconds)
+    fastest_by_kind: dict[frozenset[str], list[Candidate]] = {}
+    for candidate in sorted(list_candidates(candidates), key=_seconds_of):
+        axes = set(candidate.layout.axes)
+        if "fsdp" in axes:
+            axes.discard("data")
+        fastest = fastest_by_kind.setdefault(frozenset(axes), [])
+        if not fastest or candidate.seconds <= 1.01 * fastest[0].seconds:
+            fastest.append(candidate)
+    chosen = [min(fastest, key=_count_wire_seconds) for fastest in fastest_by_kind.values()]
+    return sorted(chosen, key=_seconds_of)
 
 
-def _wire_seconds(candidate: Candidate) -> float:
+def _seconds_of(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def _count_wire_seconds(candidate: Candidate) -> float:
     return sum(seconds for _, seconds in candidate.by_axis)
 
 
-def estimates(
+def list_estimates(
     model: Model,
     *,
     chip: str | cost.Chip,
@@ -119,63 +136,74 @@ def estimates(
     links: cost.Links | None = None,
 ) -> list[Candidate]:
     """Every layout that divides, whether it fits or not; arguments as for `search`."""
-    it = cost.chip(chip)
-    _, batch, sequence = check(model, Layout(), it, batch, sequence, memory_share, efficiency)
+    machine = Machine(cost.chip(chip), memory_share, efficiency, links)
+    _, batch, sequence = check_job(model, Layout(), machine, batch, sequence)
     [chips] = checks.whole("planner", chips=chips)
-    every = layouts(model, chip=it, chips=chips, batch=batch, sequence=sequence, axes=axes)
-    return [judged(model, each, it, batch, sequence, memory_share, efficiency, links) for each in every]
+    estimates = []
+    for layout in list_layouts(model, chip=machine.chip, chips=chips, batch=batch, sequence=sequence, axes=axes):
+        estimates.append(estimate_checked(model, layout, machine, batch, sequence))
+    return estimates
 
 
-def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that fit, the fastest first; of equally fast ones the simplest, then the smallest."""
-
-    def order(candidate: Candidate) -> tuple[float, int, int, int, float]:
-        layout = candidate.layout
-        simple = len(layout.axes) * layout.tensor * layout.chunks
-        return (candidate.seconds, simple, layout.accumulate, REMAT.index(layout.remat), candidate.bytes)
-
-    return sorted((candidate for candidate in candidates if candidate.fits), key=order)
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    return sorted(fitting, key=_rank_key)
 
 
-def layouts(
+def _rank_key(candidate: Candidate) -> tuple[float, int, int, int, float]:
+    layout = candidate.layout
+    complexity = len(layout.axes) * layout.tensor * layout.chunks
+    return (candidate.seconds, complexity, layout.accumulate, REMAT.index(layout.remat), candidate.bytes)
+
+
+def list_layouts(
     model: Model, *, chip: str | cost.Chip, chips: int, batch: int, sequence: int, axes: Collection[str] = AXES
 ) -> Iterator[Layout]:
     """Every layout of the model on that many chips: the ways that divide the chips, the model and the batch."""
-    it = cost.chip(chip)
-    check_most(chips=chips, batch=batch)
+    described = cost.chip(chip)
+    check_at_most_a_billion(chips=chips, batch=batch)
     check_kind("planner", "axes", axes, (ITERABLE,))
     for axis in axes:
         checks.one_of("planner", "axes", axis, AXES)
-    for data, fsdp, tensor, context, expert, stage in _ways(chips, [axis in axes for axis in AXES]):
-        if tensor_divides(model, it, tensor) and batch % (data * fsdp * expert) == 0:
-            ways = Layout(data, fsdp, tensor, context=context, expert=expert, stage=stage)
-            if not why_not(model, ways, sequence):
-                yield from _passes(model, ways, batch // (data * fsdp * expert))
+    for ways in _list_ways(chips, tuple(axis for axis in AXES if axis in axes)):
+        layout = Layout(**ways)
+        examples, remainder = divmod(batch, layout.parts)
+        if remainder or not tensor_divides(model, described, layout.tensor):
+            continue
+        if not find_misfit(model, layout, sequence):
+            yield from _divide_examples(model, layout, examples)
 
 
-def _passes(model: Model, ways: Layout, examples: int) -> Iterator[Layout]:
-    """The layout with every number of microbatches that divides the examples of a device; a pipeline has its own."""
-    for passes in _divisors(examples):
-        for remat in REMAT:
-            if ways.stage == 1:
-                yield ways._replace(accumulate=passes, remat=remat)
-            elif ways.stage <= passes <= _PASSES * ways.stage:  # with fewer most stages idle, with more no less
-                for chunks in _divisors(model.layers // ways.stage):
-                    if chunks <= _CHUNKS:
-                        yield ways._replace(microbatches=passes, chunks=chunks, remat=remat)
+def _list_ways(chips: int, axes: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Every product of ways of these axes that is the number of chips.
 
-
-def _ways(chips: int, used: Sequence[bool]) -> Iterator[tuple[int, ...]]:
-    """Every product of ways that is the number of chips; 1 for the axes that are not used."""
-    if not used:
+    For example 4 chips over data and fsdp: 1 x 4, 2 x 2, 4 x 1.
+    """
+    if not axes:
         if chips == 1:
-            yield ()
+            yield {}
         return
-    for first in _divisors(chips) if used[0] else (1,):
-        for others in _ways(chips // first, used[1:]):
-            yield (first, *others)
+    for first in _list_divisors(chips):
+        for others in _list_ways(chips // first, axes[1:]):
+            yield {axes[0]: first} | others
+
+
+def _divide_examples(model: Model, layout: Layout, examples: int) -> Iterator[Layout]:
+    """The layout with every number of microbatches that divides the examples of a device; a pipeline has its own."""
+    for passes in _list_divisors(examples):
+        for remat in REMAT:
+            if layout.stage == 1:
+                yield layout._replace(accumulate=passes, remat=remat)
+                continue
+            # With fewer microbatches most stages idle, with more none idles less.
+            if not layout.stage <= passes <= _MICROBATCHES_PER_STAGE * layout.stage:
+                continue
+            for chunks in _list_divisors(model.layers // layout.stage):
+                if chunks <= _CHUNKS:
+                    yield layout._replace(microbatches=passes, chunks=chunks, remat=remat)
 
 
 @lru_cache
-def _divisors(n: int) -> tuple[int, ...]:
-    return tuple(d for d in range(1, n + 1) if n % d == 0)
+def _list_divisors(n: int) -> tuple[int, ...]:
+    return tuple(divisor for divisor in range(1, n + 1) if n % divisor == 0)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from shardkit._arguments import checks
 from shardkit.models import transformer
-from shardkit.planner.candidates import INSIDE, Candidate, listed
+from shardkit.planner.candidates import Candidate, list_candidates
 from shardkit.planner.counted import CountedCandidate
+from shardkit.planner.layout import INSIDE, Layout
 
 
 def source_of(
@@ -40,51 +41,88 @@ def source_of(
         >>> print(sk.planner.source_of(best, batch=16, sequence=128))
         \"\"\"data=...
     """
-    [candidate] = listed([candidate])
+    [candidate] = list_candidates([candidate])
     if isinstance(candidate, CountedCandidate):
-        ways = candidate.layout
-        plan = f'sk.{ways.plan}("data")'
-        if ways.plan == "layerwise":
-            plan = f'sk.fsdp("data", layerwise={candidate.model.layerwise!r})'
-        source = _COUNTED.format(layout=ways, plan=plan, data=ways.data, accumulate=ways.accumulate)
-        return source + _options(options)
-    batch, sequence = checks.whole("planner", batch=batch, sequence=sequence)
-    layout, config = candidate.layout, candidate.config()
-    default = transformer.Config()
-    sizes = {name: getattr(config, name) for name in vars(default)}
-    given = {name: value for name, value in sizes.items() if value != getattr(default, name)}
-    inside = [axis for axis in INSIDE if axis in layout.axes]
-    axes = [f"{axis}={axis!r}" for axis in inside] + (["sequence=True"] if "model" in inside else [])
-    plans = [_PLANS[axis].format(ways=ways) for axis, ways in layout.axes.items()]
+        source = _write_counted(candidate)
+    else:
+        batch, sequence = checks.whole("planner", batch=batch, sequence=sequence)
+        source = _write_transformer(candidate, batch, sequence)
+    return source + _write_options(options)
+
+
+def _write_counted(candidate: CountedCandidate) -> str:
+    ways = candidate.layout
+    plan = f'sk.{ways.plan}("data")'
+    if ways.plan == "layerwise":
+        plan = f'sk.fsdp("data", layerwise={candidate.model.layerwise!r})'
+    return _COUNTED.format(layout=ways, plan=plan, data=ways.data, accumulate=ways.accumulate)
+
+
+def _write_transformer(candidate: Candidate, batch: int, sequence: int) -> str:
+    layout = candidate.layout
     pipeline = ""
     gradient = "sk.value_and_grad(transformer.loss_fn(CONFIG, AXES))"
-    if (schedule := layout.schedule) is not None:
-        sizes_of = [layout.stage, layout.microbatches] + ([layout.chunks] if layout.chunks > 1 else [])
-        made = f"sk.schedules.{schedule.name}({', '.join(map(str, sizes_of))})"
-        pipeline = f'PIPELINE = sk.pipeline({made}, "stage")\n'
+    if layout.schedule is not None:
+        pipeline = f'PIPELINE = sk.pipeline({_write_schedule(layout)}, "stage")\n'
         pieces = "*transformer.pieces(CONFIG, AXES), layer_numbers=True"
         gradient = f"transformer.in_order(PIPELINE.value_and_grad({pieces}), AXES)"
-    lines = ",\n    ".join(f"{name}={value!r}" for name, value in given.items())
-    source = _MODULE.format(
+    return _MODULE.format(
         layout=layout,
-        config=f"transformer.Config(\n    {lines},\n)",
-        axes=f"transformer.Axes({', '.join(axes)})",
+        config=_write_config(candidate.config()),
+        axes=_write_axes(layout),
         mesh=", ".join(f"{axis}={ways}" for axis, ways in layout.axes.items()),
-        plan="sk.chain(\n    " + ",\n    ".join(plans) + ",\n)" if len(plans) > 1 else plans[0],
+        plan=_write_plan(layout),
         pipeline=pipeline,
         gradient=gradient,
         accumulate=layout.accumulate,
         batch=batch,
         sequence=sequence,
     )
-    return source + _options(options)
 
 
-def _options(options: Mapping[str, bool | int | float | str] | None) -> str:
+def _write_config(config: transformer.Config) -> str:
+    """The configuration, without the sizes that are as by default."""
+    default = transformer.Config()
+    sizes = []
+    for name in vars(default):
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            sizes.append(f"{name}={value!r}")
+    lines = ",\n    ".join(sizes)
+    return f"transformer.Config(\n    {lines},\n)"
+
+
+def _write_axes(layout: Layout) -> str:
+    axes = [f"{axis}={axis!r}" for axis in INSIDE if axis in layout.axes]
+    if "model" in layout.axes:
+        axes.append("sequence=True")
+    return f"transformer.Axes({', '.join(axes)})"
+
+
+def _write_plan(layout: Layout) -> str:
+    plans = [_PLANS[axis].format(ways=ways) for axis, ways in layout.axes.items()]
+    if len(plans) == 1:
+        return plans[0]
+    lines = ",\n    ".join(plans)
+    return f"sk.chain(\n    {lines},\n)"
+
+
+def _write_schedule(layout: Layout) -> str:
+    sizes = [layout.stage, layout.microbatches]
+    name = "one_f_one_b"
+    if layout.chunks > 1:
+        sizes.append(layout.chunks)
+        name = "interleaved"
+    return f"sk.schedules.{name}({', '.join(str(size) for size in sizes)})"
+
+
+def _write_options(options: Mapping[str, bool | int | float | str] | None) -> str:
     """The lines of a module that name options of the compiler."""
-    given = checks.compiler_options("planner", {} if options is None else options)
-    lines = "".join(f"    {name!r}: {value!r},\n" for name, value in given.items())
-    return _OPTIONS.format(lines=lines) if lines else ""
+    checked = checks.compiler_options("planner", {} if options is None else options)
+    if not checked:
+        return ""
+    lines = "".join(f"    {name!r}: {value!r},\n" for name, value in checked.items())
+    return _OPTIONS.format(lines=lines)
 
 
 _PLANS = {

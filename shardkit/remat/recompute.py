@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax.compat import eval_shape, on_this_mesh
-from shardkit._jax.jaxprs import find_independent
+from shardkit._jax.dependence import find_independent
 from shardkit.collectives._sums import DOT, add_terms, wide_zeros
 
 POLICIES: dict[str, Any] = {

@@ -10,17 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._jax import compat
-from shardkit._jax.jaxprs import find_called_jaxpr, flow, scan_operands
+from shardkit._jax.interpreter import FactInterpreter
+from shardkit._jax.primitives import ELEMENTWISE
 
-# Each element of the result depends on the elements of the operands at the same index only.
-_ELEMENTWISE = {
-    *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p"),
-    *("cos", "cosh", "div", "eq", "erf", "erfc", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag"),
-    *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg"),
-    *("nextafter", "not", "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin"),
-    *("sharding_constraint", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
-}
+# A result may have other dims after a bitcast to a dtype of another width.
+_ELEMENTWISE = (ELEMENTWISE - {"bitcast_convert_type"}) | {"copy", "name", "sharding_constraint"}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
 
@@ -46,9 +40,9 @@ def order_matters(fn: Callable[..., Any], args: Any, stacked: Any, results: Any)
     closed = jax.make_jaxpr(fn)(*args)
     inputs = []
     for variable, is_stacked in zip(closed.jaxpr.invars, jax.tree.leaves(stacked), strict=True):
-        inputs.append(_Knowledge(0 if is_stacked else None, _unit_dims(variable)))
+        inputs.append(_Knowledge(0 if is_stacked else None, _unit_dims(variable.aval)))
     try:
-        outs = _follow(closed.jaxpr, inputs)
+        outs = _LayerReader().run(closed, inputs)
     except _MattersError:
         return True
     for out, is_stacked in zip(outs, jax.tree.leaves(results), strict=True):
@@ -65,89 +59,76 @@ def order_matters(fn: Callable[..., Any], args: Any, stacked: Any, results: Any)
 # dim 0 gives [8] with layers=None, since a sum does not depend on their order. Broadcast to [1, 8] and then subtracted,
 # it is alike along dim 0, so the difference has layers=0: layer by layer it is the same in any order. `w - w[0]` is a
 # slice of an array with layers, for which there is no rule: the order matters.
-def _follow(jaxpr: Any, inputs: Sequence[_Knowledge]) -> list[_Knowledge]:
-    """What is known of the results of a jaxpr, from what is known of its arguments."""
+class _LayerReader(FactInterpreter[_Knowledge]):
+    """Follows what is known of values through a jaxpr."""
 
-    def of_literal(atom: Any) -> _Knowledge:
-        return _Knowledge(None, _all_dims(atom) if np.size(atom.val) == 1 else _unit_dims(atom))
+    def constant(self, x: Any) -> _Knowledge:
+        return _Knowledge(None, _unit_dims(x))
 
-    constants = [_Knowledge(None, _unit_dims(variable)) for variable in jaxpr.constvars]
-    return flow(jaxpr, [*constants, *inputs], _step, of_literal)
+    def literal(self, atom: Any) -> _Knowledge:
+        return _Knowledge(None, _all_dims(atom) if np.size(atom.val) == 1 else _unit_dims(atom.aval))
 
+    def join(self, facts: Sequence[_Knowledge], variable: Any) -> _Knowledge:
+        return _join(facts, variable)
 
-def _step(equation: Any, ins: list[_Knowledge]) -> list[_Knowledge]:
-    """What is known of the results of an equation."""
-    name = equation.primitive.name
-    outs = equation.outvars
-    params = equation.params
-    callee = find_called_jaxpr(equation)
-    if callee is not None:
-        return _follow(callee, ins)
-    if name == "cond" and ins[0].layers is None:
-        branches = [_follow(branch, ins[1:]) for _, branch in compat.inner_jaxprs(equation)]
-        return [_join(list(values), out) for values, out in zip(zip(*branches, strict=True), outs, strict=True)]
-    if name == "scan":
-        ((_, body),) = compat.inner_jaxprs(equation)
-        return _scan(equation, body, ins)
-    if name == "optimization_barrier":
-        return ins
-    if name in _ELEMENTWISE:
-        # A scalar has no dims; a dim of size one broadcasts.
-        arrays = [value for value, variable in zip(ins, equation.invars, strict=True) if variable.aval.ndim]
-        return [_join(arrays, outs[0])]
-    if name == "iota":
-        return [_Knowledge(None, _all_dims(outs[0]) - {params["dimension"]})]
-    if name == "broadcast_in_dim":
-        return [_broadcast(ins[0], equation)]
-    if name == "transpose":
-        return [_transpose(ins[0], params["permutation"])]
-    if name in _REDUCTIONS:
-        return [_drop_dims(ins[0], params["axes"], outs[0])]
-    if name == "squeeze":
-        return [_drop_dims(ins[0], params["dimensions"], outs[0])]
-    if name == "reshape":
-        return [_reshape(ins[0], equation)]
-    if name == "dot_general":
-        return [_multiply(ins, equation)]
-    if any(value.layers is not None for value in ins):
-        raise _MattersError
-    return [_Knowledge(None, _unit_dims(out)) for out in outs]
-
-
-def _scan(equation: Any, body: Any, ins: list[_Knowledge]) -> list[_Knowledge]:
-    """A loop of known length, not over the layers; what is known of its carry holds in every iteration."""
-    constants, carry, stacks = scan_operands(equation, ins)
-    slices = []
-    for value in stacks:
-        if value.layers == 0:
+    def cond(self, equation: Any, branches: list[Any], operands: list[_Knowledge]) -> Sequence[_Knowledge]:
+        index, *arguments = operands
+        if index.layers is not None:
             raise _MattersError
-        layers = None if value.layers is None else value.layers - 1
-        slices.append(_Knowledge(layers, frozenset(dim - 1 for dim in value.alike if dim)))
-    while True:
-        outs = _follow(body, [*constants, *carry, *slices])
-        joined = [_join([a, b], out) for a, b, out in zip(carry, outs, equation.outvars, strict=False)]
-        if joined == carry:
-            break
-        carry = joined
-    results = list(carry)
-    for value in outs[len(carry) :]:
-        results.append(_Knowledge(None if value.layers is None else value.layers + 1, frozenset()))
-    return results
+        return self.join_branches(equation, branches, arguments)
+
+    def row(self, fact: _Knowledge) -> _Knowledge:
+        """The piece of an array that one iteration gets; a loop over the layers runs in their order."""
+        if fact.layers == 0:
+            raise _MattersError
+        layers = None if fact.layers is None else fact.layers - 1
+        return _Knowledge(layers, frozenset(dim - 1 for dim in fact.alike if dim))
+
+    def stack(self, fact: _Knowledge) -> _Knowledge:
+        return _Knowledge(None if fact.layers is None else fact.layers + 1, frozenset())
+
+    def equation(self, equation: Any, operands: list[_Knowledge]) -> Sequence[_Knowledge]:
+        name = equation.primitive.name
+        outs = equation.outvars
+        params = equation.params
+        if name == "optimization_barrier":
+            return operands
+        if name in _ELEMENTWISE:
+            # A scalar has no dims; a dim of size one broadcasts.
+            arrays = [fact for fact, variable in zip(operands, equation.invars, strict=True) if variable.aval.ndim]
+            return [_join(arrays, out) for out in outs]
+        if name == "iota":
+            return [_Knowledge(None, _all_dims(outs[0]) - {params["dimension"]})]
+        if name == "broadcast_in_dim":
+            return [_broadcast(operands[0], equation)]
+        if name == "transpose":
+            return [_transpose(operands[0], params["permutation"])]
+        if name in _REDUCTIONS:
+            return [_drop_dims(operands[0], params["axes"], outs[0])]
+        if name == "squeeze":
+            return [_drop_dims(operands[0], params["dimensions"], outs[0])]
+        if name == "reshape":
+            return [_reshape(operands[0], equation)]
+        if name == "dot_general":
+            return [_multiply(operands, equation)]
+        if any(fact.layers is not None for fact in operands):
+            raise _MattersError
+        return [_Knowledge(None, _unit_dims(out.aval)) for out in outs]
 
 
-def _join(values: list[_Knowledge], out: Any) -> _Knowledge:
+def _join(values: Sequence[_Knowledge], out: Any) -> _Knowledge:
     """What is known of an elementwise result of operands of its shape."""
     dims_of_layers = {value.layers for value in values} - {None}
     alike = frozenset.intersection(_all_dims(out), *(value.alike for value in values))
     if not dims_of_layers:
-        return _Knowledge(None, alike | _unit_dims(out))
+        return _Knowledge(None, alike | _unit_dims(out.aval))
     if len(dims_of_layers) > 1:
         raise _MattersError
     (layers,) = dims_of_layers
     # An operand without layers has the same for all of them, or something for each by its place in the stack.
     if any(value.layers is None and layers not in value.alike for value in values):
         raise _MattersError
-    return _Knowledge(layers, (alike | _unit_dims(out)) - {layers})
+    return _Knowledge(layers, (alike | _unit_dims(out.aval)) - {layers})
 
 
 def _broadcast(value: _Knowledge, equation: Any) -> _Knowledge:
@@ -179,7 +160,7 @@ def _drop_dims(value: _Knowledge, dims: Sequence[int], out: Any) -> _Knowledge:
     kept = [dim for dim in range(out.aval.ndim + len(dims)) if dim not in dims]
     layers = kept.index(value.layers) if value.layers in kept else None
     alike = frozenset(place for place, dim in enumerate(kept) if dim in value.alike)
-    return _Knowledge(layers, alike | _unit_dims(out))
+    return _Knowledge(layers, alike | _unit_dims(out.aval))
 
 
 def _reshape(value: _Knowledge, equation: Any) -> _Knowledge:
@@ -188,14 +169,14 @@ def _reshape(value: _Knowledge, equation: Any) -> _Knowledge:
     after = out.aval.shape
     if value.layers is None:
         all_equal = len(value.alike) == len(before)
-        return _Knowledge(None, _all_dims(out) if all_equal else _unit_dims(out))
+        return _Knowledge(None, _all_dims(out) if all_equal else _unit_dims(out.aval))
     # The layers are a dim of the result that has as many elements before it, and the same size.
     elements_before = math.prod(before[: value.layers])
     size = before[value.layers]
     for dim in range(len(after)):
         same_place = math.prod(after[:dim]) == elements_before and after[dim] == size
         if same_place and equation.params.get("dimensions") is None:
-            return _Knowledge(dim, _unit_dims(out) - {dim})
+            return _Knowledge(dim, _unit_dims(out.aval) - {dim})
     raise _MattersError
 
 
@@ -224,7 +205,7 @@ def _multiply(ins: list[_Knowledge], equation: Any) -> _Knowledge:
             layers = len(batch[0]) + free_dims[side].index(value.layers)
             if side == 1:
                 layers += len(free_dims[0])
-    return _Knowledge(layers, _unit_dims(equation.outvars[0]) - {layers})
+    return _Knowledge(layers, _unit_dims(equation.outvars[0].aval) - {layers})
 
 
 def _free_dims(ndim: int, contracting: Sequence[int], batch: Sequence[int]) -> list[int]:
@@ -237,7 +218,7 @@ def _all_dims(atom: Any) -> frozenset[int]:
     return frozenset(range(ndim))
 
 
-def _unit_dims(atom: Any) -> frozenset[int]:
-    """Dims of size one."""
-    shape = getattr(atom.aval, "shape", ())
+def _unit_dims(array: Any) -> frozenset[int]:
+    """Dims of size one, of an array or its type."""
+    shape = getattr(array, "shape", ())
     return frozenset(dim for dim, size in enumerate(shape) if size == 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import mesh_axes, scan_operands, source_line, walk, while_operands
+from shardkit._jax.interpreter import SOLVE, JaxprInterpreter, scan_operands, solve_operands, while_operands
+from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, TABLE, registered
 from shardkit.meshes.layout import all_axes, spec_axes
 from shardkit.testing._compare import distance, find_other_bits, is_float
 
-_SOLVE = "custom_linear_solve"
 # Called with a sentence when the program runs and a value differs that `assume_replicated` says is equal.
 Note = Callable[[str], None]
 
@@ -71,7 +73,7 @@ def _make_function(jaxpr: Any, mesh: Any, note: Note) -> Callable[..., list[Any]
         return jax.core.eval_jaxpr(jaxpr, xs[:constants], *xs[constants:])
 
     def emulated(*xs: Any) -> list[Any]:
-        return _evaluate(jaxpr, xs, note)
+        return _Emulator(note).run(ClosedJaxpr(jaxpr, list(xs[:constants])), xs[constants:])
 
     rules = _find_custom_derivatives(jaxpr)
     if not rules:
@@ -92,7 +94,7 @@ def _find_custom_derivatives(jaxpr: Any) -> set[str]:
     for site in walk(jaxpr):
         if site.name.startswith(("custom_jvp", "custom_vjp")):
             names.add(site.name)
-        if site.name == _SOLVE and _needs_shard_map(site.equation.params["jaxprs"].solve.jaxpr):
+        if site.name == SOLVE and _needs_shard_map(site.equation.params["jaxprs"].solve.jaxpr):
             names.add(site.name)
     return names
 
@@ -152,18 +154,6 @@ def _replace_floats(values: Any, floats: Any, places: Sequence[bool] | None = No
     return [next(remaining) if place else x for x, place in zip(values, places, strict=True)]
 
 
-def _evaluate(jaxpr: Any, inputs: Sequence[Any], note: Note) -> list[Any]:
-    """The results of a jaxpr for the values of its constants and arguments, in that order."""
-    values: dict[Any, Any] = {}
-    for variable, x in zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True):
-        values[variable] = _drop_mesh(x)
-    for equation in jaxpr.eqns:
-        operands = [_drop_mesh(compat.value_of(v, values)) for v in equation.invars]
-        results = _run_equation(equation, operands, note)
-        values.update(zip(equation.outvars, results, strict=True))
-    return [_drop_mesh(compat.value_of(v, values)) for v in jaxpr.outvars]
-
-
 def _drop_mesh(x: Any) -> Any:
     """Drops the mesh that jax records in the constants of a shard_map."""
     if isinstance(x, jax.core.Tracer) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended):
@@ -171,37 +161,99 @@ def _drop_mesh(x: Any) -> Any:
     return np.asarray(x, jnp.result_type(x))
 
 
-def _run_equation(equation: Any, operands: list[Any], note: Note) -> list[Any]:
-    """The results of one equation; inside the vmaps of a shard_map, on each device at once."""
-    name = equation.primitive.name
-    row = registered(name)
-    if name == ASSUMED:
-        _compare_devices(operands[0], equation, note)
-    if row.cast:
-        return operands
-    if row.emulate is not None or row.kind is not None:
-        return _run_collective(equation, operands)
-    inner = []
-    for (_, jaxpr), constants in zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True):
-        inner.append(partial(_run_inner, jaxpr, constants, note))
-    if name == "shard_map":
-        return _run_by_vmap(equation, inner[0], operands)
-    if name == "scan":
-        return _scan(equation, inner[0], operands)
-    if name == "while":
-        return _while(equation, operands, note)
-    if name == "cond":
-        return list(lax.switch(operands[0], inner, *operands[1:]))
-    if name in compat.CALLS and len(inner) == 1:
-        return inner[0](*operands)
-    if not any(_needs_shard_map(jaxpr) for _, jaxpr in compat.inner_jaxprs(equation)):
-        return _bind_without_mesh(equation, operands)
-    if name == _SOLVE:
-        return _run_solve(equation, operands, note)
-    raise ValueError(
-        f"emulate: {name} must not contain a collective or a cast, because emulate cannot interpret it. Run the kernel "
-        "with jax.shard_map on simulated devices."
-    )
+@dataclass(frozen=True)
+class _Emulator(JaxprInterpreter[Any]):
+    """Runs a program with its shard_maps on one device; inside of them, under vmap, on each device at once.
+
+    Every frame below stands in the errors of what it calls: a jit within a shard_map is `run`, `step`, `call`, `run`.
+    """
+
+    note: Note
+
+    def constant(self, x: Any) -> Any:
+        return _drop_mesh(x)
+
+    def literal(self, atom: Any) -> Any:
+        return atom.val
+
+    def read(self, atom: Any, values: Mapping[Any, Any]) -> Any:
+        return _drop_mesh(super().read(atom, values))
+
+    def equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        name = equation.primitive.name
+        row = registered(name)
+        if name == ASSUMED:
+            _compare_devices(operands[0], equation, self.note)
+        if row.cast:
+            return operands
+        if row.emulate is not None or row.kind is not None:
+            return _run_collective(equation, operands)
+        if not any(_needs_shard_map(jaxpr) for _, jaxpr in compat.inner_jaxprs(equation)):
+            return _bind_without_mesh(equation, operands)
+        if name == SOLVE:
+            (solve,) = compat.inner_programs(equation)
+            return self.run(solve, solve_operands(equation, operands))
+        raise ValueError(
+            f"emulate: {name} must not contain a collective or a cast, because emulate cannot interpret it. Run the "
+            "kernel with jax.shard_map on simulated devices."
+        )
+
+    def cond(self, equation: Any, branches: list[Any], operands: list[Any]) -> Sequence[Any]:
+        index, *arguments = operands
+
+        def run_branch(branch: Any, *arguments: Any) -> list[Any]:
+            return self.run(branch, arguments)
+
+        return list(lax.switch(index, [partial(run_branch, branch) for branch in branches], *arguments))
+
+    def scan(self, equation: Any, body: Any, operands: list[Any]) -> Sequence[Any]:
+        constants, carry, rows = scan_operands(equation, operands)
+        carries = len(carry)
+
+        def run_body(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = self.run(body, [*constants, *carry, *row])
+            return results[:carries], results[carries:]
+
+        length = equation.params["length"]
+        reverse = equation.params["reverse"]
+        carry, rows = lax.scan(run_body, carry, rows, length=length, reverse=reverse)
+        return [*carry, *rows]
+
+    def while_loop(self, equation: Any, test: Any, body: Any, operands: list[Any]) -> Sequence[Any]:
+        test_constants, body_constants, carry = while_operands(equation, operands)
+
+        def run_test(carry: Any) -> Any:
+            return self.run(test, [*test_constants, *carry])[0]
+
+        def run_body(carry: Any) -> list[Any]:
+            return self.run(body, [*body_constants, *carry])
+
+        return list(lax.while_loop(run_test, run_body, carry))
+
+    def shard_map(self, equation: Any, body: Any, operands: list[Any]) -> Sequence[Any]:
+        """A shard_map on one device: every axis becomes a vmap with its name.
+
+        For example, on a mesh data=2, model=4, an argument [8, 6] with spec P("data") becomes pieces [2, 4, 6]. The
+        vmap of "data" maps its dim 0 and the vmap of "model" none, so that the body sees [4, 6] as a device does. A
+        result comes back as [2, 4, *local shape], whatever its spec.
+        """
+        params = equation.params
+        sizes = {name: params["mesh"].shape[name] for name in compat.manual_axes(equation)}
+        specs = params["in_specs"]
+
+        def run_device(_: Any, *leaves: Any) -> list[Any]:
+            return self.run(body, leaves)
+
+        run_devices = run_device
+        for name in reversed(sizes):
+            in_axes = tuple(0 if name in all_axes(spec) else None for spec in specs)
+            run_devices = jax.vmap(run_devices, in_axes=(0, *in_axes), axis_name=name)
+        pieces = [split_shards(x, spec, sizes) for x, spec in zip(operands, specs, strict=True)]
+        # jax keeps the names that vmap binds in the order in which it first met them. That of this mesh decides.
+        with jax.sharding.use_abstract_mesh(params["mesh"]):
+            # The first argument has every axis, so that each vmap maps at least one.
+            results = run_devices(jnp.zeros(tuple(sizes.values()), jnp.int8), *pieces)
+        return [join_shards(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
 
 
 def _run_collective(equation: Any, operands: list[Any]) -> list[Any]:
@@ -231,16 +283,6 @@ def _bind_without_mesh(equation: Any, operands: list[Any]) -> list[Any]:
     return list(results) if equation.primitive.multiple_results else [results]
 
 
-def _run_solve(equation: Any, operands: list[Any], note: Note) -> list[Any]:
-    """A linear solve by its own `solve` function; the constants of its other functions come before and after."""
-    solve = equation.params["jaxprs"].solve
-    lengths = equation.params["const_lengths"]
-    first = lengths.matvec + lengths.vecmat
-    constants = operands[first : first + lengths.solve]
-    right_sides = operands[sum(lengths) :]
-    return _run_inner(solve.jaxpr, solve.consts, note, *constants, *right_sides)
-
-
 def _compare_devices(x: Any, equation: Any, note: Note) -> None:
     """Compares the bits that the devices hold at an `assume_replicated` when the program runs."""
     names = list(compat.bound_axes())
@@ -265,64 +307,6 @@ def _compare_devices(x: Any, equation: Any, note: Note) -> None:
     for name in reversed(names):
         x = lax.all_gather(x, name)
     jax.debug.callback(compare, x)
-
-
-def _run_inner(jaxpr: Any, constants: Sequence[Any], note: Note, *operands: Any) -> list[Any]:
-    return _evaluate(jaxpr, [*constants, *operands], note)
-
-
-def _scan(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
-    constants, carry, rows = scan_operands(equation, operands)
-    carries = len(carry)
-
-    def run_body(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = body(*constants, *carry, *row)
-        return results[:carries], results[carries:]
-
-    length = equation.params["length"]
-    reverse = equation.params["reverse"]
-    carry, rows = lax.scan(run_body, carry, rows, length=length, reverse=reverse)
-    return [*carry, *rows]
-
-
-def _while(equation: Any, operands: list[Any], note: Note) -> list[Any]:
-    test = equation.params["cond_jaxpr"]
-    body = equation.params["body_jaxpr"]
-    test_constants, body_constants, carry = while_operands(equation, operands)
-
-    def run_test(carry: Any) -> Any:
-        return _run_inner(test.jaxpr, test.consts, note, *test_constants, *carry)[0]
-
-    def run_body(carry: Any) -> list[Any]:
-        return _run_inner(body.jaxpr, body.consts, note, *body_constants, *carry)
-
-    return list(lax.while_loop(run_test, run_body, carry))
-
-
-def _run_by_vmap(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
-    """A shard_map on one device: every axis becomes a vmap with its name.
-
-    For example, on a mesh data=2, model=4, an argument [8, 6] with spec P("data") becomes pieces [2, 4, 6]. The vmap of
-    "data" maps its dim 0 and the vmap of "model" none, so that the body sees [4, 6] as a device does. A result comes
-    back as [2, 4, *local shape], whatever its spec.
-    """
-    params = equation.params
-    sizes = {name: params["mesh"].shape[name] for name in compat.manual_axes(equation)}
-    specs = params["in_specs"]
-
-    def run_device(_: Any, *leaves: Any) -> list[Any]:
-        return body(*leaves)
-
-    run_devices = run_device
-    for name in reversed(sizes):
-        in_axes = tuple(0 if name in all_axes(spec) else None for spec in specs)
-        run_devices = jax.vmap(run_devices, in_axes=(0, *in_axes), axis_name=name)
-    pieces = [split_shards(x, spec, sizes) for x, spec in zip(operands, specs, strict=True)]
-    # jax keeps the names that vmap binds in the order in which it first met them. That of this mesh decides.
-    with jax.sharding.use_abstract_mesh(params["mesh"]):
-        # The first argument has every axis, so that each vmap maps at least one.
-        results = run_devices(jnp.zeros(tuple(sizes.values()), jnp.int8), *pieces)
-    return [join_shards(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
 
 
 def add_mesh_dims(tree: Any, axes: int) -> Any:

@@ -27,6 +27,7 @@ from shardkit.collectives.algorithms import Sent
 from shardkit.meshes.layout import bytes_per_device, path_name
 from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.on_device.precision import precision_of
+from shardkit.plans.traffic import ValueBytes, plan_traffic
 from shardkit.steps.optimizer import wrap_optimizer
 from shardkit.testing._compare import (
     constant_factor,
@@ -35,7 +36,6 @@ from shardkit.testing._compare import (
     find_worst_gap,
     list_leaves,
 )
-from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.exact.law import equal_for_all_inputs as equal_for_all_inputs  # a law, of a room of its own
 from shardkit.testing.one_device import Reference
 from shardkit.testing.program import SCALE, Program
@@ -124,13 +124,12 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
             if row.n > 1:
                 rows.append(row)
     steps = program.row.steps or 1
-    traffic = partial(plan_traffic, program.plan, program.shapes[0].params, program.mesh, program.row)
-    differences = _list_differences(rows, traffic(), steps)
+    differences = _list_differences(rows, _count_plan_traffic(program), steps)
     if not differences:
         return None
     if program.carried is not None:
         return "what is gathered of carried state is not in the closed form"
-    if not _list_differences(rows, traffic(prefetched=True), steps):
+    if not _list_differences(rows, _count_plan_traffic(program, prefetched=True), steps):
         return None
     axes, by_layouts, counted = differences[0]
     raise AssertionError(
@@ -138,6 +137,23 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
         f"layouts; the census counts {float(counted):,.0f}. Print sk.census(step, state, batch) to find the "
         "missing or extra collective."
     )
+
+
+def _count_plan_traffic(program: Program, prefetched: bool = False) -> Sent:
+    row = program.row
+    policy = precision_of(row.precision)
+    dtypes = (policy.compute, policy.reduce, policy.param)
+    value_bytes = ValueBytes(*(jnp.dtype(dtype or jnp.float32).itemsize for dtype in dtypes))
+    traffic = plan_traffic(
+        program.plan,
+        program.shapes[0].params,
+        program.mesh,
+        accumulate=row.accumulate,
+        deterministic=row.deterministic,
+        value_bytes=value_bytes,
+        prefetched=prefetched,
+    )
+    return traffic.sent
 
 
 def sums_keep_their_dtype(program: Program, reference: Reference) -> None:

@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from shardkit._arguments.typed import short, typed
 from shardkit.meshes.inspection import draw_array, is_on_devices
 from shardkit.meshes.mesh import DeviceGrid, GridTable
-from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
+from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, check_file, look, make_figure, ramp, save, text_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# Inches.
-_EDGE, _GAP, _LINE = 0.25, 0.5, 0.2
-_COLUMN, _PART, _ROW = 0.55, 0.24, 0.34
-_WIDE, _TALL = 24.0, 16.0
+# Inches: around a picture, between two grids, of a line of text; of a grid the narrowest column, the part of a cell
+# that a device has, and a row; and what a picture may be at most.
+_EDGE = 0.25
+_GAP = 0.5
+_LINE = 0.2
+_COLUMN = 0.55
+_PART = 0.24
+_ROW = 0.34
+_WIDE = 24.0
+_TALL = 16.0
 _SMALLEST_TEXT = 4.0  # points
 
 
@@ -50,94 +56,159 @@ def array(x: jax.Array, output: str | Path | None = None, *, after: jax.Array | 
         >>> x = sk.shard(np.ones((8, 4)), mesh, P("data", "model"))
         >>> picture = sk.viz.array(x, after=sk.shard(np.ones((8, 4)), mesh, P("model")))
     """
-    given = {"x": x} | ({"after": after} if after is not None else {})
-    for name, each in given.items():
-        if not is_on_devices(each):
-            raise TypeError(
-                f"viz.array: {name} must be an array on devices; got {short(each)}. Place it, as in "
-                "sk.shard(x, mesh, spec)."
-            )
-    grids = [draw_array(each) for each in given.values()]
+    _check_on_devices("x", x)
+    grids = [draw_array(x)]
     if after is not None:
-        heads = ("before: ", "after: ")
-        grids = [g._replace(title=(head + g.title[0], *g.title[1:])) for head, g in zip(heads, grids, strict=True)]
-    path = file_of("viz.array", output)
+        _check_on_devices("after", after)
+        grids = [_prepend("before: ", grids[0]), _prepend("after: ", draw_array(after))]
+    file = check_file("viz.array", output)
     with look():
-        return saved(picture_of(grids), path)
+        picture = draw_grids(grids)
+        save(picture, file)
+        return picture
 
 
-def picture_of(grids: list[DeviceGrid]) -> Figure:
+def _check_on_devices(name: str, x: Any) -> None:
+    if not is_on_devices(x):
+        raise TypeError(
+            f"viz.array: {name} must be an array on devices; got {short(x)}. Place it, as in sk.shard(x, mesh, spec)."
+        )
+
+
+def _prepend(text: str, grid: DeviceGrid) -> DeviceGrid:
+    """The grid with a text before the first line of its title."""
+    first, *others = grid.title
+    return grid._replace(title=(text + first, *others))
+
+
+class _Size(NamedTuple):
+    """Width and height, in inches."""
+
+    width: float
+    height: float
+
+
+def draw_grids(grids: list[DeviceGrid]) -> Figure:
     """The grids side by side, each with its title and its tables."""
-    ids = sorted({each for grid in grids for cell in grid.cells.values() for each in cell})
-    colours = {each: ramp(i, len(ids)) for i, each in enumerate(ids)}
-    blocks = [list(grid.tables()) for grid in grids]
-    sizes = [_size(grid, tables) for grid, tables in zip(grids, blocks, strict=True)]
-    across, up = 2 * _EDGE - _GAP + sum(w + _GAP for w, _ in sizes), 2 * _EDGE + max(h for _, h in sizes)
-    shrink = min(1, _WIDE / across, _TALL / up)
-    picture = blank(across * shrink, up * shrink, ", ".join(grid.title[0] for grid in grids))
-
-    def write(left: float, top: float, text: str, **style: Any) -> None:
-        picture.text(left / across, 1 - top / up, text, size=TEXT * shrink, va="center", **style)
-
+    devices = _list_devices(grids)
+    colours = {device: ramp(number, len(devices)) for number, device in enumerate(devices)}
+    tables_of_grids = [list(grid.tables()) for grid in grids]
+    sizes = [_measure_grid(grid, tables) for grid, tables in zip(grids, tables_of_grids, strict=True)]
+    width = 2 * _EDGE - _GAP + sum(size.width + _GAP for size in sizes)
+    height = 2 * _EDGE + max(size.height for size in sizes)
+    scale = min(1, _WIDE / width, _TALL / height)
+    description = ", ".join(grid.title[0] for grid in grids)
+    page = _Page(make_figure(width * scale, height * scale, description), _Size(width, height), scale)
     left = _EDGE
-    for grid, tables, (width, _) in zip(grids, blocks, sizes, strict=True):
-        top = _EDGE
-        for number, line in enumerate(grid.title):
-            write(left, top + _LINE / 2, line, weight="normal" if number else "bold")
-            top += _LINE
-        side, column = _side(tables), _column(tables)
-        for table in tables:
-            top += _LINE
-            if table.title:
-                write(left, top - _LINE / 2, table.title)
-                top += _LINE
-            for i, head in enumerate(table.column_labels):
-                write(left + side + (i + 0.5) * column, top - _LINE / 2, head, ha="center")
-            high, wide = _ROW * len(table.row_labels), column * len(table.column_labels)
-            for i, text in enumerate(table.row_labels):
-                write(left + side - LETTER, top + (i + 0.5) * _ROW, text, ha="right")
-            axes = picture.add_axes(((left + side) / across, 1 - (top + high) / up, wide / across, high / up))
-            _fill(axes, table, colours, 72 * column * shrink, 72 * _ROW * shrink)
-            top += high
-        left += width + _GAP
-    return picture
+    for grid, tables, size in zip(grids, tables_of_grids, sizes, strict=True):
+        _draw_grid(page, grid, tables, left, colours)
+        left += size.width + _GAP
+    return page.picture
 
 
-def _side(tables: Sequence[GridTable]) -> float:
+def _list_devices(grids: Sequence[DeviceGrid]) -> list[int]:
+    """The ids of all devices, ascending."""
+    devices: set[int] = set()
+    for grid in grids:
+        for cell in grid.cells.values():
+            devices.update(cell)
+    return sorted(devices)
+
+
+class _Page(NamedTuple):
+    """A picture, its size before it was scaled to fit, and the scale: all positions are in inches before."""
+
+    picture: Figure
+    size: _Size
+    scale: float
+
+    def write(self, left: float, top: float, text: str, **style: Any) -> None:
+        """Writes a text, so many inches from the left and upper edges."""
+        x = left / self.size.width
+        y = 1 - top / self.size.height
+        self.picture.text(x, y, text, size=TEXT * self.scale, va="center", **style)
+
+    def add_axes(self, left: float, top: float, width: float, height: float) -> Axes:
+        """Axes of this size, so many inches from the left and upper edges."""
+        full_width, full_height = self.size
+        bottom = 1 - (top + height) / full_height
+        return self.picture.add_axes((left / full_width, bottom, width / full_width, height / full_height))
+
+
+def _draw_grid(
+    page: _Page, grid: DeviceGrid, tables: Sequence[GridTable], left: float, colours: Mapping[int, RGB]
+) -> None:
+    """The title of a grid, and below it its tables, with their labels."""
+    top = _EDGE
+    for number, line in enumerate(grid.title):
+        page.write(left, top + _LINE / 2, line, weight="normal" if number else "bold")
+        top += _LINE
+    column = _measure_column(tables)
+    table_left = left + _measure_labels(tables)
+    for table in tables:
+        top += _LINE
+        if table.title:
+            page.write(left, top - _LINE / 2, table.title)
+            top += _LINE
+        for number, label in enumerate(table.column_labels):
+            page.write(table_left + (number + 0.5) * column, top - _LINE / 2, label, ha="center")
+        for number, label in enumerate(table.row_labels):
+            page.write(table_left - LETTER, top + (number + 0.5) * _ROW, label, ha="right")
+        width = column * len(table.column_labels)
+        height = _ROW * len(table.row_labels)
+        axes = page.add_axes(table_left, top, width, height)
+        _fill_cells(axes, table, colours, 72 * column * page.scale, 72 * _ROW * page.scale)
+        top += height
+
+
+def _measure_labels(tables: Sequence[GridTable]) -> float:
     """The width of the labels of rows."""
-    return LETTER * (max(len(side) for table in tables for side in table.row_labels) + 1)
+    longest = 0
+    for table in tables:
+        longest = max(longest, *map(len, table.row_labels))
+    return LETTER * (longest + 1)
 
 
-def _column(tables: Sequence[GridTable]) -> float:
+def _measure_column(tables: Sequence[GridTable]) -> float:
     """The width of a column: of its label, and of a part for each device of its fullest cell."""
-    label = max(len(head) for table in tables for head in table.column_labels)
-    parts = max(len(cell) for table in tables for row in table.cells for cell in row)
-    return max(_COLUMN, LETTER * (label + 1), _PART * parts)
+    longest = 0
+    fullest = 0
+    for table in tables:
+        longest = max(longest, *map(len, table.column_labels))
+        for row in table.cells:
+            fullest = max(fullest, *map(len, row))
+    return max(_COLUMN, LETTER * (longest + 1), _PART * fullest)
 
 
-def _size(grid: DeviceGrid, tables: Sequence[GridTable]) -> tuple[float, float]:
-    """Width and height of a grid with its title."""
-    table = _side(tables) + _column(tables) * len(tables[0].column_labels)
-    title = 1.1 * LETTER * max(map(len, grid.title))
-    lines = len(grid.title) + sum(1 + bool(each.title) for each in tables)
-    return max(table, title), lines * _LINE + _ROW * sum(len(each.row_labels) for each in tables)
+def _measure_grid(grid: DeviceGrid, tables: Sequence[GridTable]) -> _Size:
+    """The size of a grid with its title."""
+    table_width = _measure_labels(tables) + _measure_column(tables) * len(tables[0].column_labels)
+    title_width = 1.1 * LETTER * max(map(len, grid.title))
+    lines = len(grid.title)
+    rows = 0
+    for table in tables:
+        lines += 2 if table.title else 1
+        rows += len(table.row_labels)
+    return _Size(max(table_width, title_width), lines * _LINE + _ROW * rows)
 
 
-def _fill(axes: Axes, table: GridTable, colours: Mapping[int, RGB], width: float, height: float) -> None:
+def _fill_cells(axes: Axes, table: GridTable, colours: Mapping[int, RGB], width: float, height: float) -> None:
     """The cells of a table, each `width` x `height` points, with a part for each of its devices."""
     from matplotlib.patches import Rectangle
 
     axes.set_axis_off()
     axes.set_xlim(0, len(table.column_labels))
     axes.set_ylim(len(table.row_labels), 0)
-    for row, (side, cells) in enumerate(zip(table.row_labels, table.cells, strict=True)):
-        for column, (head, ids) in enumerate(zip(table.column_labels, cells, strict=True)):
-            part = 1 / len(ids)
-            for number, each in enumerate(ids):
-                left, label = column + number * part, " ".join(filter(None, [table.title, side, head, str(each)]))
-                axes.add_patch(Rectangle((left, row), part, 1, facecolor=colours[each], linewidth=0, gid=label))
-                size = min(TEXT, part * width / (0.75 * len(str(each))), 0.7 * height)
+    for row, (row_label, cells) in enumerate(zip(table.row_labels, table.cells, strict=True)):
+        for column, (column_label, devices) in enumerate(zip(table.column_labels, cells, strict=True)):
+            part = 1 / len(devices)
+            labels = [label for label in (table.title, row_label, column_label) if label]
+            for number, device in enumerate(devices):
+                left = column + number * part
+                gid = " ".join([*labels, str(device)])
+                axes.add_patch(Rectangle((left, row), part, 1, facecolor=colours[device], linewidth=0, gid=gid))
+                size = min(TEXT, part * width / (0.75 * len(str(device))), 0.7 * height)
                 if size >= _SMALLEST_TEXT:
-                    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_on(colours[each])}
-                    axes.text(left + part / 2, row + 0.5, str(each), size=size, **style)
+                    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_on(colours[device])}
+                    axes.text(left + part / 2, row + 0.5, str(device), size=size, **style)
             axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=PAPER, linewidth=2.0))

@@ -5,7 +5,7 @@ What the picture shows (`boxes`, `in_flight`, `title`, `facts`) needs no matplot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import typed
 from shardkit.schedules import Action, Schedule, Timeline
-from shardkit.viz.style import AREA, GREY, MUTED, OPS, PAPER, blank, file_of, heading, look, saved, shade, text_on
+from shardkit.viz.style import (
+    AREA,
+    GREY,
+    MUTED,
+    OPS,
+    PAPER,
+    check_file,
+    look,
+    make_figure,
+    save,
+    shade,
+    text_on,
+    write_heading,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,22 +46,27 @@ class Box(NamedTuple):
 
 def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
     """A box for every action, from its simulated begin to its end, in the order of ticks."""
-    spans = timeline.spans
-    # Of two that run together, the forward is above.
-    partner = {
-        action: other
-        for row in schedule.rows
-        for cell in row
-        if len(cell) == 2 and spans[cell[0]] == spans[cell[1]]
-        for action, other in (cell, cell[::-1])
-    }
+    halves = _find_halves(schedule, timeline)
     out = []
     for action in schedule.ticks:
-        begin, end = spans[action]
-        height = 0.5 if action in partner else 1.0
-        top = 0.5 if action in partner and action.op != "F" else 0.0
+        begin, end = timeline.spans[action]
+        top = 0.0
+        height = 1.0
+        if action in halves:
+            height = 0.5
+            top = 0.0 if action.op == "F" else 0.5  # of two that run together, the forward is above
         out.append(Box(action, schedule.device(action.stage), begin, end - begin, top, height))
     return out
+
+
+def _find_halves(schedule: Schedule, timeline: Timeline) -> set[Action]:
+    """The actions that share a cell of the table with another, and its time: a forward and a backward at once."""
+    halves: set[Action] = set()
+    for row in schedule.rows:
+        for cell in row:
+            if len(cell) == 2 and timeline.spans[cell[0]] == timeline.spans[cell[1]]:
+                halves.update(cell)
+    return halves
 
 
 def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple[float, float]]:
@@ -58,11 +76,12 @@ def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple
         if schedule.device(action.stage) == device:
             changes[begin] = changes.get(begin, 0) + (action.op == "F")
             changes[end] = changes.get(end, 0) - (action.op in "BW")
-    held, out = 0.0, []
+    chunks_in_flight = 0.0
+    curve = []
     for time in sorted(changes):
-        held += changes[time]
-        out.append((time, held / schedule.chunks))
-    return out
+        chunks_in_flight += changes[time]
+        curve.append((time, chunks_in_flight / schedule.chunks))
+    return curve
 
 
 def title(schedule: Schedule) -> str:
@@ -72,8 +91,9 @@ def title(schedule: Schedule) -> str:
         >>> sk.viz.title(sk.schedules.lockstep(4, 8, chunks=2))
         'lockstep: 4 devices x 2 chunks, 8 microbatches'
     """
+    devices = counted(schedule.devices, "device")
+    microbatches = counted(schedule.microbatches, "microbatch", "es")
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    devices, microbatches = counted(schedule.devices, "device"), counted(schedule.microbatches, "microbatch", "es")
     return f"{schedule.name}: {devices}{chunks}, {microbatches}"
 
 
@@ -91,12 +111,22 @@ def facts(timeline: Timeline) -> str:
 
 
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-# Inches.
-_LEFT, _RIGHT, _TOP, _GAP, _BOTTOM = 0.6, 0.95, 0.95, 0.5, 0.5
-_SHORTEST, _NARROW, _WIDE = 0.2, 7.0, 24.0
-_ROW, _TALL, _CURVE = 0.36, 12.0, 0.26
+# Inches: the margins, the gap between the two plots, the shortest action, the width of the plots at least and at most,
+# a row of actions, all rows at most, and a row of the curves.
+_LEFT = 0.6
+_RIGHT = 0.95
+_TOP = 0.95
+_GAP = 0.5
+_BOTTOM = 0.5
+_SHORTEST = 0.2
+_NARROW = 7.0
+_WIDE = 24.0
+_ROW = 0.36
+_TALL = 12.0
+_CURVE = 0.26
 # Points.
-_LARGEST_TEXT, _SMALLEST_TEXT = 9.0, 4.0
+_LARGEST_TEXT = 9.0
+_SMALLEST_TEXT = 4.0
 _MARGIN = 0.06  # of a row
 
 
@@ -119,7 +149,7 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
         >>> picture = sk.viz.figure(schedule, schedule.simulate())
     """
     with look():
-        return _picture(schedule, timeline)
+        return _draw(schedule, timeline)
 
 
 @partial(typed, where="viz.draw")
@@ -145,103 +175,139 @@ def draw(schedule: Schedule, output: str | Path, **costs: Any) -> None:
         >>> file = f"{mkdtemp()}/pipeline.svg"
         >>> sk.viz.draw(sk.schedules.one_f_one_b(4, 8), file, backward=2.5)
     """
-    path = file_of("viz.draw", output)
+    file = check_file("viz.draw", output)
     timeline = schedule.simulate(**costs)
-    saved(figure(schedule, timeline), path)
+    save(figure(schedule, timeline), file)
 
 
-def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: float, row: float) -> None:
-    """The boxes with their microbatches; a unit of time is `unit` points wide, a row `row` points high."""
-    drawn = boxes(schedule, timeline)
-    colours = [shade(OPS[box.action.op], box.action.stage // schedule.devices, schedule.chunks) for box in drawn]
-    inner = 1 - 2 * _MARGIN
-    bars = axes.bar(
-        [box.begin for box in drawn],
-        [inner * box.height for box in drawn],
-        [box.length for box in drawn],
-        [box.device - 0.5 + _MARGIN + inner * box.top for box in drawn],
-        align="edge",
-        color=colours,
-        edgecolor=PAPER,
-        linewidth=0.5,
-    )
-    # A digit is about 0.64 of the text's size wide.
-    digit = 0.64 / 0.9 * len(str(schedule.microbatches - 1))
-    sizes = [min(_LARGEST_TEXT, unit * box.length / digit, 0.7 * row * box.height) for box in drawn]
-    # Numbers of similar size are easier to read.
-    largest = 1.4 * min((size for size in sizes if size >= _SMALLEST_TEXT), default=0)
-    for box, bar, colour, size in zip(drawn, bars.patches, colours, sizes, strict=True):
-        bar.set_gid(str(box.action))
-        if size >= _SMALLEST_TEXT:
-            style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_on(colour)}
-            x, y = bar.get_center()
-            axes.text(x, y, str(box.action.microbatch), size=min(size, largest), **style)
-    _head(axes, 0, "device", "right")
-    _beside(axes, "bubble, of\nmakespan", [f"{1 - busy / timeline.makespan:.1%}" for busy in timeline.busy])
-    axes.tick_params(labelbottom=False)
+class _Layout(NamedTuple):
+    """Where the two plots are in a picture, in inches: the actions above, the curves below, both equally wide."""
+
+    width: float  # of the plots
+    row: float  # the height of a device's actions
+    actions: float  # the height of all of them
+    curves: float  # that of the curves
+
+    @property
+    def full_width(self) -> float:
+        return _LEFT + self.width + _RIGHT
+
+    @property
+    def full_height(self) -> float:
+        return _TOP + self.actions + _GAP + self.curves + _BOTTOM
 
 
-def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
-    """For each device the curve of its microbatches in flight, all on one scale."""
-    unit = 0.88 / max(timeline.peak_in_flight)
-    for device in range(schedule.devices):
-        times, held = zip(*in_flight(schedule, timeline, device), strict=True)
-        floor = device + 0.5
-        axes.fill_between(times, [floor - unit * h for h in held], floor, step="post", color=AREA, linewidth=0)
-        axes.axhline(floor, color=AREA, linewidth=0.5)
-    _head(axes, 0, "microbatches in flight", "left")
-    _beside(axes, "peak", [f"{peak:g}" for peak in timeline.peak_in_flight])
-    axes.set_xlabel("time, in the unit of the costs")
-
-
-def _head(axes: Axes, side: int, text: str, align: str) -> None:
-    """A heading above the left (0) or the right (1) edge."""
-    by = {"left": 8 * side, "right": -8}[align]
-    axes.annotate(text, (side, 1), (by, 5), "axes fraction", textcoords="offset points", color=MUTED, ha=align)
-
-
-def _beside(axes: Axes, head: str, texts: Sequence[str]) -> None:
-    """A column of text on the right, a line per device."""
-    _head(axes, 1, head, "left")
-    where = ("axes fraction", "data")
-    for device, text in enumerate(texts):
-        axes.annotate(text, (1, device), (8, 0), where, textcoords="offset points", va="center_baseline")
-
-
-def _write(
-    picture: Figure, schedule: Schedule, timeline: Timeline, left: float, below: Callable[[float], float]
-) -> None:
-    """The title and the legend; `below` converts inches below the upper edge to a share of the height."""
-    from matplotlib.patches import Patch
-
-    heading(picture, title(schedule), facts(timeline))
-    used = {action.op for action in schedule.ticks}
-    keys = [Patch(color=colour, label=_NAMES[op]) for op, colour in OPS.items() if op in used]
-    if schedule.chunks > 1:
-        ends = (0, schedule.chunks - 1)
-        keys += [Patch(color=shade(GREY, chunk, schedule.chunks), label=f"chunk {chunk}") for chunk in ends]
-    options: Any = {"handlelength": 1, "handleheight": 1, "borderpad": 0, "borderaxespad": 0, "columnspacing": 1.5}
-    corner: Any = {"loc": "lower left", "bbox_to_anchor": (left, below(_TOP - 0.08))}
-    picture.legend(handles=keys, ncols=len(keys), **corner, **options)
-
-
-def _picture(schedule: Schedule, timeline: Timeline) -> Figure:
-    shortest = min(end - begin for begin, end in timeline.spans.values() if end > begin)
-    width = min(max(timeline.makespan / shortest * _SHORTEST, _NARROW), _WIDE)
+def _choose_layout(schedule: Schedule, timeline: Timeline) -> _Layout:
+    """As wide as the shortest action needs for its number, and as high as the devices need, within limits."""
+    lengths = [end - begin for begin, end in timeline.spans.values() if end > begin]
+    width = min(max(timeline.makespan / min(lengths) * _SHORTEST, _NARROW), _WIDE)
     row = min(_ROW, _TALL / schedule.devices)
-    above, below = row * schedule.devices, min(row, _CURVE) * schedule.devices
-    across, up = _LEFT + width + _RIGHT, _TOP + above + _GAP + below + _BOTTOM
-    picture = blank(across, up, f"{title(schedule)}; {facts(timeline)}")
-    work = picture.add_axes((_LEFT / across, 1 - (_TOP + above) / up, width / across, above / up))
-    memory = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, below / up), sharex=work)
-    for axes in (work, memory):
+    return _Layout(width, row, row * schedule.devices, min(row, _CURVE) * schedule.devices)
+
+
+def _draw(schedule: Schedule, timeline: Timeline) -> Figure:
+    layout = _choose_layout(schedule, timeline)
+    full_width = layout.full_width
+    full_height = layout.full_height
+    picture = make_figure(full_width, full_height, f"{title(schedule)}; {facts(timeline)}")
+    left = _LEFT / full_width
+    width = layout.width / full_width
+    actions_bottom = 1 - (_TOP + layout.actions) / full_height
+    actions_axes = picture.add_axes((left, actions_bottom, width, layout.actions / full_height))
+    curves_axes = picture.add_axes(
+        (left, _BOTTOM / full_height, width, layout.curves / full_height), sharex=actions_axes
+    )
+    for axes in (actions_axes, curves_axes):
         axes.set_xlim(0, timeline.makespan)
         axes.set_ylim(schedule.devices - 0.5, -0.5)
         axes.set_yticks(range(schedule.devices))
         axes.tick_params(length=0)
         axes.grid(axis="x")
         axes.spines[:].set_visible(False)
-    _draw_actions(work, schedule, timeline, 72 * width / timeline.makespan, 72 * row)
-    _draw_memory(memory, schedule, timeline)
-    _write(picture, schedule, timeline, _LEFT / across, lambda inches: 1 - inches / up)
+    _draw_actions(actions_axes, schedule, timeline, 72 * layout.width / timeline.makespan, 72 * layout.row)
+    _draw_curves(curves_axes, schedule, timeline)
+    write_heading(picture, title(schedule), facts(timeline))
+    _draw_legend(picture, schedule, left, 1 - (_TOP - 0.08) / full_height)
     return picture
+
+
+def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: float, row: float) -> None:
+    """The boxes with their microbatches; a unit of time is `unit` points wide, a row `row` points high."""
+    all_boxes = boxes(schedule, timeline)
+    colours = [shade(OPS[box.action.op], box.action.stage // schedule.devices, schedule.chunks) for box in all_boxes]
+    inner = 1 - 2 * _MARGIN
+    bars = axes.bar(
+        [box.begin for box in all_boxes],
+        [inner * box.height for box in all_boxes],
+        [box.length for box in all_boxes],
+        [box.device - 0.5 + _MARGIN + inner * box.top for box in all_boxes],
+        align="edge",
+        color=colours,
+        edgecolor=PAPER,
+        linewidth=0.5,
+    )
+    # A digit is about 0.64 of the text's size wide.
+    digits = 0.64 / 0.9 * len(str(schedule.microbatches - 1))
+    sizes = [min(_LARGEST_TEXT, unit * box.length / digits, 0.7 * row * box.height) for box in all_boxes]
+    # Numbers of similar size are easier to read.
+    readable = [size for size in sizes if size >= _SMALLEST_TEXT]
+    largest = 1.4 * min(readable, default=0)
+    for box, bar, colour, size in zip(all_boxes, bars.patches, colours, sizes, strict=True):
+        bar.set_gid(str(box.action))
+        if size >= _SMALLEST_TEXT:
+            style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_on(colour)}
+            x, y = bar.get_center()
+            axes.text(x, y, str(box.action.microbatch), size=min(size, largest), **style)
+    _write_above(axes, 0, "device", -8, "right")
+    shares = [1 - busy / timeline.makespan for busy in timeline.busy]
+    _write_beside(axes, "bubble, of\nmakespan", [f"{share:.1%}" for share in shares])
+    axes.tick_params(labelbottom=False)
+
+
+def _draw_curves(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
+    """For each device the curve of its microbatches in flight, all on one scale."""
+    unit = 0.88 / max(timeline.peak_in_flight)
+    for device in range(schedule.devices):
+        times, counts = zip(*in_flight(schedule, timeline, device), strict=True)
+        floor = device + 0.5
+        axes.fill_between(
+            times, [floor - unit * count for count in counts], floor, step="post", color=AREA, linewidth=0
+        )
+        axes.axhline(floor, color=AREA, linewidth=0.5)
+    _write_above(axes, 0, "microbatches in flight", 0, "left")
+    _write_beside(axes, "peak", [f"{peak:g}" for peak in timeline.peak_in_flight])
+    axes.set_xlabel("time, in the unit of the costs")
+
+
+def _write_above(axes: Axes, side: int, text: str, shift: float, align: str) -> None:
+    """A heading above the left (0) or the right (1) edge, so many points further to the right."""
+    axes.annotate(text, (side, 1), (shift, 5), "axes fraction", textcoords="offset points", color=MUTED, ha=align)
+
+
+def _write_beside(axes: Axes, heading: str, texts: Sequence[str]) -> None:
+    """A column of text on the right, a line per device."""
+    _write_above(axes, 1, heading, 8, "left")
+    where = ("axes fraction", "data")
+    for device, text in enumerate(texts):
+        axes.annotate(text, (1, device), (8, 0), where, textcoords="offset points", va="center_baseline")
+
+
+def _draw_legend(picture: Figure, schedule: Schedule, left: float, bottom: float) -> None:
+    """The ops that the schedule has, and of several chunks the shade of the first and the last."""
+    from matplotlib.patches import Patch
+
+    ops = {action.op for action in schedule.ticks}
+    keys = [Patch(color=colour, label=_NAMES[op]) for op, colour in OPS.items() if op in ops]
+    if schedule.chunks > 1:
+        for chunk in (0, schedule.chunks - 1):
+            keys.append(Patch(color=shade(GREY, chunk, schedule.chunks), label=f"chunk {chunk}"))
+    options: dict[str, Any] = {
+        "loc": "lower left",
+        "bbox_to_anchor": (left, bottom),
+        "handlelength": 1,
+        "handleheight": 1,
+        "borderpad": 0,
+        "borderaxespad": 0,
+        "columnspacing": 1.5,
+    }
+    picture.legend(handles=keys, ncols=len(keys), **options)

@@ -22,9 +22,18 @@ if TYPE_CHECKING:
 RGB = tuple[float, float, float]
 
 # No text on a color is PAPER or INK, which change places in the dark.
-PAPER, INK, MUTED, GRID, AREA = "#ffffff", "#1b1f24", "#57606a", "#dcdfe3", "#9ea4ab"
+PAPER = "#ffffff"
+INK = "#1b1f24"
+MUTED = "#57606a"
+GRID = "#dcdfe3"
+AREA = "#9ea4ab"
 # Of the ops of a pipeline; they also differ in grayscale.
-OPS = {"F": (0.0, 0.267, 0.533), "B": (0.835, 0.369, 0.0), "I": (0.902, 0.624, 0.0), "W": (0.0, 0.62, 0.451)}
+OPS = {
+    "F": (0.0, 0.267, 0.533),
+    "B": (0.835, 0.369, 0.0),
+    "I": (0.902, 0.624, 0.0),
+    "W": (0.0, 0.62, 0.451),
+}
 GREY = (0.35, 0.35, 0.35)
 _LIGHTEST = 0.5
 
@@ -38,7 +47,9 @@ DARK = {
 }
 
 # Points: a title, text, and the smallest text beside and on marks.
-TITLE, TEXT, SMALL = 10.5, 8.0, 7.0
+TITLE = 10.5
+TEXT = 8.0
+SMALL = 7.0
 LETTER = 0.075  # inches, of text
 _SUFFIXES = (".png", ".svg")
 _RC: dict[str, Any] = {
@@ -89,8 +100,8 @@ def look() -> Iterator[None]:
         yield
 
 
-def blank(width: float, height: float, says: str = "") -> Figure:
-    """An empty figure of this size in inches; `says` is read out to those who cannot see it."""
+def make_figure(width: float, height: float, description: str = "") -> Figure:
+    """An empty figure of this size in inches; its description is read out to those who cannot see it."""
     from matplotlib.figure import Figure
 
     class Picture(Figure):
@@ -105,14 +116,15 @@ def blank(width: float, height: float, says: str = "") -> Figure:
             self.savefig(png, format="png")
             return png.getvalue()
 
-    return Picture(figsize=(width, height), dpi=150, label=says)
+    return Picture(figsize=(width, height), dpi=150, label=description)
 
 
-def heading(picture: Figure, title: str, note: str) -> None:
-    """The title of a figure and a line of notes below it."""
-    across, up = picture.get_size_inches()
-    picture.text(0.15 / across, 1 - 0.26 / up, title, size=TITLE, weight="bold", va="center")
-    picture.text(0.15 / across, 1 - 0.47 / up, note, color=MUTED, va="center")
+def write_heading(picture: Figure, title: str, note: str) -> None:
+    """Writes the title of a figure and a line of notes below it."""
+    width, height = picture.get_size_inches()
+    left = 0.15 / width
+    picture.text(left, 1 - 0.26 / height, title, size=TITLE, weight="bold", va="center")
+    picture.text(left, 1 - 0.47 / height, note, color=MUTED, va="center")
 
 
 def shade(colour: RGB, chunk: int, chunks: int) -> RGB:
@@ -132,12 +144,21 @@ def ramp(number: int, count: int) -> RGB:
 
 def text_on(colour: RGB) -> str:
     """Black or white, whichever has more contrast on the color; neither changes in the dark."""
-    red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in colour)
-    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    return "#fefefe" if 1.05 / (light + 0.05) > (light + 0.05) / 0.05 else "#000000"
+    red, green, blue = map(_to_linear, colour)
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    contrast_of_white = 1.05 / (luminance + 0.05)
+    contrast_of_black = (luminance + 0.05) / 0.05
+    return "#fefefe" if contrast_of_white > contrast_of_black else "#000000"
 
 
-def file_of(where: str, output: str | os.PathLike[str] | None) -> Path | None:
+def _to_linear(value: float) -> float:
+    """A channel of sRGB as light, as WCAG defines it."""
+    if value <= 0.04045:
+        return value / 12.92
+    return ((value + 0.055) / 1.055) ** 2.4
+
+
+def check_file(where: str, output: str | os.PathLike[str] | None) -> Path | None:
     """The path of a picture, if it is to be written; refuses other kinds of files than .png and .svg."""
     if output is None:
         return None
@@ -149,10 +170,10 @@ def file_of(where: str, output: str | os.PathLike[str] | None) -> Path | None:
     return file
 
 
-def saved(picture: Figure, file: Path | None) -> Figure:
-    """The picture, written to its file if it has one; the same picture gives the same bytes."""
+def save(picture: Figure, file: Path | None) -> None:
+    """Writes a picture to its file, if it has one; the same picture gives the same bytes."""
     if file is None:
-        return picture
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix.lower() == ".svg":
         with open(file, "w", encoding="utf-8", opener=open_file) as out:
@@ -160,19 +181,18 @@ def saved(picture: Figure, file: Path | None) -> Figure:
     else:
         with open(file, "wb", opener=open_file) as out:
             picture.savefig(out, format="png")
-    return picture
 
 
 def svg_of(picture: Figure) -> str:
     """A picture as the text of an .svg without a date, dark where its reader's system is."""
     text = StringIO()
     picture.savefig(text, format="svg", metadata={"Date": None, "Creator": "shardkit"})
-    says = re.sub(r"[&<>\"]", lambda found: f"&#{ord(found[0])};", str(picture.get_label()))
-    rules = "".join(
-        f'.shardkit [style*="{what}: {light}"],.shardkit [{what}="{light}"]{{{what}:{dark} !important}}'
-        for light, dark in DARK.items()
-        for what in ("fill", "stroke")
-    )
-    head = f'<svg class="shardkit" role="img" aria-label="{says}" '
+    label = re.sub(r"[&<>\"]", lambda match: f"&#{ord(match[0])};", str(picture.get_label()))
+    rules = ""
+    for light, dark in DARK.items():
+        for name in ("fill", "stroke"):
+            # matplotlib writes a color as part of a style, or as an attribute.
+            rules += f'.shardkit [style*="{name}: {light}"],.shardkit [{name}="{light}"]{{{name}:{dark} !important}}'
+    head = f'<svg class="shardkit" role="img" aria-label="{label}" '
     style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n <defs>"
     return text.getvalue().replace("<svg ", head, 1).replace("<defs>", style, 1)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit._arguments.typed import typed
 from shardkit.collectives.tables import SendTable
-from shardkit.viz.style import blank, file_of, heading, look, ramp, saved
+from shardkit.viz.style import check_file, look, make_figure, ramp, save, write_heading
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 0.4, 0.8, 0.6  # inches
-_STEP, _ROW, _WIDEST, _TALLEST = 1.1, 0.4, 24.0, 20.0
+# Inches: the margins of the plot, a step and a device in it, and what it may be at most.
+_LEFT = 0.6
+_RIGHT = 0.4
+_TOP = 0.8
+_BOTTOM = 0.6
+_STEP = 1.1
+_ROW = 0.4
+_WIDEST = 24.0
+_TALLEST = 20.0
 
 
 @partial(typed, where="viz.table")
@@ -38,19 +46,24 @@ def table(table: SendTable, output: str | Path | None = None) -> Any:
     Example:
         >>> picture = sk.viz.table(sk.tables.bine("all_gather", 8))
     """
-    path = file_of("viz.table", output)
+    file = check_file("viz.table", output)
     table.check()
     with look():
-        return saved(_picture(table), path)
+        picture = _draw(table)
+        save(picture, file)
+        return picture
 
 
-def _picture(table: SendTable) -> Figure:
-    width, height = min(_STEP * max(table.steps, 4), _WIDEST), min(_ROW * table.devices, _TALLEST)
-    across, up = _LEFT + width + _RIGHT, _TOP + height + _BOTTOM
-    title, note = f"{table.name}: {table.op}", f"{table.devices} devices, {table.chunks} chunks, {table.steps} steps"
-    picture = blank(across, up, f"{title}; {note}")
-    heading(picture, title, note)
-    axes = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, height / up))
+def _draw(table: SendTable) -> Figure:
+    width = min(_STEP * max(table.steps, 4), _WIDEST)
+    height = min(_ROW * table.devices, _TALLEST)
+    full_width = _LEFT + width + _RIGHT
+    full_height = _TOP + height + _BOTTOM
+    title = f"{table.name}: {table.op}"
+    note = f"{table.devices} devices, {table.chunks} chunks, {table.steps} steps"
+    picture = make_figure(full_width, full_height, f"{title}; {note}")
+    write_heading(picture, title, note)
+    axes = picture.add_axes((_LEFT / full_width, _BOTTOM / full_height, width / full_width, height / full_height))
     axes.set_xlim(0, max(table.steps, 1))
     axes.set_ylim(table.devices - 0.5, -0.5)
     axes.set_xticks([step + 0.5 for step in range(table.steps)], [str(step) for step in range(table.steps)])
@@ -61,16 +74,20 @@ def _picture(table: SendTable) -> Figure:
     for step in range(table.steps + 1):
         axes.axvline(step, color="0.5", linewidth=0.3)
     # Arrows between the same two devices lie beside each other.
-    beside: dict[tuple[int, int, int], int] = {}
+    arrows: Counter[tuple[int, int, int]] = Counter()
     for send in table.sends:
-        number = beside[send[:3]] = beside.get(send[:3], -1) + 1
-        shift = 0.08 * (number % 6)
-        style: dict[str, Any] = {"linestyle": "--" if send.reduce else "-", "shrinkA": 0, "shrinkB": 0}
-        arrow = axes.annotate(
-            "",
-            (send.step + 0.95, send.target + shift),
-            (send.step + 0.05, send.source + shift),
-            arrowprops={"arrowstyle": "->", "color": ramp(send.chunk, table.chunks), **style},
-        )
+        pair = (send.step, send.source, send.target)
+        shift = 0.08 * (arrows[pair] % 6)
+        arrows[pair] += 1
+        style: dict[str, Any] = {
+            "arrowstyle": "->",
+            "color": ramp(send.chunk, table.chunks),
+            "linestyle": "--" if send.reduce else "-",
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
+        start = (send.step + 0.05, send.source + shift)
+        end = (send.step + 0.95, send.target + shift)
+        arrow = axes.annotate("", end, start, arrowprops=style)
         arrow.set_gid(f"{send.step}: {send}")
     return picture

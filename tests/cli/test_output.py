@@ -37,8 +37,8 @@ WRITERS = {
     "more.json": lambda file: output.open_output(file, append=True).__enter__(),
     "a.jsonl": lambda file: bench.write([{}], file),
     "a.csv": lambda file: bench.write_csv([{"environment": {}}], file),
-    "a.svg": lambda file: style.saved(Figure(), file),
-    "a.png": lambda file: style.saved(Figure(), file),
+    "a.svg": lambda file: style.save(Figure(), file),
+    "a.png": lambda file: style.save(Figure(), file),
     "0.out": lambda file: launch(["true"], processes=1, output=file.parent),
 }
 

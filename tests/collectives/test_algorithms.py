@@ -8,8 +8,7 @@ import pytest
 
 import shardkit as sk
 from shardkit._jax.compat import varying_axes
-from shardkit.testing import Row
-from shardkit.testing._plan_traffic import plan_traffic
+from shardkit.plans.traffic import plan_traffic
 from support.refusals import type_error, value_error
 
 pytestmark = pytest.mark.check
@@ -67,7 +66,7 @@ def test_the_closed_form_needs_the_cost_of_an_algorithm():
         "plan_traffic: the algorithm own must have a cost, to be compared with the census; it has none. Pass "
         "Algorithm(..., cost=...)."
     ):
-        plan_traffic(plan, {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, mesh, Row({"a": 4}, plan))
+        plan_traffic(plan, {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, mesh)
 
 
 def own(**kernels):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardkit import cost, planner
 from shardkit.planner import Layout, Model
-from shardkit.planner.search import layouts
+from shardkit.planner.search import list_layouts
 from support.refusals import type_error, value_error
 
 pytestmark = pytest.mark.check
@@ -64,9 +64,9 @@ def test_layouts_respect_the_model_and_the_host_and_sizes_may_be_numpys():
     )
     assert found == planner.search(SMALL, **machine)
     assert {type(size) for c in found for size in c.layout} == {int, str}
-    for layout in layouts(LLAMA_8B, chip="h100", chips=64, batch=64, sequence=4096):
+    for layout in list_layouts(LLAMA_8B, chip="h100", chips=64, batch=64, sequence=4096):
         assert layout.tensor in (1, 2, 4, 8) and layout.chips == 64
-    widest = max(layout.tensor for layout in layouts(LLAMA_8B, chip="v5p", chips=64, batch=64, sequence=4096))
+    widest = max(layout.tensor for layout in list_layouts(LLAMA_8B, chip="v5p", chips=64, batch=64, sequence=4096))
     assert widest == 8  # eight key/value heads
 
 

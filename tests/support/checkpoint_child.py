@@ -20,7 +20,7 @@ import numpy as np
 import shardkit as sk
 from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
-from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
+from shardkit.runtime.checkpoint.portable import flatten_state, to_portable
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
 
 
@@ -31,7 +31,7 @@ def digests(state: Any) -> dict[str, str]:
     def whole(x: jax.Array) -> np.ndarray:
         return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
-    arrays = to_portable(leaves_of("digests", state))
+    arrays = to_portable(flatten_state("digests", state))
     return {path: hashlib.sha256(whole(x).tobytes()).hexdigest() for path, x in arrays.items()}
 
 
@@ -58,7 +58,7 @@ def main(
     from support.checkpoint_rows import KEY, batch, make, params
 
     if index == unreadable[0]:  # this process cannot read its part of this step
-        load = reading.load
+        load = reading.load_arrays
 
         def failing(path: Path, wanted: Any) -> Any:
             found = load(path, wanted)
@@ -66,7 +66,7 @@ def main(
                 raise ValueError("damaged")
             return found
 
-        reading.load = failing
+        reading.load_arrays = failing
 
     init, step = make(row)
     seen: dict[str, Any] = {"resumed": None, "losses": []}

@@ -12,7 +12,7 @@ import shardkit as sk
 from shardkit import viz
 from shardkit.meshes.mesh import DeviceGrid
 from shardkit.viz import style
-from shardkit.viz.places import picture_of
+from shardkit.viz.places import draw_grids
 from support.refusals import refused
 
 pytestmark = pytest.mark.check
@@ -56,7 +56,7 @@ def test_a_png_has_a_devices_color_in_its_part(mesh2x4, tmp_path):
 def test_many_devices_stay_on_one_page_and_the_ramp_is_darker_before_lighter():
     labels = [[str(i) for i in range(64)], ["0", "1"]]
     grid = DeviceGrid(("many",), labels, {at: (2 * at[0] + at[1],) for at in np.ndindex(64, 2)})
-    assert max(picture_of([grid]).get_size_inches()) <= 16
+    assert max(draw_grids([grid]).get_size_inches()) <= 16
     light = [np.dot(style.ramp(i, 8), (0.2126, 0.7152, 0.0722)) for i in range(8)]
     assert np.all(np.diff(light) > 0.05)
 

@@ -1,9 +1,8 @@
 """The compute of a compiled program: FLOPs of its matmuls, bytes that it moves, and seconds by the model of reports.
 
 Compute takes the longer of FLOPs over the chip's bf16 peak and bytes over its memory bandwidth. A collective takes the
-bytes that one device sends over the bandwidth that its group can use: on a torus, both directions of every dimension
-along which the group extends, one direction for a permute; on GPUs, NVLink inside a host, and between hosts the network
-adapters of all members that the group has on a host, since each GPU has its own and a ring can cross by each of them.
+bytes that one device sends over the bandwidth that its group can use, by the model of links that the planner has too,
+`link_of_group` of `cost/links.py`; here the groups and the places of their members are those of the compiled program.
 Each device of a tpu7x has half of its chip's compute and memory bandwidth and all of the chip's links.
 Latency, contention between collectives and the chip's real efficiency are left out, so times are lower bounds.
 """
@@ -22,7 +21,8 @@ from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.analysis.jaxpr.counts import taps
-from shardkit.cost import Chip, group_bandwidth
+from shardkit.cost import Chip, Link
+from shardkit.cost.links import Group, link_of_group
 
 # Instructions that name a value and compute nothing.
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
@@ -241,20 +241,24 @@ def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Cloc
         return max(flops / chip.flops, size / chip.hbm_bandwidth)
 
     @lru_cache(maxsize=1024)
-    def bandwidth(kind: str, groups: Groups) -> float:
-        groups = groups or (tuple(range(len(places))),)
-        dims = _spanned_dims(groups, places)
-        if platform != "cuda":
-            return chip.link_bandwidth if kind == "ppermute" else group_bandwidth(chip, max(1, len(dims)))
-        if not dims & {0, 1}:  # one host of one slice
-            return chip.link_bandwidth
-        adapters = 1 if kind == "ppermute" else _fewest_members_on_a_host(groups, places)
-        return min(chip.link_bandwidth, chip.network_bandwidth * adapters)
+    def find_link(kind: str, groups: Groups) -> Link:
+        everyone = (tuple(range(len(places))),)
+        return link_of_group(chip, kind, _locate(groups or everyone, places, platform))
 
     def wire(kind: str, groups: Groups, sent: Fraction) -> float:
-        return float(sent) / bandwidth(kind, groups)
+        return find_link(kind, groups).seconds(float(sent))
 
     return Clock(compute, wire)
+
+
+def _locate(groups: Groups, places: Sequence[Sequence[int]], platform: str) -> Group:
+    """Where the members of groups stand: the dims of a torus that they span, or how many are on a host."""
+    dims = _spanned_dims(groups, places)
+    if platform != "cuda":
+        return Group(dims=max(1, len(dims)))
+    if not dims & {0, 1}:  # one host of one slice
+        return Group()
+    return Group(members_on_a_host=_fewest_members_on_a_host(groups, places))
 
 
 def _spanned_dims(groups: Groups, places: Sequence[Sequence[int]]) -> set[int]:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from itertools import chain
 from typing import Any
 
 import jax
@@ -22,9 +21,9 @@ from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk, way_of
-from shardkit._jax.primitives import registered
+from shardkit._jax.primitives import SUMS, VIEWS, registered
 from shardkit.analysis.jaxpr.dataflow import Block, follow
-from shardkit.analysis.jaxpr.foreign import Said, around, said
+from shardkit.analysis.jaxpr.foreign import Claim, find_claim, sites_around
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import wire
 from shardkit.meshes.layout import table
@@ -103,42 +102,53 @@ class Census:
 
     def to_json(self) -> str:
         """The rows as a JSON list; bytes are numbers."""
-        rows = [{**asdict(r), "sent": float(r.sent), "total": float(r.total)} for r in self.rows]
-        return json.dumps(
-            [{name: x for name, x in row.items() if name not in ("way", "moves", "along")} for row in rows], indent=1
-        )
+        rows = []
+        for row in self.rows:
+            fields = asdict(row)
+            for name in ("way", "moves", "along"):
+                del fields[name]
+            rows.append({**fields, "sent": float(row.sent), "total": float(row.total)})
+        return json.dumps(rows, indent=1)
 
     def ways(self) -> str:
         """How each collective is reached: kind and axes, then a line for each call on the way from the step to jax."""
-        several: dict[tuple[str, ...], list[CensusRow]] = {}
+        times: dict[tuple[str, ...], int] = {}  # of the collectives that are reached by the same lines
         for row in self.rows:
-            several.setdefault((f"{row.kind} over {','.join(row.axes)}", *row.way), []).append(row)
+            title = f"{row.kind} over {','.join(row.axes)}"
+            key = (title, *row.way)
+            times[key] = times.get(key, 0) + row.times
         lines = []
-        for (title, *way), rows in several.items():
-            lines.append(f"{title}, {counted(sum(row.times for row in rows), 'time')}")
-            lines += [f"    {line}" for line in way]
+        for (title, *calls), count in times.items():
+            lines.append(f"{title}, {counted(count, 'time')}")
+            lines += [f"    {line}" for line in calls]
         return "\n".join(lines)
 
     @typed
     def compare(self, other: Census) -> str:
         """The kinds and axes in which `other` differs, one line each; empty when both send the same."""
-        mine, theirs = self._by_kind_and_axes(), other._by_kind_and_axes()
+        here = self._sum_by_kind_and_axes()
+        there = other._sum_by_kind_and_axes()
+        nothing = (0, Fraction(0))
         lines = []
-        for key in sorted(mine.keys() | theirs.keys()):
-            (count, sent), (count2, sent2) = mine.get(key, (0, Fraction(0))), theirs.get(key, (0, Fraction(0)))
-            if (count, sent) != (count2, sent2):
-                kind, axes = key
-                lines.append(
-                    f"{kind} over {','.join(axes)}: {count} of {_bytes(sent)} here, {count2} of {_bytes(sent2)} there"
-                )
+        for key in sorted(here.keys() | there.keys()):
+            count, sent = here.get(key, nothing)
+            other_count, other_sent = there.get(key, nothing)
+            if (count, sent) == (other_count, other_sent):
+                continue
+            kind, axes = key
+            lines.append(
+                f"{kind} over {','.join(axes)}: {count} of {_bytes(sent)} here, "
+                f"{other_count} of {_bytes(other_sent)} there"
+            )
         return "\n".join(lines)
 
-    def _by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
-        out: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
-        for r in self.rows:
-            count, sent = out.get((r.kind, r.axes), (0, Fraction(0)))
-            out[r.kind, r.axes] = (count + r.times, sent + r.total)
-        return out
+    def _sum_by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
+        """How often and how many bytes, by kind and axes."""
+        sums: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
+        for row in self.rows:
+            count, sent = sums.get((row.kind, row.axes), (0, Fraction(0)))
+            sums[row.kind, row.axes] = (count + row.times, sent + row.total)
+        return sums
 
     def __str__(self) -> str:
         if not self.rows:
@@ -216,15 +226,16 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
 
 def census_of(jaxpr: Any) -> Census:
     """The census of a program that is traced already."""
-    after = _after(jaxpr)
+    of_gradients = _find_collectives_of_gradients(jaxpr)
     rows = []
     for site in walk(jaxpr):
+        claim = find_claim(site)
         if kind_of(site.equation) is not None:
             if not mesh_axes(site.equation):  # vmap leaves sums over none
                 continue
             row = row_of(site)
-            rows.append(replace(row, update=id(site.equation) in after and not row.backward))
-        elif claim := said(site):
+            rows.append(replace(row, update=id(site.equation) in of_gradients and not row.backward))
+        elif claim is not None:
             rows.append(_row_of_foreign(site, claim))
         elif not registered(site.name).name and site.sizes and not compat.inner_jaxprs(site.equation):
             _refuse_uncounted(site)
@@ -232,8 +243,9 @@ def census_of(jaxpr: Any) -> Census:
 
 
 def _refuse_uncounted(site: Site) -> None:
+    """Refuses a primitive inside a shard_map that may send what the program does not show."""
     if compat.reaches_others(site.equation):
-        if any(map(said, around(site))):  # inside a kernel of which all is said
+        if any(find_claim(holder) is not None for holder in sites_around(site)):  # all that this kernel sends is stated
             return
         raise ValueError(
             f"census: what is sent must be in the program; the primitive {site.name!r} at {site.source} may send to "
@@ -247,85 +259,107 @@ def _refuse_uncounted(site: Site) -> None:
         )
 
 
-def _after(jaxpr: Any) -> set[int]:
+def _find_collectives_of_gradients(jaxpr: Any) -> set[int]:
     """The collectives whose operand is a gradient, by identity."""
-    found = set()
+    collectives = set()
 
     def visit(block: Block) -> None:
         for equation in block.jaxpr.eqns:
             if kind_of(equation) is not None and any(block.state(v).graded for v in equation.invars):
-                found.add(id(equation))
+                collectives.add(id(equation))
 
     follow(jaxpr, visit)
-    return found
+    return collectives
 
 
 def mesh_sizes(jaxpr: Any, args: Any) -> dict[str, int]:
     """Names and sizes of the axes of a program's mesh: its first shard_map's, else an argument's, else none."""
-    meshes = (site.equation.params["mesh"] for site in walk(jaxpr) if site.name == "shard_map")
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-    given = (each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
-    mesh = next(chain(meshes, given), None)
-    return {} if mesh is None else dict(mesh.shape)
+    for site in walk(jaxpr):
+        if site.name == "shard_map":
+            return dict(site.equation.params["mesh"].shape)
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return dict(sharding.mesh.shape)
+    return {}
 
 
 def row_of(site: Site) -> CensusRow:
     """The row of one communicating equation."""
-    equation, kind = site.equation, kind_of(site.equation)
+    equation = site.equation
+    kind = kind_of(equation)
     assert kind is not None
-    params, axes = equation.params, mesh_axes(equation)
+    params = equation.params
+    axes = mesh_axes(equation)
     groups = params.get("axis_index_groups")
-    n = len(groups[0]) if groups else math.prod(site.sizes[a] for a in axes)
-    data = registered(site.name).sent
-    size_in = sum(size_of(v) for v in equation.invars[:data])
-    size_out = sum(size_of(v) for v in equation.outvars)
-    size_in = size_out if kind == "all_reduce" else size_in  # what vmap stacked is summed on the device first
-    sent = wire(kind, size_in if data is None else min(size_in, size_out), n, params.get("perm")).sent
-    place = site.source, site.backward, site.branch
+    n = len(groups[0]) if groups else math.prod(site.sizes[axis] for axis in axes)
+    data_operands = registered(site.name).sent
+    bytes_in = sum(size_of(v) for v in equation.invars[:data_operands])
+    bytes_out = sum(size_of(v) for v in equation.outvars)
+    if kind == "all_reduce":  # what vmap stacked is summed on the device first
+        bytes_in = bytes_out
+    largest = bytes_in if data_operands is None else min(bytes_in, bytes_out)
     row = CensusRow(
-        kind, site.name, axes, n, site.times, size_in, size_out, sent, *place, way=way_of(site), sums=_sums(site, kind)
+        kind=kind,
+        primitive=site.name,
+        axes=axes,
+        n=n,
+        count=site.times,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        sent=wire(kind, largest, n, params.get("perm")).sent,
+        source=site.source,
+        backward=site.backward,
+        branch=site.branch,
+        way=way_of(site),
+        sums=_find_sum_dtype(site, kind),
     )
     if kind != "ppermute":
         return row
-    return replace(row, moves=_moves(params["perm"], n), along=_along(params["perm"], axes, site.sizes))
+    pairs = params["perm"]
+    return replace(row, moves=_find_moves(pairs, n), along=_find_axes_along(pairs, axes, site.sizes))
 
 
 # What partial sums may go through between their arrival and the addition.
-_ON_THE_WAY = {
-    *("convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "transpose", "slice", "dynamic_slice"),
-    *("select_n", "pvary"),
-}
+_ON_THE_WAY = VIEWS | {"slice", "dynamic_slice", "select_n", "pvary"}
 
 
-def _sums(site: Site, kind: str) -> str:
+def _find_sum_dtype(site: Site, kind: str) -> str:
     """The dtype of what a collective adds; "" where it adds nothing."""
-    equation = site.equation
-    compares = registered(site.name).reduces in ("maximum", "minimum")
-    adds = kind in ("all_reduce", "reduce_scatter") and not compares
-    if not adds and not (kind == "ppermute" and _added_to(site.jaxpr, equation)):
+    if kind in ("all_reduce", "reduce_scatter"):
+        adds = registered(site.name).reduces not in ("maximum", "minimum")
+    else:
+        adds = kind == "ppermute" and _sends_partial_sums(site.jaxpr, site.equation)
+    if not adds:
         return ""
-    dtypes = [v.aval.dtype for v in equation.invars]
+    dtypes = [v.aval.dtype for v in site.equation.invars]
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     return str(min(floats or dtypes, key=lambda dtype: dtype.itemsize, default=""))
 
 
-def _added_to(jaxpr: Any, equation: Any) -> bool:
+# Worked example: two kernels of a ring, each with `y = ppermute(x, ...)`.
+#
+#     y; z = reshape(y); w = z + own      arrived {y, z}, dependent {y, z}: own is not dependent, w is a sum on its way
+#     y; a = sin(y); w = y + a            arrived {y}, dependent {y, a}: both operands depend on y, as in a residual
+def _sends_partial_sums(jaxpr: Any, permute: Any) -> bool:
     """Whether what arrives is added to something that does not depend on it, before anything else is done with it."""
-    arrived, dependent = set(equation.outvars), set(equation.outvars)
-    for each in jaxpr.eqns:
-        operands = [v for v in each.invars if not hasattr(v, "val")]
+    arrived = set(permute.outvars)
+    dependent = set(permute.outvars)
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        operands = [v for v in equation.invars if not hasattr(v, "val")]
         depend = dependent & set(operands)
-        adds = each.primitive.name in ("add", "add_any", "sub") and len(operands) == 2
+        adds = name in SUMS and len(operands) == 2
         if adds and len(depend) == 1 and depend <= arrived:
             return True
         if depend:
-            dependent |= set(each.outvars)
-        if depend & arrived and each.primitive.name in _ON_THE_WAY:
-            arrived |= set(each.outvars)
+            dependent |= set(equation.outvars)
+        if depend & arrived and name in _ON_THE_WAY:
+            arrived |= set(equation.outvars)
     return False
 
 
-def _row_of_foreign(site: Site, claim: Said) -> CensusRow:
+def _row_of_foreign(site: Site, claim: Claim) -> CensusRow:
     """The row of a call of which its writer says what it sends."""
     return CensusRow(
         kind=claim.kind,
@@ -343,17 +377,32 @@ def _row_of_foreign(site: Site, claim: Said) -> CensusRow:
     )
 
 
-def _moves(pairs: Sequence[tuple[int, int]], n: int) -> Moves:
+def _find_moves(pairs: Sequence[tuple[int, int]], n: int) -> Moves:
     """By how many places round n every pair moves; the pairs themselves if that differs."""
     moves = {(target - source) % n for source, target in pairs}
-    return moves.pop() if len(moves) == 1 else tuple((int(source), int(target)) for source, target in pairs)
+    if len(moves) == 1:
+        return moves.pop()
+    return tuple((int(source), int(target)) for source, target in pairs)
 
 
-def _along(pairs: Sequence[tuple[int, int]], axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes along which some source and its target differ; a ppermute counts devices in the order of the mesh."""
-    ordered = [axis for axis in sizes if axis in axes]
-    ends = [np.unravel_index(end, [sizes[axis] for axis in ordered]) for end in zip(*pairs, strict=True)]
-    return tuple(axis for axis, one, other in zip(ordered, *ends, strict=True) if (one != other).any()) if ends else ()
+def _find_axes_along(
+    pairs: Sequence[tuple[int, int]], axes: tuple[str, ...], sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The axes along which some source and its target differ."""
+    # A ppermute counts devices in the order of the mesh. On data=2, model=4 over both axes the pair (1, 5) is from
+    # (0, 1) to (1, 1): along "data" alone.
+    if not pairs:
+        return ()
+    mesh_order = [axis for axis in sizes if axis in axes]
+    shape = [sizes[axis] for axis in mesh_order]
+    sources, targets = zip(*pairs, strict=True)
+    source_coordinates = np.unravel_index(sources, shape)
+    target_coordinates = np.unravel_index(targets, shape)
+    along = []
+    for axis, source, target in zip(mesh_order, source_coordinates, target_coordinates, strict=True):
+        if (source != target).any():
+            along.append(axis)
+    return tuple(along)
 
 
 def size_of(variable: Any) -> int:

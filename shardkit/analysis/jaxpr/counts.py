@@ -13,8 +13,9 @@ import jax
 from jax.extend.core import Literal
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.compat import inline_jaxpr, inner_jaxprs
-from shardkit._jax.jaxprs import find_independent
+from shardkit._jax.compat import inner_jaxprs
+from shardkit._jax.dependence import find_independent
+from shardkit._jax.interpreter import inline_jaxpr
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.meshes.rng import example_keys
 from shardkit.on_device.gradient import LossFn, call_loss, value_and_grad
@@ -44,29 +45,47 @@ def of_loss(loss_fn: LossFn, params: Any, batch: Any, iterations: int | None = N
     Raises:
         ValueError: arrays of the batch with different numbers of examples; as `flops`.
     """
-    counts = {(*leaf.shape, 0)[0] for leaf in jax.tree.leaves(batch)}
-    if len(counts) != 1 or not min(counts):
+    examples = _count_examples(batch)
+    keys = jax.eval_shape(lambda: example_keys(jax.random.key(0), examples))
+    args = (params, batch, keys)
+
+    def compute_total(*args: Any) -> Any:
+        loss, _ = loss_and_aux(call_loss(loss_fn, *args), allow_sum=True)
+        return sum(mean.total for mean in terms_of(loss))
+
+    def compute_residuals(params: Any, *args: Any) -> Any:
+        _, vjp = jax.vjp(lambda params: compute_total(params, *args), params)
+        return vjp
+
+    forward = jax.make_jaxpr(compute_total)(*args)
+    step = jax.make_jaxpr(value_and_grad(loss_fn))(*args)
+    residuals = jax.make_jaxpr(compute_residuals)(*args)
+    # With its calls inlined the program shows which residuals follow from the parameters alone.
+    inlined = jax.make_jaxpr(partial(inline_jaxpr, residuals.jaxpr, residuals.consts))(*jax.tree.leaves(args))
+    copied_bytes, kept_bytes = count_kept_bytes(inlined.jaxpr, len(jax.tree.leaves(params)))
+    return LossCounts(
+        flops=flops(forward.jaxpr, iterations) / examples,
+        step_flops=flops(step.jaxpr, iterations) / examples,
+        kept_bytes=kept_bytes / examples,
+        copied_bytes=copied_bytes,
+    )
+
+
+def _count_examples(batch: Any) -> int:
+    """The number of examples, along dim 0 of every array of a batch."""
+    counts = set()
+    for leaf in jax.tree.leaves(batch):
+        counts.add(leaf.shape[0] if leaf.shape else 0)
+    if len(counts) != 1 or 0 in counts:
         raise ValueError(
             "counted: every array of the batch must have the same number of examples along dim 0; got "
             f"{quoted(sorted(counts))}. Pass a batch as the loss takes it."
         )
-    examples = min(counts)
-    args = (params, batch, jax.eval_shape(lambda: example_keys(jax.random.key(0), examples)))
-
-    def total(*args: Any) -> Any:
-        loss, _ = loss_and_aux(call_loss(loss_fn, *args), allow_sum=True)
-        return sum(mean.total for mean in terms_of(loss))
-
-    def residuals(params: Any, *args: Any) -> Any:
-        return jax.vjp(lambda params: total(params, *args), params)[1]
-
-    forward, step, backward = (jax.make_jaxpr(fn)(*args) for fn in (total, value_and_grad(loss_fn), residuals))
-    flat = jax.make_jaxpr(partial(inline_jaxpr, backward.jaxpr, backward.consts))(*jax.tree.leaves(args))
-    copied, varying = kept(flat.jaxpr, len(jax.tree.leaves(params)))
-    forward_flops, step_flops = flops(forward.jaxpr, iterations), flops(step.jaxpr, iterations)
-    return LossCounts(forward_flops / examples, step_flops / examples, varying / examples, copied)
+    return int(counts.pop())
 
 
+# This recursion is no walk of `JaxprInterpreter`: it counts equations, and follows no value from one to the next. Nor
+# is it a sum over `walk`, because of the branches of a cond the largest one counts.
 def flops(jaxpr: Any, iterations: int | None = None) -> int:
     """FLOPs of a jaxpr: of loops with all their iterations, of a cond those of the larger branch.
 
@@ -79,61 +98,103 @@ def flops(jaxpr: Any, iterations: int | None = None) -> int:
     """
     total = 0
     for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        inner = [flops(sub, iterations) for _, sub in inner_jaxprs(equation)]
-        times = 1
-        if name == "scan":
-            times = params["length"]
-        elif name == "pallas_call":
-            times = math.prod(params["grid_mapping"].grid)
-        elif name == "while" and sum(inner):
-            if iterations is None:
-                raise ValueError(
-                    "counted: a while loop with matmuls must say how often it runs; got iterations=None. Pass "
-                    "iterations=, or write the loop as a scan."
-                )
-            times = iterations
-        total += flops_of(equation) + times * (max(inner) if name == "cond" else sum(inner))
+        total += flops_of(equation)
+        inner = [flops(inner_jaxpr, iterations) for _, inner_jaxpr in inner_jaxprs(equation)]
+        if not any(inner):
+            continue
+        if equation.primitive.name == "cond":
+            total += max(inner)
+        else:
+            total += _count_iterations(equation, iterations) * sum(inner)
     return total
+
+
+def _count_iterations(equation: Any, iterations: int | None) -> int:
+    """How often an equation runs the programs that it holds."""
+    name = equation.primitive.name
+    if name == "scan":
+        return int(equation.params["length"])
+    if name == "pallas_call":
+        return math.prod(equation.params["grid_mapping"].grid)
+    if name != "while":
+        return 1
+    if iterations is None:
+        raise ValueError(
+            "counted: a while loop with matmuls must say how often it runs; got iterations=None. Pass "
+            "iterations=, or write the loop as a scan."
+        )
+    return iterations
 
 
 def flops_of(equation: Any) -> int:
     """FLOPs of a matmul or a convolution; 0 of anything else."""
-    name, params = equation.primitive.name, equation.params
-    if name not in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
-        return 0
-    left, right, *_ = (v.aval.shape for v in equation.invars)
-    result = equation.outvars[0].aval.shape
+    name = equation.primitive.name
     if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return 2 * math.prod(result) * math.prod(left[dim] for dim in contracted)
+        left = equation.invars[0].aval.shape
+        result = equation.outvars[0].aval.shape
+        (contracted_dims, _), _ = equation.params["dimension_numbers"]
+        return 2 * math.prod(result) * math.prod(left[dim] for dim in contracted_dims)
     if name == "ragged_dot_general":  # each row with the matrix of its group, or each pair of rows
-        return 2 * math.prod(left) * right[-1]
+        left, right = (v.aval.shape for v in equation.invars[:2])
+        return 2 * math.prod(left) * int(right[-1])
+    if name == "conv_general_dilated":
+        return _flops_of_convolution(equation)
+    return 0
+
+
+def _flops_of_convolution(equation: Any) -> int:
+    params = equation.params
     numbers = params["dimension_numbers"]
-    pairs = 1
+    left, right = (v.aval.shape for v in equation.invars)
+    result = equation.outvars[0].aval.shape
+    pairs = 1  # of an output position and an input element, over all spatial dims
     for dim, (low, _) in enumerate(params["padding"]):
-        sizes = left[numbers.lhs_spec[dim + 2]], right[numbers.rhs_spec[dim + 2]], result[numbers.out_spec[dim + 2]]
-        holes, step = params["lhs_dilation"][dim], params["rhs_dilation"][dim]
-        pairs *= taps(*sizes, stride=params["window_strides"][dim], low=low, step=step, holes=holes)
-    return 2 * pairs * result[numbers.out_spec[0]] * result[numbers.out_spec[1]] * right[numbers.rhs_spec[1]]
+        pairs *= taps(
+            left[numbers.lhs_spec[dim + 2]],
+            right[numbers.rhs_spec[dim + 2]],
+            result[numbers.out_spec[dim + 2]],
+            stride=params["window_strides"][dim],
+            low=low,
+            step=params["rhs_dilation"][dim],
+            holes=params["lhs_dilation"][dim],
+        )
+    batch = result[numbers.out_spec[0]]
+    features_out = result[numbers.out_spec[1]]
+    features_in = right[numbers.rhs_spec[1]]
+    return int(2 * pairs * batch * features_out * features_in)
 
 
 def taps(size: int, kernel: int, result: int, *, stride: int, low: int, step: int, holes: int) -> int:
     """Pairs of an output position and a kernel position of a convolution that meet an input element."""
+    # Worked example: a row of 4 elements, kernel 3, stride 1 and a padding of 1 in front (low=1) and behind. The 4
+    # output positions see 2, 3, 3 and 2 elements: 10 taps, where 12 would count the zeros of the padding.
     if kernel == 1 and low == 0 and holes == 1:
         return result
-    places = (o * stride + k * step - low for k in range(kernel) for o in range(result))
-    return sum(0 <= place <= (size - 1) * holes and place % holes == 0 for place in places)
+    last = (size - 1) * holes
+    count = 0
+    for position in range(result):
+        for tap in range(kernel):
+            place = position * stride + tap * step - low
+            count += 0 <= place <= last and place % holes == 0
+    return count
 
 
-def kept(jaxpr: Any, given: int) -> tuple[int, int]:
+def count_kept_bytes(jaxpr: Any, given: int) -> tuple[int, int]:
     """Bytes of the results of a jaxpr that are no arguments, such as those of `jax.vjp`, kept for the backward pass.
 
     Returns:
         The bytes of what follows from the first `given` arguments alone, and of all else.
     """
-    _, moved = find_independent(jaxpr, given, len(jaxpr.outvars))
-    pairs = zip(jaxpr.outvars, moved, strict=True)
-    varies = {v: moves for v, moves in pairs if not isinstance(v, Literal) and v not in jaxpr.invars}
-    total, varying = sum(map(size_of, varies)), sum(size_of(v) for v, moves in varies.items() if moves)
-    return total - varying, varying
+    _, depends = find_independent(jaxpr, given, len(jaxpr.outvars))
+    residuals: dict[Any, bool] = {}  # a value that is a result twice is kept once
+    for variable, other_arguments in zip(jaxpr.outvars, depends, strict=True):
+        if not isinstance(variable, Literal) and variable not in jaxpr.invars:
+            residuals[variable] = other_arguments
+    copied = 0
+    kept = 0
+    for variable, other_arguments in residuals.items():
+        if other_arguments:
+            kept += size_of(variable)
+        else:
+            copied += size_of(variable)
+    return copied, kept

@@ -9,22 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import (
-    find_called_jaxpr,
-    find_fixed_point,
-    flow,
-    kind_of,
-    mesh_axes,
-    scan_operands,
-    source_line,
-    user_line,
-    while_operands,
-)
-from shardkit._jax.primitives import ASSUMED, registered
+from shardkit._jax.interpreter import FactInterpreter, find_called_program, scan_operands, while_operands
+from shardkit._jax.jaxprs import kind_of, mesh_axes, source_line, user_line
+from shardkit._jax.primitives import ASSUMED, ELEMENTWISE, registered
 from shardkit.meshes.layout import all_axes
 
 _NONE: frozenset[Any] = frozenset()
@@ -45,22 +36,25 @@ class State(NamedTuple):
 
 
 # What turns random bits into a draw, element by element.
-_ELEMENTWISE = {
-    *("shift_right_logical", "or", "and", "xor", "not", "bitcast_convert_type", "convert_element_type"),
-    *("sub", "add", "mul", "div", "neg", "max", "min", "abs", "sign", "sqrt", "log", "log1p", "exp", "erf_inv"),
-    *("lt", "le", "gt", "ge", "ne", "eq", "clamp", "select_n", "integer_pow", "reshape", "squeeze"),
-}
+_DRAW_KEEPING = {*ELEMENTWISE, "reshape", "squeeze"}
 CONSTANT = State()
 ARGUMENT = State(given=True, passed=True)
 
 
 def join(states: Iterable[State]) -> State:
     """The state of what is computed from values in these states: all that holds of any, but it is no draw."""
-
-    def both(a: Iterable[Any], b: Iterable[Any]) -> State:
-        return State._make(x | y for x, y in zip(a, b, strict=True))
-
-    return reduce(both, states, CONSTANT)._replace(drawn=_NONE)
+    joined = CONSTANT
+    for state in states:
+        joined = State(
+            varies=joined.varies | state.varies,
+            reduced=joined.reduced | state.reduced,
+            given=joined.given or state.given,
+            hidden=joined.hidden | state.hidden,
+            moved=joined.moved | state.moved,
+            graded=joined.graded or state.graded,
+            passed=joined.passed or state.passed,
+        )
+    return joined
 
 
 class Divergence(NamedTuple):
@@ -100,17 +94,17 @@ Visit = Callable[[Block], None]
 
 def follow(jaxpr: Any, visit: Visit) -> None:
     """Follows the states through a program and calls `visit` on every jaxpr in it, the inner ones first."""
-    _run(jaxpr, [ARGUMENT] * len(jaxpr.invars), Context(), visit)
+    _StateReader(Context(), visit).run(jaxpr, [ARGUMENT] * len(jaxpr.invars))
 
 
 def inside(block: Block, equation: Any) -> Block | None:
     """The block of a function that an equation calls, or None where it is no plain call."""
-    blocks: list[Block] = []
-    inner = find_called_jaxpr(equation)
-    if inner is None:
+    program = find_called_program(equation)
+    if program is None:
         return None
     context = block.context._replace(source=user_line(equation) or block.context.source)
-    _run(inner, [block.state(v) for v in equation.invars], context, blocks.append)
+    blocks: list[Block] = []
+    _StateReader(context, blocks.append).run(program, [block.state(v) for v in equation.invars])
     return blocks[-1]
 
 
@@ -130,143 +124,174 @@ def where(equation: Any, context: Context) -> str:
     return user_line(equation) or context.source or source_line(equation)
 
 
-def _run(jaxpr: Any, inputs: Sequence[State], context: Context, visit: Visit | None, owner: Any = None) -> list[State]:
-    states: dict[Any, State] = {}
+# Worked example: shard_map over data=2, in which x is split over "data" and w is whole.
+#
+#     x                        varies={"data"}, given
+#     w                        varies={}, given
+#     y = x @ w                varies={"data"}
+#     s = psum(y, "data")      varies={}, reduced={"data"}: summing it again would be a mistake
+#     i = axis_index("data")   varies={"data"}, not given: it is computed of no argument
+#     cond(i == 0, ...)        its branches have a divergence over "data"; its results vary over "data", hidden where
+#                              their type says that they are invariant
+@dataclass(frozen=True)
+class _StateReader(FactInterpreter[State]):
+    """Follows the states of values through jaxprs; `visit` is called on each when its equations have been read."""
 
-    def step(equation: Any, ins: list[State]) -> list[State]:
-        results = _step(equation, ins, context, visit)
-        graded = context.backward or compat.in_backward(equation)
-        return [state._replace(graded=True, passed=False) for state in results] if graded else results
+    context: Context
+    visit: Visit | None  # None while a loop is read only to find the states of its carry
+    owner: Any = None  # the shard_map equation whose jaxpr is read next
 
-    results = flow(jaxpr, [*[CONSTANT] * len(jaxpr.constvars), *inputs], step, lambda _: CONSTANT, states)
-    if visit is not None:
-        visit(Block(jaxpr, states, context, owner))
-    return results
+    def constant(self, x: Any) -> State:
+        return CONSTANT
 
+    def literal(self, atom: Any) -> State:
+        return CONSTANT
 
-def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
-    name = equation.primitive.name
-    if kind_of(equation) is not None:
-        if len(ins) > len(equation.outvars):  # ragged_all_to_all takes offsets and sizes too
-            ins = [join(ins)]
-        return [_collective(equation, each, context.sizes) for each in ins]
-    if name == ASSUMED:
-        return [_equal(ins[0], _split(mesh_axes(equation), context.sizes))]
-    if name == "axis_index":
-        return [State(_split(mesh_axes(equation), context.sizes))]
-    if name == "random_bits":
-        return [ins[0]._replace(drawn=_split(context.sizes, context.sizes) - ins[0].varies)]
-    if registered(name).same:
-        return ins
-    if name == "io_callback":  # the host may answer each device differently
-        return [ARGUMENT._replace(varies=_split(context.sizes, context.sizes))] * len(equation.outvars)
-    inner = [sub for _, sub in compat.inner_jaxprs(equation)]
-    if inner:
-        source = user_line(equation) or context.source
-        context = context._replace(backward=context.backward or compat.in_backward(equation), source=source)
-    if name == "shard_map":
-        return _shard_map(equation, inner[0], ins, context, visit)
-    if name == "scan":
-        return _scan(equation, inner[0], ins, context, visit)
-    if name == "while":
-        return _while(equation, ins, context, visit)
-    if name == "cond":
-        return _cond(equation, inner, ins, context, visit)
-    if not context.mapped:
-        context = context._replace(mapped=compat.is_made_by_pmap(equation))
-    if (sub := find_called_jaxpr(equation)) is not None:
-        return _run(sub, ins, context, visit)
-    every = join(ins)
-    if name in _ELEMENTWISE and (drawn := [s.drawn for s in ins if s.drawn]):
-        every = every._replace(drawn=frozenset.intersection(*drawn) - every.varies)
-    for sub in inner:  # a higher-order primitive: its functions are applied to its operands
-        every = join([every, *_run(sub, [every] * len(sub.invars), context, visit)])
-    return [every] * len(equation.outvars)
+    def join(self, facts: Sequence[State], variable: Any) -> State:
+        return join(facts)
+
+    def finish(self, jaxpr: Any, values: Mapping[Any, State]) -> None:
+        if self.visit is not None:
+            self.visit(Block(jaxpr, values, self.context, self.owner))
+
+    def step(self, equation: Any, operands: list[State]) -> Sequence[State]:
+        results = super().step(equation, operands)
+        if self.context.backward or compat.in_backward(equation):
+            return [state._replace(graded=True, passed=False) for state in results]
+        return results
+
+    def equation(self, equation: Any, operands: list[State]) -> Sequence[State]:
+        name = equation.primitive.name
+        context = self.context
+        count = len(equation.outvars)
+        if kind_of(equation) is not None:
+            if len(operands) > count:  # ragged_all_to_all takes offsets and sizes too
+                operands = [join(operands)]
+            return [_send(equation, state, context.sizes) for state in operands]
+        if name == ASSUMED:
+            return [_make_equal(operands[0], _split(mesh_axes(equation), context.sizes))]
+        if name == "axis_index":
+            return [State(_split(mesh_axes(equation), context.sizes))]
+        if name == "random_bits":
+            (key,) = operands
+            return [key._replace(drawn=_split(context.sizes, context.sizes) - key.varies)]
+        if registered(name).same:
+            return operands
+        if name == "io_callback":  # the host may answer each device differently
+            return [ARGUMENT._replace(varies=_split(context.sizes, context.sizes))] * count
+        state = join(operands)
+        drawn = [operand.drawn for operand in operands if operand.drawn]
+        if drawn and name in _DRAW_KEEPING:
+            state = state._replace(drawn=frozenset.intersection(*drawn) - state.varies)
+        # A primitive that holds programs and is none of those below: they are applied to its operands.
+        for program in compat.inner_programs(equation):
+            jaxpr = getattr(program, "jaxpr", program)
+            results = self._enter(equation).run(program, [state] * len(jaxpr.invars))
+            state = join([state, *results])
+        return [state] * count
+
+    def call(self, equation: Any, body: Any, operands: list[State]) -> Sequence[State]:
+        return self._enter(equation).run(body, operands)
+
+    def shard_map(self, equation: Any, body: Any, operands: list[State]) -> Sequence[State]:
+        manual = frozenset(compat.manual_axes(equation))
+        mesh_shape = equation.params["mesh"].shape
+        sizes = {**self.context.sizes, **{axis: mesh_shape[axis] for axis in manual}}
+        inner = self._enter(equation)
+        inner = replace(inner, context=inner.context._replace(sizes=sizes), owner=equation)
+        shards = []
+        for state, spec in zip(operands, equation.params["in_specs"], strict=True):
+            split_here = _split(all_axes(spec), sizes) & manual
+            shards.append(state._replace(varies=state.varies | split_here))
+        arrays = []
+        for state in inner.run(body, shards):
+            state = _make_equal(state, manual)
+            arrays.append(state._replace(reduced=state.reduced - manual, moved=_NONE, drawn=_NONE))
+        return arrays
+
+    def scan(self, equation: Any, body: Any, operands: list[State]) -> Sequence[State]:
+        consts, carry, rows = scan_operands(equation, operands)
+        inner = self._enter(equation)
+        silent = replace(inner, visit=None)
+        carry = self.find_carry(equation, carry, lambda carry: silent.run(body, [*consts, *carry, *rows]))
+        return inner.run(body, [*consts, *carry, *rows])
+
+    def while_loop(self, equation: Any, test: Any, body: Any, operands: list[State]) -> Sequence[State]:
+        consts_of_test, consts_of_body, carry = while_operands(equation, operands)
+        inner = self._enter(equation)
+        silent = replace(inner, visit=None)
+        carry = self.find_carry(equation, carry, lambda carry: silent.run(body, [*consts_of_body, *carry]))
+        (goes_on,) = silent.run(test, [*consts_of_test, *carry])
+        inner = inner._diverge(equation, goes_on, "while loop whose condition")
+        inner.run(test, [*consts_of_test, *carry])
+        inner.run(body, [*consts_of_body, *carry])
+        arguments = body.jaxpr.invars[len(consts_of_body) :]
+        results = []
+        for state, out, argument, variable in zip(carry, body.jaxpr.outvars, arguments, equation.outvars, strict=True):
+            # What the body returns unchanged is the same after any number of iterations.
+            results.append(state if out is argument else inner._choose(state, goes_on, variable, equation))
+        return results
+
+    def cond(self, equation: Any, branches: list[Any], operands: list[State]) -> Sequence[State]:
+        index, *arguments = operands
+        inner = self._enter(equation)
+        states = inner._diverge(equation, index, "cond whose predicate").join_branches(equation, branches, arguments)
+        variables = equation.outvars
+        return [inner._choose(state, index, v, equation) for state, v in zip(states, variables, strict=True)]
+
+    def _enter(self, equation: Any) -> _StateReader:
+        """What reads the programs that an equation holds."""
+        context = self.context._replace(
+            backward=self.context.backward or compat.in_backward(equation),
+            source=user_line(equation) or self.context.source,
+            mapped=self.context.mapped or compat.is_made_by_pmap(equation),
+        )
+        return replace(self, context=context, owner=None)
+
+    def _diverge(self, equation: Any, by: State, construct: str) -> _StateReader:
+        """What reads a branch or a loop that devices take differently where `by`, which decides it, varies."""
+        if not by.varies:
+            return self
+        divergence = Divergence(by.varies, construct, where(equation, self.context))
+        context = self.context._replace(divergences=(*self.context.divergences, divergence))
+        return replace(self, context=context)
+
+    def _choose(self, state: State, by: State, variable: Any, equation: Any) -> State:
+        """A result that depends on the branch taken: it varies as the predicate does, whatever its type says."""
+        untold = by.varies - compat.varying_axes(variable.aval)
+        hidden = frozenset((axis, where(equation, self.context)) for axis in untold)
+        return join([state, State(by.varies, by.reduced, by.given, hidden, passed=by.passed)])
 
 
 def _split(axes: Iterable[str], sizes: Mapping[str, int]) -> frozenset[str]:
-    return frozenset(a for a in axes if sizes.get(a, 1) > 1)
+    """Those of some axes that have several devices here."""
+    return frozenset(axis for axis in axes if sizes.get(axis, 1) > 1)
 
 
-def _collective(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
+def _send(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
+    """The result of a collective."""
     axes = _split(mesh_axes(equation), sizes)
     if equation.params.get("axis_index_groups") is not None:
-        return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
+        return _exchange(state, axes)
     if kind_of(equation) == "ppermute":
-        n = math.prod(sizes[a] for a in axes)
-        everyone = len({target for _, target in equation.params["perm"]}) == n
-        if everyone and not axes & state.varies:
+        devices = math.prod(sizes[axis] for axis in axes)
+        targets = {target for _, target in equation.params["perm"]}
+        all_receive = len(targets) == devices
+        if all_receive and not axes & state.varies:
             return state
     if registered(equation.primitive.name).differs:
-        return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
-    return _equal(state._replace(drawn=_NONE), axes)
+        return _exchange(state, axes)
+    return _make_equal(state._replace(drawn=_NONE), axes)
 
 
-def _equal(state: State, axes: frozenset[str]) -> State:
+def _exchange(state: State, axes: frozenset[str]) -> State:
+    """Pieces of a value from other devices along `axes`."""
+    return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
+
+
+def _make_equal(state: State, axes: frozenset[str]) -> State:
     """A value that is the same on all devices of `axes`."""
-    hidden = frozenset(h for h in state.hidden if h[0] not in axes)
+    hidden = frozenset((axis, line) for axis, line in state.hidden if axis not in axes)
     # A count, as psum(1), is a constant too.
     reduced = state.reduced | axes if state.given else state.reduced
     return state._replace(varies=state.varies - axes, reduced=reduced, hidden=hidden)
-
-
-def _shard_map(equation: Any, sub: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
-    params = equation.params
-    manual = frozenset(compat.manual_axes(equation))
-    sizes = {**context.sizes, **{axis: params["mesh"].shape[axis] for axis in manual}}
-    entering = [
-        state._replace(varies=state.varies | (_split(all_axes(spec), sizes) & manual))
-        for state, spec in zip(ins, params["in_specs"], strict=True)
-    ]
-    leaving = _run(sub, entering, context._replace(sizes=sizes), visit, equation)
-    return [_equal(s, manual)._replace(reduced=s.reduced - manual, moved=_NONE, drawn=_NONE) for s in leaving]
-
-
-def _scan(equation: Any, sub: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
-    fixed, carried, each = scan_operands(equation, ins)
-    carried = _settled(carried, lambda held: _run(sub, [*fixed, *held, *each], context, None)[: len(carried)])
-    return _run(sub, [*fixed, *carried, *each], context, visit)
-
-
-def _while(equation: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
-    inner = dict(compat.inner_jaxprs(equation))
-    test, body = inner["cond_jaxpr"], inner["body_jaxpr"]
-    for_test, for_body, carried = while_operands(equation, ins)
-    carried = _settled(carried, lambda held: _run(body, [*for_body, *held], context, None))
-    (goes_on,) = _run(test, [*for_test, *carried], context, None)
-    inside = _diverge(equation, goes_on, context, "while loop whose condition")
-    _run(test, [*for_test, *carried], inside, visit)
-    _run(body, [*for_body, *carried], inside, visit)
-    kept = [out is held for out, held in zip(body.outvars, body.invars[len(for_body) :], strict=True)]
-    return [
-        state if same else _chosen(state, goes_on, variable, equation, context)
-        for state, same, variable in zip(carried, kept, equation.outvars, strict=True)
-    ]
-
-
-def _cond(equation: Any, inner: list[Any], ins: list[State], context: Context, visit: Visit | None) -> list[State]:
-    chosen, operands = ins[0], ins[1:]
-    inside = _diverge(equation, chosen, context, "cond whose predicate")
-    branches = [_run(sub, operands, inside, visit) for sub in inner]
-    return [
-        _chosen(join(results), chosen, variable, equation, context)
-        for results, variable in zip(zip(*branches, strict=True), equation.outvars, strict=True)
-    ]
-
-
-def _chosen(state: State, by: State, variable: Any, equation: Any, context: Context) -> State:
-    """A result that depends on the branch taken: it varies as the predicate does, whatever its type says."""
-    untold = by.varies - compat.varying_axes(variable.aval)
-    hidden = frozenset((axis, where(equation, context)) for axis in untold)
-    return join([state, State(by.varies, by.reduced, by.given, hidden, passed=by.passed)])
-
-
-def _diverge(equation: Any, by: State, context: Context, what: str) -> Context:
-    if not by.varies:
-        return context
-    return context._replace(divergences=(*context.divergences, Divergence(by.varies, what, where(equation, context))))
-
-
-def _settled(carried: list[State], body: Callable[[list[State]], list[State]]) -> list[State]:
-    """The states of a loop's carry that hold in every iteration."""
-    return find_fixed_point(carried, lambda held: [join(pair) for pair in zip(held, body(held), strict=True)])

@@ -12,13 +12,13 @@ from shardkit._arguments.checks import named, quoted
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk
-from shardkit._jax.primitives import registered
+from shardkit._jax.primitives import VIEWS, registered
 from shardkit.analysis.jaxpr.census import census_of, row_of
 from shardkit.analysis.jaxpr.dataflow import short
 from shardkit.analysis.jaxpr.step import trace_step
 
 # A value made by these, or by a cast, has the name of their operand.
-_SAME_NAME = {"convert_element_type", "copy", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice"}
+_SAME_NAME = VIEWS | {"slice"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,11 @@ class Reason:
     why: str
 
     def __str__(self) -> str:
-        times = "" if self.count == 1 else f", {'an unknown number of' if self.count is None else self.count} times"
+        times = ""
+        if self.count is None:
+            times = ", an unknown number of times"
+        elif self.count != 1:
+            times = f", {self.count} times"
         return f"{self.kind} over {quoted(self.axes)} of {self.bytes_in:,} bytes{times}, at {self.source}: {self.why}"
 
 
@@ -72,16 +76,15 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [*map(str, self.rows)] or ["the backward pass sends nothing"]
-        if self.after:
-            plural = "s" * (self.after > 1)
-            lines.append(
-                f"{self.after} collective{plural} after it take{'' if plural else 's'} its gradients: see census"
-            )
+        if self.after == 1:
+            lines.append("1 collective after it takes its gradients: see census")
+        elif self.after:
+            lines.append(f"{self.after} collectives after it take its gradients: see census")
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """The rows as a JSON list; bytes sent as numbers."""
-        return json.dumps([{**asdict(r), "sent": float(r.sent)} for r in self.rows], indent=1)
+        return json.dumps([{**asdict(row), "sent": float(row.sent)} for row in self.rows], indent=1)
 
 
 @typed
@@ -107,102 +110,153 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     jaxpr = trace_step(fn, args, kwargs).jaxpr
     after = sum(row.times for row in census_of(jaxpr).rows if row.update)
-    return Explanation(tuple(_reason(site, found) for site, found in with_origins(jaxpr)), after)
+    return Explanation(tuple(_explain_site(site, origins) for site, origins in with_origins(jaxpr)), after)
 
 
+# Worked example: `loss = sum(psum(x * w, "data"))` of a w that is invariant over "data", and its gradient.
+#
+#     forward    pvary w over "data"    x * w varies, so w is cast: its transpose is a sum   (all_reduce, line, "data")
+#     forward    psum x * w             sends nothing in the backward pass: its transpose is a cast
+#     backward   psum of the gradient   (all_reduce, line, "data"): the same key, so the cast of w is its origin
 def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
     """Each collective of the backward pass, and those of the forward pass and casts that it may come from."""
     sites = [site for site in walk(jaxpr) if kind_of(site.equation) or registered(site.name).gradient]
-    forward: dict[Any, list[Site]] = {}
-    for site in {id(each.equation): each for each in sites if not each.backward or each.recomputed}.values():
-        if kind := registered(site.name).gradient:
-            key = _key(site.equation, kind)
-            for each in (key, key[:-1]):
-                forward.setdefault(each, []).append(site)
+    forward = _group_forward(sites)
     backward = [site for site in sites if site.backward and kind_of(site.equation)]
-    transposes: dict[Any, list[Site]] = {}
+    transposes: dict[_Key, list[Site]] = {}
     for site in backward:
         if not site.recomputed:
-            transposes.setdefault(_key(site.equation), []).append(site)
+            transposes.setdefault(_make_key(site.equation), []).append(site)
     origins: dict[int, list[Site]] = {}
     for key, group in transposes.items():
-        found = forward.get(key) or forward.get(key[:-1], [])  # vmap batches a sum, and not a constant that was cast
-        found = [each for each in found if not each.recomputed] or found  # what jax.checkpoint repeats is there twice
+        candidates = _find_candidates(forward, key)
         for number, site in enumerate(group):
             # Transposing runs a program backwards: the last one of a line comes first.
-            origins[id(site)] = [found[-1 - number]] if len(found) == len(group) else found
+            is_paired = len(candidates) == len(group)
+            origins[id(site)] = [candidates[-1 - number]] if is_paired else candidates
     return [(site, origins.get(id(site), [])) for site in backward]
 
 
-def _key(equation: Any, made: str | None = None) -> tuple[Any, ...]:
-    """What a collective has in common with its origin, which `made` one of that kind: kind, lines, axes, shapes."""
-    shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    ends = shapes[::-1] if made is None else shapes
-    return made or kind_of(equation), tuple(compat.user_frames(equation)), frozenset(mesh_axes(equation)), ends
+# Kind, lines, axes, and shapes before and after, without which it is the key of what vmap may have batched.
+_Key = tuple[Any, ...]
 
 
-def _reason(site: Site, found: Sequence[Site]) -> Reason:
+def _group_forward(sites: Sequence[Site]) -> dict[_Key, list[Site]]:
+    """What has a collective as its transpose, by the key of that collective, with and without its shapes."""
+    forward: dict[_Key, list[Site]] = {}
+    # An equation of a function that is called twice is one equation.
+    by_equation = {id(site.equation): site for site in sites if not site.backward or site.recomputed}
+    for site in by_equation.values():
+        kind = registered(site.name).gradient
+        if kind:
+            key = _make_key(site.equation, kind)
+            forward.setdefault(key, []).append(site)
+            forward.setdefault(key[:-1], []).append(site)
+    return forward
+
+
+def _find_candidates(forward: dict[_Key, list[Site]], key: _Key) -> list[Site]:
+    """What a collective of this key may be the transpose of."""
+    sites = forward.get(key) or forward.get(key[:-1], [])  # vmap batches a sum, and not a constant that was cast
+    # What jax.checkpoint repeats is there twice.
+    return [site for site in sites if not site.recomputed] or sites
+
+
+def _make_key(equation: Any, transpose: str | None = None) -> _Key:
+    """What a collective has in common with its origin; of an origin with `transpose`, the kind of that collective."""
+    operand = equation.invars[0].aval.shape
+    result = equation.outvars[0].aval.shape
+    kind = transpose
+    shapes = (operand, result)
+    if transpose is None:
+        kind = kind_of(equation)
+        shapes = (result, operand)
+    return kind, tuple(compat.user_frames(equation)), frozenset(mesh_axes(equation)), shapes
+
+
+def _explain_site(site: Site, origins: Sequence[Site]) -> Reason:
     row = row_of(site)
-    values = list(dict.fromkeys(_name(each.equation.invars[0], each) for each in found))
-    value = " or ".join(values) or _name(site.equation.invars[0], site)
-    why = _why(site, row.axes, value, found)
-    return Reason(row.kind, row.axes, row.n, row.count, row.bytes_in, row.sent, row.source, value, why)
+    names = list(dict.fromkeys(_name_value(origin.equation.invars[0], origin) for origin in origins))
+    value = " or ".join(names) or _name_value(site.equation.invars[0], site)
+    return Reason(
+        kind=row.kind,
+        axes=row.axes,
+        n=row.n,
+        count=row.count,
+        bytes_in=row.bytes_in,
+        sent=row.sent,
+        source=row.source,
+        value=value,
+        why=_say_why(site, row.axes, value, origins),
+    )
 
 
-def _why(site: Site, axes: tuple[str, ...], value: str, found: Sequence[Site]) -> str:
-    over, it = quoted(axes), "it" if len(axes) == 1 else "them"
+def _say_why(site: Site, axes: tuple[str, ...], value: str, origins: Sequence[Site]) -> str:
     if site.recomputed:
         return "jax.checkpoint runs this collective of the forward pass again instead of saving its result."
-    if not found:
+    if not origins:
         return "a custom_vjp backward rule calls it there."
-    origin = registered(found[0].name)
-    if origin.why:
-        return origin.why.format(value=value, over=over, along=named(axes))
-    beside = _beside(found[0], axes)
-    cause = f"is used where a value must vary over {it}"
-    if found[0].within(compat.ASKED) or origin.asked:
-        cause = f"is cast there to vary over {it}"
-    elif beside:
-        cause = f"is used with {beside}, which varies over {it}"
-    return f"{value} is invariant over {over} and {cause}; the gradient of the cast is a sum."
+    origin = origins[0]
+    row = registered(origin.name)
+    if row.why:
+        return row.why.format(value=value, over=quoted(axes), along=named(axes))
+    pronoun = "it" if len(axes) == 1 else "them"
+    operand = _name_other_operand(origin, axes)
+    if origin.within(compat.ASKED) or row.asked:
+        cause = f"is cast there to vary over {pronoun}"
+    elif operand:
+        cause = f"is used with {operand}, which varies over {pronoun}"
+    else:
+        cause = f"is used where a value must vary over {pronoun}"
+    return f"{value} is invariant over {quoted(axes)} and {cause}; the gradient of the cast is a sum."
 
 
-def _beside(site: Site, axes: tuple[str, ...]) -> str:
+def _name_other_operand(site: Site, axes: tuple[str, ...]) -> str:
     """The name of the value that a value was cast to match: the other operand of its first use."""
     cast = site.equation.outvars[0]
     for equation in site.jaxpr.eqns:
-        if any(v is cast for v in equation.invars):
-            for other in equation.invars:
-                if other is not cast and set(axes) <= compat.varying_axes(other.aval):
-                    return _name(other, site)
+        if not any(v is cast for v in equation.invars):
+            continue
+        for operand in equation.invars:
+            if operand is not cast and set(axes) <= compat.varying_axes(operand.aval):
+                return _name_value(operand, site)
     return ""
 
 
-def _name(value: Any, site: Site) -> str:
+def _name_value(value: Any, site: Site) -> str:
     """What the user calls a value at a site: an argument's name, else its type and the line that made it."""
     if hasattr(value, "val"):
         return f"the constant {value.val}"
-    root, made = _root(value, site)
-    known = _argument(root, site)
-    if known:
-        return known
-    return f"a {short(value)}" if made is None else f"the {short(value)} of {source_line(made).split(' ')[0]}"
+    root, maker = _find_root(value, site)
+    argument = _find_argument(root, site)
+    if argument:
+        return argument
+    if maker is None:
+        return f"a {short(value)}"
+    return f"the {short(value)} of {source_line(maker).split(' ')[0]}"
 
 
-def _root(value: Any, site: Site) -> tuple[Any, Any]:
+def _find_root(value: Any, site: Site) -> tuple[Any, Any]:
     """What a value was made from by casts and reshapes alone, and the equation that made that."""
-    made = next((e for e in site.jaxpr.eqns if any(out is value for out in e.outvars)), None)
-    if made is None or hasattr(made.invars[0], "val"):
-        return value, made
-    name = made.primitive.name
-    return _root(made.invars[0], site) if name in _SAME_NAME or registered(name).cast else (value, made)
+    maker = None
+    for equation in site.jaxpr.eqns:
+        if any(out is value for out in equation.outvars):
+            maker = equation
+            break
+    if maker is None or not maker.invars or hasattr(maker.invars[0], "val"):  # an iota has no operands
+        return value, maker
+    name = maker.primitive.name
+    if name in _SAME_NAME or registered(name).cast:
+        return _find_root(maker.invars[0], site)
+    return value, maker
 
 
-def _argument(value: Any, site: Site) -> str:
+def _find_argument(value: Any, site: Site) -> str:
     """The name of the argument that a value is, in the jaxpr of `site` or of those around it; "" if it is none."""
-    place = next((i for i, v in enumerate(site.jaxpr.invars) if v is value), None)
-    if place is None:
+    places = [number for number, argument in enumerate(site.jaxpr.invars) if argument is value]
+    if not places:
         return ""
+    place = places[0]
     names = site.jaxpr.debug_info.arg_names or ()
     if place < len(names) and names[place]:
         return str(names[place])
@@ -210,7 +264,10 @@ def _argument(value: Any, site: Site) -> str:
         return ""
     operands = site.outer.equation.invars
     offset = len(operands) - len(site.jaxpr.invars)  # a cond's predicate comes first
-    outer = operands[place + offset] if offset >= 0 else None
-    if outer is None or hasattr(outer, "val"):
+    if offset < 0:
         return ""
-    return _argument(_root(outer, site.outer)[0], site.outer)
+    operand = operands[place + offset]
+    if hasattr(operand, "val"):
+        return ""
+    root, _ = _find_root(operand, site.outer)
+    return _find_argument(root, site.outer)

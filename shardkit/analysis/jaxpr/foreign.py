@@ -15,13 +15,14 @@ from shardkit._jax.compat import bound
 from shardkit._jax.jaxprs import Site
 from shardkit.cost.collectives import COLLECTIVE_KINDS
 
+# A claim is the name of a scope, as shardkit_sends["all_to_all", ["data"], 64]; equations keep it in the jaxpr.
 _SCOPE = "shardkit_sends"
 CALLS = ("ffi_call", "pallas_call")
-"""The primitives whose bytes must be said."""
+"""The primitives of which a writer must say what they send."""
 
 
-class Said(NamedTuple):
-    """What one call sends."""
+class Claim(NamedTuple):
+    """What a call sends, as its writer says."""
 
     kind: str
     axes: tuple[str, ...]
@@ -61,21 +62,21 @@ def sends(kind: str, axis: Axis, sent: int) -> Any:
     return jax.named_scope(_SCOPE + json.dumps([kind, bound("sends", axis), sent]))
 
 
-def said(site: Site) -> Said | None:
-    """What was said of a foreign call; None of other equations, and where nothing was."""
+def find_claim(site: Site) -> Claim | None:
+    """What its writer says that a foreign call sends; None of other equations, and where nothing is said."""
     if site.name not in CALLS:
         return None
-    for each in around(site):
-        for scope in reversed(each.equation.source_info.name_stack.stack):
+    for holder in sites_around(site):
+        for scope in reversed(holder.equation.source_info.name_stack.stack):
             if scope.name.startswith(_SCOPE):
                 kind, axes, sent = json.loads(scope.name.removeprefix(_SCOPE))
-                return Said(kind, tuple(axes), Fraction(sent))
+                return Claim(kind, tuple(axes), Fraction(sent))
     return None
 
 
-def around(site: Site) -> Iterator[Site]:
+def sites_around(site: Site) -> Iterator[Site]:
     """A site and those that hold it, innermost first."""
-    each: Site | None = site
-    while each is not None:
-        yield each
-        each = each.outer
+    holder: Site | None = site
+    while holder is not None:
+        yield holder
+        holder = holder.outer

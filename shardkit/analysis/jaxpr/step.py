@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import find_called_jaxpr, own_line
+from shardkit._jax.interpreter import find_called_jaxpr
+from shardkit._jax.jaxprs import own_line
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class TracedStep(NamedTuple):
     @property
     def lowered(self) -> jax.stages.Lowered:
         """The program for the compiler of this process."""
-        return self.lower() if self.lower else self.traced.lower()
+        return self.traced.lower() if self.lower is None else self.lower()
 
     @property
     def name(self) -> str:
@@ -48,15 +49,21 @@ class TracedStep(NamedTuple):
     def source(self) -> str:
         """The line at which the step is defined."""
         code = getattr(inspect.unwrap(self.fn), "__code__", None)
-        return f"{Path(code.co_filename).name}:{code.co_firstlineno} ({code.co_qualname})" if code else "unknown"
+        if code is None:
+            return "unknown"
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno} ({code.co_qualname})"
 
     @property
     def parameters(self) -> list[str]:
-        """The names of its positional arguments."""
+        """The names of its positional arguments; args[2] where the function does not name one."""
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names: list[str] = []
         with suppress(TypeError, ValueError):
-            names = [p.name for p in inspect.signature(self.fn).parameters.values() if p.kind < 2]
-        return [*names[: len(self.args)], *(f"args[{n}]" for n in range(len(names), len(self.args)))]
+            for parameter in inspect.signature(self.fn).parameters.values():
+                if parameter.kind in positional:
+                    names.append(parameter.name)
+        unnamed = [f"args[{number}]" for number in range(len(names), len(self.args))]
+        return [*names[: len(self.args)], *unnamed]
 
 
 class StepLeaf(NamedTuple):
@@ -74,31 +81,53 @@ def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = Mapping
     args = tuple(args)
     if isinstance(fn, jax.stages.Traced):
         return TracedStep(fn, args, fn)
-    trace, lower = getattr(fn, "trace", None), getattr(fn, "lower", None)
-    if trace is not None and (traced := _inside(trace(*args, **kwargs), jax.stages.Traced)) is not None:
+    traced = _trace_by_itself(fn, args, kwargs)
+    if traced is not None:
         return TracedStep(fn, args, traced, kwargs=kwargs)
-    if lower is not None:
-        with suppress(AttributeError, TypeError):  # equinox: the jit below takes the arguments in parts
-            low = lower(*args, **kwargs)
-            parts = low.preprocess(low.info, args, kwargs, return_static=True)
-            return TracedStep(fn, args, fn._cached.trace(*parts), kwargs=kwargs)
-    leaves, structure = jax.tree.flatten(args)
-    if lower is None and all(_is_array(leaf) or isinstance(leaf, int | float | complex) for leaf in leaves):
+    leaves = jax.tree.leaves(args)
+    is_plain_function = not hasattr(fn, "lower")
+    if is_plain_function and all(_is_array(leaf) or isinstance(leaf, int | float | complex) for leaf in leaves):
         return TracedStep(fn, args, jax.jit(fn).trace(*args, **kwargs), kwargs=kwargs)
-    arrays = [n for n, leaf in enumerate(leaves) if _is_array(leaf)]
+    traced = _trace_arrays(fn, args, kwargs)
 
-    def call(*given: Any) -> list[Any]:
-        put = dict(zip(arrays, given, strict=True))
-        out = fn(*jax.tree.unflatten(structure, [put.get(n, leaf) for n, leaf in enumerate(leaves)]), **kwargs)
-        return [leaf for leaf in jax.tree.leaves(out) if _is_array(leaf)]
+    def lower() -> Any:
+        lowered = None
+        if not is_plain_function:
+            lowered = _unwrap_stage(fn.lower(*args, **kwargs), jax.stages.Lowered)
+        return traced.lower() if lowered is None else lowered
 
-    traced = jax.jit(call).trace(*(leaves[n] for n in arrays))
+    return TracedStep(fn, args, traced, lower, kwargs)
 
-    def own() -> Any:
-        lowered = lower and _inside(lower(*args, **kwargs), jax.stages.Lowered)
-        return lowered or traced.lower()
 
-    return TracedStep(fn, args, traced, own, kwargs)
+def _trace_by_itself(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> jax.stages.Traced | None:
+    """What a step's own `trace` gives, or what is behind it in equinox; None where it has none."""
+    if hasattr(fn, "trace"):
+        traced = _unwrap_stage(fn.trace(*args, **kwargs), jax.stages.Traced)
+        if traced is not None:
+            return traced
+    if hasattr(fn, "lower"):
+        # equinox has no `trace`: the jit within its function takes the arguments in parts.
+        with suppress(AttributeError, TypeError):
+            lowered = fn.lower(*args, **kwargs)
+            parts = lowered.preprocess(lowered.info, args, kwargs, return_static=True)
+            traced_by_equinox: jax.stages.Traced = fn._cached.trace(*parts)
+            return traced_by_equinox
+    return None
+
+
+def _trace_arrays(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> jax.stages.Traced:
+    """Traces a call in a jit of its own, of the arrays among the arguments, to the arrays that it returns."""
+    leaves, structure = jax.tree.flatten(args)
+    numbers = [number for number, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def call(*arrays: Any) -> list[Any]:
+        call_leaves = list(leaves)
+        for number, array in zip(numbers, arrays, strict=True):
+            call_leaves[number] = array
+        results = fn(*jax.tree.unflatten(structure, call_leaves), **kwargs)
+        return [leaf for leaf in jax.tree.leaves(results) if _is_array(leaf)]
+
+    return jax.jit(call).trace(*(leaves[number] for number in numbers))
 
 
 def leaves_of(step: TracedStep) -> list[StepLeaf]:
@@ -107,29 +136,41 @@ def leaves_of(step: TracedStep) -> list[StepLeaf]:
     paths = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(step.args) if _is_array(leaf)]
     shapes = [tuple(getattr(leaf, "shape", ())) for _, leaf in paths]
     if shapes != [tuple(v.aval.shape) for v in jaxpr.invars]:  # a framework that flattens in its own order
-        names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
-        return [
-            StepLeaf(re.split(r"[\[.]", name)[0], name or f"argument {n}", v.aval, None, first_use(jaxpr, v))
-            for n, (name, v) in enumerate(zip(names, jaxpr.invars, strict=True))
-        ]
-    given = step.parameters
-    out = []
+        return _leaves_of_program(jaxpr)
+    parameters = step.parameters
+    leaves = []
     for (path, leaf), variable in zip(paths, jaxpr.invars, strict=True):
-        argument = given[path[0].idx]
+        argument = parameters[path[0].idx]
         name = argument + jax.tree_util.keystr(path[1:])
-        out.append(StepLeaf(argument, name, variable.aval, getattr(leaf, "sharding", None), first_use(jaxpr, variable)))
-    return out
+        sharding = getattr(leaf, "sharding", None)
+        leaves.append(StepLeaf(argument, name, variable.aval, sharding, first_use(jaxpr, variable)))
+    return leaves
+
+
+def _leaves_of_program(jaxpr: Any) -> list[StepLeaf]:
+    """The same by the names that the program has for its arguments, as "state['params']['w']"."""
+    names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
+    leaves = []
+    for number, (name, variable) in enumerate(zip(names, jaxpr.invars, strict=True)):
+        argument = re.split(r"[\[.]", name)[0]
+        use = first_use(jaxpr, variable)
+        leaves.append(StepLeaf(argument, name or f"argument {number}", variable.aval, None, use))
+    return leaves
 
 
 def first_use(jaxpr: Any, variable: Any) -> str:
     """The first of the user's lines that reads a value."""
     for equation in jaxpr.eqns:
         for position, operand in enumerate(equation.invars):
-            if operand is variable:
-                inner = find_called_jaxpr(equation)
-                inside = first_use(inner, inner.invars[position]) if inner is not None else ""
-                if line := inside or own_line(compat.user_frames(equation)):
-                    return line
+            if operand is not variable:
+                continue
+            line = ""
+            callee = find_called_jaxpr(equation)
+            if callee is not None:
+                line = first_use(callee, callee.invars[position])
+            line = line or own_line(compat.user_frames(equation))
+            if line:
+                return line
     return ""
 
 
@@ -137,7 +178,8 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _inside(found: Any, kind: type[T]) -> T | None:
-    """An object of jax's stages, or that which flax's or equinox's object of the same stage holds."""
-    inner = found if isinstance(found, kind) else getattr(found, kind.__name__.lower(), None)
-    return inner if isinstance(inner, kind) else None
+def _unwrap_stage(stage: Any, kind: type[T]) -> T | None:
+    """An object of jax's stages, or the one that flax's or equinox's object of the same stage holds."""
+    if not isinstance(stage, kind):
+        stage = getattr(stage, kind.__name__.lower(), None)
+    return stage if isinstance(stage, kind) else None

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.jaxprs import find_called_jaxpr, kind_of, marks
+from shardkit._jax.dependence import Dependence
+from shardkit._jax.jaxprs import kind_of
 from shardkit.analysis.jaxpr.dataflow import split_axes, where
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
@@ -39,7 +40,7 @@ def permutations(program: TracedProgram) -> Iterator[Finding]:
         elif pairs == [(i, i) for i in range(n)] or (pairs and all(s == t for s, t in pairs)):
             rule, message = "identity-permutation", f"{over} sends every device's value to itself."
             remedy = "Leave it out, or name other targets."
-        elif silent and not _open_shift(pairs, shape) and any(_unmasked(block.jaxpr, equation.outvars)):
+        elif silent and not _open_shift(pairs, shape) and _is_unmasked(block.jaxpr, equation):
             rule = "incomplete-permutation"
             some = quoted(silent[:3]).replace("'", "") + (" and others" if len(silent) > 3 else "")
             message = f"{over} names no source for {some}, which receive zeros."
@@ -60,16 +61,24 @@ def _open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
     return False
 
 
-def _unmasked(jaxpr: Any, values: Sequence[Any]) -> list[bool]:
-    """Which results of a jaxpr are made of values without a choice (jnp.where) that could replace them."""
-    reached = set(values)
-    for equation in jaxpr.eqns:
-        ins = marks(equation.invars, reached)
-        if not any(ins) or (equation.primitive.name == "select_n" and not ins[0]):
-            continue
-        sub = find_called_jaxpr(equation)
-        outs = [True] * len(equation.outvars)
-        if sub is not None:
-            outs = _unmasked(sub, [v for v, marked in zip(sub.invars, ins, strict=True) if marked])
-        reached.update(v for v, marked in zip(equation.outvars, outs, strict=True) if marked)
-    return marks(jaxpr.outvars, reached)
+class _Unmasked(Dependence):
+    """Follows what is made of a result of one equation without a choice (jnp.where) that could replace it."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source = source
+
+    def step(self, equation: Any, operands: list[bool]) -> Sequence[bool]:
+        if equation is self.source:
+            return [True] * len(equation.outvars)
+        return super().step(equation, operands)
+
+    def equation(self, equation: Any, operands: list[bool]) -> Sequence[bool]:
+        if equation.primitive.name == "select_n" and not operands[0]:
+            return [False]
+        return super().equation(equation, operands)
+
+
+def _is_unmasked(jaxpr: Any, equation: Any) -> bool:
+    """Whether results of a jaxpr are made of those of an equation without a choice that could replace them."""
+    return any(_Unmasked(equation).run(jaxpr, [False] * len(jaxpr.invars)))

@@ -7,6 +7,7 @@ key. A draw that the backward pass repeats counts once; of a cond's branches one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import find_called_jaxpr, flow, scan_operands, walk, while_operands
+from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, while_operands
+from shardkit._jax.jaxprs import walk
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import Context, where
 from shardkit.analysis.rules.program import TracedProgram
@@ -30,6 +32,14 @@ _REMEDY = (
 )
 
 
+def reused_keys(program: TracedProgram) -> Iterator[Finding]:
+    """Second draws from one key, and draws that the iterations of a loop repeat."""
+    jaxpr = program.step.jaxpr
+    reader = _KeyReader(_Names(), Context())
+    reader.run(jaxpr, [reader.names.new() for _ in jaxpr.invars])
+    yield from reader.findings
+
+
 class NamedValue(NamedTuple):
     """Values of one name are equal; `loops` are those whose iterations may differ in it."""
 
@@ -37,146 +47,188 @@ class NamedValue(NamedTuple):
     loops: frozenset[int] = frozenset()
 
 
-class _Surroundings(NamedTuple):
-    """What surrounds an equation."""
-
-    context: Context
-    loops: tuple[tuple[int, str], ...]  # the loops around it, each with its number and its description
-    drawn: dict[int, str]  # for each key drawn from so far, the line
-    line: str = ""  # the line of the jax.random call that it is in; "" outside one
-
-
-def reused_keys(program: TracedProgram) -> Iterator[Finding]:
-    """Second draws from one key, and draws that the iterations of a loop repeat."""
-    jaxpr, names = program.step.jaxpr, _Names()
-    names.run(jaxpr, [names.new() for _ in (*jaxpr.constvars, *jaxpr.invars)], _Surroundings(Context(), (), {}))
-    yield from names.found
-
-
 class _Names:
-    """The names of values so far, and the findings."""
+    """Gives values their names: a number for all that are made in one way from the same values.
+
+    Worked example: `a = fold_in(key, 1)` and, elsewhere, `b = fold_in(key, 1)`.
+
+        key     an argument                   0
+        1       (uint32, 1)                   1
+        a       (fold_in, 0, 1)               2
+        b       (fold_in, 0, 1)               2, as a
+    """
 
     def __init__(self) -> None:
-        self.found: list[Finding] = []
-        self._known: dict[Any, int] = {}
-        self._drawing: dict[int, bool] = {}
+        self._numbers: dict[Any, int] = {}
 
-    def new(self, of: Sequence[NamedValue] = ()) -> NamedValue:
-        """A new value, equal to no other, made from these."""
-        return self._named(object(), of)
+    def new(self, operands: Sequence[NamedValue] = ()) -> NamedValue:
+        """A value that is equal to no other."""
+        return self.make(object(), operands)
 
-    def _named(self, made: Any, of: Sequence[NamedValue] = ()) -> NamedValue:
-        key = (made, *(value.name for value in of))
-        name = self._known.setdefault(key, len(self._known))
-        return NamedValue(name, frozenset[int]().union(*(value.loops for value in of)))
+    def make(self, operation: Any, operands: Sequence[NamedValue] = ()) -> NamedValue:
+        """What an operation makes of these operands."""
+        key = (operation, *(value.name for value in operands))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        loops: frozenset[int] = frozenset()
+        for value in operands:
+            loops |= value.loops
+        return NamedValue(number, loops)
 
-    def run(self, jaxpr: Any, given: Sequence[NamedValue], place: _Surroundings) -> list[NamedValue]:
-        """The values of a jaxpr's results, for those of its constants and arguments."""
 
-        def literal(atom: Any) -> NamedValue:
-            return self._named((str(atom.aval.dtype), str(atom.val)))
+@dataclass(frozen=True)
+class _KeyReader(JaxprInterpreter[NamedValue]):
+    """Follows the names of values through a program, and finds keys that are drawn from twice."""
 
-        return flow(jaxpr, given, lambda equation, ins: self._step(equation, ins, place), literal)
+    names: _Names
+    context: Context
+    loops: tuple[tuple[int, str], ...] = ()  # the loops around it, each with its number and its description
+    line: str = ""  # the line of the jax.random call that it is in; "" outside one
+    drawn: dict[int, str] = field(default_factory=dict)  # for each key drawn from so far, the line
+    findings: list[Finding] = field(default_factory=list)
+    drawing: dict[int, bool] = field(default_factory=dict)  # whether numbers are drawn in a jaxpr, by its identity
 
-    def _step(self, equation: Any, ins: list[NamedValue], place: _Surroundings) -> list[NamedValue]:
-        name, outs = equation.primitive.name, equation.outvars
+    def constant(self, x: Any) -> NamedValue:
+        return self.names.new() if x is None else self.names.make(("constant", id(x)))
+
+    def literal(self, atom: Any) -> NamedValue:
+        return self.names.make((str(atom.aval.dtype), str(atom.val)))
+
+    def step(self, equation: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
+        jaxprs = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
+        if jaxprs and not self._may_use_keys(equation, jaxprs):
+            return self._make_new(equation, operands)
+        return super().step(equation, operands)
+
+    def equation(self, equation: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
+        name = equation.primitive.name
         if name in _DRAWS:
-            self._draw(equation, ins[0], place)
-        if (name in _SAME_KEY or registered(name).same) and len(ins) == len(outs):
-            return ins
-        inner = [
-            (sub, [self._named(("constant", id(c))) for c in constants] or [self.new() for _ in sub.constvars])
-            for (_, sub), constants in zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
-        ]
-        if not inner:
-            return self._computed(equation, ins)
-        if not any(_may_make_a_key(out.aval) for out in outs) and not any(self._draws(sub) for sub, _ in inner):
-            return [self.new(ins) for _ in outs]
-        context = place.context._replace(
-            backward=place.context.backward or _again(equation), source=where(equation, place.context)
-        )
-        place = place._replace(context=context)
-        sub, constants = inner[0]
-        if name in ("scan", "while"):
-            return self._loop(equation, ins, place)
-        if name == "cond":
-            branches = [place._replace(drawn=dict(place.drawn)) for _ in inner]
-            ways = [self.run(sub, [*c, *ins[1:]], each) for (sub, c), each in zip(inner, branches, strict=True)]
-            for each in branches:
-                place.drawn.update(each.drawn)
-            return [same[0] if len(set(same)) == 1 else self.new(ins) for same in zip(*ways, strict=True)]
-        if find_called_jaxpr(equation) is not None:
-            # jax traces its own functions once and records the line of the first call for all.
-            if not place.line and hasattr(jax.random, str(equation.params.get("name", "")).lstrip("_")):
-                place = place._replace(line=context.source)
-            return self.run(sub, [*constants, *ins], place)
-        if name == "shard_map":
-            specs = [str(spec) if all_axes(spec) else "" for spec in equation.params["in_specs"]]
-            pieces = [self._named(spec, [v]) if spec else v for spec, v in zip(specs, ins, strict=True)]
-            self.run(sub, [*constants, *pieces], place)
-        else:
-            for sub, constants in inner:
-                self.run(sub, [*constants, *(self.new(ins) for _ in sub.invars)], place)
-        return [self.new(ins) for _ in outs]
+            self._check_draw(equation, operands[0])
+        keeps_value = name in _SAME_KEY or registered(name).same
+        if keeps_value and len(operands) == len(equation.outvars):
+            return operands
+        programs = compat.inner_programs(equation)
+        for program in programs:
+            jaxpr = getattr(program, "jaxpr", program)
+            self._enter(equation).run(program, [self.names.new(operands) for _ in jaxpr.invars])
+        if programs or not _is_repeatable(equation):
+            return self._make_new(equation, operands)
+        operation = (name, str(sorted(equation.params.items(), key=lambda item: item[0])))
+        return [self.names.make((*operation, number), operands) for number in range(len(equation.outvars))]
+
+    def call(self, equation: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
+        inner = self._enter(equation)
+        # jax traces its own functions once and records the line of the first call for all.
+        function = str(equation.params.get("name", "")).lstrip("_")
+        if not self.line and hasattr(jax.random, function):
+            inner = replace(inner, line=inner.context.source)
+        return inner.run(body, operands)
+
+    def cond(self, equation: Any, branches: list[Any], operands: list[NamedValue]) -> Sequence[NamedValue]:
+        _, *arguments = operands
+        inner = self._enter(equation)
+        # One branch runs: a draw in one of them does not repeat that of another.
+        readers = [replace(inner, drawn=dict(self.drawn)) for _ in branches]
+        results = [reader.run(branch, arguments) for reader, branch in zip(readers, branches, strict=True)]
+        for reader in readers:
+            self.drawn.update(reader.drawn)
+        values = []
+        for alternatives in zip(*results, strict=True):
+            is_same = len(set(alternatives)) == 1
+            values.append(alternatives[0] if is_same else self.names.new(operands))
+        return values
+
+    def shard_map(self, equation: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
+        shards = []
+        for value, spec in zip(operands, equation.params["in_specs"], strict=True):
+            shards.append(self.names.make(str(spec), [value]) if all_axes(spec) else value)
+        self._enter(equation).run(body, shards)
+        return self._make_new(equation, operands)
+
+    def scan(self, equation: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
+        consts, carry, arrays = scan_operands(equation, operands)
+        construct = "scan" if equation.params["length"] > 1 else ""  # one iteration repeats nothing
+        loop = self.names.new().name
+        inner = self._enter_loop(equation, loop, construct)
+        turning = self._carry_on(body, consts, carry, loop)
+        rows = [self._vary(value, loop) for value in arrays]
+        inner.run(body, [*consts, *turning, *rows])
+        return self._make_new(equation, operands)
+
+    def while_loop(self, equation: Any, test: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
+        consts_of_test, consts_of_body, carry = while_operands(equation, operands)
+        loop = self.names.new().name
+        inner = self._enter_loop(equation, loop, "while loop")
+        inner.run(test, [*consts_of_test, *(self._vary(value, loop) for value in carry)])
+        inner.run(body, [*consts_of_body, *self._carry_on(body, consts_of_body, carry, loop)])
+        return self._make_new(equation, operands)
+
+    def _enter(self, equation: Any) -> _KeyReader:
+        """What reads the programs that an equation holds."""
+        backward = self.context.backward or _repeats_forward(equation)
+        context = self.context._replace(backward=backward, source=where(equation, self.context))
+        return replace(self, context=context)
+
+    def _enter_loop(self, equation: Any, loop: int, construct: str) -> _KeyReader:
+        inner = self._enter(equation)
+        if not construct:
+            return inner
+        description = f"{construct} at {where(equation, inner.context)}"
+        return replace(inner, loops=(*inner.loops, (loop, description)))
+
+    def _carry_on(self, body: Any, consts: list[NamedValue], carry: list[NamedValue], loop: int) -> list[NamedValue]:
+        """The carry in any iteration: what the body returns as it was passed stays, all else is another value."""
+        arguments = body.jaxpr.invars[len(consts) :]
+        values = []
+        for value, argument, out in zip(carry, arguments, body.jaxpr.outvars, strict=False):
+            values.append(value if out is argument else self._vary(value, loop))
+        return values
+
+    def _vary(self, value: NamedValue, loop: int) -> NamedValue:
+        """Another value in each iteration of a loop."""
+        turned = self.names.new([value])
+        return turned._replace(loops=turned.loops | {loop})
+
+    def _make_new(self, equation: Any, operands: list[NamedValue]) -> list[NamedValue]:
+        return [self.names.new(operands) for _ in equation.outvars]
+
+    def _may_use_keys(self, equation: Any, jaxprs: list[Any]) -> bool:
+        """Whether an equation may return a key, or draws numbers in one of the jaxprs that it holds."""
+        if any(_may_make_a_key(out.aval) for out in equation.outvars):
+            return True
+        return any(self._draws(jaxpr) for jaxpr in jaxprs)
 
     def _draws(self, jaxpr: Any) -> bool:
         """Whether numbers are drawn anywhere in a jaxpr."""
-        if id(jaxpr) not in self._drawing:
-            self._drawing[id(jaxpr)] = any(site.name in _DRAWS for site in walk(jaxpr))
-        return self._drawing[id(jaxpr)]
+        if id(jaxpr) not in self.drawing:
+            self.drawing[id(jaxpr)] = any(site.name in _DRAWS for site in walk(jaxpr))
+        return self.drawing[id(jaxpr)]
 
-    def _computed(self, equation: Any, ins: list[NamedValue]) -> list[NamedValue]:
-        """Keys and integers are named by what made them, clones never; no key is made from floats."""
-        clones = equation.primitive.name == "random_clone"
-        if clones or compat.acts(equation) or not all(_may_make_a_key(out.aval) for out in equation.outvars):
-            return [self.new(ins) for _ in equation.outvars]
-        made = (equation.primitive.name, str(sorted(equation.params.items(), key=lambda item: item[0])))
-        return [self._named((*made, i), ins) for i in range(len(equation.outvars))]
-
-    def _loop(self, equation: Any, ins: list[NamedValue], place: _Surroundings) -> list[NamedValue]:
-        params = equation.params
-        if equation.primitive.name == "scan":
-            fixed, held, each = scan_operands(equation, ins)
-            bodies = [(params["jaxpr"], fixed, held, each)]
-            what = "scan" if params["length"] > 1 else ""
-        else:
-            for_test, for_body, held = while_operands(equation, ins)
-            bodies = [(params["cond_jaxpr"], for_test, held, []), (params["body_jaxpr"], for_body, held, [])]
-            what = "while loop"
-        number = self.new().name
-        if what:
-            words = f"{what} at {where(equation, place.context)}"
-            place = place._replace(loops=(*place.loops, (number, words)))
-        for closed, fixed, held, each in bodies:
-            sub, turning = closed.jaxpr, []
-            after = sub.outvars[: len(held)] if closed is not params.get("cond_jaxpr") else sub.outvars[:0]
-            for i, value in enumerate([*held, *each]):
-                variable = sub.invars[len(fixed) + i]
-                kept = i < len(after) and after[i] is variable
-                turned = self.new([value])
-                turning.append(value if kept else turned._replace(loops=turned.loops | {number}))
-            constants = [self._named(("constant", id(c))) for c in closed.consts]
-            self.run(sub, [*constants, *fixed, *turning], place)
-        return [self.new(ins) for _ in equation.outvars]
-
-    def _draw(self, equation: Any, key: NamedValue, place: _Surroundings) -> None:
-        if place.context.backward or _again(equation):
+    def _check_draw(self, equation: Any, key: NamedValue) -> None:
+        """Remembers a draw, and finds that its key was drawn from before, or is in each iteration of a loop."""
+        if self.context.backward or _repeats_forward(equation):
             return
-        line = place.line or where(equation, place.context)
-        still = [words for number, words in place.loops if number not in key.loops]
-        before = place.drawn.get(key.name)
-        place.drawn[key.name] = line
-        these = f"random numbers of shape {equation.outvars[0].aval.shape} come from the same bits"
+        line = self.line or where(equation, self.context)
+        before = self.drawn.get(key.name)
+        self.drawn[key.name] = line
+        repeating = [description for loop, description in self.loops if loop not in key.loops]
+        message = f"random numbers of shape {equation.outvars[0].aval.shape} come from the same bits"
         if before is not None:
-            message = f"{these} as those drawn at {before}: both draws use one key."
-        elif still:
-            message = f"{these} in every iteration of the {still[-1]}: each uses the same key."
+            message = f"{message} as those drawn at {before}: both draws use one key."
+        elif repeating:
+            message = f"{message} in every iteration of the {repeating[-1]}: each uses the same key."
         else:
             return
-        self.found.append(Finding("reused-key", message, line, _REMEDY))
+        self.findings.append(Finding("reused-key", message, line, _REMEDY))
 
 
-def _again(equation: Any) -> bool:
+def _is_repeatable(equation: Any) -> bool:
+    """Whether the same operands give the same results again. A clone is another key, and no key is made from floats."""
+    if equation.primitive.name == "random_clone" or compat.acts(equation):
+        return False
+    return all(_may_make_a_key(out.aval) for out in equation.outvars)
+
+
+def _repeats_forward(equation: Any) -> bool:
     """Whether an equation may repeat one of the forward pass: in the backward pass, or recomputed for it."""
     return compat.in_backward(equation) or compat.is_recomputed(equation)
 

@@ -1,24 +1,65 @@
-"""Checks that all processes are about to run the same program, and names what differs.
+"""Checks that all processes are about to run the same program, over jax's coordination service; names what differs.
 
 Process 0 compares a hash of the fingerprint of every process, and only where hashes differ the fingerprints themselves,
 component by component: that of a large program has megabytes. Worked example: the hashes of five processes are a, b, a,
-b, b. So process 1 is asked for the fingerprint that stands for 1, 3 and 4, and process 0 for that of 0 and 2.
+b, b. So process 1 is asked for the fingerprint that stands for 1, 3 and 4, and process 0 has that of 0 and 2. The
+values in the service, under shardkit/programs/1/0/0:0 for the first program of the first loop, before step 0:
+
+    hash/0 .. hash/4    a, b, a, b, b     of all processes, for process 0
+    asked               [0, 1]            of process 0, for all; [] if all hashes are equal
+    fingerprint/1       {"components": {"program": "5f...", ...}, ...}
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
+from shardkit._jax import backends
+from shardkit.runtime.channel.client import MonitorClient
 from shardkit.runtime.channel.place import name_processes
 from shardkit.runtime.channel.wire import Message
 
+_KEY = "shardkit/programs"
 _NAMED = 4  # components in a sentence
 _ASKED = 16  # fingerprints that process 0 compares, of as many groups of equal ones
 _LONGEST_VALUE = 100  # characters of a component in a sentence
+_TRY = 1.0  # seconds to wait for a value before Python may handle a signal
+_PAUSE = 0.05  # seconds between two tries
+
+
+def agree(monitor: MonitorClient, name: str, fingerprint: Message) -> None:
+    """Returns when all processes have the same fingerprint; where they differ, the monitors end all processes.
+
+    A process that waits here for one that has died, or that does not compare, is ended by its monitor, too.
+
+    Args:
+        name: of the program: the same in all processes, and used once.
+    """
+    place = monitor.place
+    if place.size == 1:
+        return
+    key = f"{_KEY}/{name}"
+    backends.tell_processes(f"{key}/hash/{place.rank}", hash_components(fingerprint))
+    if place.rank == 0:
+        groups = _collect_groups(key, place.size)
+        backends.tell_processes(f"{key}/asked", json.dumps(list(groups)))
+        if not groups:
+            return
+        difference = _find_difference(key, place.size, groups, fingerprint)
+        monitor.tell({"differs": difference})
+    else:
+        asked = json.loads(_wait_for_value(f"{key}/asked"))
+        if not asked:
+            return
+        if place.rank in asked:
+            backends.tell_processes(f"{key}/fingerprint/{place.rank}", json.dumps(fingerprint))
+    _wait_for_end()
 
 
 def hash_components(message: Message) -> str:
@@ -27,49 +68,46 @@ def hash_components(message: Message) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Agreement:
-    """Collects the hashes of programs, and the fingerprints of those that differ."""
+def _collect_groups(key: str, size: int) -> dict[int, list[int]]:
+    """The ranks with equal hashes, of the largest groups, by the lowest of them; none if all hashes are equal."""
+    groups: dict[str, list[int]] = {}
+    for rank in range(size):
+        value = _wait_for_value(f"{key}/hash/{rank}")
+        groups.setdefault(value, []).append(rank)
+    backends.drop_values(f"{key}/hash")
+    if len(groups) == 1:
+        return {}
+    largest = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))[:_ASKED]
+    return {ranks[0]: ranks for ranks in sorted(largest)}
 
-    def __init__(self, size: int):
-        self._size = size
-        self._hashes: dict[str, dict[int, str]] = {}  # by program and rank
-        self._groups: dict[str, dict[int, list[int]]] = {}  # by program and the rank that is asked: ranks with its hash
-        self._fingerprints: dict[str, dict[int, Message]] = {}  # by program and the rank that was asked
 
-    def take_hash(self, rank: int, program: str, hashed: str) -> list[int] | None:
-        """None until all processes have sent the hash; then which of them to ask, none if all are equal."""
-        hashes = self._hashes.setdefault(program, {})
-        hashes[rank] = str(hashed)
-        if len(hashes) < self._size:
-            return None
-        del self._hashes[program]
-        groups: dict[str, list[int]] = {}
-        for member, value in sorted(hashes.items()):
-            groups.setdefault(value, []).append(member)
-        if len(groups) == 1:
-            return []
-        largest = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))[:_ASKED]
-        self._groups[program] = {ranks[0]: ranks for ranks in largest}
-        self._fingerprints[program] = {}
-        return sorted(self._groups[program])
+def _find_difference(key: str, size: int, groups: Mapping[int, Sequence[int]], fingerprint: Message) -> str:
+    """What differs, by the fingerprints of the processes that are asked; `fingerprint` is that of process 0."""
+    members: dict[int, Message] = {}
+    for asked, ranks in groups.items():
+        message = fingerprint
+        if asked != 0:
+            message = json.loads(_wait_for_value(f"{key}/fingerprint/{asked}"))
+        members |= dict.fromkeys(ranks, message)
+    text = compare_fingerprints(members)
+    unasked = size - len(members)
+    if unasked:
+        text += f"; {unasked} further processes differ too"
+    return text
 
-    def take_fingerprint(self, rank: int, program: str, message: Message) -> str | None:
-        """What differs, once all that were asked have sent their fingerprint; None before, and for one not asked."""
-        groups = self._groups.get(program, {})
-        if rank not in groups:
-            return None
-        fingerprints = self._fingerprints[program]
-        fingerprints[rank] = message
-        if len(fingerprints) < len(groups):
-            return None
-        members: dict[int, Message] = {}
-        for asked, ranks in groups.items():
-            members |= dict.fromkeys(ranks, fingerprints[asked])
-        text = compare_fingerprints(members)
-        unasked = self._size - len(members)
-        if unasked:
-            text += f"; {unasked} further processes differ too"
-        return text
+
+def _wait_for_value(key: str) -> str:
+    """Waits for a value of another process; for ever if it does not come: then the monitor ends this process."""
+    while True:
+        value = backends.told(key, _TRY)
+        if value is not None:
+            return value
+        time.sleep(_PAUSE)  # the service may be gone
+
+
+def _wait_for_end() -> None:
+    """Waits until the monitor ends this process."""
+    threading.Event().wait()
 
 
 def compare_fingerprints(fingerprints: Mapping[int, Message]) -> str:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
-import json
-import os
-import platform
 import queue
-import re
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -24,26 +17,31 @@ from jax.sharding import Mesh
 
 from shardkit._arguments.checks import mesh_in_context, quoted
 from shardkit._arguments.typed import check_fields, typed
-from shardkit.jobs.monitor.judge import Deadlines
+from shardkit.jobs.monitor.agreement import agree
+from shardkit.jobs.monitor.fingerprint import describe_batch, find_shapes, make_fingerprint
+from shardkit.jobs.monitor.members import Deadlines
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place
-from shardkit.runtime.channel.recorder import LONGEST_BATCH, Batches, Recorder
-
-_COLLECTIVE = re.compile(
-    r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute|collective_broadcast)"
-)
-_PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")  # devices of a program, in its first line
-_LINE_BYTES = 4  # of each line's hash: enough to find the line; the text is compared by a longer hash
-# Paths, caches and process identities: these may differ between processes.
-_OWN = re.compile(r"cache|dir|dump|path|log|visible|process|profil|traceback|address|mtls|color|num_cpu_devices")
-_OWN_FLAGS = re.compile(r"dump|cache|gpu_target_config|force_host_platform_device_count")
+from shardkit.runtime.channel.recorder import Batches, Recorder
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_END = object()  # of the batches
 
 
 class StepClock:
-    """Which step and phase the training loop is in, written to the flight recorder."""
+    """Which step and phase the training loop is in, written to the flight recorder.
+
+    Worked example, of a loop that saves after its step 5, which the devices finish during the save. On the left what
+    happens, on the right the event that is recorded:
+
+        the loop waits for a batch           data 5
+        the step is called                   step 5
+        it is dispatched                     user code 5
+        `with guard.phase("save")` begins    save 5
+        the devices have finished it         step done 5
+        the body has ended                   user code 5
+    """
 
     def __init__(self, recorder: Recorder, first_step: int):
         self._recorder = recorder
@@ -51,7 +49,7 @@ class StepClock:
         self._phases: list[tuple[str, int]] = []  # the ones that the loop is in, outermost first
         self._between = "user code"  # the phase outside of these
         self._dispatched: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self._loop = recorder.begin_loop(first_step - 1)
+        self.loop: int = recorder.begin_loop(first_step - 1)  # its number in this process
         self._counts = True  # whether the number of a step tells which call it is
         waiter = threading.Thread(target=self._note_ends, name="shardkit-steps", daemon=True)
         waiter.start()
@@ -61,13 +59,7 @@ class StepClock:
             waiter.join()
 
         atexit.register(stop)
-
-        def note_end() -> None:  # Python waits for other threads then
-            threading.main_thread().join()
-            if getattr(sys, "last_value", None) is None:  # else an error ended it, in user code
-                recorder.rename_phase("user code", "after")
-
-        threading.Thread(target=note_end, name="shardkit-end", daemon=True).start()
+        threading.Thread(target=_note_end_of_main, args=(recorder,), name="shardkit-end", daemon=True).start()
 
     @property
     def in_phase(self) -> bool:
@@ -81,30 +73,29 @@ class StepClock:
     def call(self, phase: str, batch: Batches) -> None:
         """The host calls the next step, in this phase or after it; a call within another phase is no step."""
         step = self.next_step
-        counts = self._counts and not self.in_phase
-        called = batch._replace(loop=self._loop, first=step, last=step) if counts else None
-        self._recorder.enter(phase, step, called)
+        call = None
+        if self._counts and not self.in_phase:
+            call = batch._replace(loop=self.loop, first=step, last=step)
+        self._recorder.enter(phase, step, call)
 
-    def failed(self) -> None:
+    def note_failure(self) -> None:
         """A call raised an error. A loop that goes on may call the same step again, with a smaller batch."""
         self._counts = False
 
     def resume(self, phase: str, step: int) -> None:
         """The host returns to the surrounding phase, else to this one."""
-        self._recorder.enter(*self._phases[-1] if self._phases else (phase, step))
+        if self._phases:
+            phase, step = self._phases[-1]
+        self._recorder.enter(phase, step)
 
-    def dispatched(self, result: Any) -> None:
+    def note_dispatch(self, result: Any) -> None:
         """The host has dispatched the next step."""
         self._recorder.note_dispatch(self.next_step)
-        # Of the metrics, if there are any: what the next step donates counts as ready too early. But what the last
-        # dispatched step returns is not donated, and it is this step that the loop will wait for.
-        leaves = jax.tree.leaves(result[-1] if isinstance(result, tuple) else ()) + jax.tree.leaves(result)
-        ready = next((leaf for leaf in leaves if isinstance(leaf, jax.Array)), None)
-        self._dispatched.put((self.next_step, ready))
+        self._dispatched.put((self.next_step, _find_last_array(result)))
         self.next_step += 1
         self._between = "user code"
 
-    def after_the_last(self) -> None:
+    def note_last_batch(self) -> None:
         """There is no batch for another step."""
         if not self.in_phase:
             self._between = "after"
@@ -113,7 +104,9 @@ class StepClock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What runs inside belongs to this phase."""
-        step = self.next_step - 1 if name in ("evaluate", "save") else self.next_step
+        step = self.next_step
+        if name in ("evaluate", "save"):  # of what the last step has made
+            step = self.next_step - 1
         self._phases.append((name, step))
         self._recorder.enter(name, step)
         try:
@@ -127,20 +120,48 @@ class StepClock:
 
     def _note_ends(self) -> None:
         """Notes the end of each step, in order, while the loop dispatches the next ones."""
-        while (each := self._dispatched.get()) is not None:
-            step, array = each
+        while True:
+            dispatched = self._dispatched.get()
+            if dispatched is None:
+                return
+            step, array = dispatched
             with contextlib.suppress(Exception):  # the loop raises it too
                 jax.block_until_ready(array)
             self._recorder.note_done(step)
+
+
+def _note_end_of_main(recorder: Recorder) -> None:
+    """Notes that the main thread has ended, unless by an error: Python waits for other threads then."""
+    threading.main_thread().join()
+    if getattr(sys, "last_value", None) is None:
+        recorder.rename_phase("user code", "after")
+
+
+def _find_last_array(result: Any) -> Any:
+    """An array that is ready when the step is done.
+
+    Of the metrics, which come last, if there are any: what the next step donates counts as ready too early. But what
+    the last dispatched step returns is not donated, and it is this step that the loop will wait for.
+    """
+    leaves = []
+    if isinstance(result, tuple):
+        leaves = jax.tree.leaves(result[-1])
+    leaves += jax.tree.leaves(result)
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            return leaf
+    return None
 
 
 class Watched(Generic[P, R]):
     """A step, guarded: it is called, lowered and traced as the step is; `Guard.watch` creates one."""
 
     def __init__(self, step: Callable[P, R], clock: StepClock, compare: Callable[[Any, str, int], Batches]):
-        self._step, self._clock, self._compare = step, clock, compare
+        self._step = step
+        self._clock = clock
+        self._compare = compare
         self._jitted: Any = step
-        self._seen: dict[Any, Batches] = {}
+        self._compared: dict[Any, Batches] = {}  # by the shapes of the batch
 
     @property
     def lower(self) -> Callable[P, jax.stages.Lowered]:
@@ -155,20 +176,24 @@ class Watched(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """What the step returns."""
         batch = args[1:], kwargs
-        shapes = _shapes(batch)
-        if shapes not in self._seen:
+        shapes = find_shapes(batch)
+        if (
+            shapes not in self._compared
+        ):  # jit compiles for these shapes, too, or has compiled for them before the guard
             self._clock.enter("compile")
-            self._seen[shapes] = self._compare(self.lower(*args, **kwargs), described(batch), len(self._seen))
+            lowered = self.lower(*args, **kwargs)
+            number = len(self._compared)
+            self._compared[shapes] = self._compare(lowered, describe_batch(batch), number)
             self._clock.resume("compile", self._clock.next_step)
-        elif not self._clock.in_phase:
-            self._clock.call("step", self._seen[shapes])
+        elif not self._clock.in_phase:  # else the deadline of the phase holds
+            self._clock.call("step", self._compared[shapes])
         try:
             result = self._step(*args, **kwargs)
         except BaseException:
-            self._clock.failed()
+            self._clock.note_failure()
             raise
         if not self._clock.in_phase:
-            self._clock.dispatched(result)
+            self._clock.note_dispatch(result)
         return result
 
 
@@ -176,8 +201,11 @@ class Guard:
     """A guarded training loop; `guard` creates one."""
 
     def __init__(self, monitor: client.MonitorClient, mesh: Mesh, config: Mapping[str, Any], first_step: int):
-        self._monitor, self._mesh, self._config = monitor, mesh, config
+        self._monitor = monitor
+        self._mesh = mesh
+        self._config = config
         self._clock = StepClock(monitor.recorder, first_step)
+        self._comparisons = 0  # of programs so far
 
     def watch(self, step: Callable[P, R]) -> Watched[P, R]:
         """Returns the step, guarded: every call is under the deadline for steps.
@@ -198,12 +226,19 @@ class Guard:
 
     def _compare(self, lowered: Any, batch: str, number: int) -> Batches:
         """Compares a program of the next step, the `number`th, with that of the other processes."""
-        message = fingerprint(lowered, self._mesh, self._config)
-        called = Batches(message["hash"], batch, message["devices"] == jax.device_count())
-        self._clock.call("compare", called)  # told before it waits: perhaps nobody else compares
+        # Here and no later: the first collective of a step that only some processes run, or that is another one on one
+        # of them, waits for ever or sums numbers of unrelated arrays. And no earlier: only the lowered program shows
+        # what the step is, with the shapes of this batch. Two processes that compare in another order than each other,
+        # or one alone, wait under the deadline for compiling.
+        fingerprint = make_fingerprint(lowered, self._mesh, self._config)
+        is_everywhere = fingerprint["devices"] == jax.device_count()
+        call = Batches(fingerprint["hash"], batch, is_everywhere)
+        self._clock.call("compare", call)  # recorded before it waits: perhaps nobody else compares
         step = self._clock.next_step
-        self._monitor.agree(f"{step}:{number}", message | {"step": step, "batch": batch})
-        return called
+        name = f"{self._clock.loop}/{self._comparisons}/{step}:{number}"
+        self._comparisons += 1
+        agree(self._monitor, name, fingerprint | {"step": step, "batch": batch})
+        return call
 
     def data(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterates over batches, with each wait for the next one under the deadline for data.
@@ -217,7 +252,7 @@ class Guard:
                 batch = next(iterator, _END)
             if batch is _END:
                 if self._monitor.place.size > 1:  # one that is alone may be a notebook, and idle
-                    self._clock.after_the_last()
+                    self._clock.note_last_batch()
                 return
             yield batch
 
@@ -227,9 +262,9 @@ class Guard:
         Raises:
             ValueError: a name without a deadline.
         """
-        known = [field for field in Deadlines._fields if field != "silence"]
-        if name not in known:
-            raise ValueError(f"guard: a phase must have a deadline; got {name!r}. Pass one of {quoted(known)}.")
+        names = [field for field in Deadlines._fields if field != "silence"]
+        if name not in names:
+            raise ValueError(f"guard: a phase must have a deadline; got {name!r}. Pass one of {quoted(names)}.")
         return self._clock.phase(name)
 
 
@@ -276,77 +311,15 @@ def guard(
                     checkpoints.save(state)
     """
     mesh = mesh_in_context("guard", mesh)
-    deadlines = Deadlines() if deadlines is None else deadlines
+    if deadlines is None:
+        deadlines = Deadlines()
     check_fields(deadlines)
     for name, seconds in deadlines._asdict().items():
         if not seconds > 0:
             raise ValueError(f"Deadlines: {name} must be more than 0 seconds; got {seconds}. Raise {name}.")
-    monitor = client.running() or client.start(Place("", 0, 0, 1, 0.0, False))
-    monitor.tell({"deadlines": list(deadlines), "flight": str(flight) if flight else ""})
+    monitor = client.find_monitor()
+    if monitor is None:
+        monitor = client.start(Place("", 0, 0, 1, 0.0, False))
+    folder = str(flight) if flight else ""
+    monitor.tell({"deadlines": list(deadlines), "flight": folder})
     return Guard(monitor, mesh, config or {}, first_step)
-
-
-_END = object()
-
-
-def _shapes(batch: Any) -> Any:
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, tuple((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
-
-
-def described(batch: Any) -> str:
-    """The global shapes and dtypes of a batch's arrays, equal ones counted, for a sentence; of limited length.
-
-    As jax takes them: a NumPy array of int64 is one of int32, and what is no array has no shape.
-    """
-    counts: Counter[str] = Counter()
-    for leaf in jax.tree.leaves(batch):
-        with contextlib.suppress(TypeError):
-            value = jax.typeof(leaf)
-            counts[f"{value.dtype}[{','.join(map(str, value.shape))}]"] += 1
-    text = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items()) or "no array"
-    if len(text) <= LONGEST_BATCH:
-        return text
-    ending = f"... (with hash {_digest(text)})"
-    return text[: LONGEST_BATCH - len(ending)] + ending
-
-
-def fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The components by name, and of the program a hash of every line and its collectives, to show where two differ."""
-    text, versions = lowered.as_text(), {"python": platform.python_version()}
-    partitions = _PARTITIONS.search(text)
-    for name in ("jax", "jaxlib", "shardkit", "libtpu", "jax-cuda13-plugin"):
-        for distribution in metadata.distributions(name=name):
-            versions.setdefault(name, distribution.version)
-    settings = {name: x for name, x in jax.config.values.items() if isinstance(x, bool | int | float | str | None)}
-    components = {
-        "program": _digest(text),
-        "world size": jax.process_count(),
-        "mesh axes": dict(mesh.shape),
-        "mesh devices (id, process)": [[d.id, d.process_index] for d in mesh.devices.flat],
-        **{f"version of {name}": version for name, version in versions.items()},
-        "XLA_FLAGS": _flags("XLA_FLAGS"),
-        "LIBTPU_INIT_ARGS": _flags("LIBTPU_INIT_ARGS"),
-        **{f"setting {name}": settings[name] for name in sorted(settings) if not _OWN.search(name)},
-        **{f"configuration {name}": value for name, value in config.items()},
-    }
-    return {
-        "components": {name: json.dumps(value, default=_plain, sort_keys=True) for name, value in components.items()},
-        "lines": [_digest(line)[: 2 * _LINE_BYTES] for line in text.splitlines()],
-        "collectives": Counter(_COLLECTIVE.findall(text)),
-        "hash": _digest(text),
-        "devices": int(partitions[1]) if partitions else 1,
-    }
-
-
-def _plain(value: Any) -> Any:
-    """A value that is no JSON as one, without what may differ between processes: the order of sets, addresses."""
-    return sorted(map(str, value)) if isinstance(value, set | frozenset) else re.sub(r" at 0x\w+", "", str(value))
-
-
-def _flags(variable: str) -> str:
-    return " ".join(sorted(flag for flag in os.environ.get(variable, "").split() if not _OWN_FLAGS.search(flag)))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,10 @@
-"""The monitor's loop: it reads its process and the other monitors, judges (in process 0), and ends its process."""
+"""The monitor's loop: it reads its process and the other monitors, judges (in process 0), and ends its process.
+
+Worked example, of two processes. Process 1 raises an error, and sends {"cause": "ValueError: x"} to its monitor, which
+sends its status with that cause to the monitor of process 0. That waits 0.3 s for a fault that takes precedence, and
+then sends {"over": "process 1 failed ...", ...} to all. Each monitor writes the flight record and has its process print
+the sentence and exit; what does not exit within half a second gets SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardkit.jobs.monitor.agreement import Agreement, hash_components
-from shardkit.jobs.monitor.judge import Deadlines, Fault, Known, called_apart, fault, unanswered
+from shardkit.jobs.monitor.judge import Fault, find_different_batches, find_fault
+from shardkit.jobs.monitor.members import Deadlines, Member
 from shardkit.jobs.monitor.rendezvous import Refused, meet
+from shardkit.jobs.monitor.wording import describe_silence
 from shardkit.runtime.channel.place import Place
 from shardkit.runtime.channel.recorder import RecordReader, Status, parse_batches, read_process_state
 from shardkit.runtime.channel.wire import (
@@ -39,7 +46,7 @@ _AWAY = 1.0  # seconds between two looks after which this monitor was itself sto
 _KILL_AFTER = 0.5  # seconds a process has to exit before SIGKILL
 _SPEAK = 1.0  # seconds for the last line and the flight record: a pipe may be full, a file system may hang
 _LINGER = 60.0  # seconds that process 0's monitor waits for the others after its own process has exited without a fault
-_SHARED = ("status", "stopped", "gone", "left", "cause", "host", "crash")  # what a monitor sends: fields of Known
+_SHARED = ("status", "stopped", "gone", "left", "cause", "host", "crash")  # what a monitor sends: fields of Member
 
 
 def main() -> None:
@@ -47,28 +54,44 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # it ends after its process, not before
     inbox = MessageStream(0)
-    given: list[Message] = []
-    while not given and not inbox.closed:
-        given = list(inbox.read())
-    if not given:
+    spec = _read_first_message(inbox)
+    if spec is None:
         return
-    spec = given[0]
     reader = RecordReader(spec["ring"])
     place = Place(*spec["place"])
     met = threading.Event()
     threading.Thread(target=_end_with, args=(spec["parent"], met), daemon=True).start()
-    try:
-        peers = meet(place, note=lambda text: _say({"note": text})) if place.size > 1 else []
-    except Refused as refusal:
-        _say({"refused": str(refusal)})
-        return
+    peers: list[MessageStream] = []
+    if place.size > 1:
+        try:
+            peers = meet(place, note=lambda text: _tell_process({"note": text}))
+        except Refused as refusal:
+            _tell_process({"refused": str(refusal)})
+            return
     met.set()
-    _say({"ready": True})
+    _tell_process({"ready": True})
     Monitor(place, spec["parent"], inbox, reader, peers, spec["crash"]).run()
 
 
+def _read_first_message(inbox: MessageStream) -> Message | None:
+    """The first message of the process; None if it ended before. It sends no second one until it has an answer."""
+    while not inbox.closed:
+        for message in inbox.read():
+            return message
+    return None
+
+
 class Monitor:
-    """The monitor of one process; that of process 0 is connected to all others, each of them to it alone."""
+    """The monitor of one process; that of process 0 is connected to all others, each of them to it alone.
+
+    Attributes:
+        members: what is known of the processes: of all in process 0, else of process 0 and this one.
+        verdict: why the job ends; empty until then.
+        exit_code: that of the process then.
+        hung: whether the job ends because of this process, which then prints its stacks.
+        printed: whether the process has printed why it ends.
+        alive: whether the process runs.
+    """
 
     def __init__(
         self,
@@ -79,193 +102,211 @@ class Monitor:
         peers: list[MessageStream],
         crash: int = -1,
     ):
-        self.place, self.parent, self.inbox, self.reader, self.crash = place, parent, inbox, reader, crash
-        ranks = range(1, place.size) if place.rank == 0 else [0]
-        self.peers = dict(zip(ranks, peers, strict=True))
-        self.ranks = {id(line): rank for rank, line in self.peers.items()}
+        self.place = place
+        self.parent = parent
+        self.inbox = inbox
+        self.reader = reader
+        self.crash = crash
+        peer_ranks = [0]
+        member_ranks = [0, place.rank]
+        if place.rank == 0:
+            peer_ranks = list(range(1, place.size))
+            member_ranks = list(range(place.size))
+        self.peers = dict(zip(peer_ranks, peers, strict=True))
+        self.ranks = {id(stream): rank for rank, stream in self.peers.items()}
         now = time.monotonic()
-        everyone = range(place.size) if place.rank == 0 else [0, place.rank]
-        self.known = {rank: Known(heard=now) for rank in everyone}
-        self.known[place.rank].host = socket.gethostname()
+        self.members = {rank: Member(arrival=now) for rank in member_ranks}
+        self.members[place.rank].host = socket.gethostname()
         self.deadlines = Deadlines(*[math.inf] * 5)  # until the process has a guard
-        self.beat = beat(place.size)
-        self.agreement = Agreement(place.size)
-        self.programs: dict[str, Message] = {}  # of the own process, until all have agreed
-        self.rests = 0.0  # until then there is no judgement
+        self.beat = choose_beat(place.size)
+        self.rest_until = 0.0  # until then there is no judgement
         self.flight = ""
-        self.alive = True  # the process
-        self.suspect: tuple[str, float] | None = None  # a fault, and when to report it
-        self.over, self.code = "", FAILED  # why the job ends, and the exit code of its process
-        self.hung = False  # whether that is because of the process, which then prints its stacks
-        self.printed = False  # whether the process has printed why it ends
+        self.alive = True
+        self.report_at = math.inf  # when a fault is reported that has been found
+        self.verdict = ""
+        self.exit_code = FAILED
+        self.hung = False
+        self.printed = False
 
     def run(self) -> None:
         """Runs until the process has exited, or a fault has ended it."""
         with selectors.DefaultSelector() as selector:
             for source in [self.inbox, *self.peers.values()]:
                 selector.register(source, selectors.EVENT_READ)
-            told = ended = 0.0
-            seen = time.monotonic()
-            while not self.over:
-                for key, _ in selector.select(_TICK):
-                    line: Any = key.fileobj
-                    self.take(line)
-                    if line.closed:
-                        selector.unregister(line)
-                now, before = time.monotonic(), seen
-                if now - before < _TICK / 2 and not self.over:  # of a thousand processes there is always a message
+            last_sent = 0.0
+            last_look = time.monotonic()
+            exited: float | None = None
+            while not self.verdict:
+                self._read_all(selector)
+                now = time.monotonic()
+                if now - last_look < _TICK / 2 and not self.verdict:  # of a thousand processes one always sends
                     continue
-                self._excuse(now - before, now)
-                seen = now
-                self._look(now)
-                if now - told > self.beat:
-                    told = now
-                    self._send(self._own())
-                self._judge(now)
-                if not self.alive and self.known[self.place.rank].left:
-                    ended = ended or now
-                    others = all(known.left or known.gone for known in self.known.values())
-                    if self.place.rank or others or now - ended > _LINGER:
+                self.excuse_silence(now - last_look, now)
+                last_look = now
+                self.look_at_process(now)
+                if now - last_sent > self.beat:
+                    last_sent = now
+                    self._send(self.make_status())
+                self.judge(now)
+                if not self.alive and self.members[self.place.rank].left:
+                    if exited is None:
+                        exited = now
+                    if self._may_end(now - exited):
                         return
-        self._end()
+        self.end()
 
-    def take(self, line: MessageStream) -> None:
+    def _read_all(self, selector: selectors.BaseSelector) -> None:
+        """Reads what arrives within a tick."""
+        for key, _ in selector.select(_TICK):
+            stream: Any = key.fileobj
+            self.read(stream)
+            if stream.closed:
+                selector.unregister(stream)
+
+    def _may_end(self, seconds: float) -> bool:
+        """Whether nobody needs this monitor any more, so long after its process has exited without a fault."""
+        if self.place.rank != 0 or seconds > _LINGER:
+            return True
+        return all(member.left or member.gone for member in self.members.values())
+
+    def read(self, stream: MessageStream) -> None:
         """Reads what arrived on a connection; closes it on what no monitor sends."""
-        rank = self.ranks.get(id(line), self.place.rank)
-        for message in line.read():
+        rank = self.ranks.get(id(stream), self.place.rank)
+        for message in stream.read():
             try:
-                self._hear(rank, message)
+                self.handle(rank, message)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-                line.closed = True
-        known = self.known[rank]
-        if line.closed and rank != self.place.rank and not known.left:  # the own process closes its end when it exits
-            known.unseen, known.gone = not known.gone, True  # with its machine or its whole process group
-            known.expect(self.deadlines)
+                stream.closed = True
+        member = self.members[rank]
+        # The own process closes its end when it exits.
+        if stream.closed and rank != self.place.rank and not member.left:
+            member.unseen = not member.gone  # its monitor is gone with its machine or its whole process group
+            member.gone = True
+            member.set_due(self.deadlines)
 
-    def _excuse(self, away: float, now: float) -> None:
+    def excuse_silence(self, away: float, now: float) -> None:
         """Blames nobody for messages that this monitor missed while it was itself stopped or starved."""
         if away > _AWAY:
-            for known in self.known.values():
-                known.heard = min(now, known.heard + away)
+            for member in self.members.values():
+                member.arrival = min(now, member.arrival + away)
 
-    def _look(self, now: float) -> None:
+    def look_at_process(self, now: float) -> None:
         """Updates the state of the own process from the flight recorder and the system."""
-        own = self.known[self.place.rank]
-        own.heard, own.status = now, self.reader.read_status().with_ages(now)
+        own = self.members[self.place.rank]
+        own.arrival = now
+        own.status = self.reader.read_status().with_ages(now)
         own.stopped = read_process_state(self.parent) in ("T", "t")
         if self.alive and os.getppid() != self.parent:
             self.alive = False
             self._drain()
             own.gone = not own.left
-            own.crash = self._stacks().partition(b"\n")[0].decode().rpartition(": ")[2]
-            self._send(self._own())
-        own.expect(self.deadlines)
+            # The first line of what Python wrote is for example `Fatal Python error: Aborted`.
+            first_line = self._read_stacks().partition(b"\n")[0].decode()
+            own.crash = first_line.rpartition(": ")[2]
+            self._send(self.make_status())
+        own.set_due(self.deadlines)
 
     def _drain(self) -> None:
         """Reads what the process sent before it ended."""
         while not self.inbox.closed and self.inbox.wait():
-            self.take(self.inbox)
+            self.read(self.inbox)
 
-    def _stacks(self) -> bytes:
-        """What Python wrote to `crash` at a fatal signal: `Fatal Python error: Aborted`, and the threads' stacks."""
-        return os.pread(self.crash, 1 << 16, 0) if self.crash >= 0 else b""
+    def _read_stacks(self) -> bytes:
+        """What Python wrote to `crash` at a fatal signal: the signal, and the threads' stacks."""
+        if self.crash < 0:
+            return b""
+        return os.pread(self.crash, 1 << 16, 0)
 
-    def _own(self) -> Message:
-        return {name: getattr(self.known[self.place.rank], name) for name in _SHARED}
+    def make_status(self) -> Message:
+        """What this monitor tells the others of its process."""
+        own = self.members[self.place.rank]
+        return {name: getattr(own, name) for name in _SHARED}
 
-    def _hear(self, rank: int, message: Message) -> None:
-        known, own = self.known[rank], rank == self.place.rank
-        known.heard = time.monotonic()
+    def handle(self, rank: int, message: Message) -> None:
+        """Acts on a message of the own process, or of the monitor of another one; raises on what none of them sends."""
+        member = self.members[rank]
+        member.arrival = time.monotonic()
         if "status" in message:
-            phase, step, since, dispatched, done, began, batches = message["status"]
-            times = int(step), float(since), int(dispatched), int(done), float(began)
-            known.status = Status(escape(phase), *times, parse_batches(batches))
-            known.stopped, known.gone, known.left = message["stopped"], message["gone"], message["left"]
-            known.cause, known.host, known.crash = (escape(message[name]) for name in ("cause", "host", "crash"))
+            _update(member, message)
         elif "over" in message:
-            self.over, self.code = escape(message["over"]), LOST if message["lost"] is True else FAILED
-            self.hung = self.place.rank in message["hung"]
-        elif "program" in message:
-            self._program(rank, own, message)
-        elif "ask" in message:
-            self._send(self.programs[message["ask"]])
-        elif "agreed" in message:
-            self._agreed(message["agreed"])
-        elif own:  # from the process
-            if "deadlines" in message:
-                self.deadlines, self.flight = Deadlines(*message["deadlines"]), message["flight"]
-                for each in self.known.values():
-                    each.expect(self.deadlines)
-            if "cause" in message:
-                known.cause = escape(message["cause"])
-                self._look(known.heard)
-                self._send(self._own())
-            if "left" in message:
-                known.left = True
-                self._send(self._own())
-            self.printed = self.printed or "printed" in message
-        known.expect(self.deadlines)
+            self._take_verdict(message)
+        elif rank == self.place.rank:
+            self._handle_process(member, message)
+        member.set_due(self.deadlines)
 
-    def _program(self, rank: int, own: bool, message: Message) -> None:
-        """The fingerprint of a program: of the own process, whose hash is compared, or of one that was asked for it."""
-        name = message["program"]
-        if own:
-            self.programs[name] = message
-            message = {"program": name, "digest": hash_components(message)}
-        if self.place.rank:
-            self._send(message)
-        elif "digest" not in message:
-            self._compared(name, self.agreement.take_fingerprint(rank, name, message))
-        else:
-            asked = self.agreement.take_hash(rank, name, message["digest"])
-            for other in asked or ():
-                if other in self.peers:
-                    self.peers[other].send({"ask": name})
-                else:
-                    self._compared(name, self.agreement.take_fingerprint(other, name, self.programs[name]))
-            if asked == []:
-                self._compared(name, "")
+    def _take_verdict(self, message: Message) -> None:
+        """Ends the job, as process 0 says; nothing is changed where the message is not one of a monitor."""
+        verdict = escape(message["over"])
+        hung = message["hung"]
+        if not isinstance(hung, list):
+            raise TypeError("hung must be a list of processes")
+        self.verdict = verdict
+        self.exit_code = LOST if message["lost"] is True else FAILED
+        self.hung = self.place.rank in hung
 
-    def _compared(self, name: str, differs: str | None) -> None:
-        if differs:
-            self._report(Fault(differs))
-        elif differs is not None:
-            self._send({"agreed": name})
-            self._agreed(name)
+    def _handle_process(self, own: Member, message: Message) -> None:
+        """Acts on a message that only the own process sends."""
+        if "deadlines" in message:
+            self.deadlines = Deadlines(*message["deadlines"])
+            self.flight = message["flight"]
+            for member in self.members.values():
+                member.set_due(self.deadlines)
+        if "cause" in message:
+            own.cause = escape(message["cause"])
+            self.look_at_process(own.arrival)
+            self._send(self.make_status())
+        if "differs" in message:  # the program of this process and that of another one, as process 0 found
+            self._report(Fault(escape(message["differs"])))
+        if "left" in message:
+            own.left = True
+            self._send(self.make_status())
+        if "printed" in message:
+            self.printed = True
 
-    def _agreed(self, name: str) -> None:
-        self.programs.pop(name, None)
-        _say({"agreed": name})
-
-    def _judge(self, now: float) -> None:
+    def judge(self, now: float) -> None:
         """Decides on a fault: process 0 does, the others only when it cannot."""
-        if now < self.rests:
+        if now < self.rest_until:
             return
         begun = time.thread_time()
-        found = called_apart(self.known)
-        if found is None and now >= min(each.due for each in self.known.values()):
-            found = fault(self.known, self.deadlines, now)
-        self.rests = now + _REST * (time.thread_time() - begun)
-        if self.place.rank:
-            hub = self.known[0]
-            silent = now - hub.heard > _UNHEARD and not hub.gone
-            if found is None or not (hub.gone or silent):
+        fault = self._find_fault(now)
+        self.rest_until = now + _REST * (time.thread_time() - begun)
+        if self.place.rank != 0:
+            fault = self._judge_without_process_0(fault, now)
+            if fault is None:
                 return
-            if silent and not found.primary:  # what is seen here may be a consequence
-                found = Fault(unanswered([0], self.known, now), lost=True)
-        if found is None:
-            self.suspect = None
+        if fault is None:
+            self.report_at = math.inf
             return
-        wait = found.wait or self.beat - _BEAT  # a deadline may have been met in a status that is on its way
-        when = self.suspect[1] if self.suspect else now + wait
-        self.suspect = found.text, min(when, now + wait)
-        if now >= self.suspect[1]:
-            self._report(found)
+        wait = fault.wait
+        if wait == 0.0:  # a deadline may have been met in a status that is on its way
+            wait = self.beat - _BEAT
+        self.report_at = min(self.report_at, now + wait)
+        if now >= self.report_at:
+            self._report(fault)
 
-    def _report(self, found: Fault) -> None:
-        self.over, self.code = found.text, LOST if found.lost else FAILED
-        self.hung = self.place.rank in found.hung
-        self._send({"over": found.text, "lost": found.lost, "hung": found.hung})
+    def _find_fault(self, now: float) -> Fault | None:
+        fault = find_different_batches(self.members)
+        if fault is not None:
+            return fault
+        if now < min(member.due for member in self.members.values()):
+            return None
+        return find_fault(self.members, self.deadlines, now)
+
+    def _judge_without_process_0(self, fault: Fault | None, now: float) -> Fault | None:
+        """The fault if process 0 does not answer; None while it does, as it decides then."""
+        coordinator = self.members[0]
+        is_silent = coordinator.find_silence(now) > _UNHEARD and not coordinator.gone
+        if fault is None or not (coordinator.gone or is_silent):
+            return None
+        if is_silent and not fault.primary:  # what is seen here may be a consequence
+            return Fault(describe_silence([0], self.members, now), lost=True)
+        return fault
+
+    def _report(self, fault: Fault) -> None:
+        self.verdict = fault.text
+        self.exit_code = LOST if fault.lost else FAILED
+        self.hung = self.place.rank in fault.hung
+        self._send({"over": fault.text, "lost": fault.lost, "hung": fault.hung})
 
     def _send(self, message: Message) -> None:
         line = encode(message)
@@ -273,39 +314,62 @@ class Monitor:
             if not peer.closed:
                 peer.send_line(line)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Writes the flight record, ends the process and has it print the reason as its last line."""
-        text = f"shardkit guard: {self.over}."
-        text += _in_time(self._record) or f" (No flight record: {self.flight} does not respond.)" if self.flight else ""
+        text = f"shardkit guard: {self.verdict}."
+        if self.flight:
+            text += _call_in_time(self._save_record) or f" (No flight record: {self.flight} does not respond.)"
         if self.place.rank == 0:
             _wait_until(self._others_closed, LEAVES_LAST)
         if self.alive:
-            _say({"end": self.code, "text": text, "stacks": self.hung})
+            _tell_process({"end": self.exit_code, "text": text, "stacks": self.hung})
             _wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
             if os.getppid() == self.parent:
                 with contextlib.suppress(OSError):
                     os.kill(self.parent, signal.SIGKILL)
             self._drain()
         if not self.printed:
-            _in_time(lambda: os.write(2, self._stacks() + encode_output(text)))
-        os._exit(0)  # even if a thread of `_in_time` hangs
+            _call_in_time(lambda: os.write(2, self._read_stacks() + encode_output(text)))
+        os._exit(0)  # even if a thread of `_call_in_time` hangs
 
     def _others_closed(self) -> bool:
         for peer in self.peers.values():
-            list(peer.read() if not peer.closed and peer.wait() else ())
+            if not peer.closed and peer.wait():
+                for _ in peer.read():  # what they still say does not matter
+                    pass
         return all(peer.closed for peer in self.peers.values())
 
-    def _record(self) -> str:
+    def _save_record(self) -> str:
+        """Writes the flight record; the end of the last line: where it is, or why there is none."""
         path = Path(self.flight) / f"flight.{self.place.rank}.json"
-        own = {"process": self.place.rank, "host": self.known[self.place.rank].host}
+        record = {
+            "process": self.place.rank,
+            "host": self.members[self.place.rank].host,
+            "processes": self.place.size,
+            "fault": self.verdict,
+        }
         try:
-            self.reader.save(path, own | {"processes": self.place.size, "fault": self.over})
+            self.reader.save(path, record)
         except OSError as error:
             return f" (No flight record: {path}: {error.strerror or error}.)"
         return f" Flight record: {path}"
 
 
-def beat(size: int) -> float:
+def _update(member: Member, message: Message) -> None:
+    """Takes over what another monitor says of its process; raises on what no monitor sends."""
+    phase, step, since, dispatched, done, device_since, batches = message["status"]
+    numbers = int(step), float(since), int(dispatched), int(done), float(device_since)
+    member.status = Status(escape(phase), *numbers, parse_batches(batches))
+    for name in ("stopped", "gone", "left"):
+        if type(message[name]) is not bool:
+            raise TypeError(f"{name} must be true or false")
+        setattr(member, name, message[name])
+    member.cause = escape(message["cause"])
+    member.host = escape(message["host"])
+    member.crash = escape(message["crash"])
+
+
+def choose_beat(size: int) -> float:
     """Seconds between two status messages of a process, in a job of so many."""
     return max(_BEAT, size / _MESSAGES)
 
@@ -317,7 +381,7 @@ def _end_with(parent: int, met: threading.Event) -> None:
             os._exit(0)
 
 
-def _say(message: Message) -> None:
+def _tell_process(message: Message) -> None:
     """Sends a message to the process that this monitor watches."""
     with contextlib.suppress(OSError):
         os.write(1, encode(message))
@@ -325,20 +389,22 @@ def _say(message: Message) -> None:
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
     """Returns when the condition holds, or after so many seconds."""
-    until = time.monotonic() + seconds
-    while not condition() and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _in_time(function: Callable[[], Any]) -> Any:
+def _call_in_time(function: Callable[[], Any]) -> Any:
     """What a function returns; None if it fails or takes long."""
-    result: list[Any] = []
+    results: list[Any] = []
 
     def call() -> None:
         with contextlib.suppress(OSError):
-            result.append(function())
+            results.append(function())
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(_SPEAK)
-    return result[0] if result else None
+    if not results:
+        return None
+    return results[0]

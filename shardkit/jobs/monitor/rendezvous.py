@@ -1,51 +1,52 @@
 """Connects all processes at the coordinator's address before jax starts, or gives all of them the reason why not.
 
-The messages by which they introduce themselves are checked, and signed with the job's token, which excludes processes
-that do not have it. Nothing is encrypted: it does not protect against those who can read or change the traffic between
-the machines of a job.
+The messages by which they introduce themselves (`introduction.py`) are checked, and signed with the job's token.
+Nothing is encrypted: it does not protect against those who can read or change the traffic between the machines of a
+job.
+
+Worked example, of process 1 of 3 and process 0, which listens:
+
+    1 -> 0   {"shardkit": 6, "rank": 1, "size": 3, "host": "node1", ..., "nonce": "5f...", "mac": "..."}
+    0 -> 1   {"missing": [2], "mac": "..."}      if process 2 does not come, process 1 can say so
+    0 -> 1   {"welcome": true, "mac": "..."}     once process 2 has come, else {"refused": "initialize: ...", ...}
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import itertools
-import json
 import os
-import secrets
 import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shardkit.runtime.channel.place import TOKEN, UNKNOWN, Place, allow_files, bind_address, name_processes
+from shardkit.jobs.monitor.introduction import (
+    REJECTIONS,
+    Hello,
+    describe_process,
+    is_answer,
+    is_signed,
+    make_hello_message,
+    parse_hello,
+    sign,
+)
+from shardkit.runtime.channel.place import UNKNOWN, Place, allow_files, bind_address, name_processes
 from shardkit.runtime.channel.wire import LONGEST, Message, MessageStream, escape
 
-VERSION = 6
-REJECTIONS = {"token": f"another {TOKEN}", "version": "another version of shardkit"}  # why a process is rejected
-_LONGEST_NAME = 255
-_MOST = 1 << 20  # processes
 _AFTER_REFUSAL = 5.0  # seconds for which process 0 sends a refusal to processes that connect later
 _NAMED = 8  # fewer missing processes are reported to all: for more, that would be too many messages
 _LONGEST = 4096  # bytes of an introduction: as many strangers as processes may send so much each
 _SHORT = 1 << 16  # bytes of a line before the welcome, to a process other than 0
 _INTRODUCTION = 10.0  # seconds that a connection has to introduce itself
+_LONGEST_TRY = 5.0  # seconds to wait for one connection to process 0, before the next try
+_PAUSE = 0.1  # seconds between two tries
+_LAST_ANSWER = 2.0  # seconds after its time-out for which a process waits for what process 0 says of the missing
 
 
 class Refused(Exception):
     """The job cannot start; the message is for the user."""
-
-
-class Hello(NamedTuple):
-    """How a process introduces itself."""
-
-    rank: int  # which process it is
-    size: int  # the number of processes that it was started with
-    host: str  # the name of its machine
-    address: str  # what that name resolves to there; empty if it does not
-    cpu: bool  # whether its devices are CPUs
-    nonce: str  # signed together with the answers to it
 
 
 def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[MessageStream]:
@@ -54,177 +55,237 @@ def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[
     It raises Refused with one sentence for the user, the same in every process that could be reached. `note` is called
     at the end with one sentence, if connections were rejected.
     """
-    until = time.monotonic() + place.timeout
-    if place.rank:
-        return [_join(place, until)]
+    deadline = time.monotonic() + place.timeout
+    if place.rank != 0:
+        return [_join(place, deadline)]
     refusal = allow_files(place.size)
-    with _listener(place) as listener, selectors.DefaultSelector() as selector:
+    with _listen(place) as listener, selectors.DefaultSelector() as selector:
         meeting = _Meeting(place, listener, selector, refusal)
         try:
-            return meeting.connections(until)
+            return meeting.gather(deadline)
         finally:
-            if text := meeting.rejections():
+            text = meeting.describe_rejections()
+            if text:
                 note(text)
+
+
+class _Stranger(NamedTuple):
+    """A connection without an introduction: where it comes from, and until when it may introduce itself."""
+
+    address: str
+    deadline: float
 
 
 class _Meeting:
     """Process 0's side: the connections of the job, and those that were rejected."""
 
     def __init__(self, place: Place, listener: socket.socket, selector: selectors.BaseSelector, refusal: str):
-        self._place, self._listener, self._selector = place, listener, selector
-        self._hellos = {0: own_hello(place)}
+        self._place = place
+        self._listener = listener
+        self._selector = selector
+        self._hellos = {0: describe_process(place)}  # the introduction of each process that has come
         self._peers: dict[int, MessageStream] = {}
-        self._unknown: dict[MessageStream, tuple[str, float]] = {}  # their address and deadline, oldest first
+        self._strangers: dict[MessageStream, _Stranger] = {}  # oldest first
         self._rejected: dict[str, int] = {}  # number by reason
-        self._first = ""  # address that was rejected
-        self._refusal = refusal
+        self._first_rejected = ""  # its address
+        self._refusal = refusal  # why the job cannot start; empty while it can
         self._lowest = 1  # no lower rank is missing
         selector.register(listener, selectors.EVENT_READ)
 
-    def connections(self, until: float) -> list[MessageStream]:
+    def gather(self, deadline: float) -> list[MessageStream]:
         """Waits for all processes; a refusal is sent to those that are connected or connect soon after."""
         while len(self._hellos) < self._place.size:
             now = time.monotonic()
             if self._refusal:
-                until = min(until, now + _AFTER_REFUSAL)
-            if now >= until:
+                deadline = min(deadline, now + _AFTER_REFUSAL)
+            if now >= deadline:
                 if not self._refusal:
-                    self._refusal = too_late(self._place, list(self._missing()))
-                    if count := self._rejected.get("token"):
-                        self._refusal += f" {count} connected with {REJECTIONS['token']}: set it to the same value "
-                        self._refusal += "in all processes."
+                    self._refusal = self._describe_missing()
                 break
-            for key, _ in self._selector.select(min(until - now, 1.0)):
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._read(key.fileobj, key.data)
-            now = time.monotonic()
-            while self._unknown and next(iter(self._unknown.values()))[1] < now:
-                self._reject(next(iter(self._unknown)), "silence")
-        for line in list(self._unknown):
-            self._reject(line, "silence")
-        self._refusal = self._refusal or _address_refusal(self._hellos)
-        for rank, line in self._peers.items():
-            self._tell(rank, {"refused": self._refusal} if self._refusal else {"welcome": True})
-            line.longest = LONGEST
+            self._handle_events(min(deadline - now, 1.0))
+            self._reject_silent(time.monotonic())
+        for stream in list(self._strangers):
+            self._reject(stream, "silence")
+        if not self._refusal:
+            self._refusal = _refuse_addresses(self._hellos)
         if self._refusal:
-            for line in self._peers.values():
-                line.close()
+            self._close_all()
             raise Refused(self._refusal)
+        for rank, stream in self._peers.items():
+            self._send(rank, {"welcome": True})
+            stream.longest = LONGEST
         return [self._peers[rank] for rank in range(1, self._place.size)]
 
-    def rejections(self) -> str:
+    def describe_rejections(self) -> str:
         """The sentence about rejected connections; empty without any."""
         count = sum(self._rejected.values())
-        if not count:
+        if count == 0:
             return ""
-        one = count == 1
-        why = [f"{n} with {REJECTIONS[reason]}" for reason, n in self._rejected.items() if reason in REJECTIONS]
-        return (
-            f"shardkit: rejected {count} connection{'s' * (not one)} to {self._place.address} from outside this job, "
-            f"{'' if one else 'the first '}from {self._first}{' (' + ', '.join(why) + ')' if why else ''}."
-        )
+        reasons = []
+        for reason, number in self._rejected.items():
+            if reason in REJECTIONS:
+                reasons.append(f"{number} with {REJECTIONS[reason]}")
+        text = f"shardkit: rejected {count} connections to {self._place.address} from outside this job, the first from "
+        if count == 1:
+            text = f"shardkit: rejected 1 connection to {self._place.address} from outside this job, from "
+        text += self._first_rejected
+        if reasons:
+            text += f" ({', '.join(reasons)})"
+        return text + "."
+
+    def _handle_events(self, seconds: float) -> None:
+        """Accepts connections and reads from them, for at most so long."""
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._accept()
+                continue
+            stream: Any = key.fileobj
+            if key.data is None:
+                self._read_stranger(stream)
+            else:
+                self._read_peer(stream, key.data)
+
+    def _reject_silent(self, now: float) -> None:
+        """Rejects those that have not introduced themselves in time."""
+        while self._strangers:
+            oldest, stranger = next(iter(self._strangers.items()))
+            if stranger.deadline >= now:
+                return
+            self._reject(oldest, "silence")
+
+    def _reject_oldest(self) -> None:
+        if self._strangers:
+            self._reject(next(iter(self._strangers)), "room")
 
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
         except OSError:  # the peer is gone, or too many files are open: then the oldest connection must go
-            if self._unknown:
-                self._reject(next(iter(self._unknown)), "room")
+            self._reject_oldest()
             return
-        if len(self._unknown) >= self._place.size + UNKNOWN:
-            self._reject(next(iter(self._unknown)), "room")
-        line = MessageStream(connection, _LONGEST)
-        self._unknown[line] = str(address[0]), time.monotonic() + _INTRODUCTION
-        self._selector.register(line, selectors.EVENT_READ)
+        if len(self._strangers) >= self._place.size + UNKNOWN:
+            self._reject_oldest()
+        stream = MessageStream(connection, _LONGEST)
+        self._strangers[stream] = _Stranger(str(address[0]), time.monotonic() + _INTRODUCTION)
+        self._selector.register(stream, selectors.EVENT_READ)
 
-    def _read(self, line: Any, rank: int | None) -> None:
-        if rank is not None:  # it sends nothing before the welcome, so it has closed the connection
-            list(line.read())
-            self._selector.unregister(line)
-            where = self._place.address
-            self._refuse(f"process {rank} connected to {where} and exited before all had connected. Read its output.")
+    def _read_peer(self, stream: MessageStream, rank: int) -> None:
+        """A process sends nothing before the welcome, so it has closed the connection."""
+        for _ in stream.read():
+            pass
+        self._selector.unregister(stream)
+        where = self._place.address
+        self._refuse(f"process {rank} connected to {where} and exited before all had connected. Read its output.")
+
+    def _read_stranger(self, stream: MessageStream) -> None:
+        """Takes the introduction of a process, or rejects the connection."""
+        if stream not in self._strangers:  # closed a moment ago
             return
-        if line not in self._unknown:  # closed a moment ago
-            return
-        for message in line.read():
+        for message in stream.read():
             hello = parse_hello(message, self._place.token)
-            if isinstance(hello, Hello) and not line.closed:
-                self._introduced(line, hello)
+            if isinstance(hello, str):
+                self._reject(stream, hello)
+            elif stream.closed:
+                self._reject(stream, "")
             else:
-                self._reject(line, hello if isinstance(hello, str) else "")
+                self._introduce(stream, hello)
             return
-        if line.closed:
-            self._reject(line, "")
+        if stream.closed:
+            self._reject(stream, "")
 
-    def _introduced(self, line: MessageStream, hello: Hello) -> None:
-        del self._unknown[line]
-        objection = self._objection(hello)
+    def _introduce(self, stream: MessageStream, hello: Hello) -> None:
+        """A process has introduced itself: it is told who is missing, or why the job cannot start."""
+        del self._strangers[stream]
+        objection = self._find_objection(hello)
         if objection:
             self._refuse(objection)
         if self._refusal:
-            line.send(signed({"refused": self._refusal}, self._place.token, hello.nonce))
-            self._selector.unregister(line)
-            line.close()
+            stream.send(sign({"refused": self._refusal}, self._place.token, hello.nonce))
+            self._selector.unregister(stream)
+            stream.close()
             self._hellos.setdefault(hello.rank, hello)
             return
-        self._peers[hello.rank], self._hellos[hello.rank] = line, hello
-        self._selector.modify(line, selectors.EVENT_READ, hello.rank)
-        missing = list(itertools.islice(self._missing(), _NAMED))
-        for rank in self._peers if len(missing) < _NAMED else [hello.rank]:
-            self._tell(rank, {"missing": missing})
+        self._peers[hello.rank] = stream
+        self._hellos[hello.rank] = hello
+        self._selector.modify(stream, selectors.EVENT_READ, hello.rank)
+        missing = list(itertools.islice(self._find_missing(), _NAMED))
+        informed = [hello.rank]
+        if len(missing) < _NAMED:
+            informed = list(self._peers)
+        for rank in informed:
+            self._send(rank, {"missing": missing})
 
-    def _reject(self, line: MessageStream, why: str) -> None:
-        address, _ = self._unknown.pop(line)
-        self._first = self._first or address
-        self._rejected[why] = self._rejected.get(why, 0) + 1
-        if why in REJECTIONS:
-            line.send({"another": why})
-        self._selector.unregister(line)
-        line.close()
+    def _reject(self, stream: MessageStream, reason: str) -> None:
+        stranger = self._strangers.pop(stream)
+        if not self._first_rejected:
+            self._first_rejected = stranger.address
+        self._rejected[reason] = self._rejected.get(reason, 0) + 1
+        if reason in REJECTIONS:
+            stream.send({"another": reason})
+        self._selector.unregister(stream)
+        stream.close()
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, reason: str) -> None:
         """Refuses the job, with the first reason, and sends it to the connected processes."""
         if not self._refusal:
-            self._refusal = f"initialize: {why}"
+            self._refusal = f"initialize: {reason}"
             for rank in self._peers:
-                self._tell(rank, {"refused": self._refusal})
+                self._send(rank, {"refused": self._refusal})
 
-    def _tell(self, rank: int, message: Message) -> None:
-        self._peers[rank].send(signed(message, self._place.token, self._hellos[rank].nonce))
+    def _close_all(self) -> None:
+        """Sends the refusal to all processes that are connected, and closes the connections."""
+        for rank in self._peers:
+            self._send(rank, {"refused": self._refusal})
+        for stream in self._peers.values():
+            stream.close()
 
-    def _missing(self) -> Iterator[int]:
+    def _send(self, rank: int, message: Message) -> None:
+        self._peers[rank].send(sign(message, self._place.token, self._hellos[rank].nonce))
+
+    def _find_missing(self) -> Iterator[int]:
         while self._lowest in self._hellos:
             self._lowest += 1
         return (rank for rank in range(self._lowest, self._place.size) if rank not in self._hellos)
 
-    def _objection(self, hello: Hello) -> str:
+    def _describe_missing(self) -> str:
+        text = describe_missing(self._place, list(self._find_missing()))
+        count = self._rejected.get("token")
+        if count:
+            text += f" {count} connected with {REJECTIONS['token']}: set it to the same value in all processes."
+        return text
+
+    def _find_objection(self, hello: Hello) -> str:
         """Why the job cannot start with this process; else an empty string."""
-        first, known = self._hellos[0], self._hellos.get(hello.rank)
+        first = self._hellos[0]
         if hello.size != first.size:
             return (
                 "all processes must be started with the same number of processes; process "
                 f"{hello.rank} on {hello.host} was started with {hello.size}, process 0 on {first.host} with "
                 f"{first.size}. Start all with the same num_processes."
             )
-        if known is not None:
+        namesake = self._hellos.get(hello.rank)
+        if namesake is not None:
             return (
-                f"the process_id of each process must be unique; {hello.rank} was used twice, on {known.host} and on "
-                f"{hello.host}. Start the processes with 0 to {first.size - 1}."
+                f"the process_id of each process must be unique; {hello.rank} was used twice, on {namesake.host} and "
+                f"on {hello.host}. Start the processes with 0 to {first.size - 1}."
             )
         return ""
 
 
-def _listener(place: Place) -> socket.socket:
-    """Listens on the address and port that jax's coordination service will use later."""
+def _listen(place: Place) -> socket.socket:
+    """Listens on the address and port that jax's coordination service will use later.
+
+    The smallest address: that of the coordinator, if it is one of this machine, else all.
+    """
     address = bind_address(place.host)
-    wide = ":" in address or (not address and socket.has_dualstack_ipv6())
+    uses_ipv6 = ":" in address
+    if not address:
+        uses_ipv6 = socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
             (address, place.port),
-            family=socket.AF_INET6 if wide else socket.AF_INET,
-            dualstack_ipv6=wide and not address,
+            family=socket.AF_INET6 if uses_ipv6 else socket.AF_INET,
+            dualstack_ipv6=uses_ipv6 and not address,
             backlog=max(128, place.size),
         )
     except OSError as error:
@@ -234,154 +295,98 @@ def _listener(place: Place) -> socket.socket:
         ) from None
 
 
-def _address_refusal(hellos: dict[int, Hello]) -> str:
+def _refuse_addresses(hellos: dict[int, Hello]) -> str:
     """The error about a host whose name gloo cannot use: the other hosts must reach it; else an empty string."""
-    alone = len({hello.host for hello in hellos.values()}) == 1
+    hosts = {hello.host for hello in hellos.values()}
+    needed = "an address"
+    if len(hosts) > 1:
+        needed = "an address that the other hosts can reach"
     for rank, hello in sorted(hellos.items()):
-        if hello.cpu and (not hello.address or (not alone and ipaddress.ip_address(hello.address).is_loopback)):
-            got = f"resolves to {hello.address}" if hello.address else "does not resolve"
-            others = "an address" if alone else "an address that the other hosts can reach"
-            return (
-                f"initialize: the host name {hello.host!r} of process {rank} must resolve to {others}; it {got}. "
-                "Give it an address in /etc/hosts or DNS on that host."
-            )
+        if not hello.cpu:
+            continue
+        if not hello.address:
+            result = "does not resolve"
+        elif len(hosts) > 1 and ipaddress.ip_address(hello.address).is_loopback:
+            result = f"resolves to {hello.address}"
+        else:
+            continue
+        return (
+            f"initialize: the host name {hello.host!r} of process {rank} must resolve to {needed}; it {result}. Give "
+            "it an address in /etc/hosts or DNS on that host."
+        )
     return ""
 
 
-def _join(place: Place, until: float) -> MessageStream:
+def _join(place: Place, deadline: float) -> MessageStream:
     """Connects to process 0 and waits for its welcome; raises Refused."""
-    error = "no answer"
-    while (left := until - time.monotonic()) > 0:
+    reason = "no answer"
+    while True:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            break
         try:
-            connection = socket.create_connection((place.host, place.port), timeout=min(left, 5.0))
-        except (socket.gaierror, UnicodeError) as failure:
-            error = f"the name {place.host!r} does not resolve ({getattr(failure, 'strerror', failure)})"
-        except OSError as failure:
-            error = failure.strerror or str(failure)
+            connection = socket.create_connection((place.host, place.port), timeout=min(seconds, _LONGEST_TRY))
+        except (socket.gaierror, UnicodeError) as error:
+            reason = f"the name {place.host!r} does not resolve ({getattr(error, 'strerror', error)})"
+        except OSError as error:
+            reason = error.strerror or str(error)
         else:
-            found = _welcomed(place, MessageStream(connection, _SHORT), until)
-            if isinstance(found, MessageStream):
-                return found
-            error = found
-        time.sleep(min(0.1, max(0.0, until - time.monotonic())))
+            stream = MessageStream(connection, _SHORT)
+            reason = _wait_for_welcome(place, stream, deadline)
+            if not reason:
+                return stream
+        time.sleep(min(_PAUSE, max(0.0, deadline - time.monotonic())))
     raise Refused(
         f"initialize: process {place.rank} could not connect to the coordinator at {place.address} within "
-        f"{place.timeout:g} s: {error}. Check that process 0 runs, and that this is the address of its host."
+        f"{place.timeout:g} s: {reason}. Check that process 0 runs, and that this is the address of its host."
     )
 
 
-def _welcomed(place: Place, line: MessageStream, until: float) -> MessageStream | str:
-    """The connection after the welcome of process 0; else the reason to try again."""
-    hello = own_hello(place)
-    line.send(hello_message(hello, place.token))
+def _wait_for_welcome(place: Place, stream: MessageStream, deadline: float) -> str:
+    """Introduces this process; an empty string after the welcome of process 0, else the reason to try again."""
+    hello = describe_process(place)
+    stream.send(make_hello_message(hello, place.token))
     # Process 0 waits as long as this process: the extra time is for its message about who is missing.
-    answer = _answer(line, until + 2.0, place.token, hello.nonce)
+    answer = _wait_for_answer(stream, deadline + _LAST_ANSWER, place.token, hello.nonce)
     if "welcome" in answer:
-        line.longest = LONGEST
-        return line
-    closed = line.closed
-    line.close()
+        stream.longest = LONGEST
+        return ""
+    was_closed = stream.closed
+    stream.close()
     if "refused" in answer:
         raise Refused(escape(answer["refused"]))
     if "another" in answer:
         return f"the program that listens there has {REJECTIONS[answer['another']]}"
-    if closed or "shardkit" in answer:  # a socket can connect to its own free port
+    if was_closed or "shardkit" in answer:  # a socket can connect to its own free port
         return "the program that listens there closes the connection"
     if "missing" in answer:
-        raise Refused(too_late(place, answer["missing"]))
+        raise Refused(describe_missing(place, answer["missing"]))
     raise Refused(
         f"initialize: the program that listens at {place.address} must be process 0 of this job; it did not answer "
         f"process {place.rank} within {place.timeout:g} s. Pass a coordinator_address with a port that is free."
     )
 
 
-def _answer(line: MessageStream, until: float, token: str, nonce: str) -> Message:
+def _wait_for_answer(stream: MessageStream, deadline: float, token: str, nonce: str) -> Message:
     """The last message of process 0: welcome, refused, or which processes are missing; empty if there was none."""
     last: Message = {}
-    while not line.closed and (left := until - time.monotonic()) > 0:
-        if not line.wait(left):
+    while not stream.closed:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            break
+        if not stream.wait(seconds):
             continue
-        for message in line.read():
+        for message in stream.read():
             if "shardkit" in message or str(message.get("another")) in REJECTIONS:
                 return message
-            if _is_answer(message) and is_signed(message, token, nonce):
+            if is_answer(message) and is_signed(message, token, nonce):
                 last = message
                 if "missing" not in message:
                     return message
     return last
 
 
-def _is_answer(message: Message) -> bool:
-    """Whether a message has the form of an answer of process 0."""
-    missing = message.get("missing")
-    return message.keys() in ({"welcome", "mac"}, {"refused", "mac"}, {"missing", "mac"}) and (
-        message.get("welcome") is True
-        or isinstance(message.get("refused"), str)
-        or (isinstance(missing, list) and len(missing) > 0 and all(type(rank) is int for rank in missing))
-    )
-
-
-def own_hello(place: Place) -> Hello:
-    """The introduction of this process."""
-    name = socket.gethostname()
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)  # the first, of IPv6 too, is what gloo takes
-        address = str(found[0][4][0]).partition("%")[0]
-    except (OSError, UnicodeError):  # UnicodeError: a name of more than 63 letters
-        address = ""
-    return Hello(place.rank, place.size, name, address, place.cpu, secrets.token_hex(16))
-
-
-def hello_message(hello: Hello, token: str) -> Message:
-    """An introduction as a signed message."""
-    return signed({"shardkit": VERSION, **hello._asdict()}, token)
-
-
-def parse_hello(message: Message, token: str) -> Hello | str:
-    """The introduction in a message; else a key of REJECTIONS, or an empty string for any other message."""
-    if type(message.get("shardkit")) is not int:
-        return ""
-    if message["shardkit"] != VERSION:
-        return "version"
-    if message.keys() != {"shardkit", "mac", *Hello._fields}:
-        return ""
-    fields = rank, size, host, address, cpu, nonce = [message[name] for name in Hello._fields]
-    if any(type(field) is not kind for field, kind in zip(fields, (int, int, str, str, bool, str), strict=True)):
-        return ""
-    if not 0 < rank < size <= _MOST or len(nonce) != 32:
-        return ""
-    if len(host) > _LONGEST_NAME or (address and not _is_address(address)):
-        return ""
-    return Hello(rank, size, escape(host), address, cpu, nonce) if is_signed(message, token) else "token"
-
-
-def signed(message: Message, token: str, nonce: str = "") -> Message:
-    """A message with its signature; an answer is signed together with the nonce of the introduction."""
-    text = json.dumps([nonce, message], sort_keys=True)
-    return {**message, "mac": hmac.new(token.encode("utf-8", "surrogateescape"), text.encode(), "sha256").hexdigest()}
-
-
-def is_signed(message: Message, token: str, nonce: str = "") -> bool:
-    """Whether a message was signed with the token."""
-    unsigned = {name: value for name, value in message.items() if name != "mac"}
-    mac = message.get("mac")
-    if not isinstance(mac, str) or not mac.isascii():
-        return False
-    try:
-        return hmac.compare_digest(mac, signed(unsigned, token, nonce)["mac"])
-    except RecursionError:  # brackets that can just be read
-        return False
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def too_late(place: Place, ranks: list[int]) -> str:
+def describe_missing(place: Place, ranks: list[int]) -> str:
     """The error about processes that are missing."""
     whose = "its" if len(ranks) == 1 else "their"
     return (

@@ -26,6 +26,7 @@ _NO_ANSWER = (
     "initialize: all processes must connect before training; the monitor of this process died first (SIGKILL or out of "
     "memory?). Start the job again."
 )
+_LONGEST_VERDICT = 10.0  # seconds in which a monitor decides on an error
 _LOOK = 1.0  # seconds between two checks of the monitor
 _STOPPED = 3  # checks at which it may be stopped, as it is when a whole job is stopped and continued
 _PHASE = "shardkit_phase"
@@ -37,27 +38,28 @@ class MonitorClient:
 
     def __init__(self, place: Place):
         self.place: Place = place
-        self._own = os.getpid()
+        self._process_id = os.getpid()
         self.recorder: Recorder
-        self.recorder, ring = _recorder()
-        # Of descriptors 0 to 2 none stays closed: libraries write to 1 and 2, which must not become pipes to it.
-        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-            os.set_inheritable(descriptor, True)
-        os.close(descriptor)
-        crash, name = tempfile.mkstemp(dir=ring.parent)  # tells a fatal signal, such as the abort of jax, from SIGKILL
+        self.recorder, ring = _make_recorder()
+        _open_standard_descriptors()
+        # Python writes a fatal signal, such as the abort of jax, to this file, and not SIGKILL: it tells the two apart.
+        crash, name = tempfile.mkstemp(dir=ring.parent)
         os.unlink(name)
         faulthandler.enable(crash)
-        command, pipe = [sys.executable, "-I", "-S", str(_MONITOR)], subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[crash])
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_MONITOR)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[crash],
+        )
         self._writing = threading.Lock()
-        self._agreed: dict[str, threading.Event] = {}
-        self._exit_code: int | None = None
-        self._left = False
+        self._exit_code: int | None = None  # of an error of this process
+        self._has_left = False
         self.tell({"ring": str(ring), "parent": os.getpid(), "place": list(place), "crash": crash})
         assert self._process.stdout is not None
-        lines = MessageStream(self._process.stdout.fileno())
+        stream = MessageStream(self._process.stdout.fileno())
         try:
-            refusal = self._connected(lines)
+            refusal = self._wait_for_others(stream)
         except KeyboardInterrupt:
             self._process.kill()
             raise
@@ -66,7 +68,7 @@ class MonitorClient:
         if refusal:
             self._process.wait()
             raise RuntimeError(refusal)
-        threading.Thread(target=self._listen, args=(lines,), name="shardkit-monitor", daemon=True).start()
+        threading.Thread(target=self._listen, args=(stream,), name="shardkit-monitor", daemon=True).start()
 
     @property
     def process_id(self) -> int:
@@ -76,86 +78,87 @@ class MonitorClient:
     def tell(self, message: Message) -> None:
         """Sends a message to the monitor; does nothing in a forked child, which has a copy of this object."""
         assert self._process.stdin is not None
-        if os.getpid() != self._own:
+        if self._is_copy():
             return
         with self._writing, contextlib.suppress(OSError):
             self._process.stdin.write(encode(message))
             self._process.stdin.flush()
 
-    def agree(self, program: str, message: Message) -> None:
-        """Returns when all processes have sent the same fingerprint; if they differ, the monitor ends this process."""
-        agreed = self._agreed.setdefault(program, threading.Event())
-        self.tell({"program": program, **message})
-        agreed.wait()
-        del self._agreed[program]
-
-    def failed(self, kind: type[BaseException], error: BaseException | None, code: int = 1) -> None:
+    def report_error(self, kind: type[BaseException], error: BaseException | None, code: int = 1) -> None:
         """Sends the error to all processes, and exits when the monitor has decided on the fault."""
-        if os.getpid() != self._own:
+        if self._is_copy():
             return
         self._exit_code = code
-        if phase := getattr(error, _PHASE, None):
+        phase = getattr(error, _PHASE, None)
+        if phase is not None:
             self.recorder.enter(*phase)
-        cause = " ".join(f"{kind.__name__}: {error}".split()).rstrip(":. ")
-        self.tell({"cause": cause if len(cause) <= _LONGEST_CAUSE else cause[: _LONGEST_CAUSE - 3] + "..."})
+        self.tell({"cause": _describe_cause(kind, error)})
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10.0)  # it ends this process sooner
+            self._process.wait(_LONGEST_VERDICT)  # it ends this process sooner
         self._process.kill()
         leave(code)
 
-    def left(self) -> None:
+    def report_exit(self) -> None:
         """Tells all processes that this one exits without an error."""
-        if os.getpid() != self._own:
+        if self._is_copy():
             return
-        self._left = True
+        self._has_left = True
         self.recorder.enter("end", self.recorder.status.step)
         self.tell({"left": True})
 
-    def _connected(self, lines: MessageStream) -> str:
+    def _is_copy(self) -> bool:
+        """Whether this is the copy of a forked child, which must not speak for its parent."""
+        return os.getpid() != self._process_id
+
+    def _wait_for_others(self, stream: MessageStream) -> str:
         """Waits until all processes are connected; returns the refusal, or an empty string."""
-        while not lines.closed:
-            for message in lines.read():
-                if "note" in message:
-                    os.write(2, encode_output(message["note"]))
-                else:
+        while not stream.closed:
+            for message in stream.read():
+                if "note" not in message:
                     return str(message.get("refused", ""))
+                os.write(2, encode_output(message["note"]))
         return _NO_ANSWER
 
-    def _listen(self, lines: MessageStream) -> None:
-        stopped = 0
-        while not lines.closed:
-            if not lines.wait(_LOOK):
-                stopped = stopped + 1 if read_process_state(self._process.pid) in ("T", "t") else 0
-                if stopped > _STOPPED and not self._left:
-                    self._process.kill()
-                    self._alone("is stopped (SIGSTOP?)")
+    def _listen(self, stream: MessageStream) -> None:
+        """Acts on what the monitor says, and ends this process if it is stopped or dies: nobody would watch it."""
+        stopped = 0  # checks in a row at which it was stopped
+        while not stream.closed:
+            if stream.wait(_LOOK):
+                for message in stream.read():
+                    self._handle(message)
                 continue
-            for message in lines.read():
-                if "end" in message:
-                    lost = message["end"] == LOST  # and then an error of this process is a consequence
-                    code = LOST if lost else self._exit_code or message["end"]
-                    self._leave(code, message["text"], stacks=message["stacks"])
-                if "agreed" in message and message["agreed"] in self._agreed:
-                    self._agreed[message["agreed"]].set()
-        if not self._left:
-            self._alone("died (SIGKILL or out of memory?)")
+            is_stopped = read_process_state(self._process.pid) in ("T", "t")
+            stopped = stopped + 1 if is_stopped else 0
+            if stopped > _STOPPED and not self._has_left:
+                self._process.kill()
+                self._end_without_monitor("is stopped (SIGSTOP?)")
+        if not self._has_left:
+            self._end_without_monitor("died (SIGKILL or out of memory?)")
 
-    def _alone(self, what: str) -> None:
+    def _handle(self, message: Message) -> None:
+        if "end" in message:
+            code = message["end"]
+            if code != LOST and self._exit_code:  # else an error of this process is a consequence
+                code = self._exit_code
+            self._end(code, message["text"], stacks=message["stacks"])
+
+    def _end_without_monitor(self, what: str) -> None:
         """Ends this process, whose monitor is gone: the others notice, and end."""
-        time.sleep(LEAVES_LAST if self.place.rank == 0 else 0.0)
-        self._leave(LOST, f"shardkit guard: the monitor of process {self.place.rank} {what}.")
+        if self.place.rank == 0:
+            time.sleep(LEAVES_LAST)
+        self._end(LOST, f"shardkit guard: the monitor of process {self.place.rank} {what}.")
 
-    def _leave(self, code: int, text: str, stacks: bool = False) -> None:
+    def _end(self, code: int, text: str, stacks: bool = False) -> None:
         """Ends this process, and prints the text last; before it the stacks of all threads, if it hangs."""
 
-        def last() -> None:
+        def print_last() -> None:
             if stacks:
                 os.write(2, encode_output(f"shardkit: the stacks of process {self.place.rank}:"))
                 faulthandler.dump_traceback(2)
             os.write(2, encode_output(text))
             self.tell({"printed": True})
 
-        leave(code, last)
+        leave(code, print_last)
 
 
 def start(place: Place) -> MonitorClient:
@@ -167,42 +170,46 @@ def start(place: Place) -> MonitorClient:
 
     monitor = MonitorClient(place)
     _STARTED.append(monitor)
-    before = sys.excepthook
+    previous_hook = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        code = 130 if issubclass(kind, KeyboardInterrupt) else 1  # as in a shell
         try:
-            before(kind, error, traceback)
+            previous_hook(kind, error, traceback)
         finally:
-            monitor.failed(kind, error, 130 if issubclass(kind, KeyboardInterrupt) else 1)  # as in a shell
+            monitor.report_error(kind, error, code)
 
-    def ends() -> None:
+    def report_end() -> None:
         error = getattr(sys, "last_value", None)
-        if sys.excepthook is not hook and error is not None:  # the hook was replaced, so the error has not been sent
-            monitor.failed(type(error), error)
-        monitor.left()
+        if sys.excepthook is not report and error is not None:  # the hook was replaced: the error has not been sent
+            monitor.report_error(type(error), error)
+        monitor.report_exit()
 
-    sys.excepthook = hook
-    atexit.register(ends)
+    sys.excepthook = report
+    atexit.register(report_end)
     return monitor
 
 
-def running() -> MonitorClient | None:
+def find_monitor() -> MonitorClient | None:
     """The monitor of this process, if it has one."""
-    return _STARTED[0] if _STARTED else None
+    if not _STARTED:
+        return None
+    return _STARTED[0]
 
 
 def tell_others(error: BaseException, code: int = 2) -> None:
     """Ends all processes with an error that this one has already printed; without a monitor it does nothing."""
-    if _STARTED:
-        _STARTED[0].failed(type(error), error, code)
+    monitor = find_monitor()
+    if monitor is not None:
+        monitor.report_error(type(error), error, code)
 
 
 def note_phase(error: BaseException, phase: str, step: int) -> None:
-    """Notes the phase in which an error was raised, for `failed`."""
+    """Notes the phase in which an error was raised, for `report_error`."""
     setattr(error, _PHASE, (phase, step))
 
 
-def leave(code: int, last: Callable[[], None] = lambda: None) -> None:
+def leave(code: int, print_last: Callable[[], None] = lambda: None) -> None:
     """Exits at once, and kills multiprocessing children: the exit barriers of jax would wait for other processes."""
     with contextlib.suppress(Exception):
         for child in active_children():
@@ -211,16 +218,39 @@ def leave(code: int, last: Callable[[], None] = lambda: None) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # None if it was closed at the start
             stream.flush()
     with contextlib.suppress(OSError):
-        last()
+        print_last()
     os._exit(code)
 
 
-def _recorder() -> tuple[Recorder, Path]:
+def _describe_cause(kind: type[BaseException], error: BaseException | None) -> str:
+    """An exception as one line of limited length."""
+    text = " ".join(f"{kind.__name__}: {error}".split())
+    text = text.rstrip(":. ")
+    if len(text) <= _LONGEST_CAUSE:
+        return text
+    return text[: _LONGEST_CAUSE - 3] + "..."
+
+
+def _open_standard_descriptors() -> None:
+    """Leaves none of descriptors 0 to 2 closed: libraries write to 1 and 2, which must not become pipes to the monitor.
+
+    The system gives the lowest free number: where 1 was closed, the first file that is opened gets it.
+    """
+    while True:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        if descriptor > 2:
+            os.close(descriptor)
+            return
+        os.set_inheritable(descriptor, True)
+
+
+def _make_recorder() -> tuple[Recorder, Path]:
     """A flight recorder, and the file that its monitor will open."""
     folder = None
     try:
         folder = Path(tempfile.mkdtemp(prefix="shardkit-"))
-        return Recorder(str(folder / "ring")), folder / "ring"
+        ring = folder / "ring"
+        return Recorder(str(ring)), ring
     except OSError as error:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

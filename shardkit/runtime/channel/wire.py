@@ -14,7 +14,7 @@ FAILED = 70  # the exit code of a process that its monitor ends
 LOST = 76  # where another process died or its machine does not answer: the same job may go on when it starts again
 # Seconds that process 0 outlives the others: jax's coordination service, whose end aborts them, is in it.
 LEAVES_LAST = 1.5
-LONGEST = 1 << 28  # bytes of a line; a peer that sends more is not a monitor
+LONGEST = 1 << 20  # bytes of a line; a peer that sends more is not a monitor
 _LONGEST_TEXT = 2000  # characters of another process's text that are shown
 _PATIENCE = 5.0  # seconds without progress in a send before a peer counts as closed: it may be reading many others
 

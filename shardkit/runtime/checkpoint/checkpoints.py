@@ -2,6 +2,11 @@
 
 A checkpoint contains the TrainState in original shapes and order of layers, and a JSON record. Every process must call
 every function here, in the same order, and see the same directory: each writes its shards, process 0 the record.
+
+Orbax writes a step, in the background, and finishes it. Which steps count, and which are deleted, is decided here: to
+orbax's own Checkpointer every finished directory with a number is a step, also one that is damaged or that another
+program wrote, so that keeping the newest three may delete the only one that can be restored. Nor has it checksums, or
+a lock against a second job in the directory.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,18 +27,24 @@ from shardkit.plans.storage import is_padded
 from shardkit.runtime.checkpoint.directory import (
     check_writable,
     delete,
-    directory_of,
+    list_steps,
     lock,
-    named,
-    runs_in,
+    quote_path,
+    read_runs,
+    resolve_directory,
     set_aside,
-    steps_in,
 )
-from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason, save_async
-from shardkit.runtime.checkpoint.portable import from_portable, leaf_record, leaves_of, to_portable, to_read
+from shardkit.runtime.checkpoint.orbax_io import Saving, describe_error, import_orbax, save_async, silence_orbax
+from shardkit.runtime.checkpoint.portable import (
+    describe_leaf,
+    describe_stored,
+    flatten_state,
+    from_portable,
+    to_portable,
+)
 from shardkit.runtime.checkpoint.reading import DamagedError, find_step, newest_step, read_arrays
-from shardkit.runtime.checkpoint.record import Residuals, Run, compared, make_record, seal
-from shardkit.runtime.checkpoint.workers import workers_of
+from shardkit.runtime.checkpoint.record import Residuals, Run, make_record, seal, select_records
+from shardkit.runtime.checkpoint.workers import find_workers
 from shardkit.runtime.data.checksums import start_checksums
 from shardkit.steps.diloco import DilocoState
 from shardkit.steps.state import TrainState
@@ -73,17 +84,19 @@ class Checkpoints:
         higher_is_better: bool = False,
         read_only: bool = False,
     ):
-        orbax()
+        import_orbax()
         at_least("Checkpoints", 1, keep=keep, keep_best=keep_best)
-        self._directory = directory_of("Checkpoints", directory)
+        self._directory = resolve_directory("Checkpoints", directory)
         if not read_only:
             check_writable(self._directory)
         self._read_only = read_only
-        self._keep, self._best = keep, best
-        self._keep_best, self._higher_is_better = keep_best, higher_is_better
-        self._saving: tuple[int, Any] | None = None
-        self._cleared = False
-        self._since = math.inf  # the step last restored or saved
+        self._keep = keep
+        self._best = best
+        self._keep_best = keep_best
+        self._higher_is_better = higher_is_better
+        self._saving: tuple[int, Saving] | None = None
+        self._has_cleaned = False  # of what an interrupted save left
+        self._last_step = math.inf  # restored or saved by this object
         self._unlock: Callable[[], None] | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -92,10 +105,10 @@ class Checkpoints:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.wait()
-        except RuntimeError as failed:
+        except RuntimeError as failure:
             if error is None or isinstance(error, SystemExit):
                 raise  # the exit code may mean that everything is saved
-            error.add_note(str(failed))  # the first error ended the run
+            error.add_note(str(failure))  # the first error ended the run
         finally:
             if self._unlock is not None:
                 self._unlock = self._unlock()
@@ -139,38 +152,56 @@ class Checkpoints:
         self.wait()
         if self._read_only:
             raise ValueError(
-                f"save: {named(self._directory)} was opened with read_only=True. Open it without, to save."
+                f"save: {quote_path(self._directory)} was opened with read_only=True. Open it without, to save."
             )
-        step, newest = int(state.step), self.latest_step()
-        goes_back = newest is not None and self._since < step <= newest
-        if newest is not None and step <= newest and not goes_back:
-            raise ValueError(
-                f"save: a step must be newer than all saved steps; got step {step}, and {named(self._directory)} has "
-                f"step {newest}. Restore that step first, delete it, or save to another directory."
-            )
-        leaves = leaves_of("save", state)
-        workers = workers_of(state)
-        arrays = workers.together(to_portable(leaves))
-        records = workers.records({path: leaf_record(x) for path, x in leaves.items()})
+        step = int(state.step)
+        goes_back = self._check_step(step)
+        leaves = flatten_state("save", state)
+        workers = find_workers(state)
+        arrays = workers.stack(to_portable(leaves))
+        records = workers.stack_records({path: describe_leaf(x) for path, x in leaves.items()})
         record = make_record(step, position, config, metrics, records)
-        with self._writing(step):
+        with self._errors_of_save(step):
             self._directory.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
-            self._unlock = self._unlock or lock(self._directory)
-            where = f"this run resumed from step {self._since} of {named(self._directory)}"
-            for newer in steps_in(self._directory) if goes_back else ():
-                if newer > self._since:
-                    set_aside(self._path(newer), f"{where}; the newer step {newer} no longer counts")
-            if os.path.lexists(self._path(step)):
-                set_aside(self._path(step), f"{named(self._path(step))} is not a finished step")
-        with self._writing(step):
-            if jax.process_index() == 0 and not self._cleared:
+            self._make_room(step, goes_back)
+        with self._errors_of_save(step):
+            if jax.process_index() == 0 and not self._has_cleaned:
                 for path in self._directory.glob(f"[0-9]*{_UNFINISHED}*"):
                     delete(path, path.name)
-            self._cleared = True
-            sums = start_checksums(arrays)
-            response = save_async(self._path(step), arrays, record, lambda: seal(record, sums()))
-        self._saving, self._since = (step, response), step
+            self._has_cleaned = True
+            # The sums are computed on the devices, before the next step may donate the arrays, and are waited for in
+            # orbax's thread, which writes the record last.
+            wait_for_sums = start_checksums(arrays)
+            saving = save_async(self._path(step), arrays, record, lambda: seal(record, wait_for_sums()))
+        self._saving = step, saving
+        self._last_step = step
+
+    def _check_step(self, step: int) -> bool:
+        """Refuses a step that is not newer than all others; whether it may go back, as after a restore of an older one.
+
+        Of steps 100, 200 and 300, of which 300 is damaged, a run that restored 200 saves 250 and later 300 again.
+        """
+        newest = self.latest_step()
+        goes_back = newest is not None and self._last_step < step <= newest
+        if newest is not None and step <= newest and not goes_back:
+            raise ValueError(
+                f"save: a step must be newer than all saved steps; got step {step}, and {quote_path(self._directory)} "
+                f"has step {newest}. Restore that step first, delete it, or save to another directory."
+            )
+        return goes_back
+
+    def _make_room(self, step: int, goes_back: bool) -> None:
+        """Locks the directory, and renames what no longer counts, or has the step's name; on process 0."""
+        if self._unlock is None:
+            self._unlock = lock(self._directory)
+        if goes_back:
+            run = f"this run resumed from step {self._last_step} of {quote_path(self._directory)}"
+            for newer in list_steps(self._directory):
+                if newer > self._last_step:
+                    set_aside(self._path(newer), f"{run}; the newer step {newer} no longer counts")
+        if os.path.lexists(self._path(step)):
+            set_aside(self._path(step), f"{quote_path(self._path(step))} is not a finished step")
 
     def wait(self) -> None:
         """Waits for the save in progress, then deletes old steps; a failed deletion is a warning.
@@ -180,9 +211,9 @@ class Checkpoints:
         """
         if self._saving is None:
             return
-        step, response = self._saving
-        with self._writing(step):
-            response.result()
+        step, saving = self._saving
+        with self._errors_of_save(step):
+            saving.result()
         self._saving = None
         if jax.process_index() == 0:
             self._delete_old()
@@ -225,22 +256,26 @@ class Checkpoints:
             of one byte each.
         """
 
-        def read(step: int | None) -> tuple[State, Run]:
-            step, run, stored = find_step("restore", self._directory, step)
-            leaves, where = leaves_of("restore", target), f"restore: step {step} of {named(self._directory)}"
-            workers = workers_of(target)
-            wanted_records = workers.records({path: leaf_record(x) for path, x in leaves.items()})
-            kept = compared(where, stored, wanted_records, residuals)
-            records = workers.apart(kept, leaves)
-            wanted = to_read(leaves, records)
-            found = read_arrays("restore", self._directory, step, workers.to_read(wanted), kept)
-            arrays = dict(workers.own(found, wanted))
-            del found
-            treedef = jax.tree.structure(target, is_leaf=is_padded)
-            self._since = step
-            return jax.tree.unflatten(treedef, from_portable(arrays, leaves, records).values()), run
+        return _read_intact(lambda step: self._restore_step(target, step, residuals), step, damaged)
 
-        return _intact(read, step, damaged)
+    def _restore_step(self, target: State, step: int | None, residuals: Residuals) -> tuple[State, Run]:
+        """The state of a step, like the target: its records compared, its arrays read and checked, then moved."""
+        step, run, stored_records = find_step("restore", self._directory, step)
+        leaves = flatten_state("restore", target)
+        workers = find_workers(target)
+        target_records = workers.stack_records({path: describe_leaf(x) for path, x in leaves.items()})
+        where = f"restore: step {step} of {quote_path(self._directory)}"
+        stacked_records = select_records(where, stored_records, target_records, residuals)
+        records = workers.unstack_records(stacked_records, leaves)
+
+        wanted = describe_stored(leaves, records)
+        stacked = read_arrays("restore", self._directory, step, workers.describe_stacked(wanted), stacked_records)
+        arrays = workers.unstack(stacked, wanted)
+        del stacked  # the arrays of all workers, which would stay in memory while the leaves are moved
+        restored = from_portable(arrays, leaves, records)
+        self._last_step = step
+        treedef = jax.tree.structure(target, is_leaf=is_padded)
+        return jax.tree.unflatten(treedef, restored.values()), run
 
     def run(self, step: int | None = None, *, damaged: Literal["stop", "older"] = "stop") -> Run:
         """The Run saved with a step, by default the newest, without reading arrays; `damaged` is as in `restore`.
@@ -249,36 +284,56 @@ class Checkpoints:
             ValueError: there is no such step.
             DamagedError: it is damaged, or not a checkpoint of shardkit.
         """
-        return _intact(lambda step: find_step("restore", self._directory, step)[1], step, damaged)
+
+        def read_run(step: int | None) -> Run:
+            _, run, _ = find_step("restore", self._directory, step)
+            return run
+
+        return _read_intact(read_run, step, damaged)
 
     def _path(self, step: int) -> Path:
         return self._directory / str(step)
 
     def _delete_old(self) -> None:
-        runs = runs_in(self._directory)
-        sign = -1 if self._higher_is_better else 1
-        scores = {step: sign * run.metrics.get(self._best, math.nan) for step, run in runs.items() if self._best}
-        ranked = sorted((step for step in scores if not math.isnan(scores[step])), key=lambda s: (scores[s], -s))
-        kept = {*sorted(runs)[-self._keep :], *ranked[: self._keep_best]}
-        for step in set(runs) - kept:
-            delete(self._path(step), f"{step}{_UNFINISHED}")  # renamed first: a half deleted step does not count
+        """Deletes all steps but the newest and the best; a step that is damaged neither counts nor is deleted."""
+        runs = read_runs(self._directory)
+        newest = sorted(runs)[-self._keep :]
+        best = self._rank(runs)[: self._keep_best]
+        for step in runs:
+            if step not in newest and step not in best:
+                delete(self._path(step), f"{step}{_UNFINISHED}")  # renamed first: a half deleted step does not count
+
+    def _rank(self, runs: Mapping[int, Run]) -> list[int]:
+        """The steps with the metric, the best first, and of equal ones the newer."""
+        if self._best is None:
+            return []
+        scores = {}
+        for step, run in runs.items():
+            score = run.metrics.get(self._best, math.nan)
+            if not math.isnan(score):
+                scores[step] = -score if self._higher_is_better else score
+        return sorted(scores, key=lambda step: (scores[step], -step))
 
     @contextmanager
-    def _writing(self, step: int) -> Iterator[None]:
+    def _errors_of_save(self, step: int) -> Iterator[None]:
+        """What fails while a step is written is one sentence, which says what can still be restored."""
         try:
-            with quiet():
+            with silence_orbax():
                 yield
         except Exception as error:
-            self._saving, self._cleared = None, False
+            self._saving = None
+            self._has_cleaned = False
             newest = latest_step(self._directory)
-            left = "No finished step is there" if newest is None else f"Step {newest}, the newest finished, is intact"
+            intact = "No finished step is there"
+            if newest is not None:
+                intact = f"Step {newest}, the newest finished, is intact"
             raise RuntimeError(
-                f"save: step {step} could not be written to {named(self._directory)}: {reason(error)}. {left}; free or "
-                "repair the disk, then save again."
+                f"save: step {step} could not be written to {quote_path(self._directory)}: {describe_error(error)}. "
+                f"{intact}; free or repair the disk, then save again."
             ) from error
 
 
-def _intact(read: Callable[[int | None], T], step: int | None, damaged: str) -> T:
+def _read_intact(read: Callable[[int | None], T], step: int | None, damaged: str) -> T:
     """What `read` finds in a step or, if that is damaged and may be left out, in the newest intact one before it."""
     while True:
         try:
@@ -301,4 +356,4 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
         >>> sk.runtime.latest_step("no-such-directory") is None
         True
     """
-    return max(steps_in(directory_of("latest_step", directory)), default=None)
+    return max(list_steps(resolve_directory("latest_step", directory)), default=None)

@@ -15,7 +15,9 @@ from shardkit.meshes.mesh import make_mesh
 from shardkit.on_device.gradient import value_and_grad
 from shardkit.plans.storage import unpadded
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
+from shardkit.runtime.data.reading import to_storable
 from shardkit.steps.builder import make_train_step
+from shardkit.steps.state import TrainState
 from shardkit.strategies.data import dp
 from shardkit.testing import Program, Reference
 
@@ -37,37 +39,49 @@ def restores_elsewhere(program: Program, reference: Reference) -> str | None:
     if program.row.grad_fn is None:
         return "a custom step: its state is not restored elsewhere"
     state = program.ran.state
-    nothing = value_and_grad(lambda params, batch, keys: math.nan)  # never traced: only layouts are needed
-    alone = make_mesh(jax.devices()[-1:], alone=1)
-    options: dict[str, Any] = {"mesh": alone, "plan": dp("alone"), "precision": program.row.precision}
-    with tempfile.TemporaryDirectory(prefix="shardkit-law-") as directory, Checkpoints(directory) as checkpoints:
-        checkpoints.save(state)
-        checkpoints.wait()
-        with apart(alone):
-            init: Any = make_train_step(nothing, program.row.optimizer, **options).init
-            restored, _ = checkpoints.restore(init.abstract(program.params), residuals="reset")
-    found, wanted = _leaves(restored), _leaves(state._replace(residuals=None))
-    if found.keys() != wanted.keys():
-        lost = ", ".join(sorted(found.keys() ^ wanted.keys()))
+    restored = _restore_on_one_device(program)
+    restored_leaves = _read_leaves(restored)
+    saved_leaves = _read_leaves(state._replace(residuals=None))
+    missing = sorted(restored_leaves.keys() ^ saved_leaves.keys())
+    if missing:
         raise AssertionError(
-            f"the state restored on one device must have the saved leaves; these are missing on one side: {lost}"
+            "the state restored on one device must have the saved leaves; these are missing on one side: "
+            f"{', '.join(missing)}"
         )
-    for path, saved in wanted.items():
-        back = found[path]
-        if (back.shape, back.dtype) != (saved.shape, saved.dtype):
-            differs = f"is {back.dtype}{list(back.shape)} and was {saved.dtype}{list(saved.shape)}"
-        elif back.tobytes() != saved.tobytes():
-            differs = f"has other bits; {np.sum(back != saved)} of {back.size} elements differ"
-        else:
-            continue
-        raise AssertionError(f"the state restored on one device must be the saved one; leaf {path} {differs}")
+    for path, saved in saved_leaves.items():
+        difference = _describe_difference(restored_leaves[path], saved)
+        if difference:
+            raise AssertionError(f"the state restored on one device must be the saved one; leaf {path} {difference}")
     return None if state.residuals is None else "residuals: on one device only their sum would be left"
 
 
-def _leaves(state: Any) -> dict[str, np.ndarray]:
-    """The leaves by path, in their original shape and order of layers."""
-    plain = jax.tree.map(
-        lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x, unpadded(state)
-    )
+def _restore_on_one_device(program: Program) -> TrainState:
+    """The last state of a run, saved, and restored on the last device alone, with its optimizer and precision."""
+    mesh = make_mesh(jax.devices()[-1:], alone=1)
+    untraced = value_and_grad(lambda params, batch, keys: math.nan)  # only layouts are needed
+    with tempfile.TemporaryDirectory(prefix="shardkit-law-") as directory, Checkpoints(directory) as checkpoints:
+        checkpoints.save(program.ran.state)
+        checkpoints.wait()
+        with apart(mesh):
+            train_step = make_train_step(
+                untraced, program.row.optimizer, mesh=mesh, plan=dp("alone"), precision=program.row.precision
+            )
+            init: Any = train_step.init
+            restored, _ = checkpoints.restore(init.abstract(program.params), residuals="reset")
+    return restored
+
+
+def _describe_difference(restored: np.ndarray, saved: np.ndarray) -> str:
+    """How a leaf differs from what was saved; nothing if it has the same bits."""
+    if restored.shape != saved.shape or restored.dtype != saved.dtype:
+        return f"is {restored.dtype}{list(restored.shape)} and was {saved.dtype}{list(saved.shape)}"
+    if restored.tobytes() == saved.tobytes():
+        return ""
+    return f"has other bits; {np.sum(restored != saved)} of {restored.size} elements differ"
+
+
+def _read_leaves(state: Any) -> dict[str, np.ndarray]:
+    """The leaves by path, in their original shape and order of layers; of keys their integers."""
+    plain = jax.tree.map(to_storable, unpadded(state))
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(plain))
     return {path: np.asarray(x) for path, x in by_path("prove", leaves).items()}

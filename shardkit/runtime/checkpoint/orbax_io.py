@@ -1,4 +1,7 @@
-"""Writes the arrays of a checkpoint with orbax."""
+"""Writes the arrays of a checkpoint with orbax, in its format and its background threads.
+
+What is here: the options of a write, what a guard sees of it, and errors in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -21,40 +24,41 @@ from shardkit.runtime.channel import client
 _PIECES = 2**22, 2**26  # bytes of a piece of an array in the files: at least, at most
 
 
-def reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The text of the system error behind an exception, else the exception's first line."""
-    return system_reason(error) or str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+    first_line = str(error).partition("\n")[0].rstrip(".")
+    return describe_system_error(error) or first_line or type(error).__name__
 
 
-def system_reason(error: BaseException) -> str | None:
+def describe_system_error(error: BaseException) -> str | None:
     """The text of the system error behind an exception; None without one."""
-    code = system_code(error)
+    code = find_system_code(error)
     return None if code is None else os.strerror(code)
 
 
-def system_code(error: BaseException) -> int | None:
+def find_system_code(error: BaseException) -> int | None:
     """The number of the system error behind an exception; None without one."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
-    code = re.search(r"os_error_code='(\d+)'", str(error))  # in the text of tensorstore
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # tensorstore has it in the text alone
     return int(code[1]) if code else None
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_orbax() -> Iterator[None]:
     """Keeps orbax from logging errors that it also raises."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
 
-    def ours(record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         return not record.exc_info and "orbax" not in record.pathname
 
     for logger in loggers:
-        logger.addFilter(ours)
+        logger.addFilter(is_shown)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(ours)
+            logger.removeFilter(is_shown)
 
 
 def save_async(path: Path, arrays: Mapping[str, Any], record: Any, complete: Callable[[], None]) -> Saving:
@@ -67,49 +71,56 @@ def save_async(path: Path, arrays: Mapping[str, Any], record: Any, complete: Cal
     long as writing, and makes trained float32 parameters 7% smaller. Directories are created before it returns: if one
     cannot be created in the background, threads wait for it for minutes, and keep the process from exiting.
     """
-    v1 = orbax()
-    array = v1.options.ArrayOptions
-    least, most = _PIECES  # many small ones take longer to write, few large ones more memory to read
-    piece = min(max(sum(x.nbytes for x in arrays.values()) // jax.process_count() // 32, least), most)
-    pieces = array.Saving.StorageOptions(chunk_byte_size=piece)
-    saving = array.Saving(use_replica_parallel=False, use_compression=False, storage_options=pieces)
-    background = v1.options.AsyncOptions(create_directories_asynchronously=False)
+    v1 = import_orbax()
+    options = v1.options
+    saving = options.ArrayOptions.Saving(
+        use_replica_parallel=False,
+        use_compression=False,
+        storage_options=options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=_choose_piece(arrays)),
+    )
     writes: list[Any] = []
-    registry = v1.handlers.local_registry(include_global_registry=False).add(_handler(v1, writes, complete))
+    registry = v1.handlers.local_registry(include_global_registry=False).add(_make_handler(v1, writes, complete))
     with v1.Context(
-        array_options=array(saving=saving),
-        async_options=background,
-        checkpointables_options=v1.options.CheckpointablesOptions(registry=registry),
+        array_options=options.ArrayOptions(saving=saving),
+        async_options=options.AsyncOptions(create_directories_asynchronously=False),
+        checkpointables_options=options.CheckpointablesOptions(registry=registry),
     ):
-        response = v1.save_async(path, by_file_name(arrays), custom_metadata=record)
+        response = v1.save_async(path, to_file_names(arrays), custom_metadata=record)
     return Saving(response, writes)
 
 
-def by_file_name(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _choose_piece(arrays: Mapping[str, Any]) -> int:
+    """Bytes of a piece: many small ones take longer to write, few large ones more memory to read."""
+    least, most = _PIECES
+    of_process = sum(x.nbytes for x in arrays.values()) // jax.process_count()
+    return min(max(of_process // 32, least), most)
+
+
+def to_file_names(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays by names without slashes, except empty arrays, which cannot be stored."""
     return {quote(path, safe=""): x for path, x in arrays.items() if x.size}
 
 
-def _handler(v1: Any, writes: list[Any], complete: Callable[[], None]) -> type:
-    """Orbax's handler, whose save also adds to `writes` what this process writes, and ends with `complete`."""
-    plain = v1.handlers.PyTreeHandler
+def _make_handler(v1: Any, writes: list[Any], complete: Callable[[], None]) -> type:
+    """Orbax's handler, with a save that also adds to `writes` what this process writes, and ends with `complete`."""
+    base = v1.handlers.PyTreeHandler
 
     async def save(self: Any, directory: Any, checkpointable: Any) -> Any:
-        saving = await plain.save(self, directory, checkpointable)
+        saving = await base.save(self, directory, checkpointable)
         writes.extend(getattr(saving, "commit_futures", None) or ())
 
-        async def completed() -> None:
+        async def finish() -> None:
             await saving
             await asyncio.to_thread(complete)
 
-        return completed()
+        return finish()
 
     # The files contain the name of the handler: with the name of orbax's, any orbax can read them.
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "save": save}
-    return type(plain.__name__, (plain,), names)
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "save": save}
+    return type(base.__name__, (base,), names)
 
 
-def orbax() -> Any:
+def import_orbax() -> Any:
     """The public interface of orbax, imported when it is first needed; refuses to go on without the package."""
     try:
         import orbax.checkpoint.experimental.v1 as v1
@@ -128,7 +139,7 @@ class Saving(NamedTuple):
 
     def result(self) -> None:
         """Waits until all processes have written their parts; for a guard, it notes when only the others have not."""
-        watcher = client.running()
+        watcher = client.find_monitor()
         if watcher is None:
             self.response.result()
             return

@@ -2,6 +2,12 @@
 
 Leaves that are padded or in pipeline-stage order on the devices get their original shape and order of layers. Keys are
 stored as their integers, with the name of the implementation in the record.
+
+For example w of 10 rows over "fsdp" of 4 devices, which a plan with uneven="pad" stores as 12:
+
+    on the devices    padded [12, 6], 3 rows on each
+    in a checkpoint   [10, 6], whole on each device until it is written
+    restored on 2     [10, 6], 5 rows on each: not padded there
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ _NOT_STORED = ("int1", "uint1", "uint2", "uint4", "float8_e4m3")
 _MOVED = 2**26  # bytes of leaves that a restore moves at once
 
 
-def leaves_of(where: str, state: Any) -> Leaves:
+def flatten_state(where: str, state: Any) -> Leaves:
     """The leaves of a state by path, each as stored on the devices; refuses what a checkpoint cannot hold."""
     leaves = by_path(where, jax.tree_util.tree_leaves_with_path(state, is_leaf=is_padded))
     for path, x in leaves.items():
@@ -43,13 +49,15 @@ def leaves_of(where: str, state: Any) -> Leaves:
     return leaves
 
 
-def leaf_record(x: Any) -> dict[str, Any]:
+def describe_leaf(x: Any) -> dict[str, Any]:
     """What the record of a checkpoint contains about a leaf: its original shape, dtype, and a key's implementation."""
     shape = list(x.shape)
     if not is_key(x):
         return {"shape": shape, "dtype": str(x.dtype)}
-    implementation = {} if isinstance(x, jax.ShapeDtypeStruct) else {"implementation": str(jax.random.key_impl(x))}
-    return {"shape": shape, "dtype": "key", **implementation}
+    description: dict[str, Any] = {"shape": shape, "dtype": "key"}
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        description["implementation"] = str(jax.random.key_impl(x))
+    return description
 
 
 def to_portable(leaves: Leaves) -> dict[str, jax.Array]:
@@ -57,58 +65,64 @@ def to_portable(leaves: Leaves) -> dict[str, jax.Array]:
 
     A leaf keeps its sharding, except for padded dims, which are whole on every device.
     """
-    changed = _not_portable(leaves)
-    made: dict[str, jax.Array] = {}
-    for some in _by_devices(changed):
+    portable = dict(leaves)
+    for group in _group_by_devices(_select_not_portable(leaves)):
         # Not a constraint inside, which jax refuses over Explicit axes.
-        layouts = [_portable_sharding(x) for x in some.values()]
-        made |= zip(some, jax.jit(_portable, out_shardings=layouts)([*some.values()]), strict=True)
-    return leaves | made
+        shardings = [_portable_sharding(x) for x in group.values()]
+        arrays = jax.jit(_unpad, out_shardings=shardings)([*group.values()])
+        portable |= zip(group, arrays, strict=True)
+    return portable
 
 
-def _by_devices(leaves: Leaves) -> list[Leaves]:
-    """The leaves in groups on the same devices: those of several workers are on their own."""
-    groups: dict[frozenset[Any], Leaves] = {}
-    for path, x in leaves.items():
-        groups.setdefault(frozenset(stored_array(x).sharding.device_set), {})[path] = x
-    return [*groups.values()]
-
-
-def _not_portable(leaves: Leaves) -> Leaves:
-    return {path: x for path, x in leaves.items() if is_padded(x) or is_key(x)}
-
-
-def _portable(leaves: list[Any]) -> list[jax.Array]:
+def _unpad(leaves: list[Any]) -> list[jax.Array]:
     return [to_storable(unpadded(x)) for x in leaves]
 
 
+def _group_by_devices(leaves: Leaves) -> list[Leaves]:
+    """The leaves in groups on the same devices: those of several workers are on different ones."""
+    groups: dict[frozenset[Any], Leaves] = {}
+    for path, x in leaves.items():
+        devices = frozenset(stored_array(x).sharding.device_set)
+        groups.setdefault(devices, {})[path] = x
+    return [*groups.values()]
+
+
+def _select_not_portable(leaves: Leaves) -> Leaves:
+    return {path: x for path, x in leaves.items() if is_padded(x) or is_key(x)}
+
+
 def _portable_sharding(x: Any) -> NamedSharding:
+    """The sharding of a leaf in its original shape: over the axes of its dims, but whole along padded ones."""
     sharding = stored_array(x).sharding
     if not is_padded(x):
         return sharding
-    uneven = {dim for dim, _ in padding(x.shape, sharding.spec, sharding.mesh)}
-    entries = [None if dim in uneven else axes for dim, axes in enumerate(spec_axes(sharding.spec))]
+    padded_dims = [dim for dim, _ in padding(x.shape, sharding.spec, sharding.mesh)]
+    entries = [None if dim in padded_dims else axes for dim, axes in enumerate(spec_axes(sharding.spec))]
     return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))
 
 
-def to_read(leaves: Leaves, records: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+def describe_stored(leaves: Leaves, records: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and shardings of the arrays to read for a target's leaves; `records` are the checkpoint's.
 
     Leaves without a record are not read.
     """
+    return {path: _describe_array(path, x, records) for path, x in leaves.items() if path in records}
 
-    def one(path: str, x: Any) -> jax.ShapeDtypeStruct:
-        shape, dtype = x.shape, x.dtype
-        rows = rows_of(path, x, records)
-        if rows is not None:
-            shape = (rows, *shape[1:])
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of_rows(_portable_sharding(x), shape))
-        if is_key(x):
-            data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=records[path]["implementation"])))
-            shape, dtype = shape + data.shape, data.dtype
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_portable_sharding(x))
 
-    return {path: one(path, x) for path, x in leaves.items() if path in records}
+def _describe_array(path: str, x: Any, records: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+    sharding = _portable_sharding(x)
+    shape = x.shape
+    dtype = x.dtype
+    rows = _find_other_rows(path, x, records)
+    if rows is not None:
+        shape = (rows, *shape[1:])
+        sharding = _choose_sharding(sharding, shape)
+    elif is_key(x):
+        implementation = records[path]["implementation"]
+        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation)))
+        shape = shape + data.shape
+        dtype = data.dtype
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping[str, Any]) -> Leaves:
@@ -116,60 +130,79 @@ def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping
 
     Leaves that were not read are zeros. Takes the arrays out of `arrays`: some at a time are moved, and then freed.
     """
-    resized = {path for path, x in leaves.items() if path not in arrays or rows_of(path, x, records) is not None}
-    changed = _not_portable(leaves) | {path: leaves[path] for path in resized}
+    changed = _select_not_portable(leaves)
+    for path, x in leaves.items():
+        if path not in arrays or _find_other_rows(path, x, records) is not None:
+            changed[path] = x
+    restored: Leaves = {}
+    for group in _group_by_devices(changed):
+        for some in _group_by_size(group):
+            shardings = {path: stored_array(x).sharding for path, x in some.items()}
 
-    def one(path: str, x: Any, array: Any) -> Any:
-        if is_key(x):
-            return jax.random.wrap_key_data(array, impl=records[path]["implementation"])
-        array = jnp.zeros(x.shape, x.dtype) if array is None else array
-        if path in resized:  # residuals with the same sum over the rows, in another number of rows
-            array = jnp.broadcast_to(array.sum(axis=0, keepdims=True) / x.shape[0], (x.shape[0], *array.shape[1:]))
-        if not is_padded(x):
-            return array
-        sharding = x.array.sharding
-        return pad_leaves(array, Storage(sharding.spec, x.rows), sharding.mesh)
+            def restore(inputs: dict[str, jax.Array], some: Leaves = some) -> Leaves:
+                return {path: _restore_leaf(path, x, inputs.get(path), records) for path, x in some.items()}
 
-    made: Leaves = {}
-    for paths in (paths for some in _by_devices(changed) for paths in _together(some)):
-        shardings = {path: stored_array(changed[path]).sharding for path in paths}
-
-        def moved(some: dict[str, jax.Array], paths: list[str] = paths) -> Leaves:
-            return {path: one(path, changed[path], some.get(path)) for path in paths}
-
-        some = {path: arrays.pop(path) for path in paths if path in arrays}
-        made |= jax.block_until_ready(jax.jit(moved, out_shardings=shardings)(some))
-    return {path: made[path] if path in made else arrays.pop(path) for path in leaves}
+            inputs = {path: arrays.pop(path) for path in some if path in arrays}
+            restored |= jax.block_until_ready(jax.jit(restore, out_shardings=shardings)(inputs))
+    return {path: restored[path] if path in restored else arrays.pop(path) for path in leaves}
 
 
-def _together(leaves: Leaves) -> list[list[str]]:
-    """The paths, in groups of leaves of at most `_MOVED` bytes, or one that is larger: each group is one program."""
-    groups, room = list[list[str]](), 0
-    for path, x in sorted(leaves.items(), key=lambda leaf: -_nbytes(leaf[1])):
-        if not groups or room < _nbytes(x):
-            groups.append([])
+def _restore_leaf(path: str, x: Any, array: Any, records: Mapping[str, Any]) -> Any:
+    """A leaf like `x`, of the array that was read, or of zeros where there is none."""
+    if is_key(x):
+        return jax.random.wrap_key_data(array, impl=records[path]["implementation"])
+    if array is None:
+        array = jnp.zeros(x.shape, x.dtype)
+    elif _find_other_rows(path, x, records) is not None:
+        array = _spread_sum(array, x.shape[0])
+    if not is_padded(x):
+        return array
+    sharding = x.array.sharding
+    return pad_leaves(array, Storage(sharding.spec, x.rows), sharding.mesh)
+
+
+def _spread_sum(residuals: jax.Array, rows: int) -> jax.Array:
+    """Residuals in another number of rows, with the same sum: what the devices have not sent yet is not lost.
+
+    For example [[2], [4]] of two devices as three rows: [[2], [2], [2]].
+    """
+    mean = residuals.sum(axis=0, keepdims=True) / rows
+    return jnp.broadcast_to(mean, (rows, *residuals.shape[1:]))
+
+
+def _group_by_size(leaves: Leaves) -> list[Leaves]:
+    """The leaves in groups of at most `_MOVED` bytes, or one that is larger: each group is one program."""
+    groups: list[Leaves] = []
+    room = 0
+    for path, x in sorted(leaves.items(), key=lambda leaf: -_count_bytes(leaf[1])):
+        if not groups or room < _count_bytes(x):
+            groups.append({})
             room = _MOVED
-        groups[-1].append(path)
-        room -= _nbytes(x)
+        groups[-1][path] = x
+        room -= _count_bytes(x)
     return groups
 
 
-def _nbytes(x: Any) -> int:
+def _count_bytes(x: Any) -> int:
     return 0 if is_key(x) else math.prod(x.shape) * x.dtype.itemsize
 
 
-def rows_of(path: str, x: Any, records: Records) -> int | None:
+def _find_other_rows(path: str, x: Any, records: Records) -> int | None:
     """How many rows of a residual were saved, if not as many as the target has."""
-    saved = records[path]["shape"][0] if is_residual(path) and path in records else None
-    return None if saved is None or saved == x.shape[0] else saved
+    if not is_residual(path) or path not in records:
+        return None
+    rows = records[path]["shape"][0]
+    return None if rows == x.shape[0] else rows
 
 
-def sharding_of_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def _choose_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """The layout in which to read another number of rows: split over the same axes, by rows or along another dim."""
     entries = [*spec_axes(sharding.spec), *[()] * len(shape)][: len(shape)]
-    axes, entries[0] = entries[0], ()
+    axes = entries[0]
+    entries[0] = ()
     for dim, size in enumerate(shape):
-        if size % math.prod(sharding.mesh.shape[axis] for axis in entries[dim] + axes) == 0:
+        ways = math.prod(sharding.mesh.shape[axis] for axis in entries[dim] + axes)
+        if size % ways == 0:
             entries[dim] += axes
             break
     return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))

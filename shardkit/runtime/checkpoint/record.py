@@ -1,4 +1,12 @@
-"""The JSON record of a checkpoint: the run that wrote it, and the shape and dtype of each leaf."""
+"""The JSON record of a checkpoint: the run that wrote it, and the shape and dtype of each leaf.
+
+Orbax writes it as its custom metadata, the last file of a step. Of a state with one leaf, in short:
+
+    {"shardkit": {"format": 2, "step": 100, "position": 6400, "config": None, "metrics": {"loss": 0.5},
+                  "versions": {"shardkit": "0.1.0", ...},
+                  "leaves": {"params.w": {"shape": [8, 4], "dtype": "float32", "checksum": 2868304523}}},
+     "crc32": 912310463}
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,7 @@ from shardkit._arguments.files import read_file
 
 FORMAT = 2  # increased whenever older readers would fail, including for other checksums
 RECORD = "_CHECKPOINT_METADATA"  # orbax writes it last, before it renames the step
-_NAMED = 3  # leaves in an error
+_LISTED = 3  # leaves in an error
 _LARGEST = 2**28  # bytes of a record, of which the position and the configuration may be a quarter each
 
 
@@ -46,22 +54,32 @@ class NewerError(ValueError):
 
 def make_record(step: int, position: Any, config: Any, metrics: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a checkpoint, which `seal` completes; refuses what is not JSON, and metrics without numbers."""
-    versions = {name: _version(name) for name in ("shardkit", "jax", "orbax-checkpoint")}
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"save: metrics must be numbers by name; {error}. Pass for example {{'loss': 0.5}}."
         ) from error
-    run = Run(step, _as_json("position", position), _as_json("config", config), numbers, versions)
+    run = Run(
+        step=step,
+        position=_to_json_value("position", position),
+        config=_to_json_value("config", config),
+        metrics=numbers,
+        versions={name: _find_version(name) for name in ("shardkit", "jax", "orbax-checkpoint")},
+    )
     return {"shardkit": {"format": FORMAT, **run._asdict(), "leaves": dict(leaves)}}
 
 
 def seal(record: dict[str, Any], sums: Mapping[str, int]) -> None:
     """Adds the checksums of leaves, and that of the record."""
-    for path, total in sums.items():
-        record["shardkit"]["leaves"][path]["checksum"] = total
-    record["crc32"] = _seal(record["shardkit"])
+    for path, checksum in sums.items():
+        record["shardkit"]["leaves"][path]["checksum"] = checksum
+    record["crc32"] = crc_of(record["shardkit"])
+
+
+def crc_of(document: Any) -> int:
+    """The checksum of a record, the same in whichever order its entries were read."""
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
 def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
@@ -69,66 +87,49 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
 
     Raises:
         ValueError: it is damaged, or not from shardkit.
-        NewerError: it is of a newer format, whose checksum may be another.
+        NewerError: it is of a newer format, with perhaps another checksum.
         OSError: it cannot be read.
     """
+    is_newer = False
+    is_intact = False
     try:
         record = json.loads(read_file(path / RECORD, _LARGEST, links=False))["custom_metadata"]
-        document, found = record["shardkit"], record["shardkit"]["format"]
-        newer = type(found) is int and found > FORMAT
-        sealed = found in (1, FORMAT) and record["crc32"] == _seal(document)  # 1 has the same fields
-        intact = newer or (sealed and _is_complete(document))
+        document = record["shardkit"]
+        version = document["format"]
+        is_newer = type(version) is int and version > FORMAT
+        if version in (1, FORMAT):  # 1 has the same fields
+            is_intact = record["crc32"] == crc_of(document) and _is_complete(document)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: of nested brackets
-        newer = intact = False
-    if newer:
-        raise NewerError(f"its format is {found}; this version of shardkit reads up to {FORMAT}")
-    if not intact:
+        is_intact = False
+    if is_newer:
+        raise NewerError(f"its format is {version}; this version of shardkit reads up to {FORMAT}")
+    if not is_intact:
         raise ValueError("its record is damaged, or not from shardkit")
-    return Run(**{name: document[name] for name in Run._fields}), document["leaves"]
+    run = Run(**{name: document[name] for name in Run._fields})
+    return run, document["leaves"]
 
 
 def _is_complete(document: Mapping[str, Any]) -> bool:
-    """Whether a record has all that is read of it later, of its type; where an entry is missing a KeyError."""
-    document["position"], document["config"]
-    return (
-        type(document["step"]) is int
-        and all(type(value) in (int, float) for value in document["metrics"].values())
-        and all(type(value) is str for value in document["versions"].values())
-        and all(_is_leaf(leaf) for leaf in document["leaves"].values())
-    )
+    """Whether a record has all that is read of it later, of its type; where an entry is missing a KeyError.
+
+    The checksum alone says that no byte has changed since a program wrote it, not which program that was.
+    """
+    document["position"], document["config"]  # any JSON values
+    if type(document["step"]) is not int:
+        return False
+    if not all(type(value) in (int, float) for value in document["metrics"].values()):
+        return False
+    if not all(type(value) is str for value in document["versions"].values()):
+        return False
+    return all(_is_leaf(leaf) for leaf in document["leaves"].values())
 
 
 def _is_leaf(leaf: Mapping[str, Any]) -> bool:
-    return (
-        all(type(size) is int and size >= 0 for size in leaf["shape"])
-        and type(leaf["dtype"]) is str
-        and type(leaf["checksum"]) is int
-        and (leaf["dtype"] != "key" or type(leaf["implementation"]) is str)
-    )
-
-
-def _compare(where: str, stored: Records, wanted: Records) -> None:
-    """Refuses leaves other than those of the checkpoint; nothing is cast, cropped or left out."""
-    missing, unexpected = [p for p in wanted if p not in stored], [p for p in stored if p not in wanted]
-    if missing or unexpected:
-        lacks = [f"lacks {some(missing)}"] if missing else []
-        extra = [f"has {some(unexpected)} that this state lacks"] if unexpected else []
-        alone = all(path.startswith("opt_state.") for path in missing + unexpected)
-        or_else = ", or load the parameters alone with load_params" if alone else ""
-        raise ValueError(
-            f"{where} {' and '.join(lacks + extra)}. Restore into a state of the same model, optimizer and precision"
-            f"{or_else}."
-        )
-    for name, remedy in (
-        ("shape", "Build the state with the saved configuration."),
-        ("dtype", "Restore with the saved precision, and cast afterwards."),
-    ):
-        different = [path for path in wanted if stored[path][name] != wanted[path][name]]
-        if different:
-            path, *others = different
-            more = f", and {_count(others)} more differ{'s' * (len(others) == 1)}" if others else ""
-            was, now = (leaf[path][name] for leaf in (stored, wanted))
-            raise ValueError(f"{where} has leaf {path!r} with {name} {was}; this state has {now}{more}. {remedy}")
+    if not all(type(size) is int and size >= 0 for size in leaf["shape"]):
+        return False
+    if type(leaf["dtype"]) is not str or type(leaf["checksum"]) is not int:
+        return False
+    return leaf["dtype"] != "key" or type(leaf["implementation"]) is str
 
 
 def is_residual(path: str) -> bool:
@@ -136,73 +137,124 @@ def is_residual(path: str) -> bool:
     return path.partition(".")[0] == "residuals"
 
 
-def compared(where: str, stored: Records, wanted: Records, residuals: Residuals) -> Records:
-    """The records of the leaves to read, after a check that they are those that a target wants.
+def select_records(where: str, stored: Records, wanted: Records, residuals: Residuals) -> Records:
+    """The records of the leaves to read, after a check that they are the leaves of the target.
 
-    "keep" reads residuals with as many rows as were saved, "reset" reads none.
+    Residuals are what error feedback of compressed sums holds, a row for each device. "keep" reads as many rows as were
+    saved, which a target on another number of devices does not have; "reset" reads none.
     """
     one_of("restore", "residuals", residuals, ("keep", "reset"))
     if residuals == "reset":
-        stored, wanted = ({p: record for p, record in each.items() if not is_residual(p)} for each in (stored, wanted))
-    theirs, ours = ([path for path in records if is_residual(path)] for records in (stored, wanted))
-    if ours and not theirs:
-        raise ValueError(
-            f"{where} lacks the residuals of error feedback, which the plan of this state needs for {some(ours)}. Pass "
-            "residuals='reset' to begin with zeros, or restore into a state of a plan without feedback."
-        )
-    if theirs and not ours:
-        raise ValueError(
-            f"{where} has the residuals of error feedback, for {some(theirs)}, and the plan of this state has none. "
-            "Pass residuals='reset' to leave out what they hold, or restore into a state of a plan with feedback."
-        )
-    rows = {path: stored[path]["shape"][0] for path in ours if path in stored and stored[path]["shape"]}
-    shapes = {path: {**wanted[path], "shape": [saved, *wanted[path]["shape"][1:]]} for path, saved in rows.items()}
-    _compare(where, stored, {path: shapes.get(path, record) for path, record in wanted.items()})
+        stored = {path: record for path, record in stored.items() if not is_residual(path)}
+        wanted = {path: record for path, record in wanted.items() if not is_residual(path)}
+    _check_residuals(where, stored, wanted)
+    with_saved_rows = {}
+    for path, record in wanted.items():
+        if is_residual(path) and path in stored and stored[path]["shape"]:
+            rows = stored[path]["shape"][0]
+            record = {**record, "shape": [rows, *record["shape"][1:]]}
+        with_saved_rows[path] = record
+    _check_paths(where, stored, wanted)
+    _check_entry(where, stored, with_saved_rows, "shape", "Build the state with the saved configuration.")
+    _check_entry(where, stored, with_saved_rows, "dtype", "Restore with the saved precision, and cast afterwards.")
     return stored
 
 
-def some(paths: list[str]) -> str:
-    """The first of some paths, and how many there are."""
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    return f"{_count(paths)} ({quoted(paths[:_NAMED])}{more})"
+def _check_residuals(where: str, stored: Records, wanted: Records) -> None:
+    """Refuses residuals that only the checkpoint has, or only the target."""
+    stored_paths = [path for path in stored if is_residual(path)]
+    wanted_paths = [path for path in wanted if is_residual(path)]
+    if wanted_paths and not stored_paths:
+        raise ValueError(
+            f"{where} lacks the residuals of error feedback, which the plan of this state needs for "
+            f"{list_some(wanted_paths)}. Pass residuals='reset' to begin with zeros, or restore into a state of a plan "
+            "without feedback."
+        )
+    if stored_paths and not wanted_paths:
+        raise ValueError(
+            f"{where} has the residuals of error feedback, for {list_some(stored_paths)}, and the plan of this state "
+            "has none. Pass residuals='reset' to leave out what they hold, or restore into a state of a plan with "
+            "feedback."
+        )
 
 
-def _count(paths: list[str]) -> str:
+def _check_paths(where: str, stored: Records, wanted: Records) -> None:
+    """Refuses leaves other than those of the checkpoint; nothing is cast, cropped or left out."""
+    missing = [path for path in wanted if path not in stored]
+    unexpected = [path for path in stored if path not in wanted]
+    if not missing and not unexpected:
+        return
+    differences = []
+    if missing:
+        differences.append(f"lacks {list_some(missing)}")
+    if unexpected:
+        differences.append(f"has {list_some(unexpected)} that this state lacks")
+    remedy = ""
+    if all(path.startswith("opt_state.") for path in missing + unexpected):
+        remedy = ", or load the parameters alone with load_params"
+    raise ValueError(
+        f"{where} {' and '.join(differences)}. Restore into a state of the same model, optimizer and precision{remedy}."
+    )
+
+
+def _check_entry(where: str, stored: Records, wanted: Records, name: str, remedy: str) -> None:
+    """Refuses leaves that the checkpoint has in another shape or dtype, and names the first."""
+    different = [path for path in wanted if stored[path][name] != wanted[path][name]]
+    if not different:
+        return
+    path, *others = different
+    more = ""
+    if others:
+        verb = "differs" if len(others) == 1 else "differ"
+        more = f", and {_count_leaves(others)} more {verb}"
+    raise ValueError(
+        f"{where} has leaf {path!r} with {name} {stored[path][name]}; this state has {wanted[path][name]}{more}. "
+        f"{remedy}"
+    )
+
+
+def list_some(paths: list[str]) -> str:
+    """How many paths there are, and the first of them."""
+    listed = quoted(paths[:_LISTED])
+    if len(paths) > _LISTED:
+        listed += f" and {len(paths) - _LISTED} more"
+    return f"{_count_leaves(paths)} ({listed})"
+
+
+def _count_leaves(paths: list[str]) -> str:
     return f"{len(paths)} {'leaf' if len(paths) == 1 else 'leaves'}"
 
 
-def _as_json(name: str, value: Any) -> Any:
+def _to_json_value(name: str, value: Any) -> Any:
+    """A value as JSON gives it back, such as a list for a tuple; refuses what JSON has not, or too much."""
     try:
         text = json.dumps(value)
-        found = json.loads(text, object_pairs_hook=_distinct)
+        value = json.loads(text, object_pairs_hook=_make_dict)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"save: {name} must be a JSON value, of dicts, lists, strings, numbers, booleans and None; {error}. "
             "Convert it, an array for example with .tolist()."
         ) from error
-    if len(text) > _LARGEST // 4:
+    most = _LARGEST // 4
+    if len(text) > most:
         raise ValueError(
-            f"save: {name} must be at most {_LARGEST // 4:,} bytes of JSON; got {len(text):,}. Save an array in a file "
-            "of its own, and its name here."
+            f"save: {name} must be at most {most:,} bytes of JSON; got {len(text):,}. Save an array in a file of its "
+            "own, and its name here."
         )
-    return found
+    return value
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as a dict; keys that differ in Python, such as 1 and '1', may be equal in JSON."""
     names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"two keys of a dict become {twice!r} in JSON")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two keys of a dict become {name!r} in JSON")
     return dict(pairs)
 
 
-def _version(name: str) -> str:
+def _find_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"  # a source tree on the path, or a package with another name
-
-
-def _seal(document: Any) -> int:
-    return zlib.crc32(json.dumps(document, sort_keys=True).encode())

@@ -1,12 +1,17 @@
 """The workers of a DiLoCo run as a checkpoint holds them: each leaf as one array of all workers, along a first dim.
 
-A process has the arrays of its own workers alone, and in a job of several processes orbax writes arrays of all devices.
+A process has the arrays of its workers alone, and in a job of several processes orbax writes arrays of all devices.
+
+For example of two workers with parameters w of shape [8, 4]:
+
+    in the state           workers.0.params.w [8, 4] and workers.1.params.w [8, 4], each on its worker's devices
+    in a checkpoint        workers.params.w [2, 8, 4], over all devices
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,94 +34,115 @@ class Workers:
     mesh: Mesh | None = None
     axis: str | None = None
 
-    def together(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def stack(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The arrays of this process's workers as those of all, [workers, ...], the others unchanged."""
         if self.mesh is None:
             return dict(arrays)
-        others: dict[str, jax.Array] = {}
-        own: list[dict[str, Any]] = [{} for _ in range(self.count)]
+        shared: dict[str, jax.Array] = {}
+        by_worker: list[dict[str, Any]] = [{} for _ in range(self.count)]
+        specs = {}
         for path, x in arrays.items():
-            name, worker = self._parted(path)
-            (others if worker is None else own[worker])[name] = x
-        specs = {name: PartitionSpec(self.axis, *x.sharding.spec) for each in own for name, x in each.items()}
-        layouts = [{name: _with_first_dim(x.sharding) for name, x in each.items()} for each in own]
-        stacked = [
-            jax.jit(_expanded, out_shardings=layout)(each) if each else None
-            for each, layout in zip(own, layouts, strict=True)
-        ]
-        return join_submeshes(stacked, self.mesh, specs, rows=True) | others
+            name, worker = self._split_path(path)
+            if worker is None:
+                shared[name] = x
+            else:
+                by_worker[worker][name] = x
+                sharding: Any = x.sharding
+                specs[name] = PartitionSpec(self.axis, *sharding.spec)
+        stacked = [_add_dims(worker_arrays) for worker_arrays in by_worker]
+        return join_submeshes(stacked, self.mesh, specs, rows=True) | shared
 
-    def records(self, records: Mapping[str, Any]) -> dict[str, Any]:
-        """The records of what `together` returns."""
-        found = {}
+    def stack_records(self, records: Mapping[str, Any]) -> dict[str, Any]:
+        """The records of what `stack` returns."""
+        stacked = {}
         for path, record in records.items():
-            name, worker = self._parted(path)
-            more = [] if worker is None else [self.count]
-            found[name] = {**record, "shape": more + record["shape"]}
-        return found
+            name, worker = self._split_path(path)
+            if worker is not None:
+                record = {**record, "shape": [self.count, *record["shape"]]}
+            stacked[name] = record
+        return stacked
 
-    def apart(self, records: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `records` for the leaves of a state, by their own paths, without the dim of the workers."""
-        found = {}
-        for path in leaves:
-            name, worker = self._parted(path)
-            record = records.get(name)
-            if record is not None:
-                found[path] = record if worker is None else {**record, "shape": record["shape"][1:]}
-        return found
+    def unstack_records(self, records: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+        """Those of `records` for the leaves of a state, by their paths there, without the dim of the workers."""
+        unstacked = {}
+        for path in paths:
+            name, worker = self._split_path(path)
+            if name not in records:
+                continue
+            record = records[name]
+            if worker is not None:
+                record = {**record, "shape": record["shape"][1:]}
+            unstacked[path] = record
+        return unstacked
 
-    def to_read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
-        """What to read of all workers for what this process's are to have."""
-        found = {}
+    def describe_stacked(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+        """What to read of all workers, for what those of this process want."""
+        stacked = {}
         for path, x in wanted.items():
-            name, worker = self._parted(path)
+            name, worker = self._split_path(path)
             if worker is not None:
                 assert self.mesh is not None
                 spec = canonical(PartitionSpec(self.axis, *x.sharding.spec))
                 sharding = NamedSharding(self.mesh, spec, memory_kind=x.sharding.memory_kind)
                 x = jax.ShapeDtypeStruct((self.count, *x.shape), x.dtype, sharding=sharding)
-            found[name] = x
-        return found
+            stacked[name] = x
+        return stacked
 
-    def own(
-        self, arrays: dict[str, jax.Array], wanted: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> Iterator[tuple[str, jax.Array]]:
-        """The arrays of this process's workers out of those of all, by their own paths, and the others."""
+    def unstack(self, arrays: dict[str, jax.Array], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays of this process's workers out of those of all, by their paths there, and the others."""
+        unstacked = {}
         for path, x in wanted.items():
-            name, worker = self._parted(path)
-            if worker is None:
-                yield path, arrays[name]
-                continue
-            layout = _with_first_dim(x.sharding)
-            shards = [each.data for each in arrays[name].addressable_shards if each.device in layout.device_set]
-            alone = jax.make_array_from_single_device_arrays((1, *x.shape), layout, shards)
-            yield path, jax.jit(_first, out_shardings=x.sharding)(alone)
+            name, worker = self._split_path(path)
+            array = arrays[name]
+            unstacked[path] = array if worker is None else _take_worker(array, x)
+        return unstacked
 
-    def _parted(self, path: str) -> tuple[str, int | None]:
+    def _split_path(self, path: str) -> tuple[str, int | None]:
         """The path without the number of a worker, and that number; of a state without workers the path."""
-        found = _WORKER.match(path) if self.count else None
-        return (path, None) if found is None else (f"workers.{path[found.end() :]}", int(found[1]))
+        match = _WORKER.match(path) if self.count else None
+        if match is None:
+            return path, None
+        return f"workers.{path[match.end() :]}", int(match[1])
 
 
-def workers_of(state: Any) -> Workers:
-    """Those of a state."""
+def find_workers(state: Any) -> Workers:
+    """The workers of a state."""
     if not isinstance(state, DilocoState):
         return Workers()
-    mesh = stored_array(jax.tree.leaves(state.params, is_leaf=is_padded)[0]).sharding.mesh
-    one: Any = next(each for each in state.workers if each).step.sharding
-    sizes = one.mesh.shape
-    axis = next((name for name in mesh.axis_names if sizes[name] != mesh.shape[name]), None)  # None: of one worker
-    return Workers(len(state.workers), mesh, axis)
+    first_leaf = jax.tree.leaves(state.params, is_leaf=is_padded)[0]
+    mesh = stored_array(first_leaf).sharding.mesh
+    worker: Any = next(worker for worker in state.workers if worker)
+    worker_sizes = worker.step.sharding.mesh.shape
+    for axis in mesh.axis_names:
+        if worker_sizes[axis] != mesh.shape[axis]:
+            return Workers(len(state.workers), mesh, axis)
+    return Workers(len(state.workers), mesh, None)  # of one worker
 
 
-def _expanded(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _add_dims(arrays: dict[str, jax.Array]) -> dict[str, jax.Array] | None:
+    """A worker's arrays with a dim of 1 in front; None of a worker of another process."""
+    if not arrays:
+        return None
+    layouts = {name: _add_dim(x.sharding) for name, x in arrays.items()}
+    return jax.jit(_expand, out_shardings=layouts)(arrays)
+
+
+def _expand(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: x[None] for name, x in arrays.items()}
 
 
-def _first(x: jax.Array) -> jax.Array:
+def _take_worker(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """A worker's part of an array of all workers, from the shards that are on its devices."""
+    layout = _add_dim(wanted.sharding)
+    shards = [shard.data for shard in array.addressable_shards if shard.device in layout.device_set]
+    part = jax.make_array_from_single_device_arrays((1, *wanted.shape), layout, shards)
+    return jax.jit(_take_first, out_shardings=wanted.sharding)(part)
+
+
+def _take_first(x: jax.Array) -> jax.Array:
     return x[0]
 
 
-def _with_first_dim(sharding: Any) -> NamedSharding:
-    """The layout with one dim more, whole, in front."""
+def _add_dim(sharding: Any) -> NamedSharding:
+    """The layout with one dim more, which is not split, in front."""
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)

@@ -230,9 +230,9 @@ def finish(code: int = 0) -> NoReturn:
                 checkpoints.wait()
                 sk.runtime.finish(sk.runtime.PREEMPTED)
     """
-    watcher = client.running()
+    watcher = client.find_monitor()
     if watcher is not None and jax.process_count() > 1:
-        watcher.left()
+        watcher.report_exit()
         jax.distributed.shutdown()  # waits for the others
         client.leave(code)
     sys.exit(code)
@@ -252,9 +252,9 @@ def leave() -> None:
             finally:
                 runtime.leave()
     """
-    watcher = client.running()
+    watcher = client.find_monitor()
     if watcher is not None:
-        watcher.left()
+        watcher.report_exit()
 
 
 def log(*values: object) -> None:
@@ -331,7 +331,7 @@ def _check_certificates(*files: str | os.PathLike[str] | None) -> dict[str, Any]
 
 
 def _check_first() -> None:
-    if client.running() is not None:
+    if client.find_monitor() is not None:
         raise RuntimeError("initialize: it must be called once per process; got a second call. Remove that.")
 
 

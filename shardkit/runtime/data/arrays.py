@@ -91,25 +91,28 @@ def from_process_local(
             f"from_process_local: batch must be given on a process outside the mesh; process {jax.process_index()} has "
             f"none of its {mesh.size} devices. Pass batch=, the global number of rows."
         )
-    found = {path_name(path): np.shape(x)[0] for path, x in jax.tree_util.tree_leaves_with_path(tree) if np.ndim(x)}
+    rows_of_leaves = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if np.ndim(x):
+            rows_of_leaves[path_name(path)] = np.shape(x)[0]
     if batch is None:
-        name, rows = next(iter(found.items()), ("", 0))
-        batch, rest = rows // mine * pieces, rows % mine
-        if rest:
+        name, rows = next(iter(rows_of_leaves.items()), ("", 0))
+        if rows % mine:
             raise ValueError(
                 f"from_process_local: a process's rows must divide over its parts of {named(_row_axes(spec))}; leaf "
                 f"{name} has {rows} rows for {mine} of {pieces} parts. Pass another number of rows, or pad with "
                 "examples of weight 0."
             )
-    own = local_rows(batch, mesh, spec)
-    for name, rows in found.items() if mine else ():
-        if rows != len(own):
+        batch = rows // mine * pieces
+    rows_here = local_rows(batch, mesh, spec)
+    for name, rows in rows_of_leaves.items():
+        if mine and rows != len(rows_here):
             raise ValueError(
                 f"from_process_local: each process must pass its share of the batch; leaf {name} has {rows} rows, and "
-                f"{mine} of {pieces} parts of {batch} rows are {len(own)}. Pass the rows of local_rows(batch, mesh, "
-                "spec)."
+                f"{mine} of {pieces} parts of {batch} rows are {len(rows_here)}. Pass the rows of local_rows(batch, "
+                "mesh, spec)."
             )
-    return from_rows(tree, own, batch, mesh, spec)
+    return from_rows(tree, rows_here, batch, mesh, spec)
 
 
 @typed
@@ -123,12 +126,13 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh | None = None,
     """
     mesh = mesh_in_context("from_rows", mesh, devices=True)
 
-    def one(path: Any, x: Any) -> jax.Array:
+    def make_leaf(path: Any, x: Any) -> jax.Array:
         x = on_host("from_process_local", path, x)
         shape = (batch, *x.shape[1:]) if x.ndim else ()
-        return global_array(x, sharding_of("from_process_local", path, shape, mesh, spec), shape, rows)
+        sharding = sharding_of("from_process_local", path, shape, mesh, spec)
+        return global_array(x, sharding, shape, rows)
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(make_leaf, tree)
 
 
 @typed
@@ -156,27 +160,35 @@ def from_single_device(
         if not isinstance(x, jax.Array):
             raise TypeError(f"from_single_device: shards must be jax arrays; got {x!r}. Put each on its device.")
     sharding = sharding_of("from_single_device", (), tuple(shape), mesh, spec)
-    want = sorted(device.id for device in list[Any](sharding.addressable_devices))
-    have = sorted(device.id for x in shards for device in list[Any](x.devices()))
-    if have != want:
+    expected_devices = sorted(device.id for device in list[Any](sharding.addressable_devices))
+    devices: list[int] = []
+    for x in shards:
+        devices += [device.id for device in list[Any](x.devices())]
+    if sorted(devices) != expected_devices:
         raise ValueError(
-            f"from_single_device: there must be one shard on each of this process's devices of the mesh, {want}; got "
-            f"shards on {have}. Put each on its device with jax.device_put(shard, device)."
+            "from_single_device: there must be one shard on each of this process's devices of the mesh, "
+            f"{expected_devices}; got shards on {sorted(devices)}. Put each on its device with jax.device_put(shard, "
+            "device)."
         )
     if dtype is None and not shards:
         raise ValueError(
             f"from_single_device: the dtype must be given on a process outside the mesh; process {jax.process_index()} "
             f"has none of its {mesh.size} devices. Pass dtype=, as on the other processes."
         )
-    whole: Any = shards[0].dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
-    piece = sharding.shard_shape(tuple(shape))
+    array_dtype: Any
+    if dtype is None:
+        array_dtype = shards[0].dtype
+    else:
+        array_dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    shard_shape = sharding.shard_shape(tuple(shape))
     for x in shards:
-        if x.shape != piece or x.dtype != whole:
+        if x.shape != shard_shape or x.dtype != array_dtype:
             raise ValueError(
-                f"from_single_device: every shard must be {whole}{list(piece)}, by {spec} of {list(shape)}; got "
-                f"{x.dtype}{list(x.shape)} on {next(iter(x.devices()))}. Pass such a shard, or another shape or dtype."
+                f"from_single_device: every shard must be {array_dtype}{list(shard_shape)}, by {spec} of "
+                f"{list(shape)}; got {x.dtype}{list(x.shape)} on {next(iter(x.devices()))}. Pass such a shard, or "
+                "another shape or dtype."
             )
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shards), dtype=whole)
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shards), dtype=array_dtype)
 
 
 @typed
@@ -196,16 +208,19 @@ def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if batch % parts:
         count = len(processes_of(mesh.devices.flat))
-        over = f"{parts} devices" + (f" of {count} processes" if count > 1 else "")
+        devices = f"{parts} devices"
+        if count > 1:
+            devices += f" of {count} processes"
         raise ValueError(
-            f"local_rows: the batch must be divisible by {named(axes)}; got {batch} rows over {over}. Pass another "
+            f"local_rows: the batch must be divisible by {named(axes)}; got {batch} rows over {devices}. Pass another "
             "batch, or pad with examples of weight 0."
         )
-    pieces = NamedSharding(mesh, PartitionSpec(axes or None)).addressable_devices_indices_map((batch,))
-    here = np.zeros(batch, bool)
-    for (piece,) in filter(None, pieces.values()):
-        here[piece] = True
-    return np.flatnonzero(here)
+    rows_of_devices = NamedSharding(mesh, PartitionSpec(axes or None)).addressable_devices_indices_map((batch,))
+    is_here = np.zeros(batch, bool)
+    for index in rows_of_devices.values():
+        if index is not None:
+            is_here[index] = True
+    return np.flatnonzero(is_here)
 
 
 def _row_axes(spec: PartitionSpec) -> tuple[str, ...]:
@@ -214,22 +229,23 @@ def _row_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 def _refuse_different(tree: Any) -> None:
     """Compares a checksum of each leaf between all processes."""
-
-    def checksum(x: np.ndarray) -> int:
-        kind = zlib.crc32(f"{x.dtype}{x.shape}".encode())
-        return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, kind)
-
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sums = [checksum(np.asarray(to_storable(x))) for _, x in leaves]
-    every = multihost_utils.process_allgather(np.array(sums, np.uint32))
-    for (path, _), found in zip(leaves, every.T, strict=True):
-        others = np.flatnonzero(found != found[0]).tolist()
+    sums = [_checksum_of_host(np.asarray(to_storable(x))) for _, x in leaves]
+    sums_of_processes = multihost_utils.process_allgather(np.array(sums, np.uint32))  # [processes, leaves]
+    for (path, _), leaf_sums in zip(leaves, sums_of_processes.T, strict=True):
+        others = np.flatnonzero(leaf_sums != leaf_sums[0]).tolist()
         if others:
             raise ValueError(
                 f"from_full: every process must pass the same array; leaf {path_name(path)} of process 0 differs from "
                 f"that of {name_processes(others)}. Create it from the same seed or file, or pass each process's rows "
                 "to from_process_local."
             )
+
+
+def _checksum_of_host(x: np.ndarray) -> int:
+    """The checksum of an array's dtype, shape and bytes."""
+    kind = zlib.crc32(f"{x.dtype}{x.shape}".encode())
+    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, kind)
 
 
 def sharding_of(where: str, path: Any, shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
@@ -262,11 +278,12 @@ def on_host(where: str, path: Any, x: Any) -> Any:
 def global_array(x: Any, sharding: NamedSharding, shape: tuple[int, ...], rows: np.ndarray | None = None) -> jax.Array:
     """A global array, from this process's rows of it in ascending order, or from all of it."""
 
-    def piece(index: Any) -> Any:
+    def take_shard(index: Any) -> Any:
         if rows is None or not shape:
             return x[index]
-        first, last, _ = index[0].indices(shape[0])
+        # Rows 6 and 7 of the array are the third and the fourth here if this process has rows 0, 1, 6, 7.
+        first, stop, _ = index[0].indices(shape[0])
         start = int(np.searchsorted(rows, first))
-        return x[(slice(start, start + last - first), *index[1:])]
+        return x[(slice(start, start + stop - first), *index[1:])]
 
-    return jax.make_array_from_callback(shape, sharding, piece, dtype=x.dtype)
+    return jax.make_array_from_callback(shape, sharding, take_shard, dtype=x.dtype)

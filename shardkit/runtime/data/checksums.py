@@ -1,6 +1,15 @@
 """Checksums of arrays, computed on their devices: of each device's shard, or of a whole array, the same on every mesh.
 
 Both sum words of the bits, each mixed with its index in the shard or in the array: so an array may be cut anywhere.
+
+For example x = [5, 7, 9, 11] over two devices, with `mix` for what `_mix_bits` does, mod 2^32:
+
+    device 0    mix(5 ^ mix(0)) + mix(7 ^ mix(1))
+    device 1    mix(9 ^ mix(2)) + mix(11 ^ mix(3))     its first element is the third of the array
+    checksum    the sum of both, on one device too
+
+No library has it: a hash of bytes on the host (crc32, xxhash) needs the array there, whole and in one order. This one
+runs on the devices before the next step, and compares what one mesh has restored with what another has saved.
 """
 
 from __future__ import annotations
@@ -32,14 +41,16 @@ def shard_checksums(leaves: Sequence[jax.Array], *, mesh: Mesh, specs: tuple[Par
     """
 
     def per_device(leaves: Sequence[jax.Array]) -> jax.Array:
-        return from_every_device(jnp.stack([vary(checksum(x), mesh.axis_names) for x in leaves]), mesh.axis_names)
+        sums = jnp.stack([vary(checksum(x), mesh.axis_names) for x in leaves])
+        return from_every_device(sums, mesh.axis_names)
 
     return jax.shard_map(per_device, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec())(list(leaves))
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
     """For each array a checksum of its bits and their indices, below 2^32; the same on every mesh."""
-    return start_checksums(arrays)()
+    wait = start_checksums(arrays)
+    return wait()
 
 
 def start_checksums(arrays: Mapping[str, Any]) -> Callable[[], dict[str, int]]:
@@ -52,60 +63,81 @@ def start_checksums(arrays: Mapping[str, Any]) -> Callable[[], dict[str, int]]:
     by_mesh: dict[Mesh, dict[str, Any]] = {}
     for path, x in arrays.items():
         by_mesh.setdefault(x.sharding.mesh, {})[path] = x
-    started = [_started(mesh, own) for mesh, own in by_mesh.items()]
+    running = [_start_on_mesh(mesh, arrays_of_mesh) for mesh, arrays_of_mesh in by_mesh.items()]
 
     def wait() -> dict[str, int]:
-        found: dict[str, int] = {}
-        for paths, sums in started:
-            found.update(zip(paths, np.asarray(sums).tolist(), strict=True))
-        return {path: found[path] for path in arrays}
+        results: dict[str, int] = {}
+        for paths, sums in running:
+            results.update(zip(paths, np.asarray(sums).tolist(), strict=True))
+        return {path: results[path] for path in arrays}
 
     return wait
 
 
-def _started(mesh: Mesh, arrays: Mapping[str, Any]) -> tuple[list[str], jax.Array]:
-    """Paths, in some order, and their sums."""
+def _start_on_mesh(mesh: Mesh, arrays: Mapping[str, Any]) -> tuple[list[str], jax.Array]:
+    """The paths of arrays over one mesh, in some order, and their sums."""
     piece = _PIECE if mesh.devices.flat[0].platform == "cpu" else None
-    # A loop takes long to compile: each has its own program, once for all arrays of one shape and layout.
-    alone = [path for path, x in arrays.items() if piece is not None and x.size > piece]
-    groups = [[path for path in arrays if path not in alone], *([path] for path in alone)]
-    groups = [paths for paths in groups if paths]
-    parts = [
-        _parts(tuple(arrays[path] for path in paths), tuple(arrays[path].sharding for path in paths), piece)
-        for paths in groups
-    ]
-    return [path for paths in groups for path in paths], _sums(tuple(parts), NamedSharding(mesh, PartitionSpec()))
+    # A loop takes long to compile: an array with one has its own program, which serves all of its shape and layout.
+    together, alone = [], []
+    for path, x in arrays.items():
+        if piece is not None and x.size > piece:
+            alone.append([path])
+        else:
+            together.append(path)
+    groups = [together, *alone] if together else alone
+    sums_of_devices = []
+    for paths in groups:
+        group = tuple(arrays[path] for path in paths)
+        shardings = tuple(x.sharding for x in group)
+        sums_of_devices.append(_sum_on_devices(group, shardings, piece))
+    order = [path for paths in groups for path in paths]
+    return order, _sum_over_devices(tuple(sums_of_devices), NamedSharding(mesh, PartitionSpec()))
 
 
 @partial(jax.jit, static_argnums=1)
-def _sums(parts: tuple[jax.Array, ...], replicated: NamedSharding) -> jax.Array:
-    return lax.with_sharding_constraint(jnp.sum(jnp.concatenate(parts, axis=1), axis=0, dtype=jnp.uint32), replicated)
+def _sum_over_devices(sums: tuple[jax.Array, ...], replicated: NamedSharding) -> jax.Array:
+    """[devices, arrays] of each group to [arrays] of all; the compiler adds the psum over devices, of 4 bytes each."""
+    total = jnp.sum(jnp.concatenate(sums, axis=1), axis=0, dtype=jnp.uint32)
+    return lax.with_sharding_constraint(total, replicated)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _parts(arrays: tuple[jax.Array, ...], shardings: tuple[NamedSharding, ...], piece: int | None) -> jax.Array:
+def _sum_on_devices(
+    arrays: tuple[jax.Array, ...], shardings: tuple[NamedSharding, ...], piece: int | None
+) -> jax.Array:
     """What each device adds to the checksums, [devices, arrays]."""
     mesh = shardings[0].mesh
+    specs = tuple(sharding.spec for sharding in shardings)
 
-    def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        axes = [*spec_axes(spec), *[()] * x.ndim][: x.ndim]
-        start = [lax.axis_index(each) * size if each else 0 for each, size in zip(axes, x.shape, strict=True)]
-        shape = [size * math.prod(mesh.shape[axis] for axis in each) for each, size in zip(axes, x.shape, strict=True)]
+    def per_device(*shards: jax.Array) -> jax.Array:
+        sums = [_sum_shard(x, spec, mesh, piece) for x, spec in zip(shards, specs, strict=True)]
+        return jnp.stack(sums)[None]
 
-        def total(x: jax.Array) -> jax.Array:
-            return vary(checksum_of_part(x, start, shape, piece), mesh.axis_names)
+    out_specs = PartitionSpec(mesh.axis_names)
+    return jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=out_specs)(*arrays)
 
-        copies = tuple(axis for axis in mesh.axis_names if axis not in all_axes(spec) and mesh.shape[axis] > 1)
-        if not copies:
-            return total(x)
-        # Of copies that have drifted apart the first is the one that is written.
-        return lax.cond(lax.axis_index(copies) == 0, total, lambda x: vary(jnp.uint32(0), mesh.axis_names), x)
 
-    def local(*shards: jax.Array) -> jax.Array:
-        return jnp.stack([one(x, sharding.spec) for x, sharding in zip(shards, shardings, strict=True)])[None]
+def _sum_shard(x: jax.Array, spec: PartitionSpec, mesh: Any, piece: int | None) -> jax.Array:
+    """What this device's shard adds to the checksum of its array: nothing if it is not the first copy."""
+    axes = [*spec_axes(spec), *[()] * x.ndim][: x.ndim]
+    start: list[Any] = []
+    shape = []
+    for dim_axes, size in zip(axes, x.shape, strict=True):
+        start.append(lax.axis_index(dim_axes) * size if dim_axes else 0)
+        shape.append(size * math.prod(mesh.shape[axis] for axis in dim_axes))
 
-    specs, devices = tuple(sharding.spec for sharding in shardings), PartitionSpec(mesh.axis_names)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=devices)(*arrays)
+    def sum_words(x: jax.Array) -> jax.Array:
+        return vary(checksum_of_part(x, start, shape, piece), mesh.axis_names)
+
+    def add_nothing(x: jax.Array) -> jax.Array:
+        return vary(jnp.uint32(0), mesh.axis_names)
+
+    split_axes = all_axes(spec)
+    copy_axes = tuple(axis for axis in mesh.axis_names if axis not in split_axes and mesh.shape[axis] > 1)
+    if not copy_axes:
+        return sum_words(x)
+    # Of copies that have drifted apart the first is the one that is written.
+    return lax.cond(lax.axis_index(copy_axes) == 0, sum_words, add_nothing, x)
 
 
 def checksum(x: jax.Array) -> jax.Array:
@@ -120,69 +152,80 @@ def checksum_of_part(x: jax.Array, start: Sequence[Any], shape: Sequence[int], p
     as large as the part, or larger, and takes ten times as long as in pieces that stay in a cache.
     """
     if piece is None or x.size <= piece:
-        return jnp.sum(_words(x, start, shape), dtype=jnp.uint32)
-    tile = _tile(x.shape, piece)
+        return jnp.sum(_make_words(x, start, shape), dtype=jnp.uint32)
+    tile = _choose_tile(x.shape, piece)
     counts = [-(-size // step) for size, step in zip(x.shape, tile, strict=True)]
 
-    def add(number: jax.Array, total: jax.Array) -> jax.Array:
-        first: list[jax.Array] = []
-        for count, step in zip(reversed(counts), reversed(tile), strict=True):
-            first.insert(0, number % count * step)
-            number = number // count
-        # The last piece of a dim reaches back over the one before, whose words do not count twice.
-        begin = [jnp.minimum(at, size - step) for at, size, step in zip(first, x.shape, tile, strict=True)]
-        place = [here + there for here, there in zip(begin, start, strict=True)]
-        words = _words(lax.dynamic_slice(x, begin, tile), place, shape)
+    def add_tile(number: jax.Array, total: jax.Array) -> jax.Array:
+        first = _find_tile(number, counts, tile)
+        # The last tile of a dim reaches back over the one before, with words that do not count twice.
+        begin = [jnp.minimum(index, size - step) for index, size, step in zip(first, x.shape, tile, strict=True)]
+        place = [index + offset for index, offset in zip(begin, start, strict=True)]
+        words = _make_words(lax.dynamic_slice(x, begin, tile), place, shape)
         for dim, size in enumerate(x.shape):
             if size % tile[dim]:
-                index = begin[dim] + lax.broadcasted_iota(jnp.int32, words.shape, dim + _lead(x))
+                index = begin[dim] + lax.broadcasted_iota(jnp.int32, words.shape, dim + _count_leading_dims(x))
                 words = jnp.where(index >= first[dim], words, jnp.uint32(0))
         return total + jnp.sum(words, dtype=jnp.uint32)
 
-    return lax.fori_loop(0, math.prod(counts), add, vary_like(jnp.uint32(0), x))
+    return lax.fori_loop(0, math.prod(counts), add_tile, vary_like(jnp.uint32(0), x))
 
 
-def _tile(shape: Sequence[int], piece: int) -> list[int]:
+def _find_tile(number: jax.Array, counts: Sequence[int], tile: Sequence[int]) -> list[jax.Array]:
+    """The index at which a tile begins: number 4 of [2, 3] tiles of 5 x 7 is (1, 1), which begins at [5, 7]."""
+    first: list[jax.Array] = []
+    for count, step in zip(reversed(counts), reversed(tile), strict=True):
+        first.insert(0, number % count * step)
+        number = number // count
+    return first
+
+
+def _choose_tile(shape: Sequence[int], piece: int) -> list[int]:
     """The shape of pieces of about so many elements, whole along the last dims."""
-    tile, left = [1] * len(shape), piece
+    tile = [1] * len(shape)
+    room = piece
     for dim in reversed(range(len(shape))):
-        tile[dim] = max(1, min(shape[dim], left))
-        left //= tile[dim]
+        tile[dim] = max(1, min(shape[dim], room))
+        room //= tile[dim]
     return tile
 
 
-def _lead(x: jax.Array) -> int:
-    """How many dims `_bit_words` adds in front."""
+def _count_leading_dims(x: jax.Array) -> int:
+    """How many dims `_split_words` adds in front."""
     return int(jnp.iscomplexobj(x))
 
 
-def _words(x: jax.Array, start: Sequence[Any], shape: Sequence[int]) -> jax.Array:
+def _make_words(x: jax.Array, start: Sequence[Any], shape: Sequence[int]) -> jax.Array:
     """The bits of a part of an array, mixed with their indices in the array: summed, they are its checksum.
 
     A plain sum would miss swapped values or two flipped signs, and a sum weighted by index a value swapped with its
     negative. Mixing is one to one, so a single changed word always changes the sum.
     """
-    lead, bits, place = _lead(x), _bit_words(to_storable(x)).astype(jnp.uint32), jnp.uint32(0)
-    more = bits.shape[lead + x.ndim :]
-    sizes, firsts = (*bits.shape[:lead], *shape, *more), (*(0,) * lead, *start, *(0,) * len(more))
+    leading = _count_leading_dims(x)
+    bits = _split_words(to_storable(x)).astype(jnp.uint32)
+    trailing = bits.shape[leading + x.ndim :]  # the words of an element wider than 32 bits
+    sizes = (*bits.shape[:leading], *shape, *trailing)
+    firsts = (*(0,) * leading, *start, *(0,) * len(trailing))
+    place = jnp.uint32(0)
     for dim, (size, first) in enumerate(zip(sizes, firsts, strict=True)):
         index = lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
         place = place * jnp.uint32(size % 2**32) + index + jnp.asarray(first).astype(jnp.uint32)
-    return _mixed(bits ^ _mixed(place))
+    return _mix_bits(bits ^ _mix_bits(place))
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def _mix_bits(x: jax.Array) -> jax.Array:
     """The finalizer of MurmurHash3, in which every bit of a word affects every bit of the result."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
-def _bit_words(x: jax.Array) -> jax.Array:
+def _split_words(x: jax.Array) -> jax.Array:
     """An array's bits as unsigned integers of up to 32 bits; wider elements get a new last dim."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
-    if not jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 4:
+    is_floating = jnp.issubdtype(x.dtype, jnp.floating)
+    if not is_floating and x.dtype.itemsize <= 4:
         return x.astype(jnp.uint32)  # bitcast does not accept booleans and integers below a byte
-    bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else 64
+    bits = jnp.finfo(x.dtype).bits if is_floating else 64
     return lax.bitcast_convert_type(x, f"uint{min(bits, 32)}")

@@ -1,4 +1,15 @@
-"""Batches from a data set, on grain: one global order, of which each process loads its rows."""
+"""Batches from a data set, on grain: one global order, of which each process loads its rows.
+
+Grain reads, shuffles, repeats and keeps threads. What it has not is the row of a global batch: its `ShardByJaxProcess`
+cuts the data set by processes, so that a run that resumes with other processes sees other batches, and some examples
+twice. Here a sample has its number in the run, whatever the mesh. For example 8 samples a batch over "data" of 4
+devices in two processes, from position 16:
+
+    process 0    reads samples 16, 17, 18, 19, then 24, 25, 26, 27
+    process 1    reads samples 20, 21, 22, 23, then 28, 29, 30, 31
+
+and one process would read 16 to 23, then 24 to 31: the same batches.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +79,10 @@ def loader(
         (Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32), 8)
     """
     mesh = mesh_in_context("loader", mesh)
-    samples = _sequence(source, seed, epochs)
+    samples = _make_sequence(source, seed, epochs)
     at_least("loader", 1, batch=batch)
     at_least("loader", 0, position=position, threads=threads, prefetch=prefetch)
-    for name, value in (("threads", threads), ("prefetch", prefetch)):
+    for name, value in {"threads": threads, "prefetch": prefetch}.items():
         if value > _MOST:
             raise ValueError(f"loader: {name} must be at most {_MOST}; got {value}. Pass {name}={_MOST}.")
     if len(samples) < batch:
@@ -94,7 +105,9 @@ class Loader:
     """
 
     def __init__(self, batches_from: Callable[[int], Iterator[Any]], batch: int, position: int):
-        self._batches_from, self._batch, self._position = batches_from, batch, position
+        self._batches_from = batches_from
+        self._batch = batch
+        self._position = position
         self._batches: Any = None
 
     @property
@@ -130,36 +143,41 @@ def _batches(
     import grain
 
     rows = local_rows(batch, mesh, spec)
-    read = rows if rows.size else np.zeros(1, np.int64)
-    mine = grain.MapDataset.source(_Rows(samples, position, batch, read))
-    ahead = max(threads, prefetch * len(read)) if threads else 0
+    rows_to_read = rows if rows.size else np.zeros(1, np.int64)  # outside the mesh one, for shapes and dtypes
+    dataset = grain.MapDataset.source(_Rows(samples, position, batch, rows_to_read))
+    ahead = max(threads, prefetch * len(rows_to_read)) if threads else 0
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
-    with closing(iter(mine.to_iter_dataset(options).batch(len(read)))) as every:
-        for local in every:
-            yield from_rows(local, rows, batch, mesh, spec)
+    local_batches = dataset.to_iter_dataset(options).batch(len(rows_to_read))
+    with closing(iter(local_batches)) as iterator:
+        for local_batch in iterator:
+            yield from_rows(local_batch, rows, batch, mesh, spec)
 
 
 class _Rows:
     """The samples that a process reads: its rows of each batch, from a position on."""
 
     def __init__(self, samples: Any, position: int, batch: int, rows: np.ndarray):
-        self._samples, self._position, self._batch, self._rows = samples, position, batch, rows
+        self._samples = samples
+        self._position = position
+        self._batch = batch
+        self._rows = rows
 
     def __len__(self) -> int:
-        return max(0, len(self._samples) - self._position) // self._batch * len(self._rows)
+        batches = max(0, len(self._samples) - self._position) // self._batch
+        return batches * len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
         batch, row = divmod(index, len(self._rows))
-        at = self._position + batch * self._batch + int(self._rows[row])
+        number = self._position + batch * self._batch + int(self._rows[row])
         try:
-            sample = self._samples[at]
+            sample = self._samples[number]
         except Exception as error:
-            error.add_note(f"loader: while reading sample {at} of the run.")
+            error.add_note(f"loader: while reading sample {number} of the run.")
             raise
         if sample is None:
             raise ValueError(
-                f"loader: every index of the source must have a sample; the run's sample {at} is None. Filter the data "
-                "set before it is indexed, as all later positions depend on the number of samples."
+                f"loader: every index of the source must have a sample; the run's sample {number} is None. Filter the "
+                "data set before it is indexed, as all later positions depend on the number of samples."
             )
         return sample
 
@@ -186,28 +204,29 @@ def prefetch_to_device(batches: Iterable[T], n: int = 2) -> Iterator[T]:
     at_least("prefetch_to_device", 0, n=n)
     ready: deque[T] = deque()
     iterator = iter(batches)
-    more = True
-    failed: Exception | None = None
+    has_more = True
+    failure: Exception | None = None
     try:
-        while more or ready:
-            while more and len(ready) <= n:
+        while has_more or ready:
+            while has_more and len(ready) <= n:
                 try:
                     ready.append(next(iterator))
                 except StopIteration:
-                    more = False
+                    has_more = False
                 except Exception as error:
-                    more, failed = False, error
+                    has_more = False
+                    failure = error
             if ready:
                 yield ready.popleft()
-        if failed is not None:
-            raise failed
+        if failure is not None:
+            raise failure
     finally:
         if hasattr(iterator, "close"):
             iterator.close()
 
 
-def _sequence(source: Any, seed: int | None, epochs: int | None) -> Any:
-    """All samples of the run, in order."""
+def _make_sequence(source: Any, seed: int | None, epochs: int | None) -> Any:
+    """All samples of the run, in order; refuses what has no samples by index."""
     try:
         import grain
     except ImportError:
@@ -215,10 +234,14 @@ def _sequence(source: Any, seed: int | None, epochs: int | None) -> Any:
     if seed is not None and not 0 <= seed < 2**32:
         raise ValueError(f"loader: the seed must be None or 0 to 2**32 - 1; got {seed}. Pass seed=0.")
     at_least("loader", 1, epochs=epochs)
-    if not isinstance(source, grain.MapDataset) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+    is_dataset = isinstance(source, grain.MapDataset)
+    is_sequence = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if not is_dataset and not is_sequence:
         raise TypeError(
             f"loader: source must have `len` and `source[i]`, or be a grain.MapDataset; got {source!r}. Pass for "
             "example a list of samples."
         )
-    samples = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
-    return (samples if seed is None else samples.shuffle(seed=seed)).repeat(epochs)
+    samples = source if is_dataset else grain.MapDataset.source(source)
+    if seed is not None:
+        samples = samples.shuffle(seed=seed)
+    return samples.repeat(epochs)

@@ -50,7 +50,7 @@ def to_numpy(tree: Arrays) -> Any:
         array([0, 1, 2, 3], dtype=int32)
     """
 
-    def one(path: Any, x: Any) -> np.ndarray:
+    def copy_leaf(path: Any, x: Any) -> np.ndarray:
         if not _is_whole_here(x):
             raise ValueError(
                 f"to_numpy: the whole array must be on this process's devices; leaf {path_name(path)} is on "
@@ -59,7 +59,7 @@ def to_numpy(tree: Arrays) -> Any:
             )
         return np.asarray(to_storable(x))
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(copy_leaf, tree)
 
 
 @typed
@@ -76,7 +76,7 @@ def fetch(tree: Arrays) -> Any:
         array([0, 1, 2, 3], dtype=int32)
     """
 
-    def one(path: Any, x: Any) -> np.ndarray:
+    def gather_leaf(path: Any, x: Any) -> np.ndarray:
         if _is_whole_here(x):
             return np.asarray(to_storable(x))
         if not x.addressable_shards:
@@ -87,7 +87,7 @@ def fetch(tree: Arrays) -> Any:
             )
         return np.asarray(multihost_utils.process_allgather(to_storable(x), tiled=True))
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(gather_leaf, tree)
 
 
 @typed
@@ -109,11 +109,11 @@ def replicate(tree: Arrays, mesh: Mesh | None = None) -> Any:
         True
     """
     mesh = mesh_in_context("replicate", mesh, devices=True)
-    return _replicating(mesh)(tree)
+    return _make_replicate(mesh)(tree)
 
 
 @cache  # a new jit would compile again
-def _replicating(mesh: Mesh) -> Any:
+def _make_replicate(mesh: Mesh) -> Any:
     return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -143,9 +143,9 @@ def print_global(tree: Any, *, timeout: float = 60.0) -> None:
                 f"print_global: every process must call it; {missing} did not within {timeout:g} s. Move it out of `if "
                 "jax.process_index() == 0:`, or raise timeout."
             )
-    whole = fetch(tree)
+    arrays = fetch(tree)
     if jax.process_index() == 0:
-        print(whole, flush=True)  # noqa: T201
+        print(arrays, flush=True)  # noqa: T201
 
 
 def is_key(x: Any) -> bool:
@@ -173,32 +173,41 @@ def processes_of(devices: Iterable[Any]) -> list[int]:
 def from_every_device(tree: Any, axes: tuple[str, ...]) -> Any:
     """Gathers each device's small vectors `[k]` of one dtype to `[devices, k]` on all devices, inside shard_map.
 
+    The vectors of all leaves go in one message, [1, 2] and [3] as [1, 2, 3]: a collective for each of hundreds of
+    leaves would wait hundreds of times for the slowest link.
+
     Cost: one all_gather over `axes` of all vectors together.
     """
     vectors, structure = jax.tree.flatten(tree)
-    whole = all_gather(jnp.concatenate(vary(vectors, axes))[None], axes, replicated=True)
+    message = jnp.concatenate(vary(vectors, axes))
+    messages = all_gather(message[None], axes, replicated=True)
     ends = np.cumsum([x.size for x in vectors])[:-1]
-    return jax.tree.unflatten(structure, jnp.split(whole, ends, axis=1))
+    return jax.tree.unflatten(structure, jnp.split(messages, ends, axis=1))
 
 
 def on_mesh(where: str, tree: Any, mesh: Mesh | None) -> tuple[Mesh | None, list[tuple[str, Any]]]:
     """The mesh of all leaves (None without leaves), and each leaf as stored on the devices, with its path."""
-    leaves = [
-        (path_name(path), stored_array(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
-    ]
-    for path, x in leaves:
+    leaves = []
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded):
+        path = path_name(key_path)
+        x = stored_array(leaf)
         sharding = getattr(x, "sharding", None)
-        over: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        mesh = over if mesh is None else mesh
-        if over is None or over != mesh:
-            found = f"has {sharding}" if sharding else f"is a {type(x).__name__}"
+        leaf_mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if mesh is None:
+            mesh = leaf_mesh
+        if leaf_mesh is None or leaf_mesh != mesh:
+            fault = f"has {sharding}" if sharding else f"is a {type(x).__name__}"
             raise TypeError(
-                f"{where}: every leaf must be an array over one mesh; leaf {path} {found}. Create it with "
+                f"{where}: every leaf must be an array over one mesh; leaf {path} {fault}. Create it with "
                 "from_full(tree, mesh, spec), or remove it from the tree."
             )
+        leaves.append((path, x))
     return mesh if leaves else None, leaves
 
 
-def on_any_process(found: bool) -> bool:
+def on_any_process(is_so: bool) -> bool:
     """Whether it is so on any process; all of them wait for each other."""
-    return bool(np.any(multihost_utils.process_allgather(np.bool_(found)))) if jax.process_count() > 1 else found
+    if jax.process_count() == 1:
+        return is_so
+    answers = multihost_utils.process_allgather(np.bool_(is_so))
+    return bool(np.any(answers))

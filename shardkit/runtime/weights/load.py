@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.plans.storage import is_padded
-from shardkit.runtime.checkpoint.directory import directory_of, named
-from shardkit.runtime.checkpoint.portable import from_portable, leaves_of, to_read
+from shardkit.runtime.checkpoint.directory import quote_path, resolve_directory
+from shardkit.runtime.checkpoint.portable import describe_stored, flatten_state, from_portable
 from shardkit.runtime.checkpoint.reading import find_step, read_arrays
-from shardkit.runtime.checkpoint.record import some
+from shardkit.runtime.checkpoint.record import list_some
 from shardkit.steps.state import TrainState
 
 _WHERE = "load_params"
@@ -55,51 +55,63 @@ def load_params(
             "load_params: like must be the parameters; got a TrainState. Pass like.params, or restore all of it with "
             "Checkpoints."
         )
-    leaves = leaves_of(_WHERE, like)
-    directory = directory_of(_WHERE, path)
+    leaves = flatten_state(_WHERE, like)
+    directory = resolve_directory(_WHERE, path)
     step, _, records = find_step(_WHERE, directory, step)
-    records = {path: record for path, record in records.items() if path.startswith(_PARAMS)}
-    stored = {path.removeprefix(_PARAMS): record for path, record in records.items()}
-    where = f"load_params: {named(directory / str(step))}"
-    _check_names(where, [*stored], [*leaves], partial)
+    param_records = {}
+    for leaf_path, record in records.items():
+        if leaf_path.startswith(_PARAMS):
+            param_records[leaf_path.removeprefix(_PARAMS)] = record
+    where = f"load_params: {quote_path(directory / str(step))}"
+    _check_names(where, list(param_records), list(leaves), partial)
+    stored = {}  # the leaves of `like` in the dtype that the run has, by the run's paths
     for name, x in leaves.items():
-        _check_leaf(where, name, stored[name], x, cast)
-
-    def in_dtype(x: Any, dtype: str) -> Any:
-        return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding), x)
-
-    wanted = {_PARAMS + name: in_dtype(x, stored[name]["dtype"]) for name, x in leaves.items()}
-    arrays = read_arrays(_WHERE, directory, step, to_read(wanted, records), records)
-    found = from_portable(arrays, wanted, records)
-    loaded = [_cast(found[_PARAMS + name], x) for name, x in leaves.items()]
+        record = param_records[name]
+        _check_leaf(where, name, record, x, cast)
+        stored[_PARAMS + name] = _with_dtype(x, record["dtype"])
+    arrays = read_arrays(_WHERE, directory, step, describe_stored(stored, records), records)
+    params = from_portable(arrays, stored, records)
+    loaded = [_cast(params[_PARAMS + name], x) for name, x in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_padded), loaded)
 
 
+def _with_dtype(x: Any, dtype: str) -> Any:
+    """A leaf's shape and sharding with another dtype; of a padded leaf too, which is a pytree of its array."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding), x)
+
+
 def _check_names(where: str, stored: list[str], wanted: list[str], partial: bool) -> None:
-    missing, others = [n for n in wanted if n not in stored], [n for n in stored if n not in wanted]
+    """Refuses parameters that the run lacks, or has beyond those that are wanted."""
+    missing = [name for name in wanted if name not in stored]
+    others = [name for name in stored if name not in wanted]
     if missing:
-        has = f" and has {some(others)} that like lacks" if others else ""
-        raise ValueError(f"{where} lacks {some(missing)}{has}. Build the parameters as the run did.")
+        more = f" and has {list_some(others)} that like lacks" if others else ""
+        raise ValueError(f"{where} lacks {list_some(missing)}{more}. Build the parameters as the run did.")
     if others and not partial:
-        raise ValueError(f"{where} has {some(others)} that like lacks. Pass partial=True to leave them out.")
+        raise ValueError(f"{where} has {list_some(others)} that like lacks. Pass partial=True to leave them out.")
 
 
 def _check_leaf(where: str, name: str, stored: Any, x: Any, cast: bool) -> None:
+    """Refuses another shape, or another dtype that is not to be converted, or cannot be."""
     if tuple(stored["shape"]) != tuple(x.shape):
         raise ValueError(
             f"{where} has leaf {name!r} of shape {stored['shape']}; like has {list(x.shape)}. Build the parameters "
             "with the sizes of the run."
         )
-    if stored["dtype"] != str(x.dtype):
-        convertible = _floating(stored["dtype"]) and _floating(x.dtype)
-        if not (convertible and cast):
-            remedy = "Pass cast=True to convert it." if convertible else "Load it in its own dtype, and convert it."
-            raise ValueError(f"{where} has leaf {name!r} of dtype {stored['dtype']}; like has {x.dtype}. {remedy}")
+    if stored["dtype"] == str(x.dtype):
+        return
+    is_convertible = _is_floating(stored["dtype"]) and _is_floating(x.dtype)
+    if is_convertible and cast:
+        return
+    remedy = "Pass cast=True to convert it." if is_convertible else "Load it in its own dtype, and convert it."
+    raise ValueError(f"{where} has leaf {name!r} of dtype {stored['dtype']}; like has {x.dtype}. {remedy}")
 
 
-def _floating(dtype: Any) -> bool:
+def _is_floating(dtype: Any) -> bool:
     return dtype != "key" and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
 
 
-def _cast(found: Any, x: Any) -> Any:
-    return found if found.dtype == x.dtype else jax.tree.map(lambda array: array.astype(x.dtype), found)
+def _cast(loaded: Any, x: Any) -> Any:
+    if loaded.dtype == x.dtype:
+        return loaded
+    return jax.tree.map(lambda array: array.astype(x.dtype), loaded)

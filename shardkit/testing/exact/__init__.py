@@ -4,8 +4,8 @@ Start with `equality.py`, what users call; `law.py` says the same of a training 
 one number through the tower of primes as an example; `rules/` what each primitive means in it; `interpreter.py` runs a
 whole program over all devices. `draws.py` says how often both programs run until they are proved equal, by what
 `coverage.py` has seen of their comparisons. `difference.py` is the way from a wrong result to its line: `search.py`
-tries the `repairs.py` that could make it right. `small.py` makes large arguments small. Imports of `testing/` what
-knows no laws, because `laws.py` imports it.
+tries what `proposals.py` lists, the mistakes that could have been made. `small.py` makes large arguments small. Imports
+of `testing/` what knows no laws, because `laws.py` imports it.
 """
 
 from shardkit.testing.exact.equality import Equality, assert_equal_for_all_inputs

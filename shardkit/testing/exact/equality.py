@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, Mesh
 from shardkit._arguments.checks import at_least, mesh_in_context, quoted
 from shardkit._arguments.typed import Specs, typed
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import walk, without_unused
+from shardkit._jax.dependence import without_unused
+from shardkit._jax.jaxprs import walk
 from shardkit.meshes.layout import path_name
 from shardkit.testing._compare import UnequalError, describe_kinds, describe_mesh, describe_shapes, is_float
 from shardkit.testing._interpreter import restrict_to_floats

@@ -20,11 +20,11 @@ from dataclasses import field as attribute
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import flow, mesh_axes, scan_operands, source_line, walk, while_operands
+from shardkit._jax.interpreter import SOLVE, JaxprInterpreter, scan_operands, solve_operands, while_operands
+from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.meshes.layout import all_axes
 from shardkit.testing._interpreter import join_shards, split_shards
@@ -55,7 +55,6 @@ _NATURAL = {
     "lu_pivots_to_permutation",
 }
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_SOLVE = "custom_linear_solve"
 # What watches is told of the values that go into these and come out, one by one.
 _CONTROL_FLOW = ("shard_map", "scan", "while", "cond")
 
@@ -76,7 +75,7 @@ class DiffersError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Interpreter:
+class Interpreter(JaxprInterpreter[Operand]):
     """Runs jaxprs in a field.
 
     Attributes:
@@ -96,20 +95,19 @@ class Interpreter:
         """The number of dims in front."""
         return len(self.axes)
 
-    def run(self, closed: Any, operands: Sequence[Operand]) -> list[Operand]:
-        """The results of a closed jaxpr."""
-        # `flow` walks the equations in order; what an equation does is `step`.
-        consts = [self._make_constant(x) for x in closed.consts]
-        return flow(closed.jaxpr, [*consts, *operands], self.step, lambda atom: self._make_constant(atom.val))
-
-    def _make_constant(self, x: Any) -> Operand:
+    def constant(self, x: Any) -> Operand:
+        """An array that a program closes over, with a dim of size 1 in front for each axis."""
         x = to_known(x)
         return x.reshape((1,) * self.rank + x.shape)
+
+    def literal(self, atom: Any) -> Operand:
+        """The same of a number in the program."""
+        return self.constant(atom.val)
 
     def step(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """The results of an equation."""
         try:
-            results = self._apply(equation, operands)
+            results = super().step(equation, operands)
         except UnsupportedError as error:
             if error.line in ("", "unknown"):
                 error.line = source_line(equation)
@@ -124,8 +122,8 @@ class Interpreter:
             return None
         return self.seen(equation, operands, results, self.axes, self.around)
 
-    def _apply(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
-        """What an equation does: nothing, a collective, arithmetic, or a program of its own."""
+    def equation(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
+        """What a primitive does: nothing, a collective, or arithmetic."""
         name = equation.primitive.name
         # Casts of varying types change no number; collectives are registered by their kind.
         row = registered(name)
@@ -140,38 +138,17 @@ class Interpreter:
         if name in _PRINTS:
             return []
         if name == compat.HIGH_LEVEL:
-            return self._within(equation).run(compat.expand_equation(equation), operands)
-        if name in _CONTROL_FLOW or name in compat.CALLS or name == _SOLVE:
-            return self._run_inner(equation, operands)
+            return self.call(equation, compat.expand_equation(equation), operands)
+        if name == SOLVE:
+            (solve,) = compat.inner_programs(equation)
+            return self.call(equation, solve, solve_operands(equation, operands))
         if any(isinstance(x, Exact) for x in operands):
             return apply_rule(Scope(self.field, self.rank, self.around), equation, operands)
         return self._compute_known(equation, operands)
 
-    def _run_inner(self, equation: Any, operands: list[Operand]) -> list[Operand]:
-        """The results of an equation that has programs: a shard_map, a loop, a branch, or a call."""
-        name = equation.primitive.name
-        inner = []
-        constants = compat.inner_constants(equation)
-        for (_, jaxpr), consts in zip(compat.inner_jaxprs(equation), constants, strict=True):
-            inner.append(ClosedJaxpr(jaxpr, list(consts)))
-        if name == "shard_map":
-            return self._run_on_devices(equation, inner[0], operands)
-        if name == "scan":
-            return self._run_scan(equation, inner[0], operands)
-        if name == "while":
-            return self._run_while(equation, operands)
-        if name == "cond":
-            return self._run_cond(equation, inner, operands)
-        if name == _SOLVE:
-            # What it reads stands between what the functions read that say what its derivatives are.
-            lengths = equation.params["const_lengths"]
-            start = lengths.matvec + lengths.vecmat
-            consts_of_solve = operands[start : start + lengths.solve]
-            right = operands[sum(lengths) :]
-            return self._within(equation).run(inner[0], [*consts_of_solve, *right])
-        # A call may have operands in front that only its derivatives read.
-        inputs = len(inner[0].jaxpr.invars)
-        return self._within(equation).run(inner[0], operands[len(operands) - inputs :])
+    def call(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
+        """The results of a function that an equation calls."""
+        return self._within(equation).run(body, operands)
 
     def _within(self, equation: Any) -> Interpreter:
         """What runs the equations of a call: those that know no line stand at the call's."""
@@ -241,7 +218,7 @@ class Interpreter:
 
     # Devices
 
-    def _run_on_devices(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
+    def shard_map(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """A shard_map: arrays are cut into the pieces of all devices, and results put together again."""
         sizes = {name: equation.params["mesh"].shape[name] for name in compat.manual_axes(equation)}
         # Dims of the axes of this shard_map come behind those that are bound around it.
@@ -315,7 +292,7 @@ class Interpreter:
 
     # Control flow
 
-    def _run_scan(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
+    def scan(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """A scan, round by round."""
         # Constants, what is carried from round to round, and arrays of which each round gets a row.
         consts, carry, scanned = scan_operands(equation, operands)
@@ -357,10 +334,8 @@ class Interpreter:
             self.field.marks.add(row)
         return row
 
-    def _run_while(self, equation: Any, operands: list[Operand]) -> list[Operand]:
+    def while_loop(self, equation: Any, test: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """A while loop, until no device goes on; those that have ended keep their values."""
-        test = equation.params["cond_jaxpr"]
-        body = equation.params["body_jaxpr"]
         consts_of_test, consts_of_body, carry = while_operands(equation, operands)
         rounds = 0
         while True:
@@ -378,7 +353,7 @@ class Interpreter:
                 after = self._choose_on_devices(equation, goes_on, after, carry)
             carry = after
 
-    def _run_cond(self, equation: Any, branches: list[Any], operands: list[Operand]) -> list[Operand]:
+    def cond(self, equation: Any, branches: list[Any], operands: list[Operand]) -> list[Operand]:
         """A cond or switch: every branch that some device takes."""
         which, *inputs = operands
         which = np.asarray(require_known(which, "cond"), np.int64)

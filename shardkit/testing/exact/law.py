@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.jaxprs import walk, without_unused
+from shardkit._jax.dependence import without_unused
+from shardkit._jax.jaxprs import walk
 from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.plans.axis_types import auto_mesh

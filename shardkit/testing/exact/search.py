@@ -1,8 +1,9 @@
 """Which equation of a wrong program is the mistake: one whose repair makes the result right.
 
 A run of the program is recorded, every value with the equation that made it. Suspected is what the wrong result follows
-from. Of these equations the repairs of `repairs.py` are tried, each by one more run, likely mistakes first; what makes
-the result right must do so with other numbers too. Equations of a Python loop that was unrolled are repaired together.
+from. Of these equations the repairs of `proposals.py` are tried, each by one more run, likely mistakes first; what
+makes the result right must do so with other numbers too. Equations of a Python loop that was unrolled are repaired
+together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, Unk
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
-from shardkit.testing.exact.repairs import Call, Change, Repair, Values, repairs
+from shardkit.testing.exact.proposals import propose_repairs
+from shardkit.testing.exact.repairs import Call, Change, Repair, Values
 from shardkit.testing.exact.rules.operands import Operand
 
 # How many runs are tried, and equations of all of them: a minute, of the largest programs that are proved.
@@ -349,7 +351,7 @@ class Search:
         return self if self.index is None else Search(programs, record, results[self.index], wanted, self.index)
 
     def _repairs(self, place: Call, sizes: Sequence[int]) -> list[Repair]:
-        return list(repairs(self.field, place, self.record.readable.get(id(place.equation), ()), sizes))
+        return list(propose_repairs(self.field, place, self.record.readable.get(id(place.equation), ()), sizes))
 
 
 def _loops(suspects: Mapping[int, Call]) -> set[int]:

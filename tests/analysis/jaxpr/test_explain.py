@@ -56,6 +56,20 @@ def test_an_implicit_cast_pays_with_an_all_reduce(outside):
     assert str(row) == f"all_reduce over 'data', 'model' of 256 bytes, at {line(implicit)}: {row.why}"
 
 
+def numbered(params, x):
+    return jnp.sum(x @ (params["w"] * lax.axis_index(BOTH).astype(jnp.float32)))
+
+
+def test_a_device_number_is_named_by_its_type_and_line():
+    """It is made of no operand, whose name it could have."""
+    (row,) = gradient(numbered)
+    place = line(numbered).split(" ")[0]
+    assert row.why == (
+        f"params['w'] is invariant over 'data', 'model' and is used with the float32[] of {place}, which varies over "
+        "them; the gradient of the cast is a sum."
+    )
+
+
 def test_a_cast_that_was_asked_for():
     (row,) = gradient(asked)
     assert row.source == line(asked)

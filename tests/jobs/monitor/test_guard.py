@@ -307,7 +307,7 @@ def test_a_full_pipe_holds_nothing_up():
         while True:
             os.write(full, b"x" * 4096)
     os.set_blocking(full, True)
-    code, _ = alone("monitor.failed(ValueError, ValueError('no'))", stderr=full)
+    code, _ = alone("monitor.report_error(ValueError, ValueError('no'))", stderr=full)
     os.close(out)
     os.close(full)
     assert code == -signal.SIGKILL

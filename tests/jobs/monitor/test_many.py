@@ -6,14 +6,16 @@ import os
 import random
 import resource
 import socket
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from shardkit.jobs.monitor import rendezvous
-from shardkit.jobs.monitor.agreement import Agreement, hash_components
-from shardkit.jobs.monitor.judge import _ORDER, Deadlines, Known, fault
-from shardkit.jobs.monitor.main import Monitor, beat
+from shardkit.jobs.monitor import agreement, rendezvous
+from shardkit.jobs.monitor.judge import find_fault
+from shardkit.jobs.monitor.main import Monitor, choose_beat
+from shardkit.jobs.monitor.members import PHASE_ORDER, Deadlines, Member
 from shardkit.runtime.channel import place
 from shardkit.runtime.channel.place import Place, name_processes
 from shardkit.runtime.channel.recorder import Status
@@ -27,34 +29,80 @@ def message(seed, **more):
     return {"components": {"seed": seed}, "lines": ["a"], "collectives": {}, "step": 0, "batch": "float32[8]"} | more
 
 
-def test_agreement_waits_for_all():
-    agreement = Agreement(2)
-    one = hash_components(message("1"))
-    assert agreement.take_hash(0, "0:0", one) is None
-    assert agreement.take_hash(1, "5:1", one) is None  # another program: not yet its turn
-    assert agreement.take_hash(1, "0:0", one) == []
+class Store:
+    """Stands in for the key-value store of jax's coordination service; counts what was written."""
+
+    def __init__(self):
+        self.values, self.written, self.changed = {}, [], threading.Condition()
+
+    def tell_processes(self, key, value):
+        with self.changed:
+            self.values[key] = value
+            self.written.append(key)
+            self.changed.notify_all()
+
+    def told(self, key, timeout):
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.values, timeout)
+            return self.values.get(key)
+
+    def drop_values(self, key):
+        with self.changed:
+            self.values = {each: value for each, value in self.values.items() if not each.startswith(f"{key}/")}
 
 
-def test_one_of_each_kind_is_asked_for_its_fingerprint():
+def agreed(monkeypatch, seeds, name="1/0/0:0", late=()):
+    """A process for each seed compares, those in `late` last: the store, how many went on, what process 0 says."""
+    store, went_on, said = Store(), [], []
+    monkeypatch.setattr(agreement, "backends", store)
+    monkeypatch.setattr(agreement, "_wait_for_end", lambda: went_on.pop())
+
+    def come(rank):
+        went_on.append(rank)  # and those that wait for their end take one back
+        monitor = SimpleNamespace(place=Place("", 0, rank, len(seeds), 0.0, False), tell=said.append)
+        agreement.agree(monitor, name, message(seeds[rank]))
+
+    ranks = sorted(range(len(seeds)), key=lambda rank: rank in late)
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for rank, thread in zip(ranks, threads, strict=True):
+        if rank in late:
+            assert not said and f"shardkit/programs/{name}/asked" not in store.values
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    return store, len(went_on), [each["differs"] for each in said]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_agreement_waits_for_all(monkeypatch, late):
+    """And leaves one short value in the service."""
+    store, went_on, said = agreed(monkeypatch, ["1", "1", "1"], late=[late])
+    assert went_on == 3 and not said
+    assert store.values == {"shardkit/programs/1/0/0:0/asked": "[]"}
+
+
+def test_one_of_each_kind_is_asked_for_its_fingerprint(monkeypatch):
     """All sent theirs, with a hash of every line: 1.6 GB at process 0 for 10,000 processes."""
-    agreement, seeds = Agreement(5), ["1", "2", "1", "2", "2"]
-    asked = [agreement.take_hash(rank, "0:0", hash_components(message(seed))) for rank, seed in enumerate(seeds)]
-    assert asked == [None, None, None, None, [0, 1]]
-    assert agreement.take_fingerprint(3, "0:0", message("9")) is None  # not asked
-    assert agreement.take_fingerprint(1, "0:0", message("2")) is None
-    assert agreement.take_fingerprint(0, "0:0", message("1")) == (
+    store, went_on, said = agreed(monkeypatch, ["1", "2", "1", "2", "2"])
+    assert went_on == 0
+    assert [key for key in store.written if "fingerprint" in key] == ["shardkit/programs/1/0/0:0/fingerprint/1"]
+    assert said == [
         "stopped before step 0: all processes must run the same program with the same settings; they differ in seed (1 "
         "on processes 0, 2, 2 on process 1)"
-    )
+    ]
 
 
-def test_where_all_differ_some_are_compared_and_many_are_named_by_runs():
-    agreement = Agreement(100)
-    asked = [agreement.take_hash(rank, "0:0", hash_components(message(str(rank)))) for rank in range(100)]
-    assert asked[-1] == list(range(16))
-    told = [agreement.take_fingerprint(rank, "0:0", message(str(rank))) for rank in asked[-1]]
-    assert told[:-1] == [None] * 15
-    assert told[-1].endswith(
+def test_a_process_alone_agrees_without_jax(monkeypatch):
+    monkeypatch.setattr(agreement, "backends", None)
+    agreement.agree(SimpleNamespace(place=Place("", 0, 0, 1, 0.0, False)), "1/0/0:0", message("1"))
+
+
+def test_where_all_differ_some_are_compared_and_many_are_named_by_runs(monkeypatch):
+    store, went_on, said = agreed(monkeypatch, [str(rank) for rank in range(100)])
+    assert went_on == 0
+    assert json.loads(store.values["shardkit/programs/1/0/0:0/asked"]) == list(range(16))
+    assert said[0].endswith(
         "they differ in seed (1 on processes 1 to 15, 0 on process 0); 84 further processes differ too"
     )
     assert name_processes([3]) == "process 3"
@@ -72,13 +120,13 @@ def test_no_fault_is_found_before_it_is_due():
             done = draw.randrange(3, 6)
             ages = [draw.choice([0.1, 0.1, 5.0, 5.0, 9.85, 10.05, 61.0]) for _ in range(3)]
             status = Status(
-                draw.choice([*_ORDER]), draw.randrange(3, 7), ages[0], done + draw.randrange(2), done, ages[1]
+                draw.choice([*PHASE_ORDER]), draw.randrange(3, 7), ages[0], done + draw.randrange(2), done, ages[1]
             )
             marks = {name: draw.random() < 0.05 for name in ("gone", "left", "stopped")}
             cause = draw.choice([""] * 20 + ["ValueError: x"])
-            known[rank] = Known(status, now - draw.choice([0.1, 0.1, 0.1, 3.0, 30.5]), cause=cause, **marks)
-            known[rank].expect(LIMITS)
-        if fault(known, LIMITS, now):
+            known[rank] = Member(status, now - draw.choice([0.1, 0.1, 0.1, 3.0, 30.5]), cause=cause, **marks)
+            known[rank].set_due(LIMITS)
+        if find_fault(known, LIMITS, now):
             found += 1
             assert now >= min(each.due for each in known.values()), known
     assert 300 < found < 1700
@@ -100,9 +148,9 @@ class Rank(int):
 def test_the_time_of_a_judgement_grows_with_the_processes_and_no_faster(stopped):
     """Each late rank was looked for in the list of all that were: 50 million comparisons for 10,000 of them."""
     late = Status("step", 5, 11.0, 5, 4, 11.0)
-    known = {Rank(rank): Known(late, 1000.0, stopped=0 < rank <= stopped) for rank in range(2000)}
+    known = {Rank(rank): Member(late, 1000.0, stopped=0 < rank <= stopped) for rank in range(2000)}
     Rank.compared = 0
-    said = fault(known, LIMITS, 1000.0).text
+    said = find_fault(known, LIMITS, 1000.0).text
     names = "processes 0 to 1999 timed out in step 5: 11.0 s, deadline 10 s"
     assert said == (
         "process 1 is stopped (SIGSTOP?) in step 5; processes 0, 1000 to 1999 wait in step 5" if stopped else names
@@ -133,33 +181,21 @@ def said(line):
     return list(line.read())
 
 
-def test_the_hash_goes_first_and_the_rest_when_it_is_asked_for(monkeypatch, opened):
-    told = []
-    monkeypatch.setattr("shardkit.jobs.monitor.main._say", told.append)
+def test_what_differs_is_reported_to_all(opened):
+    """By process 0, whose program was compared with those of the others; a stranger's escapes are not printed."""
     hub, (one, two) = monitors(opened, 3)
-    member, (there,) = monitors(opened, 3, rank=1)
-    ours, other = message("1", program="0:0"), message("2", program="0:0")
-    member._hear(1, other)
-    assert said(there) == [{"program": "0:0", "digest": hash_components(other)}]
-    member._hear(0, {"ask": "0:0"})
-    assert said(there) == [other]
-    for same in (True, False):
-        hub._hear(0, ours)
-        hub._hear(2, {"program": "0:0", "digest": hash_components(ours)})
-        hub._hear(1, {"program": "0:0", "digest": hash_components(ours if same else other)})
-        if same:
-            assert said(one) == said(two) == told == [{"agreed": "0:0"}] and not hub.programs
-    assert said(one) == [{"ask": "0:0"}] and not said(two) and not hub.over
-    hub._hear(1, other)
-    assert hub.over.endswith("they differ in seed (2 on process 1, 1 on process 0)") and said(two) == [
-        {"over": hub.over, "lost": False, "hung": []}
-    ]
+    hub.handle(0, {"differs": "stopped before step 0: \x1b[2J"})
+    assert hub.verdict == "stopped before step 0: \\x1b[2J"
+    assert said(one) == said(two) == [{"over": hub.verdict, "lost": False, "hung": []}]
+    hub.verdict = ""
+    hub.handle(1, {"differs": "x"})  # only the process of this monitor says so
+    assert not hub.verdict
 
 
 def test_where_the_process_at_fault_runs_is_said_and_what_hangs_prints_its_stacks(monkeypatch, opened):
     """A job's log named a process, and not the machine to look at."""
     told = []
-    monkeypatch.setattr("shardkit.jobs.monitor.main._say", told.append)
+    monkeypatch.setattr("shardkit.jobs.monitor.main._tell_process", told.append)
     monkeypatch.setattr("shardkit.jobs.monitor.main._wait_until", lambda *_: None)
     monkeypatch.setattr("os.kill", lambda *_: None)
     monkeypatch.setattr("os._exit", lambda *_: None)
@@ -167,23 +203,24 @@ def test_where_the_process_at_fault_runs_is_said_and_what_hangs_prints_its_stack
         told.clear()
         hub, (line,) = monitors(opened, 2)
         member, _ = monitors(opened, 2, rank=1)
-        assert member.known[1].host == socket.gethostname()
-        member.known[1].host = "node1"
-        hub.known[0].host = "node0"
+        assert member.members[1].host == socket.gethostname()
+        member.members[1].host = "node1"
+        hub.members[0].host = "node0"
         hub.deadlines = LIMITS
-        hub._hear(1, json.loads(json.dumps(member._own())))
-        for rank, each in hub.known.items():
-            each.status, each.heard = Status("data", 5, 10.5 if rank == hung else 1.0, 4, 4, 1.0), time.monotonic()
-            each.expect(LIMITS)
-        hub._judge(time.monotonic())
+        hub.handle(1, json.loads(json.dumps(member.make_status())))
+        for rank, each in hub.members.items():
+            each.status, each.arrival = Status("data", 5, 10.5 if rank == hung else 1.0, 4, 4, 1.0), time.monotonic()
+            each.set_due(LIMITS)
+        hub.judge(time.monotonic())
         assert (
-            hub.over == f"process {hung} on node{hung} timed out waiting for the data of step 5: 10.5 s, deadline 10 s"
+            hub.verdict
+            == f"process {hung} on node{hung} timed out waiting for the data of step 5: 10.5 s, deadline 10 s"
         )
-        member._hear(0, *said(line))
+        member.handle(0, *said(line))
         for each in (hub, member):
             each.printed = True
             each.inbox.closed = True
-            each._end()
+            each.end()
         assert [message["stacks"] for message in told] == [not hung, bool(hung)]
 
 
@@ -194,19 +231,19 @@ def test_in_a_large_job_a_deadline_is_no_fault_until_all_have_spoken_again(opene
     late, well = (Status("step", 5, 10.5, 5, 4, 10.5), Status("step", 6, 0.5, 6, 5, 0.5))
     for status, over in ((well, False), (late, True)):
         now = time.monotonic()
-        for each in watching.known.values():
-            each.status, each.heard = late, now
-            each.expect(LIMITS)
-        watching.rests = 0.0
-        watching._judge(now)
-        assert not watching.over
-        for each in watching.known.values():
-            each.status, each.heard = status, now + 0.9
-            each.expect(LIMITS)
-        watching.rests = 0.0
-        watching._judge(now + 0.9)
-        assert bool(watching.over) == over
-    assert (beat(2), beat(2_500), beat(10_000)) == (0.25, 0.25, 1.0)
+        for each in watching.members.values():
+            each.status, each.arrival = late, now
+            each.set_due(LIMITS)
+        watching.rest_until = 0.0
+        watching.judge(now)
+        assert not watching.verdict
+        for each in watching.members.values():
+            each.status, each.arrival = status, now + 0.9
+            each.set_due(LIMITS)
+        watching.rest_until = 0.0
+        watching.judge(now + 0.9)
+        assert bool(watching.verdict) == over
+    assert (choose_beat(2), choose_beat(2_500), choose_beat(10_000)) == (0.25, 0.25, 1.0)
 
 
 def test_a_limit_of_files_below_the_number_of_processes_is_a_sentence(monkeypatch):
@@ -252,6 +289,6 @@ def test_the_ranks_that_are_missing_are_found_from_the_lowest_on():
     meeting._place, meeting._hellos, meeting._lowest = Place("", 0, 0, 2000, 0.0, False), Looked({0: None}), 1
     for rank in range(1, 2000):
         meeting._hellos[rank] = None
-        missing = list(itertools.islice(meeting._missing(), 8))
+        missing = list(itertools.islice(meeting._find_missing(), 8))
         assert not set(missing) & set(meeting._hellos)
     assert missing == [] and Looked.looks < 20 * 2000

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardkit.jobs.monitor import rendezvous
-from shardkit.jobs.monitor.rendezvous import Hello, Refused, meet
+from shardkit.jobs.monitor import introduction, rendezvous
+from shardkit.jobs.monitor.introduction import Hello
+from shardkit.jobs.monitor.rendezvous import Refused, meet
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place, bind_address
 from shardkit.runtime.channel.wire import escape
@@ -78,7 +79,7 @@ def strange(port, *lines):
 
 def forged(token="guessed", **changed):
     """The introduction of process 1 of 3 as somebody without the token makes it up."""
-    message = rendezvous.hello_message(Hello(1, 3, HOST, "127.0.0.1", True, "0" * 32), token)
+    message = introduction.make_hello_message(Hello(1, 3, HOST, "127.0.0.1", True, "0" * 32), token)
     return json.dumps({**message, **changed}).encode() + b"\n"
 
 
@@ -149,7 +150,7 @@ def test_strangers_are_not_in_the_way():
 
 def test_a_host_name_that_leads_nowhere():
     one = Hello(0, 2, "a", "10.0.0.1", True, "")
-    refusal = rendezvous._address_refusal
+    refusal = rendezvous._refuse_addresses
     one_host = {0: one._replace(address="127.0.1.1"), 1: one._replace(address="127.0.1.1")}
     assert not refusal({0: one, 1: one._replace(host="b", address="10.0.0.2")})
     assert not refusal(one_host)
@@ -166,11 +167,11 @@ def test_a_host_name_that_leads_nowhere():
 def test_a_name_that_leads_nowhere_on_the_only_host():
     """Gloo's assertion, of a line of its sources, ended every process."""
     one = Hello(0, 2, "a", "", True, "")
-    assert rendezvous._address_refusal({0: one, 1: one._replace(rank=1)}) == (
+    assert rendezvous._refuse_addresses({0: one, 1: one._replace(rank=1)}) == (
         "initialize: the host name 'a' of process 0 must resolve to an address; it does not resolve. Give "
         "it an address in /etc/hosts or DNS on that host."
     )
-    assert not rendezvous._address_refusal({0: one._replace(cpu=False), 1: one._replace(rank=1, cpu=False)})
+    assert not rendezvous._refuse_addresses({0: one._replace(cpu=False), 1: one._replace(rank=1, cpu=False)})
 
 
 def test_a_host_of_ipv6_alone_is_introduced_by_its_address(monkeypatch):
@@ -182,9 +183,9 @@ def test_a_host_of_ipv6_alone_is_introduced_by_its_address(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", found)
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     place = Place("::1", 1, 1, 2, 1.0, True)
-    hello = rendezvous.own_hello(place)
+    hello = introduction.describe_process(place)
     assert hello.address == "fe80::1" and place.address == "[::1]:1"
-    assert rendezvous.parse_hello(rendezvous.hello_message(hello, ""), "") == hello
+    assert introduction.parse_hello(introduction.make_hello_message(hello, ""), "") == hello
 
 
 def test_a_process_without_the_token_is_turned_away(monkeypatch):
@@ -232,7 +233,7 @@ def test_who_pretends_to_be_process_0_is_not_believed(token):
                 with connection:
                     connection.recv(1 << 16)
                     for message in ({"welcome": True}, {"refused": "\x1b[2J"}, {"missing": [1]}, {"missing": ["x"]}):
-                        line = json.dumps(rendezvous.signed(message, token)).encode() + b"\n"
+                        line = json.dumps(introduction.sign(message, token)).encode() + b"\n"
                         connection.sendall(line)
 
         threading.Thread(target=answers, daemon=True).start()
@@ -303,8 +304,8 @@ def test_no_message_of_a_stranger_has_an_effect(messages):
 def test_an_introduction_beyond_its_limits_is_none(wrong):
     """Of a job without a token, too, in which whoever comes can sign: number 7 of 3 would have been counted as come."""
     right = Hello(2, 3, "host", "10.0.0.1", True, "0" * 32)
-    assert rendezvous.parse_hello(rendezvous.hello_message(right, ""), "") == right
-    assert rendezvous.parse_hello(rendezvous.hello_message(right._replace(**wrong), ""), "") == ""
+    assert introduction.parse_hello(introduction.make_hello_message(right, ""), "") == right
+    assert introduction.parse_hello(introduction.make_hello_message(right._replace(**wrong), ""), "") == ""
 
 
 def test_a_line_without_an_end_costs_little():
@@ -365,8 +366,8 @@ def test_who_says_nothing_has_to_go(limit, at_most, monkeypatch):
 def test_text_of_others_cannot_forge_lines():
     assert escape("node\n[0] step 9 loss 0.0\x1b[2J\ud800") == "node\\n[0] step 9 loss 0.0\\x1b[2J\\ud800"
     assert len(escape("x" * 10**6)) == 2000
-    message = rendezvous.hello_message(Hello(1, 2, "a\nb", "", True, "0" * 32), "")
-    assert rendezvous.parse_hello(message, "").host == "a\\nb"
+    message = introduction.make_hello_message(Hello(1, 2, "a\nb", "", True, "0" * 32), "")
+    assert introduction.parse_hello(message, "").host == "a\\nb"
 
 
 def test_the_smallest_address_is_listened_on():
@@ -374,10 +375,10 @@ def test_the_smallest_address_is_listened_on():
     assert bind_address("localhost") in ("127.0.0.1", "::1")
     assert bind_address("192.0.2.1") == ""  # of a service in front of this machine
     assert bind_address("no-such-host.invalid") == bind_address("x" * 64) == ""
-    with rendezvous._listener(Place("127.0.0.1", jobs.free_port(), 0, 2, 1.0, True)) as listener:
+    with rendezvous._listen(Place("127.0.0.1", jobs.free_port(), 0, 2, 1.0, True)) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_a_name_that_is_no_host_name_is_an_introduction_too(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "n" * 64)  # gethostbyname raises a UnicodeError
-    assert rendezvous.own_hello(Place("", 0, 1, 2, 1.0, True)).address == ""
+    assert introduction.describe_process(Place("", 0, 1, 2, 1.0, True)).address == ""

@@ -16,9 +16,11 @@ import pytest
 
 import shardkit as sk
 from shardkit.jobs.monitor.agreement import compare_fingerprints
-from shardkit.jobs.monitor.guard import Guard, _plain, described
-from shardkit.jobs.monitor.judge import Deadlines, Known, called_apart, fault
+from shardkit.jobs.monitor.fingerprint import describe_batch, replace_value
+from shardkit.jobs.monitor.guard import Guard
+from shardkit.jobs.monitor.judge import find_different_batches, find_fault
 from shardkit.jobs.monitor.main import Monitor
+from shardkit.jobs.monitor.members import Deadlines, Member
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel import recorder as record
 from shardkit.runtime.channel.client import MonitorClient
@@ -49,11 +51,11 @@ def at(phase, step, seconds=1.0, *, flying=None, heard=0.1, **more):
     """A process in a phase since so many seconds; `flying`: its devices are in that step, since as long."""
     last = step if phase in ("user code", "evaluate", "save", "commit", "end") else step - 1
     status = Status(phase, step, seconds, last, last if flying is None else flying - 1, seconds)
-    return Known(status, NOW - heard, **more)
+    return Member(status, NOW - heard, **more)
 
 
 def said(*known, limits=LIMITS):
-    found = fault(dict(enumerate(known)), limits, NOW)
+    found = find_fault(dict(enumerate(known)), limits, NOW)
     return found and found.text
 
 
@@ -211,10 +213,10 @@ def test_who_is_silent_excuses_nobody_and_what_follows_is_given_time():
     )
     assert said(at("step", 6, 11), at("compile", 6, 5)) is None
     gloo = at("step", 6, cause="JaxRuntimeError: Gloo: Connection closed by peer")
-    assert fault({0: gloo}, LIMITS, NOW).wait == 2.0
-    assert fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).wait == 0.3
-    assert fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).primary
-    assert fault({0: at("step", 6, 11)}, LIMITS, NOW).wait == 0.0
+    assert find_fault({0: gloo}, LIMITS, NOW).wait == 2.0
+    assert find_fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).wait == 0.3
+    assert find_fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).primary
+    assert find_fault({0: at("step", 6, 11)}, LIMITS, NOW).wait == 0.0
 
 
 def message(**components):
@@ -226,7 +228,7 @@ def test_what_an_engine_may_start_again():
     """A process that died or does not answer, and errors that follow from that; no fault of the program itself."""
 
     def lost(*known, now=NOW):
-        return fault(dict(enumerate(known)), LIMITS, now).lost
+        return find_fault(dict(enumerate(known)), LIMITS, now).lost
 
     well = at("step", 6)
     assert lost(well, at("step", 6, gone=True))
@@ -253,8 +255,8 @@ def test_what_differs_is_named():
 
 
 def test_sets_do_not_differ_and_a_program_that_does_is_told_by_line_and_collectives():
-    assert _plain({"b", "a"}) == ["a", "b"]
-    assert _plain(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
+    assert replace_value({"b", "a"}) == ["a", "b"]
+    assert replace_value(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
     one = message(program="p", lines=["a", "b", "c"]) | {"collectives": {"all_reduce": 2}, "step": 3}
     other = message(program="q", lines=["a", "x"]) | {"collectives": {"all_gather": 1}, "step": 3}
     assert compare_fingerprints({0: one, 1: other, 2: one}) == (
@@ -273,11 +275,11 @@ def calls(*runs, phase="user code", everywhere=True, loop=1, host=""):
     """A process that called its steps with these batches: `("a", 0, 4)`, steps 0 to 4, by a program of that name."""
     batches = tuple(Batches(f"program {name}", name, everywhere, loop, *steps) for name, *steps in runs)
     last = batches[-1].last
-    return Known(Status(phase, last, 1.0, last, last, 1.0, batches), NOW, host=host)
+    return Member(Status(phase, last, 1.0, last, last, 1.0, batches), NOW, host=host)
 
 
 def apart(*known):
-    found = called_apart(dict(enumerate(known)))
+    found = find_different_batches(dict(enumerate(known)))
     return found and found.text
 
 
@@ -303,7 +305,7 @@ def test_who_calls_a_step_with_another_batch_is_named():
     # A program on some devices, whose process waits for others that do not compare: it could never go on.
     waits = calls(("a", 0, 4), ("b", 5, 5), phase="compare", everywhere=False)
     assert apart(calls(("a", 0, 7), everywhere=False), waits) == text.format("b (process 1), a (process 0)")
-    found = called_apart({0: usual, 1: short})
+    found = find_different_batches({0: usual, 1: short})
     assert found.primary and not found.lost and found.wait == 1.0
 
 
@@ -315,30 +317,30 @@ def test_processes_that_call_the_same_are_not_told_apart():
         calls(("a", 6, 9), ("b", 10, 10)),  # has forgotten what was before
         calls(("c", 0, 6), loop=2),  # has begun the next loop
         calls(("c", 0, 6), everywhere=False),  # on devices of its own, as a worker of DiLoCo
-        Known(),  # has no guard yet
+        Member(),  # has no guard yet
     ):
         assert apart(usual, other) is None and apart(other, usual) is None
     # An array that the program does not use may have another shape, and one batch may be that of two functions.
     batches = Batches("p", "float32[8], int32[3]", True, 1, 0, 5)
     for change in ({"batch": "float32[8], int32[4]"}, {"program": "q"}):
         statuses = [Status(batches=(each,)) for each in (batches, batches._replace(**change))]
-        assert apart(*map(Known, statuses)) is None
+        assert apart(*map(Member, statuses)) is None
 
 
 def test_the_other_batch_ends_a_job_before_any_deadline():
     ours, theirs = socket.socketpair()
     watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(ours)])
     with ours, theirs:
-        watching.known[0].status = calls(("a", 0, 5)).status
+        watching.members[0].status = calls(("a", 0, 5)).status
         other = calls(("a", 0, 4), ("b", 5, 5)).status
-        theirs.sendall(encode(watching._own() | {"status": other}))
-        watching.take(watching.peers[1])
-        assert watching.known[1].status == other
+        theirs.sendall(encode(watching.make_status() | {"status": other}))
+        watching.read(watching.peers[1])
+        assert watching.members[1].status == other
         for after, over in ((0.0, False), (0.9, False), (1.1, True)):
-            watching.rests = 0.0
-            watching._judge(NOW + after)
-            assert bool(watching.over) == over
-        assert watching.over == apart(calls(("a", 0, 5)), calls(("b", 5, 5)))
+            watching.rest_until = 0.0
+            watching.judge(NOW + after)
+            assert bool(watching.verdict) == over
+        assert watching.verdict == apart(calls(("a", 0, 5)), calls(("b", 5, 5)))
 
 
 def test_batches_are_described_as_jax_takes_them():
@@ -348,9 +350,9 @@ def test_batches_are_described_as_jax_takes_them():
         "z": [np.ones((8, 4), np.int32), 2.0, None],
         "name": "s",
     }
-    assert described(batch) == "2 x int32[8,4], bool[3], float32[]"
-    assert described(()) == "no array"
-    one, other = (described([*map(np.ones, range(1, 40)), np.ones(last)]) for last in (50, 51))
+    assert describe_batch(batch) == "2 x int32[8,4], bool[3], float32[]"
+    assert describe_batch(()) == "no array"
+    one, other = (describe_batch([*map(np.ones, range(1, 40)), np.ones(last)]) for last in (50, 51))
     assert one != other and one[:100] == other[:100] and len(one) <= LONGEST_BATCH
 
 
@@ -364,11 +366,14 @@ class LoweredOnly:
         return state / batch.size if batch.size else 1 / 0
 
 
-def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path):
+def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path, monkeypatch):
     recorder, compared = Recorder(str(tmp_path / "ring")), []
-    agree = lambda name, message: compared.append((name, message["batch"], recorder.status))  # noqa: E731
+    monkeypatch.setattr(
+        "shardkit.jobs.monitor.guard.agree",
+        lambda monitor, name, message: compared.append((name, message["batch"], recorder.status)),
+    )
     mesh = sk.make_mesh(jax.devices()[:1], data=1)
-    guard = Guard(SimpleNamespace(recorder=recorder, agree=agree), mesh, {}, 7)
+    guard = Guard(SimpleNamespace(recorder=recorder), mesh, {}, 7)
     step, evaluate = guard.watch(LoweredOnly()), guard.watch(LoweredOnly())
 
     def told():
@@ -381,7 +386,7 @@ def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path
     steps = [("float32[4]", 1, 7, 8), ("float32[2]", 1, 9, 9), ("float32[4]", 1, 10, 10)]
     assert told() == steps
     # It is told before it is compared: who waits for others that do not compare is found by it.
-    assert [name for name, _, _ in compared] == ["7:0", "8:0", "9:1"]
+    assert [name for name, _, _ in compared] == ["1/0/7:0", "1/1/8:0", "1/2/9:1"]
     _, batch, status = compared[2]
     assert (batch, status.phase, status.step, status.batches[-1][1:]) == (
         "float32[2]",
@@ -395,9 +400,9 @@ def test_a_step_is_told_with_its_batch_and_a_call_in_a_phase_is_no_step(tmp_path
         step(1.0, np.ones(0, np.float32))
     step(1.0, np.ones(2, np.float32))
     assert told() == [*steps, ("float32[0]", 1, 11, 11)]
-    again = Guard(SimpleNamespace(recorder=recorder, agree=agree), mesh, {}, 0).watch(LoweredOnly())
+    again = Guard(SimpleNamespace(recorder=recorder), mesh, {}, 0).watch(LoweredOnly())
     again(1.0, np.ones(4, np.float32))
-    assert told()[-1] == ("float32[4]", 2, 0, 0)
+    assert told()[-1] == ("float32[4]", 2, 0, 0) and compared[-1][0] == "2/0/0:0"
 
 
 def test_the_record_keeps_the_last_batches(tmp_path):
@@ -558,14 +563,14 @@ def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
         {"status": ["x", *[0] * 5]},  # of an earlier version
         *[{"status": ["x", *[0] * 5, batches]} for batches in WRONG_BATCHES],
         {"over": []},
-        {"program": []},
+        {"over": "x", "lost": False, "hung": 1},
     ):
         ours, theirs = socket.socketpair()
         watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(ours)])
         with theirs, ours:
             theirs.sendall(encode(words))
-            watching.take(watching.peers[1])
-        assert watching.peers[1].closed and not watching.over and watching.known[1].gone
+            watching.read(watching.peers[1])
+        assert watching.peers[1].closed and not watching.verdict and watching.members[1].gone
 
 
 def test_a_run_that_goes_on_counts_from_there_and_not_what_an_earlier_one_left(tmp_path):
@@ -592,27 +597,27 @@ def test_a_last_word_counts_and_a_monitor_that_was_stopped_blames_no_one(tmp_pat
         watching, words = monitor(tmp_path, parent=0)
         os.write(words, encode(word))
         os.close(words)
-        watching._look(1.0)
-        own = watching.known[0]
+        watching.look_at_process(1.0)
+        own = watching.members[0]
         assert not watching.alive
         assert (own.gone, own.left, own.cause) == (gone, "left" in word, word.get("cause", ""))
     watching, words = monitor(tmp_path, parent=os.getppid())
     os.close(words)
-    known = watching.known[0]
-    known.heard = 100.0
+    known = watching.members[0]
+    known.arrival = 100.0
     for away, heard in ((0.5, 100.0), (99.5, 199.5), (99.5, 200.0)):
-        watching._excuse(away, 200.0)
-        assert known.heard == heard
+        watching.excuse_silence(away, 200.0)
+        assert known.arrival == heard
 
 
 def test_a_long_message_may_take_its_time():
     left, right = socket.socketpair()
     with left, right:
-        long, got, lines = {"lines": ["00000000"] * 1_000_000}, [], MessageStream(right)
+        long, got, lines = {"differs": "x" * 1_000_000}, [], MessageStream(right)
         sending = threading.Thread(target=MessageStream(left).send, args=(long,))
         sending.start()
         while not got:
-            time.sleep(0.01)  # about 2 s in all
+            time.sleep(0.1)  # about 2 s in all
             got = list(lines.read())
         sending.join()
         assert got == [long]

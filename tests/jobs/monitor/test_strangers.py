@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.jobs.monitor import rendezvous
-from shardkit.jobs.monitor.rendezvous import Hello, meet
+from shardkit.jobs.monitor import introduction, rendezvous
+from shardkit.jobs.monitor.introduction import Hello
+from shardkit.jobs.monitor.rendezvous import meet
 from shardkit.runtime.channel.place import Place
 from shardkit.runtime.channel.wire import encode
 from support import jobs
@@ -22,7 +23,7 @@ LATE = (
     "import os, runpy, sys, time; time.sleep(4 * int(os.environ['JAX_PROCESS_ID'])); sys.argv = sys.argv[1:]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
-FORGED = encode(rendezvous.hello_message(Hello(1, 2, "node1", "127.0.0.1", True, "0" * 32), "guessed"))
+FORGED = encode(introduction.make_hello_message(Hello(1, 2, "node1", "127.0.0.1", True, "0" * 32), "guessed"))
 CLOSED = b"closed at once"
 
 
@@ -173,4 +174,4 @@ def test_who_stays_and_says_too_much_is_closed_and_counted():
 @pytest.mark.check
 def test_the_longest_introduction_is_short_enough():
     longest = Hello((1 << 20) - 1, 1 << 20, "\U0001f600" * 255, ":".join(["ffff"] * 8), False, "f" * 32)
-    assert len(encode(rendezvous.hello_message(longest, "secret"))) < rendezvous._LONGEST
+    assert len(encode(introduction.make_hello_message(longest, "secret"))) < rendezvous._LONGEST

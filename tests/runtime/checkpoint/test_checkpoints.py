@@ -29,9 +29,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkit as sk
 from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
-from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
+from shardkit.runtime.checkpoint.portable import flatten_state, to_portable
 from shardkit.runtime.checkpoint.reading import DamagedError
-from shardkit.runtime.checkpoint.record import _seal
+from shardkit.runtime.checkpoint.record import crc_of
 from shardkit.runtime.data.checksums import checksum
 from support.checkpoint_child import digests
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
@@ -44,7 +44,7 @@ from support.trees import assert_laid_out
 
 def bits(state: Any) -> dict[str, np.ndarray]:
     """Every leaf of a state in portable form, on the host."""
-    return {path: np.asarray(x) for path, x in to_portable(leaves_of("test", state)).items()}
+    return {path: np.asarray(x) for path, x in to_portable(flatten_state("test", state)).items()}
 
 
 def assert_same(actual: Any, wanted: Any) -> None:
@@ -261,7 +261,7 @@ def test_dtypes_that_are_not_stored_are_refused(dtype, tmp_path):
         f"save: every leaf must have a dtype that XLA and orbax support; leaf 'params.w' is {dtype}. Convert it, for "
         "example to uint8."
     ):
-        leaves_of("save", sk.TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=lay), {"w": bit}, (), None))
+        flatten_state("save", sk.TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=lay), {"w": bit}, (), None))
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
@@ -537,7 +537,7 @@ def test_damage_is_found_and_named(tmp_path):
 
     def sealed(record: Any, **changes: Any) -> None:
         record["shardkit"].update(changes)
-        record["crc32"] = _seal(record["shardkit"])
+        record["crc32"] = crc_of(record["shardkit"])
 
     where += " cannot be restored:"
     foreign = f"{where} its record is damaged, or not from shardkit. {older}"
@@ -728,13 +728,13 @@ def test_what_says_nothing_of_the_files_and_too_little_memory_are_no_damage(tmp_
     target = saved(tmp_path, 1, 2)
     text = "UNAVAILABLE: Error opening [os_error_code='24']"
     for error in (OSError(errno.EMFILE, "Too many open files"), ValueError(text)):
-        monkeypatch.setattr(reading, "load", Mock(side_effect=error))
+        monkeypatch.setattr(reading, "load_arrays", Mock(side_effect=error))
         assert refused(lambda: restored(tmp_path, target), RuntimeError) == (
             f"restore: step 2 of '{tmp_path}' could not be read: Too many open files. The step may be intact: fix the "
             "cause, then restore again."
         )
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
-        monkeypatch.setattr(reading, "load", Mock(side_effect=error))
+        monkeypatch.setattr(reading, "load_arrays", Mock(side_effect=error))
         with pytest.raises(type(error)) as caught:
             restored(tmp_path, target)
         assert caught.value is error

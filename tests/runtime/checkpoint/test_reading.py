@@ -17,7 +17,7 @@ import shardkit as sk
 from shardkit.runtime.checkpoint import checkpoints as module
 from shardkit.runtime.checkpoint import orbax_io, reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
-from shardkit.runtime.checkpoint.portable import leaf_record
+from shardkit.runtime.checkpoint.portable import describe_leaf
 from shardkit.runtime.checkpoint.record import make_record, seal
 from shardkit.runtime.data import checksums
 from support.checkpoint_runs import restored, save
@@ -100,10 +100,10 @@ class Copying:
 
 # Read into one buffer and copied into another, a restore took two and a half times the memory of the state.
 def test_a_restore_reads_into_the_memory_where_it_stays(tmp_path, monkeypatch):
-    state, buffers, aligned = state_of(w=(jnp.arange(4096.0), DATA)), [], reading._aligned
+    state, buffers, aligned = state_of(w=(jnp.arange(4096.0), DATA)), [], reading._allocate
     directory = tmp_path / "a%20b#c|d"  # a URL with this path is refused, or is that of another directory
     save(directory, state)
-    monkeypatch.setattr(reading, "_aligned", lambda *of: (buffers.append(aligned(*of)), buffers[-1])[1])
+    monkeypatch.setattr(reading, "_allocate", lambda *of: (buffers.append(aligned(*of)), buffers[-1])[1])
     found = restored(directory, state)[0].params["w"]
     ours = {buffer.ctypes.data for buffer in buffers}
     assert {shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards} <= ours
@@ -116,7 +116,7 @@ def test_a_restore_reads_into_the_memory_where_it_stays(tmp_path, monkeypatch):
 def test_what_was_written_whole_and_compressed_is_read(tmp_path):
     state = state_of(w=(jnp.arange(64.0).reshape(8, 8), PartitionSpec("data", "model")))
     arrays = {"step": state.step, "params.w": state.params["w"]}
-    record = make_record(1, 5, None, None, {path: leaf_record(x) for path, x in arrays.items()})
+    record = make_record(1, 5, None, None, {path: describe_leaf(x) for path, x in arrays.items()})
     seal(record, checksums.checksums(arrays))
     ocp.save(tmp_path / "1", arrays, custom_metadata=record)
     found, run = restored(tmp_path, state)

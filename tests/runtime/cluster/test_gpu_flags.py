@@ -8,7 +8,7 @@ import pytest
 
 import shardkit as sk
 from shardkit import bench
-from shardkit.jobs.monitor.guard import _flags as compared
+from shardkit.jobs.monitor.fingerprint import read_flags as compared
 from shardkit.runtime.cluster import gpu_flags
 from support.refusals import refused
 

@@ -25,7 +25,7 @@ def joined(monkeypatch):
     monkeypatch.setattr(backends, "tell_processes", said.__setitem__)
     monkeypatch.setattr(backends, "told", lambda key, timeout: said.get(key) if job.answers else None)
     monkeypatch.setattr(join.client, "start", places.append)
-    monkeypatch.setattr(join.client, "running", lambda: job.running)
+    monkeypatch.setattr(join.client, "find_monitor", lambda: job.running)
     return job, places
 
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 import shardkit as sk
-from shardkit.testing import Row
-from shardkit.testing._plan_traffic import plan_traffic
+from shardkit.plans.traffic import ValueBytes, plan_traffic
 
 pytestmark = pytest.mark.check
 
+BF16 = ValueBytes(compute=2)
 WEIGHTS = {"w": (8, 3)}  # 96 bytes
 STACK = {"layers": (5, 8, 3), "out": (8,)}  # five layers of 96 bytes, and 32
 ODD = {"w": (7, 3)}  # stored as 8 rows
@@ -21,12 +21,12 @@ WHOLE, PART = 3 / 4 * 96, 96 // 4  # what a device gets of the weights from thre
 CASES = {
     "dp": (sk.dp("a"), WEIGHTS, {}, {"a": 2 * WHOLE}),
     "dp, once for all microbatches": (sk.dp("a"), WEIGHTS, {"accumulate": 2}, {"a": 2 * WHOLE}),
-    "dp, sums in float32": (sk.dp("a"), WEIGHTS, {"precision": "bf16"}, {"a": 2 * WHOLE}),
+    "dp, sums in float32": (sk.dp("a"), WEIGHTS, {"value_bytes": BF16}, {"a": 2 * WHOLE}),
     "dp on one device": (sk.dp("a"), WEIGHTS, {"mesh": {"a": 1}}, {}),
     "zero1": (sk.zero1("a", min_size=1), WEIGHTS, {"accumulate": 2}, {"a": 2 * WHOLE}),
     "zero2 reduces each microbatch": (sk.zero2("a", min_size=1), WEIGHTS, {"accumulate": 2}, {"a": 3 * WHOLE}),
     "fsdp": (sk.fsdp("a", **FSDP), WEIGHTS, {"accumulate": 2}, {"a": 2 * WHOLE}),
-    "fsdp gathers in bfloat16": (sk.fsdp("a", **FSDP), WEIGHTS, {"precision": "bf16"}, {"a": 1.5 * WHOLE}),
+    "fsdp gathers in bfloat16": (sk.fsdp("a", **FSDP), WEIGHTS, {"value_bytes": BF16}, {"a": 1.5 * WHOLE}),
     "padded": (sk.fsdp("a", uneven="pad", **FSDP), ODD, {}, {"a": 2 * WHOLE}),
     "padded, once per step": (sk.zero1("a", uneven="pad", **FSDP), ODD, {}, {"a": 2 * WHOLE}),
     "layer by layer": (sk.fsdp("a", **LAYERS), STACK, {}, {"a": 5 * 3 * WHOLE + 2 * 24}),
@@ -57,8 +57,8 @@ CASES = {
 def test_bytes_of_a_step(name):
     plan, shapes, options, wanted = CASES[name]
     options = dict(options)
-    sizes, prefetched = options.pop("mesh", {"a": 4}), options.pop("prefetched", False)
+    sizes = options.pop("mesh", {"a": 4})
     params = {leaf: jax.ShapeDtypeStruct(shape, jnp.float32) for leaf, shape in shapes.items()}
     mesh = sk.abstract_mesh(**sizes)
-    found = plan_traffic(plan, params, mesh, Row(sizes, plan, **options), prefetched=prefetched)
+    found = plan_traffic(plan, params, mesh, **options).sent
     assert {"".join(sorted(axes)): float(sent) for axes, sent in found.items()} == wanted

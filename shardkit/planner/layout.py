@@ -1,0 +1,91 @@
+"""A layout: over how many devices each axis splits a step, in how many microbatches, and what is recomputed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardkit.schedules import Schedule, interleaved, one_f_one_b
+
+REMAT = ("none", "selective", "full")
+INSIDE = ("model", "context", "expert", "stage")  # mesh axes over which the model itself communicates
+
+
+class Layout(NamedTuple):
+    """The mesh sizes and the recomputation of a plan.
+
+    Attributes:
+        data: data-parallel ways, which replicate the state.
+        fsdp: ways over which parameters, gradients and optimizer state are sharded, layer by layer.
+        tensor: tensor-parallel ways, with sequence parallelism.
+        accumulate: microbatches per step.
+        remat: what the backward recomputes: "none", "selective" (the attention scores) or "full" (each layer).
+        context: ways over which each sequence is split, with ring attention in zigzag order.
+        expert: ways over which the experts are split; they split the batch too.
+        stage: stages of a pipeline, which runs 1F1B and recomputes each stage from its input.
+        chunks: chunks of layers on each stage, which the pipeline interleaves.
+        microbatches: microbatches of the pipeline, of each of the `accumulate` ones.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    accumulate: int = 1
+    remat: str = "none"
+    context: int = 1
+    expert: int = 1
+    stage: int = 1
+    chunks: int = 1
+    microbatches: int = 1
+
+    @property
+    def chips(self) -> int:
+        """Number of chips."""
+        return math.prod(self._mesh_sizes().values())
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh axes, without those of size 1 (but one axis at least); the last has the nearest chips."""
+        sizes = {name: size for name, size in self._mesh_sizes().items() if size > 1}
+        return sizes or {"data": 1}
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the examples of a step are split: over devices, and one after the other."""
+        return self.data * self.fsdp * self.expert * self.accumulate * self.microbatches
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The pipeline's schedule; None without stages."""
+        if self.stage == 1:
+            return None
+        if self.chunks == 1:
+            return one_f_one_b(self.stage, self.microbatches)
+        return interleaved(self.stage, self.microbatches, self.chunks)
+
+    def _mesh_sizes(self) -> dict[str, int]:
+        return {
+            "stage": self.stage,
+            "data": self.data,
+            "fsdp": self.fsdp,
+            "expert": self.expert,
+            "context": self.context,
+            "model": self.tensor,
+        }
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={getattr(self, name)}" for name in list_columns([self]))
+
+
+_SELDOM = ("context", "expert", "stage", "chunks", "microbatches")
+
+
+def list_columns(layouts: Sequence[Layout]) -> list[str]:
+    """The fields by which layouts are shown: without axes that all of them do without."""
+    names = layouts[0]._fields if layouts else Layout._fields
+    columns = []
+    for name in names:
+        if name not in _SELDOM or any(getattr(layout, name) > 1 for layout in layouts):
+            columns.append(name)
+    return columns

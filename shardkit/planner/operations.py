@@ -1,0 +1,202 @@
+"""What a device computes in a transformer's train step, operation by operation, and the seconds that it takes.
+
+An operation takes the longer of its FLOPs and the bytes of its operands and results, as `cost.roofline` has it. A
+matmul is one; so is each loop over elements that reads its operands and writes its results once. What `jax.checkpoint`
+repeats is counted as often as it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shardkit.planner.habits import Habits, habits_of
+from shardkit.planner.machine import Machine
+from shardkit.planner.memory import count_saved
+from shardkit.planner.model import Model
+from shardkit.planner.share import Share
+from shardkit.planner.sizes import Sizes, count_sizes
+
+
+class OperationCost(NamedTuple):
+    """The work of one operation.
+
+    Attributes:
+        flops: FLOPs of its matmul.
+        moved: bytes of its operands and results.
+    """
+
+    flops: float
+    moved: float
+
+
+def time_operations(share: Share, machine: Machine) -> float:
+    """Seconds of a step's operations on a device, without the waste of a pipeline."""
+    micro = share.model.layers * time_layer(share, machine) + _time_tables(share, machine)
+    if share.passes > 1:
+        micro += _time([OperationCost(0, 12 * _count_gradients(share))], machine)  # two terms and a sum, in float32
+    seconds = share.passes * micro + _time_update(share, machine)
+    if share.layout.stage > 1:
+        seconds += share.passes * _time_stage_forward(share, machine)
+    return seconds
+
+
+def time_layer(share: Share, machine: Machine) -> float:
+    """Seconds of one layer's operations in a microbatch, forward and backward, with what remat repeats.
+
+    Worked example: a matmul of x[t, D] with w[D, F] takes 2 t D F FLOPs. Backward there are two of the same size, of
+    its output's gradient with w and with x. Under "full" the first is repeated: four in all, where "none" has three.
+    """
+    sizes = count_sizes(share)
+    habits = habits_of(machine.chip)
+    stream = sizes.stream / share.layout.tensor
+    heads = sizes.queries + sizes.keys
+    experts = _count_experts(share)
+    products = [*_count_products(share), *experts]
+    # Norms, residuals, rotations and the activation, in bfloat16, each operand read and each result written once: ten
+    # arrays of the stream's size, two of queries and of keys, and one and a half of gate and up.
+    around = OperationCost(0, 20 * stream + 4 * heads + 3 * sizes.inner)
+    # Their gradients, those of norms partly in float32.
+    around_backward = OperationCost(0, 32 * stream + 4 * heads + 8 * sizes.inner)
+    # Rows of experts moved to their places, back, and summed with their gates; their gradients move as much.
+    routing = OperationCost(0, habits.routing * sizes.rows)
+    # A scan fills the stack of what all layers save with zeros, writes into it, and reads from it.
+    saved = OperationCost(0, 3 * count_saved(share, share.layout.remat))
+
+    repeated: list[OperationCost] = []
+    if share.layout.remat == "selective":
+        repeated = experts
+    elif share.layout.remat == "full":
+        repeated = [*products[:-1], around]  # not the last matmul, whose result nothing needs
+    forward = [*products, around, saved, routing]
+    again = [*repeated, routing]
+    backward = [*products, *products, around_backward, routing]
+    return _time([*forward, *again, *backward], machine) + time_attention(share, machine)
+
+
+def time_attention(share: Share, machine: Machine) -> float:
+    """Seconds of one layer's attention in a microbatch: products, softmax, and what remat repeats.
+
+    A device's tokens are compared with the tokens of one device, and in a ring with those of all of its context ways.
+    """
+    sizes = count_sizes(share)
+    habits = habits_of(machine.chip)
+    softmax = _count_softmax(sizes, share.model, habits)
+    operations = [*softmax, *_count_softmax_backward(sizes, share.model, habits)]
+    if share.layout.remat != "none":
+        operations += softmax
+    return share.layout.context * _time(operations, machine)
+
+
+def _time(operations: Iterable[OperationCost], machine: Machine) -> float:
+    flops_per_second = machine.chip.flops * machine.efficiency
+    seconds = 0.0
+    for operation in operations:
+        seconds += max(operation.flops / flops_per_second, operation.moved / machine.chip.hbm_bandwidth)
+    return seconds
+
+
+def _time_tables(share: Share, machine: Machine) -> float:
+    """Seconds of the head and its loss in a microbatch, forward and backward.
+
+    The lookup of the embedding reads a row for each token, and its gradient adds one, which is little beside the head.
+    """
+    sizes = count_sizes(share)
+    product = 2 * sizes.logits * share.model.hidden
+    return _time(
+        [
+            OperationCost(product, 4 * sizes.logits),  # the logits in float32
+            OperationCost(0, 4 * sizes.logits),  # read for the sum of their exponentials
+            OperationCost(0, 6 * sizes.logits),  # read for their gradient, which is written in bfloat16
+            OperationCost(product, 2 * sizes.logits),  # the gradient of the stream
+            OperationCost(product, 2 * sizes.logits + 4 * sizes.table),  # and that of the head, in float32
+        ],
+        machine,
+    )
+
+
+def _time_update(share: Share, machine: Machine) -> float:
+    """Seconds of what happens once a step."""
+    sizes = count_sizes(share)
+    layer_parts = share.model.layers * sizes.layer / share.layout.fsdp
+    table_parts = sizes.tables * sizes.table / share.layout.fsdp
+    cast = OperationCost(0, (4 + 2) * layer_parts)
+    # Adam reads a gradient and three values of a parameter, and writes three, in float32.
+    adam = OperationCost(0, 7 * 4 * (layer_parts + table_parts))
+    return _time([cast, adam], machine)
+
+
+def _time_stage_forward(share: Share, machine: Machine) -> float:
+    """Seconds of a stage's forward pass at the peak; its backward pass begins with one, from the saved input."""
+    whole_sequence = share.sequence * share.layout.context
+    flops = share.tokens * share.model.flops(whole_sequence) / share.layout.tensor
+    return flops / (machine.chip.flops * machine.efficiency)
+
+
+def _count_gradients(share: Share) -> float:
+    """Elements of the sums of gradients: those of embedding and head are whole until the step's end."""
+    sizes = count_sizes(share)
+    return share.model.layers * sizes.layer / share.layout.fsdp + sizes.tables * sizes.table
+
+
+def _count_products(share: Share) -> list[OperationCost]:
+    """The matmuls of queries, keys, values and output, and of a feed-forward layer without experts."""
+    model = share.model
+    sizes = count_sizes(share)
+    # Elements of the operand and the result: tokens times either side of a matrix. Their product is the matrix times
+    # the tokens squared.
+    ends = [
+        (sizes.stream, sizes.queries),
+        (sizes.stream, sizes.keys),
+        (sizes.stream, sizes.keys),
+        (sizes.queries, sizes.stream),
+    ]
+    if not model.experts:
+        columns = 2 if model.gated else 1
+        width = sizes.inner / columns
+        ends += [(sizes.stream, width)] * columns
+        ends.append((width, sizes.stream))
+    products = []
+    for operand, result in ends:
+        matrix = operand * result / share.tokens**2
+        products.append(OperationCost(2 * matrix * share.tokens, 2 * (operand + matrix + result)))
+    return products
+
+
+def _count_experts(share: Share) -> list[OperationCost]:
+    """The matmuls of a device's experts, each with all their weights."""
+    model = share.model
+    sizes = count_sizes(share)
+    if not model.experts:
+        return []
+    rows = sizes.rows / model.hidden + share.tokens * model.shared / share.layout.tensor
+    flops = 2 * rows * model.hidden * model.expert_width
+    moved = 2 * (rows * (model.hidden + model.expert_width) + sizes.largest)
+    matrices = 3 if model.gated else 2
+    return [OperationCost(flops, moved)] * matrices
+
+
+def _count_softmax(sizes: Sizes, model: Model, habits: Habits) -> list[OperationCost]:
+    """Scores, their softmax, and its product with the values; the attention of `models.transformer` is not blocked."""
+    scores = sizes.scores
+    product = 2 * scores * model.head
+    return [
+        OperationCost(product, 4 * scores),  # written in float32
+        OperationCost(0, 4 * scores),  # read for the sum of their exponentials
+        OperationCost(0, 6 * scores),  # read for the weights, which are written in bfloat16
+        OperationCost(product, 2 * scores),
+        OperationCost(0, habits.score_pass * scores),
+    ]
+
+
+def _count_softmax_backward(sizes: Sizes, model: Model, habits: Habits) -> list[OperationCost]:
+    """Four products; the first reads the weights and writes the gradient of the scores."""
+    scores = sizes.scores
+    product = 2 * scores * model.head
+    return [
+        OperationCost(product, 4 * scores),
+        OperationCost(0, 2 * habits.score_pass * scores),
+        OperationCost(product, 2 * scores),
+        OperationCost(product, 2 * scores),
+        OperationCost(product, 2 * scores),
+    ]

@@ -1,0 +1,75 @@
+"""Candidates as text: aligned columns, and figures of memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardkit._arguments.typed import ITERABLE, check_kind
+from shardkit.planner.candidates import Candidate, list_candidates
+from shardkit.planner.layout import list_columns
+
+_FIGURES = ("state GB", "activations GB", "compute ms", "hidden ms", "exposed ms", "step ms", "MFU %")
+
+
+def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
+    """Candidates as aligned text: memory in GB (10^9 bytes) per device, times in ms per step, MFU in percent.
+
+    Args:
+        candidates: the rows, in order.
+        names: a name for each row; empty: no column of names.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: names that are not one per candidate.
+
+    Example:
+        >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
+        >>> found = sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)
+        >>> print(sk.planner.table(found[:2]))
+        data  fsdp  tensor  accumulate ...
+    """
+    check_kind("planner", "names", names, (ITERABLE,))
+    candidates = list_candidates(candidates)
+    names = list(names)
+    if names and len(names) != len(candidates):
+        raise ValueError(
+            f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Pass as many, or none."
+        )
+    columns = list_columns([candidate.layout for candidate in candidates])
+    rows = [[*columns, *_FIGURES]]
+    for candidate in candidates:
+        sizes = [str(getattr(candidate.layout, column)) for column in columns]
+        rows.append([*sizes, *_format_figures(candidate)])
+    if names:
+        rows = [[name, *row] for name, row in zip(["", *names], rows, strict=True)]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def _format_figures(candidate: Candidate) -> list[str]:
+    return [
+        format_gigabytes(candidate.state_bytes),
+        format_gigabytes(candidate.activation_bytes),
+        _format_milliseconds(candidate.compute_seconds),
+        _format_milliseconds(candidate.hidden_seconds),
+        _format_milliseconds(candidate.exposed_seconds),
+        _format_milliseconds(candidate.seconds),
+        f"{100 * candidate.mfu:.1f}",
+    ]
+
+
+def format_gigabytes(size: float) -> str:
+    """Bytes in GB, with two decimals."""
+    return f"{size / 1e9:.2f}"
+
+
+def _format_milliseconds(seconds: float) -> str:
+    if 0 < seconds < 1e-4:
+        return f"{1e3 * seconds:.2g}"
+    return f"{1e3 * seconds:.1f}"

@@ -1,0 +1,219 @@
+"""Repairs of what devices exchange, and of what differs between them.
+
+These are the mistakes that programs with collectives have: a sum too few or over another axis, a neighbour on the wrong
+side, a mask that is missing before a sum, the index of a device along another axis, an offset that is one off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from shardkit._arguments.checks import quoted
+from shardkit._jax.jaxprs import mesh_axes
+from shardkit._jax.primitives import registered
+from shardkit.testing.exact.numbers.assembly import where
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.repairs import (
+    Bench,
+    Cost,
+    Repair,
+    Values,
+    change_operands,
+    change_result,
+    is_integer,
+    keep_operands,
+    list_subsets,
+)
+from shardkit.testing.exact.rules.operands import Operand
+
+_MOST_DISTANCES = 8
+# A sum over devices may be missing behind these. What only passes elements on is as its origin.
+_SUMMED = {
+    *("add", "sub", "mul", "div", "neg", "integer_pow", "square", "reduce_sum", "dot_general", "cumsum", "scatter-add"),
+    *("select_n", "gather", "dynamic_slice", "psum", "psum_invariant", "shard_map"),
+    *("conv_general_dilated", "reduce_window_sum"),
+}
+_EXTREMES = {"reduce_max": "maximum", "max": "maximum", "reduce_min": "minimum", "min": "minimum"}
+
+
+def repair_collective(bench: Bench) -> Iterator[Repair]:
+    """A collective that should not be there, or that goes over other axes."""
+    call = bench.call
+    row = registered(call.primitive)
+    bound = mesh_axes(call.equation)
+    if row.kind is None:
+        return
+    [x], [y] = call.operands, call.results
+    if bench.shape(x) == bench.shape(y):
+        yield change_operands(Cost.COLLECTIVE, f"without {call.name}", keep_operands)
+    if row.kind == "all_reduce":
+        operator = row.reduces or "sum"
+        for names in list_subsets(bench.axes):
+            if set(names) != set(bound):
+                words = f"{call.name} over {quoted(names)} in place of {quoted(bound)}"
+                yield change_operands(Cost.COLLECTIVE, words, _reduce_operand, bench, names, operator)
+    if row.kind == "all_gather":
+        for names in itertools.permutations(bound):
+            if names != bound:
+                words = f"{call.name} over {quoted(names)} in place of {quoted(bound)}"
+                yield change_operands(Cost.COLLECTIVE, words, _gather_operand, bench, names)
+    if row.kind == "ppermute":
+        yield from _repair_permutation(bench, bound)
+
+
+def _repair_permutation(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair]:
+    n = math.prod(bench.axes[name] for name in bound)
+    backwards = [(end, start) for start, end in bench.call.equation.params["perm"]]
+    words = "ppermute the other way round"
+    yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, backwards, bound)
+    for distance in range(1, min(n, _MOST_DISTANCES)):
+        words = f"ppermute from each device to that {distance} further on"
+        pairs = [(i, (i + distance) % n) for i in range(n)]
+        yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
+        pairs = [(i, i + distance) for i in range(n - distance)]
+        words += ", without a wrap"
+        yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
+
+
+def _reduce_operand(operands: Sequence[Operand], bench: Bench, names: Sequence[str], operator: str) -> list[Operand]:
+    return [bench.reduce(operands[0], names, operator)]
+
+
+def _gather_operand(operands: Sequence[Operand], bench: Bench, names: Sequence[str]) -> list[Operand]:
+    params = bench.call.equation.params
+    return [bench.devices.gather(operands[0], names, params["all_gather_dimension"], params["tiled"])]
+
+
+def _permute_operand(operands: Sequence[Operand], bench: Bench, pairs: Any, names: Sequence[str]) -> list[Operand]:
+    return [bench.permute(operands[0], pairs, names)]
+
+
+def repair_sum(bench: Bench) -> Iterator[Repair]:
+    """Sums, means and extremes over axes along which the result differs, and the results of other devices."""
+    x = bench.result
+    name = bench.call.name
+    varying = bench.varying_axes(x)
+    operator = _EXTREMES.get(name)
+    for names in list_subsets(varying):
+        devices = math.prod(bench.axes[axis] for axis in names)
+        ending = f"of {name} over {quoted(names)}"
+        if operator is not None:
+            yield change_result(Cost.SUM, f"the {operator} {ending}", bench.reduce, names, operator)
+        elif name in _SUMMED:
+            yield change_result(Cost.SUM, f"the sum {ending}", bench.reduce, names)
+            if not is_integer(x):
+                yield change_result(Cost.SUM, f"the mean {ending}", _average, bench, names, devices)
+    if name not in _SUMMED:
+        return
+    for axis in varying:
+        n = bench.axes[axis]
+        for step in sorted({1, n - 1}):
+            pairs = [(i, (i + step) % n) for i in range(n)]
+            words = f"{name} of the device {n - step} further on along {axis!r}"
+            yield change_result(Cost.RARE, words, bench.permute, pairs, [axis])
+
+
+def _average(x: Operand, bench: Bench, names: Sequence[str], devices: int) -> Operand:
+    return bench.scale(bench.reduce(x, names), Fraction(1, devices))
+
+
+def repair_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
+    """Zero where a mask is false: of what is summed over devices, or of a result."""
+    call = bench.call
+    # Before a sum over devices the operand is masked: behind it, a mask that differs between devices means nothing.
+    reduces = registered(call.primitive).kind in ("all_reduce", "reduce_scatter")
+    target = call.operands[0] if reduces else bench.result
+    if not isinstance(target, Exact):
+        return
+    for variable in readable:
+        shape = getattr(variable.aval, "shape", None)
+        if getattr(variable.aval, "dtype", None) != np.dtype("bool") or shape is None:
+            continue
+        # A mask [t] says something of a value [t, d].
+        if not shape or shape != bench.shape(target)[: len(shape)]:
+            continue
+        words = f"{call.name} of what is zero where a mask is false"
+        if reduces:
+            yield Repair(Cost.SUM, words, _mask_operand(bench, variable))
+        else:
+            yield Repair(Cost.FACTOR, words, _mask_result(bench, variable), behind=True)
+
+
+def _mask_operand(bench: Bench, variable: Any) -> Any:
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        return bench.rerun([_mask(bench, operands[0], values[variable])])
+
+    return change
+
+
+def _mask_result(bench: Bench, variable: Any) -> Any:
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        return [_mask(bench, results[0], values[variable])]
+
+    return change
+
+
+def _mask(bench: Bench, x: Operand, mask: Operand) -> Operand:
+    """x, zero where a mask of its first dims is false."""
+    missing = len(bench.shape(x)) - (mask.ndim - bench.rank)
+    mask = mask.reshape(mask.shape + (1,) * missing)
+    zero = bench.field.lift(np.zeros((1,) * len(x.shape), np.float32))
+    return where(mask, x, zero)
+
+
+def repair_device_index(bench: Bench) -> Iterator[Repair]:
+    """Other indices of a device: along another axis, of a neighbour, from the other end."""
+    bound = mesh_axes(bench.call.equation)
+    for name, n in bench.axes.items():
+        if (name,) != bound:
+            yield change_result(Cost.INDEX, f"the index along {name!r}", _index_along, bench, name)
+            continue
+        for distance in sorted({1, n - 1}):
+            words = f"the index along {name!r} of the device {distance} further on"
+            yield change_result(Cost.OPERAND, words, _shift_index, n, distance)
+        yield change_result(Cost.OPERAND, f"the index along {name!r} from the other end", _reverse_index, n)
+
+
+def _index_along(x: Operand, bench: Bench, name: str) -> Operand:
+    return bench.devices.number((name,))
+
+
+def _shift_index(x: Operand, n: int, distance: int) -> Operand:
+    return (x + distance) % n
+
+
+def _reverse_index(x: Operand, n: int) -> Operand:
+    return n - 1 - x
+
+
+def repair_integer(bench: Bench) -> Iterator[Repair]:
+    """Offsets: by one, by the index of a device times a size."""
+    name = bench.call.name
+    x = bench.result
+    yield change_result(Cost.INDEX, f"{name} plus 1", _offset, 1)
+    yield change_result(Cost.INDEX, f"{name} minus 1", _offset, -1)
+    sizes = sorted({1, *bench.sizes})
+    for axis, size, sign in itertools.product(bench.axes, sizes, (1, -1)):
+        operator = "plus" if sign > 0 else "minus"
+        words = f"{name} {operator} the index along {axis!r}"
+        if size > 1:
+            words += f" times {size}"
+        dim = list(bench.axes).index(axis)
+        changed = x + sign * size * bench.device_index(axis, x)
+        if x.shape[dim] > 1 and (changed == changed.take([0], dim)).all():
+            words = f"{name} that is the same along {axis!r}"
+        yield change_result(Cost.INDEX, words, _offset_by_device, bench, axis, size * sign)
+
+
+def _offset(x: Operand, distance: int) -> Operand:
+    return x + x.dtype.type(distance)
+
+
+def _offset_by_device(x: Operand, bench: Bench, axis: str, size: int) -> Operand:
+    return x + bench.device_index(axis, x) * x.dtype.type(size)

@@ -1,0 +1,61 @@
+"""Which repairs are tried for an equation: of what devices exchange, then of what one device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardkit.testing._compare import is_float
+from shardkit.testing.exact.exchange_repairs import (
+    repair_collective,
+    repair_device_index,
+    repair_integer,
+    repair_mask,
+    repair_sum,
+)
+from shardkit.testing.exact.local_repairs import (
+    repair_factor,
+    repair_function,
+    repair_operand,
+    repair_operator,
+    repair_place,
+    repair_term,
+)
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.repairs import Bench, Call, Repair, is_integer, is_mask
+from shardkit.testing.exact.rules.operands import Operand
+
+# Equations that only pass elements on: a factor that is missing behind them is missing behind their operand.
+PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_dims")
+
+
+def propose_repairs(field: Field, call: Call, readable: Sequence[Any], sizes: Sequence[int]) -> Iterator[Repair]:
+    """What may be tried for an equation that could read some variables, in a program with dims of some sizes."""
+    if len(call.results) != 1 or not all(_is_array(x) for x in (*call.operands, *call.results)):
+        return
+    bench = Bench(field, call, sizes)
+    result = bench.result
+    yield from repair_collective(bench)
+    yield from repair_mask(bench, readable)
+    if call.name == "axis_index":
+        yield from repair_device_index(bench)
+    elif is_integer(result) and result.dtype.kind == "i":
+        yield from repair_integer(bench)
+    if not is_mask(result):
+        yield from repair_sum(bench)
+        if call.primitive not in PASSING:
+            yield from repair_factor(bench)
+    if call.name == "shard_map":
+        return
+    yield from repair_place(bench)
+    yield from repair_operator(bench)
+    yield from repair_operand(bench, readable)
+    if isinstance(result, Exact) and is_float(call.equation.outvars[0].aval):
+        yield from repair_function(bench)
+        yield from repair_term(bench, readable)
+
+
+def _is_array(x: Operand) -> bool:
+    """Whether a value is a number of the field, or an array of numbers: a key is neither."""
+    return isinstance(x, Exact) or x.dtype.kind in "fiub"
