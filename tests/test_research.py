@@ -113,5 +113,5 @@ def test_the_template_runs_in_an_empty_folder(tmp_path):
     command = [sys.executable, "train.py", "runs/a", "--simulate", "--steps", "20"]
     first = subprocess.run(command, **options)
     again = subprocess.run([*command[:-1], "40"], **options)
-    assert "step 20: trained on" in first.stdout, first.stderr
-    assert "goes on after step 20" in again.stdout and "step 40" in again.stdout, again.stderr
+    assert "step 20: trained on" in first.stderr, first.stdout
+    assert "goes on after step 20" in again.stderr and "step 40" in again.stderr, again.stdout
