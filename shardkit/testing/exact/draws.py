@@ -36,6 +36,7 @@ _SCALES = (1.0, 0.3, 0.1, 0.03)
 _POINTS = 2  # of the first draw at least, and of orders: two tell a constant from an unknown
 # By how much real values may differ that are equal, but for rounding; and where factors of matrices magnify it.
 _ROUNDS, _ROUNDS_OF_FACTORS = 1e-13, 1e-9
+_ROUNDS_OF_FLOATS = 1e-6  # where functions of constants were computed in float32
 _FEWEST = 1  # of further draws
 _MOST_IN_VAIN = 8
 _TOGETHER = 4  # elements that are put where comparisons change
@@ -99,6 +100,8 @@ class Evidence(NamedTuple):
         foreign: those of them that only one side makes.
         outside: the line where a value was outside of the domain of a function in a draw; "" if none was.
         no_number: by result, in how many of its elements both sides are no number, and how many it has.
+        alone: by result, in how many of its elements one side alone is outside of the domain of a function, at most,
+            and how many it has.
     """
 
     field: Field
@@ -109,6 +112,7 @@ class Evidence(NamedTuple):
     foreign: list[Decision]
     outside: str
     no_number: dict[str, tuple[int, int]]
+    alone: dict[str, tuple[int, int]]
 
 
 def equal(
@@ -144,6 +148,8 @@ def _run_all(trial: _Trial, points: int, effort: Effort) -> Evidence:
     trial.coverage.identifies = False
     _order(trial, effort)
     _check_domains(trial)
+    if effort.crossed:
+        _check_numbers(trial)
     return trial.evidence()
 
 
@@ -162,6 +168,22 @@ def _check_domains(trial: _Trial) -> None:
             "function, as of the logarithm of a negative number, and so NaN where the other is a number. Write it so "
             "that both sides take it of the same numbers, or compare floats with assert_matches_reference."
         )
+
+
+def _check_numbers(trial: _Trial) -> None:
+    """Refuses a result of which an element was NaN in every run, if comparisons may make it a number."""
+    # Where no comparison decides, as behind a mask of constants, NaN on both sides is so for all inputs. Else both
+    # sides may differ where it is a number, which no run has reached: as `x / y` and `y / x` of a row that is zero
+    # unless x is between two close thresholds.
+    decisions = trial.coverage.free()
+    for name, numbers in trial.numbers.items():
+        if decisions and not numbers.all():
+            decision, count = decisions[0], int((~numbers).sum())
+            raise UndecidedError(
+                f"{trial.where}: not decided at {decision.line} ({decision.what}): {count} of {numbers.size} elements "
+                f"of the {name} are NaN on both sides for all inputs that were drawn, but need not be for others. "
+                "Shrink the program to what gives numbers, or compare floats with assert_matches_reference."
+            )
 
 
 def _draw(trial: _Trial, effort: Effort) -> None:
@@ -248,6 +270,9 @@ class _Trial:
         included: by result, which elements were compared.
         outside: the line where a value was first outside of the domain of a function.
         defined: whether in some draw no element was outside of a domain on one side alone.
+        numbers: by result, which elements were numbers on both sides.
+        no_number: by result, how many elements were no numbers on both sides, and how many there are.
+        alone: by result, how many elements were outside of a domain on one side alone, at most, and how many there are.
     """
 
     where: str
@@ -265,7 +290,9 @@ class _Trial:
     levels: int = LEVELS
     shallow: bool = False
     included: dict[str, np.ndarray] = attribute(default_factory=dict)
+    numbers: dict[str, np.ndarray] = attribute(default_factory=dict)
     no_number: dict[str, tuple[int, int]] = attribute(default_factory=dict)
+    alone: dict[str, tuple[int, int]] = attribute(default_factory=dict)
     outside: str = ""
     defined: bool = False
 
@@ -338,7 +365,15 @@ class _Trial:
         """What all runs have shown."""
         decisions, foreign = self.coverage.free(), self.coverage.foreign()
         return Evidence(
-            self.field, self.degree, self.draws, self.orders, decisions, foreign, self.outside, self.no_number
+            self.field,
+            self.degree,
+            self.draws,
+            self.orders,
+            decisions,
+            foreign,
+            self.outside,
+            self.no_number,
+            self.alone,
         )
 
     def run(self, points: int, order: int | None = None, kind: str = "") -> None:
@@ -431,6 +466,8 @@ class _Trial:
                     f"drawn, but by no law that a proof knows{text}{hint}"
                 )
             raise UnequalError(f"{self.subject}the {name} is not the reference's for all inputs{_among(field)}{text}.")
+        are_numbers = (a.poison == 0) & (b.poison == 0)
+        self.numbers[name] = are_numbers | self.numbers.get(name, False)
         if field.order is None and not field.planted:  # else it is compared for inputs that are equal alone
             self.degree = self.degree.plus(a.degree, b.degree)
             done = (a.poison != OUTSIDE) & (b.poison != OUTSIDE)
@@ -439,6 +476,9 @@ class _Trial:
             if both:
                 self.no_number[name] = both, a.poison.size
         alone = ((a.poison == OUTSIDE) & (b.poison == 0)) | ((b.poison == OUTSIDE) & (a.poison == 0))
+        if alone.any() and not field.planted:
+            most, _ = self.alone.get(name, (0, 0))
+            self.alone[name] = max(most, int(alone.sum())), alone.size
         return not alone.any()
 
     def _describe(self, field: Field, index: int, got: Exact, wanted: Exact) -> str:
@@ -509,7 +549,11 @@ def _agree(field: Field, x: Exact, y: Exact) -> bool:
     a, b = x.real[0][here], y.real[0][here]
     if field.order is not None or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return False
-    rounds = _ROUNDS_OF_FACTORS if field.uninterpreted & FACTORS else _ROUNDS
+    rounds = _ROUNDS
+    if field.rounded:
+        rounds = _ROUNDS_OF_FLOATS
+    elif field.uninterpreted & FACTORS:
+        rounds = _ROUNDS_OF_FACTORS
     return bool((np.abs(a - b) <= rounds * np.maximum(np.abs(b), np.abs(b).max(initial=0.0))).all())
 
 
@@ -521,7 +565,7 @@ def _has_no_number(x: Operand) -> bool:
 
 def _missing_law(field: Field) -> str:
     """Ends the message: what to do where a law is missing, by the functions of which few are known."""
-    names = sorted({*field.uninterpreted, *(["log"] if field.logs else [])}) or ["constants"]
+    names = sorted({*field.uninterpreted, *field.rounded, *(["log"] if field.logs else [])}) or ["constants"]
     listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     return (
         f". An identity of {listed} is missing: write that part alike on both sides, or compare floats with "
