@@ -327,8 +327,10 @@ def test_a_line_without_an_end_costs_little():
 SMALL = """
 import resource, runpy, sys
 runpy.run_path(sys.argv[2])
+from shardkit.jobs.monitor import rendezvous
 from shardkit.jobs.monitor.rendezvous import meet
 from shardkit.runtime.channel.place import Place
+rendezvous._INTRODUCTION = 1000.0  # they are not closed for their silence
 resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
 print(len(meet(Place("127.0.0.1", int(sys.argv[1]), 0, 2, 120.0, True, "secret"), print)))
 """
