@@ -115,7 +115,9 @@ def _main(words: list[str]) -> int:
     names = [word for word in words if word not in ("-h", "--help")]
     if names[:1] == ["completion"]:
         return _complete(names, wants_help)
-    full = " ".join(names[:2] if names[:1] == ["bench"] else names[:1])
+    full = " ".join(names[:1])
+    if full == "bench":
+        full = " ".join(names[:2])
     command = every_command().get(full)
     if command is None:
         return _answer_without_command(names, wants_help)
@@ -249,12 +251,12 @@ def perform(command: Command, full: str, words: list[str]) -> int:
         _end(error, INTERRUPTED)
     except OSError as error:
         if error.filename is None:
-            _unexpected(error)
+            _end_unexpected(error)
         _say(f"error: {full}: {error.filename} cannot be used ({error.strerror}). Check the path.")
         _end(error, USAGE)
     except Exception as error:
-        if not _meant(error):
-            _unexpected(error)
+        if not _is_refusal(error):
+            _end_unexpected(error)
         _say(f"error: {error}")
         _end(error, USAGE)
 
@@ -335,12 +337,12 @@ def completion(shell: str) -> str:
     return out.getvalue()
 
 
-def _unexpected(error: BaseException) -> NoReturn:
+def _end_unexpected(error: BaseException) -> NoReturn:
     text = type(error).__name__
     lines = str(error).strip().splitlines()
     if lines:
         text += f": {lines[0].strip()}"
-    hint = "" if _debugging() else " Add --debug to see where it came from."
+    hint = "" if _is_debugging() else " Add --debug to see where it came from."
     _say(f"error: unexpected {text.rstrip('.')}.{hint}")
     _end(error, UNEXPECTED)
 
@@ -356,7 +358,7 @@ def _say(text: str) -> None:
 def _end(error: BaseException, code: int) -> NoReturn:
     from shardkit.runtime.channel import client
 
-    if _debugging():
+    if _is_debugging():
         traceback.print_exception(error)
     client.tell_others(error, code)
     if code == INTERRUPTED:
@@ -369,16 +371,18 @@ def _end(error: BaseException, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _debugging() -> bool:
+def _is_debugging() -> bool:
     return os.environ.get("SHARDKIT_DEBUG", "") not in ("", "0")
 
 
-def _meant(error: Exception) -> bool:
+def _is_refusal(error: Exception) -> bool:
     """Whether shardkit refuses something by this error, in a `raise` of its own; all others are unexpected."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     if last is None or not isinstance(error, ValueError | RuntimeError | TypeError | ImportError):
         return False
-    ours = last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "shardkit"
-    return ours and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    frame = last.tb_frame
+    package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+    instruction = frame.f_code.co_code[last.tb_lasti]
+    return package == "shardkit" and instruction == dis.opmap["RAISE_VARARGS"]

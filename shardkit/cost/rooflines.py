@@ -12,6 +12,7 @@ from typing import NamedTuple
 from shardkit._arguments import checks
 from shardkit.cost import hardware
 from shardkit.cost.hardware import Chip, group_bandwidth
+from shardkit.cost.links import Link
 
 
 class Roofline(NamedTuple):
@@ -66,7 +67,7 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
     times = {
         "compute": flops / described.flops,
         "memory": bytes / described.hbm_bandwidth,
-        "network": sent / group_bandwidth(described, axes),
+        "network": Link(0.0, group_bandwidth(described, axes)).seconds(sent),
     }
     bound = max(times, key=lambda part: times[part])
     seconds = times[bound]

@@ -216,7 +216,10 @@ def triage(
                 "grads": map_layouts(lambda layout, x: _observe(x, layout.grad), layouts, grads),
             }
             metrics = metrics_of(global_means(means, plan.batch_axes))
-            return metrics["loss"], metrics["weight"], from_every_device(inspected, tuple(sizes))
+            # What each device has observed is gathered, not reduced: a sum over devices would say that there is a NaN,
+            # and no longer where. Of the gradient it is observed above, before `leave` would send it everywhere.
+            observed = from_every_device(inspected, tuple(sizes))
+            return metrics["loss"], metrics["weight"], observed
 
         on_mesh = jax.shard_map(
             per_device,

@@ -62,3 +62,29 @@ def test_bytes_of_a_step(name):
     mesh = sk.abstract_mesh(**sizes)
     found = plan_traffic(plan, params, mesh, **options).sent
     assert {"".join(sorted(axes)): float(sent) for axes, sent in found.items()} == wanted
+
+
+LAYERWISE = sk.fsdp("a", layerwise=("w",), min_size=1)
+STAGES = {
+    "dp": (sk.dp("a"), {"stage": 0}),
+    "zero1": (sk.zero1("a", min_size=1), {"stage": 1}),
+    "zero2": (sk.zero2("a", min_size=1), {"stage": 2}),
+    "fsdp": (sk.fsdp("a", **FSDP), {"stage": 3, "layerwise": False}),
+    "layerwise": (LAYERWISE, {"stage": 3}),
+}
+
+
+# Catches a closed form of ZeRO that is no longer what the plans of that name send.
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", STAGES)
+def test_the_closed_form_of_zero_is_what_its_plan_sends(name, accumulate):
+    plan, form = STAGES[name]
+    params = {"w": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
+    mesh = sk.abstract_mesh(a=4)
+    sent = plan_traffic(plan, params, mesh, accumulate=accumulate, value_bytes=BF16).sent
+    # Parameters are gathered in bfloat16, but those of an update in float32.
+    parameter_bytes = 4 if name in ("zero1", "zero2") else 2
+    volume = sk.cost.zero_volume(
+        8 * 16, 4, accumulate=accumulate, parameter_bytes=parameter_bytes, gradient_bytes=4, **form
+    )
+    assert {axes: float(size) for axes, size in sent.items()} == {("a",): volume}

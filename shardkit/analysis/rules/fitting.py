@@ -9,7 +9,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.rules.program import TracedProgram
-from shardkit.analysis.rules.rule import Finding, place
+from shardkit.analysis.rules.rule import Finding, find_first_line
 from shardkit.meshes.layout import all_axes
 
 
@@ -42,7 +42,7 @@ def fitting(program: TracedProgram) -> Iterator[Finding]:
                     "tensor-parallel-that-fits",
                     f"{len(split)} arrays are split over {axis!r} of {size} devices, which sum activations, but all "
                     f"that the program holds, with gradients {needed:,} bytes, fits into memory={program.capacity:,}.",
-                    place(sent["all_reduce", axis], block.context),
+                    find_first_line(sent["all_reduce", axis], block.context),
                     "Use the axis for dp or fsdp, which send gradients or weights in place of activations, or lower "
                     "`memory` by what the activations need.",
                 )

@@ -28,7 +28,7 @@ def barrier(name: str, timeout: float = 60.0) -> None:
     """
     at_least_zero("barrier", timeout=timeout)
     if jax.process_count() > 1:
-        missing = absent(name, timeout)
+        missing = find_absent(name, timeout)
         if missing is not None:
             raise RuntimeError(
                 f"barrier: all processes must reach {name!r} within {timeout:g} s; {missing} did not. Read their "
@@ -36,18 +36,26 @@ def barrier(name: str, timeout: float = 60.0) -> None:
             )
 
 
-def absent(name: str, timeout: float) -> str | None:
-    """Waits for all processes; returns None, or those that did not arrive: `processes 1, 3`."""
+def find_absent(name: str, timeout: float) -> str | None:
+    """Waits for all processes; returns None, or those that did not arrive: `processes 1, 3`.
+
+    jax says who is missing in the text of its error alone:
+
+        ... reached the barrier: 2/4 ... timed out task names:
+        /job:jax_worker/replica:0/task:1
+        /job:jax_worker/replica:0/task:3
+    """
     text = backends.wait_at_barrier(name, timeout)
     if text is None:
         return None
-    found = re.search(r"timed out task names:\n((?:\S*\d\n)+)", text)
+    tasks = re.search(r"timed out task names:\n((?:\S*\d\n)+)", text)
     counts = re.search(r"reached the barrier: (\d+)/(\d+)", text)
-    if found is None or counts is None:
+    if tasks is None or counts is None:
         return f"some ({' '.join(text.split())})"
-    ranks = sorted(int(rank) for rank in re.findall(r"(\d+)\n", found[1]))
-    absentees = int(counts[2]) - int(counts[1])
-    if len(ranks) < absentees:  # of many, the text names only some
+    ranks = sorted(int(rank) for rank in re.findall(r"(\d+)\n", tasks[1]))
+    arrived = int(counts[1])
+    expected = int(counts[2])
+    if len(ranks) < expected - arrived:  # of many, the text names only some
         return f"processes {', '.join(map(str, ranks))} and others"
     return name_processes(ranks)
 
@@ -90,8 +98,12 @@ def health_check(*, processes: int | None = None, devices: int | None = None) ->
 
 def _check_processes(process_count: int, expected: int | None) -> None:
     """Refuses another number of processes than expected, or one process if none is expected."""
-    text = "more than 1" if expected is None else str(expected)
-    is_right = process_count > 1 if expected is None else process_count == expected
+    if expected is None:
+        text = "more than 1"
+        is_right = process_count > 1
+    else:
+        text = str(expected)
+        is_right = process_count == expected
     if not is_right:
         raise RuntimeError(
             f"health_check: the number of processes must be {text}; got {process_count}. Start all of them, and call "
@@ -101,8 +113,12 @@ def _check_processes(process_count: int, expected: int | None) -> None:
 
 def _check_devices(device_count: int, local_count: int, expected: int | None) -> None:
     """Refuses another number of devices than expected, or only those of this process if none is expected."""
-    text = f"more than the {local_count} of this process" if expected is None else str(expected)
-    is_right = device_count > local_count if expected is None else device_count == expected
+    if expected is None:
+        text = f"more than the {local_count} of this process"
+        is_right = device_count > local_count
+    else:
+        text = str(expected)
+        is_right = device_count == expected
     if not is_right:
         raise RuntimeError(
             f"health_check: the number of devices must be {text}; got {device_count}. Check the devices of each host."

@@ -19,7 +19,7 @@ _WHERE = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
-class Found(NamedTuple):
+class JobFacts(NamedTuple):
     """What one source says about the job; None where it says nothing."""
 
     address: str | None = None
@@ -27,58 +27,62 @@ class Found(NamedTuple):
     rank: int | None = None
     local_devices: tuple[int, ...] | None = None
 
-    def filled(self, other: Found) -> Found:
-        """With the other's values in place of None."""
+    def fill_missing(self, other: JobFacts) -> JobFacts:
+        """With the other's values in place of None.
+
+        For example ("node0:29500", None, 3, None) filled from (None, 8, 2, None) is ("node0:29500", 8, 3, None).
+        """
         missing = {name: value for name, value in other._asdict().items() if getattr(self, name) is None}
         return self._replace(**missing)
 
 
-def variables(environ: Mapping[str, str]) -> Found:
+def read_variables(environ: Mapping[str, str]) -> JobFacts:
     """What jax's own variables say, and else those of torch's launchers."""
 
     def number(name: str) -> int | None:
         text = environ.get(name)
-        return None if text is None else _number(name, text)
+        return None if text is None else _read_number(name, text)
 
     size = number("WORLD_SIZE")
     port = number("MASTER_PORT") or 29500
-    torch_job = Found()
+    torch_job = JobFacts()
     if size is not None:
         address = f"{environ.get('MASTER_ADDR', 'localhost')}:{port}"
-        torch_job = Found(None if size == 1 else address, size, number("RANK"))
-    jax_job = Found(environ.get("JAX_COORDINATOR_ADDRESS"), number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID"))
-    return jax_job.filled(torch_job)
+        torch_job = JobFacts(None if size == 1 else address, size, number("RANK"))
+    jax_job = JobFacts(environ.get("JAX_COORDINATOR_ADDRESS"), number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID"))
+    return jax_job.fill_missing(torch_job)
 
 
-def detected(environ: Mapping[str, str], timeout: float) -> Found:
+def detect(environ: Mapping[str, str], timeout: float) -> JobFacts:
     """What jax detects of Slurm, Open MPI, Kubernetes or Cloud TPU; refuses variables that are wrong, or too few."""
     try:
-        found = Found(*backends.detect_cluster(int(timeout)))
+        job = JobFacts(*backends.detect_cluster(int(timeout)))
     except Exception as error:
+        # Which variable jax could not read, its error does not say: they are read again here, one by one.
         for name in (*_SLURM, *_OPEN_MPI, *_TPU):
-            if name in environ and environ[name] and name not in _WHERE:
-                _number(name, environ[name])
+            if environ.get(name) and name not in _WHERE:
+                _read_number(name, environ[name])
         _refuse_partial(environ)
         if "TPU_WORKER_HOSTNAMES" in environ and "TPU_WORKER_ID" not in environ:
             raise ValueError(
                 f"initialize: TPU_WORKER_ID must be set beside TPU_WORKER_HOSTNAMES; it is not. Set it, or {_REMEDY}."
             ) from None
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"initialize: the scheduler's environment must say which processes the job has; jax cannot read it "
-            f"({said}). Unset its variables, or {_REMEDY}."
+            f"({reason}). Unset its variables, or {_REMEDY}."
         ) from error
-    if found == Found():
+    if job == JobFacts():
         _refuse_partial(environ)
         if "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ:
             raise ValueError(
                 "initialize: in a pod of an indexed Job, jax needs the package kubernetes to find the others; it is "
                 f"not installed. Run pip install 'jax[k8s]', or {_REMEDY}; num_processes=1 for a pod that works alone."
             )
-    return found
+    return job
 
 
-def no_proxy(host: str, environ: Mapping[str, str]) -> dict[str, str]:
+def bypass_proxy(host: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables to set so that jax's gRPC connects to a host itself, where the environment names a proxy.
 
     A proxy for the web refuses the connection or loses it, and jax would wait for the whole timeout.
@@ -86,11 +90,12 @@ def no_proxy(host: str, environ: Mapping[str, str]) -> dict[str, str]:
     if not any(environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         return {}
     # gRPC reads the second where it lacks the first.
-    known = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
-    return {"no_grpc_proxy": ",".join(filter(None, [*known.split(","), host]))}
+    exceptions = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
+    hosts = [name for name in exceptions.split(",") if name]
+    return {"no_grpc_proxy": ",".join([*hosts, host])}
 
 
-def local_rank(environ: Mapping[str, str]) -> int:
+def find_local_rank(environ: Mapping[str, str]) -> int:
     """This process among those of its host, according to the launcher."""
     for name in ("LOCAL_RANK", _SLURM[2], _OPEN_MPI[2]):
         if name in environ:
@@ -99,13 +104,14 @@ def local_rank(environ: Mapping[str, str]) -> int:
     return 0
 
 
-def own_devices(config: DistributedConfig, environ: Mapping[str, str]) -> tuple[int, ...] | None:
+def choose_devices(config: DistributedConfig, environ: Mapping[str, str]) -> tuple[int, ...] | None:
     """The accelerators of the config's process; None where the launcher lets it see these alone."""
     for name in _VISIBLE:
         if environ.get(name):
             visible = environ[name].split(",")
-            sees_its_own = len(visible) == config.devices_per_process
-            return None if sees_its_own else config.local_device_ids()
+            if len(visible) == config.devices_per_process:
+                return None
+            break
     return config.local_device_ids()
 
 
@@ -120,14 +126,14 @@ def _refuse_partial(environ: Mapping[str, str]) -> None:
         # Without a size or a rank this is no process of such a job, but for example a shell in its allocation.
         if size is None or rank_name in missing or not missing:
             continue
-        if _number(size_name, size) > 1:
+        if _read_number(size_name, size) > 1:
             raise ValueError(
                 f"initialize: {launcher} must set all variables that jax reads; {size_name} is {size}, and "
                 f"{quoted(missing)} is missing. {hint}, or {_REMEDY}."
             )
 
 
-def _number(name: str, text: str) -> int:
+def _read_number(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:

@@ -19,7 +19,7 @@ from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import TOKEN, Place, allow_files, bind_address, free_port
 from shardkit.runtime.cluster import environment
 from shardkit.runtime.cluster.config import DistributedConfig
-from shardkit.runtime.cluster.environment import Found
+from shardkit.runtime.cluster.environment import JobFacts
 
 # Seconds that jax's exit barrier waits before it aborts all processes: after the last step one may have more to do than
 # the others, and when one fails the monitors end the wait.
@@ -117,7 +117,7 @@ def initialize(
     at_least_zero("initialize", timeout=timeout)
     ids = local_device_ids
     at_least("initialize", 0, local_device_ids=min(ids, default=0) if isinstance(ids, Sequence) else ids)
-    passed = Found(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
+    passed = JobFacts(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
     certificates = _check_certificates(mtls_cert_file, mtls_key_file, mtls_ca_file)
     is_enabled = config is None or config.enabled
     if is_enabled and jax.distributed.is_initialized():
@@ -130,11 +130,11 @@ def initialize(
         _check_devices(expect_devices)
         return cluster
 
-    variables = environment.variables(os.environ)
+    variables = environment.read_variables(os.environ)
     if not is_enabled:
         return Cluster(0, 1, 0, True, "")
     job = _find_job(config, passed, variables, timeout)
-    local_rank = environment.local_rank(os.environ) if config is None else config.local_rank or 0
+    local_rank = environment.find_local_rank(os.environ) if config is None else config.local_rank or 0
     if job.address is None and job.size in (None, 1) and not job.rank:
         backends.leave_out_idle_tpu()
         _check_devices(expect_devices)
@@ -155,28 +155,28 @@ def initialize(
     return Cluster(place.rank, place.size, local_rank, place.rank == 0, place.address)
 
 
-def _find_job(config: DistributedConfig | None, passed: Found, variables: Found, timeout: float) -> Found:
+def _find_job(config: DistributedConfig | None, passed: JobFacts, variables: JobFacts, timeout: float) -> JobFacts:
     """The job: what is passed, else what the config says, else variables, else what jax detects of a scheduler."""
     job = passed
     if config is not None:
         # An argument that is passed contradicts variables on purpose: the config is compared with them only without.
         has_place = passed.size is not None or passed.rank is not None
-        job = job.filled(_read_config(config, Found() if has_place else variables))
-    job = job.filled(variables)
+        job = job.fill_missing(_read_config(config, JobFacts() if has_place else variables))
+    job = job.fill_missing(variables)
     is_complete = None not in (job.address, job.size, job.rank)
     if job.size != 1 and not is_complete:
-        job = job.filled(environment.detected(os.environ, timeout))
+        job = job.fill_missing(environment.detect(os.environ, timeout))
     return job
 
 
-def _initialize_jax(place: Place, job: Found, certificates: dict[str, Any]) -> None:
+def _initialize_jax(place: Place, job: JobFacts, certificates: dict[str, Any]) -> None:
     """Connects this process with jax's coordination service, which process 0 runs."""
     backends.leave_out_idle_tpu()
     listens = ""
     if place.rank == 0:
         allow_files(place.size)  # jax's coordination service, too, holds a connection per process
         listens = bind_address(place.host)
-    os.environ.update(environment.no_proxy(place.host, os.environ))
+    os.environ.update(environment.bypass_proxy(place.host, os.environ))
     jax.distributed.initialize(
         place.address,
         place.size,
@@ -191,16 +191,16 @@ def _initialize_jax(place: Place, job: Found, certificates: dict[str, Any]) -> N
     )
 
 
-def _join_monitors(config: DistributedConfig | None, passed: Found, timeout: float) -> Cluster:
+def _join_monitors(config: DistributedConfig | None, passed: JobFacts, timeout: float) -> Cluster:
     """The cluster of a job that jax has joined already: only the monitors connect."""
     if config is not None:
-        passed = passed.filled(Found(size=config.num_processes, rank=config.rank))
+        passed = passed.fill_missing(JobFacts(size=config.num_processes, rank=config.rank))
     _check_first()
     with _find_joined_place(passed, timeout) as place:
         if place.size > 1:
             client.start(place)
     address = place.address if place.size > 1 else ""
-    return Cluster(place.rank, place.size, environment.local_rank(os.environ), place.rank == 0, address)
+    return Cluster(place.rank, place.size, environment.find_local_rank(os.environ), place.rank == 0, address)
 
 
 def is_main() -> bool:
@@ -268,7 +268,7 @@ def log(*values: object) -> None:
 
 
 @contextmanager
-def _find_joined_place(passed: Found, timeout: float) -> Iterator[Place]:
+def _find_joined_place(passed: JobFacts, timeout: float) -> Iterator[Place]:
     """This process's place, by jax: process 0 tells the others a port, free inside, and a token if it has none.
 
     The port of the job's address is that of jax's coordination service, which tells them. Who can ask it for the token
@@ -335,7 +335,7 @@ def _check_first() -> None:
         raise RuntimeError("initialize: it must be called once per process; got a second call. Remove that.")
 
 
-def _read_config(config: DistributedConfig, variables: Found) -> Found:
+def _read_config(config: DistributedConfig, variables: JobFacts) -> JobFacts:
     """What the config says; refuses one that describes another job than the launcher started."""
     size = config.num_processes
     for name, described, variable in (("num_processes", size, variables.size), ("rank", config.rank, variables.rank)):
@@ -345,10 +345,10 @@ def _read_config(config: DistributedConfig, variables: Found) -> Found:
                 f"{described} and {variable}. Make it with DistributedConfig.from_environment(), or correct one."
             )
     address = None if size == 1 else f"{config.master_addr}:{config.master_port}"
-    return Found(address, size, config.rank, environment.own_devices(config, os.environ))
+    return JobFacts(address, size, config.rank, environment.choose_devices(config, os.environ))
 
 
-def _find_place(job: Found, timeout: float) -> Place:
+def _find_place(job: JobFacts, timeout: float) -> Place:
     """This process's place in a job; refuses a job that lacks something, or says what cannot be."""
     if job.address is None or job.size is None or job.rank is None:
         missing = "process_id"

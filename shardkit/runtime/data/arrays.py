@@ -228,7 +228,12 @@ def _row_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def _refuse_different(tree: Any) -> None:
-    """Compares a checksum of each leaf between all processes."""
+    """Compares a checksum of each leaf between all processes.
+
+    Here, before an array is made: jax takes each shard from the process that has the device, so of leaves that differ
+    it would make an array of pieces of both, and replicas that are none. An error on one process alone would leave the
+    others waiting in their next collective: all of them see all checksums.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = [_checksum_of_host(np.asarray(to_storable(x))) for _, x in leaves]
     sums_of_processes = multihost_utils.process_allgather(np.array(sums, np.uint32))  # [processes, leaves]

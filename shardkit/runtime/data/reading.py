@@ -19,7 +19,7 @@ from shardkit.collectives import all_gather, vary
 from shardkit.meshes.layout import path_name
 from shardkit.plans.storage import is_padded, stored_array
 from shardkit.runtime.channel.place import name_processes
-from shardkit.runtime.cluster.barrier import absent
+from shardkit.runtime.cluster.barrier import find_absent
 
 _PRINTS = itertools.count()  # numbers the barriers: the order of calls is the same on all processes
 
@@ -137,7 +137,7 @@ def print_global(tree: Any, *, timeout: float = 60.0) -> None:
     """
     at_least_zero("print_global", timeout=timeout)
     if jax.process_count() > 1:
-        missing = absent(f"shardkit.print_global.{next(_PRINTS)}", timeout)
+        missing = find_absent(f"shardkit.print_global.{next(_PRINTS)}", timeout)
         if missing is not None:
             raise RuntimeError(
                 f"print_global: every process must call it; {missing} did not within {timeout:g} s. Move it out of `if "

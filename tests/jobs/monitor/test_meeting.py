@@ -256,7 +256,9 @@ def malicious(draw):
         return draw.randbytes(draw.randrange(200)) + b"\n" * draw.randrange(2)
     if kind == 1:
         return (
-            draw.choice([b"[" * 200_000, b"[" * 50_000, b'{"a":' * 10_000, b"9" * 5000, b"\n", b"null\n", b"[]\n"])
+            draw.choice(
+                [b"[" * 200_000, b"[" * 50_000, b"[" * 4_000, b'{"a":' * 10_000, b"9" * 5000, b"\n", b"null\n", b"[]\n"]
+            )
             + b"\n"
         )
     if kind == 2:

@@ -149,16 +149,16 @@ def test_another_number_of_devices():
     ],
 )
 def test_where_the_numbers_come_from(environ, expected):
-    assert environment.variables(environ)[:3] == expected
+    assert environment.read_variables(environ)[:3] == expected
 
 
 @pytest.mark.parametrize(("environ", "expected"), PROXIES)
 def test_a_proxy_is_not_asked_for_the_coordinator(environ, expected):
-    assert environment.no_proxy("h", environ) == expected
+    assert environment.bypass_proxy("h", environ) == expected
 
 
 def test_explicit_arguments_come_first():
-    found = environment.Found("a:1", None, 1).filled(environment.Found("b:2", 4, 0))
+    found = environment.JobFacts("a:1", None, 1).fill_missing(environment.JobFacts("b:2", 4, 0))
     assert found[:3] == ("a:1", 4, 1)
 
 

@@ -94,7 +94,7 @@ def test_without_arguments(environ, place, local_rank, elsewhere):
     with pytest.raises(Reached) as reached:
         sk.runtime.initialize(timeout=5)
     assert reached.value.args == place
-    assert environment.local_rank(environ) == local_rank
+    assert environment.find_local_rank(environ) == local_rank
 
 
 def without(name, environ):

@@ -74,8 +74,8 @@ def test_two_processes(tmp_path):
 def test_who_did_not_come(reached, names, said, monkeypatch):
     words = f"# of tasks that reached the barrier: {reached}.\nSome timed out task names:\n{names}\n\n"
     monkeypatch.setattr(barrier.backends, "wait_at_barrier", lambda name, timeout: words)
-    assert barrier.absent("here", 1) == said
+    assert barrier.find_absent("here", 1) == said
     monkeypatch.setattr(barrier.backends, "wait_at_barrier", lambda name, timeout: "the service\nis gone")
-    assert barrier.absent("here", 1) == "some (the service is gone)"
+    assert barrier.find_absent("here", 1) == "some (the service is gone)"
     monkeypatch.setattr(barrier.backends, "wait_at_barrier", lambda name, timeout: None)
-    assert barrier.absent("here", 1) is None
+    assert barrier.find_absent("here", 1) is None
