@@ -1,6 +1,10 @@
 """Steps that research writes: some of examples/, on each mesh as on one device."""
 
+import os
 import runpy
+import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -93,3 +97,21 @@ def test_experts_balanced_without_a_loss():
 def test_they_learn(name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         runpy.run_path(str(FILES[name]), run_name="__main__")
+
+
+# Catches a file of the template that needs another of the repository, and a test of it that fails: a researcher copies
+# three files into an empty folder.
+@pytest.mark.deep
+def test_the_template_runs_in_an_empty_folder(tmp_path):
+    template = Path(__file__).parents[1] / "examples" / "research"
+    for name in ("model.py", "train.py", "test.py"):
+        shutil.copy(template / name, tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(template.parents[1])}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 900}
+    tested = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "test.py"], **options)
+    assert tested.returncode == 0 and "3 passed" in tested.stdout, tested.stdout + tested.stderr
+    command = [sys.executable, "train.py", "runs/a", "--simulate", "--steps", "20"]
+    first = subprocess.run(command, **options)
+    again = subprocess.run([*command[:-1], "40"], **options)
+    assert "step 20: trained on" in first.stderr, first.stdout
+    assert "goes on after step 20" in again.stderr and "step 40" in again.stderr, again.stdout

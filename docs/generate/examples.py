@@ -10,7 +10,10 @@ from pathlib import Path
 
 def page(paths: Sequence[Path]) -> str:
     """All examples as Markdown."""
-    head = "What users write outside of the package. Each is a file of `examples/`, which a test runs."
+    head = (
+        "Copy one of these files and change it. Each is in the folder `examples/`, and a test runs it. For your own "
+        "project begin with the three files of `examples/research/`: a model, its training run, its tests."
+    )
     return "\n\n".join(["# Examples", head, *map(section, paths)]) + "\n"
 
 
@@ -23,4 +26,5 @@ def section(path: Path) -> str:
     heading = re.split(r"[,:.] ", " ".join(first.split()))[0].rstrip(".")
     code = "\n".join(source.splitlines()[module.body[0].end_lineno :]).strip()
     parts = [f'<a id="{path.stem}"></a>\n\n## {heading}', first, rest]
-    return "\n\n".join([part for part in parts if part] + [f"`examples/{path.name}`:", f"```python\n{code}\n```"])
+    where = path.as_posix().rpartition("examples/")[2]
+    return "\n\n".join([part for part in parts if part] + [f"`examples/{where}`:", f"```python\n{code}\n```"])

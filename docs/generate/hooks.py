@@ -50,7 +50,8 @@ def pages() -> dict[str, str | bytes]:
         text, pictures = notebooks.page(path)
         made[f"learn/{path.stem}.md"] = links.rewritten(text, f"notebooks/{path.name}", f"learn/{path.stem}.md")
         made |= {f"learn/{name}": data for name, data in pictures.items()}
-    made["examples.md"] = examples.page(sorted((ROOT / "examples").glob("*.py")))
+    template = [ROOT / "examples" / "research" / f"{name}.py" for name in ("model", "train", "test")]
+    made["examples.md"] = examples.page([*template, *sorted((ROOT / "examples").glob("*.py"))])
     for file, page in links.PAGES.items():
         if page != "index.md":
             made[page] = links.rewritten(links.titled((ROOT / file).read_text(), page), file, page)

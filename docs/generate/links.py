@@ -26,7 +26,7 @@ def page_of(file: str) -> str | None:
         return file.removeprefix("docs/")
     if path.suffix == ".ipynb":
         return f"learn/{path.stem}.md"
-    if path.parent.as_posix() == "examples" and path.suffix == ".py":
+    if path.parts[0] == "examples" and path.suffix == ".py":
         return f"examples.md#{path.stem}"
     return PAGES.get(file)
 

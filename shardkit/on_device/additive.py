@@ -129,7 +129,10 @@ def _literal(few: Any, many: Any) -> Whole:
 
 
 class _LossReader:
-    """Follows both programs; `sends` collects the batch axes over which the loss itself communicates."""
+    """Follows both programs; `sends` collects the batch axes over which the loss itself communicates.
+
+    It is no `JaxprInterpreter`: the operands, loops and branches of two programs are read together.
+    """
 
     def __init__(self, examples: int, batch_axes: frozenset[str]):
         self.examples = examples

@@ -109,6 +109,7 @@ def advise(
     if not first.fits:
         most_chips = batch * model.heads
         proposals = _propose(layout, most_chips, partial(_rank_estimates, model, job))
+    # The more sequences a microbatch has the more memory it takes, so that the largest that fits is found by bisection.
     fill = partial(_fill_target, model, layout, chip, sequence)
     local = bisect_left(range(1, _MOST), True, key=lambda local: not fill(local).fits)
     filled = fill(local) if local else None
@@ -148,7 +149,11 @@ def _fill_target(model: Model, layout: Layout, chip: str | cost.Chip, sequence: 
 
 
 def _name_change(before: Layout, after: Layout) -> str:
-    """The one change that leads from one layout to another, as in `Advice.proposals`; "" if it takes several."""
+    """The one change that leads from one layout to another, as in `Advice.proposals`; "" if it takes several.
+
+    For example from data=8 to data=2, fsdp=4 it is "fsdp"; to data=4, tensor=2, accumulate=2 it is "tensor": a replica
+    has twice as many examples, in twice as many microbatches. To fsdp=8 with remat="full" it takes two changes.
+    """
     changed = {name for name in before._fields if getattr(before, name) != getattr(after, name)}
     if changed & {"context", "expert", "stage"}:
         splits_sequences = after.context > before.context and changed <= {"data", "fsdp", "context"}

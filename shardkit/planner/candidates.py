@@ -103,6 +103,7 @@ class Candidate(NamedTuple):
             >>> state = init(lambda key: sk.models.transformer.init(key, best.config()), jax.random.key(0))
         """
         layout = self.layout
+        # `chain` orders the strategies of a leaf itself: tensor, expert and stage ways split it before fsdp does.
         plans = [_PLANS[axis](axis) for axis in layout.axes if axis in _PLANS]
         if layout.tensor > 1:
             if rules is None:

@@ -202,7 +202,7 @@ def _estimate(model: Counted, machine: Machine, ways: Ways, examples: int) -> An
     hidden = _sum_bytes(traffic.opened) + _sum_bytes(traffic.reduced)
     # All devices are one group along "data".
     link = machine.find_link(Layout(data=ways.data), "data")
-    transfers = 2
+    transfers = 2  # a sum of gradients is a scatter and a gather; a whole tree is gathered once and scattered once
     if ways.plan == "layerwise":
         transfers = 3 * model.layers * ways.accumulate  # two gathers and a scatter
     peak = machine.chip.flops

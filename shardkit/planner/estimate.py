@@ -82,14 +82,19 @@ def estimate_checked(model: Model, layout: Layout, machine: Machine, batch: int,
     activations = peak.activations
     seconds = _time_traffic(share, machine)
     compute = time_operations(share, machine)
+    # Gradients and the weights of other layers travel while a layer computes. Activations do not: the next matmul waits
+    # for a gather over tensor ways, and an expert for its rows.
     hidden = seconds["data"] + seconds["fsdp"]
     exposed = seconds["tensor"] + seconds["expert"]
     if layout.context > 1:
+        # Keys and values of the next part travel while the scores of this one are computed.
         attention = share.layer_runs * time_attention(share, machine)
         exposed += max(0.0, seconds["context"] - attention)
     bubble = 0.0
     if layout.stage > 1:
         run = run_pipeline(layout)
+        # While one stage waits for its collectives all wait, in the idle ticks too; sends to the next stage are at the
+        # end of a tick, where nothing is left to compute.
         bubble = run.bubble
         activations += run.inputs * count_stage_input(share)
         compute *= 1 + bubble

@@ -116,8 +116,7 @@ def find_peak(share: Share, chip: cost.Chip) -> Bytes:
 def _wait_for_head(sizes: Sizes) -> Bytes:
     """What is left of the head while the layers' backward passes run: the smaller of two gradients.
 
-    The gradient of the head is needed at the end of the step; a compiler that is short of memory makes it then, and
-    keeps the logits' gradient instead.
+    One of them must be there: the gradient of the head is part of the update, and a product of the logits' gradient.
     """
     head_gradient = Bytes(_F32 * sizes.table, 0)
     logits_gradient = Bytes(0, _BF16 * sizes.logits)

@@ -106,6 +106,7 @@ def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
     fastest_by_kind: dict[frozenset[str], list[Candidate]] = {}
     for candidate in sorted(list_candidates(candidates), key=_seconds_of):
         axes = set(candidate.layout.axes)
+        # Layouts that replicate the parts of fsdp are of its kind: they differ in where the same bytes are sent.
         if "fsdp" in axes:
             axes.discard("data")
         fastest = fastest_by_kind.setdefault(frozenset(axes), [])

@@ -1,4 +1,9 @@
-"""How many elements of each kind of array one device has; memory, operations and traffic are sums of them."""
+"""How many elements of each kind of array one device has; memory, operations and traffic are sums of them.
+
+Worked example: two sequences of 512 tokens on a device, a model of width 1,024 with 16 heads, tensor=2. The stream
+x[2, 512, 1024] has 1,048,576 elements, of which sequence parallelism leaves half on each device. Queries of 8 heads of
+64 are [2, 512, 8, 64], 524,288; scores are [2, 8, 512, 512], 4,194,304.
+"""
 
 from __future__ import annotations
 

@@ -92,6 +92,7 @@ def _write_config(config: transformer.Config) -> str:
     return f"transformer.Config(\n    {lines},\n)"
 
 
+# The axes of the model are those of `Candidate.grad_fn`, written out; data and fsdp ways are the plan's alone.
 def _write_axes(layout: Layout) -> str:
     axes = [f"{axis}={axis!r}" for axis in INSIDE if axis in layout.axes]
     if "model" in layout.axes:

@@ -1,8 +1,9 @@
 """Which bytes a layout of a transformer sends in a step: the one place in the planner, axis by axis.
 
-What one collective sends is `cost.wire`, what a ring of attention sends `cost.context_volume`. Here stands how often
-and of what the step of `models.transformer` issues them. A test compares the sum, to the byte, with the census of the
-traced step. Models that are no transformer are counted leaf by leaf, from their plan, by `plans/traffic.py`.
+What one collective sends is `cost.wire`, what a ring of attention sends `cost.context_volume`. This module says how
+often the step of `models.transformer` issues them, and on arrays of which size. A test compares the sum, to the byte,
+with the census of the traced step. Models that are no transformer are counted leaf by leaf, from their plan, by
+`plans/traffic.py`; a search of thousands of layouts needs closed forms.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def _gather_and_scatter_parameters(share: Share) -> AxisTraffic:
     """
     ways = share.layout.fsdp
     sizes = count_sizes(share)
+    # The stack of layers is gathered layer by layer, where a layer uses its weights; all other leaves before the loss.
     last_norm = share.model.hidden
     layer_parameters = share.model.layers * sizes.layer + sizes.gains - last_norm
     table_parameters = sizes.tables * sizes.table + last_norm
@@ -166,6 +168,7 @@ def _send_to_next_stage(share: Share) -> AxisTraffic:
     layout = share.layout
     if layout.stage == 1:
         return AxisTraffic(0.0, 0)
+    # All stages send at every tick, those that idle too: the permute is one collective of the masked step.
     sends = 2 * run_pipeline(layout).ticks * layout.accumulate
     return AxisTraffic(sends * count_stage_input(share), messages=sends)
 

@@ -305,7 +305,7 @@ def test_help_that_nobody_reads_to_its_end():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command("--help"), env=buffered, **pipes) as started:
         started.stdout.close()
-        assert (started.wait(timeout=60), started.stderr.read()) == (128 + signal.SIGPIPE, b"")
+        assert (started.wait(timeout=600), started.stderr.read()) == (128 + signal.SIGPIPE, b"")
 
 
 def test_debug_shows_where_an_error_came_from(shardkit, monkeypatch, capsys):

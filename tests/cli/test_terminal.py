@@ -68,7 +68,7 @@ def test_a_mistake_on_a_terminal_breaks_between_words_and_help_has_colors(termin
     """The terminal itself breaks lines in the middle of words."""
     mistake = terminal("launch", "-n", 2, "train.py", "--steps", 100)
     mistake.until()
-    assert mistake.child.wait(timeout=60) == 2
+    assert mistake.child.wait(timeout=600) == 2
     assert mistake.text()[-3:-1] == [
         "error: launch: the command and its options must come after --. Write for example -- train.py --steps",
         "100.",

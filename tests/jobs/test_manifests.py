@@ -140,7 +140,7 @@ def batch(script, directory, codes=(0,), starts=0):
         (directory / name).chmod(0o755)
     environ = {"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "PYTHONUTF8": "1"}
     environ |= {"SLURM_RESTART_COUNT": str(starts)} if starts else {}
-    return subprocess.run(["bash"], input=script, env=environ, capture_output=True, encoding="utf-8", timeout=60)
+    return subprocess.run(["bash"], input=script, env=environ, capture_output=True, encoding="utf-8", timeout=600)
 
 
 def test_a_batch_script_runs(tmp_path):
@@ -238,6 +238,6 @@ def test_errors(case, message):
 def test_the_command_prints_what_render_returns():  # proves S108
     words = ["-n", "2", "--devices", "8", "--accelerator", "gpu", "--image", "me/train:1", "--name", "run-1"]
     command = [sys.executable, "-m", "shardkit", "launch", *words, "--render", "jobset", "--", *WORDS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())
     options = {"processes": 2, "devices": 8, "accelerator": "gpu", "image": "me/train:1", "name": "run-1"}
     assert (done.stdout, done.stderr, done.returncode) == (render("jobset", WORDS, **options), "", 0)

@@ -36,7 +36,7 @@ def fresh(program, **environment):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "NPROC": "", "JAX_PLATFORMS": "cpu"} | environment
     command = [sys.executable, "-W", "error", "-c", "import json, os\n" + POOL + program]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -110,7 +110,7 @@ def test_two_processes_are_killed_and_resume(tmp_path):
         state, _ = run.step(state, [worker.batch_of(index, k) for k in range(2)])
         state = run.exchange(state) if index % 2 else state
     wanted = f"digest {worker.digest(state):.5f}"
-    survivor, killed = jobs.run("diloco.py", tmp_path, "--fault", "kill", processes=2, timeout=40)
+    survivor, killed = jobs.run("diloco.py", tmp_path, "--fault", "kill", processes=2)
     assert (survivor.code, killed.code) == (LOST, -signal.SIGKILL)
     assert "process 1 died without reporting an error (SIGKILL or out of memory?)" in survivor.last
     for each in jobs.run("diloco.py", tmp_path, processes=2):

@@ -149,7 +149,7 @@ def test_seconds_are_a_positive_number(seconds):
 
 # proves N67 in part: a job's processes reach one verdict, and sums of shares between them are right
 def test_between_processes_sums_of_shares_are_exchanged(tmp_path):
-    ended = jobs.run("wire.py", tmp_path, processes=2, devices=2, timeout=180)
+    ended = jobs.run("wire.py", tmp_path, processes=2, devices=2, timeout=600)
     assert [each.code for each in ended] == [0, 0], "\n".join(each.output for each in ended)
     saw = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for each in saw:

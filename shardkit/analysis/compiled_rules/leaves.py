@@ -11,7 +11,7 @@ import jax
 from shardkit._arguments.checks import sized
 from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.hlo.report import size
-from shardkit.analysis.jaxpr.dataflow import short
+from shardkit.analysis.jaxpr.dataflow import format_type
 from shardkit.analysis.jaxpr.step import StepLeaf
 from shardkit.analysis.rules.rule import Finding
 from shardkit.meshes.layout import all_axes
@@ -56,11 +56,11 @@ def _describe_copies(
     _, largest = max(members, key=lambda member: member[0])
     n = math.prod(size for _, size in axes)
     if len(members) == 1:
-        sentence = f"{largest.name}, {size(total)} per device ({short(largest)}), is held {n} times"
+        sentence = f"{largest.name}, {size(total)} per device ({format_type(largest)}), is held {n} times"
     else:
         sentence = (
             f"{len(members)} leaves of {argument}, {size(total)} per device, the largest {largest.name} "
-            f"({short(largest)}), are held {n} times"
+            f"({format_type(largest)}), are held {n} times"
         )
     return Finding(
         "replicated-leaf",
@@ -79,7 +79,7 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
         if not has_sharding and _count_bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
             groups.setdefault(leaf.argument, []).append(leaf)
     for argument, leaves in groups.items():
-        text = ", ".join(f"{leaf.name} ({short(leaf)})" for leaf in leaves[:3])
+        text = ", ".join(f"{leaf.name} ({format_type(leaf)})" for leaf in leaves[:3])
         if len(leaves) > 3:
             text += f" and {len(leaves) - 3} more"
         if leaves[0].name != argument:

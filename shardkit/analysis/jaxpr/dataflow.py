@@ -61,7 +61,7 @@ class Divergence(NamedTuple):
     """Control flow that devices take differently: the axes, the construct, its line."""
 
     axes: frozenset[str]
-    what: str
+    construct: str
     source: str
 
 
@@ -97,7 +97,7 @@ def follow(jaxpr: Any, visit: Visit) -> None:
     _StateReader(Context(), visit).run(jaxpr, [ARGUMENT] * len(jaxpr.invars))
 
 
-def inside(block: Block, equation: Any) -> Block | None:
+def enter_call(block: Block, equation: Any) -> Block | None:
     """The block of a function that an equation calls, or None where it is no plain call."""
     program = find_called_program(equation)
     if program is None:
@@ -108,18 +108,18 @@ def inside(block: Block, equation: Any) -> Block | None:
     return blocks[-1]
 
 
-def split_axes(equation: Any, context: Context) -> tuple[str, ...]:
+def find_split_axes(equation: Any, context: Context) -> tuple[str, ...]:
     """The axes of a collective that have more than one device."""
     return tuple(a for a in mesh_axes(equation) if context.sizes.get(a, 1) > 1)
 
 
-def short(variable: Any) -> str:
+def format_type(variable: Any) -> str:
     """The type of a value as a user writes it: float32[4,8]."""
     aval = variable.aval
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]" if hasattr(aval, "shape") else str(aval)
 
 
-def where(equation: Any, context: Context) -> str:
+def find_line(equation: Any, context: Context) -> str:
     """The user's line of an equation; where jax lost it, as in a loop body, that of the surrounding equation."""
     return user_line(equation) or context.source or source_line(equation)
 
@@ -252,14 +252,14 @@ class _StateReader(FactInterpreter[State]):
         """What reads a branch or a loop that devices take differently where `by`, which decides it, varies."""
         if not by.varies:
             return self
-        divergence = Divergence(by.varies, construct, where(equation, self.context))
+        divergence = Divergence(by.varies, construct, find_line(equation, self.context))
         context = self.context._replace(divergences=(*self.context.divergences, divergence))
         return replace(self, context=context)
 
     def _choose(self, state: State, by: State, variable: Any, equation: Any) -> State:
         """A result that depends on the branch taken: it varies as the predicate does, whatever its type says."""
         untold = by.varies - compat.varying_axes(variable.aval)
-        hidden = frozenset((axis, where(equation, self.context)) for axis in untold)
+        hidden = frozenset((axis, find_line(equation, self.context)) for axis in untold)
         return join([state, State(by.varies, by.reduced, by.given, hidden, passed=by.passed)])
 
 

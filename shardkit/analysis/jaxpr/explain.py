@@ -14,7 +14,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk
 from shardkit._jax.primitives import VIEWS, registered
 from shardkit.analysis.jaxpr.census import census_of, row_of
-from shardkit.analysis.jaxpr.dataflow import short
+from shardkit.analysis.jaxpr.dataflow import format_type
 from shardkit.analysis.jaxpr.step import trace_step
 
 # A value made by these, or by a cast, has the name of their operand.
@@ -232,8 +232,8 @@ def _name_value(value: Any, site: Site) -> str:
     if argument:
         return argument
     if maker is None:
-        return f"a {short(value)}"
-    return f"the {short(value)} of {source_line(maker).split(' ')[0]}"
+        return f"a {format_type(value)}"
+    return f"the {format_type(value)} of {source_line(maker).split(' ')[0]}"
 
 
 def _find_root(value: Any, site: Site) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import kind_of
-from shardkit.analysis.jaxpr.dataflow import split_axes, where
+from shardkit.analysis.jaxpr.dataflow import find_line, find_split_axes
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
@@ -14,17 +14,18 @@ from shardkit.analysis.rules.rule import Finding
 def divergence(program: TracedProgram) -> Iterator[Finding]:
     """Collectives inside branches and loops that devices take differently."""
     for block, equation in program.equations:
-        kind, axes = kind_of(equation), split_axes(equation, block.context)
+        kind = kind_of(equation)
+        axes = find_split_axes(equation, block.context)
         if kind is None or not axes:
             continue
-        for what in block.context.divergences:
-            shared = sorted(what.axes & set(axes))
-            around = f"{kind} over {quoted(axes)} is in a {what.what}, at {what.source}, differs along"
+        for branching in block.context.divergences:
+            shared = sorted(branching.axes & set(axes))
+            around = f"{kind} over {quoted(axes)} is in a {branching.construct}, at {branching.source}, differs along"
             if shared:
                 yield Finding(
                     "divergent-collective",
                     f"{around} {quoted(shared)}, so that only some of its devices call it: a deadlock.",
-                    where(equation, block.context),
+                    find_line(equation, block.context),
                     "Call it on every device and select the result with jnp.where, or make the predicate equal first, "
                     f"with all_reduce over {quoted(shared)}.",
                 )
@@ -32,9 +33,9 @@ def divergence(program: TracedProgram) -> Iterator[Finding]:
             if kind == "ppermute":
                 yield Finding(
                     "ppermute-in-divergent-branch",
-                    f"{around} {quoted(sorted(what.axes))}; a ppermute needs every device of the mesh, so that it "
+                    f"{around} {quoted(sorted(branching.axes))}; a ppermute needs every device of the mesh, so that it "
                     "deadlocks or returns wrong values.",
-                    where(equation, block.context),
+                    find_line(equation, block.context),
                     "Call it on every device and select the result with jnp.where.",
                 )
                 break

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit.analysis.jaxpr.dataflow import short, where
+from shardkit.analysis.jaxpr.dataflow import find_line, format_type
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
@@ -28,9 +28,9 @@ def draws(program: TracedProgram) -> Iterator[Finding]:
                 axes = sorted((others[0][1].varies - others[0][1].moved) & alike.drawn)
                 yield Finding(
                     "repeated-draw",
-                    f"{short(others[0][0])}, which differs along {quoted(axes)}, is combined with random numbers "
+                    f"{format_type(others[0][0])}, which differs along {quoted(axes)}, is combined with random numbers "
                     "that are equal there, because their key is.",
-                    where(equation, block.context),
+                    find_line(equation, block.context),
                     f"Fold the device's index into the key with fold_axis(key, {axes[0]!r}), or derive a key for "
                     "each example with fold_keys.",
                 )

@@ -8,7 +8,7 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 from shardkit._jax.primitives import registered
-from shardkit.analysis.jaxpr.dataflow import CONSTANT, State, short
+from shardkit.analysis.jaxpr.dataflow import CONSTANT, State, format_type
 from shardkit.analysis.jaxpr.explain import with_origins
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
@@ -35,8 +35,8 @@ def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
         if axes and casts and _inner(site) and not any(state.passed for state in made):
             yield Finding(
                 "inner-gradient-of-a-constant",
-                f"the gradient of a {short(casts[0])} that begins as a constant is summed over {quoted(axes)}, whose "
-                "devices have other examples: each gets the gradient of all.",
+                f"the gradient of a {format_type(casts[0])} that begins as a constant is summed over {quoted(axes)}, "
+                "whose devices have other examples: each gets the gradient of all.",
                 site.source,
                 f"Cast the constant before differentiating: sk.vary(constant, {axes[0]!r}); or pass "
                 "value_and_grad(loss_fn, local=True), if the loss does not communicate.",

@@ -9,7 +9,7 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.census import size_of
-from shardkit.analysis.jaxpr.dataflow import split_axes, where
+from shardkit.analysis.jaxpr.dataflow import find_line, find_split_axes
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, Use, uses
 
@@ -17,7 +17,7 @@ from shardkit.analysis.rules.rule import Finding, Use, uses
 def one_piece(program: TracedProgram) -> Iterator[Finding]:
     """Gathered and reduced arrays of which each device then uses one piece."""
     for block, equation in program.equations:
-        row, axes = registered(equation.primitive.name), split_axes(equation, block.context)
+        row, axes = registered(equation.primitive.name), find_split_axes(equation, block.context)
         if row.kind not in ("all_gather", "all_reduce") or not axes or equation.params.get("axis_index_groups"):
             continue
         n = math.prod(block.context.sizes[a] for a in axes)
@@ -26,7 +26,7 @@ def one_piece(program: TracedProgram) -> Iterator[Finding]:
             if len(found) != 1 or found[0] is None:
                 continue
             whole, use = size_of(result), found[0]
-            cut = where(use.equation, use.block.context)
+            cut = find_line(use.equation, use.block.context)
             if row.kind == "all_gather" and row.dim:
                 dim = equation.params[row.dim]
                 if _takes_one(use, dim, n) and whole // n * (n - 2) >= program.small:
@@ -34,7 +34,7 @@ def one_piece(program: TracedProgram) -> Iterator[Finding]:
                         "gather-one-shard-used",
                         f"all_gather over {quoted(axes)} sends each device {whole - whole // n:,} bytes, and the "
                         f"slice at {cut}, its only use, takes {whole // n:,}.",
-                        where(equation, block.context),
+                        find_line(equation, block.context),
                         "Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for "
                         "a different one on each device.",
                     )
@@ -45,7 +45,7 @@ def one_piece(program: TracedProgram) -> Iterator[Finding]:
                         "all-reduce-then-slice",
                         f"all_reduce over {quoted(axes)} sends {2 * whole * (n - 1) // n:,} bytes, and the slice at "
                         f"{cut}, its only use, keeps 1/{n} of dim {dims[0]} on each device.",
-                        where(equation, block.context),
+                        find_line(equation, block.context),
                         "Gather without replicated=True: its gradient is then a reduce_scatter, which sends half."
                         if (block.context.backward or compat.in_backward(equation))
                         and not compat.is_recomputed(equation)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardkit._arguments.checks import quoted
-from shardkit.analysis.jaxpr.dataflow import Block, where
+from shardkit.analysis.jaxpr.dataflow import Block, find_line
 from shardkit.analysis.rules.program import TracedProgram
-from shardkit.analysis.rules.rule import Finding, place
+from shardkit.analysis.rules.rule import Finding, find_first_line
 from shardkit.meshes.layout import all_axes
 
 
@@ -46,6 +46,6 @@ def _unchecked(block: Block) -> Iterator[Finding]:
                 "unequal-output",
                 f"output {number} of the shard_map differs along {quoted(axes)}, and nothing reduces it; out_specs "
                 f"{spec} declare it replicated there, which check_vma=False does not check.",
-                where(made[out], block.context) if out in made else place(block.owner, block.context),
+                find_line(made[out], block.context) if out in made else find_first_line(block.owner, block.context),
                 f"Reduce it over {quoted(axes)}, or name the axis in out_specs; check_vma=True finds this by type.",
             )

@@ -12,7 +12,7 @@ import numpy as np
 from shardkit._arguments.checks import quoted
 from shardkit._jax.dependence import Dependence
 from shardkit._jax.jaxprs import kind_of
-from shardkit.analysis.jaxpr.dataflow import split_axes, where
+from shardkit.analysis.jaxpr.dataflow import find_line, find_split_axes
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
@@ -20,7 +20,7 @@ from shardkit.analysis.rules.rule import Finding
 def permutations(program: TracedProgram) -> Iterator[Finding]:
     """Invalid permutations. A shift without wrap and zeros that a `where` replaces are intended."""
     for block, equation in program.equations:
-        axes = split_axes(equation, block.context)
+        axes = find_split_axes(equation, block.context)
         if kind_of(equation) != "ppermute" or not axes:
             continue
         shape = [block.context.sizes[a] for a in axes]
@@ -46,7 +46,7 @@ def permutations(program: TracedProgram) -> Iterator[Finding]:
             message = f"{over} names no source for {some}, which receive zeros."
             remedy = "Name a source for every device, or replace the zeros with jnp.where; shift(wrap=False) is exempt."
         if rule is not None:
-            yield Finding(rule, message, where(equation, block.context), remedy)
+            yield Finding(rule, message, find_line(equation, block.context), remedy)
 
 
 def _open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:

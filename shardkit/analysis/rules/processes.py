@@ -14,10 +14,10 @@ import numpy as np
 from shardkit._arguments.checks import quoted, raised
 from shardkit._jax import backends, compat
 from shardkit._jax.jaxprs import kind_of, mesh_axes, source_line, walk
-from shardkit.analysis.jaxpr.dataflow import Context, short
+from shardkit.analysis.jaxpr.dataflow import Context, format_type
 from shardkit.analysis.jaxpr.step import TracedStep, trace_step
 from shardkit.analysis.rules.program import TracedProgram
-from shardkit.analysis.rules.rule import Finding, place
+from shardkit.analysis.rules.rule import Finding, find_first_line
 
 _LARGEST_CONSTANT = 1 << 20  # elements; larger ones are not compared
 _SIMPLE = (int, float, str, bool, type(None), np.dtype, jax.sharding.PartitionSpec)
@@ -83,7 +83,7 @@ def _compare(mine: list[_Line], theirs: list[_Line], here: int, there: int) -> I
             "process-dependent-program",
             f"processes {here} and {there} trace different programs; the first difference is "
             f"{_told(a)} against {_told(b)}{' of other values' if a and b and _told(a) == _told(b) else ''}.",
-            place((a or b).equation, Context()),  # type: ignore[union-attr]
+            find_first_line((a or b).equation, Context()),  # type: ignore[union-attr]
             _REMEDY,
         )
 
@@ -97,7 +97,7 @@ def _lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()) -> 
     for variable, constant in zip(jaxpr.constvars, constants, strict=True):
         user = next((e for e in jaxpr.eqns if any(v is variable for v in e.invars)), None)
         if user is not None:
-            yield _Line((path, "constant", _digest(constant)), user, f"a constant {short(variable)}")
+            yield _Line((path, "constant", _digest(constant)), user, f"a constant {format_type(variable)}")
     for equation in jaxpr.eqns:
         operands = tuple(_operand(v) for v in equation.invars)
         params = tuple(sorted((k, _written(v)) for k, v in equation.params.items() if _is_simple(v)))
@@ -145,7 +145,7 @@ def _told(line: _Line | None) -> str:
     equation, name = line.equation, line.equation.primitive.name
     if kind_of(equation) is not None:
         name = f"{kind_of(equation)} over {quoted(mesh_axes(equation))}"
-    shapes = ", ".join(short(v) for v in equation.invars)
+    shapes = ", ".join(format_type(v) for v in equation.invars)
     return f"{name}({shapes})"
 
 

@@ -9,7 +9,7 @@ from shardkit._arguments.checks import named, quoted
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import PLAN
 from shardkit._jax.primitives import registered
-from shardkit.analysis.jaxpr.dataflow import short, split_axes, where
+from shardkit.analysis.jaxpr.dataflow import find_line, find_split_axes, format_type
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
@@ -25,7 +25,7 @@ def reductions(program: TracedProgram) -> Iterator[Finding]:
             continue
         if compat.in_scope(equation, PLAN):  # shares of a gradient that no example changes are equal, and divided
             continue
-        axes = split_axes(equation, block.context)
+        axes = find_split_axes(equation, block.context)
         for operand in equation.invars:
             state = block.state(operand)
             equal = [a for a in axes if a not in state.varies]
@@ -38,9 +38,9 @@ def reductions(program: TracedProgram) -> Iterator[Finding]:
             does = "changes nothing" if what != "sum" else f"multiplies it by {n}, and a mean changes nothing"
             yield Finding(
                 "repeated-reduction",
-                f"all_reduce over {quoted(axes)} of a {short(operand)} that is equal along {named(equal)} "
+                f"all_reduce over {quoted(axes)} of a {format_type(operand)} that is equal along {named(equal)} "
                 f"already, because it {why}; a {what} {does}.",
-                where(equation, block.context),
+                find_line(equation, block.context),
                 "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
                 "where only the type must become equal, gather with replicated=True."
                 if reduced

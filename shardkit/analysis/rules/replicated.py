@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from shardkit._arguments.checks import sized
 from shardkit._jax import compat
 from shardkit.analysis.jaxpr.census import size_of
-from shardkit.analysis.jaxpr.dataflow import short
+from shardkit.analysis.jaxpr.dataflow import format_type
 from shardkit.analysis.rules.program import TracedProgram
-from shardkit.analysis.rules.rule import Finding, place
+from shardkit.analysis.rules.rule import Finding, find_first_line
 from shardkit.meshes.layout import all_axes
 
 
@@ -33,7 +33,7 @@ def replicated(program: TracedProgram) -> Iterator[Finding]:
             yield Finding(
                 "large-replicated",
                 f"{name}, {'a closed-over constant' if closed else 'an input'} of {size_of(operand):,} bytes "
-                f"({short(operand)}), is replicated over {sized(sizes.items())}.",
-                place(equation, block.context),
+                f"({format_type(operand)}), is replicated over {sized(sizes.items())}.",
+                find_first_line(equation, block.context),
                 "Name a mesh axis in its spec, as specs_from_rules does, or raise `large` if that is intended.",
             )

@@ -18,7 +18,7 @@ from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, while_operands
 from shardkit._jax.jaxprs import walk
 from shardkit._jax.primitives import registered
-from shardkit.analysis.jaxpr.dataflow import Context, where
+from shardkit.analysis.jaxpr.dataflow import Context, find_line
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 from shardkit.meshes.layout import all_axes
@@ -165,14 +165,14 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
     def _enter(self, equation: Any) -> _KeyReader:
         """What reads the programs that an equation holds."""
         backward = self.context.backward or _repeats_forward(equation)
-        context = self.context._replace(backward=backward, source=where(equation, self.context))
+        context = self.context._replace(backward=backward, source=find_line(equation, self.context))
         return replace(self, context=context)
 
     def _enter_loop(self, equation: Any, loop: int, construct: str) -> _KeyReader:
         inner = self._enter(equation)
         if not construct:
             return inner
-        description = f"{construct} at {where(equation, inner.context)}"
+        description = f"{construct} at {find_line(equation, inner.context)}"
         return replace(inner, loops=(*inner.loops, (loop, description)))
 
     def _carry_on(self, body: Any, consts: list[NamedValue], carry: list[NamedValue], loop: int) -> list[NamedValue]:
@@ -207,7 +207,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         """Remembers a draw, and finds that its key was drawn from before, or is in each iteration of a loop."""
         if self.context.backward or _repeats_forward(equation):
             return
-        line = self.line or where(equation, self.context)
+        line = self.line or find_line(equation, self.context)
         before = self.drawn.get(key.name)
         self.drawn[key.name] = line
         repeating = [description for loop, description in self.loops if loop not in key.loops]

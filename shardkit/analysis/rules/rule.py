@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardkit._jax import compat
 from shardkit._jax.primitives import registered
-from shardkit.analysis.jaxpr.dataflow import Block, Context, inside, where
+from shardkit.analysis.jaxpr.dataflow import Block, Context, enter_call, find_line
 
 
 class Finding(NamedTuple):
@@ -26,7 +26,8 @@ class Finding(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.source}{': ' * bool(self.source)}{self.rule}: {self.message} {self.remedy}"
+        sentence = f"{self.rule}: {self.message} {self.remedy}"
+        return f"{self.source}: {sentence}" if self.source else sentence
 
 
 class Rule(NamedTuple):
@@ -77,13 +78,13 @@ def uses(block: Block, variable: Any) -> Iterator[Use | None]:
     if any(out is variable for out in block.jaxpr.outvars):
         yield None
     for equation in block.jaxpr.eqns:
-        for position, each in enumerate(equation.invars):
-            if each is not variable:
+        for position, operand in enumerate(equation.invars):
+            if operand is not variable:
                 continue
             if passes_on(equation):
                 yield from uses(block, equation.outvars[position if len(equation.outvars) > 1 else 0])
                 continue
-            called = inside(block, equation)
+            called = enter_call(block, equation)
             if called is None:
                 yield Use(equation, position, block)
             else:
@@ -96,10 +97,14 @@ def passes_on(equation: Any) -> bool:
     return name == "convert_element_type" or registered(name).same
 
 
-def place(equation: Any, context: Context) -> str:
+def find_first_line(equation: Any, context: Context) -> str:
     """The line of an equation, or where it has none, as a differentiated shard_map, the first line inside."""
-    known = where(equation, context)
-    for _, sub in compat.inner_jaxprs(equation) if known == "unknown" else ():
-        lines = [line for each in sub.eqns if (line := place(each, context)) != "unknown"]
-        known = lines[0] if lines else known
-    return known
+    line = find_line(equation, context)
+    if line != "unknown":
+        return line
+    for _, jaxpr in compat.inner_jaxprs(equation):
+        for inner_equation in jaxpr.eqns:
+            line = find_first_line(inner_equation, context)
+            if line != "unknown":
+                return line
+    return "unknown"

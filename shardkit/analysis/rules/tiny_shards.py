@@ -9,7 +9,7 @@ from typing import Any
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import kind_of
 from shardkit.analysis.jaxpr.census import size_of
-from shardkit.analysis.jaxpr.dataflow import Block, short, split_axes, where
+from shardkit.analysis.jaxpr.dataflow import Block, find_line, find_split_axes, format_type
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, passes_on
 
@@ -20,7 +20,7 @@ _MANY = 16
 def tiny_shards(program: TracedProgram) -> Iterator[Finding]:
     """Arrays that many devices hold in pieces of a few bytes: a message costs its latency whatever its size."""
     for block, equation in program.equations:
-        kind, axes = kind_of(equation), split_axes(equation, block.context)
+        kind, axes = kind_of(equation), find_split_axes(equation, block.context)
         n = math.prod(block.context.sizes[a] for a in axes)
         if kind not in ("all_gather", "reduce_scatter") or n < _MANY:
             continue
@@ -30,8 +30,8 @@ def tiny_shards(program: TracedProgram) -> Iterator[Finding]:
             yield Finding(
                 "tiny-shards",
                 f"{kind} over {quoted(axes)} of {n} devices sends pieces of {size_of(piece):,} bytes "
-                f"({short(piece)}); {program.small:,} bytes are not worth a message.",
-                where(equation, block.context),
+                f"({format_type(piece)}); {program.small:,} bytes are not worth a message.",
+                find_line(equation, block.context),
                 "Replicate leaves of this size, or split them over fewer devices.",
             )
 

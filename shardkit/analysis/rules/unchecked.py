@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit.analysis.rules.program import TracedProgram
-from shardkit.analysis.rules.rule import Finding, place
+from shardkit.analysis.rules.rule import Finding, find_first_line
 
 
 def unchecked(program: TracedProgram) -> Iterator[Finding]:
@@ -17,7 +17,7 @@ def unchecked(program: TracedProgram) -> Iterator[Finding]:
             yield Finding(
                 "pmap",
                 "jax.pmap supports one axis, needs a leading dim for it and checks no types.",
-                place(equation, block.context),
+                find_first_line(equation, block.context),
                 "Write jax.shard_map over a mesh from make_mesh.",
             )
         if equation.primitive.name == "shard_map" and not equation.params["check_vma"] and not block.context.mapped:
@@ -25,6 +25,6 @@ def unchecked(program: TracedProgram) -> Iterator[Finding]:
                 "check-vma-off",
                 f"shard_map over {quoted(compat.manual_axes(equation))} has check_vma off: a wrong out_specs and a "
                 "missing reduction pass unnoticed, and gradients inside it are not summed.",
-                place(equation, block.context),
+                find_first_line(equation, block.context),
                 "Leave check_vma=True, and cast with vary where a type must match.",
             )

@@ -11,15 +11,15 @@ from shardkit._arguments import checks
 from shardkit._arguments.typed import typed
 from shardkit.collectives.tables.messages import Message
 
-Link = tuple[int, int]  # source, target
-Links = Mapping[Link, float]  # bytes/s from one device to another
+DevicePair = tuple[int, int]  # source and target of a link
+Bandwidths = Mapping[DevicePair, float]  # bytes/s from one device to another
 
 
 class _Route(NamedTuple):
     """The way of a message between two devices: all shortest ones, in equal parts."""
 
     hops: int
-    shares: Mapping[Link, float]  # of its bytes, by link
+    shares: Mapping[DevicePair, float]  # of its bytes, by link
 
 
 class LinkTimes(NamedTuple):
@@ -37,7 +37,7 @@ class LinkTimes(NamedTuple):
 
 
 @typed
-def torus_links(sizes: Sequence[int], bandwidth: float = 1.0, *, wrap: bool = True) -> dict[Link, float]:
+def torus_links(sizes: Sequence[int], bandwidth: float = 1.0, *, wrap: bool = True) -> dict[DevicePair, float]:
     """The links of a torus, or with wrap=False of a grid, in both directions.
 
     Args:
@@ -75,17 +75,17 @@ def check_sizes(where: str, sizes: Sequence[int]) -> tuple[int, ...]:
     return checks.whole(where, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
 
 
-def time_steps(steps: Sequence[Sequence[Message]], links: Links, chunk_bytes: float, latency: float) -> LinkTimes:
+def time_steps(steps: Sequence[Sequence[Message]], links: Bandwidths, chunk_bytes: float, latency: float) -> LinkTimes:
     """The time of the messages of each step; see `SendTable.simulate`.
 
     A step ends when its busiest link has carried all bytes: the messages of a step share links, and do not wait for
     each other. Nothing of the next step is sent before.
     """
-    routes: dict[Link, _Route] = {}
+    routes: dict[DevicePair, _Route] = {}
     seconds = []
     busiest = []
     for messages in steps:
-        loads: defaultdict[Link, float] = defaultdict(float)
+        loads: defaultdict[DevicePair, float] = defaultdict(float)
         longest = 0
         for message in messages:
             for pair in message.pairs:
@@ -101,7 +101,7 @@ def time_steps(steps: Sequence[Sequence[Message]], links: Links, chunk_bytes: fl
     return LinkTimes(sum(seconds), tuple(seconds), tuple(busiest))
 
 
-def check_links(where: str, links: Links, devices: int) -> None:
+def check_links(where: str, links: Bandwidths, devices: int) -> None:
     """Refuses links that do not connect these devices, or over which some device cannot reach another."""
     for link, bandwidth in links.items():
         if not _is_link(link, devices):
@@ -130,7 +130,7 @@ def _is_link(link: object, devices: int) -> bool:
     return bool(source != target)
 
 
-def _count_hops(links: Iterable[Link], start: int) -> dict[int, int]:
+def _count_hops(links: Iterable[DevicePair], start: int) -> dict[int, int]:
     """The devices that `start` reaches, and how many links away they are: a breadth-first search."""
     targets: defaultdict[int, list[int]] = defaultdict(list)
     for source, target in links:
@@ -146,13 +146,13 @@ def _count_hops(links: Iterable[Link], start: int) -> dict[int, int]:
     return hops
 
 
-def _find_route(links: Links, source: int, target: int) -> _Route:
+def _find_route(links: Bandwidths, source: int, target: int) -> _Route:
     """The links of a message, and its share of each: at every device it parts equally among the shortest ways.
 
     From corner to corner of a 2 x 2 grid, 0 to 3: half of the bytes over 0-1 and 1-3, half over 0-2 and 2-3.
     """
     hops_to_target = _count_hops([(b, a) for a, b in links], target)
-    shares: defaultdict[Link, float] = defaultdict(float)
+    shares: defaultdict[DevicePair, float] = defaultdict(float)
     amounts = {source: 1.0}  # of the message, by the device that has it
     for _ in range(hops_to_target[source]):
         arrivals: defaultdict[int, float] = defaultdict(float)

@@ -17,7 +17,7 @@ from itertools import groupby, product
 from typing import Literal, NoReturn, get_args
 
 from shardkit._arguments import checks
-from shardkit.collectives.tables.links import Links, LinkTimes, check_links, time_steps
+from shardkit.collectives.tables.links import Bandwidths, LinkTimes, check_links, time_steps
 from shardkit.collectives.tables.messages import Message, Send, group_sends
 from shardkit.cost.collectives import Traffic
 
@@ -80,7 +80,7 @@ class SendTable:
         array_bytes = Fraction(size) * self._operands
         return Traffic(array_bytes * sent_chunks / self.chunks, self.steps)
 
-    def simulate(self, links: Links, size: float, *, latency: float = 1e-6) -> LinkTimes:
+    def simulate(self, links: Bandwidths, size: float, *, latency: float = 1e-6) -> LinkTimes:
         """How long it takes on given links, and how busy these are. Steps follow each other.
 
         A message between devices that are not linked takes the shortest way; where there are several, equal parts.

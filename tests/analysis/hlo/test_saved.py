@@ -63,7 +63,7 @@ def test_a_step_runs_in_another_process_without_compiling(tmp_path, mesh2x4):  #
     specs = jax.tree.map(lambda x: x.sharding.spec, state._replace(key=None))
     (tmp_path / "start.pickle").write_bytes(pickle.dumps((start, specs, BATCH)))
     worker = [sys.executable, "-m", "support.workers.saved_program", str(tmp_path), "2"]
-    done = subprocess.run(worker, capture_output=True, text=True, timeout=120, cwd=TESTS, env=environment())
+    done = subprocess.run(worker, capture_output=True, text=True, timeout=600, cwd=TESTS, env=environment())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["compiled"] == []

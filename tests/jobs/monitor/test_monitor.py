@@ -474,7 +474,7 @@ def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeyp
     seen, writes, end = [], [threading.Event(), threading.Event()], threading.Event()
 
     def phase(wanted):
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while recorder.status.phase != wanted:
             assert time.monotonic() < until, recorder.status
             time.sleep(0.001)

@@ -31,7 +31,7 @@ def seen(request, tmp_path_factory):
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            ended = jobs.run("pieces.py", folder, processes=processes, devices=devices, timeout=180)
+            ended = jobs.run("pieces.py", folder, processes=processes, devices=devices, timeout=600)
             assert [each.code for each in ended] == [0] * processes, [each.output[-2000:] for each in ended]
             (folder / "done").touch()
     return request.param, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]

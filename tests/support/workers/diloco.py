@@ -57,7 +57,7 @@ def main():
     )
     parser.add_argument("--deadline", type=float, default=60.0)
     given = parser.parse_args()
-    cluster = sk.runtime.initialize(timeout=60)
+    cluster = sk.runtime.initialize(timeout=300)
     mesh = sk.make_mesh(pod=cluster.processes, data=-1)
     deadlines = sk.runtime.Deadlines(compile=120, step=given.deadline, save=given.deadline)
     run = run_on(mesh)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.testing import reference
 
-sk.runtime.initialize(timeout=60)
+sk.runtime.initialize(timeout=300)
 D = jax.device_count()
 
 KERNELS = {

@@ -23,7 +23,7 @@ from shardkit.runtime.data.loader import loader
 from shardkit.runtime.drift import replica_drift
 from shardkit.runtime.triage import nonfinite, triage
 
-cluster = sk.runtime.initialize(timeout=30)
+cluster = sk.runtime.initialize(timeout=300)
 rank, devices = cluster.rank, jax.devices()
 half = len(devices) // 2
 saw = {"rank": rank}

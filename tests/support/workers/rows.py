@@ -11,7 +11,7 @@ from support import conformance
 from support.layouts import mesh_of
 
 if __name__ == "__main__":
-    sk.runtime.initialize(timeout=60)
+    sk.runtime.initialize(timeout=300)
 
 
 def losses(name, steps=3):

@@ -19,7 +19,7 @@ from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePy
 
 import shardkit as sk
 
-cluster = sk.runtime.initialize(timeout=30)
+cluster = sk.runtime.initialize(timeout=300)
 mesh = sk.make_mesh(data=jax.device_count())
 guard = sk.runtime.guard(mesh=mesh, deadlines=sk.runtime.Deadlines(compile=60, step=60, save=given.deadline))
 init, step = sk.make_train_step(

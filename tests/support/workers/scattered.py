@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit._jax.compat import private
 
-sk.runtime.initialize(timeout=30)
+sk.runtime.initialize(timeout=300)
 mesh = sk.make_mesh(x=-1)
 sent = sk.testing.wire
 if sys.argv[1] == "own":  # jax's rule again

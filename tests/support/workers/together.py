@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.runtime.data import arrays, reading
 
-cluster = sk.runtime.initialize(timeout=30)
+cluster = sk.runtime.initialize(timeout=300)
 rank, devices = cluster.rank, jax.devices()
 saw = {"cluster": list(cluster), "devices": [cluster.device_count, cluster.local_device_count]}
 

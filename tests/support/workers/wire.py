@@ -17,7 +17,7 @@ import shardkit as sk
 from shardkit._jax import gloo
 from support.wires import planted
 
-cluster = sk.runtime.initialize(timeout=30)
+cluster = sk.runtime.initialize(timeout=300)
 mesh = sk.make_mesh(d=2, m=2)
 saw = {"mended": gloo.races(("cpu",)) and gloo.jaxlib_version < gloo._MENDED}
 
