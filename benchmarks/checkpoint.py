@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.records import Record
 from shardkit.runtime.checkpoint.orbax_io import import_orbax, silence_orbax
 
 GIB = 2**30
@@ -179,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = [1 / 256] if quick else [0.1, 1.0, 4.0] if options.large else [0.1, 1.0]
     rounds = 1 if quick else options.rounds or 5
     devices = options.simulate
-    records: list[bench.Record] = []
+    records: list[Record] = []
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="shardkit-benchmark-") as name:
             directory, nbytes = Path(name), size * GIB

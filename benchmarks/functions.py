@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
-from shardkit.bench import Record, Sample, calibration, interleaved
-from shardkit.bench.measure import make_records
+from shardkit.bench import calibration, interleaved
+from shardkit.bench.measure import Sample, make_records
+from shardkit.bench.records import Record
 
 
 def measure_functions(

@@ -30,6 +30,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.measure import Sample
+from shardkit.bench.records import Record
 from shardkit.meshes.layout import table
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +96,7 @@ def two_hosts(mbit: int) -> Iterator[None]:
             subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
 
 
-def over_link(mbit: int, devices: int, sizes: Sequence[int], rounds: int) -> list[bench.Record]:
+def over_link(mbit: int, devices: int, sizes: Sequence[int], rounds: int) -> list[Record]:
     """The records of all ways and sizes, measured by one process in each namespace."""
     asked = {"mbit": mbit, "sizes": list(sizes), "rounds": rounds}
     return [record for rows in zip(*on_both("links", mbit, devices, asked), strict=True) for record in merged(*rows)]
@@ -149,7 +151,7 @@ def expected_seconds(across: float, hops: int, mbit: int, *, call: float, messag
     return call + hops * message + 8 * max(0.0, across - burst(mbit)) / (mbit * 1e6)
 
 
-def measured(asked: Mapping[str, Any], tx_bytes: Callable[[], int]) -> list[list[bench.Record]]:
+def measured(asked: Mapping[str, Any], tx_bytes: Callable[[], int]) -> list[list[Record]]:
     """What one of the processes measures, size by size; both call it at the same time."""
     mesh = sk.make_mesh(host=2, local=-1)
     local, out = mesh.shape["local"], []
@@ -242,9 +244,9 @@ def counted(case: bench.Case, tx_bytes: Callable[[], int]) -> float:
     return (tx_bytes() - before) / COUNTED
 
 
-def merged(first: Sequence[bench.Record], second: Sequence[bench.Record]) -> list[bench.Record]:
+def merged(first: Sequence[Record], second: Sequence[Record]) -> list[Record]:
     """Both hosts' records as one: a call begins when the later host calls, and its time is that host's, the shorter."""
-    keys, out = bench.Sample._fields, []
+    keys, out = Sample._fields, []
     pairs = {a["case"]: (a["samples"], b["samples"]) for a, b in zip(first, second, strict=True)}
     samples = {
         case: {
@@ -254,7 +256,7 @@ def merged(first: Sequence[bench.Record], second: Sequence[bench.Record]) -> lis
         for case, (a, b) in pairs.items()
     }
     rounds = [
-        {case: bench.Sample(*(own[key][i] for key in keys)) for case, own in samples.items()}
+        {case: Sample(*(own[key][i] for key in keys)) for case, own in samples.items()}
         for i in range(first[0]["rounds"])
     ]
     numbers = bench.summarise(rounds, first[0]["baseline"])
@@ -265,7 +267,7 @@ def merged(first: Sequence[bench.Record], second: Sequence[bench.Record]) -> lis
     return out
 
 
-def lines(records: Sequence[bench.Record]) -> str:
+def lines(records: Sequence[Record]) -> str:
     """The records as a table: milliseconds a call, megabytes from one host to the other, and what was expected."""
     rows = [("link", "bytes", "way", "ms [p10, p90]", "to plain", "MB sent", "by census", "expected ms", "achieved")]
     for r in records:
@@ -281,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures at 100 Mbit/s and 1 Gbit/s; `--simulate` is the devices of each host."""
     options = start(__doc__, argv, devices=2)
     sizes, rounds = ((2**18,), 2) if options.smoke else ((2**18, 2**20, 2**22), 7)
-    records: list[bench.Record] = []
+    records: list[Record] = []
     for mbit in (100,) if options.smoke else (100, 1000):
         found = over_link(mbit, options.simulate, sizes, options.rounds or rounds)
         print(lines(found), flush=True)

@@ -24,6 +24,7 @@ from benchmarks.functions import measure_functions
 from benchmarks.start import start
 from shardkit import bench
 from shardkit._jax.backends import leave_out_idle_tpu
+from shardkit.bench.records import FORMAT, Record
 from shardkit.meshes.layout import table
 
 TOPOLOGY, DEVICES = "v5e:2x4", 8
@@ -200,9 +201,9 @@ def ready(function: Any, shapes: tuple[Any, ...]) -> Callable[[], Any]:
     return partial(function, *args)
 
 
-def records(times: Mapping[str, tuple[float, float, float]], row: str, method: str, size: Size) -> list[bench.Record]:
+def records(times: Mapping[str, tuple[float, float, float]], row: str, method: str, size: Size) -> list[Record]:
     """A record for each case."""
-    shared = {"format": bench.FORMAT, "version": 1, "benchmark": "overlap", "row": row, "method": method}
+    shared = {"format": FORMAT, "version": 1, "benchmark": "overlap", "row": row, "method": method}
     shared |= size._asdict() | {"environment": bench.environment()}
     keys = ("compute_us", "communication_us", "together_us")
     return [
@@ -212,7 +213,7 @@ def records(times: Mapping[str, tuple[float, float, float]], row: str, method: s
     ]
 
 
-def lines(found: Sequence[bench.Record]) -> str:
+def lines(found: Sequence[Record]) -> str:
     """The records as a table; times in milliseconds."""
     rows = [("case", "compute ms", "communication ms", "their sum", "their maximum", "together", "hidden")]
     for r in found:

@@ -23,7 +23,8 @@ import shardkit as sk
 from shardkit import bench, planner
 from shardkit.analysis.hlo.report import Report
 from shardkit.bench.records import FORMAT, VERSION
-from shardkit.planner import Candidate, Layout, Model
+from shardkit.planner import Layout, Model
+from shardkit.planner.candidates import Candidate
 from shardkit.planner.memory import count_held
 from shardkit.planner.share import Share, find_share
 from shardkit.planner.traffic import count_traffic

@@ -15,7 +15,8 @@ import numpy as np
 from benchmarks.functions import measure_functions
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.testing import Chain, emulate, programs
+from shardkit.testing import emulate, programs
+from shardkit.testing.chains import Chain
 
 
 def prove(examples: int) -> int:

@@ -20,6 +20,7 @@ import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.analysis.hlo.differences import compiled
+from shardkit.bench.records import Record
 
 ROWS = {
     "fsdp to tp": (P("data"), P(None, "model")),
@@ -66,7 +67,7 @@ def sizes(move: Move, x: jax.Array) -> dict[str, float]:
     return {"wire_bytes": float(sum(row.total for row in found.rows)), "temp_bytes": found.memory.temp}
 
 
-def line(record: bench.Record) -> str:
+def line(record: Record) -> str:
     """A record as a row of the table."""
     cells = [record["row"], record["case"], f"{record['least_bytes'] / MIB:.2f}"]
     cells += [f"{record['wire_bytes'] / MIB:.2f}", f"{record['temp_bytes'] / record['shards_bytes']:.2f}"]
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         [move] = sk.reshard_steps(x, source, target, mesh=mesh).leaves
         both = (move.legs[0].route.shard_sizes[0] + move.legs[-1].route.shard_sizes[-1]) * 4
         each = moves(mesh, source, target)
-        records: list[bench.Record] = [
+        records: list[Record] = [
             {"benchmark": "reshard", "row": row, "case": name, "least_bytes": move.least, "shards_bytes": both}
             | sizes(fn, x)
             for name, fn in each.items()

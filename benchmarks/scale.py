@@ -27,6 +27,7 @@ import shardkit as sk
 from benchmarks.growth import cell, exponent, right
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.records import FORMAT, Record
 from shardkit.models import transformer
 
 EIGHT = {"data": 2, "fsdp": 2, "model": 2}
@@ -130,17 +131,17 @@ def in_child(point: Point) -> dict[str, Any]:
     return dict(json.loads(subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout))
 
 
-def record(point: Point, here: Mapping[str, Any], rounds: int) -> bench.Record:
+def record(point: Point, here: Mapping[str, Any], rounds: int) -> Record:
     """The record of one point; what was not compiled is None."""
     size = getattr(point, point.sweep)
     found = dict.fromkeys([*COSTS, "argument_bytes"]) | built(point, rounds)
     found |= in_child(point) if point.devices <= COMPILED else {}
     sizes = {"size": size, "parameters": point.parameters, "devices": point.devices, "mesh": point.mesh}
-    head = {"format": bench.FORMAT, "version": 1, "benchmark": "scale", "row": point.sweep}
+    head = {"format": FORMAT, "version": 1, "benchmark": "scale", "row": point.sweep}
     return {**head, "case": f"{point.sweep}={size}", **sizes, **found, "rounds": rounds, "environment": here}
 
 
-def lines(records: Sequence[bench.Record]) -> str:
+def lines(records: Sequence[Record]) -> str:
     """The records of a sweep as a table, whose last row has the exponents."""
     head = ("trace s", "lower s", "compile s", "compile MiB", "temp KiB", "program KiB")
     rows: list[tuple[str, ...]] = [(records[0]["row"], "mesh", *head)]

@@ -26,6 +26,7 @@ import shardkit as sk
 from benchmarks.growth import cell, exponent, right
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.records import Record
 
 BUILDERS = {name: each for name in sk.schedules.__all__ if inspect.isfunction(each := getattr(sk.schedules, name))}
 STAGES, VOCABULARY = 4, 64
@@ -131,7 +132,7 @@ def unpipelined(count: int) -> Callable[..., Any]:
 
 def row(
     mesh: Mesh, names: Sequence[str], count: int, mode: str, dim: int, examples: int, calls: int, rounds: int
-) -> list[bench.Record]:
+) -> list[Record]:
     """The records of schedules of so many microbatches, after that of the model on one device; gpipe must be named."""
     made = [builder(name, mesh.size, count) for name in names]
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, examples * count).astype(np.int32)
@@ -185,7 +186,7 @@ def built(case: bench.Case) -> dict[str, Any]:
     return {"temp_bytes": memory.temp_size_in_bytes} | {key: round(value, 4) for key, value in seconds.items()}
 
 
-def lines(records: Sequence[bench.Record]) -> str:
+def lines(records: Sequence[Record]) -> str:
     """The records of a row as a table."""
     head = ("case", "ticks", "makespan", "bubble", "work", "CPU", "work/GPipe", "CPU/GPipe")
     rows = [(*head, "in", "cot", "kept", "slot KiB", "temp KiB", "trace s", "compile s", "wrong")]
@@ -202,7 +203,7 @@ def lines(records: Sequence[bench.Record]) -> str:
     return f"{records[0]['row']}\n{right(rows)}"
 
 
-def exponents(records: Sequence[bench.Record]) -> str:
+def exponents(records: Sequence[Record]) -> str:
     """For each schedule, how slots, memory and the time to build grow with the microbatches, as a table."""
     rows = [("exponent against microbatches", "slots", "temp", "trace", "compile")]
     executed = [r for r in records if "ticks" in r]
@@ -221,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = ("gpipe", "one_f_one_b") if options.smoke else tuple(dict.fromkeys(["gpipe", *BUILDERS]))
     counts, dim, examples = ((2, 4), 8, 4) if options.smoke else ((4, 8, 16, 32), 64, 128)
     rounds = options.rounds or (2 if options.smoke else 10)
-    records: list[bench.Record] = []
+    records: list[Record] = []
     for count in counts:
         mode = "branch" if options.branch else "masked"
         records += row(mesh, names, count, mode, dim, examples, options.calls or 1, rounds)

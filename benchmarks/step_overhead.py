@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.measure import MODES
 from shardkit.models import transformer
 
 TARGET = 1.05
@@ -187,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         calls = options.calls or (2 if options.smoke else model.calls)
         rounds = options.rounds or (2 if options.smoke else 30)
-        for mode in bench.MODES:
+        for mode in MODES:
             records = bench.measure("step_overhead", row, rows, mode=mode, calls=calls, rounds=rounds, tolerance=1e-4)
             bench.report(records, options.json)
             if not options.smoke:

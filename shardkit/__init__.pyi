@@ -48,8 +48,6 @@ from shardkit.plans.splits import Split as Split
 
 # pipelines
 from shardkit.strategies.pipeline import pipeline as pipeline
-from shardkit.on_device.pipelines import PipelineGradFn as PipelineGradFn
-from shardkit.on_device.pipelines import PipelineLoss as PipelineLoss
 from shardkit.meshes.submeshes import submeshes as submeshes
 from shardkit.pipelines.device_put import device_put_pipeline as device_put_pipeline
 from shardkit.pipelines.device_put import device_put_value_and_grad as device_put_value_and_grad

@@ -17,6 +17,7 @@ import pytest
 import shardkit as sk
 from benchmarks import growth, links, overlap, pipeline, scale, schedules, soak, start, step_overhead, strategies
 from shardkit import bench
+from shardkit.bench.measure import MODES
 
 ROOT = Path(start.__file__).parents[1]
 SMALL = overlap.Size(tokens=16, width=8, hidden=32, layers=8)
@@ -42,7 +43,7 @@ def test_start_says_that_simulated_devices_share_the_cores_and_its_example_runs(
     exec(compile(textwrap.dedent(text), "example", "exec"), namespace)
     namespace["main"](["--calls", "1", "--rounds", "2"])
     printed = capsys.readouterr().out
-    assert [f"4 MiB ({mode}, 1 calls x 2 rounds)" in printed for mode in bench.MODES] == [True, True]
+    assert [f"4 MiB ({mode}, 1 calls x 2 rounds)" in printed for mode in MODES] == [True, True]
 
 
 def test_the_builders_unused_keys_do_not_reach_the_compiled_step():
@@ -79,7 +80,7 @@ def test_step_overhead_smoke(tmp_path):
     assert [(r["row"], r["mode"], r["case"]) for r in records] == [
         (row, mode, name)
         for row, kind in (("mlp, data=2", "by hand"), ("mlp, one device", "plain jit"))
-        for mode in bench.MODES
+        for mode in MODES
         for name in (kind, "builder", f"{kind} again")
     ]
 

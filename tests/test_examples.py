@@ -24,13 +24,15 @@ def public():
     found = {}
     for face in FACES:
         room = importlib.import_module(f"shardkit.{face}" if face else "shardkit")
-        for name in room.__all__:
+        # An example of a function that its module keeps to itself, such as a piece of the transformer, runs too.
+        inside = [n for n, f in vars(room).items() if inspect.isfunction(f) and f.__module__ == room.__name__]
+        for name in (*room.__all__, *(n for n in inside if n[0] != "_" and n not in room.__all__)):
             each = getattr(room, name)
             if inspect.ismodule(each):
-                inside = vars(each).items()
+                members = vars(each).items()
                 found |= {
                     f"{name}.{n}": f
-                    for n, f in inside
+                    for n, f in members
                     if inspect.isfunction(f) and f.__module__ == each.__name__ and n[0] != "_"
                 }
             elif inspect.isfunction(each) and each not in found.values():

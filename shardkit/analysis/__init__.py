@@ -7,25 +7,19 @@ Imports cost, meshes and on_device; steps
 imports its readers of traced programs and their rules.
 """
 
-from shardkit.analysis.contracts import Collective, collective, expects
+from shardkit.analysis.contracts import collective, expects
 from shardkit.analysis.hlo import aot
-from shardkit.analysis.hlo.differences import Compiled, compiled
-from shardkit.analysis.jaxpr.census import Census, CensusRow, census
-from shardkit.analysis.jaxpr.explain import Explanation, Reason, explain
+from shardkit.analysis.hlo.differences import compiled
+from shardkit.analysis.jaxpr.census import Census, census
+from shardkit.analysis.jaxpr.explain import explain
 from shardkit.analysis.jaxpr.foreign import sends
-from shardkit.analysis.judge import RULES, Audit, audit, lint
+from shardkit.analysis.judge import RULES, audit, lint
 from shardkit.analysis.rules import Finding, Rule
 
 __all__ = [
     "RULES",
-    "Audit",
     "Census",
-    "CensusRow",
-    "Collective",
-    "Compiled",
-    "Explanation",
     "Finding",
-    "Reason",
     "Rule",
     "aot",
     "audit",

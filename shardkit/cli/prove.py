@@ -35,8 +35,8 @@ def prove(options: Options) -> int:
     The exit code is 1 if something is not one device's.
     """
     from shardkit.meshes.simulated import offer_cpu_devices
-    from shardkit.testing import Proof
     from shardkit.testing._compare import UnequalError
+    from shardkit.testing.prove import Proof
 
     offer_cpu_devices(options.devices)
     function, arguments = _load_proof(options.make)

@@ -26,7 +26,7 @@ from shardkit.cost.collectives import wire
 from shardkit.cost.quantization import FORMATS, quantized_bytes
 
 _KERNELS = ("all_gather", "reduce_scatter", "all_reduce")
-__all__ = ["PLAIN", "Algorithm", "bucket", "compressed", "hierarchical", "ring", "table"]
+__all__ = ["Algorithm", "bucket", "compressed", "hierarchical", "ring", "table"]
 
 Ways = Mapping[str, int]
 Sent = dict[tuple[str, ...], Fraction]

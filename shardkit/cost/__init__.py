@@ -5,25 +5,21 @@ in `hardware.py`. Imports argument checks only, and no jax arrays.
 """
 
 from shardkit.cost.activations import activation_memory
-from shardkit.cost.collectives import Traffic, bus_factor, collective_time, wire
+from shardkit.cost.collectives import bus_factor, collective_time, wire
 from shardkit.cost.crossovers import bucket_bytes, ring_from, scatter_from
 from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
 from shardkit.cost.links import Link, Links, links
 from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
-from shardkit.cost.rooflines import Roofline, roofline
+from shardkit.cost.rooflines import roofline
 from shardkit.cost.transformer import mfu, transformer_flops, transformer_parameters
-from shardkit.cost.volumes import Volume, context_volume, expert_volume, tensor_volume
-from shardkit.cost.zero import ZeroMemory, zero_breakdown, zero_memory, zero_volume
+from shardkit.cost.volumes import context_volume, expert_volume, tensor_volume
+from shardkit.cost.zero import zero_breakdown, zero_memory, zero_volume
 
 __all__ = [
     "Chip",
     "Link",
     "Links",
-    "Roofline",
-    "Traffic",
-    "Volume",
-    "ZeroMemory",
     "activation_memory",
     "bubble",
     "bucket_bytes",

@@ -43,7 +43,6 @@ from shardkit.on_device.pipelines import Staged
 from shardkit.remat.layers import gathered, scan_layers
 
 __all__ = [
-    "ONE_DEVICE",
     "Axes",
     "Config",
     "apply",
@@ -58,7 +57,6 @@ __all__ = [
     "pieces",
     "rms_norm",
     "rotate",
-    "run",
     "tensor_rules",
 ]
 

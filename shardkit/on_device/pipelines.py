@@ -8,7 +8,8 @@ from typing import Any
 
 from shardkit._arguments.typed import check_fields
 from shardkit.on_device.means import Mean
-from shardkit.schedules import Schedule, Stages
+from shardkit.schedules import Schedule
+from shardkit.schedules.stages import Stages
 
 
 @dataclass(frozen=True)

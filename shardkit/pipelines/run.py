@@ -46,8 +46,9 @@ from shardkit.pipelines.divergent import refuse_divergent, refuse_mixed
 from shardkit.pipelines.ops import Branched, LoopState, Masked, Ops, Sums, write_slot
 from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
 from shardkit.pipelines.split_backward import TwoHalves
-from shardkit.schedules import Schedule, Stages
+from shardkit.schedules import Schedule
 from shardkit.schedules.action import device_of
+from shardkit.schedules.stages import Stages
 from shardkit.schedules.table import ENDS, FIELDS, Segment, Table, buffer_of
 
 Mode = Literal["masked", "branch"]

@@ -14,7 +14,7 @@ from shardkit.on_device.pipelines import Staged
 from shardkit.plans.dim_rules import is_in_subtrees, make_dim_chooser, split_by_rules
 from shardkit.plans.plan import Plan, strategy
 from shardkit.plans.splits import Leaf, Split
-from shardkit.schedules import Stages
+from shardkit.schedules.stages import Stages
 
 
 def build_stack_plan(stages: Stages) -> Plan:

@@ -6,8 +6,7 @@ step, `traffic.py` what it sends, `habits.py` the little that is known of compil
 
 from __future__ import annotations
 
-from shardkit.planner.advice import Advice, advise
-from shardkit.planner.candidates import Candidate
+from shardkit.planner.advice import advise
 from shardkit.planner.counted import counted
 from shardkit.planner.estimate import estimate
 from shardkit.planner.layout import Layout
@@ -18,8 +17,6 @@ from shardkit.planner.source import source_of
 from shardkit.planner.tables import table
 
 __all__ = [
-    "Advice",
-    "Candidate",
     "Layout",
     "Model",
     "advise",

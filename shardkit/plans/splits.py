@@ -30,7 +30,7 @@ from shardkit._arguments.checks import named
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import canonical, spec_axes, split_dims
 from shardkit.plans.storage import Rows, Sizes, Storage
-from shardkit.schedules import Stages
+from shardkit.schedules.stages import Stages
 
 Gather = Literal["never", "layer", "step", "update"]
 Scatter = Literal["layer", "microbatch", "step", "never"]

@@ -10,37 +10,30 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardkit.runtime.checkpoint.checkpoints import Checkpoints, Run, latest_step
+from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.gpu_flags import gpu_flags
-from shardkit.runtime.cluster.join import Cluster, finish, initialize, is_main, leave, log
+from shardkit.runtime.cluster.join import finish, initialize, is_main, leave, log
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
 from shardkit.runtime.data.arrays import from_full, from_process_local, from_rows, from_single_device, local_rows
-from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
+from shardkit.runtime.data.loader import loader, prefetch_to_device
 from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate, to_numpy
-from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
-from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
+from shardkit.runtime.drift import DriftError, assert_no_drift, replica_drift
+from shardkit.runtime.triage import nonfinite, triage
 from shardkit.runtime.weights.load import load_params
 
 if TYPE_CHECKING:
     from shardkit.jobs.launch import launch
-    from shardkit.jobs.monitor.guard import Deadlines, Guard, guard
+    from shardkit.jobs.monitor.guard import Deadlines, guard
     from shardkit.runtime.checkpoint.laws import restores_elsewhere
 
 __all__ = [
     "PREEMPTED",
     "Checkpoints",
-    "Cluster",
     "DamagedError",
     "Deadlines",
-    "Drift",
     "DriftError",
-    "Guard",
-    "Loader",
-    "NonFinite",
-    "Run",
-    "TriageReport",
     "assert_no_drift",
     "barrier",
     "fetch",
@@ -75,7 +68,7 @@ __all__ = [
 ]
 
 _LATER = {
-    **dict.fromkeys(("Deadlines", "Guard", "guard"), "shardkit.jobs.monitor.guard"),
+    **dict.fromkeys(("Deadlines", "guard"), "shardkit.jobs.monitor.guard"),
     "launch": "shardkit.jobs.launch",
     "restores_elsewhere": "shardkit.runtime.checkpoint.laws",
 }

@@ -19,7 +19,6 @@ a CSV file with `Schedule.from_csv`.
 Start with `gpipe.py`, the shortest, then `base.py`. Imports argument checks only; no jax.
 """
 
-from shardkit.schedules.action import Action
 from shardkit.schedules.base import Schedule
 from shardkit.schedules.breadth_first import breadth_first
 from shardkit.schedules.dualpipe_v import dualpipe_v
@@ -29,21 +28,11 @@ from shardkit.schedules.lockstep import lockstep
 from shardkit.schedules.one_f_one_b import one_f_one_b
 from shardkit.schedules.search import search
 from shardkit.schedules.simulate import Timeline
-from shardkit.schedules.slots import Slots
-from shardkit.schedules.stages import Stages
-from shardkit.schedules.table import FIELDS, MOVES, Segment, Table
 from shardkit.schedules.zero_bubble_h1 import zero_bubble_h1
 from shardkit.schedules.zero_bubble_v import zero_bubble_v
 
 __all__ = [
-    "FIELDS",
-    "MOVES",
-    "Action",
     "Schedule",
-    "Segment",
-    "Slots",
-    "Stages",
-    "Table",
     "Timeline",
     "breadth_first",
     "dualpipe_v",

@@ -16,7 +16,8 @@ from shardkit.pipelines.run import Mode, build_grad_fn, build_loss
 from shardkit.pipelines.stages import build_stack_plan
 from shardkit.plans.dim_rules import DimRules
 from shardkit.plans.plan import Plan
-from shardkit.schedules import Schedule, Stages
+from shardkit.schedules import Schedule
+from shardkit.schedules.stages import Stages
 
 Piece = Callable[[Any, Any, Any], Any]
 

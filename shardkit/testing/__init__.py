@@ -13,31 +13,23 @@ from typing import Any as _Any
 from shardkit._arguments.extras import install as _install
 from shardkit.testing import laws, reference
 from shardkit.testing.assertions import assert_matches_reference
-from shardkit.testing.certify import Certificate, certify_gradients
-from shardkit.testing.chains import Chain, Op
+from shardkit.testing.certify import certify_gradients
 from shardkit.testing.emulate import emulate
-from shardkit.testing.exact import Equality, assert_equal_for_all_inputs, small
+from shardkit.testing.exact import assert_equal_for_all_inputs, small
 from shardkit.testing.laws import LAWS
 from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Program, recording
-from shardkit.testing.prove import Proof, assert_same_training, prove
+from shardkit.testing.prove import assert_same_training, prove
 from shardkit.testing.rows import Row, covering
-from shardkit.testing.wire import Delivery, wire
+from shardkit.testing.wire import wire
 
-_STRATEGIES = ("ShardedArray", "meshes", "programs", "sharded_arrays", "specs")
+_STRATEGIES = ("meshes", "programs", "sharded_arrays", "specs")
 
 __all__ = [
     "LAWS",
-    "Certificate",
-    "Chain",
-    "Delivery",
-    "Equality",
-    "Op",
     "Program",
-    "Proof",
     "Reference",
     "Row",
-    "ShardedArray",
     "assert_equal_for_all_inputs",
     "assert_matches_reference",
     "assert_same_training",
@@ -59,7 +51,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
-    from shardkit.testing.strategies import ShardedArray, meshes, programs, sharded_arrays, specs
+    from shardkit.testing.strategies import meshes, programs, sharded_arrays, specs
 else:  # a checker that sees __getattr__ accepts every name
 
     def __getattr__(name: str) -> _Any:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import typed
-from shardkit.schedules import Action, Schedule, Timeline
+from shardkit.schedules import Schedule, Timeline
+from shardkit.schedules.action import Action
 from shardkit.viz.style import (
     AREA,
     GREY,

@@ -109,7 +109,7 @@ def test_bandwidths_and_expectations_are_their_definitions(plane):  # proves F79
         assert r["algbw_GBps"] == size / seconds / 1e9
         assert r["busbw_GBps"] == r["algbw_GBps"] * {"all_gather": 0.5, "all_reduce": 1.75}[op]
         if r["fit"] is not None:
-            assert r["fit_us"] == pytest.approx(1e6 * bench.Fit(**r["fit"]).seconds(r["hops"], r["written_bytes"]))
+            assert r["fit_us"] == pytest.approx(1e6 * Fit(**r["fit"]).seconds(r["hops"], r["written_bytes"]))
             assert r["of_fit"] == pytest.approx(r["fit_us"] / r["wall_us_median"])
         assert (r["fit"] is None) == (op == "all_reduce") and r["chip_us"] is r["of_chip"] is None
     head = table(list(plane.values())).splitlines()[1]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardkit import bench
+from shardkit.bench.records import FORMAT
 from shardkit.cli.bench.compare import Options, compare
 from support.refusals import refused
 
@@ -25,7 +26,7 @@ def run(ratio=1.0, *, seed=0, rounds=20, noise=0.03, speed=1.0, **changes):
     calibrated = times(5000)
     return [
         {
-            "format": bench.FORMAT,
+            "format": FORMAT,
             "version": 1,
             "benchmark": "test",
             "row": "a row",
@@ -97,7 +98,7 @@ def test_what_is_written_is_read(tmp_path):
         "bench: results must be of version 1; line 1 of {} is of version 0. Run the benchmark again with this "
         "shardkit.": json.dumps(run()[0] | {"version": 0}),
         "bench: a result must have benchmark, row, case, environment; line 1 of {} lacks case, environment. Pass a "
-        "file as --json wrote it.": json.dumps({"format": bench.FORMAT, "version": 1, "benchmark": "b", "row": "r"}),
+        "file as --json wrote it.": json.dumps({"format": FORMAT, "version": 1, "benchmark": "b", "row": "r"}),
     }.items(),
 )
 def test_a_file_that_is_none_is_refused(tmp_path, text, message):

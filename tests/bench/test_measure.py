@@ -11,7 +11,7 @@ import pytest
 import shardkit as sk
 from shardkit import bench
 from shardkit.bench import Case, Sample
-from shardkit.bench.measure import difference
+from shardkit.bench.measure import MODES, difference
 from support.refusals import refused
 
 STATISTICS = [
@@ -47,7 +47,7 @@ def doubled(name, amount):
     return adding(name, amount)._replace(step=lambda x, amount: (x + 2 * amount, jnp.sum(x + 2 * amount)))
 
 
-@pytest.fixture(scope="module", params=bench.MODES)
+@pytest.fixture(scope="module", params=MODES)
 def records(request):
     cases = [adding("twice", 1), doubled("once", 1)]
     return bench.measure("test", "four numbers", cases, mode=request.param, calls=3, rounds=4)
@@ -103,7 +103,7 @@ def test_ratios_are_taken_within_a_round():  # proves F81
     assert out["base"]["wall_ratio"] == 1
 
 
-@pytest.mark.parametrize("mode", bench.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_row_whose_cases_disagree_is_refused(mode):  # proves F80
     cases = [adding("right", 2), adding("wrong", 3)]
     assert refused(lambda: bench.measure("test", "row", cases, mode=mode, calls=2, rounds=1)) == (
@@ -160,7 +160,7 @@ def test_measure_refuses_unknown_modes_and_equal_names():
     )
 
 
-@pytest.mark.parametrize("mode", bench.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_case_is_held_against_what_is_expected_of_it(mode):
     """Two cases may mean different things, each with its own reference; without one, they must agree."""
     both = [adding("right", 2)._replace(expected=(jnp.full(4, 8.0), jnp.float32(32))), adding("other", 3)]

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import compiled
+from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.pipelines.stages import fit_plan
 from shardkit.plans.storage import Padded
-from shardkit.schedules import Stages
+from shardkit.schedules.stages import Stages
 from support import optimizers, pipelines
 from support.layouts import Specs, mesh_of, specs
 from support.pipelines import pipelined_grad
@@ -82,7 +83,7 @@ def make_grad_fn(layers, stages, model=None):
         weight = jnp.where(here == 0, jnp.sum(batch["weights"].astype("f")), 0)
         return sk.Mean(*sk.vary((sk.gathered(total)(params["layers"], params["out"]), weight), "stage"))
 
-    return sk.PipelineGradFn(stages, sk.value_and_grad(loss)), sk.PipelineLoss(stages, loss)
+    return PipelineGradFn(stages, sk.value_and_grad(loss)), PipelineLoss(stages, loss)
 
 
 @cache
@@ -111,7 +112,7 @@ def one_device(name, layers, steps=3):
 
 def staged(*sizes):
     """A GradFn of nothing, with these stages."""
-    return sk.PipelineGradFn(Stages("stage", *sizes), lambda params, batch, keys, *, scale=1: None)
+    return PipelineGradFn(Stages("stage", *sizes), lambda params, batch, keys, *, scale=1: None)
 
 
 def make(case, name="momentum", *plans, sizes=None, model=None, **options):

@@ -5,7 +5,8 @@ import inspect
 import pytest
 
 from shardkit import schedules
-from shardkit.schedules import Action, Schedule
+from shardkit.schedules import Schedule
+from shardkit.schedules.action import Action
 from support.pipelines import BUILDERS
 from support.refusals import refused, type_error, value_error
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 import shardkit as sk
 from shardkit import cost, schedules
-from shardkit.schedules import MOVES, Action, Schedule
+from shardkit.schedules import Schedule
+from shardkit.schedules.action import Action
+from shardkit.schedules.table import FIELDS, MOVES
 from support.pipelines import BUILDERS, CHUNKED
 
 pytestmark = pytest.mark.check
@@ -139,7 +141,7 @@ def run(schedule):
     table = schedule.table()
     p, done = schedule.devices, []
     last = p * schedule.chunks - 1
-    columns = {field: table.column(field) for field in schedules.FIELDS}
+    columns = {field: table.column(field) for field in FIELDS}
     sizes = (table.buffers[name] for name in ("inputs", "cotangents", "kept"))
     inputs, cotangents, kept = ([["vain"] * size for _ in range(p)] for size in sizes)
     for segment in table.segments:

@@ -18,6 +18,7 @@ from shardkit._jax.jaxprs import walk
 from shardkit.analysis.jaxpr.census import census_of
 from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
 from shardkit.schedules import Schedule
+from shardkit.schedules.table import FIELDS
 from support import pipelines
 from support.pipelines import (
     BUILDERS,
@@ -38,7 +39,7 @@ from support.pipelines import (
 from support.tiers import covered
 
 NAMES = (*BUILDERS, "from_csv")
-ROW = (len(schedules.FIELDS),)
+ROW = (len(FIELDS),)
 
 
 FORMS = [{"mode": mode, "recompute": recompute} for mode in ("masked", "branch") for recompute in (True, False)]

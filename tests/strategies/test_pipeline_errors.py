@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import schedules
+from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.schedules import Schedule
+from shardkit.schedules.stages import Stages
 from support import pipelines
 from support.pipelines import PIECES, embed, head, make_batch, make_params, mesh_of, pipelined_grad, stage, traced_step
 from support.training import recording_sgd
@@ -110,10 +112,10 @@ def test_a_pipelines_loss_in_place_of_its_gradfn():
     "message, call",
     {
         "PipelineGradFn: stages must be a Stages; got 'stage'. Pass a shardkit.schedules.stages.Stages.": lambda: (
-            sk.PipelineGradFn("stage", lambda *_: None)
+            PipelineGradFn("stage", lambda *_: None)
         ),
-        "PipelineLoss: function must be a function; got None. Pass the function itself.": lambda: sk.PipelineLoss(
-            schedules.Stages("stage"), None
+        "PipelineLoss: function must be a function; got None. Pass the function itself.": lambda: PipelineLoss(
+            Stages("stage"), None
         ),
         "pipeline: schedule must be a Schedule; got the function 'gpipe'. Pass for example "
         "sk.schedules.gpipe(devices=2, microbatches=4).": lambda: sk.pipeline(schedules.gpipe, "stage"),

@@ -15,6 +15,7 @@ import optax
 
 import shardkit as sk
 from shardkit.models import transformer
+from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.testing import Row, laws, prove
 from support import pipelines
 from support.conformance import weights
@@ -44,7 +45,7 @@ def drawn(seed: int | str) -> Drawn:
 def assert_as_one_device(case: Drawn, every: Any) -> None:
     """These laws on a drawn row."""
     # Before the update, layers of unequal stages go back to their own order, and the compiler moves them.
-    sizes = case.row.grad_fn.stages.layers_per_stage if isinstance(case.row.grad_fn, sk.PipelineGradFn) else None
+    sizes = case.row.grad_fn.stages.layers_per_stage if isinstance(case.row.grad_fn, PipelineGradFn) else None
     left_out = {laws.compiled_as_written} if sizes and len(set(sizes)) > 1 else set()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "make_train_step: accumulate=")  # slower in a pipeline, and right
@@ -193,7 +194,7 @@ def _transformer(draw: random.Random) -> Drawn:
 
 def _without_accuracy(grad_fn: Any) -> Any:
     """The same, less the share of tokens that were predicted right; a pipeline's GradFn stays one."""
-    if isinstance(grad_fn, sk.PipelineGradFn):
+    if isinstance(grad_fn, PipelineGradFn):
         return dataclasses.replace(grad_fn, function=_without_accuracy(grad_fn.function))
 
     def less(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> Any:

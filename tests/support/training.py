@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 import shardkit as sk
-from shardkit.testing import LAWS, Proof, Reference, Row, laws, one_device, prove
-from shardkit.testing.prove import choose_relative
+from shardkit.testing import LAWS, Reference, Row, laws, one_device, prove
+from shardkit.testing.prove import Proof, choose_relative
 from support.conformance import ModelRow, PlanRow
 
 KEY = jax.random.key(7)

@@ -25,7 +25,7 @@ import jax
 from shardkit._arguments.checks import compiler_options, named, raised, sized
 from shardkit._arguments.typed import check_kind, kinds_of
 from shardkit._jax import backends
-from shardkit.analysis.hlo.report import Built, Report, report_of
+from shardkit.analysis.hlo.report import Built, Report
 from shardkit.analysis.hlo.saved import load
 from shardkit.analysis.hlo.topology import (
     ALONE,
@@ -43,15 +43,9 @@ from shardkit.meshes.device_order import DeviceOrder, order_devices
 from shardkit.meshes.network import Load, Moves
 
 __all__ = [
-    "Topology",
-    "Trial",
-    "Tuned",
-    "build",
     "compile",
     "load",
-    "parse_topology",
     "place",
-    "report_of",
     "topology_devices",
     "tune",
 ]

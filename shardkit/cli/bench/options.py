@@ -12,7 +12,7 @@ from shardkit.cli.options import Json, Optional
 from shardkit.cli.output import open_output
 
 if TYPE_CHECKING:
-    from shardkit.bench import Record
+    from shardkit.bench.records import Record
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ A derivative runs the transposed table. Start with `published.py`, then `table.p
 Imports cost, and single files such as `checks.py` and `permute.py`.
 """
 
-from shardkit.collectives.tables.links import LinkTimes, torus_links
+from shardkit.collectives.tables.links import torus_links
 from shardkit.collectives.tables.messages import Send
 from shardkit.collectives.tables.plan_files import from_mscclpp, to_mscclpp
 from shardkit.collectives.tables.published import bine, bruck, halving, pat, ring, torus, tree
 from shardkit.collectives.tables.table import SendTable
 
 __all__ = [
-    "LinkTimes",
     "Send",
     "SendTable",
     "bine",

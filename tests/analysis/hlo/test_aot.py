@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.hlo import aot, topology
+from shardkit.analysis.hlo.report import report_of
 from shardkit.models import transformer
 from support.compilers import answers, child_that, gpu, refused, tpu
 from support.recorded.programs import PROGRAMS, abstract_mesh, shape
@@ -188,14 +189,14 @@ def test_a_program_that_the_gpu_compiler_lets_through_is_held_to_the_chips_memor
     answer["memory"]["compiler_peak"] = 85 * 10**9
     step, args = PROGRAMS["ring_loop"]()
     census = sk.census(step, *args)
-    report = aot.report_of(module, answer, topology="h100:1x1x8", mesh={"tp": 8}, census=census, lowering_seconds=0.0)
+    report = report_of(module, answer, topology="h100:1x1x8", mesh={"tp": 8}, census=census, lowering_seconds=0.0)
     assert not report.fits and report.needed == 85 * 10**9
     assert "fits: NO, 79.16 GiB of 79.11 GiB per device" in str(report)
     step, args = PROGRAMS["partitioner"]()  # what the compiler changed is told all the same
     answer, module = load("partitioner-h100_1x1x8-jax0.10.json.gz")
     answer["memory"]["compiler_peak"] = 85 * 10**9
     options = {"topology": "h100:1x1x8", "mesh": {"a": 2, "b": 2, "c": 2}, "census": sk.census(step, *args)}
-    added = aot.report_of(module, answer, lowering_seconds=0.0, **options)
+    added = report_of(module, answer, lowering_seconds=0.0, **options)
     assert len(json.loads(added.to_json())["derived"]["differences"]) == len(added.differences()) == 2
 
 

@@ -16,10 +16,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.analysis.hlo import aot, groups, proto
+from shardkit.analysis.hlo import groups, proto
 from shardkit.analysis.hlo.collectives import Reader, _shape_before_padding, _Slot, collectives_of, total_work
 from shardkit.analysis.hlo.compute import Clock, Work
-from shardkit.analysis.hlo.report import Report
+from shardkit.analysis.hlo.report import Report, report_of
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes
 from shardkit.analysis.jaxpr.counts import taps
 from support.recorded.programs import PROGRAMS, abstract_mesh
@@ -36,7 +36,7 @@ def report(file):
     step, args = PROGRAMS[name]()
     jaxpr = step.trace(*args).jaxpr.jaxpr
     answer, module = load(file)
-    return aot.report_of(
+    return report_of(
         module,
         answer,
         topology=topology.replace("_", ":"),

@@ -14,6 +14,7 @@ from shardkit.analysis.hlo import aot, proto, trip_counts
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.compute import ModuleWork, Work
 from shardkit.analysis.hlo.differences import _find_scatters_run_as_sums, _Traffic, account, compiled
+from shardkit.analysis.hlo.report import report_of
 from shardkit.analysis.hlo.topology import device_memory, device_of
 from shardkit.analysis.jaxpr.census import Census
 from support.commands import deep
@@ -174,7 +175,7 @@ def test_what_a_program_needs_is_compared_with_the_compilers_own_limit(argument,
     answer, module = load("fsdp_tp-v5p_2x2x2-jax0.10.json.gz")
     answer["memory"]["argument"] = int(argument * 2**30)
     sizes = {"fsdp": 4, "tp": 2}
-    report = aot.report_of(module, answer, topology="v5p:2x2x2", mesh=sizes, census=Census(()), lowering_seconds=0.0)
+    report = report_of(module, answer, topology="v5p:2x2x2", mesh=sizes, census=Census(()), lowering_seconds=0.0)
     assert report.fits == fits and report.needed > 95 * 2**30
 
 

@@ -12,6 +12,7 @@ import pytest
 import shardkit as sk
 from shardkit.runtime.cluster import environment
 from shardkit.runtime.cluster.config import DistributedConfig
+from shardkit.runtime.cluster.join import Cluster
 from support import jobs
 from support.refusals import raises, value_error
 
@@ -166,7 +167,7 @@ def test_alone_there_is_nothing_to_start(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     alone = sk.runtime.initialize()
-    assert alone == sk.runtime.Cluster(0, 1, 0, True, "")
+    assert alone == Cluster(0, 1, 0, True, "")
     assert sk.runtime.initialize(DistributedConfig(enabled=False, world_size=4, rank=2)) == alone
     assert sk.runtime.is_main()
 

@@ -8,6 +8,7 @@ from jax._src.clusters import cloud_tpu_cluster, k8s_cluster
 
 import shardkit as sk
 from shardkit.runtime.cluster import environment, join
+from shardkit.runtime.cluster.join import Cluster
 from support.refusals import refused
 
 pytestmark = pytest.mark.check
@@ -147,7 +148,7 @@ def test_variables_that_are_wrong_or_too_few(environ, message, elsewhere):
 )
 def test_a_process_alone(environ, arguments, elsewhere):
     elsewhere(environ, pod=False)
-    assert sk.runtime.initialize(**arguments) == sk.runtime.Cluster(0, 1, 0, True, "")
+    assert sk.runtime.initialize(**arguments) == Cluster(0, 1, 0, True, "")
 
 
 # proves S98, S99: four processes with two devices each, and a process per GPU, from one config
