@@ -21,7 +21,7 @@ from shardkit._jax.jaxprs import source_line
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import ALONE, EQUALITY, INTEGERS, ON_MESH, ORDER, Coverage, Decision
 from shardkit.testing.exact.crossings import Crossings, Differences
-from shardkit.testing.exact.difference import located
+from shardkit.testing.exact.difference import describe_difference, describe_remedy
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import KINDS, MIXED, SEEDS, Field
@@ -36,6 +36,7 @@ _SCALES = (1.0, 0.3, 0.1, 0.03)
 _POINTS = 2  # of the first draw at least, and of orders: two tell a constant from an unknown
 # By how much real values may differ that are equal, but for rounding; and where factors of matrices magnify it.
 _ROUNDS, _ROUNDS_OF_FACTORS = 1e-13, 1e-9
+_ROUNDS_OF_FLOATS = 1e-6  # where functions of constants were computed in float32
 _FEWEST = 1  # of further draws
 _MOST_IN_VAIN = 8
 _TOGETHER = 4  # elements that are put where comparisons change
@@ -99,6 +100,8 @@ class Evidence(NamedTuple):
         foreign: those of them that only one side makes.
         outside: the line where a value was outside of the domain of a function in a draw; "" if none was.
         no_number: by result, in how many of its elements both sides are no number, and how many it has.
+        alone: by result, in how many of its elements one side alone is outside of the domain of a function, at most,
+            and how many it has.
     """
 
     field: Field
@@ -109,6 +112,7 @@ class Evidence(NamedTuple):
     foreign: list[Decision]
     outside: str
     no_number: dict[str, tuple[int, int]]
+    alone: dict[str, tuple[int, int]]
 
 
 def equal(
@@ -144,6 +148,8 @@ def _run_all(trial: _Trial, points: int, effort: Effort) -> Evidence:
     trial.coverage.identifies = False
     _order(trial, effort)
     _check_domains(trial)
+    if effort.crossed:
+        _check_numbers(trial)
     return trial.evidence()
 
 
@@ -162,6 +168,22 @@ def _check_domains(trial: _Trial) -> None:
             "function, as of the logarithm of a negative number, and so NaN where the other is a number. Write it so "
             "that both sides take it of the same numbers, or compare floats with assert_matches_reference."
         )
+
+
+def _check_numbers(trial: _Trial) -> None:
+    """Refuses a result of which an element was NaN in every run, if comparisons may make it a number."""
+    # Where no comparison decides, as behind a mask of constants, NaN on both sides is so for all inputs. Else both
+    # sides may differ where it is a number, which no run has reached: as `x / y` and `y / x` of a row that is zero
+    # unless x is between two close thresholds.
+    decisions = trial.coverage.free()
+    for name, numbers in trial.numbers.items():
+        if decisions and not numbers.all():
+            decision, count = decisions[0], int((~numbers).sum())
+            raise UndecidedError(
+                f"{trial.where}: not decided at {decision.line} ({decision.what}): {count} of {numbers.size} elements "
+                f"of the {name} are NaN on both sides for all inputs that were drawn, but need not be for others. "
+                "Shrink the program to what gives numbers, or compare floats with assert_matches_reference."
+            )
 
 
 def _draw(trial: _Trial, effort: Effort) -> None:
@@ -248,6 +270,9 @@ class _Trial:
         included: by result, which elements were compared.
         outside: the line where a value was first outside of the domain of a function.
         defined: whether in some draw no element was outside of a domain on one side alone.
+        numbers: by result, which elements were numbers on both sides.
+        no_number: by result, how many elements were no numbers on both sides, and how many there are.
+        alone: by result, how many elements were outside of a domain on one side alone, at most, and how many there are.
     """
 
     where: str
@@ -265,7 +290,9 @@ class _Trial:
     levels: int = LEVELS
     shallow: bool = False
     included: dict[str, np.ndarray] = attribute(default_factory=dict)
+    numbers: dict[str, np.ndarray] = attribute(default_factory=dict)
     no_number: dict[str, tuple[int, int]] = attribute(default_factory=dict)
+    alone: dict[str, tuple[int, int]] = attribute(default_factory=dict)
     outside: str = ""
     defined: bool = False
 
@@ -338,7 +365,15 @@ class _Trial:
         """What all runs have shown."""
         decisions, foreign = self.coverage.free(), self.coverage.foreign()
         return Evidence(
-            self.field, self.degree, self.draws, self.orders, decisions, foreign, self.outside, self.no_number
+            self.field,
+            self.degree,
+            self.draws,
+            self.orders,
+            decisions,
+            foreign,
+            self.outside,
+            self.no_number,
+            self.alone,
         )
 
     def run(self, points: int, order: int | None = None, kind: str = "") -> None:
@@ -424,13 +459,15 @@ class _Trial:
             raise TooDeepError
         if not find_equal(field, a, b).all():
             agree, hint = _agree(field, a, b), _missing_law(field)
-            text = _of_no_number(self._runs(field), a, b) or self._locate(field, index, b)
+            text = self._describe(field, index, a, b)
             if agree:
                 raise UndecidedError(
                     f"{self.subject}not decided: the {name} is the reference's in float64 for the inputs that were "
                     f"drawn, but by no law that a proof knows{text}{hint}"
                 )
             raise UnequalError(f"{self.subject}the {name} is not the reference's for all inputs{_among(field)}{text}.")
+        are_numbers = (a.poison == 0) & (b.poison == 0)
+        self.numbers[name] = are_numbers | self.numbers.get(name, False)
         if field.order is None and not field.planted:  # else it is compared for inputs that are equal alone
             self.degree = self.degree.plus(a.degree, b.degree)
             done = (a.poison != OUTSIDE) & (b.poison != OUTSIDE)
@@ -439,17 +476,32 @@ class _Trial:
             if both:
                 self.no_number[name] = both, a.poison.size
         alone = ((a.poison == OUTSIDE) & (b.poison == 0)) | ((b.poison == OUTSIDE) & (a.poison == 0))
+        if alone.any() and not field.planted:
+            most, _ = self.alone.get(name, (0, 0))
+            self.alone[name] = max(most, int(alone.sum())), alone.size
         return not alone.any()
 
-    def _locate(self, field: Field, index: int, wanted: Exact | None) -> str:
+    def _describe(self, field: Field, index: int, got: Exact, wanted: Exact) -> str:
+        """How and where a result differs, as the end of a sentence."""
+        number = _find_no_number(got, wanted)
+        if not number:
+            return self._locate(field, index, wanted)
+        remedy = self._locate(field, index, wanted, only_remedy=True)
+        if remedy:
+            return f"{number}. {remedy}"
+        first = _find_first_no_number(self._runs(field), got, wanted)
+        return f"{number}, first by {first}" if first else number
+
+    def _locate(self, field: Field, index: int, wanted: Exact | None, only_remedy: bool = False) -> str:
         """How and where a result differs; "" in an order behind draws, whose differences say what is not decided."""
         if field.order is not None and self.draws:
             return ""
+        describe = describe_remedy if only_remedy else describe_difference
         runs = self._runs(field)
         if self.with_unused is not None:
             with suppress(UnsupportedError, RedrawError, TooDeepError, UnknownValueError, HangsError):
-                return located(runs._replace(on_mesh=self.with_unused), index, wanted)
-        return located(runs, index, wanted)
+                return describe(runs._replace(on_mesh=self.with_unused), index, wanted)
+        return describe(runs, index, wanted)
 
     def _runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""
@@ -464,25 +516,31 @@ def _among(field: Field) -> str:
     return ", where some inputs are equal" if field.planted else ""
 
 
-def _of_no_number(runs: Runs, x: Exact, y: Exact) -> str:
-    """What makes a result no number where the other side has one; "" if that is not how they differ."""
-    wrong = ((x.poison == NOT_A_NUMBER) & (y.poison == 0)) | ((y.poison == NOT_A_NUMBER) & (x.poison == 0))
+def _find_no_number(x: Exact, y: Exact) -> str:
+    """In how many elements a result is no number where the other side has one; "" if that is not how they differ."""
+    ours = (x.poison == NOT_A_NUMBER) & (y.poison == 0)
+    theirs = (y.poison == NOT_A_NUMBER) & (x.poison == 0)
+    wrong = ours | theirs
     if not wrong.any():
         return ""
-    on_mesh = bool((wrong & (x.poison == NOT_A_NUMBER)).any())
-    made: list[str] = []
+    which, other = ("it", "the reference") if ours.any() else ("the reference", "it")
+    return f": in {int(wrong.sum())} of {wrong.size} elements {which} is NaN, where {other} is a number"
+
+
+def _find_first_no_number(runs: Runs, x: Exact, y: Exact) -> str:
+    """The first equation that gives no number of numbers, on the side that has none; "" if there is none."""
+    makers: list[str] = []
 
     def note(equation: Any, operands: Sequence[Operand], results: Sequence[Operand], axes: object, around: str) -> None:
         if any(_has_no_number(z) for z in operands):
             return
         if any(_has_no_number(z) for z in results):
-            made.append(f"{equation.primitive.name} at {source_line(equation, around)}")
+            makers.append(f"{equation.primitive.name} at {source_line(equation, around)}")
 
+    on_mesh = bool(((x.poison == NOT_A_NUMBER) & (y.poison == 0)).any())
     side = runs.on_mesh if on_mesh else runs.alone
     side(runs.field, note)
-    which, other = ("it", "the reference") if on_mesh else ("the reference", "it")
-    first = f", first by {made[0]}" if made else ""
-    return f": in {int(wrong.sum())} of {wrong.size} elements {which} is NaN, where {other} is a number{first}"
+    return makers[0] if makers else ""
 
 
 def _agree(field: Field, x: Exact, y: Exact) -> bool:
@@ -491,7 +549,11 @@ def _agree(field: Field, x: Exact, y: Exact) -> bool:
     a, b = x.real[0][here], y.real[0][here]
     if field.order is not None or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return False
-    rounds = _ROUNDS_OF_FACTORS if field.uninterpreted & FACTORS else _ROUNDS
+    rounds = _ROUNDS
+    if field.rounded:
+        rounds = _ROUNDS_OF_FLOATS
+    elif field.uninterpreted & FACTORS:
+        rounds = _ROUNDS_OF_FACTORS
     return bool((np.abs(a - b) <= rounds * np.maximum(np.abs(b), np.abs(b).max(initial=0.0))).all())
 
 
@@ -503,7 +565,7 @@ def _has_no_number(x: Operand) -> bool:
 
 def _missing_law(field: Field) -> str:
     """Ends the message: what to do where a law is missing, by the functions of which few are known."""
-    names = sorted({*field.uninterpreted, *(["log"] if field.logs else [])}) or ["constants"]
+    names = sorted({*field.uninterpreted, *field.rounded, *(["log"] if field.logs else [])}) or ["constants"]
     listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     return (
         f". An identity of {listed} is missing: write that part alike on both sides, or compare floats with "

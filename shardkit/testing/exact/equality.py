@@ -43,7 +43,7 @@ _SECONDS = {"element": 4e-8, "product": 4e-9, "equation": 2e-4}
 
 ASSUMED = (
     "numbers are real and inputs finite: nothing is said about rounding, overflow, the compiler, second derivatives, "
-    "or inputs for which a divisor is zero",
+    "or inputs for which a divisor or what a logarithm is of is zero",
     "integers, booleans, keys and all arrays that a function closes over are as they were",
     "a float constant is the simplest rational that rounds to it",
     "constants beyond 1e9 and -1e9 are infinite",
@@ -227,6 +227,8 @@ def _describe(evidence: Evidence) -> tuple[str, ...]:
             lines.append(f"only one side compares, and only draws say that it may: {decision.what} at {decision.line}")
     if evidence.outside:
         lines.append(f"not compared where a number is outside of a function's domain, as first at {evidence.outside}")
+    for name, (elements, size) in evidence.alone.items():
+        lines.append(f"NaN on one side alone there: up to {elements} of {size} elements of the {name}")
     for name, (elements, size) in evidence.no_number.items():
         lines.append(f"not a number on both sides: {elements} of {size} elements of the {name}")
     return tuple(lines)

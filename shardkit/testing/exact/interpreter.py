@@ -55,6 +55,11 @@ _NATURAL = {
     "lu_pivots_to_permutation",
 }
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+# What is computed of constants in floats, and rounded: log(2) is no rational number.
+_ROUNDED = {
+    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "tan", "sqrt", "rsqrt", "cbrt", "pow"),
+    *("erf", "erfc", "erf_inv", "lgamma", "digamma"),
+}
 # What watches is told of the values that go into these and come out, one by one.
 _CONTROL_FLOW = ("shard_map", "scan", "while", "cond")
 
@@ -161,6 +166,8 @@ class Interpreter(JaxprInterpreter[Operand]):
         results = compute_known(equation, operands, self.rank, self.field.seed)
         if equation.primitive.name == "random_bits":
             self.field.chances = True
+        if equation.primitive.name in _ROUNDED and (results[0] != np.rint(results[0])).any():
+            self.field.rounded.add(f"{equation.primitive.name} of a constant")
         coverage = self.field.coverage
         if coverage is None or not self._follows_floats(equation, operands):
             return results

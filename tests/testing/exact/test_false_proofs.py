@@ -36,6 +36,18 @@ def whole(x):
     return x.astype(jnp.int32)
 
 
+def share_of_window(x, divide):
+    """Of rows of which every element is between two thresholds: NaN for all others."""
+    masked = jnp.where((x > 1) & (x < 1.25), jnp.exp(x), 0)
+    return divide(masked, masked.sum(1, keepdims=True)).sum(1, keepdims=True) + 0 * x
+
+
+def tower(x):
+    for _ in range(7):
+        x = jnp.exp(x)
+    return x
+
+
 def lowest(x):
     return jnp.where(MASK > 0, -jnp.inf, x)
 
@@ -96,6 +108,19 @@ SPLIT = {
     "0 / 0": (lambda x: x + 0 * x / (0 * x), lambda x: x),
     "inf - inf": (lambda x: jnp.exp(lowest(x) - lowest(x)), jnp.ones_like),
     "0 * inf": (lambda x: x + 0 * jnp.where(MASK > 0, jnp.inf, x), lambda x: x),
+    # What is outside of the domain of a function was compared with nothing, and so equal.
+    "0 log of a negative number": (lambda x: x + 0 * jnp.log(x), lambda x: x),
+    "a mask of a logarithm": (
+        lambda x: jnp.float32(x > 0) * jnp.log(x),
+        lambda x: jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), 0),
+    ),
+    # NaN on both sides for almost all inputs, and different numbers for others.
+    "NaN outside of a window": (
+        lambda x: share_of_window(x, lambda a, b: a / b),
+        lambda x: share_of_window(x, lambda a, b: b / a),
+    ),
+    # Behind more exps than there are primes everything was zero.
+    "a logarithm of too many exps": (lambda x: jnp.log(tower(x) + 1), lambda x: jnp.log(tower(x) + 2)),
     # Zeros that a device receives from none.
     "log of what none sent": (lambda x: x + 0 * jnp.log(shifted(x)), lambda x: x),
     "over what none sent": (lambda x: x + 0 / shifted(x), lambda x: x),

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit.testing.exact.numbers.constants import LEAST_INFINITE, simplest
-from shardkit.testing.exact.numbers.errors import RedrawError
+from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError
 from shardkit.testing.exact.numbers.marks import Marks
 from shardkit.testing.exact.numbers.residues import Residues
 from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES
@@ -70,6 +70,7 @@ class Field:
         settings: the arguments it was made of.
         marks: which integers follow from floats.
         uninterpreted: the functions that were applied without a law, by name.
+        rounded: the functions of constants that were computed in floats, as log(2), in words.
         compared: how many arrays were put in order.
         deepest: the most primes that exps used up, on the way to what was compared.
         outside: the line where a value was first outside of the domain of a function.
@@ -112,6 +113,7 @@ class Field:
         # What the run has seen, which certificates and further draws read.
         self.marks = Marks()
         self.uninterpreted: set[str] = set()
+        self.rounded: set[str] = set()
         self.compared = 0
         self.deepest = 0
         self.outside = ""
@@ -161,7 +163,10 @@ class Field:
 
     def is_zero(self, x: Exact) -> np.ndarray:
         """bool [...]: which elements are zero at all points."""
-        # A component without a meaning says nothing: it may be anything, and the number still zero.
+        # A component without a meaning says nothing: it may be anything, and the number still zero. Where no component
+        # has one, as behind more exps than there are primes, nothing says that it is.
+        if x.used[0].max(initial=0) >= self.levels - self.logs:
+            raise TooDeepError
         zero = ((x.number == 0) | ~self.valid(x.used[0])).all(0)
         if x.factor is not None:
             zero = zero & (x.factor == 1).all(0)

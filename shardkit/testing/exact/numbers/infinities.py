@@ -44,8 +44,15 @@ def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | 
         sign = _find_known_sign(x) * _find_known_sign(y)
         infinite = np.where((x.infinite != 0) | (y.infinite != 0), sign, 0)
     if x.special or y.special:
-        zero_times_infinity = (x.is_truly_infinite & field.is_zero(y)) | (y.is_truly_infinite & field.is_zero(x))
+        x_is_zero = field.is_zero(x)
+        y_is_zero = field.is_zero(y)
+        zero_times_infinity = (x.is_truly_infinite & y_is_zero) | (y.is_truly_infinite & x_is_zero)
         poison = np.maximum(poison, np.where(zero_times_infinity, field.undefined, 0))
+        # `mask * log(x)` is NaN where x is negative and the mask 0. No law of logarithms makes that 0, as laws make
+        # log(x) + log(y) the logarithm of x y, so it is compared. In a planted draw it may be 0 / 0.
+        if not field.planted:
+            zero_times_outside = ((x.poison == OUTSIDE) & y_is_zero) | ((y.poison == OUTSIDE) & x_is_zero)
+            poison = np.where(zero_times_outside, NOT_A_NUMBER, poison)
         # The sign of a number that is not known to have one is that of its place in the order.
         sign = np.nan_to_num(np.sign(find_keys(field, x)) * np.sign(find_keys(field, y)))
         infinite = np.where(x.is_truly_infinite | y.is_truly_infinite, TRULY * sign, infinite)
