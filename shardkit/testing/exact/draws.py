@@ -21,7 +21,7 @@ from shardkit._jax.jaxprs import source_line
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import ALONE, EQUALITY, INTEGERS, ON_MESH, ORDER, Coverage, Decision
 from shardkit.testing.exact.crossings import Crossings, Differences
-from shardkit.testing.exact.difference import located
+from shardkit.testing.exact.difference import describe_difference, describe_remedy
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import KINDS, MIXED, SEEDS, Field
@@ -471,7 +471,7 @@ class _Trial:
             raise TooDeepError
         if not find_equal(field, a, b).all():
             agree, hint = _agree(field, a, b), _missing_law(field)
-            text = _of_no_number(self._runs(field), a, b) or self._locate(field, index, b)
+            text = self._describe(field, index, a, b)
             if agree:
                 precision = "float32" if field.rounded else "float64"
                 raise UndecidedError(
@@ -494,15 +494,27 @@ class _Trial:
             self.alone[name] = max(most, int(alone.sum())), alone.size
         return not alone.any()
 
-    def _locate(self, field: Field, index: int, wanted: Exact | None) -> str:
+    def _describe(self, field: Field, index: int, got: Exact, wanted: Exact) -> str:
+        """How and where a result differs, as the end of a sentence."""
+        number = _find_no_number(got, wanted)
+        if not number:
+            return self._locate(field, index, wanted)
+        remedy = self._locate(field, index, wanted, only_remedy=True)
+        if remedy:
+            return f"{number}. {remedy}"
+        first = _find_first_no_number(self._runs(field), got, wanted)
+        return f"{number}, first by {first}" if first else number
+
+    def _locate(self, field: Field, index: int, wanted: Exact | None, only_remedy: bool = False) -> str:
         """How and where a result differs; "" in an order behind draws, whose differences say what is not decided."""
         if field.order is not None and self.draws:
             return ""
+        describe = describe_remedy if only_remedy else describe_difference
         runs = self._runs(field)
         if self.with_unused is not None:
             with suppress(UnsupportedError, RedrawError, TooDeepError, UnknownValueError, HangsError):
-                return located(runs._replace(on_mesh=self.with_unused), index, wanted)
-        return located(runs, index, wanted)
+                return describe(runs._replace(on_mesh=self.with_unused), index, wanted)
+        return describe(runs, index, wanted)
 
     def _runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""
@@ -517,25 +529,31 @@ def _among(field: Field) -> str:
     return ", where some inputs are equal" if field.planted else ""
 
 
-def _of_no_number(runs: Runs, x: Exact, y: Exact) -> str:
-    """What makes a result no number where the other side has one; "" if that is not how they differ."""
-    wrong = ((x.poison == NOT_A_NUMBER) & (y.poison == 0)) | ((y.poison == NOT_A_NUMBER) & (x.poison == 0))
+def _find_no_number(x: Exact, y: Exact) -> str:
+    """In how many elements a result is no number where the other side has one; "" if that is not how they differ."""
+    ours = (x.poison == NOT_A_NUMBER) & (y.poison == 0)
+    theirs = (y.poison == NOT_A_NUMBER) & (x.poison == 0)
+    wrong = ours | theirs
     if not wrong.any():
         return ""
-    on_mesh = bool((wrong & (x.poison == NOT_A_NUMBER)).any())
-    made: list[str] = []
+    which, other = ("it", "the reference") if ours.any() else ("the reference", "it")
+    return f": in {int(wrong.sum())} of {wrong.size} elements {which} is NaN, where {other} is a number"
+
+
+def _find_first_no_number(runs: Runs, x: Exact, y: Exact) -> str:
+    """The first equation that gives no number of numbers, on the side that has none; "" if there is none."""
+    makers: list[str] = []
 
     def note(equation: Any, operands: Sequence[Operand], results: Sequence[Operand], axes: object, around: str) -> None:
         if any(_has_no_number(z) for z in operands):
             return
         if any(_has_no_number(z) for z in results):
-            made.append(f"{equation.primitive.name} at {source_line(equation, around)}")
+            makers.append(f"{equation.primitive.name} at {source_line(equation, around)}")
 
+    on_mesh = bool(((x.poison == NOT_A_NUMBER) & (y.poison == 0)).any())
     side = runs.on_mesh if on_mesh else runs.alone
     side(runs.field, note)
-    which, other = ("it", "the reference") if on_mesh else ("the reference", "it")
-    first = f", first by {made[0]}" if made else ""
-    return f": in {int(wrong.sum())} of {wrong.size} elements {which} is NaN, where {other} is a number{first}"
+    return makers[0] if makers else ""
 
 
 def _agree(field: Field, x: Exact, y: Exact) -> bool:

@@ -103,12 +103,15 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
     for names in list_subsets(varying):
         devices = math.prod(bench.axes[axis] for axis in names)
         ending = f"of {name} over {quoted(names)}"
+        repairs: list[Repair] = []
         if operator is not None:
-            yield change_result(Cost.SUM, f"the {operator} {ending}", bench.reduce, names, operator)
+            repairs.append(change_result(Cost.SUM, f"the {operator} {ending}", bench.reduce, names, operator))
         elif name in _SUMMED:
-            yield change_result(Cost.SUM, f"the sum {ending}", bench.reduce, names)
+            repairs.append(change_result(Cost.SUM, f"the sum {ending}", bench.reduce, names))
             if not is_integer(x):
-                yield change_result(Cost.SUM, f"the mean {ending}", _average, bench, names, devices)
+                repairs.append(change_result(Cost.SUM, f"the mean {ending}", _average, bench, names, devices))
+        for repair in repairs:
+            yield repair._replace(exchange="sum")
     if name not in _SUMMED:
         return
     for axis in varying:
@@ -116,7 +119,7 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
         for step in sorted({1, n - 1}):
             pairs = [(i, (i + step) % n) for i in range(n)]
             words = f"{name} of the device {n - step} further on along {axis!r}"
-            yield change_result(Cost.RARE, words, bench.permute, pairs, [axis])
+            yield change_result(Cost.RARE, words, bench.permute, pairs, [axis])._replace(exchange="shift")
 
 
 def _average(x: Operand, bench: Bench, names: Sequence[str], devices: int) -> Operand:
@@ -198,6 +201,7 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
     x = bench.result
     yield change_result(Cost.INDEX, f"{name} plus 1", _offset, 1)
     yield change_result(Cost.INDEX, f"{name} minus 1", _offset, -1)
+    yield from _repair_layout(bench)
     sizes = sorted({1, *bench.sizes})
     for axis, size, sign in itertools.product(bench.axes, sizes, (1, -1)):
         operator = "plus" if sign > 0 else "minus"
@@ -209,6 +213,32 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
         if x.shape[dim] > 1 and (changed == changed.take([0], dim)).all():
             words = f"{name} that is the same along {axis!r}"
         yield change_result(Cost.INDEX, words, _offset_by_device, bench, axis, size * sign)
+
+
+def _repair_layout(bench: Bench) -> Iterator[Repair]:
+    """The places of the elements of a device: in a block of a dim, or every so many elements of it.
+
+    Of 6 elements over 2 devices, device 1 has the places 3, 4, 5 in blocks, and 1, 3, 5 in strides.
+    """
+    x = bench.result
+    if len(bench.shape(x)) != 1 or bench.shape(x)[0] < 2:
+        return
+    count = bench.shape(x)[0]
+    for axis, n in bench.axes.items():
+        if n < 2:
+            continue
+        index = bench.device_index(axis, x)
+        places = np.arange(count, dtype=x.dtype).reshape((1,) * bench.rank + (count,))
+        layouts = {"blocks": index * count + places, "strides": places * n + index}
+        for layout, other in (("blocks", "strides"), ("strides", "blocks")):
+            a, b = np.broadcast_arrays(x, layouts[layout])
+            if (a == b).all():
+                words = f"{bench.call.name} in {other} along {axis!r} in place of {layout}"
+                yield change_result(Cost.INDEX, words, _take_layout, layouts[other])
+
+
+def _take_layout(x: Operand, layout: np.ndarray) -> Operand:
+    return layout
 
 
 def _offset(x: Operand, distance: int) -> Operand:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from fractions import Fraction
 from typing import Any
 
@@ -30,7 +30,7 @@ from shardkit.testing.exact.repairs import (
     list_subsets,
     replace_item,
 )
-from shardkit.testing.exact.rules.operands import Operand
+from shardkit.testing.exact.rules.operands import Operand, lift_operand
 
 _MOST_STARTS = 8
 _MOST_VARIABLES = 6
@@ -286,23 +286,37 @@ def _combine_with(bench: Bench, equation: Any, variable: Any) -> Change:
     return change
 
 
-def repair_operand(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
-    """Another variable in place of an operand, or as its factor."""
+def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
+    """Another variable in place of an operand, or as its factor.
+
+    What the kernel is given or computes, and nothing reads, is likely to be what should have been read.
+    """
     name = bench.call.name
     for number, operand in enumerate(bench.call.equation.invars):
-        alike = [
-            variable for variable in readable if variable is not operand and _is_alike(variable.aval, operand.aval)
-        ]
+        others = [variable for variable in readable if variable is not operand]
+        alike = [variable for variable in others if _is_alike(variable.aval, operand.aval)]
+        unread_alike = [variable for variable in alike if variable in unread]
         candidates = _select(alike)
+        for variable in unread_alike:
+            yield Repair(Cost.UNREAD, f"another operand of {name}", _read_instead(bench, number, variable))
         for variable in candidates:
-            yield Repair(Cost.OPERAND, f"another operand of {name}", _read_instead(bench, number, variable))
-        if name not in ("add", "sub", "mul", "dot_general") or not isinstance(bench.call.operands[number], Exact):
+            if variable not in unread:
+                yield Repair(Cost.OPERAND, f"another operand of {name}", _read_instead(bench, number, variable))
+        if name not in ("add", "sub", "mul", "dot_general") or not _is_float(operand.aval):
+            continue
+        # A factor [t] of an operand [t, d] may be missing, too.
+        for variable in others:
+            if variable in unread and _is_leading(variable.aval, operand.aval):
+                words = f"another factor of {name}"
+                yield Repair(Cost.UNREAD_FACTOR, words, _multiply_operand(bench, number, variable))
+        if not isinstance(bench.call.operands[number], Exact):
             continue
         # Its own square, too, but not of a literal.
         if not hasattr(operand, "val"):
             candidates = [*candidates, operand]
         for variable in candidates:
-            yield Repair(Cost.FACTOR, f"another factor of {name}", _multiply_operand(bench, number, variable))
+            if variable not in unread:
+                yield Repair(Cost.FACTOR, f"another factor of {name}", _multiply_operand(bench, number, variable))
 
 
 def _read_instead(bench: Bench, number: int, variable: Any) -> Change:
@@ -314,20 +328,31 @@ def _read_instead(bench: Bench, number: int, variable: Any) -> Change:
 
 def _multiply_operand(bench: Bench, number: int, variable: Any) -> Change:
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        x = _lift(bench, operands[number])
-        factor = _lift(bench, values[variable])
+        x = lift_operand(bench.field, operands[number])
+        factor = lift_operand(bench.field, values[variable])
+        missing = len(x.shape) - len(factor.shape)
+        if missing:
+            factor = factor.move(lambda part: part.reshape(part.shape + (1,) * missing))
         return bench.rerun(replace_item(operands, number, multiply(bench.field, x, factor)))
 
     return change
 
 
-def _lift(bench: Bench, x: Operand) -> Exact:
-    return x if isinstance(x, Exact) else bench.field.lift(x)
-
-
 def _is_alike(a: Any, b: Any) -> bool:
     """Whether two types have the same shape and dtype."""
     return getattr(a, "shape", None) == getattr(b, "shape", ()) and getattr(a, "dtype", None) == getattr(b, "dtype", 0)
+
+
+def _is_float(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.floating))
+
+
+def _is_leading(a: Any, b: Any) -> bool:
+    """Whether an array of floats has the first dims of another one, or all of them."""
+    shape = getattr(a, "shape", None)
+    if not shape or getattr(a, "dtype", None) != getattr(b, "dtype", None):
+        return False
+    return shape == b.shape[: len(shape)]
 
 
 def _select(variables: list[Any]) -> list[Any]:

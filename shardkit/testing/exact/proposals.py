@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from shardkit.testing._compare import is_float
@@ -30,8 +30,13 @@ from shardkit.testing.exact.rules.operands import Operand
 PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_dims")
 
 
-def propose_repairs(field: Field, call: Call, readable: Sequence[Any], sizes: Sequence[int]) -> Iterator[Repair]:
-    """What may be tried for an equation that could read some variables, in a program with dims of some sizes."""
+def propose_repairs(
+    field: Field, call: Call, readable: Sequence[Any], sizes: Sequence[int], unread: Set[Any] = frozenset()
+) -> Iterator[Repair]:
+    """What may be tried for an equation that could read some variables, in a program with dims of some sizes.
+
+    Variables that nothing reads are likely to be what should have been read.
+    """
     if len(call.results) != 1 or not all(_is_array(x) for x in (*call.operands, *call.results)):
         return
     bench = Bench(field, call, sizes)
@@ -50,7 +55,7 @@ def propose_repairs(field: Field, call: Call, readable: Sequence[Any], sizes: Se
         return
     yield from repair_place(bench)
     yield from repair_operator(bench)
-    yield from repair_operand(bench, readable)
+    yield from repair_operand(bench, readable, unread)
     if isinstance(result, Exact) and is_float(call.equation.outvars[0].aval):
         yield from repair_function(bench)
         yield from repair_term(bench, readable)

@@ -41,6 +41,8 @@ class Cost:
     SLICE_OF_SUM = 0.5
     INDEX = 1.0
     SUM = 1.0
+    UNREAD = 1.0
+    UNREAD_FACTOR = 1.5
     OPERATOR = 1.5
     SIZE = 1.5
     OPERAND = 2.0
@@ -90,12 +92,14 @@ class Repair(NamedTuple):
         words: what is done.
         change: computes the results from operands, results and variables.
         behind: whether it is done to the result, so that the mistake is behind the equation.
+        exchange: "sum" where the result is reduced over devices, "shift" where it goes to another one; else "".
     """
 
     cost: float
     words: str
     change: Change
     behind: bool = False
+    exchange: str = ""
 
 
 def change_result(cost: float, words: str, function: Callable[..., Operand], *arguments: Any) -> Repair:

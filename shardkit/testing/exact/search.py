@@ -4,30 +4,37 @@ A run of the program is recorded, every value with the equation that made it. Su
 from. Of these equations the repairs of `proposals.py` are tried, each by one more run, likely mistakes first; what
 makes the result right must do so with other numbers too. Equations of a Python loop that was unrolled are repaired
 together.
+
+Worked example: `psum(x, "b") / 2` where the reference is the sum over "a", divided by 2. The suspects are the psum and
+the div.
+
+    cost 0.0  psum: without it                        wrong
+    cost 0.0  psum: over "a" in place of "b"          right, with other numbers too: a remedy
+    cost 1.0  div: the sum over "a"                   not tried: it is less likely by more than 0.75
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardkit._jax.jaxprs import walk
-from shardkit._jax.primitives import registered
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.proposals import propose_repairs
-from shardkit.testing.exact.repairs import Call, Change, Repair, Values
+from shardkit.testing.exact.record import Record, assign_variables
+from shardkit.testing.exact.repairs import Bench, Call, Change, Cost, Repair, Values, replace_item
 from shardkit.testing.exact.rules.operands import Operand
 
 # How many runs are tried, and equations of all of them: a minute, of the largest programs that are proved.
 MOST_RUNS, _MOST_EQUATIONS = 600, 150_000
 # How much less likely than the likeliest a repair may be that is looked at too.
 _MARGIN, _UNLIKELY = 0.75, 3.5
-_PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "slice", "transpose", "expand_dims")
+# With how many other numbers a repair must be right; more where comparisons decide, because few outcomes differ.
+_DRAWS, _DRAWS_OF_DECISIONS = 1, 4
 _HOLDING = ("shard_map", "scan", "while", "cond")
 
 
@@ -39,109 +46,6 @@ class Runs(NamedTuple):
     alone: Callable[[Field, Seen | None], list[Operand]]
 
 
-class Event(NamedTuple):
-    """An equation that ran."""
-
-    place: Call
-    operands: tuple[Operand, ...]
-    results: tuple[Operand, ...]
-
-
-class Record:
-    """What a run computed, in order.
-
-    Attributes:
-        events: the equations that ran.
-        maker: of a value, by its id, the number of the event that made it.
-        values: what each variable was last.
-        readable: of an equation, by its id, the variables that it could read.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.maker: dict[int, int] = {}
-        self.values: dict[Any, Operand] = {}
-        self.readable: dict[int, list[Any]] = {}
-        self._places: dict[Any, Call] = {}
-        self._inputs: dict[int, Iterator[Any]] = {}
-
-    def __call__(
-        self,
-        equation: Any,
-        operands: Sequence[Operand],
-        results: Sequence[Operand],
-        axes: Mapping[str, int],
-        around: str,
-    ) -> None:
-        place = Call(equation, around, axes, operands, results)
-        place = self._places.setdefault((*place.key, len(axes)), place)
-        for x in results:
-            if not any(x is y for y in operands):
-                self.maker.setdefault(id(x), len(self.events))
-        self.events.append(Event(place, tuple(operands), tuple(results)))
-        if equation.primitive.name == "shard_map":
-            self._entered(equation, results, bool(axes))
-        else:
-            _assign(self.values, equation, operands, results)
-
-    def _entered(self, equation: Any, results: Sequence[Operand], inside: bool) -> None:
-        if id(equation) not in self._inputs:
-            body = equation.params["jaxpr"]
-            body = getattr(body, "jaxpr", body)
-            self._inputs[id(equation)] = iter(body.invars)
-            for jaxpr in {id(site.jaxpr): site.jaxpr for site in walk(body)}.values():
-                readable = list(jaxpr.invars)
-                for inner in jaxpr.eqns:
-                    self.readable[id(inner)] = list(readable)
-                    readable += inner.outvars
-        variable = next(self._inputs[id(equation)], None) if inside else None
-        if variable is not None:
-            self.values[variable] = results[0]
-
-    def before(self, values: Iterable[Operand], up_to: Sequence[str] = ()) -> set[int]:
-        """The numbers of the events that values follow from, not before equations of some names."""
-        numbers: set[int] = set()
-        waiting = [self.maker[id(x)] for x in values if id(x) in self.maker]
-        while waiting:
-            number = waiting.pop()
-            if number not in numbers:
-                numbers.add(number)
-                if self.events[number].place.equation.primitive.name in up_to:
-                    continue
-                waiting += [self.maker[id(x)] for x in self.events[number].operands if id(x) in self.maker]
-        return numbers
-
-    def near_devices(self) -> set[int]:
-        """The numbers of the events that read what a collective gave, or the index of a device."""
-        numbers: set[int] = set()
-        passing: set[int] = set()
-        for number, event in enumerate(self.events):
-            makers = {self.maker.get(id(x)) for x in event.operands}
-            name = event.place.equation.primitive.name
-            if makers & passing:
-                numbers.add(number)
-            if registered(name).kind or name == "axis_index" or (name in _PASS and makers & passing):
-                passing.add(number)
-        return numbers
-
-    def after(self, name: str) -> set[int]:
-        """The numbers of the events that follow from an equation of this name."""
-        numbers: set[int] = set()
-        for number, event in enumerate(self.events):
-            makers = {self.maker.get(id(x)) for x in event.operands}
-            if event.place.name == name or makers & numbers:
-                numbers.add(number)
-        return numbers
-
-
-def _assign(values: dict[Any, Operand], equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> None:
-    """Notes what the variables of an equation are."""
-    calls = len(equation.invars) != len(operands)
-    if not calls:
-        values.update((v, x) for v, x in zip(equation.invars, operands, strict=True) if not hasattr(v, "val"))
-    values.update(zip(equation.outvars, results, strict=False))
-
-
 class Remedy(NamedTuple):
     """A repair that makes the result right.
 
@@ -150,6 +54,7 @@ class Remedy(NamedTuple):
         cost: how unlikely it is that this was the mistake.
         value: what the repaired equation gives.
         behind: whether it is done to the result of the equation.
+        exchange: "sum" where the result is reduced over devices, "shift" where it goes to another one; else "".
     """
 
     place: Call
@@ -158,6 +63,38 @@ class Remedy(NamedTuple):
     words: str
     value: Operand
     behind: bool
+    exchange: str = ""
+
+
+class _Candidate(NamedTuple):
+    """A repair that waits to be tried, of equations that are repaired together.
+
+    Attributes:
+        number: that of the first event of the first equation.
+        group: those of all equations.
+        position: which of the repairs of each equation it is.
+        repairs: one for each equation.
+    """
+
+    cost: float
+    number: int
+    group: list[int]
+    position: int
+    repairs: tuple[Repair, ...]
+
+
+class _Goal(NamedTuple):
+    """Where the result that was wrong is computed.
+
+    Attributes:
+        key: that of the equation, with how many axes are bound there.
+        times: how often the equation runs before.
+        position: which of its results it is; None for the results of all those times.
+    """
+
+    key: Any
+    times: int
+    position: int | None
 
 
 class _ReachedError(Exception):
@@ -175,8 +112,10 @@ class _OtherShapeError(Exception):
 class _Trial:
     """A run in which equations have other results, up to the result that was wrong."""
 
-    def __init__(self, changes: Mapping[Any, Change], values: Values, goal: tuple[Any, int, int | None]):
-        self.changes, self.values, self.goal = changes, dict(values), goal
+    def __init__(self, changes: Mapping[Any, Change], values: Values, goal: _Goal):
+        self.changes = changes
+        self.values = dict(values)
+        self.goal = goal
         self.reached: list[Operand] = []
         self.changed: Operand = None
 
@@ -188,22 +127,26 @@ class _Trial:
         axes: Mapping[str, int],
         around: str,
     ) -> Sequence[Operand] | None:
-        key, changed = (id(equation), around), None
-        entry = equation.primitive.name == "shard_map"
-        if not entry:
-            _assign(self.values, equation, operands, ())
-        if key in self.changes and not entry:
-            changed = list(self.changes[key](list(operands), list(results), self.values))
-            _check_shapes(results, changed, len(axes))
-            results, self.changed = changed, changed[0]
-        if not entry:
-            _assign(self.values, equation, operands, results)
-        goal, times, at = self.goal
-        if (*key, len(axes)) == goal:
-            self.reached.append(results[at or 0])
-            if len(self.reached) > times:
-                raise _ReachedError(self.reached if at is None else self.reached[-1:])
+        key = id(equation), around
+        changed = None
+        if equation.primitive.name != "shard_map":
+            # A change may read what other variables are at this moment.
+            assign_variables(self.values, equation, operands, ())
+            if key in self.changes:
+                changed = list(self.changes[key](list(operands), list(results), self.values))
+                _check_shapes(results, changed, len(axes))
+                results = changed
+                self.changed = changed[0]
+            assign_variables(self.values, equation, operands, results)
+        if (*key, len(axes)) == self.goal.key:
+            self._reach(results)
         return changed
+
+    def _reach(self, results: Sequence[Operand]) -> None:
+        self.reached.append(results[self.goal.position or 0])
+        if len(self.reached) <= self.goal.times:
+            return
+        raise _ReachedError(self.reached if self.goal.position is None else self.reached[-1:])
 
 
 def _check_shapes(before: Sequence[Operand], after: Sequence[Operand], rank: int) -> None:
@@ -223,49 +166,61 @@ class Search:
         wanted: what all results must be.
         index: which of them is wrong; None for what differs between devices.
         runs: how many were tried.
+        near: the numbers of the events that read what a collective gave, or the index of a device.
     """
 
     def __init__(self, programs: Runs, record: Record, got: Operand, wanted: Sequence[Operand], index: int | None):
-        self.programs, self.record, self.got, self.wanted, self.index = programs, record, got, wanted, index
+        self.programs = programs
+        self.record = record
+        self.got = got
+        self.wanted = wanted
+        self.index = index
         self.field = programs.field
         self.runs = 0
-        self._second: Search | None = None
-        self._goal = self._behind_devices() if index is None else self._of_result()
-        self._behind_index, self.near = record.after("axis_index"), record.near_devices()
+        self.near = record.find_device_readers()
+        self._others: list[Search] | None = None
+        self._goal = self._find_devices() if index is None else self._find_result()
+        self._behind_index = record.find_followers("axis_index")
         self._most = min(MOST_RUNS, _MOST_EQUATIONS // max(len(record.events), 1))
+        shapes = [x.shape for event in record.events for x in event.results]
+        sizes = {n for shape in shapes for n in shape}
+        self._sizes = sorted(sizes - {0, 1})[:6]
 
-    def _of_result(self) -> tuple[Any, int, int | None]:
-        """The equation that gives the result, how often it ran before, and which of its results it is."""
+    def _find_result(self) -> _Goal:
+        """Where the wrong result is computed."""
         number = self.record.maker.get(id(self.got))
         if number is None:
-            return None, 0, 0
+            return _Goal(None, 0, 0)
         event = self.record.events[number]
-        times = sum(other.place is event.place for other in self.record.events[:number])
-        place = event.place
-        return (*place.key, len(place.axes)), times, [x is self.got for x in event.results].index(True)
+        call = event.place
+        times = sum(other.place is call for other in self.record.events[:number])
+        index = [x is self.got for x in event.results].index(True)
+        return _Goal((*call.key, len(call.axes)), times, index)
 
-    def _behind_devices(self) -> tuple[Any, int, int | None]:
-        """The same of all results of the devices between which a value differs."""
-        entry = next(x.place for x in reversed(self.record.events) if x.place.equation.primitive.name == "shard_map")
-        return (*entry.key, 0), len(entry.equation.outvars) - 1, None
+    def _find_devices(self) -> _Goal:
+        """Where the results of the kernel leave its devices, between which one of them differs."""
+        entries = [event.place for event in self.record.events if event.place.primitive == "shard_map"]
+        call = entries[-1]
+        return _Goal((*call.key, 0), len(call.equation.outvars) - 1, None)
 
-    def right(self, x: Operand, index: int) -> bool:
+    def is_right(self, x: Operand, index: int) -> bool:
         """Whether a result is the reference's."""
-        a, b = (y if isinstance(y, Exact) else self.field.lift(y) for y in (x, self.wanted[index]))
-        if a.shape != b.shape or (a.poison != b.poison).any():  # what is outside of a domain is right nowhere
+        a = x if isinstance(x, Exact) else self.field.lift(x)
+        wanted = self.wanted[index]
+        b = wanted if isinstance(wanted, Exact) else self.field.lift(wanted)
+        # What is outside of a function's domain is right nowhere.
+        if a.shape != b.shape or (a.poison != b.poison).any():
             return False
         return bool(find_equal(self.field, a, b).all())
 
-    def tried(self, changes: Mapping[Any, Change]) -> Operand | None:
+    def try_changes(self, changes: Mapping[Any, Change]) -> Operand | None:
         """What the changed equation gives, if that makes the result right."""
         self.runs += 1
         trial = _Trial(changes, self.record.values, self._goal)
         try:
             self.programs.on_mesh(self.field, trial)
         except _ReachedError as reached:
-            numbers = range(min(len(reached.values), len(self.wanted))) if self.index is None else [self.index]
-            right = all(self.right(x, i) for x, i in zip(reached.values, numbers, strict=False))
-            return trial.changed if right else None
+            return trial.changed if self._are_right(reached.values) else None
         except (
             DiffersError,
             HangsError,
@@ -280,94 +235,168 @@ class Search:
             return None  # a change without a meaning, as of an operand that has another form there
         return None
 
-    def suspects(self) -> dict[int, Call]:
-        """The equations that the wrong result follows from, by the number of their first event."""
-        places: dict[int, Call] = {}
-        seen: set[Any] = set()
-        for number in sorted(self.record.before([self.got])):
-            place = self.record.events[number].place
-            if place.equation.primitive.name not in _HOLDING and place.key not in seen and place.results:
-                seen.add(place.key)
-                places[number] = place
-        return places
+    def _are_right(self, values: Sequence[Operand]) -> bool:
+        if self.index is not None:
+            return self.is_right(values[0], self.index)
+        count = min(len(values), len(self.wanted))
+        return all(self.is_right(values[index], index) for index in range(count))
 
-    def repaired(self, doubt: Callable[[int, bool], float]) -> list[Remedy]:
+    def list_suspects(self) -> dict[int, Call]:
+        """The equations that the wrong result follows from, by the number of their first event."""
+        suspects: dict[int, Call] = {}
+        keys: set[Any] = set()
+        for number in sorted(self.record.find_causes([self.got])):
+            call = self.record.events[number].place
+            if call.primitive not in _HOLDING and call.key not in keys and call.results:
+                keys.add(call.key)
+                suspects[number] = call
+        return suspects
+
+    def find_remedies(self, doubt: Callable[[int, bool], float]) -> list[Remedy]:
         """The repairs that make the result right, and are about as likely as the likeliest of them.
 
         `doubt` says how unlikely it is that the mistake is at a place.
         """
-        suspects = self.suspects()
-        sizes = sorted({n for event in self.record.events for x in event.results for n in x.shape} - {0, 1})[:6]
-        waiting: list[tuple[float, int, list[int], int, tuple[Repair, ...]]] = []
-        loops = _loops(suspects)
-        for group in _together(suspects):
-            ways = [self._repairs(suspects[number], sizes) for number in group]
-            number, place = group[0], suspects[group[0]]
-            more = 0.25 if place.around else 0.0
+        suspects = self.list_suspects()
+        remedies: list[Remedy] = []
+        for candidate in self._list_candidates(suspects, doubt):
+            highest = min([_UNLIKELY, *(remedy.cost + _MARGIN for remedy in remedies)])
+            if self.runs >= self._most or candidate.cost > highest:
+                break
+            calls = [suspects[number] for number in candidate.group]
+            changes = {}
+            for call, repair in zip(calls, candidate.repairs, strict=True):
+                changes[call.key] = repair.change
+            value = self.try_changes(changes)
+            if value is not None and self._is_confirmed(calls, candidate.position):
+                repair = candidate.repairs[0]
+                place = calls[0], candidate.number, candidate.cost
+                remedies.append(Remedy(*place, repair.words, value, repair.behind, repair.exchange))
+        return remedies
+
+    def _list_candidates(self, suspects: Mapping[int, Call], doubt: Callable[[int, bool], float]) -> list[_Candidate]:
+        """All repairs of all suspects, likely ones first."""
+        candidates: list[_Candidate] = []
+        loops = _guess_loops(suspects)
+        for group in _group_suspects(suspects):
+            number = group[0]
+            call = suspects[number]
+            more = 0.25 if call.around else 0.0
             if len(group) > 1:
                 more += 0.25 if len(group) in loops else 1.0
-            if number in self._behind_index and not isinstance(place.results[0], Exact):
+            # An integer that follows from the index of a device is wrong more often than another one.
+            if number in self._behind_index and not isinstance(call.results[0], Exact):
                 more -= 0.5
-            for way, same in enumerate(zip(*ways, strict=False)):
-                if len({repair.words for repair in same}) > 1:
+            lists = [self._propose(suspects[member]) for member in group]
+            for position, repairs in enumerate(zip(*lists, strict=False)):
+                if len({repair.words for repair in repairs}) > 1:
                     break
-                cost = same[0].cost + more + doubt(number, same[0].behind)
-                waiting.append((cost, number, group, way, same))
-        waiting.sort(key=lambda row: row[:2])
-        found: list[Remedy] = []
-        for cost, number, group, way, same in waiting:
-            if self.runs >= self._most or cost > min([_UNLIKELY, *(other.cost + _MARGIN for other in found)]):
-                break
-            places = [suspects[n] for n in group]
-            changes = {place.key: repair.change for place, repair in zip(places, same, strict=True)}
-            changed = self.tried(changes)
-            if changed is not None and self._confirmed(places, way, sizes):
-                found.append(Remedy(places[0], number, cost, same[0].words, changed, same[0].behind))
-        return found
+                cost = repairs[0].cost + more + doubt(number, repairs[0].behind)
+                candidates.append(_Candidate(cost, number, group, position, repairs))
+        return sorted(candidates, key=lambda candidate: (candidate.cost, candidate.number))
 
-    def _confirmed(self, places: Sequence[Call], way: int, sizes: Sequence[int]) -> bool:
-        """Whether it is right with other numbers too, of which others are larger."""
-        if self.field.elements:  # with other numbers they would be no special ones
-            return True
-        if self._second is None:
+    def _propose(self, call: Call) -> list[Repair]:
+        readable = self.record.readable.get(id(call.equation), ())
+        return list(propose_repairs(self.field, call, readable, self._sizes, self.record.unread))
+
+    def _is_confirmed(self, calls: Sequence[Call], position: int) -> bool:
+        """Whether a repair is right with other numbers too, of which some are larger."""
+        for other in self._search_others():
+            changes = {call.key: other._propose(call)[position].change for call in calls}
+            if other.try_changes(changes) is None:
+                return False
+        return True
+
+    def _search_others(self) -> list[Search]:
+        """The search with other numbers; none where these cannot be used."""
+        # Chosen inputs are chosen for a comparison: with other numbers they would be no special ones.
+        if self.field.elements:
+            return []
+        if self._others is None:
+            self._others = []
             settings: Any = self.field.settings
-            field = Field(settings[0], settings[1] + 1, *settings[2:])
-            self._second = self._again(self.programs._replace(field=field))
-        if self._second is self:
-            return True
-        changes = {place.key: self._second._repairs(place, sizes)[way].change for place in places}
-        return self._second.tried(changes) is not None
+            draws = _DRAWS_OF_DECISIONS if self.field.compared else _DRAWS
+            for draw in range(draws):
+                field = Field(settings[0], settings[1] + 1 + draw, *settings[2:])
+                self._others += self._search_again(self.programs._replace(field=field))
+        return self._others
 
-    def _again(self, programs: Runs) -> Search:
-        """The search with other numbers; itself where these cannot be used."""
+    def _search_again(self, programs: Runs) -> list[Search]:
+        """The search in another field, if the programs differ there."""
         record = Record()
         try:
             wanted = programs.alone(programs.field, None)
             results = programs.on_mesh(programs.field, record)
         except DiffersError as error:
-            return Search(programs, record, error.value, wanted, None)
+            return [Search(programs, record, error.value, wanted, None)]
         except (RedrawError, TooDeepError, UnknownValueError):
-            return self
-        return self if self.index is None else Search(programs, record, results[self.index], wanted, self.index)
+            return []
+        if self.index is None:
+            return []
+        return [Search(programs, record, results[self.index], wanted, self.index)]
 
-    def _repairs(self, place: Call, sizes: Sequence[int]) -> list[Repair]:
-        return list(propose_repairs(self.field, place, self.record.readable.get(id(place.equation), ()), sizes))
+    def find_readers(self, remedy: Remedy, variables: Sequence[Any]) -> list[Remedy]:
+        """The equations that are right when they read one of some variables in place of the value that was repaired.
+
+        A sum that the program has already is not missing: another variable is read.
+        """
+        remedies: list[Remedy] = []
+        [value] = self.record.events[remedy.number].results
+        for number, call in self.list_suspects().items():
+            event = self.record.events[number]
+            readable = self.record.readable.get(id(call.equation), ())
+            for position, operand in enumerate(event.operands):
+                if operand is not value:
+                    continue
+                for variable in variables:
+                    if variable not in readable:
+                        continue
+                    result = self._try_variable(call, position, variable)
+                    if result is not None:
+                        words = f"another operand of {call.name}"
+                        remedies.append(Remedy(call, number, Cost.OPERAND, words, result, behind=False))
+        return remedies
+
+    def _try_variable(self, call: Call, position: int, variable: Any) -> Operand | None:
+        """What an equation gives of another operand, if that makes the result right with all numbers."""
+        result = self.try_changes({call.key: self._read_variable(call, position, variable)})
+        if result is None:
+            return None
+        for other in self._search_others():
+            if other.try_changes({call.key: other._read_variable(call, position, variable)}) is None:
+                return None
+        return result
+
+    def _read_variable(self, call: Call, position: int, variable: Any) -> Change:
+        bench = Bench(self.field, call, self._sizes)
+
+        def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+            return bench.rerun(replace_item(operands, position, values[variable]))
+
+        return change
 
 
-def _loops(suspects: Mapping[int, Call]) -> set[int]:
+def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
     """How often loops may have been unrolled: so often several lines have the same equation."""
-    counts = Counter((place.line, place.name) for place in suspects.values())
-    lines = {(line, count // step) for (line, _), count in counts.items() for step in (1, 2, 3) if count % step == 0}
-    return {n for n, often in Counter(n for _, n in lines).items() if n > 1 and often > 1}
+    counts = Counter((call.line, call.name) for call in suspects.values())
+    rounds: set[tuple[str, int]] = set()
+    for (line, _), count in counts.items():
+        # A round may have an equation once, twice or three times.
+        for per_round in (1, 2, 3):
+            if count % per_round == 0:
+                rounds.add((line, count // per_round))
+    lines = Counter(count for _, count in rounds)
+    return {count for count, often in lines.items() if count > 1 and often > 1}
 
 
-def _together(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
+def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
     """Equations that are repaired together: each alone, and what a line has again and again, as an unrolled loop."""
     alike: dict[Any, list[int]] = {}
-    for number, place in suspects.items():
+    for number, call in suspects.items():
         yield [number]
-        alike.setdefault((place.line, place.name, len(place.operands)), []).append(number)
+        alike.setdefault((call.line, call.name, len(call.operands)), []).append(number)
     for numbers in alike.values():
         for step in (1, 2, 3):
             if len(numbers) % step == 0 and len(numbers) > step:
-                yield from (numbers[i::step] for i in range(step))
+                for start in range(step):
+                    yield numbers[start::step]

@@ -1,0 +1,137 @@
+"""What a value of all devices may be a part of, so that it is found among the values of a program for one device.
+
+A value of the program on the mesh is whole on every device, split along a dim, or a partial sum.
+
+Worked example: x has the shape [2] + [4, 3], two devices along "data" with [4, 3] each. Its forms are
+
+    first    [1] + [4, 3], if both devices have the same
+    sum      [1] + [4, 3], "summed over 'data'"
+    dim 0    [1] + [8, 3], the rows of device 0, then those of device 1
+    dim 1    [1] + [4, 6]
+
+Only residues modulo one prime are compared, by a digest of the array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from shardkit._arguments.checks import quoted
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.tower import PRIMES
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.operands import Operand, lift_operand
+
+MOST_FORMS = 64
+_MOST_BLOCKS = 512
+# The prime of the components that every value has.
+_PRIME = np.uint64(PRIMES[-2])
+
+
+def is_number(x: Operand) -> bool:
+    """Whether a value is of the field, or an array of floats."""
+    return isinstance(x, Exact) or x.dtype.kind == "f"
+
+
+def take_residues(field: Field, x: Operand) -> np.ndarray:
+    """The residues that every value has, [points, ...]: those modulo the largest prime that is compared."""
+    number = to_number(field, lift_operand(field, x)).number
+    return number[-2 * field.points : -field.points]
+
+
+def digest(residues: np.ndarray) -> bytes:
+    """A digest of an array of residues, without its shape."""
+    return hashlib.blake2b(np.ascontiguousarray(residues).tobytes(), digest_size=12).digest()
+
+
+def digest_value(field: Field, x: Operand) -> bytes:
+    """The digest of a value."""
+    return digest(take_residues(field, x))
+
+
+def list_forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tuple[np.ndarray, str]]:
+    """The arrays that a value of all devices may be a part of, and how in words: "" but for sums."""
+    residues = take_residues(field, x)
+    rank = len(axes)
+    if residues.ndim <= rank:  # a literal of the program, which has no dims of devices
+        yield residues, ""
+        return
+    choices: list[list[Any]] = []
+    for number in range(rank):
+        if residues.shape[1 + number] == 1:
+            choices.append(["whole"])
+        else:
+            choices.append(["first", "sum", *range(residues.ndim - 1 - rank)])
+    names = list(axes)
+    for choice in itertools.islice(itertools.product(*choices), MOST_FORMS):
+        form: np.ndarray | None = residues
+        summed: list[str] = []
+        # The last axis first: of a dim that is split over several, it is the minor one.
+        for number in reversed(range(rank)):
+            if form is None:
+                break
+            if choice[number] == "sum":
+                summed.append(names[number])
+            form = _put_together(form, number, choice[number], rank)
+        if form is not None:
+            yield form, f" summed over {quoted(summed)}" if summed else ""
+
+
+def _put_together(form: np.ndarray, number: int, choice: Any, rank: int) -> np.ndarray | None:
+    """The pieces of devices along an axis as one array; None if they are not equal and should be."""
+    lead = 1 + number
+    if choice == "whole":
+        return form
+    if choice == "sum":
+        return form.sum(lead, np.uint64, keepdims=True) % _PRIME
+    if choice == "first":
+        first = np.take(form, [0], lead)
+        return first if (form == first).all() else None
+    # The dim of the axis moves in front of the dim that is split, and both become one.
+    dim = 1 + rank + choice
+    form = np.moveaxis(form, lead, dim - 1)
+    shape = form.shape
+    form = form.reshape(*shape[: dim - 1], shape[dim - 1] * shape[dim], *shape[dim + 1 :])
+    return np.expand_dims(form, lead)
+
+
+def list_blocks(residues: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """The blocks of a shape that an array [points, ...] consists of: none if its dims are no multiples."""
+    if residues.ndim != 1 + len(shape) or 0 in shape:
+        return
+    counts = []
+    for size, part in zip(residues.shape[1:], shape, strict=True):
+        if size % part:
+            return
+        counts.append(size // part)
+    if math.prod(counts) > _MOST_BLOCKS:
+        return
+    for index in np.ndindex(*counts):
+        slices = [slice(i * part, (i + 1) * part) for i, part in zip(index, shape, strict=True)]
+        yield residues[(slice(None), *slices)]
+
+
+def multiply_residues(residues: np.ndarray, ratio: Fraction) -> np.ndarray:
+    """Residues times a constant."""
+    p = int(_PRIME)
+    factor = np.uint64(ratio.numerator * pow(ratio.denominator, -1, p) % p)
+    return residues * factor % _PRIME
+
+
+def list_ratios(axes: Mapping[str, int]) -> Iterator[tuple[Fraction, str]]:
+    """Factors that a wrong program may have, and their words."""
+    for name, n in axes.items():
+        yield Fraction(n), f"{n} times, the size of {name!r},"
+        yield Fraction(1, n), f"1/{n} of, by the size of {name!r},"
+    yield Fraction(-1), "minus"
+    for n in range(2, 65):
+        yield Fraction(n), f"{n} times"
+        yield Fraction(1, n), f"1/{n} of"

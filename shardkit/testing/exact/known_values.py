@@ -1,0 +1,272 @@
+"""Which values of the program on the mesh the reference has, too.
+
+Worked example: the reference is `tanh(x @ w)`, and the kernel `tanh(psum(x_f @ w_f, "tp") / 2)`. Its product x_f @ w_f
+is known, as "summed over 'tp'" it is that of the reference; the psum is known, too. The division is not: the first
+value that the reference does not have.
+
+An algorithm of blocks has values that no program for one device has, as the largest number of a block. They are no
+mistakes: what one device computes of its blocks alone, across the dim of which it has a block, counts as known.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from shardkit._jax.primitives import registered
+from shardkit.testing.exact.forms import (
+    MOST_FORMS,
+    digest,
+    digest_value,
+    is_number,
+    list_blocks,
+    list_forms,
+    take_residues,
+)
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.record import Event, Record
+from shardkit.testing.exact.repairs import Call
+from shardkit.testing.exact.rules.operands import Operand
+
+# Equations that only pass elements on: a value's origin is behind them.
+PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "scan", "shard_map", "squeeze", "transpose")
+_MOVES = (*PASS, "concatenate", "dynamic_slice", "expand_dims", "gather", "pad", "rev", "slice", "split", "stack")
+# A result of these may have only some elements of an operand.
+_PARTS = ("dynamic_slice", "gather", "select_n", "slice", "split")
+# Collectives that only pass elements on.
+_SENT = ("all_gather", "all_gather_invariant", "pvary", "pcast")
+# What mixes the elements of a dim: of a block it gives what no program for one device has.
+_MIXES = ("reduce_max", "reduce_min", "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+# How much less likely a mistake is where the reference has what was computed.
+KNOWN, KNOWN_ON_ONE, KNOWN_BEFORE = 3.0, 1.0, 0.5
+
+
+class KnownValues:
+    """The values of a run on the mesh, and which of them the reference has.
+
+    Attributes:
+        record: the run on the mesh.
+        reference: the run of the reference.
+        computed: what the reference computed, by digest; not what is elements of inputs alone.
+        known: the digests of all values of the reference, and of the inputs on the mesh.
+        made: of a number on the mesh, by its id, the event that made it.
+    """
+
+    def __init__(self, field: Field, reference: Record, record: Record):
+        self.field = field
+        self.record = record
+        self.reference = reference
+        self.computed: dict[bytes, Exact] = {}
+        self.known: set[bytes] = set()
+        self.made: dict[int, Event] = {}
+        self._explanations: dict[int, str | None] = {}
+        self._masks: dict[int, bool] = {}
+        self._of_blocks: dict[int, bool] = {}
+        self._blocks: dict[tuple[int, ...], set[bytes]] = {}
+        self._near = record.find_device_readers()
+        self._note_reference()
+        self._note_mesh()
+
+    def _note_reference(self) -> None:
+        passed: set[int] = set()  # values that are elements of inputs alone
+        for event in self.reference.events:
+            passed.update(id(x) for x in event.operands if id(x) not in self.reference.maker)
+            if event.place.primitive in _MOVES and passed.issuperset(map(id, event.operands)):
+                passed.update(map(id, event.results))
+            for x in filter(is_number, (*event.operands, *event.results)):
+                residues = take_residues(self.field, x)
+                self.known.add(digest(residues))
+                # A constant is the same at all points.
+                if isinstance(x, Exact) and id(x) not in passed and (residues != residues[:1]).any():
+                    self.computed.setdefault(digest(residues), x)
+
+    def _note_mesh(self) -> None:
+        for event in self.record.events:
+            for x in event.operands:
+                if isinstance(x, Exact) and id(x) not in self.made:
+                    self.known.add(digest_value(self.field, x))
+            # A sum over devices may be a number without an input, as a count of tokens.
+            reduced = registered(event.place.primitive).kind
+            for x in event.results:
+                if isinstance(x, Exact) or (reduced and is_number(x)):
+                    self.made.setdefault(id(x), event)
+
+    def explain(self, x: Operand) -> str | None:
+        """As what the reference has a value, "" for whole or split; None if it does not."""
+        if id(x) not in self.made:
+            return None if self.follows_unknown(x) else ""
+        if id(x) not in self._explanations:
+            self._explanations[id(x)] = self._explain_number(x, self.made[id(x)])
+        return self._explanations[id(x)]
+
+    def _explain_number(self, x: Operand, event: Event) -> str | None:
+        passes_on = event.place.primitive in ("scan", "ppermute")
+        if passes_on and all(self.explain(operand) is not None for operand in event.operands):
+            return ""
+        return self.describe_form(x, event.place.axes, self.known)
+
+    def follows_unknown(self, x: Operand) -> bool:
+        """Whether a mask or an integer follows from a number that the reference does not have."""
+        number = self.record.maker.get(id(x))
+        if isinstance(x, Exact) or number is None:
+            return False
+        if id(x) not in self._masks:
+            operands = self.record.events[number].operands
+            self._masks[id(x)] = any(self.explain(operand) is None for operand in operands)
+        return self._masks[id(x)]
+
+    def describe_form(self, x: Operand, axes: Mapping[str, int], known: Container[bytes]) -> str | None:
+        """How a value of the mesh must be put together to be a known one."""
+        for form, words in list_forms(self.field, x, axes):
+            if digest(form) in known:
+                return words
+        return None
+
+    # Blocks
+
+    def is_of_blocks(self, x: Operand) -> bool:
+        """Whether a value that the reference does not have is right in an algorithm of blocks.
+
+        Each device has some block of a value of the reference, or a device computed it of such blocks alone.
+        """
+        event = self.made.get(id(x))
+        if event is None or len(event.results) != 1:
+            return False
+        if id(x) not in self._of_blocks:
+            self._of_blocks[id(x)] = False  # while it is found out
+            self._of_blocks[id(x)] = self._has_blocks(x, event) or self._is_local(event)
+        return self._of_blocks[id(x)]
+
+    def _has_blocks(self, x: Operand, event: Event) -> bool:
+        """Whether each device has a block of some value of the reference: of a ring, others in each round."""
+        rank = len(event.place.axes)
+        residues = take_residues(self.field, x)
+        devices = residues.shape[1 : 1 + rank]
+        shape = residues.shape[1 + rank :]
+        if not rank or (residues == residues[:1]).all():
+            return False
+        if shape not in self._blocks:
+            blocks: set[bytes] = set()
+            for value in self.computed.values():
+                blocks.update(map(digest, list_blocks(take_residues(self.field, value), shape)))
+            self._blocks[shape] = blocks
+        return all(digest(residues[(slice(None), *device)]) in self._blocks[shape] for device in np.ndindex(*devices))
+
+    def _is_local(self, event: Event) -> bool:
+        """Whether a device computed a value of its blocks alone, of which one equation mixed the elements."""
+        if registered(event.place.primitive).kind == "all_gather":
+            return all(self.is_of_blocks(x) for x in event.operands)
+        if self._find_number(event) in self._near:
+            return False
+        if max(event.results[0].shape[: len(event.place.axes)], default=1) == 1:
+            return False  # all devices have the same
+        if event.place.primitive in _MIXES:
+            return all(self.explain(x) is not None or self.is_of_blocks(x) for x in event.operands)
+        unknown = [x for x in event.operands if self.explain(x) is None]
+        return bool(unknown) and all(self.is_of_blocks(x) for x in unknown)
+
+    def _find_number(self, event: Event) -> int:
+        return self.record.maker.get(id(event.results[0]), -1)
+
+    # What is read
+
+    def find_misread(self, event: Event) -> Call | None:
+        """What made the one operand of an equation that the reference's equation has another for.
+
+        That other value must be nowhere in the program on the mesh: else the wrong one of its values is read, and the
+        mistake is the equation's.
+        """
+        operands = event.operands
+        if len(operands) < 2 or len(event.results) != 1:
+            return None
+        forms = [self._digest_forms(x, event.place.axes) for x in operands]
+        for other in self.reference.events:
+            if other.place.name != event.place.name or len(other.operands) != len(operands):
+                continue
+            wanted = [digest_value(self.field, x) if is_number(x) else b"" for x in other.operands]
+            wrong = [i for i, value in enumerate(wanted) if value not in forms[i]]
+            if len(wrong) == 1 and wanted[wrong[0]] and wanted[wrong[0]] not in self._everywhere:
+                return self.find_origin(operands[wrong[0]], _SENT)
+        return None
+
+    def _digest_forms(self, x: Operand, axes: Mapping[str, int]) -> set[bytes]:
+        """What a value of the mesh may be put together to, but for sums over devices."""
+        digests: set[bytes] = set()
+        if is_number(x):
+            for form, words in itertools.islice(list_forms(self.field, x, axes), MOST_FORMS):
+                if not words:
+                    digests.add(digest(form))
+        return digests
+
+    @cached_property
+    def _everywhere(self) -> set[bytes]:
+        """What all values of the mesh may be put together to."""
+        digests: set[bytes] = set()
+        for event in self.record.events:
+            values = event.results
+            # Operands of a shard_map have other dims in front.
+            if event.place.primitive != "shard_map":
+                values = (*event.operands, *event.results)
+            for x in filter(is_number, values):
+                digests |= self._digest_forms(x, event.place.axes)
+        return digests
+
+    def find_origin(self, x: Operand, passing: Sequence[str] = ()) -> Call | None:
+        """The equation that made a value, behind those that only passed it on."""
+        number = self.record.maker.get(id(x))
+        while number is not None:
+            event = self.record.events[number]
+            if event.place.primitive not in (*PASS, *passing):
+                return event.place
+            makers = [self.record.maker[id(operand)] for operand in event.operands if id(operand) in self.record.maker]
+            number = next(iter(makers), None)
+        return None
+
+    # Doubts
+
+    def list_doubts(self, got: Operand) -> dict[int, float]:
+        """How unlikely the mistake is at the events before a value: the reference has what they gave, or led to."""
+        numbers = self.record.find_causes([got])
+        doubts: dict[int, float] = {}
+        for doubt, is_known in ((KNOWN_ON_ONE, self._is_known_on_one), (KNOWN, self._is_known_on_all)):
+            known = {number for number in numbers if is_known(self.record.events[number])}
+            operands: list[Operand] = []
+            for number in known:
+                event = self.record.events[number]
+                if event.place.name not in _PARTS:
+                    operands += event.operands
+            doubts.update(dict.fromkeys(known | self.record.find_causes(operands, _PARTS), doubt))
+        return doubts
+
+    def find_last_known(self, got: Operand, doubts: Mapping[int, float]) -> set[int]:
+        """The numbers of the events in doubt whose results are read where there is none."""
+        last: set[int] = set()
+        for number in self.record.find_causes([got]):
+            if number not in doubts:
+                operands = self.record.events[number].operands
+                last.update(self.record.maker[id(x)] for x in operands if id(x) in self.record.maker)
+        return last
+
+    def _is_known_on_all(self, event: Event) -> bool:
+        """Whether the reference has what an equation gave on all devices."""
+        return self._varies(event) and self.describe_form(event.results[0], event.place.axes, self.computed) == ""
+
+    def _is_known_on_one(self, event: Event) -> bool:
+        """Whether the reference has what an equation gave on one of the devices."""
+        if not self._varies(event):
+            return False
+        residues = take_residues(self.field, event.results[0])
+        rank = len(event.place.axes)
+        devices = np.ndindex(*residues.shape[1 : 1 + rank])
+        return any(digest(residues[(slice(None), *device)]) in self.computed for device in devices)
+
+    def _varies(self, event: Event) -> bool:
+        """Whether an equation gave one array that follows from an input."""
+        if len(event.results) != 1 or not isinstance(event.results[0], Exact) or not event.operands:
+            return False
+        residues = take_residues(self.field, event.results[0])
+        return bool((residues != residues[:1]).any())

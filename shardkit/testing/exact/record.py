@@ -1,0 +1,152 @@
+"""What a run computed: every value, the equation that made it, and what else that equation could have read.
+
+Worked example: `y = psum(x @ w, "data"); z = tanh(y)` is recorded as
+
+    number  call            operands  results     maker
+    0       dot_general     x, w      x @ w       x @ w was made by event 0
+    1       psum            x @ w     y           y was made by event 1
+    2       tanh            y         z           z was made by event 2
+
+`find_causes([z])` is {0, 1, 2}: whatever z follows from. Values are recognized by identity: what a run hands on is the
+same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardkit._jax.jaxprs import walk
+from shardkit._jax.primitives import registered
+from shardkit.testing.exact.repairs import Call
+from shardkit.testing.exact.rules.operands import Operand
+
+# What only passes elements on, from what a collective gave to what reads it.
+_PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "slice", "transpose", "expand_dims")
+
+
+class Event(NamedTuple):
+    """An equation that ran."""
+
+    place: Call
+    operands: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+
+
+class Record:
+    """What a run computed, in order.
+
+    Attributes:
+        events: the equations that ran.
+        maker: of a value, by its id, the number of the event that made it.
+        values: what each variable was last.
+        readable: of an equation, by its id, the variables that it could read.
+        unread: the variables of the kernel that no equation reads.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.maker: dict[int, int] = {}
+        self.values: dict[Any, Operand] = {}
+        self.readable: dict[int, list[Any]] = {}
+        self.unread: set[Any] = set()
+        self._calls: dict[Any, Call] = {}
+        self._inputs: dict[int, Iterator[Any]] = {}
+
+    def __call__(
+        self,
+        equation: Any,
+        operands: Sequence[Operand],
+        results: Sequence[Operand],
+        axes: Mapping[str, int],
+        around: str,
+    ) -> None:
+        call = Call(equation, around, axes, operands, results)
+        # Rounds of a loop are one place, with the operands of the first.
+        call = self._calls.setdefault((*call.key, len(axes)), call)
+        for x in results:
+            if not any(x is operand for operand in operands):
+                self.maker.setdefault(id(x), len(self.events))
+        self.events.append(Event(call, tuple(operands), tuple(results)))
+        if call.primitive == "shard_map":
+            self._note_entry(equation, results, bool(axes))
+        else:
+            assign_variables(self.values, equation, operands, results)
+
+    def _note_entry(self, equation: Any, results: Sequence[Operand], inside: bool) -> None:
+        """Notes what the next input of a kernel is: a shard_map tells of its operands one by one."""
+        if id(equation) not in self._inputs:
+            body = equation.params["jaxpr"]
+            body = getattr(body, "jaxpr", body)
+            self._inputs[id(equation)] = iter(body.invars)
+            self._note_variables(body)
+        variable = next(self._inputs[id(equation)], None) if inside else None
+        if variable is not None:
+            self.values[variable] = results[0]
+
+    def _note_variables(self, body: Any) -> None:
+        """Notes which variables the equations of a kernel could read, and which variables none of them reads."""
+        jaxprs = {id(site.jaxpr): site.jaxpr for site in walk(body)}
+        for jaxpr in jaxprs.values():
+            readable = list(jaxpr.invars)
+            read = set(filter(_is_variable, jaxpr.outvars))
+            for equation in jaxpr.eqns:
+                self.readable[id(equation)] = list(readable)
+                readable += equation.outvars
+                read.update(filter(_is_variable, equation.invars))
+            self.unread.update(variable for variable in readable if variable not in read)
+
+    def find_causes(self, values: Iterable[Operand], up_to: Sequence[str] = ()) -> set[int]:
+        """The numbers of the events that values follow from, not before equations of some names."""
+        numbers: set[int] = set()
+        waiting = self._find_makers(values)
+        while waiting:
+            number = waiting.pop()
+            if number in numbers:
+                continue
+            numbers.add(number)
+            event = self.events[number]
+            if event.place.primitive not in up_to:
+                waiting += self._find_makers(event.operands)
+        return numbers
+
+    def _find_makers(self, values: Iterable[Operand]) -> list[int]:
+        return [self.maker[id(x)] for x in values if id(x) in self.maker]
+
+    def find_device_readers(self) -> set[int]:
+        """The numbers of the events that read what a collective gave, or the index of a device."""
+        readers: set[int] = set()
+        passing: set[int] = set()
+        for number, event in enumerate(self.events):
+            name = event.place.primitive
+            reads = not passing.isdisjoint(self._find_makers(event.operands))
+            if reads:
+                readers.add(number)
+            if registered(name).kind or name == "axis_index" or (reads and name in _PASS):
+                passing.add(number)
+        return readers
+
+    def find_followers(self, name: str) -> set[int]:
+        """The numbers of the events that follow from an equation of this name."""
+        numbers: set[int] = set()
+        for number, event in enumerate(self.events):
+            if event.place.name == name or not numbers.isdisjoint(self._find_makers(event.operands)):
+                numbers.add(number)
+        return numbers
+
+
+def assign_variables(
+    values: dict[Any, Operand], equation: Any, operands: Sequence[Operand], results: Sequence[Operand]
+) -> None:
+    """Notes what the variables of an equation are."""
+    # A call may tell of other operands than its variables.
+    if len(equation.invars) == len(operands):
+        for variable, x in zip(equation.invars, operands, strict=True):
+            if _is_variable(variable):
+                values[variable] = x
+    values.update(zip(equation.outvars, results, strict=False))
+
+
+def _is_variable(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is no literal."""
+    return not hasattr(atom, "val")
