@@ -281,6 +281,8 @@ def _run(command: Command, full: str, words: list[str]) -> int:
         if ended.code == USAGE and full == "launch" and "--" not in words:
             _say(_NO_DASHES)
         raise
+    # jax is imported in this order, after the options are right and before Ctrl-C is heard: a KeyboardInterrupt inside
+    # of its imports is lost, or another error, and whoever asks for help waits for none of it.
     _import_jax()
     _hear_interrupts()
     with text_beside_json(words):

@@ -120,6 +120,7 @@ def _search_of_loss(target: str, batch_text: str, chips: int, machine: dict[str,
         )
     examples = int(batch_text)
     model = planner.counted(loss_fn, params, batch)
+    # The search returns the fastest first: of one plan with several mesh sizes or microbatches, the first stays.
     first_of_plan: dict[str, Candidate] = {}
     for candidate in planner.search(model, batch=examples, chips=chips, **machine):
         plan = str(candidate.layout.plan)  # type: ignore[attr-defined]

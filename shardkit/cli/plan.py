@@ -96,6 +96,7 @@ def plan(options: Options) -> int:
         reports = layouts.compile_candidates(to_compile, str(topology), search.make_step, compiler_options)
         print()
         print(layouts.compare(candidates, reports))
+        # The compiler has the last word: what it says does not fit is not chosen, however fast it was predicted to be.
         fitting = [pair for pair in zip(reports, candidates, strict=False) if pair[0].fits]
         if fitting:
             report, chosen = min(fitting, key=lambda pair: pair[0].seconds)

@@ -114,7 +114,7 @@ def _functions_of(module: ModuleType) -> list[str]:
 
 def _import(where: str) -> ModuleType:
     """Imports a module by its name, or a file by its path; refuses what is missing, or raises."""
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it; the console script has its own folder there
     try:
         if where.endswith(".py"):
             return _import_file(where)

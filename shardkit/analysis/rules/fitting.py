@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import kind_of, mesh_axes
+from shardkit._jax.jaxprs import kind_of, mesh_axes, walk
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, find_first_line
@@ -24,25 +24,24 @@ def fitting(program: TracedProgram) -> Iterator[Finding]:
     for block, equation in program.equations:
         if equation.primitive.name != "shard_map" or block.context.mapped or compat.in_backward(equation):
             continue
-        (inner,) = [sub for _, sub in compat.inner_jaxprs(equation)]
-        sent: dict[tuple[str | None, str], Any] = {}
-        for each in _forward(inner):
-            sent |= {(kind_of(each), axis): sent.get((kind_of(each), axis), each) for axis in mesh_axes(each)}
+        collectives = _find_forward_collectives(equation.params["jaxpr"])
         inputs = list(zip(equation.invars, equation.params["in_specs"], strict=True))
-        results = {_form(*pair) for pair in zip(equation.outvars, equation.params["out_specs"], strict=True)}
-        held = sum(size_of(x) for x in program.step.jaxpr.invars)
+        results = set()
+        for variable, spec in zip(equation.outvars, equation.params["out_specs"], strict=True):
+            results.add(_form(variable, spec))
+        state_bytes = sum(size_of(x) for x in program.step.jaxpr.invars)
         for axis, size in equation.params["mesh"].shape.items():
-            split = [pair for pair in inputs if axis in all_axes(pair[1])]
-            returned = all(_form(*pair) in results for pair in split)
-            needed = held + sum(size_of(x) for x, _ in split)
-            if size == 1 or not split or not returned or needed > program.capacity:
+            split = [(variable, spec) for variable, spec in inputs if axis in all_axes(spec)]
+            are_returned = all(_form(variable, spec) in results for variable, spec in split)
+            needed = state_bytes + sum(size_of(variable) for variable, _ in split)
+            if size == 1 or not split or not are_returned or needed > program.capacity:
                 continue
-            if ("all_reduce", axis) in sent and ("ppermute", axis) not in sent:
+            if ("all_reduce", axis) in collectives and ("ppermute", axis) not in collectives:
                 yield Finding(
                     "tensor-parallel-that-fits",
                     f"{len(split)} arrays are split over {axis!r} of {size} devices, which sum activations, but all "
                     f"that the program holds, with gradients {needed:,} bytes, fits into memory={program.capacity:,}.",
-                    find_first_line(sent["all_reduce", axis], block.context),
+                    find_first_line(collectives["all_reduce", axis], block.context),
                     "Use the axis for dp or fsdp, which send gradients or weights in place of activations, or lower "
                     "`memory` by what the activations need.",
                 )
@@ -52,10 +51,12 @@ def _form(x: Any, spec: Any) -> tuple[Any, ...]:
     return x.aval.shape, x.aval.dtype, tuple(spec)
 
 
-def _forward(jaxpr: Any) -> Iterator[Any]:
-    """The collectives of a forward pass."""
-    for equation in jaxpr.eqns:
-        if kind_of(equation) and not compat.in_backward(equation):
-            yield equation
-        for _, sub in compat.inner_jaxprs(equation):
-            yield from _forward(sub)
+def _find_forward_collectives(jaxpr: Any) -> dict[tuple[str, str], Any]:
+    """The first collective of a forward pass of each kind over each axis."""
+    collectives: dict[tuple[str, str], Any] = {}
+    for site in walk(jaxpr):
+        kind = kind_of(site.equation)
+        if kind is not None and not compat.in_backward(site.equation):
+            for axis in mesh_axes(site.equation):
+                collectives.setdefault((kind, axis), site.equation)
+    return collectives

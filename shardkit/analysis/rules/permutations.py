@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,39 +23,66 @@ def permutations(program: TracedProgram) -> Iterator[Finding]:
         axes = find_split_axes(equation, block.context)
         if kind_of(equation) != "ppermute" or not axes:
             continue
-        shape = [block.context.sizes[a] for a in axes]
-        n, pairs = math.prod(shape), [(int(s), int(t)) for s, t in equation.params["perm"]]
-        over = f"ppermute over {quoted(axes)} of {n} devices"
-        ends = [(what, [pair[i] for pair in pairs]) for i, what in enumerate(("source", "target"))]
-        outside = [(what, x) for what, devices in ends for x in devices if not 0 <= x < n]
-        twice = [(what, x) for what, devices in ends for x in devices if devices.count(x) > 1] if not outside else []
-        silent = sorted(set(range(n)) - {target for _, target in pairs})
-        rule = None
-        if outside or twice:
-            rule, (what, x) = "non-bijective-permutation", (outside or twice)[0]
-            message = f"{over} names {what} {x}" + (
-                ", a device that does not exist." if outside else " more than once."
-            )
-            remedy = "Name each device at most once as source and once as target, as shift does."
-        elif pairs == [(i, i) for i in range(n)] or (pairs and all(s == t for s, t in pairs)):
-            rule, message = "identity-permutation", f"{over} sends every device's value to itself."
-            remedy = "Leave it out, or name other targets."
-        elif silent and not _open_shift(pairs, shape) and _is_unmasked(block.jaxpr, equation):
-            rule = "incomplete-permutation"
-            some = quoted(silent[:3]).replace("'", "") + (" and others" if len(silent) > 3 else "")
-            message = f"{over} names no source for {some}, which receive zeros."
-            remedy = "Name a source for every device, or replace the zeros with jnp.where; shift(wrap=False) is exempt."
-        if rule is not None:
-            yield Finding(rule, message, find_line(equation, block.context), remedy)
+        shape = [block.context.sizes[axis] for axis in axes]
+        problem = _find_problem(block.jaxpr, equation, axes, shape)
+        if problem is not None:
+            yield Finding(problem.rule, problem.message, find_line(equation, block.context), problem.remedy)
 
 
-def _open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
+class _Problem(NamedTuple):
+    """The rule that a permutation breaks, how, and what to do instead."""
+
+    rule: str
+    message: str
+    remedy: str
+
+
+def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Sequence[int]) -> _Problem | None:
+    n = math.prod(shape)
+    pairs = [(int(source), int(target)) for source, target in equation.params["perm"]]
+    subject = f"ppermute over {quoted(axes)} of {n} devices"
+    wrong = _find_wrong_device(pairs, n)
+    if wrong:
+        remedy = "Name each device at most once as source and once as target, as shift does."
+        return _Problem("non-bijective-permutation", f"{subject} names {wrong}", remedy)
+    if pairs and all(source == target for source, target in pairs):
+        message = f"{subject} sends every device's value to itself."
+        return _Problem("identity-permutation", message, "Leave it out, or name other targets.")
+    targets = {target for _, target in pairs}
+    without_source = [device for device in range(n) if device not in targets]
+    if without_source and not _is_open_shift(pairs, shape) and _is_unmasked(jaxpr, equation):
+        devices = ", ".join(str(device) for device in without_source[:3])
+        if len(without_source) > 3:
+            devices += " and others"
+        remedy = "Name a source for every device, or replace the zeros with jnp.where; shift(wrap=False) is exempt."
+        message = f"{subject} names no source for {devices}, which receive zeros."
+        return _Problem("incomplete-permutation", message, remedy)
+    return None
+
+
+def _find_wrong_device(pairs: Sequence[tuple[int, int]], n: int) -> str:
+    """The first device that is named and does not exist, else the first that is named twice; "" if there is none."""
+    roles = {"source": [source for source, _ in pairs], "target": [target for _, target in pairs]}
+    for role, devices in roles.items():
+        for device in devices:
+            if not 0 <= device < n:
+                return f"{role} {device}, a device that does not exist."
+    for role, devices in roles.items():
+        for device in devices:
+            if devices.count(device) > 1:
+                return f"{role} {device} more than once."
+    return ""
+
+
+def _is_open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
     """Whether all sources shift by the same number of devices, and only those that would leave the axis are missing."""
+    # Worked example: on 4 devices (0, 1), (1, 2), (2, 3) is a shift by 1 in which only device 3 would leave. Over
+    # several axes a shift may count the devices in any order of them.
     n = math.prod(shape)
     for order in itertools.permutations(range(len(shape))):
-        joint = np.arange(n).reshape(shape).transpose(order).ravel()  # the device at each joint index in this order
-        where = np.argsort(joint)
-        steps = {int(where[t] - where[s]) for s, t in pairs}
+        devices = np.arange(n).reshape(shape).transpose(order).ravel()  # the device at each place of this order
+        place_of = np.argsort(devices)
+        steps = {int(place_of[target] - place_of[source]) for source, target in pairs}
         if len(steps) == 1 and len(pairs) == n - abs(steps.pop()):
             return True
     return False

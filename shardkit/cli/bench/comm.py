@@ -59,6 +59,7 @@ def comm(options: Options) -> int:
     from shardkit.cli.mesh import make_mesh
     from shardkit.cli.target import load_function
 
+    # Every process measures, and its wrong elements count; process 0 alone prints and writes, for all of them.
     cluster = sk.runtime.initialize()
     usual = _QUICK if options.quick else _USUAL
     sizes = usual["sizes"] if options.sizes is None else options.sizes

@@ -172,6 +172,7 @@ def _spread_sum(residuals: jax.Array, rows: int) -> jax.Array:
 
 def _group_by_size(leaves: Leaves) -> list[Leaves]:
     """The leaves in groups of at most `_MOVED` bytes, or one that is larger: each group is one program."""
+    # The largest first: while it is moved, its old and its new arrays are both held, and later nothing as large is.
     groups: list[Leaves] = []
     room = 0
     for path, x in sorted(leaves.items(), key=lambda leaf: -_count_bytes(leaf[1])):

@@ -139,10 +139,8 @@ def test_a_port_scan_changes_nothing_in_a_job_but_one_line():
     assert 0 < max(attack.most.values()) < 16_000  # of the monitors; 9 MB without
 
 
-# proves N31 in part
-@pytest.mark.check
-def test_who_stays_and_says_too_much_is_closed_and_counted():
-    """As many as there are processes may wait for their introduction: each could hold 64 KB of it."""
+def disturbed_meeting(strangers, disturb):
+    """Process 0 of two notes so many strangers; `disturb` does something with them before process 1 comes."""
     port, notes, met = jobs.free_port(), [], {}
 
     def come(rank):
@@ -151,23 +149,52 @@ def test_who_stays_and_says_too_much_is_closed_and_counted():
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
     threads[0].start()
     held, until = [], time.monotonic() + 600.0
-    while len(held) < 20:
+    while len(held) < strangers:
         with contextlib.suppress(ConnectionRefusedError):
             held.append(socket.create_connection(("127.0.0.1", port), timeout=600.0))
         assert time.monotonic() < until
-    for one in held[:10]:
-        one.sendall(b"x" * 5000)
-    for one in held[:10]:
-        with contextlib.suppress(ConnectionResetError):
-            assert one.recv(1) == b""
+    disturb(held)
     threads[1].start()
     for thread in threads:
         thread.join()
     for line in [*held, *met[0], *met[1]]:
         line.close()
-    assert notes == [
-        f"shardkit: rejected 20 connections to 127.0.0.1:{port} from outside this job, the first from 127.0.0.1."
-    ]
+    where = f"127.0.0.1:{port} from outside this job, the first from 127.0.0.1."
+    assert notes == [f"shardkit: rejected {strangers} connections to {where}"]
+
+
+def is_closed(connection):
+    """Whether the other end closes it."""
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+# proves N31 in part
+@pytest.mark.check
+def test_who_stays_and_says_too_much_is_closed_and_counted(monkeypatch):
+    """As many as there are processes may wait for their introduction: each could hold 64 KB of it."""
+    monkeypatch.setattr(rendezvous, "_INTRODUCTION", 1000.0)  # they are not closed for their silence
+
+    def disturb(held):
+        for one in held[:10]:
+            one.sendall(b"x" * 5000)
+        assert all(map(is_closed, held[:10]))
+
+    disturbed_meeting(20, disturb)
+
+
+# proves N31 in part
+@pytest.mark.check
+def test_of_those_who_stay_the_oldest_are_closed(monkeypatch):
+    """Else as many strangers as process 0 may open files could wait, and cost it memory."""
+    monkeypatch.setattr(rendezvous, "_INTRODUCTION", 1000.0)
+    monkeypatch.setattr(rendezvous, "UNKNOWN", 3)  # besides two, as there are processes
+
+    def disturb(held):
+        assert all(map(is_closed, held[:7]))
+
+    disturbed_meeting(12, disturb)
 
 
 # proves N31 in part
