@@ -220,7 +220,9 @@ def builders():
         (testing.assert_equal_for_all_inputs, {"kernel": kernel, "reference": lambda x: x, **mapped, "args": (batch,)}),
         (
             testing.assert_same_training,
-            {"grad_fn": grad_fn, "reference_grad_fn": grad_fn, "mesh": mesh, "plan": plan} | training,
+            {"grad_fn": grad_fn, "reference_grad_fn": grad_fn, "mesh": mesh, "plan": plan}
+            | training
+            | {"key": np.zeros(2, np.uint32)},  # the default would be compiled before the others are looked at
         ),
         (
             testing.certify_gradients,

@@ -519,7 +519,7 @@ class _Trial:
     def _runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""
         field.coverage = None
-        return Runs(field, *self.sides)
+        return Runs(field, *self.sides, self.values)
 
 
 def _among(field: Field) -> str:
