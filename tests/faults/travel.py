@@ -93,7 +93,7 @@ def auxiliary(weights, x):
     for t in range(many + n - 1):
         entering = jnp.where(i == 0, x[min(t, many - 1)], arriving)
         y = jnp.sin(entering * weights)
-        # fault: works = t < many
+        # fault: works = (t >= i) & (t < many)
         works = (t >= i) & (t < i + many)
         extra = extra + jnp.where(works, jnp.square(y).sum(), 0.0)
         arriving = sk.shift(y, "pp", wrap=False)

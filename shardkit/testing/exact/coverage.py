@@ -30,6 +30,8 @@ ORDER, EQUALITY, INTEGERS = "order", "equality", "integers"
 # What asks which number is the largest, as `x == max(x)` does.
 _EQUALITIES = ("eq", "ne", "select_and_scatter_add", "select_and_gather_add")
 _MOST_CONSTANTS = 16  # of one comparison
+# With which numbers equal ones are taken together: 1 for those where the first operand is the larger one.
+_TIES = {"ge": 1, "lt": 1, "gt": -1, "le": -1}
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Decision:
         failed: where it was false.
         decided: where its operands leave no choice, as for a square and zero.
         words: which differences of numbers it compares with zero, but for a constant factor.
+        ties: of these words, on which side of zero equal numbers are counted.
+        tied: where its operands were equal in some draw.
     """
 
     line: str
@@ -53,6 +57,8 @@ class Decision:
     failed: np.ndarray
     decided: np.ndarray
     words: frozenset[int] = frozenset()
+    ties: frozenset[tuple[int, int]] = frozenset()
+    tied: np.ndarray | bool = False
 
     @property
     def open(self) -> bool:
@@ -80,6 +86,8 @@ class Decision:
         if other.words:  # else nothing was told apart, and nothing is known to be decided
             self.decided = self.decided & other.decided
         self.words = self.words | other.words
+        self.ties = self.ties | other.ties
+        self.tied = self.tied | other.tied
 
 
 @dataclass
@@ -114,8 +122,12 @@ class Coverage:
         if self.identifies and field.points > 1:
             differences, fixed = _identify(field, x, y)
             decision.decided = decision.decided | fixed
-            decision.words = frozenset(np.broadcast_to(differences, asked.shape)[~decision.decided].tolist())
+            words = np.broadcast_to(differences, asked.shape)[~decision.decided].tolist()
+            decision.words = frozenset(words)
+            decision.ties = _find_ties(equation.primitive.name, words, x, y, ~decision.decided)
             self.constants |= _constants(field, x) | _constants(field, y)
+        if field.planted and x.factor is None and y.factor is None:
+            decision.tied = asked & (x.number == y.number).all(0)
         if field.kind == "zero" and kind == ORDER:  # a wrong branch is not seen where all inputs are zero
             return
         self._add(equation, part, decision)
@@ -164,6 +176,24 @@ class Coverage:
             words[side] |= decision.words
         return [decision for (side, *_), decision in self.decisions.items() if decision.words - words[1 - side]]
 
+    def untied(self) -> list[Decision]:
+        """Comparisons that both sides make, that differ for equal numbers, and that no draw made of equal numbers.
+
+        Worked example: one side asks `x / y > 1`, the other `x / y >= 1`. Both compare the same difference. Where it is
+        zero, one side takes what it takes for negative ones, the other what it takes for positive ones.
+        """
+        ties: list[dict[int, set[int]]] = [{}, {}]
+        for (side, *_), decision in self.decisions.items():
+            for word, tie in decision.ties:
+                ties[side].setdefault(word, set()).add(tie)
+        differing = {word for word in ties[0].keys() & ties[1].keys() if ties[0][word] != ties[1][word]}
+        decisions = []
+        for decision in self.decisions.values():
+            is_met = bool((decision.tied & ~decision.decided).any())
+            if not is_met and any(word in differing for word, _ in decision.ties):
+                decisions.append(decision)
+        return decisions
+
     def open(self, kind: str) -> list[Decision]:
         """Comparisons of a kind that could have gone both ways and have not.
 
@@ -177,6 +207,15 @@ class Coverage:
                     ordered |= decision.words
         decisions = [decision for decision in self.decisions.values() if decision.kind == kind and decision.open]
         return [decision for decision in decisions if not decision.words or decision.words - ordered]
+
+
+def _find_ties(name: str, words: list[int], x: Exact, y: Exact, free: np.ndarray) -> frozenset[tuple[int, int]]:
+    """For the words of free elements, the sign of the difference with which a comparison counts zero."""
+    if name not in _TIES:  # as of a maximum, which is the same whichever of equal numbers is taken
+        return frozenset()
+    signs = np.sign(np.broadcast_to(x.real[0] - y.real[0], free.shape)[free]).tolist()
+    # Both sides have the same real inputs, so `x < y` and `y > x`, of opposite differences, count zero alike.
+    return frozenset((word, int(_TIES[name] * sign)) for word, sign in zip(words, signs, strict=True) if abs(sign) == 1)
 
 
 def _constants(field: Field, x: Exact) -> set[float]:

@@ -88,8 +88,12 @@ class _Difference:
         self.field = values.field
         self._doubts = values.list_doubts(got)
         self._sending: set[str] = set()
-        for event in values.record.events:
-            if registered(event.place.primitive).kind:
+        # Of what the result follows from: a gradient sends on the lines of its casts.
+        for number in values.record.find_causes([got]):
+            event = values.record.events[number]
+            row = registered(event.place.primitive)
+            # A cast of types, as pvary, sends nothing.
+            if row.kind and not row.cast:
                 self._sending.add(event.place.line)
 
     def describe(self) -> str:
@@ -149,11 +153,18 @@ class _Difference:
         return split
 
     def _describe_factor_of(self, remedies: list[Remedy]) -> str:
-        event = self.values.record.events[self._choose(remedies).number]
-        for x in event.results:
-            if not isinstance(x, Exact) or self.values.explain(x) is not None:
-                return ""
-        return self._describe_factor(event)
+        """By which factor a repaired value is wrong, of the likeliest repair for which one is known."""
+        for remedy in (self._choose(remedies), *remedies):
+            event = self.values.record.events[remedy.number]
+            if self._is_unknown(event):
+                factor = self._describe_factor(event)
+                if factor:
+                    return factor
+        return ""
+
+    def _is_unknown(self, event: Event) -> bool:
+        """Whether an equation gave numbers that the reference does not have."""
+        return all(isinstance(x, Exact) and self.values.explain(x) is None for x in event.results)
 
     def _describe_factor(self, event: Event) -> str:
         """By which factor what an equation gave is not a value of the reference."""
@@ -207,8 +218,9 @@ class _Difference:
     def _doubt(self, remedy: Remedy) -> float:
         """How unlikely a repair is: less so one that gives what the reference has, or is beside a collective."""
         doubt = remedy.cost
-        is_partial = remedy.exchange == "sum" and remedy.place.primitive in _REDUCES
-        if is_partial or self._is_computed(remedy):
+        if remedy.exchange == "sum" and remedy.place.primitive in _REDUCES:
+            doubt -= 0.5
+        if self._is_computed(remedy):
             doubt -= 0.5
         near = remedy.number in self.search.near and not remedy.behind
         if near or (remedy.behind and remedy.place.line in self._sending):

@@ -143,13 +143,15 @@ def _run_all(trial: _Trial, points: int, effort: Effort) -> Evidence:
     except UnknownValueError:  # values beyond floats, or a function that has none here: orders alone
         trial.run(max(points, _POINTS), order=effort.orders[0])
     field = trial.field
-    if field.order is None and (field.compared or field.chances or trial.excluded() or not trial.defined):
+    branches = field.compared or field.chances or (field.domains and effort.crossed)
+    if field.order is None and (branches or trial.excluded() or not trial.defined):
         _draw(trial, effort)
     trial.coverage.identifies = False
     _order(trial, effort)
     _check_domains(trial)
     if effort.crossed:
         _check_numbers(trial)
+        _check_ties(trial)
     return trial.evidence()
 
 
@@ -184,6 +186,16 @@ def _check_numbers(trial: _Trial) -> None:
                 f"of the {name} are NaN on both sides for all inputs that were drawn, but need not be for others. "
                 "Shrink the program to what gives numbers, or compare floats with assert_matches_reference."
             )
+
+
+def _check_ties(trial: _Trial) -> None:
+    """Refuses a comparison in which the sides treat equal numbers otherwise, if no draw made the numbers equal."""
+    for decision in trial.coverage.untied():
+        raise UndecidedError(
+            f"{trial.where}: not decided at {decision.line} ({decision.what}): one side takes equal numbers for the "
+            "larger, the other for the smaller, and in no draw they were equal. Compare alike on both sides, or "
+            "compare floats that are equal with assert_matches_reference."
+        )
 
 
 def _draw(trial: _Trial, effort: Effort) -> None:
@@ -461,8 +473,9 @@ class _Trial:
             agree, hint = _agree(field, a, b), _missing_law(field)
             text = self._describe(field, index, a, b)
             if agree:
+                precision = "float32" if field.rounded else "float64"
                 raise UndecidedError(
-                    f"{self.subject}not decided: the {name} is the reference's in float64 for the inputs that were "
+                    f"{self.subject}not decided: the {name} is the reference's in {precision} for the inputs that were "
                     f"drawn, but by no law that a proof knows{text}{hint}"
                 )
             raise UnequalError(f"{self.subject}the {name} is not the reference's for all inputs{_among(field)}{text}.")
@@ -506,7 +519,7 @@ class _Trial:
     def _runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""
         field.coverage = None
-        return Runs(field, *self.sides)
+        return Runs(field, *self.sides, self.values)
 
 
 def _among(field: Field) -> str:

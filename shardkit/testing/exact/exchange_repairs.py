@@ -234,7 +234,7 @@ def _repair_layout(bench: Bench) -> Iterator[Repair]:
             a, b = np.broadcast_arrays(x, layouts[layout])
             if (a == b).all():
                 words = f"{bench.call.name} in {other} along {axis!r} in place of {layout}"
-                yield change_result(Cost.INDEX, words, _take_layout, layouts[other])
+                yield change_result(Cost.LAYOUT, words, _take_layout, layouts[other])
 
 
 def _take_layout(x: Operand, layout: np.ndarray) -> Operand:

@@ -122,7 +122,9 @@ class Record:
             reads = not passing.isdisjoint(self._find_makers(event.operands))
             if reads:
                 readers.add(number)
-            if registered(name).kind or name == "axis_index" or (reads and name in _PASS):
+            row = registered(name)
+            sends = row.kind and not row.cast
+            if sends or name == "axis_index" or (reads and (row.cast or name in _PASS)):
                 passing.add(number)
         return readers
 

@@ -45,6 +45,7 @@ class Cost:
     UNREAD_FACTOR = 1.5
     OPERATOR = 1.5
     SIZE = 1.5
+    LAYOUT = 2.0  # of the places of a device: two factors are exchanged
     OPERAND = 2.0
     DIM = 2.0
     FACTOR = 2.5

@@ -19,6 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from shardkit._jax.primitives import registered
+from shardkit.testing.exact.forms import digest_value
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
@@ -39,11 +43,16 @@ _HOLDING = ("shard_map", "scan", "while", "cond")
 
 
 class Runs(NamedTuple):
-    """Both programs, in the field in which they differ."""
+    """Both programs, in the field in which they differ.
+
+    Attributes:
+        values: how many of the results are no gradients.
+    """
 
     field: Field
     on_mesh: Callable[[Field, Seen | None], list[Operand]]
     alone: Callable[[Field, Seen | None], list[Operand]]
+    values: int
 
 
 class Remedy(NamedTuple):
@@ -109,6 +118,24 @@ class _OtherShapeError(Exception):
     """What a repair gives has another shape."""
 
 
+# What a change without a meaning raises, as of an operand that has another form there.
+_MEANINGLESS = (
+    DiffersError,
+    HangsError,
+    RedrawError,
+    TooDeepError,
+    UnknownValueError,
+    UnsupportedError,
+    _OtherShapeError,
+    ArithmeticError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
+
+
 class _Trial:
     """A run in which equations have other results, up to the result that was wrong."""
 
@@ -157,6 +184,43 @@ def _check_shapes(before: Sequence[Operand], after: Sequence[Operand], rank: int
             raise _OtherShapeError
 
 
+class _Previews:
+    """What changes give at their equations alone, so that no run is spent on one that changes nothing there.
+
+    Worked example: i < 4 for the places i of a device, (0, 1). With an operand plus 1 the mask stays what it was, and
+    so does the result; with the opposite mask, and with one that is always false, it is the same other one.
+    """
+
+    def __init__(self, field: Field, record: Record):
+        self.field = field
+        self.record = record
+        self._times = Counter(id(event.place) for event in record.events)
+        self._signatures: dict[Any, set[Any]] = {}
+
+    def add(self, call: Call, change: Change) -> bool:
+        """Whether a change is to be tried: it has a meaning, and gives what none before it gave."""
+        # Of a loop only the first round is kept, and the others may differ.
+        if self._times[id(call)] != 1:
+            return True
+        if call.key not in self._signatures:
+            self._signatures[call.key] = {self._sign(call.results[0])}
+        try:
+            [value] = change(list(call.operands), list(call.results), self.record.values)
+            signature = self._sign(value)
+        except _MEANINGLESS:
+            return False
+        if signature in self._signatures[call.key]:
+            return False
+        self._signatures[call.key].add(signature)
+        return True
+
+    def _sign(self, x: Operand) -> Any:
+        if isinstance(x, Exact):
+            return x.shape, digest_value(self.field, x), x.poison.tobytes()
+        x = np.asarray(x)
+        return x.shape, x.dtype, x.tobytes()
+
+
 class Search:
     """Looks for repairs of a wrong result.
 
@@ -181,6 +245,7 @@ class Search:
         self._others: list[Search] | None = None
         self._goal = self._find_devices() if index is None else self._find_result()
         self._behind_index = record.find_followers("axis_index")
+        self._permutes = any(registered(event.place.primitive).kind == "ppermute" for event in record.events)
         self._most = min(MOST_RUNS, _MOST_EQUATIONS // max(len(record.events), 1))
         shapes = [x.shape for event in record.events for x in event.results]
         sizes = {n for shape in shapes for n in shape}
@@ -221,25 +286,18 @@ class Search:
             self.programs.on_mesh(self.field, trial)
         except _ReachedError as reached:
             return trial.changed if self._are_right(reached.values) else None
-        except (
-            DiffersError,
-            HangsError,
-            RedrawError,
-            TooDeepError,
-            UnknownValueError,
-            UnsupportedError,
-            _OtherShapeError,
-        ):
+        except _MEANINGLESS:
             return None
-        except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
-            return None  # a change without a meaning, as of an operand that has another form there
         return None
 
     def _are_right(self, values: Sequence[Operand]) -> bool:
         if self.index is not None:
             return self.is_right(values[0], self.index)
-        count = min(len(values), len(self.wanted))
-        return all(self.is_right(values[index], index) for index in range(count))
+        # What a kernel hands on to its derivative leaves it, too, before or behind its results.
+        return all(self._is_among(values, index) for index in range(self.programs.values))
+
+    def _is_among(self, values: Sequence[Operand], index: int) -> bool:
+        return any(self.is_right(x, index) for x in values)
 
     def list_suspects(self) -> dict[int, Call]:
         """The equations that the wrong result follows from, by the number of their first event."""
@@ -259,11 +317,14 @@ class Search:
         """
         suspects = self.list_suspects()
         remedies: list[Remedy] = []
+        previews = _Previews(self.field, self.record)
         for candidate in self._list_candidates(suspects, doubt):
             highest = min([_UNLIKELY, *(remedy.cost + _MARGIN for remedy in remedies)])
             if self.runs >= self._most or candidate.cost > highest:
                 break
             calls = [suspects[number] for number in candidate.group]
+            if len(calls) == 1 and not previews.add(calls[0], candidate.repairs[0].change):
+                continue
             changes = {}
             for call, repair in zip(calls, candidate.repairs, strict=True):
                 changes[call.key] = repair.change
@@ -292,6 +353,9 @@ class Search:
                 if len({repair.words for repair in repairs}) > 1:
                     break
                 cost = repairs[0].cost + more + doubt(number, repairs[0].behind)
+                # Where something travels, something else may have been left behind.
+                if repairs[0].exchange == "shift" and self._permutes:
+                    cost -= 1.5
                 candidates.append(_Candidate(cost, number, group, position, repairs))
         return sorted(candidates, key=lambda candidate: (candidate.cost, candidate.number))
 

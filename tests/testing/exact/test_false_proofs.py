@@ -42,6 +42,10 @@ def share_of_window(x, divide):
     return divide(masked, masked.sum(1, keepdims=True)).sum(1, keepdims=True) + 0 * x
 
 
+def share(x):
+    return (x * x + 2) / (x * x + 2).sum(1, keepdims=True)
+
+
 def tower(x):
     for _ in range(7):
         x = jnp.exp(x)
@@ -90,6 +94,7 @@ SPLIT = {
         lambda x: jnp.where(3 * x < 2 * next_to(x) + 1, x, 0),
         lambda x: jnp.where(3 * x <= 2 * next_to(x) + 1, x, 0),
     ),
+    "ties of a share": (lambda x: jnp.where(share(x) > 0.25, x, 0), lambda x: jnp.where(share(x) >= 0.25, x, 0)),
     # Some element is outside of a domain for every input.
     "log of deviations": (
         lambda x: x + 0 * jnp.log(x - x.mean(1, keepdims=True)),
@@ -110,6 +115,7 @@ SPLIT = {
     "0 * inf": (lambda x: x + 0 * jnp.where(MASK > 0, jnp.inf, x), lambda x: x),
     # What is outside of the domain of a function was compared with nothing, and so equal.
     "0 log of a negative number": (lambda x: x + 0 * jnp.log(x), lambda x: x),
+    "0 log of what is seldom negative": (lambda x: x + 0 * jnp.log(next_to(x) + 4), lambda x: x),
     "a mask of a logarithm": (
         lambda x: jnp.float32(x > 0) * jnp.log(x),
         lambda x: jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), 0),

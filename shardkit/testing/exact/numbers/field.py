@@ -76,6 +76,7 @@ class Field:
         outside: the line where a value was first outside of the domain of a function.
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
         exps: whether an exp was taken.
+        domains: whether a logarithm was taken of what may be negative for other inputs.
         chances: whether random bits of keys were used, which are others in each draw.
         centres: logarithms of the constants that are compared: inputs of the kind "near" are drawn around them.
         inputs: what was drawn, by name.
@@ -119,6 +120,7 @@ class Field:
         self.outside = ""
         self.logs = False
         self.exps = False
+        self.domains = False
         self.chances = False
         self.inputs: dict[str, Exact] = {}
         self.centres: tuple[float, ...] = ()

@@ -64,6 +64,7 @@ def log(field: Field, x: Exact) -> Exact:
     # Where x is zero the logarithm is -inf, and where it is known to be negative NaN.
     zero = field.is_zero(x)
     is_negative = ~zero & ((x.sign < 0) & (x.infinite == 0) | (x.infinite < 0))
+    field.domains |= bool(x.degree.total and ((x.sign <= 0) & ~zero).any())
     poison = np.maximum(x.poison, np.where(is_negative, NOT_A_NUMBER, 0))
     infinite = np.where(x.infinite == TRULY, TRULY, np.where(zero, -TRULY, 0))
     if field.order is None:
