@@ -5,7 +5,7 @@ import pytest
 from faults import lines
 
 # What a run of `python tests/faults/lines.py` found: from these on it has become worse.
-FEWEST = {"development": 36, "held_out": 26, "fresh": 16, "unseen": 13}
+FEWEST = {"development": 35, "held_out": 26, "fresh": 16, "unseen": 13}
 HALVES = {
     "development": lines.DEVELOPMENT,
     "held_out": lines.HELD_OUT,

@@ -62,6 +62,11 @@ def test_a_pair_that_was_proved_is_not(seed):
     assert judged(drawn(seed)).outcome in ("refuted", "refused")
 
 
+# The number of an element that was placed had a component less than the inputs of a later run, which met deeper exps.
+def test_a_pair_whose_crossings_meet_deeper_exps_is_proved():
+    assert judged(drawn(63987)).outcome == "proved"
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("part", range(PARTS))
 def test_few_wrong_pairs_of_many_are_proved(part):
