@@ -22,7 +22,7 @@ A whole benchmark file (save it as `benchmarks/example.py`, run `python -m bench
         options = start(__doc__, argv, devices=8)
         mesh = sk.make_mesh(data=-1)
         psum = case("psum", mesh, lambda x: sk.all_reduce(sk.vary(x, "data"), "data"))
-        for mode in MODES:
+        for mode in ("inside", "dispatched"):
             records = bench.measure("all_reduce", "4 MiB", [psum, case("pair", mesh, pair)], mode=mode,
                                     calls=options.calls or 10, rounds=options.rounds or 20)
             bench.report(records, options.json)

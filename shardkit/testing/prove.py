@@ -191,6 +191,7 @@ def name_rows(rows: Sequence[Row]) -> list[str]:
 
 def raise_broken(verdicts: Sequence[Verdict], laws: Sequence[Law]) -> None:
     """Raises an error that lists the broken laws, and says how to run the first of them alone."""
+    __tracebackhide__ = True
     broken = [verdict for verdict in verdicts if verdict.broken]
     if not broken:
         return

@@ -168,6 +168,9 @@ class Interpreter(JaxprInterpreter[Operand]):
             self.field.chances = True
         if equation.primitive.name in _ROUNDED and (results[0] != np.rint(results[0])).any():
             self.field.rounded.add(f"{equation.primitive.name} of a constant")
+            if self.field.coverage is not None:
+                values = self.field.rounded_values.setdefault(self.field.coverage.side, set())
+                values.update(np.unique(results[0]).tolist())
         coverage = self.field.coverage
         if coverage is None or not self._follows_floats(equation, operands):
             return results

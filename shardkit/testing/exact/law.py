@@ -166,6 +166,8 @@ def _alone(given: Training, steps: int, field: Field, seen: Seen | None) -> list
         return _evaluated_alone(given, steps, field, seen)
     results, other = _run_alone(given, steps, (*field.settings, field.coverage.identifies, field.centres))
     field.uninterpreted |= other.uninterpreted
+    field.rounded |= other.rounded
+    field.rounded_values |= other.rounded_values
     field.compared += other.compared
     field.deepest = max(field.deepest, other.deepest)
     field.logs |= other.logs

@@ -196,7 +196,7 @@ def test_what_is_known_of_a_logarithm_of_a_negative_number():
         said = refused(lambda wrong=wrong, right=right: equal(wrong, right, grad=False))
         assert "not decided at test_identities.py:" in said and "logarithm of a negative number" in said
     # Zero times it is NaN, where the other side has zero: no law of logarithms makes that equal.
-    with pytest.raises(AssertionError, match="elements it is NaN, where the reference is a number, first by mul at "):
+    with pytest.raises(AssertionError, match="in 4 of 12 elements it is NaN, where the reference is a number"):
         equal(lambda x: mask * jnp.log(-x), lambda x: mask * jnp.log(x), grad=False)
     with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
         equal(lambda x: 0.3 * jnp.log(x) + 0.700001 * jnp.log(x), jnp.log, grad=False)
@@ -244,7 +244,9 @@ def test_a_key_is_not_what_is_folded_from_it():
 )
 def test_what_is_not_a_number_is_none(wrong, right, by):
     message = refused(lambda: equal(wrong, right, grad=by == "mul"), AssertionError)
-    assert "elements it is NaN, where the reference is a number, first by " in message
+    assert "elements it is NaN, where the reference is a number" in message
+    # The line that a repair names, and where none repairs it, that of the first NaN.
+    assert ". The mistake is at test_identities.py:" in message or ", first by " in message
 
 
 def test_what_is_not_a_number_on_both_sides_is_told():

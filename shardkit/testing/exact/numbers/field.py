@@ -71,6 +71,7 @@ class Field:
         marks: which integers follow from floats.
         uninterpreted: the functions that were applied without a law, by name.
         rounded: the functions of constants that were computed in floats, as log(2), in words.
+        rounded_values: their values, by the side of the comparison that computed them.
         compared: how many arrays were put in order.
         deepest: the most primes that exps used up, on the way to what was compared.
         outside: the line where a value was first outside of the domain of a function.
@@ -115,6 +116,7 @@ class Field:
         self.marks = Marks()
         self.uninterpreted: set[str] = set()
         self.rounded: set[str] = set()
+        self.rounded_values: dict[int, set[float]] = {}
         self.compared = 0
         self.deepest = 0
         self.outside = ""
