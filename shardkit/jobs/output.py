@@ -56,14 +56,14 @@ class _Pipe:
         end = 1 + max(self.incomplete.rfind(b"\n"), self.incomplete.rfind(b"\r"))
         lines = _LINE.findall(self.incomplete[:end])  # beyond, each byte would be tried as the start of a line
         del self.incomplete[:end]
-        text = b""
+        shown = []
         for line in lines:
             blame = _BLAMES.match(line)
             if blame is not None:
                 self.blamed.append(int(blame[1]))
             if not _CHATTER.fullmatch(line):
-                text += self.prefix + line
-        write(self.stream, text)
+                shown.append(self.prefix + line)
+        write(self.stream, b"".join(shown))
 
     def _copy_to_file(self, data: bytes) -> None:
         if self.file is None:

@@ -4,11 +4,13 @@ The monitors connect before jax starts, over the coordinator's port, and stay co
 status of all, decides what went wrong and tells the others. It uses the standard library only, so it starts in
 hundredths of a second.
 
-Start with `main.py`. `rendezvous.py` connects the monitors, `judge.py` finds the fault, from what `members.py` holds
-and in the words of `wording.py`. What a process and its monitor share is in `runtime/channel/`.
+Start with `main.py`. `rendezvous.py` connects the monitors, which introduce themselves by `introduction.py`. `judge.py`
+finds the fault, from what `members.py` holds and in the words of `wording.py`. What a process and its monitor share is
+in `runtime/channel/`.
 
-`guard.py` runs in the training process, and may import jax. There `agreement.py` compares the program of a step with
-those of the other processes, over jax's coordination service, and tells the monitor what differs.
+`guard.py` runs in the training process, and may import jax. There `agreement.py` compares the program of a step, as
+`fingerprint.py` describes it, with those of the other processes, over jax's coordination service, and tells the monitor
+what differs.
 
 A thread in each process, over the key-value store of jax's coordination service, is not enough (jax 0.10.2, three
 processes). It names the faults of a process that still runs Python in the same words: an exception, late data, a long

@@ -2,7 +2,7 @@
 
 Worked example, of a step with one all_reduce on two processes of one device each, much shortened:
 
-    components     {"program": "5f0c...", "world size": "2", "mesh axes": "{\\"data\\": 2}", "version of jax": ...}
+    components     {"program": "\\"5f0c...\\"", "world size": "2", "mesh axes": "{\\"data\\": 2}", ...}
     lines          ["9a31bc07", "07ffd213", ...]    a hash of each line of the StableHLO
     collectives    {"all_reduce": 1}
     hash           "5f0c..."                        of the whole text
@@ -45,9 +45,10 @@ _DISTRIBUTIONS = ("jax", "jaxlib", "shardkit", "libtpu", "jax-cuda13-plugin")
 def make_fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, Any]:
     """The components by name, and of the program a hash of every line and its collectives, to show where two differ."""
     text = lowered.as_text()
+    text_hash = hash_text(text)
     # In the order in which a message names them: what is likely to be the reason first.
     components: dict[str, Any] = {
-        "program": hash_text(text),
+        "program": text_hash,
         "world size": jax.process_count(),
         "mesh axes": dict(mesh.shape),
         "mesh devices (id, process)": [[device.id, device.process_index] for device in mesh.devices.flat],
@@ -71,7 +72,7 @@ def make_fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dic
         "components": texts,
         "lines": [hash_text(line)[: 2 * _LINE_BYTES] for line in text.splitlines()],
         "collectives": Counter(_COLLECTIVE.findall(text)),
-        "hash": hash_text(text),
+        "hash": text_hash,
         "devices": int(partitions[1]) if partitions else 1,
     }
 

@@ -36,6 +36,7 @@ class StepClock:
     happens, on the right the event that is recorded:
 
         the loop waits for a batch           data 5
+        the batch has come                   user code 4
         the step is called                   step 5
         it is dispatched                     user code 5
         `with guard.phase("save")` begins    save 5
@@ -177,9 +178,8 @@ class Watched(Generic[P, R]):
         """What the step returns."""
         batch = args[1:], kwargs
         shapes = find_shapes(batch)
-        if (
-            shapes not in self._compared
-        ):  # jit compiles for these shapes, too, or has compiled for them before the guard
+        # jit compiles for these shapes, too, or has compiled for them before the guard.
+        if shapes not in self._compared:
             self._clock.enter("compile")
             lowered = self.lower(*args, **kwargs)
             number = len(self._compared)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shardkit.runtime.channel.place import TOKEN, Place
 from shardkit.runtime.channel.wire import Message, escape
 
-VERSION = 6
+VERSION = 7
 REJECTIONS = {"token": f"another {TOKEN}", "version": "another version of shardkit"}  # why a process is rejected
 _LONGEST_NAME = 255
 _MOST = 1 << 20  # processes

@@ -119,7 +119,7 @@ def _find_late(members: Members, deadlines: Deadlines, now: float) -> list[int]:
     """
     positions = [member.find_position() for member in members.values() if _may_still_come(member, deadlines, now)]
     last_to_come = min(positions, default=None)
-    longest_excuse = max(deadlines.compile, deadlines.step, deadlines.save, deadlines.data, deadlines.evaluate)
+    longest_excuse = max(deadlines[:-1])  # of the phases; the last is of silence
     late = []
     for rank, member in members.items():
         overrun = member.find_overrun(deadlines, now)

@@ -240,8 +240,9 @@ class Monitor:
         hung = message["hung"]
         if not isinstance(hung, list):
             raise TypeError("hung must be a list of processes")
+        is_lost = message["lost"] is True
         self.verdict = verdict
-        self.exit_code = LOST if message["lost"] is True else FAILED
+        self.exit_code = LOST if is_lost else FAILED
         self.hung = self.place.rank in hung
 
     def _handle_process(self, own: Member, message: Message) -> None:
@@ -356,17 +357,18 @@ class Monitor:
 
 
 def _update(member: Member, message: Message) -> None:
-    """Takes over what another monitor says of its process; raises on what no monitor sends."""
+    """Takes over what another monitor says of its process; on what no monitor sends it raises, and changes nothing."""
     phase, step, since, dispatched, done, device_since, batches = message["status"]
     numbers = int(step), float(since), int(dispatched), int(done), float(device_since)
-    member.status = Status(escape(phase), *numbers, parse_batches(batches))
+    fields: dict[str, Any] = {"status": Status(escape(phase), *numbers, parse_batches(batches))}
     for name in ("stopped", "gone", "left"):
         if type(message[name]) is not bool:
             raise TypeError(f"{name} must be true or false")
-        setattr(member, name, message[name])
-    member.cause = escape(message["cause"])
-    member.host = escape(message["host"])
-    member.crash = escape(message["crash"])
+        fields[name] = message[name]
+    for name in ("cause", "host", "crash"):
+        fields[name] = escape(message[name])
+    for name, value in fields.items():
+        setattr(member, name, value)
 
 
 def choose_beat(size: int) -> float:

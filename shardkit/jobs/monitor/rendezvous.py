@@ -6,7 +6,7 @@ job.
 
 Worked example, of process 1 of 3 and process 0, which listens:
 
-    1 -> 0   {"shardkit": 6, "rank": 1, "size": 3, "host": "node1", ..., "nonce": "5f...", "mac": "..."}
+    1 -> 0   {"shardkit": 7, "rank": 1, "size": 3, "host": "node1", ..., "nonce": "5f...", "mac": "..."}
     0 -> 1   {"missing": [2], "mac": "..."}      if process 2 does not come, process 1 can say so
     0 -> 1   {"welcome": true, "mac": "..."}     once process 2 has come, else {"refused": "initialize: ...", ...}
 """

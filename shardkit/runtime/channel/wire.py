@@ -113,7 +113,7 @@ class MessageStream:
         self.send_line(encode(message))
 
     def send_line(self, line: bytes) -> None:
-        """Sends a message that is encode already, as one that goes to many peers is."""
+        """Sends a message that is encoded already, as one that goes to many peers is."""
         assert isinstance(self._source, socket.socket)
         unsent = memoryview(line)
         try:

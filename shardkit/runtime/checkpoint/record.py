@@ -2,7 +2,7 @@
 
 Orbax writes it as its custom metadata, the last file of a step. Of a state with one leaf, in short:
 
-    {"shardkit": {"format": 2, "step": 100, "position": 6400, "config": None, "metrics": {"loss": 0.5},
+    {"shardkit": {"format": 2, "step": 100, "position": 6400, "config": null, "metrics": {"loss": 0.5},
                   "versions": {"shardkit": "0.1.0", ...},
                   "leaves": {"params.w": {"shape": [8, 4], "dtype": "float32", "checksum": 2868304523}}},
      "crc32": 912310463}

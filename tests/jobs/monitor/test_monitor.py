@@ -564,6 +564,7 @@ def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
         *[{"status": ["x", *[0] * 5, batches]} for batches in WRONG_BATCHES],
         {"over": []},
         {"over": "x", "lost": False, "hung": 1},
+        {"over": "x", "hung": []},
     ):
         ours, theirs = socket.socketpair()
         watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), MessageStream(0), None, [MessageStream(ours)])
