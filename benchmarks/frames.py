@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 
-PACKAGE = str(Path(sk.__file__).parent)
-COLLECTIVES = ("all_gather", "all_to_all", "ppermute", "psum", "psum_scatter")
+PACKAGE = Path(sk.__file__).parent
+COLLECTIVES = ("all_gather", "all_to_all", "pmax", "pmean", "pmin", "ppermute", "psum", "psum_scatter")
 
 Loss = Callable[[Any, Any, Any], sk.Mean]
 
@@ -34,16 +34,16 @@ def read_frames() -> list[str]:
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(PACKAGE):
-            file = Path(code.co_filename).relative_to(PACKAGE)
-            frames.append(f"{file}:{frame.f_lineno} {code.co_qualname}")
+        file = Path(code.co_filename)
+        if file.is_relative_to(PACKAGE):
+            frames.append(f"{file.relative_to(PACKAGE)}:{frame.f_lineno} {code.co_qualname}")
         frame = frame.f_back
     return frames[::-1]
 
 
 @contextmanager
 def note_collectives(stacks: list[list[str]]) -> Iterator[None]:
-    """Notes the stack of every collective that is traced inside."""
+    """Notes the stacks of the COLLECTIVES that are traced inside."""
     originals = {name: getattr(lax, name) for name in COLLECTIVES}
 
     def note(original: Callable[..., Any]) -> Callable[..., Any]:

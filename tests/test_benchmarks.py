@@ -125,7 +125,7 @@ def test_few_frames_stand_between_a_step_and_lax(capsys):
     """A wrapper more on the way to each collective is seen here alone."""
     import_module("benchmarks.frames").main([])
     counts = [line.split(": ") for line in capsys.readouterr().out.splitlines() if line.endswith(" frames")]
-    limits = {"fsdp by layer": 20, "tp, ring": 15, "muon": 15}
+    limits = {"fsdp by layer": 20, "tp, ring": 15, "muon": 14}
     assert [name for name, _ in counts] == list(limits)
     assert all(int(count.split()[0]) <= limits[name] for name, count in counts)
 

@@ -132,6 +132,9 @@ def arguments_used(jaxpr: Any) -> list[bool]:
 ONE_DEVICE = "as_on_one_device"
 # The primitive of equations that `expand_equation` expands.
 HIGH_LEVEL = "call_hi_primitive"
+# The primitive of `jax.lax.custom_linear_solve`. It computes by its function `solve`; its other functions say what its
+# derivatives are.
+SOLVE = "custom_linear_solve"
 # Primitives that call their only jaxpr with their operands.
 CALLS = {
     ONE_DEVICE,
@@ -192,7 +195,7 @@ def inner_constants(equation: Any) -> list[Sequence[Any]]:
 
 def _programs(equation: Any) -> Iterator[tuple[str, Any]]:
     for name, value in equation.params.items():
-        if equation.primitive.name == "custom_linear_solve":  # its other functions only say what its derivatives are
+        if equation.primitive.name == SOLVE:
             value = getattr(value, "solve", value)
         items = value if isinstance(value, tuple | list) else (value,)
         for item in items:

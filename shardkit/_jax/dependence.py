@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
@@ -12,10 +13,9 @@ from shardkit._jax.interpreter import FactInterpreter
 
 
 class Dependence(FactInterpreter[bool]):
-    """Follows whether a value depends on a marked argument; `dependents` are the variables that do."""
+    """Follows whether a value depends on a marked argument; `values` says it of each variable of the program."""
 
-    def __init__(self) -> None:
-        self.dependents: set[Any] = set()
+    values: Mapping[Any, bool] = MappingProxyType({})
 
     def constant(self, x: Any) -> bool:
         """Closed-over arrays depend on no argument."""
@@ -33,9 +33,7 @@ class Dependence(FactInterpreter[bool]):
         """The results of an equation without marked operands are not looked at."""
         if not any(operands):
             return [False] * len(equation.outvars)
-        results = super().step(equation, operands)
-        self.dependents.update(v for v, marked in zip(equation.outvars, results, strict=True) if marked)
-        return results
+        return super().step(equation, operands)
 
     def equation(self, equation: Any, operands: list[bool]) -> Sequence[bool]:
         """All results follow from all operands."""
@@ -44,6 +42,10 @@ class Dependence(FactInterpreter[bool]):
     def shard_map(self, equation: Any, body: Any, operands: list[bool]) -> Sequence[bool]:
         """As a call."""
         return self.run(body, operands)
+
+    def finish(self, jaxpr: Any, values: Mapping[Any, bool]) -> None:
+        """Keeps the values; the outermost program finishes last."""
+        self.values = values
 
 
 def without_unused(closed: Any) -> ClosedJaxpr:
@@ -65,10 +67,10 @@ def find_independent(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]
     dependence = Dependence()
     depends = dependence.run(jaxpr, other_arguments)[first_result:]
     # An equation with an effect is never dead code: those that other arguments reach are taken out first.
-    reached = {*jaxpr.invars[given:], *dependence.dependents}
+    reached = {variable for variable, marked in dependence.values.items() if marked}
     equations = []
     for equation in jaxpr.eqns:
-        if not all(marks(equation.outvars, reached)) or not any(marks(equation.invars, reached)):
+        if not all(_marks(equation.outvars, reached)) or not any(_marks(equation.invars, reached)):
             equations.append(equation)
     independent, _ = partial_eval.dce_jaxpr(
         jaxpr.replace(eqns=equations),
@@ -78,6 +80,6 @@ def find_independent(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]
     return independent, depends
 
 
-def marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
+def _marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
     """Which of the operands of an equation are among some variables."""
     return [not isinstance(atom, Literal) and atom in variables for atom in atoms]

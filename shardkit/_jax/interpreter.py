@@ -20,6 +20,7 @@ with `x` marked the values are
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -30,22 +31,22 @@ from shardkit._jax import compat
 T = TypeVar("T")
 
 
-class JaxprInterpreter(Generic[T]):
+class JaxprInterpreter(ABC, Generic[T]):
     """Runs jaxprs, equation by equation; a domain says what its values are."""
 
     # What a domain says
 
+    @abstractmethod
     def constant(self, x: Any) -> T:
         """The value of an array that a program closes over; `x` is None where the program does not hold it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def literal(self, atom: Any) -> T:
         """The value of a literal."""
-        raise NotImplementedError
 
+    @abstractmethod
     def equation(self, equation: Any, operands: list[T]) -> Sequence[T]:
         """The results of an equation, of those that hold programs too unless a method below is overridden."""
-        raise NotImplementedError
 
     # What a domain may say
 
@@ -116,9 +117,9 @@ class JaxprInterpreter(Generic[T]):
 class FactInterpreter(JaxprInterpreter[T]):
     """Follows facts that hold on every run, whichever branch is taken and however often a loop runs."""
 
+    @abstractmethod
     def join(self, facts: Sequence[T], variable: Any) -> T:
         """What holds of a variable that has one of some values."""
-        raise NotImplementedError
 
     def row(self, fact: T) -> T:
         """What holds of the piece of an array that one iteration of a scan gets, from what holds of the array."""
@@ -138,12 +139,14 @@ class FactInterpreter(JaxprInterpreter[T]):
         """A carry is what holds in every iteration."""
         consts, carry, arrays = scan_operands(equation, operands)
         rows = [self.row(fact) for fact in arrays]
+        results: list[T] = []
 
         def run_body(carry: list[T]) -> list[T]:
-            return self.run(body, [*consts, *carry, *rows])
+            nonlocal results  # the last run is that of the carry that is found
+            results = self.run(body, [*consts, *carry, *rows])
+            return results
 
         carry = self.find_carry(equation, carry, run_body)
-        results = run_body(carry)
         return [*carry, *map(self.stack, results[len(carry) :])]
 
     def join_branches(self, equation: Any, branches: list[Any], arguments: list[T]) -> list[T]:
@@ -185,12 +188,6 @@ def find_called_program(equation: Any) -> Any:
     return program if len(jaxpr.invars) == len(equation.invars) else None
 
 
-def find_called_jaxpr(equation: Any) -> Any:
-    """The jaxpr that an equation calls with its operands, one to one; None where it is no plain call."""
-    program = find_called_program(equation)
-    return getattr(program, "jaxpr", program)
-
-
 def scan_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], list[T]]:
     """A scan's operands: the constants of the loop, its carry, and what it goes over."""
     consts, carry = compat.scan_parts(equation)
@@ -202,11 +199,6 @@ def while_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], 
     n = equation.params["cond_nconsts"]
     m = n + equation.params["body_nconsts"]
     return operands[:n], operands[n:m], operands[m:]
-
-
-# The primitive of `jax.lax.custom_linear_solve`. It computes by its function `solve`; its other functions say what its
-# derivatives are.
-SOLVE = "custom_linear_solve"
 
 
 def solve_operands(equation: Any, operands: list[T]) -> list[T]:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit._jax.interpreter import find_called_jaxpr, find_fixed_point, scan_operands
+from shardkit._jax.interpreter import find_called_program, find_fixed_point, scan_operands
 from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, source_line
 from shardkit._jax.primitives import registered
 from shardkit.on_device.elementwise_rules import of_one_example
@@ -172,7 +172,7 @@ class _LossReader:
         """What the results of an equation are."""
         equation = pair.many
         name = pair.name
-        if find_called_jaxpr(equation) is not None or name == "shard_map":
+        if find_called_program(equation) is not None or name == "shard_map":
             return self._call(pair, operands)
         if name == "scan":
             return self._scan(pair, operands)

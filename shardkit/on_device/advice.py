@@ -18,12 +18,12 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands
 from shardkit._jax.jaxprs import MEAN, PLAN, kind_of, mesh_axes, own_line, source_line, walk
-from shardkit._jax.primitives import VIEWS, registered
+from shardkit._jax.primitives import SUMS, VIEWS, registered
 from shardkit.meshes.layout import all_axes, split_dims
 
 Axes = frozenset[str]
 _SCALE = {"mul", "div", "add", "sub", "max", "neg", "add_any"}
-_SUMS = {"reduce_sum", "dot_general"}
+_CONTRACTIONS = {"reduce_sum", "dot_general"}
 
 
 class Remark(NamedTuple):
@@ -190,7 +190,7 @@ def _compute(equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
     """What is known of the result of a plain primitive."""
     name = equation.primitive.name
     keeps = name in VIEWS or registered(name).cast
-    if not keeps and name not in _SCALE | _SUMS | {"select_n", "concatenate"}:
+    if not keeps and name not in _SCALE | _CONTRACTIONS | {"select_n", "concatenate"}:
         return fact
     out = equation.outvars[0].aval
     if name != "dot_general":
@@ -200,7 +200,7 @@ def _compute(equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
         fact = fact._replace(divided=fact.divided | {quotient})
     has_total = any(operand.total for operand in ins)
     keeps_total = keeps or (name in _SCALE and not out.shape)
-    sums_examples = name in _SUMS and not out.shape and bool(fact.differs & compat.varying_axes(out))
+    sums_examples = name in _CONTRACTIONS and not out.shape and bool(fact.differs & compat.varying_axes(out))
     fact = fact._replace(total=(has_total and keeps_total) or sums_examples)
     return _with_terms(fact, ins, equation)
 
@@ -219,7 +219,7 @@ def _with_terms(fact: _Fact, ins: list[_Fact], equation: Any) -> _Fact:
         if all(operand.differs for operand in ins):
             terms = frozenset()
         return fact._replace(factor=ins[0].factor * ins[1].factor, terms=terms)
-    if name not in ("add", "sub", "add_any"):
+    if name not in SUMS:
         return fact
     first, second = ins
     is_scalar = not equation.outvars[0].aval.shape

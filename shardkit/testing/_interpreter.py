@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.interpreter import SOLVE, JaxprInterpreter, scan_operands, solve_operands, while_operands
+from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, solve_operands, while_operands
 from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, TABLE, registered
 from shardkit.meshes.layout import all_axes, spec_axes
@@ -94,7 +94,7 @@ def _find_custom_derivatives(jaxpr: Any) -> set[str]:
     for site in walk(jaxpr):
         if site.name.startswith(("custom_jvp", "custom_vjp")):
             names.add(site.name)
-        if site.name == SOLVE and _needs_shard_map(site.equation.params["jaxprs"].solve.jaxpr):
+        if site.name == compat.SOLVE and _needs_shard_map(site.equation.params["jaxprs"].solve.jaxpr):
             names.add(site.name)
     return names
 
@@ -190,7 +190,7 @@ class _Emulator(JaxprInterpreter[Any]):
             return _run_collective(equation, operands)
         if not any(_needs_shard_map(jaxpr) for _, jaxpr in compat.inner_jaxprs(equation)):
             return _bind_without_mesh(equation, operands)
-        if name == SOLVE:
+        if name == compat.SOLVE:
             (solve,) = compat.inner_programs(equation)
             return self.run(solve, solve_operands(equation, operands))
         raise ValueError(

@@ -102,9 +102,8 @@ def enter_call(block: Block, equation: Any) -> Block | None:
     program = find_called_program(equation)
     if program is None:
         return None
-    context = block.context._replace(source=user_line(equation) or block.context.source)
     blocks: list[Block] = []
-    _StateReader(context, blocks.append).run(program, [block.state(v) for v in equation.invars])
+    _StateReader(block.context, blocks.append).call(equation, program, [block.state(v) for v in equation.invars])
     return blocks[-1]
 
 

@@ -130,9 +130,9 @@ def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
     origins: dict[int, list[Site]] = {}
     for key, group in transposes.items():
         candidates = _find_candidates(forward, key)
+        is_paired = len(candidates) == len(group)
         for number, site in enumerate(group):
             # Transposing runs a program backwards: the last one of a line comes first.
-            is_paired = len(candidates) == len(group)
             origins[id(site)] = [candidates[-1 - number]] if is_paired else candidates
     return [(site, origins.get(id(site), [])) for site in backward]
 
@@ -253,10 +253,9 @@ def _find_root(value: Any, site: Site) -> tuple[Any, Any]:
 
 def _find_argument(value: Any, site: Site) -> str:
     """The name of the argument that a value is, in the jaxpr of `site` or of those around it; "" if it is none."""
-    places = [number for number, argument in enumerate(site.jaxpr.invars) if argument is value]
-    if not places:
+    place = next((number for number, argument in enumerate(site.jaxpr.invars) if argument is value), None)
+    if place is None:
         return ""
-    place = places[0]
     names = site.jaxpr.debug_info.arg_names or ()
     if place < len(names) and names[place]:
         return str(names[place])

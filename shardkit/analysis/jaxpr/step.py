@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from shardkit._jax import compat
-from shardkit._jax.interpreter import find_called_jaxpr
+from shardkit._jax.interpreter import find_called_program
 from shardkit._jax.jaxprs import own_line
 
 T = TypeVar("T")
@@ -165,8 +165,9 @@ def first_use(jaxpr: Any, variable: Any) -> str:
             if operand is not variable:
                 continue
             line = ""
-            callee = find_called_jaxpr(equation)
-            if callee is not None:
+            program = find_called_program(equation)
+            if program is not None:
+                callee = getattr(program, "jaxpr", program)
                 line = first_use(callee, callee.invars[position])
             line = line or own_line(compat.user_frames(equation))
             if line:

@@ -92,7 +92,6 @@ class _Unmasked(Dependence):
     """Follows what is made of a result of one equation without a choice (jnp.where) that could replace it."""
 
     def __init__(self, source: Any) -> None:
-        super().__init__()
         self.source = source
 
     def step(self, equation: Any, operands: list[bool]) -> Sequence[bool]:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit._jax import compat
-from shardkit._jax.interpreter import SOLVE, JaxprInterpreter, scan_operands, solve_operands, while_operands
+from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, solve_operands, while_operands
 from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.meshes.layout import all_axes
@@ -144,7 +144,7 @@ class Interpreter(JaxprInterpreter[Operand]):
             return []
         if name == compat.HIGH_LEVEL:
             return self.call(equation, compat.expand_equation(equation), operands)
-        if name == SOLVE:
+        if name == compat.SOLVE:
             (solve,) = compat.inner_programs(equation)
             return self.call(equation, solve, solve_operands(equation, operands))
         if any(isinstance(x, Exact) for x in operands):

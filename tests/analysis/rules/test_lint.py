@@ -448,4 +448,5 @@ def test_one_mask_for_what_a_ring_has_gathered_is_right():
         return [found.rule for found in sk.lint(f, jax.ShapeDtypeStruct((8,), "f"), key)]
 
     assert masked(lambda x: x) == ["repeated-draw"]
+    assert masked(jnp.cos) == ["repeated-draw"]  # of the same draws
     assert masked(lambda x: sk.ring.all_gather(x, "model")) == []
