@@ -164,6 +164,11 @@ def _check_domains(trial: _Trial) -> None:
             "as of the logarithm of a negative number. Write it so that both sides take it of the same sign, or "
             "compare floats with assert_matches_reference."
         )
+    if not trial.draws and trial.field.domains:
+        raise UndecidedError(
+            f"{trial.where}: not decided: real values are beyond floats in every draw, so that none shows where a "
+            "logarithm or a root has a value. Scale the numbers down, or compare floats with assert_matches_reference."
+        )
     if trial.draws and not trial.defined:
         raise UndecidedError(
             f"{trial.where}: not decided at {line}: in every draw one side alone is outside of the domain of a "
@@ -317,6 +322,7 @@ class _Trial:
         """So many draws of the same inputs, of which in each one element more is put where a comparison changes."""
         kind, elements = crossings.kind(), list[Element]()
         seed, self.seed = self.seed, self.seed + 1
+        levels = self.levels
         try:
             for number in range(count + 1):
                 before = Differences()
@@ -324,6 +330,7 @@ class _Trial:
                 self._note_differences(field, before)
                 if number:
                     self._count(field)
+                    self.levels = levels  # the elements have a residue for each prime of these draws
                 if number < count:
                     element = self._crossing(field, crossings, elements, before)
                     if element is None:

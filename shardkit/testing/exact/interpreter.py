@@ -57,8 +57,9 @@ _NATURAL = {
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # What is computed of constants in floats, and rounded: log(2) is no rational number.
 _ROUNDED = {
-    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "tan", "sqrt", "rsqrt", "cbrt", "pow"),
-    *("erf", "erfc", "erf_inv", "lgamma", "digamma"),
+    *("exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "sqrt", "rsqrt", "cbrt", "pow", "sin", "cos", "tan"),
+    *("sinh", "cosh", "tanh", "asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv"),
+    *("lgamma", "digamma"),
 }
 # What watches is told of the values that go into these and come out, one by one.
 _CONTROL_FLOW = ("shard_map", "scan", "while", "cond")
@@ -166,11 +167,11 @@ class Interpreter(JaxprInterpreter[Operand]):
         results = compute_known(equation, operands, self.rank, self.field.seed)
         if equation.primitive.name == "random_bits":
             self.field.chances = True
-        if equation.primitive.name in _ROUNDED and (results[0] != np.rint(results[0])).any():
-            self.field.rounded.add(f"{equation.primitive.name} of a constant")
-            if self.field.coverage is not None:
-                values = self.field.rounded_values.setdefault(self.field.coverage.side, set())
-                values.update(np.unique(results[0]).tolist())
+        if equation.primitive.name in _ROUNDED:
+            numbers = results[0][~np.isnan(results[0])]
+            rounded = numbers[numbers != np.rint(numbers)]
+            if rounded.size:
+                self.field.note_rounded(f"{equation.primitive.name} of a constant", rounded)
         coverage = self.field.coverage
         if coverage is None or not self._follows_floats(equation, operands):
             return results

@@ -167,7 +167,9 @@ def _alone(given: Training, steps: int, field: Field, seen: Seen | None) -> list
     results, other = _run_alone(given, steps, (*field.settings, field.coverage.identifies, field.centres))
     field.uninterpreted |= other.uninterpreted
     field.rounded |= other.rounded
-    field.rounded_values |= other.rounded_values
+    field.rounded_values[ALONE] = set(other.rounded_values.get(ALONE, ()))  # the other field is used again
+    field.domains |= other.domains
+    field.chances |= other.chances
     field.compared += other.compared
     field.deepest = max(field.deepest, other.deepest)
     field.logs |= other.logs

@@ -26,7 +26,8 @@ from support.pairs.truth import KINDS
 from support.pairs.verdicts import OUTCOMES, Pair, Verdict, cause_of_alarm, drawn, judged
 
 # Where a divisor is zero, or a number outside of a function's domain for some inputs, a certificate says nothing, and
-# says that it does not: if it does say so, those are told, and are no false proofs.
+# says that it does not: those are no false proofs. Every certificate has the first sentence, so this kind is excused
+# always; the second one stands only where a run has seen it.
 EXCUSES = {
     "nan at ties": "or inputs for which a divisor or what a logarithm is of is zero",
     "domain": "NaN on one side alone there: up to ",

@@ -77,7 +77,7 @@ class Field:
         outside: the line where a value was first outside of the domain of a function.
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
         exps: whether an exp was taken.
-        domains: whether a logarithm was taken of what may be negative for other inputs.
+        domains: whether a logarithm, or a root, was taken of what may be outside of its domain for other inputs.
         chances: whether random bits of keys were used, which are others in each draw.
         centres: logarithms of the constants that are compared: inputs of the kind "near" are drawn around them.
         inputs: what was drawn, by name.
@@ -169,7 +169,9 @@ class Field:
         """bool [...]: which elements are zero at all points."""
         # A component without a meaning says nothing: it may be anything, and the number still zero. Where no component
         # has one, as behind more exps than there are primes, nothing says that it is.
-        if x.used[0].max(initial=0) >= self.levels - self.logs:
+        used = int(x.used[0].max(initial=0))
+        self.deepest = max(self.deepest, used)  # so that a further run has as many primes as this question needs
+        if used >= self.levels - self.logs:
             raise TooDeepError
         zero = ((x.number == 0) | ~self.valid(x.used[0])).all(0)
         if x.factor is not None:
@@ -193,6 +195,12 @@ class Field:
         p = self.residues.primes_of(x)
         inverse_of_zero = self.residues.salt("1/0").reshape(p.shape) % p
         return np.where(zero, inverse_of_zero, inverse)
+
+    def note_rounded(self, name: str, values: np.ndarray) -> None:
+        """Keeps that a function of constants was computed in floats, and its values, for the side that runs."""
+        self.rounded.add(name)
+        if self.coverage is not None:
+            self.rounded_values.setdefault(self.coverage.side, set()).update(np.unique(values).tolist())
 
     def settle(self, x: Exact) -> Exact:
         """The same array, with one number for what is truly infinite, and with zero for what is no number.

@@ -24,6 +24,9 @@ from shardkit.testing.exact.numbers.values import INPUT, OUTSIDE, TRULY, Exact, 
 # Functions that are 0 or 1 at 0.
 _ZERO_AT_ZERO = {"tanh", "sin", "tan", "sinh", "cbrt", "sqrt", "asin", "atan", "asinh", "atanh", "erf", "erf_inv"}
 _ONE_AT_ZERO = {"cos", "cosh", "erfc", "exp2"}
+# Functions that have no value for some arguments, and those that have none beyond a bound on either side.
+_BOUNDED = {"asin", "acos", "acosh", "atanh", "erf_inv"}
+_WITH_DOMAIN = {"sqrt", "pow", "log2", *_BOUNDED}
 _OF_NUMPY = ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2", "log2")
 _INVERSES = ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")  # numpy's begin with arc
 _OF_SCIPY = ("erf", "erfc", "digamma")
@@ -84,6 +87,10 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     # A sum that cancels may be rounded to a number below zero, of which there is no root.
     reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
     real = np.asarray(function(*reals))
+    # A square root of what may be negative for other inputs: it takes more draws to see it.
+    if name in _WITH_DOMAIN and any(x.degree.total for x in arguments):
+        may_be_negative = (arguments[0].sign <= 0) & ~field.is_zero(arguments[0])
+        field.domains |= name in _BOUNDED or bool(may_be_negative.any())
     if field.order is None:
         # arcsin(2) is outside of the domain in this draw. What is NaN because an argument is has its poison from there.
         is_defined = np.isfinite(sum(x.real for x in arguments))[0]

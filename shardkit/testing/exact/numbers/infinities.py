@@ -121,5 +121,9 @@ def contract_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, n
     for code in (NOT_A_NUMBER, OUTSIDE):
         spoiled = has_product(x.poison == code, all_y) | has_product(all_x, y.poison == code)
         poison = np.maximum(poison, np.where(spoiled, code, 0))
+    if not field.planted:  # as in `multiply_infinities`: a zero weight times log(-1) is NaN
+        zero_times_outside = has_product(x.poison == OUTSIDE, field.is_zero(y))
+        zero_times_outside |= has_product(field.is_zero(x), y.poison == OUTSIDE)
+        poison = np.where(zero_times_outside, NOT_A_NUMBER, poison)
     infinite = np.where(plus, TRULY, 0) + np.where(minus, -TRULY, 0)
     return infinite, poison
