@@ -27,7 +27,7 @@ def ring_sum(x):
     return out.reshape(x.shape)
 
 
-def doubling(x):
+def doubling_hops(x):
     """Partners at distances 1, 2, ... exchange their sums."""
     n, distance = lax.axis_size("dp"), 1
     while distance < n:
@@ -120,7 +120,7 @@ def pipelined(weights, batch):
 G = floats(6, 2)
 CASES = [
     planted(ring_sum, lambda x: x.reshape(3, 6).sum(0), (floats(18),), (SHARD,), P(), dp=3, grad=0),
-    planted(doubling, lambda x: x.reshape(4, 2).sum(0), (floats(8),), (SHARD,), P(), dp=4, grad=0),
+    planted(doubling_hops, lambda x: x.reshape(4, 2).sum(0), (floats(8),), (SHARD,), P(), dp=4, grad=0),
     planted(hierarchical, lambda x: x.reshape(4, 4).sum(0), (floats(16),), (GRID,), P(), outer=2, inner=2, grad=0),
     planted(low_rank, low_rank_reference, (G, floats(2)), (SHARD, P()), P(), dp=2, grad=0),
     planted(

@@ -42,7 +42,9 @@ LATER_CASES = [case for module in (graphs, physics, returns, exchange, serving) 
 # Written before any of their results was seen; `fresh` was looked at and worked with, `unseen` counted alone.
 FRESH_CASES = [*routing.CASES, *travel.CASES]
 UNSEEN_CASES = [*choices.CASES, *blocks.CASES]
-BY_NAME = {case.name: case for case in (*CASES, *LATER_CASES, *FRESH_CASES, *UNSEEN_CASES)}
+ALL_CASES = [*CASES, *LATER_CASES, *FRESH_CASES, *UNSEEN_CASES]
+BY_NAME = {case.name: case for case in ALL_CASES}
+assert len(BY_NAME) == len(ALL_CASES), "two cases have one name"
 # The halves were drawn once: the second was looked at for its count alone.
 DRAWN = random.Random(20261128).sample(sorted(case.name for case in CASES), len(CASES))
 DEVELOPMENT, HELD_OUT = DRAWN[: len(DRAWN) // 2], DRAWN[len(DRAWN) // 2 :]
@@ -107,8 +109,8 @@ def verdict(case: Case) -> Verdict:
 
 def main() -> None:
     halves = {"development": DEVELOPMENT, "held_out": HELD_OUT, "later": LATER, "fresh": FRESH, "unseen": UNSEEN}
-    quiet = set(sys.argv[1:]) <= {"held_out", "unseen"}
     for words in [sys.argv[1:]] if sys.argv[1:] else [[half] for half in halves]:
+        quiet = set(words) <= {"held_out", "unseen"}
         names = [name for word in words for name in halves.get(word, [word])]
         counts: dict[str, int] = {}
         longest = 0.0

@@ -23,7 +23,7 @@ def _backwards(rewards, after):
     return jnp.stack(sums[::-1])
 
 
-def discounted(rewards):
+def discounted_rewards(rewards):
     """Each device has some steps; what comes after them is what the later devices have."""
     n, i, steps = lax.axis_size("sp"), lax.axis_index("sp"), rewards.shape[0]
     own = _backwards(rewards, 0.0)
@@ -36,14 +36,14 @@ def discounted(rewards):
     return own + DISCOUNT ** jnp.float32(left) * after
 
 
-def advantages(rewards, values):
+def estimated_advantages(rewards, values):
     following = sk.shift(values[:1], "sp", by=-1, wrap=False)
     # fault: later = jnp.concatenate([values[1:], values[:1]])
     later = jnp.concatenate([values[1:], following])
     return rewards + DISCOUNT * later - values
 
 
-def advantages_reference(rewards, values):
+def estimated_advantages_reference(rewards, values):
     return rewards + DISCOUNT * jnp.concatenate([values[1:], jnp.zeros(1)]) - values
 
 
@@ -115,8 +115,8 @@ def selected_actions_reference(scores, actions, weights):
 
 R, Q = floats(6), floats(3, 4)
 CASES = [
-    planted(discounted, lambda r: _backwards(r, 0.0), (R,), (TIME,), TIME, sp=3),
-    planted(advantages, advantages_reference, (R, R + 1), (TIME, TIME), TIME, sp=3),
+    planted(discounted_rewards, lambda r: _backwards(r, 0.0), (R,), (TIME,), TIME, sp=3),
+    planted(estimated_advantages, estimated_advantages_reference, (R, R + 1), (TIME, TIME), TIME, sp=3),
     planted(bootstrapped, lambda r, q: r + DISCOUNT * q.max(1), (floats(3), Q), (P(), ACTIONS), P(), tp=2, grad=0),
     planted(
         soft_value, lambda q, t: t * jax.nn.logsumexp(q / t, 1), (Q, np.float32(2)), (ACTIONS, P()), P(), tp=2, grad=0

@@ -159,7 +159,7 @@ def normalized_keys_reference(q, k):
     return jnp.tanh(q @ k.T)
 
 
-def factored(gradient):
+def factored_rows(gradient):
     """Adafactor: a second moment as rows times columns; rows are split."""
     square = gradient * gradient
     rows = square.mean(1)
@@ -169,7 +169,7 @@ def factored(gradient):
     return gradient / jnp.sqrt(rows[:, None] * cols[None] / mean)
 
 
-def factored_reference(gradient):
+def factored_rows_reference(gradient):
     square = gradient * gradient
     return gradient / jnp.sqrt(square.mean(1)[:, None] * square.mean(0)[None] / square.mean())
 
@@ -212,7 +212,7 @@ CASES = [
     ),
     planted(group_norm, group_norm_reference, (floats(4, 4),), (SEQ,), SEQ, sp=2),
     planted(normalized_keys, normalized_keys_reference, (floats(2, 4), floats(3, 4)), (COLS, COLS), P(), tp=2),
-    planted(factored, factored_reference, (floats(4, 3),), (ROWS,), ROWS, tp=2),
+    planted(factored_rows, factored_rows_reference, (floats(4, 3),), (ROWS,), ROWS, tp=2),
     planted(summed_levels, summed_levels_reference, (floats(6),), (ROWS,), P(), tp=2, grad=0),
     planted(
         bounded_step, lambda u: u / jnp.maximum(1.0, jnp.sqrt((u * u).mean())), (floats(6),), (ROWS,), ROWS, tp=2

@@ -15,7 +15,6 @@ Worked example: on data=2, `psum(x, "data") / 4` where the reference is the mean
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,9 +22,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.primitives import registered
+from shardkit._jax.jaxprs import kind_of
 from shardkit.testing.exact.forms import (
-    MOST_FORMS,
     digest,
     digest_value,
     list_forms,
@@ -91,9 +89,7 @@ class _Difference:
         # Of what the result follows from: a gradient sends on the lines of its casts.
         for number in values.record.find_causes([got]):
             event = values.record.events[number]
-            row = registered(event.place.primitive)
-            # A cast of types, as pvary, sends nothing.
-            if row.kind and not row.cast:
+            if kind_of(event.place.equation):
                 self._sending.add(event.place.line)
 
     def describe(self) -> str:
@@ -168,8 +164,10 @@ class _Difference:
 
     def _describe_factor(self, event: Event) -> str:
         """By which factor what an equation gave is not a value of the reference."""
-        x = next(result for result in event.results if id(result) in self.values.made)
-        forms = list(itertools.islice(list_forms(self.field, x, event.place.axes), MOST_FORMS))
+        forms: list[tuple[np.ndarray, str]] = []
+        for x in event.results:  # a mask has no factor
+            if id(x) in self.values.made:
+                forms += list_forms(self.field, x, event.place.axes)
         for ratio, text in list_ratios(event.place.axes):
             for form, words in forms:
                 if digest(multiply_residues(form, 1 / ratio)) in self.values.known:
@@ -222,18 +220,18 @@ class _Difference:
             doubt -= 0.5
         if self._is_computed(remedy):
             doubt -= 0.5
-        near = remedy.number in self.search.near and not remedy.behind
+        near = remedy.number in self.values.near and not remedy.behind
         if near or (remedy.behind and remedy.place.line in self._sending):
             doubt -= 0.25
         return doubt
 
     def _is_computed(self, remedy: Remedy) -> bool:
         """Whether the reference computes what a repaired equation gives."""
-        computed = set(self.values.computed)
-        if remedy.words.startswith(("the sum", "the mean")):  # of the last value, it gives the result
-            computed -= {digest_value(self.field, x) for x in self.search.wanted}
         if not isinstance(remedy.value, Exact):
             return False
+        computed = set(self.values.computed)
+        if remedy.exchange == "sum":  # of the last value, it gives the result
+            computed -= {digest_value(self.field, x) for x in self.search.wanted}
         return self.values.describe_form(remedy.value, remedy.place.axes, computed) == ""
 
     def _find_travelling(self, remedy: Remedy) -> str:
@@ -246,7 +244,7 @@ class _Difference:
         events = self.values.record.events
         [result] = events[remedy.number].results
         for event in events[remedy.number + 1 :]:
-            if registered(event.place.primitive).kind == "ppermute":
+            if kind_of(event.place.equation) == "ppermute":
                 return event.place.line
             if any(x is result for x in event.operands) and event.place.primitive not in PASS:
                 return ""
@@ -255,8 +253,8 @@ class _Difference:
     def _find_better_reader(self, remedy: Remedy) -> Remedy | None:
         """The repair that reads a value that the program has already, in place of making it again.
 
-        Worked example: `own = x.max(); top = pmax(own); y = exp(x - top).sum(); return log(y) + own`. With a pmax
-        behind x.max() the result is right; but that is top, and the last line reads own in its place.
+        Worked example: `own = x.max(); top = pmax(own); y = psum(exp(x - top).sum()); return log(y) + own`. With
+        a pmax behind x.max() the result is right; but that is top, and the last line reads own in its place.
         """
         if remedy.exchange != "sum" or not isinstance(remedy.value, Exact):
             return None
@@ -265,7 +263,7 @@ class _Difference:
         for variable, x in self.values.record.values.items():
             if isinstance(x, Exact) and x.shape == remedy.value.shape and digest_value(self.field, x) == wanted:
                 variables.append(variable)
-        return next(iter(self.search.find_readers(remedy, variables)), None)
+        return self.search.find_reader(remedy, variables)
 
     def _find_reader(self, remedy: Remedy) -> str:
         """The line that reads a value which is the reference's only summed: the sum may be missing there."""
@@ -363,8 +361,7 @@ class _Difference:
                 maker = record.events[number]
                 if maker.place.primitive not in (*PASS, "select_n") and maker.operands:
                     return maker.place
-                makers = [record.maker[id(operand)] for operand in maker.operands if id(operand) in record.maker]
-                number = next(iter(makers), None)
+                number = next(iter(record.find_makers(maker.operands)), None)
         return None
 
 

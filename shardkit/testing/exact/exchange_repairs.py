@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.jaxprs import mesh_axes
+from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.repairs import (
     Bench,
+    Change,
     Cost,
     Repair,
     Values,
@@ -103,15 +104,12 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
     for names in list_subsets(varying):
         devices = math.prod(bench.axes[axis] for axis in names)
         ending = f"of {name} over {quoted(names)}"
-        repairs: list[Repair] = []
         if operator is not None:
-            repairs.append(change_result(Cost.SUM, f"the {operator} {ending}", bench.reduce, names, operator))
+            yield change_result(Cost.SUM, f"the {operator} {ending}", bench.reduce, names, operator, exchange="sum")
         elif name in _SUMMED:
-            repairs.append(change_result(Cost.SUM, f"the sum {ending}", bench.reduce, names))
+            yield change_result(Cost.SUM, f"the sum {ending}", bench.reduce, names, exchange="sum")
             if not is_integer(x):
-                repairs.append(change_result(Cost.SUM, f"the mean {ending}", _average, bench, names, devices))
-        for repair in repairs:
-            yield repair._replace(exchange="sum")
+                yield change_result(Cost.SUM, f"the mean {ending}", _average, bench, names, devices, exchange="sum")
     if name not in _SUMMED:
         return
     for axis in varying:
@@ -119,7 +117,7 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
         for step in sorted({1, n - 1}):
             pairs = [(i, (i + step) % n) for i in range(n)]
             words = f"{name} of the device {n - step} further on along {axis!r}"
-            yield change_result(Cost.RARE, words, bench.permute, pairs, [axis])._replace(exchange="shift")
+            yield change_result(Cost.RARE, words, bench.permute, pairs, [axis], exchange="shift")
 
 
 def _average(x: Operand, bench: Bench, names: Sequence[str], devices: int) -> Operand:
@@ -130,7 +128,7 @@ def repair_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
     """Zero where a mask is false: of what is summed over devices, or of a result."""
     call = bench.call
     # Before a sum over devices the operand is masked: behind it, a mask that differs between devices means nothing.
-    reduces = registered(call.primitive).kind in ("all_reduce", "reduce_scatter")
+    reduces = kind_of(call.equation) in ("all_reduce", "reduce_scatter")
     target = call.operands[0] if reduces else bench.result
     if not isinstance(target, Exact):
         return
@@ -148,14 +146,14 @@ def repair_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
             yield Repair(Cost.FACTOR, words, _mask_result(bench, variable), behind=True)
 
 
-def _mask_operand(bench: Bench, variable: Any) -> Any:
+def _mask_operand(bench: Bench, variable: Any) -> Change:
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return bench.rerun([_mask(bench, operands[0], values[variable])])
 
     return change
 
 
-def _mask_result(bench: Bench, variable: Any) -> Any:
+def _mask_result(bench: Bench, variable: Any) -> Change:
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return [_mask(bench, results[0], values[variable])]
 

@@ -26,11 +26,12 @@ import numpy as np
 from shardkit._arguments.checks import quoted
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.orders import highest_residues
 from shardkit.testing.exact.numbers.tower import PRIMES
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 
-MOST_FORMS = 64
+_MOST_FORMS = 64
 _MOST_BLOCKS = 512
 # The prime of the components that every value has.
 _PRIME = np.uint64(PRIMES[-2])
@@ -42,9 +43,8 @@ def is_number(x: Operand) -> bool:
 
 
 def take_residues(field: Field, x: Operand) -> np.ndarray:
-    """The residues that every value has, [points, ...]: those modulo the largest prime that is compared."""
-    number = to_number(field, lift_operand(field, x)).number
-    return number[-2 * field.points : -field.points]
+    """The residues that every value has, [points, ...]."""
+    return highest_residues(field, to_number(field, lift_operand(field, x)))
 
 
 def digest(residues: np.ndarray) -> bytes:
@@ -71,7 +71,7 @@ def list_forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tu
         else:
             choices.append(["first", "sum", *range(residues.ndim - 1 - rank)])
     names = list(axes)
-    for choice in itertools.islice(itertools.product(*choices), MOST_FORMS):
+    for choice in itertools.islice(itertools.product(*choices), _MOST_FORMS):
         form: np.ndarray | None = residues
         summed: list[str] = []
         # The last axis first: of a dim that is split over several, it is the minor one.

@@ -10,15 +10,13 @@ mistakes: what one device computes of its blocks alone, across the dim of which 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 
-from shardkit._jax.primitives import registered
+from shardkit._jax.jaxprs import kind_of
 from shardkit.testing.exact.forms import (
-    MOST_FORMS,
     digest,
     digest_value,
     is_number,
@@ -54,6 +52,7 @@ class KnownValues:
         computed: what the reference computed, by digest; not what is elements of inputs alone.
         known: the digests of all values of the reference, and of the inputs on the mesh.
         made: of a number on the mesh, by its id, the event that made it.
+        near: the numbers of the events that read what a collective gave, or the index of a device.
     """
 
     def __init__(self, field: Field, reference: Record, record: Record):
@@ -67,7 +66,7 @@ class KnownValues:
         self._masks: dict[int, bool] = {}
         self._of_blocks: dict[int, bool] = {}
         self._blocks: dict[tuple[int, ...], set[bytes]] = {}
-        self._near = record.find_device_readers()
+        self.near = record.find_device_readers()
         self._note_reference()
         self._note_mesh()
 
@@ -90,7 +89,7 @@ class KnownValues:
                 if isinstance(x, Exact) and id(x) not in self.made:
                     self.known.add(digest_value(self.field, x))
             # A sum over devices may be a number without an input, as a count of tokens.
-            reduced = registered(event.place.primitive).kind
+            reduced = kind_of(event.place.equation)
             for x in event.results:
                 if isinstance(x, Exact) or (reduced and is_number(x)):
                     self.made.setdefault(id(x), event)
@@ -158,9 +157,9 @@ class KnownValues:
 
     def _is_local(self, event: Event) -> bool:
         """Whether a device computed a value of its blocks alone, of which one equation mixed the elements."""
-        if registered(event.place.primitive).kind == "all_gather":
+        if kind_of(event.place.equation) == "all_gather":
             return all(self.is_of_blocks(x) for x in event.operands)
-        if self._find_number(event) in self._near:
+        if self._find_number(event) in self.near:
             return False
         if max(event.results[0].shape[: len(event.place.axes)], default=1) == 1:
             return False  # all devices have the same
@@ -197,7 +196,7 @@ class KnownValues:
         """What a value of the mesh may be put together to, but for sums over devices."""
         digests: set[bytes] = set()
         if is_number(x):
-            for form, words in itertools.islice(list_forms(self.field, x, axes), MOST_FORMS):
+            for form, words in list_forms(self.field, x, axes):
                 if not words:
                     digests.add(digest(form))
         return digests
@@ -222,8 +221,7 @@ class KnownValues:
             event = self.record.events[number]
             if event.place.primitive not in (*PASS, *passing):
                 return event.place
-            makers = [self.record.maker[id(operand)] for operand in event.operands if id(operand) in self.record.maker]
-            number = next(iter(makers), None)
+            number = next(iter(self.record.find_makers(event.operands)), None)
         return None
 
     # Doubts
@@ -247,8 +245,7 @@ class KnownValues:
         last: set[int] = set()
         for number in self.record.find_causes([got]):
             if number not in doubts:
-                operands = self.record.events[number].operands
-                last.update(self.record.maker[id(x)] for x in operands if id(x) in self.record.maker)
+                last.update(self.record.find_makers(self.record.events[number].operands))
         return last
 
     def _is_known_on_all(self, event: Event) -> bool:

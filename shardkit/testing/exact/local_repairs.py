@@ -256,7 +256,7 @@ def _repair_decision(bench: Bench) -> Iterator[Repair]:
 def repair_function(bench: Bench) -> Iterator[Repair]:
     """A function of the result."""
     aval = bench.call.equation.outvars[0].aval
-    if not jnp.issubdtype(aval.dtype, jnp.floating):
+    if not _is_float(aval):
         return
     for function in _FUNCTIONS:
         equation = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).eqns[0]
@@ -298,10 +298,10 @@ def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> I
         unread_alike = [variable for variable in alike if variable in unread]
         candidates = _select(alike)
         for variable in unread_alike:
-            yield Repair(Cost.UNREAD, f"another operand of {name}", _read_instead(bench, number, variable))
+            yield Repair(Cost.UNREAD, f"another operand of {name}", read_instead(bench, number, variable))
         for variable in candidates:
             if variable not in unread:
-                yield Repair(Cost.OPERAND, f"another operand of {name}", _read_instead(bench, number, variable))
+                yield Repair(Cost.OPERAND, f"another operand of {name}", read_instead(bench, number, variable))
         if name not in ("add", "sub", "mul", "dot_general") or not _is_float(operand.aval):
             continue
         # A factor [t] of an operand [t, d] may be missing, too.
@@ -319,7 +319,9 @@ def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> I
                 yield Repair(Cost.FACTOR, f"another factor of {name}", _multiply_operand(bench, number, variable))
 
 
-def _read_instead(bench: Bench, number: int, variable: Any) -> Change:
+def read_instead(bench: Bench, number: int, variable: Any) -> Change:
+    """Reads another variable as the operand of this number."""
+
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return bench.rerun(replace_item(operands, number, values[variable]))
 

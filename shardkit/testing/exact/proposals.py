@@ -27,11 +27,11 @@ from shardkit.testing.exact.repairs import Bench, Call, Repair, is_integer, is_m
 from shardkit.testing.exact.rules.operands import Operand
 
 # Equations that only pass elements on: a factor that is missing behind them is missing behind their operand.
-PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_dims")
+_PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_dims")
 
 
 def propose_repairs(
-    field: Field, call: Call, readable: Sequence[Any], sizes: Sequence[int], unread: Set[Any] = frozenset()
+    field: Field, call: Call, readable: Sequence[Any], sizes: Sequence[int], unread: Set[Any]
 ) -> Iterator[Repair]:
     """What may be tried for an equation that could read some variables, in a program with dims of some sizes.
 
@@ -49,7 +49,7 @@ def propose_repairs(
         yield from repair_integer(bench)
     if not is_mask(result):
         yield from repair_sum(bench)
-        if call.primitive not in PASSING:
+        if call.primitive not in _PASSING:
             yield from repair_factor(bench)
     if call.name == "shard_map":
         return
@@ -62,5 +62,5 @@ def propose_repairs(
 
 
 def _is_array(x: Operand) -> bool:
-    """Whether a value is a number of the field, or an array of numbers: a key is neither."""
+    """Whether a value is a number of the field, or a known array; keys are words of integers."""
     return isinstance(x, Exact) or x.dtype.kind in "fiub"

@@ -3,12 +3,14 @@
 Worked example: `y = psum(x @ w, "data"); z = tanh(y)` is recorded as
 
     number  call            operands  results     maker
-    0       dot_general     x, w      x @ w       x @ w was made by event 0
-    1       psum            x @ w     y           y was made by event 1
-    2       tanh            y         z           z was made by event 2
+    0       shard_map       x         x
+    1       shard_map       w         w
+    2       dot_general     x, w      x @ w       x @ w was made by event 2
+    3       psum            x @ w     y           y was made by event 3
+    4       tanh            y         z           z was made by event 4
 
-`find_causes([z])` is {0, 1, 2}: whatever z follows from. Values are recognized by identity: what a run hands on is the
-same object.
+`find_causes([z])` is {0, 1, 2, 3, 4}: whatever z follows from, the shards of the arguments too. Values are recognized
+by identity: what a run hands on is the same object.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Record:
     def find_causes(self, values: Iterable[Operand], up_to: Sequence[str] = ()) -> set[int]:
         """The numbers of the events that values follow from, not before equations of some names."""
         numbers: set[int] = set()
-        waiting = self._find_makers(values)
+        waiting = self.find_makers(values)
         while waiting:
             number = waiting.pop()
             if number in numbers:
@@ -107,10 +109,11 @@ class Record:
             numbers.add(number)
             event = self.events[number]
             if event.place.primitive not in up_to:
-                waiting += self._find_makers(event.operands)
+                waiting += self.find_makers(event.operands)
         return numbers
 
-    def _find_makers(self, values: Iterable[Operand]) -> list[int]:
+    def find_makers(self, values: Iterable[Operand]) -> list[int]:
+        """The numbers of the events that made some of the values."""
         return [self.maker[id(x)] for x in values if id(x) in self.maker]
 
     def find_device_readers(self) -> set[int]:
@@ -119,12 +122,11 @@ class Record:
         passing: set[int] = set()
         for number, event in enumerate(self.events):
             name = event.place.primitive
-            reads = not passing.isdisjoint(self._find_makers(event.operands))
+            reads = not passing.isdisjoint(self.find_makers(event.operands))
             if reads:
                 readers.add(number)
             row = registered(name)
-            sends = row.kind and not row.cast
-            if sends or name == "axis_index" or (reads and (row.cast or name in _PASS)):
+            if row.kind or name == "axis_index" or (reads and (row.cast or name in _PASS)):
                 passing.add(number)
         return readers
 
@@ -132,7 +134,7 @@ class Record:
         """The numbers of the events that follow from an equation of this name."""
         numbers: set[int] = set()
         for number, event in enumerate(self.events):
-            if event.place.name == name or not numbers.isdisjoint(self._find_makers(event.operands)):
+            if event.place.name == name or not numbers.isdisjoint(self.find_makers(event.operands)):
                 numbers.add(number)
         return numbers
 

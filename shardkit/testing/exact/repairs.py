@@ -103,13 +103,15 @@ class Repair(NamedTuple):
     exchange: str = ""
 
 
-def change_result(cost: float, words: str, function: Callable[..., Operand], *arguments: Any) -> Repair:
+def change_result(
+    cost: float, words: str, function: Callable[..., Operand], *arguments: Any, exchange: str = ""
+) -> Repair:
     """A repair that computes the result from what it was."""
 
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return [function(results[0], *arguments)]
 
-    return Repair(cost, words, change, behind=True)
+    return Repair(cost, words, change, behind=True, exchange=exchange)
 
 
 def change_operands(cost: float, words: str, function: Callable[..., Sequence[Operand]], *arguments: Any) -> Repair:

@@ -17,21 +17,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit._jax.primitives import registered
+from shardkit._jax.jaxprs import kind_of
 from shardkit.testing.exact.forms import digest_value
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
+from shardkit.testing.exact.local_repairs import read_instead
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.proposals import propose_repairs
 from shardkit.testing.exact.record import Record, assign_variables
-from shardkit.testing.exact.repairs import Bench, Call, Change, Cost, Repair, Values, replace_item
-from shardkit.testing.exact.rules.operands import Operand
+from shardkit.testing.exact.repairs import Bench, Call, Change, Cost, Repair, Values
+from shardkit.testing.exact.rules.operands import Operand, lift_operand
 
 # How many runs are tried, and equations of all of them: a minute, of the largest programs that are proved.
 MOST_RUNS, _MOST_EQUATIONS = 600, 150_000
@@ -194,13 +196,13 @@ class _Previews:
     def __init__(self, field: Field, record: Record):
         self.field = field
         self.record = record
-        self._times = Counter(id(event.place) for event in record.events)
+        self._times = Counter(id(event.place.equation) for event in record.events)
         self._signatures: dict[Any, set[Any]] = {}
 
     def add(self, call: Call, change: Change) -> bool:
         """Whether a change is to be tried: it has a meaning, and gives what none before it gave."""
-        # Of a loop only the first round is kept, and the others may differ.
-        if self._times[id(call)] != 1:
+        # Of a loop, or of a function called twice, the variables are those of the last run.
+        if self._times[id(call.equation)] != 1:
             return True
         if call.key not in self._signatures:
             self._signatures[call.key] = {self._sign(call.results[0])}
@@ -241,11 +243,10 @@ class Search:
         self.index = index
         self.field = programs.field
         self.runs = 0
-        self.near = record.find_device_readers()
         self._others: list[Search] | None = None
         self._goal = self._find_devices() if index is None else self._find_result()
         self._behind_index = record.find_followers("axis_index")
-        self._permutes = any(registered(event.place.primitive).kind == "ppermute" for event in record.events)
+        self._permutes = any(kind_of(event.place.equation) == "ppermute" for event in record.events)
         self._most = min(MOST_RUNS, _MOST_EQUATIONS // max(len(record.events), 1))
         shapes = [x.shape for event in record.events for x in event.results]
         sizes = {n for shape in shapes for n in shape}
@@ -270,9 +271,8 @@ class Search:
 
     def is_right(self, x: Operand, index: int) -> bool:
         """Whether a result is the reference's."""
-        a = x if isinstance(x, Exact) else self.field.lift(x)
-        wanted = self.wanted[index]
-        b = wanted if isinstance(wanted, Exact) else self.field.lift(wanted)
+        a = lift_operand(self.field, x)
+        b = lift_operand(self.field, self.wanted[index])
         # What is outside of a function's domain is right nowhere.
         if a.shape != b.shape or (a.poison != b.poison).any():
             return False
@@ -329,7 +329,8 @@ class Search:
             for call, repair in zip(calls, candidate.repairs, strict=True):
                 changes[call.key] = repair.change
             value = self.try_changes(changes)
-            if value is not None and self._is_confirmed(calls, candidate.position):
+            again = partial(_change_again, calls=calls, position=candidate.position)
+            if value is not None and self._is_confirmed(again):
                 repair = candidate.repairs[0]
                 place = calls[0], candidate.number, candidate.cost
                 remedies.append(Remedy(*place, repair.words, value, repair.behind, repair.exchange))
@@ -339,6 +340,7 @@ class Search:
         """All repairs of all suspects, likely ones first."""
         candidates: list[_Candidate] = []
         loops = _guess_loops(suspects)
+        repairs_of = {number: self._propose(call) for number, call in suspects.items()}
         for group in _group_suspects(suspects):
             number = group[0]
             call = suspects[number]
@@ -348,7 +350,7 @@ class Search:
             # An integer that follows from the index of a device is wrong more often than another one.
             if number in self._behind_index and not isinstance(call.results[0], Exact):
                 more -= 0.5
-            lists = [self._propose(suspects[member]) for member in group]
+            lists = [repairs_of[member] for member in group]
             for position, repairs in enumerate(zip(*lists, strict=False)):
                 if len({repair.words for repair in repairs}) > 1:
                     break
@@ -363,13 +365,9 @@ class Search:
         readable = self.record.readable.get(id(call.equation), ())
         return list(propose_repairs(self.field, call, readable, self._sizes, self.record.unread))
 
-    def _is_confirmed(self, calls: Sequence[Call], position: int) -> bool:
-        """Whether a repair is right with other numbers too, of which some are larger."""
-        for other in self._search_others():
-            changes = {call.key: other._propose(call)[position].change for call in calls}
-            if other.try_changes(changes) is None:
-                return False
-        return True
+    def _is_confirmed(self, make_changes: Callable[[Search], Mapping[Any, Change]]) -> bool:
+        """Whether changes are right with other numbers too, of which some are larger."""
+        return all(other.try_changes(make_changes(other)) is not None for other in self._search_others())
 
     def _search_others(self) -> list[Search]:
         """The search with other numbers; none where these cannot be used."""
@@ -399,12 +397,11 @@ class Search:
             return []
         return [Search(programs, record, results[self.index], wanted, self.index)]
 
-    def find_readers(self, remedy: Remedy, variables: Sequence[Any]) -> list[Remedy]:
-        """The equations that are right when they read one of some variables in place of the value that was repaired.
+    def find_reader(self, remedy: Remedy, variables: Sequence[Any]) -> Remedy | None:
+        """An equation that is right when it reads one of some variables in place of the value that was repaired.
 
         A sum that the program has already is not missing: another variable is read.
         """
-        remedies: list[Remedy] = []
         [value] = self.record.events[remedy.number].results
         for number, call in self.list_suspects().items():
             event = self.record.events[number]
@@ -418,26 +415,24 @@ class Search:
                     result = self._try_variable(call, position, variable)
                     if result is not None:
                         words = f"another operand of {call.name}"
-                        remedies.append(Remedy(call, number, Cost.OPERAND, words, result, behind=False))
-        return remedies
+                        return Remedy(call, number, Cost.OPERAND, words, result, behind=False)
+        return None
 
     def _try_variable(self, call: Call, position: int, variable: Any) -> Operand | None:
         """What an equation gives of another operand, if that makes the result right with all numbers."""
-        result = self.try_changes({call.key: self._read_variable(call, position, variable)})
-        if result is None:
+
+        def read_instead_of(search: Search) -> dict[Any, Change]:
+            return {call.key: read_instead(Bench(search.field, call, search._sizes), position, variable)}
+
+        result = self.try_changes(read_instead_of(self))
+        if result is None or not self._is_confirmed(read_instead_of):
             return None
-        for other in self._search_others():
-            if other.try_changes({call.key: other._read_variable(call, position, variable)}) is None:
-                return None
         return result
 
-    def _read_variable(self, call: Call, position: int, variable: Any) -> Change:
-        bench = Bench(self.field, call, self._sizes)
 
-        def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-            return bench.rerun(replace_item(operands, position, values[variable]))
-
-        return change
+def _change_again(search: Search, calls: Sequence[Call], position: int) -> dict[Any, Change]:
+    """The changes by the repairs of this place in the lists of some equations, in a search with other numbers."""
+    return {call.key: search._propose(call)[position].change for call in calls}
 
 
 def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:

@@ -163,3 +163,37 @@ def test_the_message(name):
     line = f"test_difference.py:{kernel.__code__.co_firstlineno} (<lambda>)"
     said = said.replace("<lambda>.<locals>.<lambda>", "<lambda>")
     assert said == f"assert_equal_for_all_inputs: on mesh a=2, b=3, {message}".replace("@", line)
+
+
+def say_wrong(kernel, reference, *args):
+    layout = {"mesh": sk.abstract_mesh(a=2), "in_specs": (A,) * len(args), "out_specs": A}
+    return refused(
+        lambda: assert_equal_for_all_inputs(kernel, reference, args=args, grad=False, **layout), AssertionError
+    )
+
+
+# The search for a factor took the first result that is a number, and there is none.
+def test_the_first_unknown_value_may_be_a_mask():
+    def kernel(x):
+        keep = x >= x.max()
+        return jnp.where(keep, x, 0.0) * jnp.sin(x)
+
+    assert f"{FIRST} ge at test_difference.py:" in say_wrong(
+        kernel, lambda x: jnp.cumsum(jnp.tanh(x * x + 1.7 * jnp.roll(x, 1))), jax.ShapeDtypeStruct((4,), np.float32)
+    )
+
+
+# Both calls share one jaxpr, and the variables of the run are those of the last call.
+def test_a_repair_of_a_function_that_is_called_twice_is_tried():
+    @jax.jit
+    def product(p, q):
+        return jnp.sin(p) * jnp.cos(q) + jnp.sin(p)
+
+    def right(p, q):
+        return jnp.sin(p) * jnp.cos(q) + jnp.sin(p)
+
+    shapes = [jax.ShapeDtypeStruct((4,), np.float32)] * 3
+    message = say_wrong(
+        lambda x, y, z: product(x, y) + 2 * product(z, x), lambda x, y, z: right(y, y) + 2 * right(z, x), *shapes
+    )
+    assert "with another operand of sin, it is right" in message
