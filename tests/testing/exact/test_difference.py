@@ -187,7 +187,9 @@ def test_the_first_unknown_value_may_be_a_mask():
 def test_a_repair_of_a_function_that_is_called_twice_is_tried():
     @jax.jit
     def product(p, q):
-        return jnp.sin(p) * jnp.cos(q) + jnp.sin(p)
+        cosine = jnp.cos(q)
+        sine = jnp.sin(p)
+        return sine * cosine + sine
 
     def right(p, q):
         return jnp.sin(p) * jnp.cos(q) + jnp.sin(p)
