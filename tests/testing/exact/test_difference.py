@@ -194,8 +194,11 @@ def test_a_repair_of_a_function_that_is_called_twice_is_tried():
     def right(p, q):
         return jnp.sin(p) * jnp.cos(q) + jnp.sin(p)
 
+    def kernel(x, y, z):
+        first = product(x, y)
+        second = product(z, x)  # on a line of its own: a repair is of all calls of a line
+        return first + 2 * second
+
     shapes = [jax.ShapeDtypeStruct((4,), np.float32)] * 3
-    message = say_wrong(
-        lambda x, y, z: product(x, y) + 2 * product(z, x), lambda x, y, z: right(y, y) + 2 * right(z, x), *shapes
-    )
+    message = say_wrong(kernel, lambda x, y, z: right(y, y) + 2 * right(z, x), *shapes)
     assert "with another operand of sin, it is right" in message
