@@ -79,12 +79,16 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
 
 
 @lru_cache(maxsize=4096)  # the planner asks thousands of times
+def _wire_of_unit(kind: str, n: int) -> Traffic:
+    return wire(kind, 1, n)
+
+
 def sent_share(kind: str, n: int) -> float:
     """The bytes that a device sends for each byte of its operand; `wire` is linear in the size, and exact in integers.
 
     For example 1.5 of an all_reduce over 4 devices, and 3 of an all_gather.
     """
-    return float(wire(kind, 1, n).sent)
+    return float(_wire_of_unit(kind, n).sent)
 
 
 def _are_pairs(pairs: object) -> bool:
@@ -152,5 +156,5 @@ def collective_time(kind: str, size: float, n: int, *, bandwidth: float, latency
     [n] = checks.whole(where, n=n)
     [bandwidth] = checks.positive(where, infinite=True, bandwidth=bandwidth)
     size, latency = checks.at_least_zero(where, size=size, latency=latency)
-    hops = wire(kind, 1, n).hops
-    return Link(latency, bandwidth).seconds(sent_share(kind, n) * size, hops)
+    unit = _wire_of_unit(kind, n)
+    return Link(latency, bandwidth).seconds(float(unit.sent) * size, unit.hops)

@@ -133,8 +133,9 @@ class Candidate(NamedTuple):
                 "make_train_step."
             )
         sizes: dict[str, Any] = {field: getattr(model, name) for name, field in NAMES_IN_CONFIG.items()}
+        sizes["top_k"] = model.top_k
         if model.experts:
-            sizes |= {"experts": model.experts, "top_k": model.top_k, "capacity": model.capacity}
+            sizes |= {"experts": model.experts, "capacity": model.capacity}
         return transformer.Config(**sizes, hidden=model.width, remat=_REMAT_OF_CONFIG[self.layout.remat])
 
     def grad_fn(self) -> GradFn:

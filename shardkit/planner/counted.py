@@ -184,20 +184,25 @@ def search_counted(model: Counted, machine: Machine, chips: int, batch: int) -> 
         )
     examples = batch // chips
     candidates: list[Any] = []
-    for name in _list_plans(model):
+    plans = _list_plans(model)
+    for name, plan in plans.items():
+        state = _count_state(model, plan, chips)
+        # Only what is gathered layer by layer is sent for each microbatch.
+        traffic = _count_traffic(model, plan, chips, accumulate=1)
         for accumulate in range(1, examples + 1):
             if examples % accumulate:
                 continue
-            candidate = _estimate(model, machine, Ways(name, chips, accumulate), examples)
+            if name == "layerwise":
+                traffic = _count_traffic(model, plan, chips, accumulate)
+            candidate = _estimate(model, machine, Ways(name, chips, accumulate), examples, state, traffic)
             if candidate.fits:
                 candidates.append(candidate)
-    order = list(_list_plans(model))
+    order = list(plans)
     return sorted(candidates, key=lambda each: (each.seconds, each.layout.accumulate, order.index(each.layout.plan)))
 
 
-def _estimate(model: Counted, machine: Machine, ways: Ways, examples: int) -> Any:
-    """The estimate of one layout, with this many examples per step on a device."""
-    traffic = _count_traffic(model, ways)
+def _estimate(model: Counted, machine: Machine, ways: Ways, examples: int, state: float, traffic: PlanTraffic) -> Any:
+    """The estimate of one layout, with this many examples per step on a device, which holds `state` bytes."""
     exposed = _sum_bytes(traffic.gathered)
     hidden = _sum_bytes(traffic.opened) + _sum_bytes(traffic.reduced)
     # All devices are one group along "data".
@@ -210,7 +215,7 @@ def _estimate(model: Counted, machine: Machine, ways: Ways, examples: int) -> An
     fields: dict[str, Any] = {"model": model, "layout": ways}
     candidate: Any = CountedCandidate(
         **fields,
-        state_bytes=_count_state(model, ways),
+        state_bytes=state,
         activation_bytes=model.counts.kept_bytes * (examples // ways.accumulate),
         usable_bytes=machine.usable_bytes,
         compute_seconds=compute,
@@ -233,14 +238,14 @@ def _list_plans(model: Counted) -> dict[str, Plan]:
     return plans
 
 
-def _count_traffic(model: Counted, ways: Ways) -> PlanTraffic:
+def _count_traffic(model: Counted, plan: Plan, data: int, accumulate: int) -> PlanTraffic:
     """What a device sends in a step: gathers in the dtype of compute, of zero1 after the update in float32."""
-    mesh: Any = abstract_mesh(data=ways.data)
+    mesh: Any = abstract_mesh(data=data)
     return plan_traffic(
-        _list_plans(model)[ways.plan],
+        plan,
         model.params,
         mesh,
-        accumulate=ways.accumulate,
+        accumulate=accumulate,
         value_bytes=ValueBytes(compute=model.compute.itemsize),
     )
 
@@ -249,12 +254,10 @@ def _sum_bytes(sent: Sent) -> float:
     return float(sum(sent.values()))
 
 
-def _count_state(model: Counted, ways: Ways) -> float:
+def _count_state(model: Counted, plan: Plan, data: int) -> float:
     """Bytes of parameters, optimizer state, gradients and copies on one device."""
-    mesh: Any = abstract_mesh(data=ways.data)
-    layouts: list[LeafLayout] = jax.tree.leaves(
-        _list_plans(model)[ways.plan].layouts(model.params, mesh), is_leaf=is_layout
-    )
+    mesh: Any = abstract_mesh(data=data)
+    layouts: list[LeafLayout] = jax.tree.leaves(plan.layouts(model.params, mesh), is_leaf=is_layout)
     copy = model.compute.itemsize
     state: float = model.counts.copied_bytes
     for leaf, layout in zip(jax.tree.leaves(model.params), layouts, strict=True):

@@ -38,10 +38,10 @@ class Machine(NamedTuple):
         if self.links is not None:
             return self.links.of(axis)
         kind = "ppermute" if axis in _PERMUTED_AXES else "all_gather"
-        return link_of_group(self.chip, kind, locate_group(self.chip, layout, axis))
+        return link_of_group(self.chip, kind, _locate_group(self.chip, layout, axis))
 
 
-def locate_group(chip: cost.Chip, layout: Layout, axis: str) -> Group:
+def _locate_group(chip: cost.Chip, layout: Layout, axis: str) -> Group:
     """Where the members of an axis stand, of a layout over all chips: the last axis has the nearest ones.
 
     On a torus a group is taken to extend in a square or cube of all chips: 64 of 256 chips of a side of 16 along two
@@ -67,7 +67,8 @@ def locate_group(chip: cost.Chip, layout: Layout, axis: str) -> Group:
 def _find_extent(layout: Layout, axis: str) -> tuple[int, int]:
     """The members of a group, and how many chips neighbours are apart."""
     inner = layout.tensor * layout.context * layout.expert
-    # Gradients are summed over data and context ways together, whose nearest members differ in context.
+    # Gradients are summed over data and context ways together, whose nearest members differ in context;
+    # with expert ways, in those. fsdp ways between those of data are then left out.
     data_stride = layout.tensor
     if layout.context == layout.expert == 1:
         data_stride = layout.tensor * layout.fsdp

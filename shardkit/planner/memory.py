@@ -11,8 +11,8 @@ The moments, of which the largest is the peak:
 - head: what all layers saved; the gathered head; the logits in float32 and their gradient in bfloat16.
 - layer: what all layers saved; gradients of all layers' parts in float32; the gradient of the logits, or that of the
   head, which is made of it; and the backward pass of one layer.
-- update: gradients of all layers' parts; of embedding and head a gradient in float32, and the bfloat16 one that it is
-  cast from. Of several microbatches the one in bfloat16 alone: it is added to the sums.
+- update: gradients of all layers' parts; of embedding and head, one after the other, a gradient in float32 and the
+  bfloat16 one that it is cast from. Of several microbatches the one in bfloat16 alone: it is added to the sums.
 
 Worked example: one layer of 1,000 elements on fsdp=4. Between steps a device holds 12 bytes of 250 elements. In the
 backward pass of the layer there are the gathered weights in bfloat16, 2,000 bytes, and a gradient of its parts, 1,000.

@@ -185,14 +185,7 @@ class Model(NamedTuple):
         """
         model = _check(self)
         [sequence] = checks.count("planner", sequence=sequence)
-        layers_with_experts = model.layers - model.dense
-        dense_weights, _ = model.layer(0)
-        weights, _ = model.layer()
-        norms = 2 * model.hidden + model.extra
-        products = model.dense * dense_weights + layers_with_experts * (weights + model._count_routed())
-        products -= model.layers * norms
-        scores = 2 * sequence * model.heads * model.head
-        return 2 * (products + model.layers * scores + model.hidden * model.vocabulary)
+        return _count_flops(model, sequence)
 
     def rows(self, tokens: int, sequence: int, ways: int = 1) -> int:
         """The rows that the experts of one device compute in a layer, places that stay empty among them.
@@ -231,6 +224,18 @@ class Model(NamedTuple):
             return 0
         _, experts = self.layer()
         return experts // self.experts * self.top_k
+
+
+@lru_cache(maxsize=256)  # of each layout of a search
+def _count_flops(model: Model, sequence: int) -> int:
+    layers_with_experts = model.layers - model.dense
+    dense_weights, _ = model.layer(0)
+    weights, _ = model.layer()
+    norms = 2 * model.hidden + model.extra
+    products = model.dense * dense_weights + layers_with_experts * (weights + model._count_routed())
+    products -= model.layers * norms
+    scores = 2 * sequence * model.heads * model.head
+    return 2 * (products + model.layers * scores + model.hidden * model.vocabulary)
 
 
 def _check(model: Model) -> Model:

@@ -8,9 +8,11 @@ repeats is counted as often as it runs.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardkit.planner.habits import Habits, habits_of
+from shardkit.planner.layout import Layout
 from shardkit.planner.machine import Machine
 from shardkit.planner.memory import count_saved
 from shardkit.planner.model import Model
@@ -42,13 +44,27 @@ def time_operations(share: Share, machine: Machine) -> float:
 
 
 def time_layer(share: Share, machine: Machine) -> float:
+    """Seconds of one layer's operations in a microbatch: the same for many layouts of a search."""
+    layout = share.layout
+    # Weights are gathered if there are fsdp ways, however many; how they are copied further does not matter.
+    alike = Layout(
+        fsdp=min(layout.fsdp, 2),
+        tensor=layout.tensor,
+        remat=layout.remat,
+        context=layout.context,
+        expert=layout.expert,
+    )
+    return _time_layer(share._replace(layout=alike, passes=1), machine, habits_of(machine.chip))
+
+
+@lru_cache(maxsize=4096)
+def _time_layer(share: Share, machine: Machine, habits: Habits) -> float:
     """Seconds of one layer's operations in a microbatch, forward and backward, with what remat repeats.
 
     Worked example: a matmul of x[t, D] with w[D, F] takes 2 t D F FLOPs. Backward there are two of the same size, of
     its output's gradient with w and with x. Under "full" the first is repeated: four in all, where "none" has three.
     """
     sizes = count_sizes(share)
-    habits = habits_of(machine.chip)
     stream = sizes.stream / share.layout.tensor
     heads = sizes.queries + sizes.keys
     experts = _count_experts(share)
@@ -151,7 +167,7 @@ def _count_products(share: Share) -> list[OperationCost]:
         (sizes.stream, sizes.keys),
         (sizes.queries, sizes.stream),
     ]
-    if not model.experts:
+    if not sizes.rows:
         columns = 2 if model.gated else 1
         width = sizes.inner / columns
         ends += [(sizes.stream, width)] * columns
@@ -167,7 +183,7 @@ def _count_experts(share: Share) -> list[OperationCost]:
     """The matmuls of a device's experts, each with all their weights."""
     model = share.model
     sizes = count_sizes(share)
-    if not model.experts:
+    if not sizes.rows:
         return []
     rows = sizes.rows / model.hidden + share.tokens * model.shared / share.layout.tensor
     flops = 2 * rows * model.hidden * model.expert_width

@@ -95,7 +95,8 @@ def _count_feed_forward(model: Model, tensor: int, expert: int, batch: int, sequ
     """
     tokens = batch * sequence
     columns = 2 if model.gated else 1
-    if not model.experts:
+    _, experts = model.layer()  # none where all layers are dense
+    if not experts:
         return tokens * model.width * columns / tensor, model.hidden * model.width / tensor, 0
     rows = model.rows(tokens // tensor, sequence // tensor, expert)
     shared_rows = tokens * model.shared / tensor

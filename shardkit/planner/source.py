@@ -62,8 +62,9 @@ def _write_transformer(candidate: Candidate, batch: int, sequence: int) -> str:
     layout = candidate.layout
     pipeline = ""
     gradient = "sk.value_and_grad(transformer.loss_fn(CONFIG, AXES))"
-    if layout.schedule is not None:
-        pipeline = f'PIPELINE = sk.pipeline({_write_schedule(layout)}, "stage")\n'
+    schedule = layout.schedule
+    if schedule is not None:
+        pipeline = f'PIPELINE = sk.pipeline({_write_schedule(schedule.name, layout)}, "stage")\n'
         pieces = "*transformer.pieces(CONFIG, AXES), layer_numbers=True"
         gradient = f"transformer.in_order(PIPELINE.value_and_grad({pieces}), AXES)"
     return _MODULE.format(
@@ -108,12 +109,10 @@ def _write_plan(layout: Layout) -> str:
     return f"sk.chain(\n    {lines},\n)"
 
 
-def _write_schedule(layout: Layout) -> str:
+def _write_schedule(name: str, layout: Layout) -> str:
     sizes = [layout.stage, layout.microbatches]
-    name = "one_f_one_b"
     if layout.chunks > 1:
         sizes.append(layout.chunks)
-        name = "interleaved"
     return f"sk.schedules.{name}({', '.join(str(size) for size in sizes)})"
 
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from shardkit.collectives.algorithms import PLAIN, Algorithm, Sent
 from shardkit.meshes.layout import all_axes, local_shape, path_name
@@ -22,7 +22,7 @@ from shardkit.plans.plan import Plan
 from shardkit.plans.splits import Cuts, LeafLayout, is_layout, separate_kept_cuts
 from shardkit.plans.storage import is_padded, padded_shape, stored_shape
 
-GATHERS = 2  # a layer is gathered in the forward pass and again in the backward pass
+_GATHERS = 2  # a layer is gathered in the forward pass and again in the backward pass
 
 
 class ValueBytes(NamedTuple):
@@ -39,7 +39,7 @@ class ValueBytes(NamedTuple):
     param: int = 4
 
 
-FLOAT32 = ValueBytes()
+_FLOAT32 = ValueBytes()
 
 
 class PlanTraffic(NamedTuple):
@@ -72,7 +72,7 @@ def plan_traffic(
     *,
     accumulate: int = 1,
     deterministic: int | None = None,
-    value_bytes: ValueBytes = FLOAT32,
+    value_bytes: ValueBytes = _FLOAT32,
     prefetched: bool = False,
 ) -> PlanTraffic:
     """Bytes that one device sends per step to gather parameters and reduce gradients.
@@ -88,9 +88,9 @@ def plan_traffic(
     """
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
     layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=is_layout)
-    counter = _Counter(plan, mesh, accumulate, value_bytes, prefetched)
+    counter = _Counter(plan, mesh, accumulate, value_bytes, prefetched, deterministic)
     for layout, (path, x) in zip(layouts, leaves, strict=True):
-        counter.add_leaf(layout, path_name(path), tuple(x.shape), deterministic)
+        counter.add_leaf(layout, path_name(path), tuple(x.shape))
     counter.add_sums()
     return counter.traffic
 
@@ -103,11 +103,20 @@ class _Counter:
     accumulate=2, each microbatch gathers it twice and reduces it once: 4 gathers and 2 reduce_scatters.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, accumulate: int, value_bytes: ValueBytes, prefetched: bool):
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        accumulate: int,
+        value_bytes: ValueBytes,
+        prefetched: bool,
+        deterministic: int | None,
+    ):
         self.mesh = mesh
         self.accumulate = accumulate
         self.value_bytes = value_bytes
         self.prefetched = prefetched
+        self.deterministic = deterministic
         self.traffic = PlanTraffic({}, {}, {})
         self.layerwise_names = tuple(name for strategy in plan.strategies for name in strategy.names)
         self.batch_spec = plan.batch_spec(mesh)
@@ -115,15 +124,15 @@ class _Counter:
         # same algorithm, and vary over the same axes, are sent together.
         self.sums: dict[tuple[tuple[str, ...], Algorithm, frozenset[str]], list[int]] = {}
 
-    def add_leaf(self, layout: LeafLayout, name: str, shape: tuple[int, ...], deterministic: int | None) -> None:
+    def add_leaf(self, layout: LeafLayout, name: str, shape: tuple[int, ...]) -> None:
         """Adds the collectives of one leaf, of which the state holds an array of this shape."""
         original = stored_shape(shape, layout.rows)
         # A stack is opened layer by layer, a message each.
         by_layer = layout.lazy and not layout.entry and is_stacked(name, self.layerwise_names)
         self._add_parameter(layout, original, by_layer)
-        if deterministic:
+        if self.deterministic:
             padded = padded_shape(original, layout.update, self.mesh)
-            self._add_groups(layout, padded, deterministic, self.batch_spec)
+            self._add_groups(layout, padded, self.deterministic)
         else:
             self._add_gradient(layout, original, by_layer)
 
@@ -139,7 +148,7 @@ class _Counter:
         once, again = separate_kept_cuts(layout.cuts(gather=("layer",)))
         shape = self._local_shape(original, closed)
         shape = self._add_gathers(opened, once, shape, compute, self.accumulate, by_layer)
-        gathers = 1 if layout.entry else GATHERS
+        gathers = 1 if layout.entry else _GATHERS
         self._add_gathers(opened, again, shape, compute, self.accumulate * gathers, by_layer)
         if self.prefetched and by_layer:
             self._add_gathers(opened, again, (1, *shape[1:]), compute, -self.accumulate, by_layer)
@@ -233,9 +242,9 @@ class _Counter:
             shape = _scale_dim(shape, cut.dim, 1, self._count_devices(cut.axes))
         return shape
 
-    def _add_groups(self, layout: LeafLayout, shape: tuple[int, ...], groups: int, batch_spec: PartitionSpec) -> None:
+    def _add_groups(self, layout: LeafLayout, shape: tuple[int, ...], groups: int) -> None:
         """A gradient summed group by group: pieces sent to all devices, and gathered where no update splits them."""
-        axes = all_axes(batch_spec)
+        axes = all_axes(self.batch_spec)
         split_axes = axes & all_axes(layout.update)
         devices = self._count_devices(axes)
         pieces = self._count_devices(axes - split_axes)

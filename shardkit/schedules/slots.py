@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardkit.schedules.action import Action
 from shardkit.schedules.grid import Grid
@@ -42,10 +42,17 @@ class Slots(NamedTuple):
 
 def assign_slots(schedule: Grid, lives: Sequence[Lives]) -> Slots:
     """The slots of a schedule, for what is needed when, in the order of `find_lives`; see `Schedule.slots`."""
-    buffers = [_assign_buffer(schedule, live) for live in lives]
-    counts: list[Any] = [buffer.slots for buffer in buffers]
-    slots_of_work: list[Any] = [buffer.slot_of for buffer in buffers]
-    return Slots(*counts, *slots_of_work)
+    inputs, saved, cotangents, kept = (_assign_buffer(schedule, live) for live in lives)
+    return Slots(
+        inputs=inputs.slots,
+        saved=saved.slots,
+        cotangents=cotangents.slots,
+        kept=kept.slots,
+        input_of=inputs.slot_of,
+        saved_of=saved.slot_of,
+        cotangent_of=cotangents.slot_of,
+        kept_of=kept.slot_of,
+    )
 
 
 class _Buffer(NamedTuple):
