@@ -49,8 +49,8 @@ def make_loss(config):
         x = sk.scan_layers(apply_layer, params["layers"], x)
         logits = x @ params["out"]
         error = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        right = (jnp.argmax(logits, axis=-1) == batch["label"]).astype(jnp.float32)
+        correct = (jnp.argmax(logits, axis=-1) == batch["label"]).astype(jnp.float32)
         # batch["weight"] is 0 for an example that only fills up the last batch.
-        return sk.Mean.of(error, batch["weight"]), {"accuracy": sk.Mean.of(right, batch["weight"])}
+        return sk.Mean.of(error, batch["weight"]), {"accuracy": sk.Mean.of(correct, batch["weight"])}
 
     return loss_fn

@@ -57,29 +57,33 @@ def evaluate_all(evaluate, params, batches):
 def main(directory, steps, config=CONFIG, stop=None):
     """Trains to `steps`, or to an earlier `stop`: a later call goes on there."""
     mesh, plan = make_mesh_and_plan()
-    train = make_step(config, steps, mesh, plan)
+    training = make_step(config, steps, mesh, plan)
     evaluate = sk.make_eval_step(make_loss(config), mesh=mesh, plan=plan)
 
     def first_params(key):
         return init(key, config)
 
     spec = plan.batch_spec(mesh)
-    held_out = load_examples(config, 256, seed=2)
+    held_out = load_examples(config, 250, seed=2)
+    padding = held_out[-1] | {"weight": np.float32(0)}  # fills up the last batch, and counts nothing
+    held_out += [padding] * (-len(held_out) % BATCH)
     held_out = list(runtime.loader(held_out, batch=BATCH, seed=None, mesh=mesh, spec=spec, epochs=1))
     with runtime.Checkpoints(directory) as checkpoints:
-        state, position = train.init(first_params, jax.random.key(0)), 0
-        if checkpoints.latest_step() is not None:
-            state, saved = checkpoints.restore(train.init.abstract(first_params))
+        if checkpoints.latest_step() is None:
+            state = training.init(first_params, jax.random.key(0))
+            position = 0
+        else:
+            state, saved = checkpoints.restore(training.init.abstract(first_params))
             position = saved.position
             runtime.log(f"goes on after step {state.step}")
         examples = load_examples(config, 4096, seed=1)
         batches = runtime.loader(examples, batch=BATCH, seed=0, mesh=mesh, spec=spec, position=position)
         last = steps if stop is None else stop
         for number in range(int(state.step) + 1, last + 1):
-            state, metrics = train.step(state, next(batches))
+            state, metrics = training.step(state, next(batches))
             if number % EVERY == 0 or number == last:
-                found = evaluate_all(evaluate, state.params, held_out)
-                line = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+                averages = evaluate_all(evaluate, state.params, held_out)
+                line = ", ".join(f"{name} {value:.4f}" for name, value in averages.items())
                 runtime.log(f"step {number}: trained on {metrics['loss']:.4f}; held out: {line}")
                 checkpoints.save(state, position=batches.position)
     return state

@@ -1,7 +1,7 @@
 """One wrong place in the library, which some test of the default tier must notice. No jax.
 
-Mutants come from two places: mends of the changelog that are taken back (`reverts.txt`), and mistakes that are drawn by
-a seed from the code itself (`drawn.py`).
+Mutants come from two places: mistakes that were once made here, which are brought back (`reverts.txt`), and mistakes
+that are drawn by a seed from the code itself (`drawn.py`).
 """
 
 import runpy

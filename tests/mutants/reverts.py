@@ -1,4 +1,4 @@
-"""Mends of the changelog, each taken back: `reverts.txt`, in the form of a diff. No jax.
+"""Mistakes that were once made here, each to be brought back: `reverts.txt`, in the form of a diff. No jax.
 
     shift-wrong-way: shardkit/collectives/permute.py
     -pairs = [(i, (i + by) % count) for i in range(count)]

@@ -28,11 +28,12 @@ from shardkit.testing._kernels import (
     checked_kernel,
     checked_reference,
 )
-from shardkit.testing.exact.draws import Evidence, UnprovableError, equal, of_kernels
+from shardkit.testing.exact.draws import equal, of_kernels
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.tower import LEVELS
+from shardkit.testing.exact.program_pair import Evidence, UnprovableError
 from shardkit.testing.exact.rules.known import to_known
 from shardkit.testing.exact.rules.operands import Operand, is_key
 from shardkit.testing.exact.rules.primitive_rules import ORDERED
@@ -43,7 +44,7 @@ _SECONDS = {"element": 4e-8, "product": 4e-9, "equation": 2e-4}
 
 ASSUMED = (
     "numbers are real and inputs finite: nothing is said about rounding, overflow, the compiler, second derivatives, "
-    "or inputs for which a divisor or what a logarithm is of is zero",
+    "or inputs for which a divisor or the argument of a logarithm is zero",
     "integers, booleans, keys and all arrays that a function closes over are as they were",
     "a float constant is the simplest rational that rounds to it",
     "constants beyond 1e9 and -1e9 are infinite",

@@ -22,11 +22,12 @@ from shardkit.steps.optimizer import wrap_optimizer
 from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import ALONE, Coverage
-from shardkit.testing.exact.draws import STEP, UnprovableError, equal
+from shardkit.testing.exact.draws import STEP, equal
 from shardkit.testing.exact.equality import check_floats, check_size, symbol
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.numbers.field import ROUNDING, Field
 from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.program_pair import UnprovableError
 from shardkit.testing.exact.rules.known import to_known
 from shardkit.testing.exact.rules.operands import Operand, join_operands
 from shardkit.testing.exact.rules.primitive_rules import ORDERED

@@ -156,7 +156,10 @@ def test_a_flight_record_tells_the_last_steps(tmp_path):
         assert (record["process"], record["processes"]) == (rank, 2)
         assert record["fault"].startswith("process 1 died without reporting an error")
         phases = [(event["phase"], event["step"]) for event in record["events"]]
-        assert {("compile", 0), ("compare", 0), ("data", 1), ("step", 1), ("user code", 4)} <= set(phases)
+        assert {("compile", 0), ("compare", 0)} <= set(phases)
+        # Steps are asynchronous: process 1 may be through four of them before process 0 begins its second.
+        if rank == 1:
+            assert {("data", 1), ("step", 1), ("user code", 4)} <= set(phases)
         # A thread of its own waits for the ends of steps; on a busy machine it may not have got round to any. And the
         # other process may have gone on until it learned of the end of this one.
         called = {step for phase, step in phases if phase == "step"}

@@ -29,7 +29,7 @@ from support.pairs.verdicts import OUTCOMES, Pair, Verdict, cause_of_alarm, draw
 # says that it does not: those are no false proofs. Every certificate has the first sentence, so this kind is excused
 # always; the second one stands only where a run has seen it.
 EXCUSES = {
-    "nan at ties": "or inputs for which a divisor or what a logarithm is of is zero",
+    "nan at ties": "or inputs for which a divisor or the argument of a logarithm is zero",
     "domain": "NaN on one side alone there: up to ",
 }
 _CLEARED = 1000  # jax keeps what it traced: after so many pairs it forgets

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.testing.exact import draws
+from shardkit.testing.exact import program_pair
 from shardkit.testing.exact.equality import UnprovableError
 from support.pairs.distribution import distributed
 from support.pairs.draws import Drawing, plain
@@ -134,7 +134,11 @@ def _with_a_mistake(pair: Pair, draw: random.Random) -> Pair:
 
 def judged(pair: Pair, line: bool = False) -> Verdict:
     """What the proof says; `line` lets it look for the mistake, which takes ten times as long as all else."""
-    with contextlib.nullcontext() if line else mock.patch.object(draws._Trial, "_locate", lambda *_, **__: ""):
+    with (
+        contextlib.nullcontext()
+        if line
+        else mock.patch.object(program_pair.ProgramPair, "_locate", lambda *_, **__: "")
+    ):
         return _judged(pair)
 
 
