@@ -79,7 +79,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | Abstract
     Args:
         shape: global shape.
         spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
 
     Raises:
         ValueError: a dim that does not divide, an axis the mesh does not have or that is used twice, or a spec
@@ -112,7 +112,7 @@ def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | Abstrac
     Args:
         shape: shape of the shard.
         spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
 
     Raises:
         ValueError: an axis the mesh does not have or that is used twice, or a spec longer than the shape.
@@ -135,7 +135,7 @@ def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
 
     Args:
         tree: pytree of numpy or jax arrays of global shape.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
         specs: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); by default all are whole.
 
     Returns:

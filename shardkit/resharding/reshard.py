@@ -43,7 +43,7 @@ def reshard(
         source: the layout that they have: a Plan, or a PartitionSpec or NamedSharding for all leaves or for each (a
             prefix of the tree). For a TrainState under a plan, optimizer state is laid out as the plan's `update`.
         target: the layout that they get, likewise.
-        mesh: the mesh of both; by default that of `jax.set_mesh`.
+        mesh: the mesh of both; by default the mesh of `jax.set_mesh`.
         donate: delete each leaf of `tree` as soon as it is moved, so that source and target are never both whole in
             memory.
         piece_bytes: a leaf with larger shards moves piece by piece, along a dim that no step touches, so that a device
@@ -101,7 +101,7 @@ def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh 
         tree: as for `reshard`; `jax.ShapeDtypeStruct`s are enough.
         source: as for `reshard`.
         target: as for `reshard`.
-        mesh: the mesh, of which an AbstractMesh is enough; by default that of `jax.set_mesh`.
+        mesh: the mesh, of which an AbstractMesh is enough; by default the mesh of `jax.set_mesh`.
 
     Returns:
         Moves: `print` it, or read its leaves; `sent` is what the census of `reshard` counts.

@@ -26,7 +26,7 @@ def from_full(tree: Arrays, mesh: Mesh | None = None, spec: Specs = WHOLE) -> An
 
     Args:
         tree: pytree of numpy arrays, numbers, typed keys, or jax arrays of this process, the same in every process.
-        mesh: the mesh, by default that of `jax.set_mesh`; processes outside it get arrays without local data.
+        mesh: the mesh, by default the mesh of `jax.set_mesh`; processes outside it get arrays without local data.
         spec: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); a leaf uses as many of its
             entries as it has dims.
 
@@ -64,8 +64,8 @@ def from_process_local(
     Layout: `X[B_p, ..] of each process p -> X[B, ..] as spec`
     Args:
         tree: pytree of numpy arrays: this process's rows along dim 0, all other dims whole. Scalars are replicated.
-        mesh: the mesh, by default that of `jax.set_mesh`; a process outside it passes any rows of the right shape and
-            dtype, and must pass `batch`.
+        mesh: the mesh, by default the mesh of `jax.set_mesh`; a process outside it passes any rows of the right shape
+            and dtype, and must pass `batch`.
         spec: how the batch is split, `plan.batch_spec(mesh)`; a leaf uses as many of its entries as it has dims.
         batch: the global number of rows, to check it; by default derived from the local rows.
 

@@ -56,8 +56,8 @@ def loader(
             or numbers. Several threads read it concurrently.
         batch: samples in a global batch, over all processes.
         seed: decides the order of each epoch, 0 to 2**32 - 1; None keeps the source's order.
-        mesh: the mesh, by default that of `jax.set_mesh`; a process outside it reads one sample per batch, for shapes
-            and dtypes.
+        mesh: the mesh, by default the mesh of `jax.set_mesh`; a process outside it reads one sample per batch, for
+            shapes and dtypes.
         spec: how the batch is split, `plan.batch_spec(mesh)`.
         position: samples of the sequence that the run has consumed already.
         epochs: how often the source is repeated; None for no limit.

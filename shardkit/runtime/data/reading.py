@@ -99,7 +99,7 @@ def replicate(tree: Arrays, mesh: Mesh | None = None) -> Any:
 
     Args:
         tree: pytree of global arrays over this mesh's devices, or of host arrays that are the same in every process.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
 
     Cost: up to the compiler, an all_gather of every leaf that is split.
 
