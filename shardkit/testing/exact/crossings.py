@@ -24,6 +24,8 @@ from shardkit.testing.exact.numbers.values import Element, Exact
 
 _STEP = 1 / 16  # by which an element is moved: a power of two, so that real values stay exact
 _LARGEST = 1e6  # of the elements that are put somewhere
+_NEXT = 0.5  # how often the way off ends before the next root
+_APART = 1e-7  # by such a share two roots differ, and not by their rounding
 _EXACTLY = 0.5  # how often a comparison is made one of equal numbers; else it goes either way
 
 
@@ -107,8 +109,18 @@ class Crossings:
         root = float(_roots(field, moved, first, second)[0].reshape(-1)[at])
         if self.rng.random() < _EXACTLY:
             return moved._replace(number=_root(field, moved, first, second, at), real=root)
-        away = math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(root)) * float(self.rng.choice([-1.0, 1.0]))
-        return moved._replace(real=root + away)
+        others = [_roots(field, moved, before.by_place[key], after.by_place[key])[0].reshape(-1)[ways[key]] for key in ways]
+        return moved._replace(real=self._beyond(root, np.concatenate(others)))
+
+    def _beyond(self, root: float, others: np.ndarray) -> float:
+        """A value on one side of a root: between it and the next one, or some way off."""
+        direction = float(self.rng.choice([-1.0, 1.0]))
+        distances = (others - root) * direction
+        distances = distances[distances > _APART * (1 + abs(root))]
+        # Between two roots no comparison changes: what hangs on a window that is narrow is seen there.
+        if len(distances) and self.rng.random() < _NEXT:
+            return root + direction * float(distances.min()) * self.rng.uniform(0.1, 0.9)
+        return root + direction * math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(root))
 
 
 def _roots(field: Field, moved: Element, first: Difference, second: Difference) -> tuple[np.ndarray, np.ndarray]:
