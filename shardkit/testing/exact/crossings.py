@@ -91,26 +91,35 @@ class Crossings:
 
     def solve(self, field: Field, moved: Element, before: Differences, after: Differences) -> Element | None:
         """What the element must be for a comparison to change; None where none hangs on it linearly."""
-        ways = {}
-        for place, first in before.by_place.items():
-            second = after.by_place.get(place)
-            if second is not None and second.number.shape == first.number.shape:
-                possible = np.flatnonzero(_roots(field, moved, first, second)[1])
-                if len(possible):
-                    ways[place] = possible
+        ways = self._find_ways(field, moved, before, after)
         if not ways:
             return None
         fewest = min(self.crossed[place[:3]] for place in ways)
         places = [place for place in ways if self.crossed[place[:3]] == fewest]
         place = places[self.rng.integers(len(places))]
         self.crossed[place[:3]] += 1
-        first, second = before.by_place[place], after.by_place[place]
-        at = int(self.rng.choice(ways[place]))
-        root = float(_roots(field, moved, first, second)[0].reshape(-1)[at])
+        # Of the elements of the comparison one.
+        index, root = ways[place][self.rng.integers(len(ways[place]))]
         if self.rng.random() < _EXACTLY:
-            return moved._replace(number=_root(field, moved, first, second, at), real=root)
-        others = [_roots(field, moved, before.by_place[key], after.by_place[key])[0].reshape(-1)[ways[key]] for key in ways]
-        return moved._replace(real=self._beyond(root, np.concatenate(others)))
+            number = _root(field, moved, before.by_place[place], after.by_place[place], index)
+            return moved._replace(number=number, real=root)
+        roots = [other for way in ways.values() for _, other in way]
+        return moved._replace(real=self._beyond(root, np.array(roots)))
+
+    def _find_ways(
+        self, field: Field, moved: Element, before: Differences, after: Differences
+    ) -> dict[Any, list[tuple[int, float]]]:
+        """By comparison, its elements that the moved one decides, and where they are zero."""
+        ways = {}
+        for place, first in before.by_place.items():
+            second = after.by_place.get(place)
+            if second is None or second.number.shape != first.number.shape:
+                continue
+            roots, is_known = _roots(field, moved, first, second)
+            indices = np.flatnonzero(is_known)
+            if len(indices):
+                ways[place] = list(zip(indices.tolist(), roots.reshape(-1)[indices].tolist(), strict=True))
+        return ways
 
     def _beyond(self, root: float, others: np.ndarray) -> float:
         """A value on one side of a root: between it and the next one, or some way off."""
