@@ -405,7 +405,7 @@ def accumulated_slopes_reference(w, x, y):
 
 
 Q, K, V, C = floats(2, 3), floats(4, 3), floats(4, 2), floats(2, 2)
-CELLS, TOKENS, STARTS = np.array([3, 0, 2, 3]), np.array([4, 1, 0, 5]), np.array([0, 1, 0, 0, 0, 1])
+CELLS, TOKENS, STARTS = np.array([3, 0, 2, 3]), np.array([4, 1, 0, 5]), np.array([0, 1, 1, 0, 0, 0])
 CASES = [
     planted(four_step, four_step_reference, (floats(2, 2),), (P(None, "sp"),), P(None, "sp"), sp=2),
     planted(eliminated, eliminated_reference, (floats(3, 3),), (ROWS,), ROWS, dp=3),
