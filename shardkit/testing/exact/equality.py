@@ -32,8 +32,8 @@ from shardkit.testing._kernels import (
     check_args,
     check_arity,
     check_axes_of_specs,
-    checked_kernel,
-    checked_reference,
+    wrap_kernel,
+    wrap_reference,
 )
 from shardkit.testing.exact.derivatives import name_result, trace_with_derivatives
 from shardkit.testing.exact.draws import equal, of_kernels
@@ -174,13 +174,13 @@ def assert_equal_for_all_inputs(
     check_arity(where, "kernel", kernel, args)
     check_arity(where, "reference", reference, args)
     on_mesh = jax.shard_map(
-        checked_kernel(where, kernel, mesh, out_specs, check_vma),
+        wrap_kernel(where, kernel, mesh, out_specs, check_vma),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=check_vma,
     )
-    alone = checked_reference(where, reference)
+    alone = wrap_reference(where, reference)
     shapes = jax.tree.map(describe_array, args)
     check_floats(where, shapes)
     result = jax.eval_shape(on_mesh, *shapes)
