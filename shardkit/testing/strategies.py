@@ -118,8 +118,8 @@ def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> Partit
     entries: list[tuple[str, ...]] = [()] * len(shape)
     local = list(shape)
     for name in draw(st.permutations(list(sizes))):
-        dims = [dim for dim, size in enumerate(local) if size % sizes[name] == 0]
-        dim = draw(st.sampled_from([None, *dims]))
+        divisible_dims = [dim for dim, size in enumerate(local) if size % sizes[name] == 0]
+        dim = draw(st.sampled_from([None, *divisible_dims]))
         if dim is not None:
             entries[dim] += (name,)
             local[dim] //= sizes[name]
