@@ -106,20 +106,20 @@ def log(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def log_plus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """log1p: log(1 + x)."""
-    one = scope.constant(1, like=x)
-    return logarithms.log(scope.field, arithmetic.add(scope.field, x, one))
+    ones = scope.constant(1, like=x)
+    return logarithms.log(scope.field, arithmetic.add(scope.field, x, ones))
 
 
 def exp_minus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """expm1: exp(x) - 1."""
-    one = scope.constant(1, like=x)
-    return arithmetic.subtract(scope.field, logarithms.exp(scope.field, x), one)
+    ones = scope.constant(1, like=x)
+    return arithmetic.subtract(scope.field, logarithms.exp(scope.field, x), ones)
 
 
 def one_minus_square(scope: Scope, equation: Any, x: Exact) -> Exact:
     """one_minus_square: 1 - x**2."""
-    one = scope.constant(1, like=x)
-    return arithmetic.subtract(scope.field, one, arithmetic.power(scope.field, x, 2))
+    ones = scope.constant(1, like=x)
+    return arithmetic.subtract(scope.field, ones, arithmetic.power(scope.field, x, 2))
 
 
 def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
@@ -129,8 +129,8 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
         return apply_function(field, "logistic", x, sign=1)
     # The exp is one prime higher; where programs nest more of them than there are primes, `shallow` was set.
     exp_of_minus_x = logarithms.exp(field, arithmetic.negate(field, x))
-    one = scope.constant(1, like=x)
-    result = arithmetic.invert(field, arithmetic.add(field, one, exp_of_minus_x))
+    ones = scope.constant(1, like=x)
+    result = arithmetic.invert(field, arithmetic.add(field, ones, exp_of_minus_x))
     # logistic(-1e30) is 0, as in floats: exp(1e30) would be a number of the field like any other.
     zeros = field.lift(np.zeros(x.shape, np.float32))
     return where(x.is_low, zeros, result)
