@@ -23,7 +23,7 @@ from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
-from shardkit.analysis.hlo.report import plain_row, read_row, size
+from shardkit.analysis.hlo.report import format_bytes, plain_row, read_row
 from shardkit.analysis.hlo.topology import parse_topology, tracing_for
 from shardkit.analysis.jaxpr.census import Census, CensusRow, mesh_sizes
 from shardkit.analysis.jaxpr.step import trace_step
@@ -144,7 +144,7 @@ class Audit:
         for name, new in self._sizes().items():
             old = old_sizes.get(name, Fraction(0))
             if new > old * (1 + growth) and new - old >= SMALL:
-                lines.append(f"{name}: {size(old)} before, {size(new)} now")
+                lines.append(f"{name}: {format_bytes(old)} before, {format_bytes(new)} now")
         return lines
 
     def _devices(self) -> str:
@@ -170,8 +170,8 @@ class Audit:
         lines = [f"{self.step} on {_describe_devices(self.devices, self.target)} ({versions})"]
         lines.append(f"mesh: {sized(self.mesh.items())}")
         if self.memory:
-            lines.append(f"held: {size(self.memory.held)} per device")
-            lines.append(f"temp: {size(self.memory.temp)} per device")
+            lines.append(f"held: {format_bytes(self.memory.held)} per device")
+            lines.append(f"temp: {format_bytes(self.memory.temp)} per device")
         lines.append(f"as written:\n{self.census}")
         if self.memory:
             lines.append(f"as compiled:\n{Compiled(self.census, self.rows, self.memory)}")

@@ -10,7 +10,7 @@ import jax
 
 from shardkit._arguments.checks import sized
 from shardkit.analysis.compiled_rules.program import CompiledProgram
-from shardkit.analysis.hlo.report import size
+from shardkit.analysis.hlo.report import format_bytes
 from shardkit.analysis.jaxpr.dataflow import format_type
 from shardkit.analysis.jaxpr.step import StepLeaf
 from shardkit.analysis.rules.rule import Finding
@@ -56,10 +56,10 @@ def _describe_copies(
     _, largest = max(members, key=lambda member: member[0])
     n = math.prod(size for _, size in axes)
     if len(members) == 1:
-        sentence = f"{largest.name}, {size(total)} per device ({format_type(largest)}), is held {n} times"
+        sentence = f"{largest.name}, {format_bytes(total)} per device ({format_type(largest)}), is held {n} times"
     else:
         sentence = (
-            f"{len(members)} leaves of {argument}, {size(total)} per device, the largest {largest.name} "
+            f"{len(members)} leaves of {argument}, {format_bytes(total)} per device, the largest {largest.name} "
             f"({format_type(largest)}), are held {n} times"
         )
     return Finding(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from shardkit.analysis.compiled_rules.program import CompiledProgram, together
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow
-from shardkit.analysis.hlo.report import size
+from shardkit.analysis.hlo.report import format_bytes
 from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
 from shardkit.analysis.rules.rule import Finding
@@ -40,7 +40,7 @@ def loops(program: CompiledProgram) -> Iterator[Finding]:
         if kind == "all_reduce":
             yield Finding("summed-each-iteration", f"{runs}, which only adds up the results.", rows[0].place, _SUM)
         else:
-            more = size(sum(row.bytes_out for row in rows))
+            more = format_bytes(sum(row.bytes_out for row in rows))
             remedy = f"Gather before the loop, if {more} more per device fit."
             message = f"{runs}, on the same operand each time."
             yield Finding("gathered-each-iteration", message, rows[0].place, remedy)
@@ -97,7 +97,7 @@ def _elements_reached(uses: Uses, values: list[Value], passes: Passes) -> set[in
     """The elements of the loop's state that values become; none if anything else reads them."""
     elements = set()
     for value in values:
-        for use in uses.ends(value, passes):
+        for use in uses.find_ends(value, passes):
             if use.leaves is None:
                 return set()
             elements.add(use.leaves)

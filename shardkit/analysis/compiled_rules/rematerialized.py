@@ -32,7 +32,7 @@ def rematerialized(program: CompiledProgram) -> Iterator[Finding]:
     for row, computation, gather in program.collectives("all_gather"):
         if is_written(row) or row.place in named:
             continue
-        readers = list(program.uses.ends(Value(computation, gather), _passes_on))
+        readers = list(program.uses.find_ends(Value(computation, gather), _passes_on))
         kept = sum(reader.value.instruction.shape.size for reader in readers)
         size = gather.shape.size
         if not readers or kept * row.n > size or not all(_takes_own_piece(program, reader) for reader in readers):
@@ -89,7 +89,7 @@ def _takes_own_piece(program: CompiledProgram, use: CompiledUse) -> bool:
     computation, slice_, around = use.value
     for operand in slice_.operands[1:]:
         start = Value(computation, computation.instructions[operand], around)
-        for instruction in program.uses.made_from(start):
+        for instruction in program.uses.find_sources(start):
             if instruction.opcode in ("partition-id", "replica-id"):
                 return True
     return False

@@ -59,7 +59,7 @@ def sums(program: CompiledProgram) -> Iterator[Finding]:
 def _additions(uses: Uses, value: Value) -> Iterator[tuple[int, int]]:
     """The additions through which a value goes, as long as each result has one reader."""
     while True:
-        readers = list(uses.ends(value, _scales))
+        readers = list(uses.find_ends(value, _scales))
         if len(readers) != 1 or readers[0].opcode != "add":
             return
         value = readers[0].value

@@ -39,7 +39,7 @@ def widths(program: CompiledProgram) -> Iterator[Finding]:
 def _find_short_type(program: CompiledProgram, value: Value) -> str | None:
     """The 16-bit type to which every reader of a value converts it; None if some reader does something else."""
     types = set()
-    for use in program.uses.ends(value, _takes_part):
+    for use in program.uses.find_ends(value, _takes_part):
         if use.opcode != "convert":
             return None
         types.add(use.value.instruction.shape.type)
@@ -54,8 +54,8 @@ def _takes_part(use: CompiledUse) -> bool:
 
 def _was_widened(program: CompiledProgram, value: Value) -> bool:
     """Whether a value was 16 bits wide before: a backend without 16-bit collectives widens them itself."""
-    computation, instruction, around = program.uses.maker(value)
+    computation, instruction, around = program.uses.find_maker(value)
     if instruction.opcode != "convert":
         return False
     operand = Value(computation, computation.instructions[instruction.operands[0]], around)
-    return program.uses.maker(operand).instruction.shape.type in _SHORT
+    return program.uses.find_maker(operand).instruction.shape.type in _SHORT
