@@ -199,11 +199,16 @@ def masked_mean(params, batch, keys):
 @pytest.mark.parametrize(
     ("sizes", "loss", "examples", "message"),
     [
-        ({"data": 2}, masked_mean, "mixed", "what each device has divided by a sum over its own examples is summed over 'data'"),
+        (
+            {"data": 2},
+            masked_mean,
+            "mixed",
+            "what each device has divided by a sum over its own examples is summed over 'data'",
+        ),
         (
             {"data": 2, "model": 2},
             lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"]) ** 2),
-            None,
+            "apart",
             "the 2 devices along axis 'model' all do the same work",
         ),
     ],
