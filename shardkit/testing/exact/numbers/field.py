@@ -202,6 +202,18 @@ class Field:
         if self.coverage is not None:
             self.rounded_values.setdefault(self.coverage.side, set()).update(np.unique(values).tolist())
 
+    def add_notes(self, other: Field, side: int) -> None:
+        """Adds what a run of one side in another field of the same settings noted, as if it had been in this one."""
+        self.uninterpreted |= other.uninterpreted
+        self.rounded |= other.rounded
+        self.rounded_values[side] = set(other.rounded_values.get(side, ()))  # a copy: `other` is added elsewhere too
+        self.domains |= other.domains
+        self.chances |= other.chances
+        self.logs |= other.logs
+        self.compared += other.compared
+        self.deepest = max(self.deepest, other.deepest)
+        self.outside = self.outside or other.outside
+
     def settle(self, x: Exact) -> Exact:
         """The same array, with one number for what is truly infinite, and with zero for what is no number.
 

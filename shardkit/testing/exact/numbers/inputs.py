@@ -61,9 +61,22 @@ def _draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequenc
     if kind == "unit":
         return rng.uniform(size=shape)
     if kind == "near":  # the constants that are compared with, so that what is between two of them is met
-        centre = rng.choice(_list_compared_constants(field), size=shape)
-        return np.asarray(centre + 0.3 * np.maximum(np.abs(centre), 1) * real)
+        return _draw_near(_list_compared_constants(field), rng, real)
     return np.asarray(real)
+
+
+def _draw_near(constants: Sequence[float], rng: np.random.Generator, real: np.ndarray) -> np.ndarray:
+    """Real values about constants, half of them between a constant and the next: 3 and 3.001 leave little room."""
+    places = rng.integers(len(constants), size=real.shape)
+    centres = np.take(constants, places)
+    about = centres + 0.3 * np.maximum(np.abs(centres), 1) * real
+    if len(constants) < 2:
+        return np.asarray(about)
+    ordered = np.unique(constants)
+    places = rng.integers(len(ordered) - 1, size=real.shape)
+    share = rng.uniform(size=real.shape)
+    between = ordered[places] + share * np.diff(ordered)[places]
+    return np.where(rng.uniform(size=real.shape) < 0.5, about, between)
 
 
 def _place_elements(field: Field, name: str, x: Exact) -> Exact:
