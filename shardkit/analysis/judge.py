@@ -354,7 +354,9 @@ def findings_of(program: TracedProgram, ignore: Collection[str]) -> list[Finding
 
 def audit_of(program: TracedProgram, ignore: Collection[str], call: bool = True) -> Audit:
     """The audit of a program: every rule on it."""
-    name = f"{program.step.name} ({program.step.source})"
+    name = program.step.name
+    if program.step.source:
+        name = f"{name} ({program.step.source})"
     if not isinstance(program, CompiledProgram):
         mesh = mesh_sizes(program.step.jaxpr, program.step.args)
         return Audit(
