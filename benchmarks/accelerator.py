@@ -25,8 +25,10 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.strategies import partitioned
+from shardkit.bench.records import report
+from shardkit.bench.strategies import partitioned, reference
 from shardkit.cli.self_test import self_test
+from shardkit.cost import hardware
 from shardkit.models import transformer
 from shardkit.plans.splits import map_layouts
 
@@ -41,7 +43,7 @@ def matmul_rate(size: int, calls: int, rounds: int, file: Path | None) -> float:
     x = jax.device_put(jnp.eye(size, dtype=jnp.bfloat16), jax.devices()[0])
     case = bench.Case("matmul", lambda x: (x @ x, None), x)
     [record] = bench.measure("accelerator", f"matmul of {size} x {size}", [case], calls=calls, rounds=rounds)
-    bench.report([record], file)
+    report([record], file)
     return 2.0 * size**3 / record["wall_us_median"] * 1e6
 
 
@@ -76,7 +78,7 @@ def rows(config: transformer.Config, examples: int, tokens: int) -> dict[str, Ca
 
     def over(devices: Sequence[jax.Device], plan: sk.Plan) -> list[bench.Case]:
         mesh = sk.make_mesh(devices, data=len(devices))
-        work = bench.reference(config, examples * mesh.size, tokens)
+        work = reference(config, examples * mesh.size, tokens)
         held = map_layouts(lambda layout: NamedSharding(mesh, layout.rest), plan.layouts(work.params, mesh))
         jit = plain("jit", work, held, NamedSharding(mesh, plan.batch_spec(mesh)))
         return [jit, built("shardkit", work, mesh, plan)]
@@ -101,12 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         layers=config.layers, hidden=config.dim, heads=config.heads, ffn=config.width, gated=True,
         vocabulary=config.vocabulary, sequence=tokens, batch=examples,
     )  # fmt: skip
-    chip = sk.cost.chip_of(kind)
+    chip = hardware.chip_of(kind)
     table = ["| | tokens/s per chip | MFU | of the matmul's rate | to jit, wall |", "|---|--:|--:|--:|--:|"]
     for title, cases in rows(config, examples, tokens).items():
         how: Any = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": TOLERANCE}
         records = bench.measure("accelerator", title, cases(), **how)
-        bench.report(records, options.json)
+        report(records, options.json)
         for record in records:
             seconds = record["wall_us_median"] / 1e6
             share = f"{sk.cost.mfu(flops, seconds, peak=chip):.1%}" if chip else "unknown peak"

@@ -24,6 +24,7 @@ from benchmarks.functions import measure_functions
 from benchmarks.start import start
 from shardkit import bench
 from shardkit._jax.backends import leave_out_idle_tpu
+from shardkit.bench.environment import environment
 from shardkit.bench.records import FORMAT, Record
 from shardkit.meshes.layout import table
 
@@ -204,7 +205,7 @@ def ready(function: Any, shapes: tuple[Any, ...]) -> Callable[[], Any]:
 def records(times: Mapping[str, tuple[float, float, float]], row: str, method: str, size: Size) -> list[Record]:
     """A record for each case."""
     shared = {"format": FORMAT, "version": 1, "benchmark": "overlap", "row": row, "method": method}
-    shared |= size._asdict() | {"environment": bench.environment()}
+    shared |= size._asdict() | {"environment": environment()}
     keys = ("compute_us", "communication_us", "together_us")
     return [
         {**shared, "case": name, **dict(zip(keys, (round(each, 3) for each in taken), strict=True))}

@@ -27,6 +27,7 @@ import shardkit as sk
 from benchmarks.growth import cell, exponent, right
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.environment import environment
 from shardkit.bench.records import FORMAT, Record
 from shardkit.models import transformer
 
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures every sweep."""
     options = start(__doc__, argv, devices=1)
     sweeps = [[Point("devices", axes_of(count)) for count in (1, 4096)]] if options.smoke else SWEEPS
-    here, rounds = bench.environment(), options.rounds or (1 if options.smoke else 3)
+    here, rounds = environment(), options.rounds or (1 if options.smoke else 3)
     built(sweeps[0][0], rounds=1)  # the first trace of a process imports and caches
     for points in sweeps:
         records = [record(point, here, rounds) for point in points]

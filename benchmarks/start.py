@@ -9,6 +9,7 @@ A whole benchmark file (save it as `benchmarks/example.py`, run `python -m bench
     import shardkit as sk
     from benchmarks.start import start
     from shardkit import bench
+    from shardkit.bench.records import report
 
     def case(name, mesh, kernel):
         mean = jax.shard_map(lambda x: kernel(x) / mesh.size, mesh=mesh, in_specs=P(), out_specs=P())
@@ -25,7 +26,7 @@ A whole benchmark file (save it as `benchmarks/example.py`, run `python -m bench
         for mode in ("inside", "dispatched"):
             records = bench.measure("all_reduce", "4 MiB", [psum, case("pair", mesh, pair)], mode=mode,
                                     calls=options.calls or 10, rounds=options.rounds or 20)
-            bench.report(records, options.json)
+            report(records, options.json)
 
     if __name__ == "__main__":
         main()
@@ -38,7 +39,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import shardkit as sk
-from shardkit import bench
+from shardkit.bench.environment import environment
 
 BANNER = (
     "These devices are simulated and share the CPU's cores: read the numbers as overhead and ratios, not as bandwidth."
@@ -70,7 +71,7 @@ def start(
     options = parser.parse_args(argv)
     if options.simulate:
         sk.simulate_devices(options.simulate)
-    here = bench.environment()
+    here = environment()
     print(
         f"jax {here['jax']}, {here['device_count']} x {here['device_kind']} ({here['platform']}), {here['cpu_model']}, "
         f"{here['cores']} cores, load {here['load_average_1min']}, Python {here['python']}"

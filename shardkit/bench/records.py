@@ -100,7 +100,9 @@ def write_csv(records: Sequence[Record], file: Path) -> None:
     Example:
         For a spreadsheet:
 
-            sk.bench.write_csv(sk.bench.read("results/today.jsonl"), Path("today.csv"))
+            from shardkit.bench.records import write_csv
+
+            write_csv(sk.bench.read("results/today.jsonl"), Path("today.csv"))
     """
     rows = []
     columns: dict[str, None] = {}  # in the order in which records have them
@@ -126,9 +128,10 @@ def report(records: Sequence[Record], file: Path | None = None, line: Callable[[
         line: a record as a line of a table.
 
     Example:
+        >>> from shardkit.bench.records import report
         >>> case = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
         >>> records = sk.bench.measure("doubling", "4 numbers", [case], calls=2, rounds=2)
-        >>> sk.bench.report(records, line=lambda record: f"{record['case']} over {record['rounds']} rounds")
+        >>> report(records, line=lambda record: f"{record['case']} over {record['rounds']} rounds")
         double over 2 rounds
     """
     text = "\n" + table(records)

@@ -132,7 +132,7 @@ def make_train_step(
         TypeError: from `step`, for what is no TrainState, and for an optimizer of optax that needs more than it is
             given, as line searches do, or whose updates are not like gradients. What an optimizer of your own raises is
             raised as it is.
-        NonFiniteError: from `step`, under `nonfinite="stop"`.
+        FloatingPointError: from `step`, under `nonfinite="stop"`: a NonFiniteError, with `state` and `metrics`.
 
     Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one
         that is an array, and what the compiler adds for a `carry` that mixes shards. With `deterministic` the same

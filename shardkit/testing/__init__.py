@@ -17,8 +17,7 @@ from shardkit.testing.certify import certify_gradients
 from shardkit.testing.emulate import emulate
 from shardkit.testing.exact import assert_equal_for_all_inputs, small
 from shardkit.testing.laws import LAWS
-from shardkit.testing.one_device import Reference, one_device
-from shardkit.testing.program import Program, recording
+from shardkit.testing.one_device import one_device
 from shardkit.testing.prove import assert_same_training, prove
 from shardkit.testing.rows import Row, covering
 from shardkit.testing.wire import wire
@@ -27,8 +26,6 @@ _STRATEGIES = ("meshes", "programs", "sharded_arrays", "specs")
 
 __all__ = [
     "LAWS",
-    "Program",
-    "Reference",
     "Row",
     "assert_equal_for_all_inputs",
     "assert_matches_reference",
@@ -41,7 +38,6 @@ __all__ = [
     "one_device",
     "programs",
     "prove",
-    "recording",
     "reference",
     "sharded_arrays",
     "small",

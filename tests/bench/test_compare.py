@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardkit import bench
-from shardkit.bench.records import FORMAT
+from shardkit.bench.records import FORMAT, write_csv
 from shardkit.cli.bench.compare import Options, compare
 from support.refusals import refused
 
@@ -83,7 +83,7 @@ def test_what_is_written_is_read(tmp_path):
     bench.write(run(), file)
     bench.write(run(seed=1), file)
     assert bench.read(file) == run() + run(seed=1)
-    bench.write_csv(bench.read(file), tmp_path / "out.csv")
+    write_csv(bench.read(file), tmp_path / "out.csv")
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [row["case"] for row in rows] == ["base", "other"] * 2
     assert rows[0]["environment_platform"] == "cpu" and "samples" not in rows[0]

@@ -14,7 +14,7 @@ class Finding(NamedTuple):
     """One place of a program that breaks a rule.
 
     Attributes:
-        rule: a name in `shardkit.analysis.RULES`.
+        rule: the name of a rule; docs/symptoms.md lists them.
         message: what is wrong there, with the values; one sentence.
         source: the user's line, "file.py:12 (function)"; "" where the program has none.
         remedy: what to do instead; one sentence.
