@@ -25,7 +25,6 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.records import report
 from shardkit.bench.strategies import partitioned, reference
 from shardkit.cli.self_test import self_test
 from shardkit.cost import hardware
@@ -43,7 +42,7 @@ def matmul_rate(size: int, calls: int, rounds: int, file: Path | None) -> float:
     x = jax.device_put(jnp.eye(size, dtype=jnp.bfloat16), jax.devices()[0])
     case = bench.Case("matmul", lambda x: (x @ x, None), x)
     [record] = bench.measure("accelerator", f"matmul of {size} x {size}", [case], calls=calls, rounds=rounds)
-    report([record], file)
+    bench.report([record], file)
     return 2.0 * size**3 / record["wall_us_median"] * 1e6
 
 
@@ -108,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for title, cases in rows(config, examples, tokens).items():
         how: Any = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": TOLERANCE}
         records = bench.measure("accelerator", title, cases(), **how)
-        report(records, options.json)
+        bench.report(records, options.json)
         for record in records:
             seconds = record["wall_us_median"] / 1e6
             share = f"{sk.cost.mfu(flops, seconds, peak=chip):.1%}" if chip else "unknown peak"

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.functions import measure_functions
 from benchmarks.start import start
-from shardkit.bench.records import report
+from shardkit import bench
 
 
 def imported(module: str) -> None:
@@ -82,10 +82,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = start(__doc__, argv, devices=1)
     rounds = 1 if options.smoke else options.rounds or 3
     modules = {f"import {module}": partial(imported, module) for module in ("jax", "jax, shardkit", "shardkit.runtime")}
-    report(measure_functions("building", "imports", modules, rounds=rounds), options.json)
+    bench.report(measure_functions("building", "imports", modules, rounds=rounds), options.json)
     for name, row in ROWS.items():
         records = measure_functions("building", name, {name: partial(traced_afresh, row, options.smoke)}, rounds=rounds)
-        report(records, options.json)
+        bench.report(records, options.json)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
 from benchmarks.start import start
-from shardkit.bench.records import Record, report
+from shardkit import bench
+from shardkit.bench.records import Record
 from shardkit.runtime.checkpoint.orbax_io import import_orbax, silence_orbax
 
 GIB = 2**30
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"| {case} | {' | '.join(f'{value:.2f}' for value in middle.values())} |", flush=True)
                 records.append({"benchmark": "checkpoint", "row": f"{size:.3g} GiB, restore", "case": case, **middle})
     if options.json:
-        report(records, options.json, lambda record: "")
+        bench.report(records, options.json, lambda record: "")
 
 
 if __name__ == "__main__":

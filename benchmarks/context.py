@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.records import report
 from shardkit.layers.attention import choose_scale, compute_scores, join_heads, make_mask, split_heads
 from shardkit.layers.documents import count_pairs
 from shardkit.meshes.layout import table
@@ -197,7 +196,7 @@ def dealt_rows(smoke: bool, calls: int, rounds: int, json_file: Any) -> None:
         step_of = lambda carry, both=both: (moved(both, carry), None)  # noqa: E731
         cases.append(bench.Case(name, step_of, start_from, (), checked, expected))
     row = f"{tokens} tokens of lognormal documents, forward and backward"
-    report(bench.measure("context", row, cases, calls=calls, rounds=rounds, tolerance=1e-4), json_file)
+    bench.report(bench.measure("context", row, cases, calls=calls, rounds=rounds, tolerance=1e-4), json_file)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -222,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: {most} half-chunk pairs on the device that has most")
     row = f"forward and backward, {N} x {tokens} tokens"
     records = bench.measure("context", row, cases, calls=calls, rounds=rounds, tolerance=1e-4)
-    report(records, options.json)
+    bench.report(records, options.json)
 
 
 if __name__ == "__main__":

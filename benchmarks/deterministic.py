@@ -22,7 +22,6 @@ import shardkit as sk
 from benchmarks.start import start
 from benchmarks.step_overhead import LEARNING_RATE, Model, mlp, small_transformer
 from shardkit import bench
-from shardkit.bench.records import report
 
 
 class Setting(NamedTuple):
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rounds = options.rounds or (2 if options.smoke else 20)
             row = f"{model.name}, {case}"
             how: dict[str, Any] = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": 1e-3}
-            report(bench.measure("deterministic", row, rows, **how), options.json)
+            bench.report(bench.measure("deterministic", row, rows, **how), options.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.analysis import census
-from shardkit.bench.records import report
 from shardkit.meshes.layout import table
 
 EXPERTS, TOP_K, SEQUENCE = 8, 2, 64
@@ -151,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("\n".join(["", row, *map(explain, cases)]), flush=True)
             continue
         records = bench.measure("experts", row, cases, calls=calls, rounds=rounds, tolerance=1e-4)
-        report(records, options.json)
+        bench.report(records, options.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.records import report
 from shardkit.runtime.channel import client
 
 TARGET = 1.01
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         calls, rounds = (2, 2) if options.smoke else (options.calls or calls, options.rounds or 20)
         records = bench.measure("guard", row, cases, mode="dispatched", calls=calls, rounds=rounds)
-        report(records, options.json)
+        bench.report(records, options.json)
         missed |= row.endswith("ms") and not options.smoke and records[1]["cpu_ratio_median"] > TARGET
     watcher = client.find_monitor()
     assert watcher is not None

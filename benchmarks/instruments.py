@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks import large_model
 from benchmarks.functions import measure_functions
 from benchmarks.start import start
+from shardkit import bench
 from shardkit.analysis import census, explain, lint
 from shardkit.analysis.jaxpr.step import trace_step
-from shardkit.bench.records import report
 
 INSTRUMENTS: dict[str, Callable[..., Any]] = {
     "trace": lambda step, *args: trace_step(step, args),
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for model, fsdp, tp in ROWS[:1] if options.smoke else ROWS:
         readings = {name: partial(read_afresh, read, model, fsdp, tp) for name, read in INSTRUMENTS.items()}
         row = f"{model}, {fsdp * tp} devices"
-        report(measure_functions("instruments", row, readings, rounds=rounds), options.json)
+        bench.report(measure_functions("instruments", row, readings, rounds=rounds), options.json)
 
 
 if __name__ == "__main__":

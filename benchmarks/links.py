@@ -31,7 +31,7 @@ import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.bench.measure import Sample, summarise
-from shardkit.bench.records import Record
+from shardkit.bench.records import Record, write
 from shardkit.meshes.layout import table
 
 ROOT = Path(__file__).parents[1]
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(lines(found), flush=True)
         records += found
     if options.json:
-        bench.write(records, options.json)
+        write(records, options.json)
     return int(any(record["wrong"] for record in records))
 
 

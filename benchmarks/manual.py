@@ -23,7 +23,7 @@ import shardkit as sk
 from benchmarks.start import start
 from benchmarks.strategies import beside
 from shardkit import bench
-from shardkit.bench.records import report
+from shardkit.bench.records import write
 from shardkit.bench.strategies import LAYERS, LEARNING_RATE, cases_of, reference, text
 from shardkit.models import transformer
 from shardkit.plans.splits import map_layouts
@@ -110,11 +110,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print(text(records))
     if options.json:
-        bench.write(records, options.json)
+        write(records, options.json)
 
     steps = 2 if options.smoke else 8
     how: dict[str, Any] = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": 1e-4}
-    report(bench.measure("manual", f"{steps} steps", several(mesh, small, 16, steps), **how), options.json)
+    bench.report(bench.measure("manual", f"{steps} steps", several(mesh, small, 16, steps), **how), options.json)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import shardkit as sk
 from benchmarks.schedules import SPECS, VOCABULARY, embed, head, make_params, pipelined, stage
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.records import report
 from shardkit.meshes.layout import table
 
 STAGES = 8
@@ -107,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rounds=options.rounds or (1 if options.smoke else 10),
             donate=False,
         )
-        report(records, options.json)
+        bench.report(records, options.json)
 
 
 def memory(smoke: bool) -> None:

@@ -23,7 +23,7 @@ import shardkit as sk
 from shardkit import bench, planner
 from shardkit.analysis.hlo.report import Report
 from shardkit.bench.environment import environment
-from shardkit.bench.records import FORMAT, VERSION
+from shardkit.bench.records import FORMAT, VERSION, write
 from shardkit.planner import Layout, Model
 from shardkit.planner.candidates import Candidate
 from shardkit.planner.memory import count_held
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows():
         if options.only in row.name and row.name not in known:
             known[row.name] = compiled(row)
-            bench.write([known[row.name]], options.results)
+            write([known[row.name]], options.results)
             print(row.name, flush=True)
     print("\n".join(table(known)))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.functions import measure_functions
 from benchmarks.start import start
-from shardkit.bench.records import report
+from shardkit import bench
 from shardkit.testing import emulate, programs
 from shardkit.testing.chains import Chain
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prove(1)  # what is paid once: imports, the first compilation
     row = f"{asked} random programs, emulated"
     records = measure_functions("proof_throughput", row, {"prove": lambda: prove(asked)}, rounds=options.rounds or 1)
-    report(records, options.json)
+    bench.report(records, options.json)
     [record] = records
     wall, cpu = (asked / record[f"{clock}_us_median"] * 1e6 for clock in ("wall", "cpu"))
     print(f"{wall:.1f} programs a second, {cpu:.1f} a second of CPU time")

@@ -20,7 +20,7 @@ import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.analysis.hlo.differences import compiled
-from shardkit.bench.records import Record, report
+from shardkit.bench.records import Record
 
 ROWS = {
     "fsdp to tp": (P("data"), P(None, "model")),
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "reshard", row, steps, mode="dispatched", calls=calls, rounds=rounds, donate=False, tolerance=0
             )
             records = [one | times for one, times in zip(records, timed, strict=True)]
-        report(records, options.json, line)
+        bench.report(records, options.json, line)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,8 @@ import optax
 import shardkit as sk
 from benchmarks.growth import cell, exponent, right
 from benchmarks.start import start
-from shardkit import bench
 from shardkit.bench.environment import environment
-from shardkit.bench.records import FORMAT, Record
+from shardkit.bench.records import FORMAT, Record, write
 from shardkit.models import transformer
 
 EIGHT = {"data": 2, "fsdp": 2, "model": 2}
@@ -166,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         records = [record(point, here, rounds) for point in points]
         print(f"\n{lines(records)}", flush=True)
         if options.json:
-            bench.write(records, options.json)
+            write(records, options.json)
 
 
 if __name__ == "__main__":

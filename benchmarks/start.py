@@ -9,7 +9,6 @@ A whole benchmark file (save it as `benchmarks/example.py`, run `python -m bench
     import shardkit as sk
     from benchmarks.start import start
     from shardkit import bench
-    from shardkit.bench.records import report
 
     def case(name, mesh, kernel):
         mean = jax.shard_map(lambda x: kernel(x) / mesh.size, mesh=mesh, in_specs=P(), out_specs=P())
@@ -26,7 +25,7 @@ A whole benchmark file (save it as `benchmarks/example.py`, run `python -m bench
         for mode in ("inside", "dispatched"):
             records = bench.measure("all_reduce", "4 MiB", [psum, case("pair", mesh, pair)], mode=mode,
                                     calls=options.calls or 10, rounds=options.rounds or 20)
-            report(records, options.json)
+            bench.report(records, options.json)
 
     if __name__ == "__main__":
         main()

@@ -30,7 +30,6 @@ import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.bench.measure import MODES
-from shardkit.bench.records import report
 from shardkit.models import transformer
 
 TARGET = 1.05
@@ -191,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rounds = options.rounds or (2 if options.smoke else 30)
         for mode in MODES:
             records = bench.measure("step_overhead", row, rows, mode=mode, calls=calls, rounds=rounds, tolerance=1e-4)
-            report(records, options.json)
+            bench.report(records, options.json)
             if not options.smoke:
                 wall, cpu = records[1]["wall_ratio_median"], records[1]["cpu_ratio_median"]
                 late = max(wall, cpu) > TARGET

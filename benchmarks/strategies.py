@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.records import write
 from shardkit.bench.strategies import (
     MICROBATCHES,
     CaseBuilder,
@@ -243,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(text(records))
     if options.json:
-        bench.write(records, options.json)
+        write(records, options.json)
     return int(any(record["wrong"] for record in records))
 
 

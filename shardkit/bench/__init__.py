@@ -7,7 +7,7 @@ from shardkit.bench.comm import comm, sweeps
 from shardkit.bench.compare import compare
 from shardkit.bench.fit import links
 from shardkit.bench.measure import Case, measure
-from shardkit.bench.records import read, table
+from shardkit.bench.records import read, report
 from shardkit.bench.strategies import Workload, strategies
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "links",
     "measure",
     "read",
+    "report",
     "strategies",
     "sweeps",
-    "table",
 ]

@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import Axis, at_least, axis_names, named, one_of, quoted

@@ -28,7 +28,7 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 # sends 1.0 less.
 
 
-class Message(NamedTuple):
+class QuantizedMessage(NamedTuple):
     """What is sent for float32 [n, ...].
 
     Bits, as unsigned integers: the compiler cannot move a conversion across the collective, nor send a dtype that the
@@ -40,7 +40,7 @@ class Message(NamedTuple):
     exponents: jax.Array | None  # of the scales, [n, blocks] in uint8; None for bfloat16
 
 
-def encode(x: jax.Array, dtype: str, block: int) -> Message:
+def encode(x: jax.Array, dtype: str, block: int) -> QuantizedMessage:
     """Float32 [n, ...] as n messages."""
     wire_format = FORMATS[dtype]
     if not wire_format.scaled:
@@ -57,20 +57,20 @@ def encode(x: jax.Array, dtype: str, block: int) -> Message:
     else:
         rounded = _round_mantissa(values, wire_format.mantissa)
         bits = lax.bitcast_convert_type(rounded.astype(dtype), jnp.uint8)
-    return _seal_message(Message(bits, exponents.astype(jnp.uint8)))
+    return _seal_message(QuantizedMessage(bits, exponents.astype(jnp.uint8)))
 
 
-def _encode_bfloat16(x: jax.Array) -> Message:
+def _encode_bfloat16(x: jax.Array) -> QuantizedMessage:
     wire_format = FORMATS["bfloat16"]
     assert wire_format.mantissa is not None
     rounded = _round_mantissa(x, wire_format.mantissa)
     # Clipped: an infinity would leave no residual.
     is_finite = jnp.isfinite(x)
     values = jnp.where(is_finite, jnp.clip(rounded, -wire_format.largest, wire_format.largest), rounded)
-    return _seal_message(Message(lax.bitcast_convert_type(values.astype("bfloat16"), jnp.uint16), None))
+    return _seal_message(QuantizedMessage(lax.bitcast_convert_type(values.astype("bfloat16"), jnp.uint16), None))
 
 
-def decode(message: Message, shape: tuple[int, ...], dtype: str, block: int) -> jax.Array:
+def decode(message: QuantizedMessage, shape: tuple[int, ...], dtype: str, block: int) -> jax.Array:
     """n messages as float32 [n, *shape]; a block that had an element that is not finite is NaN."""
     wire_format = FORMATS[dtype]
     if message.exponents is None:
@@ -133,7 +133,7 @@ def _unpack(x: jax.Array, bits: int) -> jax.Array:
     return jnp.concatenate([low, high], axis=-1)
 
 
-def _seal_message(message: Message) -> Message:
+def _seal_message(message: QuantizedMessage) -> QuantizedMessage:
     """The message as it is sent: what is computed from it here must not come from the wider values before it."""
     return lax.optimization_barrier(message)
 

@@ -1,7 +1,7 @@
 """What a training script calls around its steps: processes that join, checkpoints, weights, data, checks.
 
 Start with `cluster/join.py`; each of `channel/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
-Imports steps. What surrounds processes is in `jobs/`: its `launch` and `guard` are reached from here too, and
+Imports steps. What surrounds processes is in `jobs/`: its `guard` is reached from here too, and
 imported when somebody asks for them, as is the law that it adds to those of testing.
 """
 

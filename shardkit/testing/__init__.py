@@ -22,7 +22,7 @@ from shardkit.testing.prove import assert_same_training, prove
 from shardkit.testing.rows import Row, covering
 from shardkit.testing.wire import wire
 
-_STRATEGIES = ("meshes", "programs", "sharded_arrays", "specs")
+_STRATEGIES = ("meshes", "programs", "sharded_arrays")
 
 __all__ = [
     "LAWS",
@@ -41,13 +41,12 @@ __all__ = [
     "reference",
     "sharded_arrays",
     "small",
-    "specs",
     "wire",
 ]
 
 
 if TYPE_CHECKING:
-    from shardkit.testing.strategies import meshes, programs, sharded_arrays, specs
+    from shardkit.testing.strategies import meshes, programs, sharded_arrays
 else:  # a checker that sees __getattr__ accepts every name
 
     def __getattr__(name: str) -> _Any:

@@ -12,7 +12,6 @@ import shardkit as sk
 from shardkit import bench
 from shardkit.bench import Case
 from shardkit.bench.measure import MODES, Sample, difference, interleaved, summarise
-from shardkit.bench.records import report
 from support.refusals import refused
 
 STATISTICS = [
@@ -69,8 +68,8 @@ def test_a_record_has_the_documented_fields(records):
 
 def test_report_prints_a_table_and_appends_json_lines(records, tmp_path, capsys):
     file = tmp_path / "out.jsonl"
-    report(records, file)
-    report(records, file)
+    bench.report(records, file)
+    bench.report(records, file)
     assert [json.loads(line) for line in file.read_text().splitlines()] == [*records, *records]
     title, head, *rows = capsys.readouterr().out.strip().split("\n\n")[0].splitlines()
     assert title == f"four numbers ({records[0]['mode']}, 3 calls x 4 rounds)"

@@ -375,21 +375,21 @@ PLANS = [
 # proves N45 in part: what is written as a plan of MSCCL++ is read as the same table, by an interpreter of its programs
 @pytest.mark.parametrize("table", PLANS, ids=str)
 def test_a_plan_of_mscclpp_and_back(table):
-    text = table.to_mscclpp()
-    assert tables.SendTable.from_mscclpp(text) == table
+    text = tables.to_mscclpp(table)
+    assert tables.from_mscclpp(text) == table
     plan = json.loads(text)
     for rank, gpu in enumerate(plan["gpus"]):  # what its reader requires, and does not check
         assert gpu["id"] == rank and min(gpu["input_chunks"], gpu["output_chunks"]) > 0
         assert gpu.keys() >= {"scratch_chunks", "channels", "remote_buffers"}
         assert all(len(block["ops"]) <= 64 and block["id"] == at for at, block in enumerate(gpu["threadblocks"]))
     tree = tables.tree(8, chunks=4)
-    read = tables.SendTable.from_mscclpp(tree.to_mscclpp())
+    read = tables.from_mscclpp(tables.to_mscclpp(tree))
     assert sorted(s[1:] for s in read.sends) == sorted(s[1:] for s in tree.sends) and read.steps <= tree.steps
 
 
 # Catches a crash, and a plan that is read as something else: left out signals, changed numbers, other types.
 def test_plans_that_are_wrong():
-    draw, texts = random.Random(0), [tables.ring(op, 3).to_mscclpp() for op in OPS]
+    draw, texts = random.Random(0), [tables.to_mscclpp(tables.ring(op, 3)) for op in OPS]
     refusals = 0
     for number in range(600):
         plan = json.loads(texts[number % 3])
@@ -404,29 +404,29 @@ def test_plans_that_are_wrong():
         else:
             parent[key] = draw.choice([0, 1, -1, 7, True, 10**30, None, "put", [], {}, [[]], 0.5])
         try:
-            tables.SendTable.from_mscclpp(json.dumps(plan)).check()
+            tables.from_mscclpp(json.dumps(plan)).check()
         except ValueError as error:
             refusals += 1
             assert str(error).endswith(".")
     assert refusals > 200
     for text in ("", "[" * 10**5, "{}", "[]", "null"):
-        assert refused(lambda text=text: tables.SendTable.from_mscclpp(text)).startswith("from_mscclpp: ")
+        assert refused(lambda text=text: tables.from_mscclpp(text)).startswith("from_mscclpp: ")
     for change in ({"inplace": False}, {"protocol": "LL"}, {"gpus": []}):
         assert "plan must have" in refused(
-            lambda change=change: tables.SendTable.from_mscclpp(json.dumps(json.loads(texts[0]) | change))
+            lambda change=change: tables.from_mscclpp(json.dumps(json.loads(texts[0]) | change))
         )
     for old, new in (
         ('"signal"', '"rlxsignal"'),
         ('"size": 1', '"size": 2'),
         ('"scratch_chunks": 4', '"scratch_chunks": 1'),
     ):
-        refused(lambda old=old, new=new: tables.SendTable.from_mscclpp(texts[2].replace(old, new)))
-    late = json.loads(tables.tree(3, chunks=1).to_mscclpp())  # the sum is put before it is complete
+        refused(lambda old=old, new=new: tables.from_mscclpp(texts[2].replace(old, new)))
+    late = json.loads(tables.to_mscclpp(tables.tree(3, chunks=1)))  # the sum is put before it is complete
     ops = late["gpus"][0]["threadblocks"][0]["ops"]
     put = next(op for op in ops if op["name"] == "put")
     ops.remove(put)
     ops.insert(0, put)
-    refused(lambda: tables.SendTable.from_mscclpp(json.dumps(late)))
+    refused(lambda: tables.from_mscclpp(json.dumps(late)))
     fused = json.loads(texts[2])
     fused["gpus"][0]["threadblocks"][0]["ops"].append({"name": "rres"})
     with raises(
@@ -434,4 +434,4 @@ def test_plans_that_are_wrong():
         "from_mscclpp: the plan must have ops nop, signal, wait, barrier, put, copy and re alone; got 'rres'. Pass a "
         "plan in which all do.",
     ):
-        tables.SendTable.from_mscclpp(json.dumps(fused))
+        tables.from_mscclpp(json.dumps(fused))

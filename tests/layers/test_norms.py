@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit.layers.norms import sharded_moments
 from shardkit.models import blocks
 from shardkit.testing import assert_matches_reference
 from support.tiers import covered
@@ -95,7 +96,7 @@ def test_moments_of_a_batch_that_is_split():  # proves F28
         return jnp.mean(x, axis=0, keepdims=True), jnp.var(x, axis=0, keepdims=True)
 
     assert_matches_reference(
-        lambda x: sk.layers.sharded_moments(x, "data", dims=0),
+        lambda x: sharded_moments(x, "data", dims=0),
         reference,
         mesh=mesh,
         in_specs=P("data", "model"),

@@ -125,7 +125,6 @@ def kernels():
         (sk.scan_layers, {"layer_fn": lambda w, x: x * w, "stacked": ones(3, 4), "x": ones(4)}),
         (sk.layers.sharded_layer_norm, {"x_Td": x, "gain_d": ones(4), "bias_d": ones(4), "axis": "model"}),
         (sk.layers.sharded_rms_norm, {"x_Td": x, "gain_d": ones(4), "axis": "model"}),
-        (sk.layers.sharded_moments, {"x": x, "axis": "model"}),
         (sk.layers.vocab_embed, {"tokens_bT": tokens, "table_vD": ones(8, 4), "axis": "model"}),
         *(
             (each, {"x_bTD": ones(2, 4, 4), "head_Dv": ones(4, 8), "targets_bT": tokens, "axis": "model"})
@@ -210,7 +209,8 @@ def builders():
         (tables.torus, {"op": "all_gather", "sizes": (2, 2)}),
         (tables.torus_links, {"sizes": (2, 2)}),
         (tables.tree, {"devices": 4}),
-        (tables.SendTable.from_mscclpp, {"text": tables.ring("all_gather", 2).to_mscclpp()}),
+        (tables.to_mscclpp, {"table": tables.ring("all_gather", 4)}),
+        (tables.from_mscclpp, {"text": tables.to_mscclpp(tables.ring("all_gather", 2))}),
         (schedules.Schedule.from_csv, {"text": schedule.to_csv()}),
         (schedules.Schedule.simulate, {"self": schedule}),
         (schedules.Schedule.least_makespan, {"self": schedule}),
@@ -238,7 +238,6 @@ def builders():
             | training
             | {"key": np.zeros(2, np.uint32)},
         ),
-        (testing.specs, {"shape": (4, 4), "sizes": {"a": 2}}),
         (testing.wire, {"step": lambda state, batch: state, "state": batch, "batch": batch}),
         (analysis.audit, {"step": traced["fn"], "args": ()}),
         *((each, traced) for each in (analysis.census, analysis.explain, analysis.lint)),

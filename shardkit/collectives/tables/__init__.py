@@ -14,6 +14,7 @@ Imports cost, and single files such as `checks.py` and `permute.py`.
 
 from shardkit.collectives.tables.links import torus_links
 from shardkit.collectives.tables.messages import Send
+from shardkit.collectives.tables.plan_files import from_mscclpp, to_mscclpp
 from shardkit.collectives.tables.published import bine, bruck, halving, pat, ring, torus, tree
 from shardkit.collectives.tables.table import SendTable
 
@@ -22,9 +23,11 @@ __all__ = [
     "SendTable",
     "bine",
     "bruck",
+    "from_mscclpp",
     "halving",
     "pat",
     "ring",
+    "to_mscclpp",
     "torus",
     "torus_links",
     "tree",

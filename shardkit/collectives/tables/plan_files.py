@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from shardkit._arguments.typed import typed
 from shardkit.collectives.tables.messages import Send
 from shardkit.collectives.tables.table import Op, SendTable
 
@@ -34,8 +35,13 @@ Json = dict[str, Any]
 _NOP: Json = {"name": "nop"}  # ends when all threads of the block have come to it
 
 
-def write_plan(table: SendTable) -> str:
-    """`SendTable.to_mscclpp`."""
+@typed
+def to_mscclpp(table: SendTable) -> str:
+    """A table as a JSON plan of MSCCL++, in place, for GPUs that are all linked.
+
+    Raises:
+        ValueError: as `SendTable.check`, or more peers or steps than its executor has room for.
+    """
     table.check()
     plan = {
         "name": table.name,
@@ -209,8 +215,25 @@ def _split_into_blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[li
     return blocks
 
 
-def read_plan(text: str) -> SendTable:
-    """`SendTable.from_mscclpp`."""
+@typed
+def from_mscclpp(text: str) -> SendTable:
+    """The table of a JSON plan of MSCCL++ that puts, signals, waits, and copies or adds what has arrived.
+
+    Args:
+        text: a plan as `to_mscclpp` writes it.
+
+    Returns:
+        A checked table of the plan's messages; a step is as early as the plan's signals let it be.
+
+    Raises:
+        ValueError: another operation, a wait that no signal ends, a place that is written twice, messages that no order
+            of steps has, or as `SendTable.check`. Races within a device, of thread blocks without `nop`, are not seen.
+
+    Example:
+        >>> table = sk.tables.halving("all_reduce", 4)
+        >>> sk.tables.from_mscclpp(sk.tables.to_mscclpp(table)) == table
+        True
+    """
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(
             f"from_mscclpp: text must have at most {_MOST_CHARACTERS:,} characters; got {len(text):,}. Pass a smaller "

@@ -17,7 +17,6 @@ from itertools import groupby, product
 from typing import Literal, NoReturn, get_args
 
 from shardkit._arguments import checks
-from shardkit._arguments.typed import typed
 from shardkit.collectives.tables.links import Bandwidths, LinkTimes, check_links, time_steps
 from shardkit.collectives.tables.messages import Message, Send, group_sends
 from shardkit.cost.collectives import Traffic
@@ -106,40 +105,6 @@ class SendTable:
         check_links("SendTable.simulate", links, self.devices)
         array_bytes = float(size) * self._operands
         return time_steps(self.by_step, links, array_bytes / self.chunks, latency)
-
-    def to_mscclpp(self) -> str:
-        """The table as a JSON plan of MSCCL++, in place, for GPUs that are all linked.
-
-        Raises:
-            ValueError: as `check`, or more peers or steps than its executor has room for.
-        """
-        from shardkit.collectives.tables import plan_files  # which imports this file
-
-        return plan_files.write_plan(self)
-
-    @staticmethod
-    @typed
-    def from_mscclpp(text: str) -> SendTable:
-        """The table of a JSON plan of MSCCL++ that puts, signals, waits, and copies or adds what has arrived.
-
-        Args:
-            text: a plan as `to_mscclpp` writes it.
-
-        Returns:
-            A checked table of the plan's messages; a step is as early as the plan's signals let it be.
-
-        Raises:
-            ValueError: another operation, a wait that no signal ends, a place that is written twice, messages that no
-                order of steps has, or as `check`. Races within a device, of thread blocks without `nop`, are not seen.
-
-        Example:
-            >>> table = sk.tables.halving("all_reduce", 4)
-            >>> sk.tables.SendTable.from_mscclpp(table.to_mscclpp()) == table
-            True
-        """
-        from shardkit.collectives.tables import plan_files
-
-        return plan_files.read_plan(text)
 
     def transpose(self) -> SendTable:
         """The table of the derivative: a reduce_scatter for an all_gather, and the other way round.

@@ -6,7 +6,6 @@ import sys
 import jax
 import pytest
 
-import shardkit as sk
 from shardkit.bench.environment import environment
 from shardkit.jobs.monitor.fingerprint import read_flags as compared
 from shardkit.runtime.cluster import gpu_flags
@@ -53,10 +52,10 @@ def test_nothing_else_gets_them(machine, monkeypatch, capsys):
 
 def test_what_the_user_set_stays_and_a_call_too_late_is_refused(machine):
     machine(gpu=True, given="--xla_gpu_triton_gemm_any=false")
-    assert sk.runtime.gpu_flags(gpu_flags.GPU_OVERLAP[-2:]) == gpu_flags.GPU_OVERLAP[-2:-1]
+    assert gpu_flags.gpu_flags(gpu_flags.GPU_OVERLAP[-2:]) == gpu_flags.GPU_OVERLAP[-2:-1]
     assert environment()["XLA_FLAGS"].split() == ["--xla_gpu_triton_gemm_any=false", gpu_flags.GPU_OVERLAP[-2]]
     machine(gpu=True, started=True)
-    assert refused(lambda: sk.runtime.gpu_flags(("--xla_gpu_a=1", "--xla_gpu_b=2")), RuntimeError) == (
+    assert refused(lambda: gpu_flags.gpu_flags(("--xla_gpu_a=1", "--xla_gpu_b=2")), RuntimeError) == (
         "gpu_flags: it must be called before jax starts, which reads XLA_FLAGS once; --xla_gpu_a=1 --xla_gpu_b=2 would "
         "be ignored. Call it before anything uses a device."
     )
