@@ -69,7 +69,7 @@ def assert_matches_reference(
     Args:
         kernel: the function that each device runs.
         reference: the same as a function of the global arrays, without collectives; in jax if `grad`.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees.

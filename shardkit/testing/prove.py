@@ -246,7 +246,7 @@ def assert_same_training(
         grad_fn: what each device computes.
         reference_grad_fn: the same on one device, over the whole batch, with no axis bound.
         optimizer: an optax GradientTransformation.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
         plan: how its axes are used.
         params: the parameters, a pytree of global arrays.
         batches: one global batch for each step, at least one.

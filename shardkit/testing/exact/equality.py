@@ -130,7 +130,7 @@ def assert_equal_for_all_inputs(
     Args:
         kernel: the function that each device runs.
         reference: the same as a function of the global arrays, in jax and without collectives.
-        mesh: the mesh, also of devices that do not exist (`sk.abstract_mesh`); by default that of `jax.set_mesh`.
+        mesh: the mesh, also of devices that do not exist (`sk.abstract_mesh`); by default the mesh of `jax.set_mesh`.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees of arrays or ShapeDtypeStructs; small shapes prove as much.
