@@ -123,6 +123,7 @@ def _find_mesh(site: Site) -> tuple[Mesh, bool]:
 
 
 def group_by_mesh(cases: Sequence[WireCase]) -> dict[Mesh, list[WireCase]]:
+    """The collectives of each mesh, which run in one program."""
     groups: dict[Mesh, list[WireCase]] = {}
     for case in cases:
         groups.setdefault(case.mesh, []).append(case)
