@@ -265,7 +265,7 @@ def _find_collectives_of_gradients(jaxpr: Any) -> set[int]:
 
     def visit(block: Block) -> None:
         for equation in block.jaxpr.eqns:
-            if kind_of(equation) is not None and any(block.state(v).graded for v in equation.invars):
+            if kind_of(equation) is not None and any(block.state(v).from_gradient for v in equation.invars):
                 collectives.add(id(equation))
 
     follow(jaxpr, visit)
