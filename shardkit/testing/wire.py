@@ -72,27 +72,27 @@ class Delivery:
 def wire(step: Callable[..., Any], state: Arrays, batch: Arrays, *, seconds: float = 5.0) -> Delivery:
     """Sends known integers through each collective of a step, and compares every element on every device.
 
-    The step is traced and does not run. Each of its collectives runs as it stands in the program (primitive, axes,
-    groups, dims, dtype, shape) on the step's mesh, with integers whose result is exact in that dtype and which each
-    device computes for itself, again and again with others. In turn each process comes late and is slow: it shares one
-    processor with two busy ones, which it starts and ends. In a job every process calls it, and all end with the same
-    verdict. A fault that comes by chance may need more seconds than the default.
+    It traces the step, and does not run it. Instead it runs each of its collectives exactly as in the program
+    (primitive, axes, groups, dims, dtype, shape) on the step's mesh, again and again with new integers. Each device
+    computes the integers itself, and their result is exact in this dtype. In turn each process comes late and is slow:
+    it shares one processor with two busy processes, which it starts and ends. In a job, call it in every process; all
+    end with the same verdict. To find a fault that comes by chance, you may need more seconds than the default.
 
     Args:
         step: the step, of shardkit or any function of arrays with `jax.shard_map`.
         state: its first argument.
         batch: its second argument.
-        seconds: how long to go on, after compilation; two rounds at the least.
+        seconds: the time to go on after compilation; at least two rounds.
 
     Returns:
-        What was sent, and how often; `print` it.
+        The collectives, and how often each one ran; `print` it.
 
     Raises:
-        AssertionError: an element is wrong; names collective, device and element.
-        ValueError: a mesh without devices, or `seconds` that is no positive number.
+        AssertionError: a wrong element. The message names collective, device and element.
+        ValueError: a mesh without devices, or `seconds` that is not a positive number.
         RuntimeError: another process of the job did not call it.
 
-    Cost: the step's own bytes in each round.
+    Cost: the bytes of the step, in each round.
 
     Example:
         >>> total = jax.jit(jax.shard_map(lambda s, x: s + jax.lax.psum(x, "model"), mesh=mesh, in_specs=P("model"),
