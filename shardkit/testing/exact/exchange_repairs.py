@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,6 +31,7 @@ from shardkit.testing.exact.repairs import (
     is_integer,
     keep_operands,
     list_subsets,
+    replace_item,
 )
 from shardkit.testing.exact.rules.operands import Operand
 
@@ -85,6 +87,40 @@ def _repair_permutation(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair
         pairs = [(i, i + distance) for i in range(n - distance)]
         words += ", without a wrap"
         yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """Reads an operand that goes on with every round of a loop, as a block of keys in a ring.
+
+    Worked example: tokens and their documents in a ring of three devices. The keys travel, and the numbers of their
+    documents stay; in round 0 that is right, in round 1 the numbers should come from one device further back, in
+    round 2 from two. No repair of one round makes the result right.
+
+    Attributes:
+        bench: of the equation that reads the operand.
+        number: that of the operand.
+        names: the axes along which it travels.
+        pairs: from which device to which.
+        steps: how often it has travelled before it is read.
+    """
+
+    bench: Bench
+    number: int
+    names: Sequence[str]
+    pairs: Any
+    steps: int
+
+    def __call__(self, operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        """The results of the equation, of the operand that has travelled."""
+        x = operands[self.number]
+        for _ in range(self.steps):
+            x = self.bench.permute(x, self.pairs, self.names)
+        return self.bench.rerun(replace_item(operands, self.number, x))
+
+    def in_round(self, round_: int) -> Travel:
+        """What it is so many rounds later."""
+        return replace(self, steps=self.steps + round_)
 
 
 def _reduce_operand(operands: Sequence[Operand], bench: Bench, names: Sequence[str], operator: str) -> list[Operand]:
