@@ -111,7 +111,8 @@ def chip_of(device_kind: str | None) -> Chip | None:
         Chip; None for a CPU, for GPUs without the NVLinks in `chips` (PCIe, NVL), and for chips that are not there.
 
     Example:
-        >>> sk.cost.chip_of("TPU v5 lite").name, sk.cost.chip_of("NVIDIA H100 PCIe")
+        >>> from shardkit.cost.hardware import chip_of
+        >>> chip_of("TPU v5 lite").name, chip_of("NVIDIA H100 PCIe")
         ('v5e', None)
     """
     kind = str(device_kind or "")
@@ -163,5 +164,6 @@ def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
             f"group_bandwidth: axes must be at most {most} for chip {described.name!r}; got {axes}. "
             "Choose fewer axes or another chip."
         )
-    links = 2 * axes if described.torus else 1
-    return described.link_bandwidth * links
+    if not described.torus:
+        return described.link_bandwidth
+    return described.link_bandwidth * 2 * axes

@@ -23,6 +23,7 @@ def permutations(program: TracedProgram) -> Iterator[Finding]:
         axes = find_split_axes(equation, block.context)
         if kind_of(equation) != "ppermute" or not axes:
             continue
+        # A pair counts devices over all axes together: of sizes 2 and 4, device 5 is (1, 1).
         shape = [block.context.sizes[axis] for axis in axes]
         problem = _find_problem(block.jaxpr, equation, axes, shape)
         if problem is not None:
@@ -48,6 +49,8 @@ def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Seque
     if pairs and all(source == target for source, target in pairs):
         message = f"{subject} sends every device's value to itself."
         return _Problem("identity-permutation", message, "Leave it out, or name other targets.")
+    # jax gives zeros to a device that nobody sends to. They are meant in a shift without wrap, where the edge of a
+    # domain receives nothing, and where a jnp.where puts something else in their place.
     targets = {target for _, target in pairs}
     without_source = [device for device in range(n) if device not in targets]
     if without_source and not _is_open_shift(pairs, shape) and _is_unmasked(jaxpr, equation):
@@ -62,7 +65,9 @@ def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Seque
 
 def _find_wrong_device(pairs: Sequence[tuple[int, int]], n: int) -> str:
     """The first device that is named and does not exist, else the first that is named twice; "" if there is none."""
-    roles = {"source": [source for source, _ in pairs], "target": [target for _, target in pairs]}
+    sources = [source for source, _ in pairs]
+    targets = [target for _, target in pairs]
+    roles = {"source": sources, "target": targets}
     for role, devices in roles.items():
         for device in devices:
             if not 0 <= device < n:
@@ -75,10 +80,12 @@ def _find_wrong_device(pairs: Sequence[tuple[int, int]], n: int) -> str:
 
 
 def _is_open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
-    """Whether all sources shift by the same number of devices, and only those that would leave the axis are missing."""
-    # Worked example: on 4 devices (0, 1), (1, 2), (2, 3) is a shift by 1 in which only device 3 would leave. Over
-    # several axes a shift may count the devices in any order of them.
+    """Whether all sources shift by the same number of devices, and only those that would leave the axis are missing.
+
+    For example on 4 devices (0, 1), (1, 2), (2, 3) is a shift by 1 in which only device 3 would leave.
+    """
     n = math.prod(shape)
+    # Over several axes a shift may count the devices in any order of them.
     for order in itertools.permutations(range(len(shape))):
         devices = np.arange(n).reshape(shape).transpose(order).ravel()  # the device at each place of this order
         place_of = np.argsort(devices)
