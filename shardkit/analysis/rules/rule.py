@@ -14,7 +14,7 @@ class Finding(NamedTuple):
     """One place of a program that breaks a rule.
 
     Attributes:
-        rule: a name in `shardkit.analysis.RULES`.
+        rule: its name, which `ignore=` of `lint` and `audit` takes.
         message: the mistake, with its values; one sentence.
         source: your line, "file.py:12 (function)"; "" if the program has none.
         remedy: the way to correct it; one sentence.
