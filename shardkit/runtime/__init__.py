@@ -1,7 +1,7 @@
 """Functions for your training script, around its steps: join processes, save checkpoints, load weights and data, check.
 
 Start with `cluster/join.py`; each of `channel/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
-Imports steps. The launcher and the guard are in `jobs/`; you can call `guard` from here too. It is imported at its first
+Imports steps. The launcher and the guard are in `jobs/`; you can call `guard` from here too. It is imported at first
 use, like the law that this folder adds to testing.
 """
 
