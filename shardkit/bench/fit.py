@@ -86,7 +86,10 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
         solution[positive] = column.sum() / np.square(column).sum()
     residual = float(np.sqrt(np.mean(np.square(shares @ solution - 1))))
     latency, slope = map(float, solution)
-    return Fit(latency, 1 / slope if slope else float("inf"), residual)
+    bandwidth = math.inf
+    if slope:
+        bandwidth = 1 / slope
+    return Fit(latency, bandwidth, residual)
 
 
 def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Links:
@@ -129,9 +132,12 @@ def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Link
         )
     if flops is None:
         chip = chip_of(usable[-1]["environment"].get("device_kind"))
-        flops = None if chip is None else chip.flops
-    by_name = tuple((axis, _fit_link(axis_records)) for axis, axis_records in by_axis.items())
-    return cost.Links(_fit_link(usable), flops, by_name)
+        if chip is not None:
+            flops = chip.flops
+    links_of_axes = []
+    for axis, axis_records in by_axis.items():
+        links_of_axes.append((axis, _fit_link(axis_records)))
+    return cost.Links(_fit_link(usable), flops, tuple(links_of_axes))
 
 
 def _fit_link(records: Sequence[Record]) -> cost.Link:

@@ -48,7 +48,8 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[di
     names = list(runs)
     for number in range(rounds):
         first = number % len(names)
-        results = {name: runs[name]() for name in names[first:] + names[:first]}
+        rotated = names[first:] + names[:first]
+        results = {name: runs[name]() for name in rotated}
         yield {name: results[name] for name in names}
 
 
@@ -89,7 +90,10 @@ def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[st
 
 def _describe(prefix: str, values: np.ndarray) -> dict[str, float]:
     """Median, percentiles and extremes of some values, by name."""
-    return {f"{prefix}_{label}": round(float(np.percentile(values, q)), 4) for label, q in STATISTICS}
+    statistics = {}
+    for label, percent in STATISTICS:
+        statistics[f"{prefix}_{label}"] = round(float(np.percentile(values, percent)), 4)
+    return statistics
 
 
 def divide_by_round(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -98,13 +102,15 @@ def divide_by_round(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
     For example a=[1, 10], b=[4, 40], where the second round fell on a busy moment: the means are 2 and 20, and both
     rounds give a=0.5, b=2.
     """
-    logs = {name: np.log(np.maximum(np.asarray(values, float), _SHORTEST)) for name, values in times.items()}
+    logs = {}
+    for name, values in times.items():
+        logs[name] = np.log(np.maximum(np.asarray(values, float), _SHORTEST))
     round_means = np.mean(list(logs.values()), axis=0)
     return {name: np.exp(values - round_means) for name, values in logs.items()}
 
 
 def midmean(values: np.ndarray) -> Any:
-    """The mean of the middle half, along the last dim."""
+    """The mean of the middle half, along the last dim: of 1, 2, 3, 4, 5, 6, 7, 100 that of 3 to 6, 4.5."""
     ordered = np.sort(values, axis=-1)
     n = ordered.shape[-1]
     return np.mean(ordered[..., n // 4 : n - n // 4], axis=-1)
@@ -150,6 +156,10 @@ MODES = ("inside", "dispatched")
 """Where calls are timed: in a loop inside one jit, or each from Python."""
 
 
+def _carry_and_value(carry: Any, value: Any) -> tuple[Any, Any]:
+    return carry, value
+
+
 class Case(NamedTuple):
     """One of the ways to compute a row: `measure` times several cases beside each other.
 
@@ -178,7 +188,7 @@ class Case(NamedTuple):
     step: Callable[..., tuple[Any, Any]]
     carry: Any
     args: tuple[Any, ...] = ()
-    checked: Callable[[Any, Any], Any] = lambda carry, value: (carry, value)
+    checked: Callable[[Any, Any], Any] = _carry_and_value
     expected: Any = None
     repeated: Callable[[int], Callable[..., tuple[Any, Any]]] | None = None
     fields: Mapping[str, Any] = MappingProxyType({})
@@ -227,9 +237,16 @@ def measure(
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"measure: cases must have different names; got {names}. Name each of them.")
-    make_loop = _loop_inside_jit if mode == "inside" else _loop_of_calls
-    runs = {case.name: _make_timed_run(case, make_loop(case, calls, donate), calls) for case in cases}
-    expected = {case.name: case.expected for case in cases if case.expected is not None}
+    runs = {}
+    expected = {}
+    for case in cases:
+        if mode == "inside":
+            loop = _loop_inside_jit(case, calls, donate)
+        else:
+            loop = _loop_of_calls(case, calls, donate)
+        runs[case.name] = _make_timed_run(case, loop, calls)
+        if case.expected is not None:
+            expected[case.name] = case.expected
     samples: list[dict[str, Sample]] = []
     calibrations: list[float] = []
     largest_error = dict.fromkeys(names, 0.0)
@@ -290,14 +307,21 @@ def _loop_inside_jit(case: Case, calls: int, donate: bool) -> Callable[..., tupl
 
         return jax.lax.fori_loop(0, calls, call, (carry, value))
 
-    return jax.jit(loop, donate_argnums=(0,) if donate else ())
+    return _jit(loop, donate)
+
+
+def _jit(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
+    """A function that is jitted, with the memory of its first argument for its results if `donate`."""
+    if donate:
+        return jax.jit(fn, donate_argnums=(0,))
+    return jax.jit(fn)
 
 
 def _loop_of_calls(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
     step = case.step
     is_jitted = isinstance(step, jax.stages.Compiled) or hasattr(step, "lower")
     if not is_jitted:
-        step = jax.jit(step, donate_argnums=(0,) if donate else ())
+        step = _jit(step, donate)
 
     def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
         value = None
@@ -333,9 +357,14 @@ def _disagreement(
     row: str, name: str, baseline: str, is_expected: bool, error: float, path: str, tolerance: float
 ) -> ValueError:
     """The error for a case that is wrong: by what is expected of it, or by what the baseline returns."""
-    subject = "results" if is_expected else "cases"
-    other = "what is expected" if is_expected else repr(baseline)
-    leaf = f" in leaf {path}" if path else ""
+    subject = "cases"
+    other = repr(baseline)
+    if is_expected:
+        subject = "results"
+        other = "what is expected"
+    leaf = ""
+    if path:
+        leaf = f" in leaf {path}"
     return ValueError(
         f"measure: {subject} must agree within {tolerance:.1e} of the largest element; in row {row!r}, {name!r} "
         f"differs from {other} by {error:.1e}{leaf}. No time is reported: make both compute the same, or pass a larger "
@@ -350,7 +379,10 @@ def _relative_error(value: Any, reference: Any, tolerance: float) -> tuple[float
     if array.shape != expected.shape or not np.isfinite(expected).all():
         return np.inf, max(1, expected.size)
     errors = np.abs(array - expected)
-    scale = np.abs(expected).max(initial=0)
-    relative = errors / scale if scale else np.where(errors == 0, 0.0, np.inf)
+    largest = np.abs(expected).max(initial=0)
+    if largest:
+        relative = errors / largest
+    else:
+        relative = np.where(errors == 0, 0.0, np.inf)
     relative = np.where(np.isfinite(array), relative, np.inf)
     return float(relative.max(initial=0)), int((relative > tolerance).sum())

@@ -144,8 +144,8 @@ def explain_left_out(sizes: Mapping[str, int], work: Workload) -> list[str]:
 
 def _has_columns(sizes: Mapping[str, int], config: transformer.Config) -> bool:
     model = sizes.get("model", 1)
-    divide = all(size % model == 0 for size in (config.heads, config.width, config.vocabulary))
-    return model > 1 and divide
+    divides = all(size % model == 0 for size in (config.heads, config.width, config.vocabulary))
+    return model > 1 and divides
 
 
 def has_stages(sizes: Mapping[str, int], work: Workload) -> bool:
@@ -186,7 +186,9 @@ class CaseBuilder:
         """The optimizer of a plan's own step, or of one device and of jit's."""
         if self.name == "adamw":
             return optax.adamw(LEARNING_RATE)
-        dims = None if self.work.config is None else parameters.muon_dims(self.work.config)
+        dims = None
+        if self.work.config is not None:
+            dims = parameters.muon_dims(self.work.config)
         if plan is None:
             return optax.contrib.muon(LEARNING_RATE, muon_weight_dimension_numbers=dims)
         return sk.muon(LEARNING_RATE, mesh=self.mesh, plan=plan, muon_weight_dimension_numbers=dims)
@@ -404,24 +406,29 @@ def text(records: Sequence[Record]) -> str:
             f"{record['cpu_ratio']:.3f}",
             _in_mib(record["held_bytes"]),
             _in_mib(record["temp_bytes"]),
-            _in_mib(record["written_bytes"]) if record["written_bytes"] else "",
-            _in_mib(record["wire_bytes"]) if record["wire_bytes"] else "",
+            _sent_mib(record["written_bytes"]),
+            _sent_mib(record["wire_bytes"]),
             difference_text,
         )
         lines.append(line)
     first = records[0]
-    return "\n".join(
-        [
-            table(lines),
-            f"mesh {first['row']}; {first['calls']} steps x {first['rounds']} rounds; tokens/s and CPU time are to one "
-            f"device's of {first['wall_us_median'] / 1e3:.1f} ms and {first['cpu_us_median'] / 1e3:.1f} ms a step; "
-            f"results agree within {first['tolerance_relative']:.1e}",
-        ]
+    caption = (
+        f"mesh {first['row']}; {first['calls']} steps x {first['rounds']} rounds; tokens/s and CPU time are to one "
+        f"device's of {first['wall_us_median'] / 1e3:.1f} ms and {first['cpu_us_median'] / 1e3:.1f} ms a step; "
+        f"results agree within {first['tolerance_relative']:.1e}"
     )
+    return "\n".join([table(lines), caption])
 
 
 def _in_mib(size: float) -> str:
     return f"{size / MIB:.2f}"
+
+
+def _sent_mib(size: float) -> str:
+    """Nothing, where nothing is sent."""
+    if not size:
+        return ""
+    return _in_mib(size)
 
 
 def _check(work: Workload, mesh: Mesh) -> None:
@@ -435,7 +442,12 @@ def _check(work: Workload, mesh: Mesh) -> None:
             f"strategies: all cases must run in one process, beside one device; got {jax.process_count()} processes. "
             "Run the command without shardkit launch."
         )
-    counts = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(work.batch)}
+    counts = set()
+    for x in jax.tree.leaves(work.batch):
+        if np.ndim(x):
+            counts.add(np.shape(x)[0])
+        else:
+            counts.add(0)
     parts = mesh.size * MICROBATCHES
     if len(counts) != 1 or not max(counts) or max(counts) % parts:
         raise ValueError(

@@ -64,6 +64,7 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
         )
     checks.one_of("wire", "kind", kind, (*COLLECTIVE_KINDS, "broadcast"))
     operand = Fraction(size)
+    nothing = Traffic(Fraction(0), 0)
     others_share = Fraction(n - 1, n)  # of the operand that does not stay here
     match kind:
         case "all_reduce":  # a reduce_scatter, then an all_gather of the pieces
@@ -73,9 +74,15 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
         case "reduce_scatter" | "all_to_all":
             return Traffic(others_share * operand, n - 1)
         case "broadcast":  # from one device to the next
-            return Traffic(operand, n - 1) if n > 1 else Traffic(Fraction(0), 0)
-    moves = n > 1 if pairs is None else any(source != target for source, target in pairs)
-    return Traffic(operand, 1) if moves else Traffic(Fraction(0), 0)
+            if n == 1:
+                return nothing
+            return Traffic(operand, n - 1)
+    moves = n > 1
+    if pairs is not None:
+        moves = any(source != target for source, target in pairs)
+    if not moves:
+        return nothing
+    return Traffic(operand, 1)
 
 
 @lru_cache(maxsize=4096)  # the planner asks thousands of times

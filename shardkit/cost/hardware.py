@@ -164,5 +164,6 @@ def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
             f"group_bandwidth: axes must be at most {most} for chip {described.name!r}; got {axes}. "
             "Choose fewer axes or another chip."
         )
-    links = 2 * axes if described.torus else 1
-    return described.link_bandwidth * links
+    if not described.torus:
+        return described.link_bandwidth
+    return described.link_bandwidth * 2 * axes

@@ -45,8 +45,10 @@ class Link(NamedTuple):
         return messages * self.latency + sent / self.bandwidth
 
     def __str__(self) -> str:
-        source = f" ({self.source})" if self.source else ""
-        return f"{self.latency * 1e6:.3g} us a message, {self.bandwidth / 1e9:.3g} GB/s{source}"
+        text = f"{self.latency * 1e6:.3g} us a message, {self.bandwidth / 1e9:.3g} GB/s"
+        if self.source:
+            text += f" ({self.source})"
+        return text
 
 
 class Links(NamedTuple):
@@ -70,7 +72,9 @@ class Links(NamedTuple):
 
     def of(self, axis: str | Sequence[str]) -> Link:
         """Returns the link of an axis; of several axes the largest latency and the smallest bandwidth."""
-        names = (axis,) if isinstance(axis, str) else axis
+        names = axis
+        if isinstance(axis, str):
+            names = (axis,)
         link_of = dict(self.axes)
         links = [link_of.get(name, self.link) for name in names]
         if not links:
@@ -103,7 +107,9 @@ def links(chip: str | Chip) -> Links:
     Source: How to Scale Your Model, part 3, and NCCL's tuning table (src/graph/tuning.cc) for the latencies.
     """
     described = hardware.chip(chip)
-    latency = _TORUS_HOP if described.torus else _SWITCH_HOP
+    latency = _SWITCH_HOP
+    if described.torus:
+        latency = _TORUS_HOP
     return Links(Link(latency, described.link_bandwidth, f"chip {described.name}"), described.flops)
 
 
@@ -133,13 +139,12 @@ def link_of_group(chip: Chip, kind: str, group: Group) -> Link:
     each device sends at 400 GB/s; over two of them, one on each host, at 50 GB/s; over the eight of a host at 450 GB/s.
     """
     is_permute = kind == "ppermute"
-    if chip.torus and is_permute:
-        bandwidth = chip.link_bandwidth
-    elif chip.torus:
+    bandwidth = chip.link_bandwidth
+    if chip.torus and not is_permute:
         bandwidth = group_bandwidth(chip, group.dims)
-    elif group.members_on_a_host is None:
-        bandwidth = chip.link_bandwidth
-    else:
-        adapters = 1 if is_permute else group.members_on_a_host
+    elif not chip.torus and group.members_on_a_host is not None:
+        adapters = group.members_on_a_host
+        if is_permute:
+            adapters = 1
         bandwidth = min(chip.link_bandwidth, chip.network_bandwidth * adapters)
     return Link(0.0, bandwidth, f"chip {chip.name}")

@@ -59,7 +59,9 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
         rule = "a multiple of"
         fits = microbatches % stages == 0
     if chunks > 1 and not fits:
-        function = "interleaved" if name == "1f1b" else name
+        function = name
+        if name == "1f1b":
+            function = "interleaved"
         call = f"schedules.{function}({stages}, {microbatches}, {chunks})"
         raise ValueError(
             f"bubble: the closed form of {name!r} needs {rule} stages={stages} microbatches; got {microbatches}. "
@@ -68,4 +70,6 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
     # In forwards and backwards of a chunk: 4 stages, 16 microbatches and 3 chunks are busy for 48, and idle for 3.
     busy = microbatches * chunks
     idle = stages - 1
-    return idle / busy if of == "ideal" else idle / (busy + idle)
+    if of == "ideal":
+        return idle / busy
+    return idle / (busy + idle)

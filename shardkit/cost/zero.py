@@ -71,10 +71,19 @@ def zero_breakdown(
         gradient_bytes=gradient_bytes,
         optimizer_bytes=optimizer_bytes,
     )
+    optimizer_ways = 1
+    gradient_ways = 1
+    parameter_ways = 1
+    if stage >= 1:
+        optimizer_ways = ways
+    if stage >= 2:
+        gradient_ways = ways
+    if stage >= 3:
+        parameter_ways = ways
     return ZeroMemory(
-        parameters=parameters * parameter_bytes / (ways if stage >= 3 else 1),
-        gradients=parameters * gradient_bytes / (ways if stage >= 2 else 1),
-        optimizer=parameters * optimizer_bytes / (ways if stage >= 1 else 1),
+        parameters=parameters * parameter_bytes / parameter_ways,
+        gradients=parameters * gradient_bytes / gradient_ways,
+        optimizer=parameters * optimizer_bytes / optimizer_ways,
     )
 
 
@@ -162,12 +171,16 @@ def zero_volume(
     share = sent_share("reduce_scatter", ways)
     reduction = share * parameters * gradient_bytes
     gather = share * parameters * parameter_bytes
-    passes = 1 if layer_major else accumulate  # of microbatches, or of all at once, through a layer
+    passes = accumulate  # through a layer, one for each microbatch
+    if layer_major:
+        passes = 1
     if stage == 0:
         return 2 * reduction  # an all_reduce
     if stage == 1 or (stage == 3 and not layerwise):
         return reduction + gather
     if stage == 2:
         return passes * reduction + gather
-    gathers = 2 if regather else 1  # forward, and again backward
+    gathers = 1  # forward
+    if regather:
+        gathers = 2  # and again backward
     return passes * (reduction + gathers * gather)
