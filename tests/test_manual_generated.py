@@ -116,7 +116,7 @@ def test_a_notebook_shows_its_stored_outputs(tmp_path):
     text, pictures = notebooks.page(tmp_path / "a.ipynb")
     assert text == (
         '# One\n\n<details markdown="1">\nwhy\n</details>\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\n'
-        "![What the code above draws](a_1_1.png){ .on-white }\n"
+        "[![What the code above draws](a_1_1.png){ .on-white }](a_1_1.png)\n"
     )
     assert pictures == {"a_1_1.png": b"\0\0\0"}
 
