@@ -171,10 +171,14 @@ class Coverage:
 
     def foreign(self) -> list[Decision]:
         """Comparisons that only one side makes."""
+        return [self.decisions[key] for key in self.foreign_keys()]
+
+    def foreign_keys(self) -> list[tuple[Any, ...]]:
+        """Their keys among all decisions."""
         words: list[set[int]] = [set(), set()]
         for (side, *_), decision in self.decisions.items():
             words[side] |= decision.words
-        return [decision for (side, *_), decision in self.decisions.items() if decision.words - words[1 - side]]
+        return [key for key, decision in self.decisions.items() if decision.words - words[1 - key[0]]]
 
     def untied(self) -> list[Decision]:
         """Comparisons that both sides make, that differ for equal numbers, and that no draw made of equal numbers.

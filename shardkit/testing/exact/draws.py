@@ -18,7 +18,7 @@ from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Decision
 from shardkit.testing.exact.crossings import Crossings
 from shardkit.testing.exact.numbers.errors import UnknownValueError
-from shardkit.testing.exact.numbers.field import KINDS, MIXED
+from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR
 from shardkit.testing.exact.program_pair import POINTS, Evidence, ProgramPair, Side, UndecidedError, UnprovableError
 
 _MOST_IN_VAIN = 8
@@ -53,7 +53,7 @@ def of_kernels(seconds: float) -> Effort:
     """More where a run takes few seconds: what hangs on several comparisons of few elements is seen in few draws."""
     runs = int(min(32, max(8, 0.3 / max(seconds, 1e-3))))
     draws = runs // 2
-    kinds = (*KINDS[1:], "near", MIXED, MIXED)
+    kinds = (*KINDS[1:], "near", MIXED, SIMILAR)
     return Effort(draws, draws + 8, kinds, 4, ties=runs // 4, crossed=runs // 2, orders=range(64), foreign=runs)
 
 

@@ -164,7 +164,8 @@ class ProgramPair:
         for number, side in enumerate(self.sides):
             field.coverage.side = (ON_MESH, ALONE)[number]
             side(field, None)
-        return crossings.solve(field, moved, before, after)
+        foreign = {key[:3] for key in self.coverage.foreign_keys()}  # but for their number of dims
+        return crossings.solve(field, moved, before, after, foreign)
 
     def _field(
         self,
