@@ -10,14 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardkit import cost
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import collectives_of
 from shardkit.analysis.hlo.compute import NO_CLOCK, clock_of
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.jaxpr.census import CensusRow, census_of
 from shardkit.bench.records import Record
-from shardkit.cost import Chip, wire
+from shardkit.cost import Chip, hardware, wire
 
 _SHOWN = 4  # groups, and devices of one that is no range
 
@@ -90,7 +89,7 @@ def physical(mesh: Mesh, axes: Sequence[str]) -> str:
 
 def chip_of(mesh: Mesh) -> Chip | None:
     """The chip of a mesh's devices, where its figures are known."""
-    return cost.chip_of(mesh.devices.flat[0].device_kind)
+    return hardware.chip_of(mesh.devices.flat[0].device_kind)
 
 
 def places(mesh: Mesh) -> list[tuple[int, ...]]:

@@ -27,7 +27,8 @@ def environment() -> dict[str, Any]:
         `calibration`. The name of the machine is left out.
 
     Example:
-        >>> sk.bench.environment()["device_count"]
+        >>> from shardkit.bench.environment import environment
+        >>> environment()["device_count"]
         8
     """
     device = jax.devices()[0]
@@ -59,7 +60,8 @@ def calibration() -> float:
         Microseconds of CPU time of this thread; about 2,000 to 20,000.
 
     Example:
-        >>> sk.bench.calibration() > 0
+        >>> from shardkit.bench.environment import calibration
+        >>> calibration() > 0
         True
     """
     begun = time.thread_time()

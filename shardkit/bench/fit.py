@@ -1,4 +1,4 @@
-"""What measurements of `shardkit bench comm` say of the links: latency, bandwidth, and from where a way is faster."""
+"""What measurements of `shardkit bench comm` say of the links: latency, bandwidth."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardkit import cost
 from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import check_kind
 from shardkit.bench.records import Record
+from shardkit.cost.hardware import chip_of
 
 
 class Fit(NamedTuple):
@@ -45,8 +46,9 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
         ValueError: fewer than two sizes.
 
     Example:
+        >>> from shardkit.bench.fit import alpha_beta
         >>> times = [{"hops": 14, "written_bytes": b, "wall_us_median": 14 * 5 + b / 1e3} for b in (1e3, 1e6)]
-        >>> found = sk.bench.alpha_beta(times)
+        >>> found = alpha_beta(times)
         >>> f"{found.latency * 1e6:.1f} us a hop, {found.bandwidth / 1e9:.1f} GB/s"
         '5.0 us a hop, 1.0 GB/s'
 
@@ -84,22 +86,6 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
     residual = float(np.sqrt(np.mean(np.square(shares @ solution - 1))))
     latency, slope = map(float, solution)
     return Fit(latency, 1 / slope if slope else float("inf"), residual)
-
-
-class Crossover(NamedTuple):
-    """From which size another implementation is faster than lax's, as fitted to measured times.
-
-    Attributes:
-        op: the operation.
-        axes: over which it was measured, as "data" or "data, model".
-        impl: the other implementation.
-        size: bytes of the array; 0: always, infinite: never.
-    """
-
-    op: str
-    axes: str
-    impl: str
-    size: float
 
 
 def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Links:
@@ -141,43 +127,10 @@ def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Link
             "example shardkit bench comm data=8 --impl lax --json FILE."
         )
     if flops is None:
-        chip = cost.chip_of(usable[-1]["environment"].get("device_kind"))
+        chip = chip_of(usable[-1]["environment"].get("device_kind"))
         flops = None if chip is None else chip.flops
     by_name = tuple((axis, _fit_link(axis_records)) for axis, axis_records in by_axis.items())
     return cost.Links(_fit_link(usable), flops, by_name)
-
-
-def crossovers(records: Sequence[Record]) -> list[Crossover]:
-    """From which size each implementation is faster than lax's, over the same axes, by the fit of each.
-
-    "two_step", a reduce_scatter and an all_gather, against lax's all_reduce is what `scatter_from=` of
-    `all_reduce_tree` asks for.
-
-    Args:
-        records: of `bench.comm`, of at least two sizes each.
-
-    Returns:
-        One Crossover for each operation, axes and implementation; float32 where there are several dtypes.
-
-    Example:
-        >>> sk.bench.crossovers([])
-        []
-    """
-    groups: dict[tuple[str, str], dict[str, list[Record]]] = {}
-    for record in records:
-        if "op" in record and record.get("dtype", "float32") == "float32":
-            group = groups.setdefault((record["op"], record["axes"]), {})
-            group.setdefault(record["impl"], []).append(record)
-    results = []
-    for (op, axes), group in groups.items():
-        lax_link = _fit_by_size(group.get("lax", []))
-        if lax_link is None:
-            continue
-        for impl, impl_records in group.items():
-            link = _fit_by_size(impl_records)
-            if impl != "lax" and link is not None:
-                results.append(Crossover(op, axes, impl, _faster_from(lax_link, link)))
-    return results
 
 
 def _fit_link(records: Sequence[Record]) -> cost.Link:
@@ -189,26 +142,3 @@ def _fit_link(records: Sequence[Record]) -> cost.Link:
             f"{largest:,.0f} bytes. Measure larger sizes."
         )
     return cost.Link(fit.latency, fit.bandwidth, f"measured on {records[-1]['environment']['date'][:10]}")
-
-
-def _faster_from(first: cost.Link, second: cost.Link) -> float:
-    """The bytes from which the second of two ways is faster; 0 where it always is, infinite where it never is."""
-    gain = 1 / first.bandwidth - 1 / second.bandwidth  # seconds for each byte
-    loss = second.latency - first.latency  # seconds for each call
-    if gain > 0:
-        return max(0.0, loss / gain)
-    if gain == 0 and loss < 0:
-        return 0.0
-    return math.inf
-
-
-def _fit_by_size(records: Sequence[Record]) -> cost.Link | None:
-    """The fit of one implementation as a function of the size of the array: the latency of all its hops."""
-    try:
-        fit = alpha_beta(records)
-    except ValueError:  # a single size
-        return None
-    last = max(records, key=lambda record: record["size"])
-    if not last["written_bytes"] or math.isinf(fit.bandwidth):
-        return None
-    return cost.Link(fit.latency * last["hops"], fit.bandwidth * last["size"] / last["written_bytes"])

@@ -41,7 +41,8 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[di
         rounds: how often each is called.
 
     Example:
-        >>> list(sk.bench.interleaved({"a": lambda: 1, "b": lambda: 2}, 2))
+        >>> from shardkit.bench.measure import interleaved
+        >>> list(interleaved({"a": lambda: 1, "b": lambda: 2}, 2))
         [{'a': 1, 'b': 2}, {'a': 1, 'b': 2}]
     """
     names = list(runs)
@@ -66,8 +67,9 @@ def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[st
         `wall_ratio`, `cpu_ratio`, of all rounds together.
 
     Example:
-        >>> rounds = [{"a": sk.bench.Sample(10, 10), "b": sk.bench.Sample(20, 10)}]
-        >>> sk.bench.summarise(rounds, "a")["b"]["wall_ratio_median"]
+        >>> from shardkit.bench.measure import Sample, summarise
+        >>> rounds = [{"a": Sample(10, 10), "b": Sample(20, 10)}]
+        >>> summarise(rounds, "a")["b"]["wall_ratio_median"]
         2.0
     """
     statistics: dict[str, dict[str, float]] = {name: {} for name in samples[0]}

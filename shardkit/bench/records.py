@@ -30,7 +30,9 @@ def write(records: Sequence[Record], file: Path) -> None:
     Example:
         After a measurement, for `read` and for `shardkit bench compare`:
 
-            sk.bench.write(records, Path("results/today.jsonl"))
+            from shardkit.bench.records import write
+
+            write(records, Path("results/today.jsonl"))
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", opener=open_file) as out:
@@ -38,7 +40,7 @@ def write(records: Sequence[Record], file: Path) -> None:
 
 
 def read(file: Path | str) -> list[Record]:
-    """The records in a file that `write` made, in its order.
+    """The records in a file that `report` or `shardkit bench --json` wrote, in its order.
 
     Args:
         file: its path.
@@ -100,7 +102,9 @@ def write_csv(records: Sequence[Record], file: Path) -> None:
     Example:
         For a spreadsheet:
 
-            sk.bench.write_csv(sk.bench.read("results/today.jsonl"), Path("today.csv"))
+            from shardkit.bench.records import write_csv
+
+            write_csv(sk.bench.read("results/today.jsonl"), Path("today.csv"))
     """
     rows = []
     columns: dict[str, None] = {}  # in the order in which records have them
@@ -148,7 +152,8 @@ def table(records: Sequence[Record]) -> str:
     Example:
         >>> case = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
         >>> records = sk.bench.measure("doubling", "4 numbers", [case], calls=2, rounds=2)
-        >>> print(sk.bench.table(records))
+        >>> from shardkit.bench.records import table
+        >>> print(table(records))
         4 numbers (inside, 2 calls x 2 rounds)
         case    wall us  ...
         double  ...

@@ -26,7 +26,7 @@ from shardkit.analysis.jaxpr.census import traceable
 from shardkit.bench.measure import Case, difference, measure
 from shardkit.bench.records import Record
 from shardkit.meshes.layout import table
-from shardkit.models import transformer
+from shardkit.models import parameters, transformer
 from shardkit.models.transformer import ONE_DEVICE, Axes
 from shardkit.plans.splits import map_layouts
 
@@ -77,7 +77,8 @@ def reference(config: transformer.Config, examples: int, tokens: int) -> Workloa
         tokens: of each example.
 
     Example:
-        >>> model = sk.bench.reference(sk.models.transformer.Config(layers=1, dim=16, heads=2), 8, 4)
+        >>> from shardkit.bench.strategies import reference
+        >>> model = reference(sk.models.transformer.Config(layers=1, dim=16, heads=2), 8, 4)
         >>> model.batch["tokens"].shape
         (8, 4)
     """
@@ -184,7 +185,7 @@ class CaseBuilder:
         """The optimizer of a plan's own step, or of one device and of jit's."""
         if self.name == "adamw":
             return optax.adamw(LEARNING_RATE)
-        dims = None if self.work.config is None else transformer.muon_dims(self.work.config)
+        dims = None if self.work.config is None else parameters.muon_dims(self.work.config)
         if plan is None:
             return optax.contrib.muon(LEARNING_RATE, muon_weight_dimension_numbers=dims)
         return sk.muon(LEARNING_RATE, mesh=self.mesh, plan=plan, muon_weight_dimension_numbers=dims)
@@ -344,8 +345,9 @@ def strategies(
         ValueError: other axes, examples that do not divide, no case of such a name, processes beside this one.
 
     Example:
-        >>> config = sk.models.transformer.Config(vocabulary=16, layers=1, dim=16, heads=2, hidden=32)
-        >>> work = sk.bench.reference(config, examples=16, tokens=2)
+        >>> def loss_fn(params, batch, keys):
+        ...     return jnp.mean((batch["x"] @ params["w"]) ** 2)
+        >>> work = sk.bench.Workload(loss_fn, {"w": jnp.ones((16, 16))}, {"x": jnp.ones((16, 16))})
         >>> records = sk.bench.strategies(work, mesh=sk.make_mesh(data=8), only=["dp"], calls=1, rounds=1)
         >>> [(record["case"], record["wrong"]) for record in records]
         [('one device', 0), ('dp', 0)]

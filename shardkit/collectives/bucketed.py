@@ -39,8 +39,8 @@ def all_reduce_tree(
         bucket_bytes: largest bucket in bytes per device, 1 or more; `cost.bucket_bytes` of a link is the size of which
             latency takes a tenth of the time.
         op: "sum" or "mean". Booleans count as integers.
-        scatter_from: bytes per device from which a bucket is scattered and gathered; 0 for always. `bench.crossovers`
-            finds it in measurements ("two_step"), `cost.scatter_from` in the figures of a link.
+        scatter_from: bytes per device from which a bucket is scattered and gathered; 0 for always.
+            `cost.scatter_from` of a link finds it, and `bench.links` measures links.
 
     Returns:
         Arrays of the same shapes, invariant over `axis`: the results of all_reduce, with the same bits where the

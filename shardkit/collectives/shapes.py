@@ -169,7 +169,7 @@ def gather_to_one(x: Arrays, axis: Axis, *, dim: int = 0, target: int = 0) -> An
         target: index of the receiving device, 0 <= target < n.
 
     Returns:
-        Arrays whose size along `dim` is n times the shard's, on every device, varying over `axis`.
+        Arrays with n times the shard's size along `dim`, on every device, varying over `axis`.
 
     Raises:
         ValueError: an unbound axis, a `dim` the array does not have, or a target outside the axis.

@@ -35,8 +35,9 @@ def ring_from(link: Link, columns: float, *, flops: float, value_bytes: float = 
         ValueError: a figure that is not positive, or a negative latency.
 
     Example:
+        >>> from shardkit.cost.crossovers import ring_from
         >>> v5e = sk.cost.links("v5e")
-        >>> [round(sk.cost.ring_from(v5e.link, columns, flops=v5e.flops)) for columns in (4400, 8192)]
+        >>> [round(ring_from(v5e.link, columns, flops=v5e.flops)) for columns in (4400, 8192)]
         [8865000, 51649]
 
     Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition (ASPLOS 2023).

@@ -121,7 +121,8 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
     Cost: two all_reduces of 4 bytes per mean forward, and two backward.
 
     Example:
-        >>> kernel = lambda x: sk.layers.sharded_moments(x, "data", dims=0)
+        >>> from shardkit.layers.norms import sharded_moments
+        >>> kernel = lambda x: sharded_moments(x, "data", dims=0)
         >>> moments = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P())
         >>> [float(x[0, 0]) for x in moments(jnp.arange(4.0)[:, None])]
         [1.5, 1.25]

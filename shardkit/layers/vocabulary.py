@@ -153,7 +153,8 @@ def vocab_cross_entropy_and_hits(
 
     Example:
         >>> x, head = jnp.eye(4)[None], 9 * jnp.eye(4)  # token i has the largest logit in class i
-        >>> nats, hits = sk.layers.vocab_cross_entropy_and_hits(x, head, jnp.asarray([[0, 1, 2, 0]]), None)
+        >>> from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits
+        >>> nats, hits = vocab_cross_entropy_and_hits(x, head, jnp.asarray([[0, 1, 2, 0]]), None)
         >>> hits.tolist()
         [[True, True, True, False]]
     """

@@ -13,7 +13,6 @@ from shardkit.planner.layout import Layout
 from shardkit.planner.model import Model
 from shardkit.planner.reasons import explain
 from shardkit.planner.search import kinds, search
-from shardkit.planner.source import source_of
 from shardkit.planner.tables import table
 
 __all__ = [
@@ -25,6 +24,5 @@ __all__ = [
     "explain",
     "kinds",
     "search",
-    "source_of",
     "table",
 ]

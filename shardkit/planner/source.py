@@ -38,7 +38,8 @@ def source_of(
     Example:
         >>> model = sk.planner.Model(layers=4, hidden=64, heads=4, vocabulary=256)
         >>> best = sk.planner.search(model, chip="v5e", chips=8, batch=16, sequence=128)[0]
-        >>> print(sk.planner.source_of(best, batch=16, sequence=128))
+        >>> from shardkit.planner.source import source_of
+        >>> print(source_of(best, batch=16, sequence=128))
         \"\"\"data=...
     """
     [candidate] = list_candidates([candidate])

@@ -97,33 +97,32 @@ def one_device(
     carry: Callable[[Any, Any, Any], Any] | None = None,
     carried: Any = None,
 ) -> Reference:
-    """Trains on one device with plain jax and optax, and derives by how much other runs may differ.
+    """Trains on one device with plain jax and optax, and computes how far other runs may differ.
 
     Another order of summation changes a gradient by about `relative` times the largest magnitude in the leaf, or 1e-6
     of the largest gradient if the leaf's own is only rounding noise. The effect on the loss, the later gradients and
-    the parameters depends on model and optimizer: Adam moves a parameter whose gradient is nearly zero by the whole
+    the parameters depends on model and optimizer: Adam moves a parameter with a gradient near zero by the whole
     learning rate, in the direction of the noise. The run is therefore repeated twice with gradients perturbed by this
     much in every element, once in a random direction and once in the opposite one, and twice the distance between the
-    runs is allowed too. In a leaf whose gradient is only noise, each element may differ by the norm of that distance
-    over the leaf, because an optimizer that scales updates to a norm, as lamb does, may put it all into one element.
+    runs is allowed too. If the gradient of a leaf is only noise, each element may differ by the norm of this distance
+    over the leaf: an optimizer that scales updates to a norm, as lamb does, may put it all into one element.
 
     Args:
-        grad_fn: what one device computes over the whole batch, with no axis bound; from `value_and_grad(loss_fn)`.
-        optimizer: an optax GradientTransformation; it gets `value=loss` if it takes that.
+        grad_fn: the computation over the whole batch, with no axis bound; from `value_and_grad(loss_fn)`.
+        optimizer: an optax GradientTransformation. It gets `value=loss` if it takes a value.
         params: pytree of arrays.
         batches: one global batch for each step, at least one.
         key: the key of the run; by default `jax.random.key(0)`.
         relative: the error of a gradient, relative to the largest magnitude in the leaf. The default is for float32.
-        carry: as for `make_train_step`, what updates the carried state.
+        carry: as for `make_train_step`.
         carried: as for its `init`, the first carried state or a function of the parameters.
 
     Returns:
         Reference: loss, metrics, gradients and parameters of each step, and the allowed differences.
 
     Raises:
-        ValueError: carried state that is missing or that nothing uses, no batch, a relative error that is not between 0
-            and 1, or a run that proves nothing: its loss or a gradient is not finite, or all gradients of a step are
-            zero.
+        ValueError: carried state that is missing or unused, no batch, a relative error that is not between 0 and 1, or
+            a run that proves nothing: a loss or gradient is not finite, or all gradients of a step are zero.
 
     Example:
         >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
@@ -159,14 +158,14 @@ def one_device(
 def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise: Any) -> Wanted:
     """The results of a step, with the differences that rounding and the perturbed runs allow."""
 
-    def spread(pick: Callable[[_Step], Any]) -> Any:
+    def find_spread(select: Callable[[_Step], Any]) -> Any:
         """Twice the largest distance to the perturbed runs, for each element."""
-        others = [pick(other) for other in perturbed]
 
-        def double_distance(x: Any, *ys: Any) -> Any:
-            return 2 * np.max([np.abs(_widen(y) - _widen(x)) for y in ys], axis=0)
+        def double_distance(x: Any, *perturbed_xs: Any) -> Any:
+            distances = [np.abs(_widen(perturbed_x) - _widen(x)) for perturbed_x in perturbed_xs]
+            return 2 * np.max(distances, axis=0)
 
-        return jax.tree.map(double_distance, pick(step), *others)
+        return jax.tree.map(double_distance, select(step), *[select(run) for run in perturbed])
 
     def allow_largest(x: Any, gap: Any) -> float:
         return relative * magnitude(x) + float(np.max(gap, initial=0.0))
@@ -176,21 +175,21 @@ def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise
             gap = np.full_like(gap, np.linalg.norm(gap))
         return relative * magnitude(x) + gap
 
-    loss = float(spread(lambda step: step.loss)) + relative * abs(float(step.loss))
+    loss = float(find_spread(lambda step: step.loss)) + relative * abs(float(step.loss))
     grads = jax.tree.map(
         lambda error, gap: error + float(np.max(gap, initial=0.0)),
         estimate_noise(step.grads, relative),
-        spread(lambda step: step.grads),
+        find_spread(lambda step: step.grads),
     )
-    params = jax.tree.map(allow_parameter, step.params, spread(lambda step: step.params), is_noise)
+    params = jax.tree.map(allow_parameter, step.params, find_spread(lambda step: step.params), is_noise)
     # A mean may be far smaller than the terms of its sum; only the loss tells how large they are.
     least = 0.1 * relative * abs(float(step.loss))
     metrics = jax.tree.map(
         lambda x, gap: max(relative * magnitude(x), least) + float(np.max(gap, initial=0.0)),
         step.metrics,
-        spread(lambda step: step.metrics),
+        find_spread(lambda step: step.metrics),
     )
-    carried = jax.tree.map(allow_largest, step.carried, spread(lambda step: step.carried))
+    carried = jax.tree.map(allow_largest, step.carried, find_spread(lambda step: step.carried))
     return Wanted(
         loss=step.loss,
         metrics=step.metrics,
@@ -214,7 +213,7 @@ def estimate_noise(grads: Any, relative: float) -> Any:
 def _run(training: Training, relative: float, sign: int) -> list[_Step]:
     """All steps on one device, with gradients perturbed in the direction of `sign`; 0 leaves them as they are."""
     grad_fn: Any = training.grad_fn
-    gradient = gradient_of(grad_fn)
+    compute_gradient = gradient_of(grad_fn)
     update = update_of(training.optimizer)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), training.params)
     opt_state = wrap_optimizer(training.optimizer).init(params)
@@ -223,7 +222,7 @@ def _run(training: Training, relative: float, sign: int) -> list[_Step]:
     for index, batch in enumerate(training.batches):
         examples = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
         keys = example_keys(step_key(training.key, index), examples)
-        results = gradient(params, batch, keys, **training.carried_arguments(carried))
+        results = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
         loss, metrics, grads = jax.device_get(results)
         if sign:
             grads = _perturb(grads, relative, sign)
@@ -238,7 +237,7 @@ def gradient_of(grad_fn: Any) -> Callable[..., Any]:
     """Loss, metrics and gradients of the mean, compiled once per function."""
 
     @jax.jit
-    def gradient(params: Any, batch: Any, keys: jax.Array, **carried: Any) -> Any:
+    def compute_gradient(params: Any, batch: Any, keys: jax.Array, **carried: Any) -> Any:
         loss, aux, grads = grad_fn(params, batch, keys, **carried)
         weight = divisor_of(jnp.asarray(largest_weight(loss), jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
@@ -246,7 +245,7 @@ def gradient_of(grad_fn: Any) -> Callable[..., Any]:
         total = sum(_divide(mean, mean.total.dtype) for mean in terms_of(loss))
         return total, {"weight": weight, **means}, grads
 
-    return gradient
+    return compute_gradient
 
 
 def _divide(mean: Mean, dtype: Any) -> jax.Array:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import typed
-from shardkit.schedules import Schedule, Timeline
+from shardkit.schedules import Schedule
 from shardkit.schedules.action import Action
+from shardkit.schedules.simulate import Timeline
 from shardkit.viz.style import (
     AREA,
     GREY,
@@ -89,7 +90,8 @@ def title(schedule: Schedule) -> str:
     """The title of a picture: the name and the sizes of a schedule.
 
     Example:
-        >>> sk.viz.title(sk.schedules.lockstep(4, 8, chunks=2))
+        >>> from shardkit.viz.schedule import title
+        >>> title(sk.schedules.lockstep(4, 8, chunks=2))
         'lockstep: 4 devices x 2 chunks, 8 microbatches'
     """
     devices = counted(schedule.devices, "device")
@@ -102,7 +104,8 @@ def facts(timeline: Timeline) -> str:
     """The subtitle of a picture: the makespan, and the bubble in both conventions.
 
     Example:
-        >>> sk.viz.facts(sk.schedules.gpipe(2, 4).simulate())
+        >>> from shardkit.viz.schedule import facts
+        >>> facts(sk.schedules.gpipe(2, 4).simulate())
         "makespan 15, bubble 25.0% of the work (Megatron's convention), 20.0% of the makespan (GPipe's)"
     """
     return (

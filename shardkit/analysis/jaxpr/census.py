@@ -89,7 +89,7 @@ class Census:
     rows: tuple[CensusRow, ...]
 
     def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
-        """Bytes sent per device: of all rows, of those that use an axis, or of those of a kind."""
+        """Bytes sent per device: of all rows, or of the rows with this axis or this kind."""
         return sum((r.total for r in self.select(axis=axis, kind=kind)), Fraction(0))
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
@@ -111,7 +111,7 @@ class Census:
         return json.dumps(rows, indent=1)
 
     def ways(self) -> str:
-        """How each collective is reached: kind and axes, then a line for each call on the way from the step to jax."""
+        """Shows the way to each collective: kind and axes, then a line for each call from the step down to jax."""
         times: dict[tuple[str, ...], int] = {}  # of the collectives that are reached by the same lines
         for row in self.rows:
             title = f"{row.kind} over {','.join(row.axes)}"
@@ -125,7 +125,7 @@ class Census:
 
     @typed
     def compare(self, other: Census) -> str:
-        """The kinds and axes in which `other` differs, one line each; empty when both send the same."""
+        """Lists the kinds and axes in which `other` differs, one line each; empty if both send the same."""
         here = self._sum_by_kind_and_axes()
         there = other._sum_by_kind_and_axes()
         nothing = (0, Fraction(0))
@@ -198,12 +198,12 @@ def _table_line(rows: list[CensusRow]) -> tuple[str, str, str, str, str, str, st
 
 @typed
 def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
-    """Counts every collective in one call of `fn`, by tracing it.
+    """Traces one call of `fn` and counts every collective in it, with its bytes.
 
     It covers jit, shard_map, scan (times its length), while, cond (every branch), custom derivatives and remat.
 
     Args:
-        fn: any function that jax can trace, as a step or a loss; or the result of its `.trace`, without arguments.
+        fn: any function that jax can trace, such as a step or a loss; or the result of its `.trace`, without arguments.
         *args: its arguments; `jax.ShapeDtypeStruct` is enough.
         **kwargs: its keyword arguments.
 
@@ -211,9 +211,9 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
         Census: rows, totals per axis and kind, a printed table, `.to_json()`, `.compare(other)`.
 
     Raises:
-        ValueError: something whose bytes would be missing: a primitive over mesh axes that the census does not know, a
-            Pallas kernel that copies to other devices or signals them, a foreign call (`jax.ffi`) with side effects;
-            `sends` says what these send.
+        ValueError: something that may send bytes which the census cannot count: an unknown primitive over mesh axes, a
+            Pallas kernel that copies to other devices or signals them, a foreign call (`jax.ffi`) with side effects.
+            Wrap it in `sends` to say what it sends.
 
     Example:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())

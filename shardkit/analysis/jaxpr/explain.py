@@ -89,10 +89,10 @@ class Explanation:
 
 @typed
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Names, for each collective of the backward pass, the forward line that causes it and the reason.
+    """Explains each collective of the backward pass: the forward line that causes it, and the reason.
 
     Args:
-        fn: a function that differentiates, as a gradient or a training step; it is traced and not run.
+        fn: a function that differentiates, such as a gradient or a training step. It is traced, and does not run.
         *args: its arguments; `jax.ShapeDtypeStruct` is enough.
         **kwargs: its keyword arguments.
 

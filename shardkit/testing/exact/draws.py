@@ -22,6 +22,7 @@ from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR
 from shardkit.testing.exact.program_pair import POINTS, Evidence, ProgramPair, Side, UndecidedError, UnprovableError
 
 _MOST_IN_VAIN = 8
+_FOREIGN = 2  # times as many draws in which comparisons change, where only one side makes one of them
 _TOGETHER = 4  # elements that are put where comparisons change
 
 
@@ -172,7 +173,11 @@ def _draw(pair: ProgramPair, effort: Effort) -> None:
     if coverage.open(EQUALITY):  # zeros may make that no number
         pair.draw("")
     if coverage.decisions and effort.crossed:
-        _cross(pair, effort.crossed)
+        # Where one side alone compares, what shows it may hang on other comparisons too: more draws meet both.
+        count = effort.crossed
+        if coverage.foreign():
+            count *= _FOREIGN
+        _cross(pair, count)
 
 
 def _cross(pair: ProgramPair, count: int) -> None:

@@ -9,7 +9,7 @@ Worked example, with one small prime, 7, in place of the tower, and one point in
     a mean instead  6 / 2 = 3: differs; no tolerance is needed to see it
 
 Two different polynomials agree at few points of a field, so that programs which agree at random ones are the same
-polynomial, but for a chance that `Equality.chance` bounds. With the real primes it is below 1e-15 here.
+polynomial, but for a chance that `Equality.chance` bounds: with the real primes and three points it is 5e-28 here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from shardkit.testing._kernels import (
     check_args,
     check_arity,
     check_axes_of_specs,
-    checked_kernel,
-    checked_reference,
+    wrap_kernel,
+    wrap_reference,
 )
 from shardkit.testing.exact.derivatives import name_result, trace_with_derivatives
 from shardkit.testing.exact.draws import equal, of_kernels
@@ -62,15 +62,15 @@ POSITIVE = "logarithms are of positive numbers"
 
 
 class Equality(NamedTuple):
-    """What was proved, and how surely: a certificate, as text by `print` and as JSON by `to_json`.
+    """A certificate: the statement, and how sure it is. `print` shows it as text, `to_json` as JSON.
 
     Attributes:
         what: the two sides, and their mesh.
         shapes: dtype and shape of each input.
-        points: at how many random points of the field both sides were evaluated.
-        chance: a bound of the probability that sides which differ agree at all of them.
-        uninterpreted: the functions of which only that equal arguments have equal values was used.
-        compared: what was seen of comparisons, by line where they went one way; empty if there are none.
+        points: the number of random points of the field.
+        chance: a bound of the probability that two different sides agree at all points.
+        uninterpreted: functions without a law: the proof knows only that equal arguments give equal values.
+        compared: the comparisons, with the line of each one that went only one way; empty if there are none.
         assumed: the assumptions.
     """
 
@@ -118,39 +118,40 @@ def assert_equal_for_all_inputs(
     points: int = 3,
     check_vma: bool = True,
 ) -> Equality:
-    """Proves a kernel against a plain function without a tolerance: the same values and gradients for all inputs.
+    """Proves that a kernel equals a plain function, in values and gradients, for all inputs and without a tolerance.
 
-    Both are traced, and run with numbers of a finite field in place of floats: every float of `args` is an unknown,
-    drawn at random, and only its shape and dtype matter. Integers, booleans and keys keep their values. Programs that
-    agree there are the same function of real numbers, but for a chance that the result bounds; one that is wrong by a
-    part in 10^12 is found. Comparisons are decided by real inputs that are drawn too, several times, and by random
-    orders where no draw reached a branch; the result says what was seen. NaN is a value of its own. Rounding is not
-    seen: `assert_matches_reference` compares floats.
+    It traces both, and runs them with numbers of a finite field in place of floats. Every float of `args` is an
+    unknown, drawn at random; only its shape and dtype matter. Integers, booleans and keys keep their values. Programs
+    that agree there are the same function of real numbers, up to a chance that the result bounds. You see an error of
+    one part in 10^12. Comparisons are decided by real inputs, also drawn several times, and by random orders if no draw
+    reached a branch; the result lists them. NaN is a separate value. A proof does not see rounding: for floats use
+    `assert_matches_reference`.
 
     Args:
         kernel: the function that each device runs.
         reference: the same as a function of the global arrays, in jax and without collectives.
-        mesh: the mesh, also of devices that do not exist (`sk.abstract_mesh`); by default that of `jax.set_mesh`.
+        mesh: the mesh, also of devices that do not exist (`sk.abstract_mesh`); by default the mesh of `jax.set_mesh`.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees of arrays or ShapeDtypeStructs; small shapes prove as much.
-        grad: compare gradients too, for unknown cotangents; where a loop has no known end, derivatives along an unknown
-            direction, which are equal if gradients are.
-        points: the number of random points, at least two; each multiplies the chance of a wrong verdict by that of one.
-        check_vma: as for `jax.shard_map`; False for a kernel of others that does not type what varies.
+        grad: compare gradients too, for unknown cotangents. If a loop has no known end, it compares derivatives along
+            an unknown direction instead; they are equal if gradients are.
+        points: the number of random points, at least two. Each one multiplies the chance of a wrong verdict by a tiny
+            factor.
+        check_vma: as for `jax.shard_map`. Pass False for a foreign kernel without varying types.
 
     Returns:
-        Equality: what was proved, the chance of a wrong verdict, and what was assumed; print it.
+        Equality: the statement, the chance of a wrong verdict, and the assumptions; print it.
 
     Raises:
-        AssertionError: a difference; names the result or gradient, the line of the first value that the reference does
-            not have, and how it differs: a factor, a missing sum, another device's piece.
-        TypeError: args that is not a tuple, or what is no array among arguments or results. What the functions raise
-            themselves stays, with a note that says what they were called with.
-        ValueError: what is neither proved nor refuted: a comparison of which one branch was not met and may differ, a
-            missing law of a function, by its line; specs that do not fit arguments or results; no float among the
-            arguments; what has no meaning in a field, by its name and line; programs that are nested deeper, or larger,
-            than can be proved, with what to shrink.
+        AssertionError: a difference. The message names the result or gradient, the line of the first value that the
+            reference does not have, and the kind of difference: a factor, a missing sum, another device's piece.
+        TypeError: args that is not a tuple, or an argument or result that is not an array. Errors of your functions
+            stay as they are, with a note about their arguments.
+        ValueError: no verdict: a comparison with a branch that no draw met, or a function with an unknown law, by its
+            line. Also specs that do not fit arguments or results; no float among the arguments; an operation without a
+            meaning in a field, by its name and line; programs that are too large or too deeply nested, with the size to
+            shrink.
 
     Cost: seconds on the host for shapes of a few hundred elements; neither program is compiled.
 
@@ -174,13 +175,13 @@ def assert_equal_for_all_inputs(
     check_arity(where, "kernel", kernel, args)
     check_arity(where, "reference", reference, args)
     on_mesh = jax.shard_map(
-        checked_kernel(where, kernel, mesh, out_specs, check_vma),
+        wrap_kernel(where, kernel, mesh, out_specs, check_vma),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=check_vma,
     )
-    alone = checked_reference(where, reference)
+    alone = wrap_reference(where, reference)
     shapes = jax.tree.map(describe_array, args)
     check_floats(where, shapes)
     result = jax.eval_shape(on_mesh, *shapes)

@@ -160,16 +160,19 @@ class Field:
         return NOT_A_NUMBER
 
     def valid(self, used: np.ndarray) -> np.ndarray:
-        """bool [components, ...]: which components have a meaning where so many primes are used up."""
-        # The lowest primes are used up by exps; the highest one by logarithms that became numbers.
+        """bool [components, ...]: which components have a meaning where so many primes are used up.
+
+        The lowest primes are used up by exps, the highest one by logarithms that became numbers. For example, of eight
+        primes 0 to 7, exp(exp(x)) has used up 0 and 1; if a logarithm became a number too, 2 to 6 have a meaning.
+        """
         level = self.residues.levels_of_components(used.ndim)
         highest = self.levels - 1 if self.logs else self.levels
         return (level >= used) & (level < highest)
 
     def is_zero(self, x: Exact) -> np.ndarray:
         """bool [...]: which elements are zero at all points."""
-        # A component without a meaning says nothing: it may be anything, and the number still zero. Where no component
-        # has one, as behind more exps than there are primes, nothing says that it is.
+        # A component without a meaning says nothing: the number may be zero whatever it is. Behind more exps than there
+        # are primes no component has a meaning, and there is no answer.
         used = int(x.used[0].max(initial=0))
         self.deepest = max(self.deepest, used)  # so that a further run has as many primes as this question needs
         if used >= self.levels - self.logs:
@@ -182,8 +185,8 @@ class Field:
     def invert_residues(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
         """1 / x for residues.
 
-        What is zero in all components is zero, and its inverse is some number. What is zero in one alone is another
-        number, of which this point or prime shows nothing: the points are drawn again.
+        What is zero in all components is zero, and its inverse is some number. A number that is zero in some components
+        alone is not zero, but has no inverse there: the points are drawn again.
         """
         zero = x == 0
         if not zero.any():
@@ -198,7 +201,7 @@ class Field:
         return np.where(zero, inverse_of_zero, inverse)
 
     def note_rounded(self, name: str, values: np.ndarray) -> None:
-        """Keeps that a function of constants was computed in floats, and its values, for the side that runs."""
+        """Notes that a function of constants was computed in floats, and its values, for the side that runs."""
         self.rounded.add(name)
         if self.coverage is not None:
             self.rounded_values.setdefault(self.coverage.side, set()).update(np.unique(values).tolist())
@@ -317,7 +320,11 @@ class Field:
     # Degrees
 
     def degree_of_inverses(self, degree: Degree, elements: int) -> Degree:
-        """The degree of the inverses of so many elements of a degree: they count as a division of their own."""
+        """The degree of the inverses of so many elements of a degree: they count as a division of their own.
+
+        For example, 1 / x of eight inputs has the degree 1 in the inverses of a division of weight 8, so that the third
+        division of a program has Degree(1, {3: (1, 8)}).
+        """
         if not degree.total:
             return CONSTANT
         # All elements of one array count as one division: a term of a result has at most one of their inverses for each
@@ -341,6 +348,9 @@ class Field:
         often as its inverse may occur in one term, it is one of inputs and values alone. All primes are compared, so
         the largest one bounds how rarely it is zero at one point: its degree over the number of values that a variable
         may have there. Points at which a divisor is zero are drawn again, which is as rare a zero.
+
+        Worked example: `x @ w` has degree 2. The largest prime is 2.4e9, so that two different results of that degree
+        agree at one point with a chance of at most 2 / 2.4e9, and at three points with one of 5e-28.
         """
         total = degree.total
         weights = 0

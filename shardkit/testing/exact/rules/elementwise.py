@@ -38,7 +38,7 @@ def multiply(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     # x * x is not negative, and x * y may be: so a variance is known to have a root.
     is_square = equation.invars[0] is equation.invars[1]
     x, y = scope.lift(x, y)
-    if not is_square and x.factor is None and y.factor is None:  # a root and itself, computed twice
+    if not is_square and x.factor is None and y.factor is None:  # the same value, computed twice
         is_square = np.array_equal(x.number, y.number) and np.array_equal(x.facts, y.facts)
     if is_square:
         return arithmetic.power(scope.field, x, 2)
@@ -65,16 +65,18 @@ def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     """pow: to a whole number that is known, a product; to a half, a root; else uninterpreted."""
+    field = scope.field
     # x**2.0 traces to pow with an array of 2.0.
     exponent = _find_common_value(y)
-    if exponent is not None and exponent == np.round(exponent) and abs(int(exponent)) <= _LARGEST_POWER:
-        return arithmetic.power(scope.field, scope.lift_one(x), int(exponent))
-    if exponent is not None and abs(exponent) == 0.5:
-        root = square_root(scope.field, scope.lift_one(x))
-        if exponent > 0:
-            return root
-        return arithmetic.invert(scope.field, root)
-    return apply_function(scope.field, "pow", *scope.lift(x, y))
+    if exponent is None:
+        return apply_function(field, "pow", *scope.lift(x, y))
+    if exponent == np.round(exponent) and abs(int(exponent)) <= _LARGEST_POWER:
+        return arithmetic.power(field, scope.lift_one(x), int(exponent))
+    if exponent == 0.5:
+        return square_root(field, scope.lift_one(x))
+    if exponent == -0.5:
+        return arithmetic.invert(field, square_root(field, scope.lift_one(x)))
+    return apply_function(field, "pow", *scope.lift(x, y))
 
 
 def _find_common_value(x: Operand) -> Any:
@@ -104,17 +106,20 @@ def log(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def log_plus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """log1p: log(1 + x)."""
-    return logarithms.log(scope.field, arithmetic.add(scope.field, x, scope.constant(1, like=x)))
+    ones = scope.constant(1, like=x)
+    return logarithms.log(scope.field, arithmetic.add(scope.field, x, ones))
 
 
 def exp_minus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """expm1: exp(x) - 1."""
-    return arithmetic.subtract(scope.field, logarithms.exp(scope.field, x), scope.constant(1, like=x))
+    ones = scope.constant(1, like=x)
+    return arithmetic.subtract(scope.field, logarithms.exp(scope.field, x), ones)
 
 
 def one_minus_square(scope: Scope, equation: Any, x: Exact) -> Exact:
     """one_minus_square: 1 - x**2."""
-    return arithmetic.subtract(scope.field, scope.constant(1, like=x), arithmetic.power(scope.field, x, 2))
+    ones = scope.constant(1, like=x)
+    return arithmetic.subtract(scope.field, ones, arithmetic.power(scope.field, x, 2))
 
 
 def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
@@ -124,9 +129,11 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
         return apply_function(field, "logistic", x, sign=1)
     # The exp is one prime higher; where programs nest more of them than there are primes, `shallow` was set.
     exp_of_minus_x = logarithms.exp(field, arithmetic.negate(field, x))
-    result = arithmetic.invert(field, arithmetic.add(field, scope.constant(1, like=x), exp_of_minus_x))
-    # sigmoid(-inf) is 0, where 1 / (1 + exp(inf)) would be 1 / inf.
-    return where(x.is_low, field.lift(np.zeros(x.shape, np.float32)), result)
+    ones = scope.constant(1, like=x)
+    result = arithmetic.invert(field, arithmetic.add(field, ones, exp_of_minus_x))
+    # logistic(-1e30) is 0, as in floats: exp(1e30) would be a number of the field like any other.
+    zeros = field.lift(np.zeros(x.shape, np.float32))
+    return where(x.is_low, zeros, result)
 
 
 def function_without_law(scope: Scope, equation: Any, *operands: Operand) -> Exact:

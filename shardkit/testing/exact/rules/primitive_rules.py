@@ -26,9 +26,32 @@ from shardkit.testing.exact.rules.scope import Scope
 
 # Primitives that put floats in order.
 ORDERED = {
-    *("max", "min", "clamp", "abs", "sign", "sort", "top_k", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin", "pmax", "pmin"),
-    *("reduce_window_max", "reduce_window_min", "reduce_window", "select_and_scatter_add", "select_and_gather_add"),
+    "max",
+    "min",
+    "clamp",
+    "abs",
+    "sign",
+    "sort",
+    "top_k",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "reduce_max",
+    "reduce_min",
+    "argmax",
+    "argmin",
+    "cummax",
+    "cummin",
+    "pmax",
+    "pmin",
+    "reduce_window_max",
+    "reduce_window_min",
+    "reduce_window",
+    "select_and_scatter_add",
+    "select_and_gather_add",
 }
 # Primitives that are refused, and what to know of them.
 _WITHOUT_MEANING = {
@@ -41,6 +64,11 @@ _WITHOUT_MEANING = {
     "householder_product": "of a form of qr that its library chooses (qr has a meaning)",
 }
 # A rule is a function of the scope, the equation and its operands, which returns the result or a list of them.
+#
+# Worked example, `b = logistic a` in a shard_map over data=2, where a is float32[4] on each device. `apply_rule` gets a
+# scope with one mesh dim in front, the equation, and an Exact of the shape [2] + [4]. The table names
+# `elementwise.logistic`, which computes 1 / (1 + exp(-a)) by the arithmetic of the field. The result is an Exact of the
+# same shape: residues that have used up one prime, for the exp, and beside them real values between 0 and 1.
 RULES: dict[str, Callable[..., Any]] = {
     # sums, products and quotients
     "add": elementwise.add,
@@ -150,7 +178,7 @@ RULES: dict[str, Callable[..., Any]] = {
 def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
     """The results of an equation of which at least one operand is in the field."""
     name = equation.primitive.name
-    # What only moves elements, without a rule of its own.
+    # First what only moves or joins elements, without arithmetic.
     if name in MOVES_OF_ONE and len(operands) == 1:
         move = MOVES_OF_ONE[name]
         return [operands[0].move(lambda part: move(part, 1 + scope.rank, equation))]
@@ -168,11 +196,10 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     rule = RULES.get(name)
     if rule is None or _has_complex(equation):
         raise UnsupportedError(_describe_refusal(equation))
-    # Beyond this line only rules of the table.
     results = rule(scope, equation, *operands)
     if not isinstance(results, list):
         results = [results]
-    # The first one alone: it is the cause of the others.
+    # The line that a certificate names is the first one: values behind it are outside because of it.
     if not scope.field.outside and any(_is_outside(x) for x in results):
         scope.field.outside = scope.line(equation)
     return results

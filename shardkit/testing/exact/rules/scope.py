@@ -1,4 +1,4 @@
-"""Where an equation stands while it is run: the field, the dims of the mesh, the line of the program."""
+"""What every rule gets beside an equation and its operands: the field, the dims of the mesh, the line."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Scope:
 
     def lift(self, *operands: Operand) -> list[Exact]:
         """Operands in the field, with dims that broadcast: scalars get dims behind those of the mesh."""
-        # A scalar and an array: on a mesh of two axes [1, 1] and [1, 4, 3] become [1, 1, 1] and [1, 4, 3].
-        lifted = [lift_operand(self.field, x) for x in operands]
-        most = max(len(x.shape) for x in lifted)
-        return [self._pad_dims(x, most) for x in lifted]
+        # On a mesh of two devices, a scalar [2] and an array [1] + [4, 3] become [2] + [1, 1] and [1] + [4, 3].
+        arrays = [self.lift_one(x) for x in operands]
+        dims = max(len(x.shape) for x in arrays)
+        return [self._pad_dims(x, dims) for x in arrays]
 
     def lift_one(self, x: Operand) -> Exact:
         """An operand in the field, as it is."""
@@ -44,7 +44,7 @@ class Scope:
         return x.move(lambda part: self.pad_part(part, dims))
 
     def pad_part(self, part: np.ndarray, dims: int) -> np.ndarray:
-        """[components, *mesh, 1, ..., *own]: a part of an array with so many dims in all."""
+        """[components, *mesh, 1, ..., *shape]: a part of an array, with dims of size 1 up to `dims` in all."""
         lead = 1 + self.rank
         missing = 1 + dims - part.ndim
         return part.reshape(part.shape[:lead] + (1,) * missing + part.shape[lead:])
@@ -54,11 +54,11 @@ class Scope:
         return self.field.lift(np.full((1,) * len(like.shape), value, np.float32))
 
     def decide(self, equation: Any, truth: np.ndarray, x: Exact, y: Exact, part: str = "") -> Known:
-        """The truth of a comparison of x and y, noted: what follows from it follows from floats.
+        """The outcome of a comparison of x and y, noted, and marked as one that follows from floats.
 
-        `part` tells apart what one equation compares several times, as a clamp does.
+        `part` names one of several comparisons that an equation makes, as a clamp does.
         """
-        # A search for a line, and tests of single rules, note nothing.
+        # There is no coverage in a search for a line, and in tests of single rules.
         if self.field.coverage is not None:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
         return self.field.marks.add(np.asarray(truth), decision=True)
