@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.testing.exact.crossings import Differences
+from shardkit.testing.exact.crossings import DIVISOR, Differences
 from shardkit.testing.exact.numbers.arithmetic import subtract
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.hashing import mix
@@ -131,6 +131,12 @@ class Coverage:
         if field.kind == "zero" and kind == ORDER:  # a wrong branch is not seen where all inputs are zero
             return
         self._add(equation, part, decision)
+
+    def note_divisor(self, field: Field, equation: Any, x: Exact) -> None:
+        """What is divided by, or what a logarithm is taken of: inputs are put where it is zero."""
+        if self.differences is not None and x.degree.total:
+            zero = field.lift(np.zeros((1,) * len(x.shape), np.float32))
+            self.differences.note((self.side, id(equation), DIVISOR), field, x, zero)
 
     def note_integers(
         self, field: Field, equation: Any, line: str, truth: np.ndarray, operands: Sequence[np.ndarray]

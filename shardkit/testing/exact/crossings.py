@@ -22,9 +22,11 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import Element, Exact
 
+DIVISOR = "divisor"  # what is noted is no comparison, but what must not be zero
 _STEP = 1 / 16  # by which an element is moved: a power of two, so that real values stay exact
 _LARGEST = 1e6  # of the elements that are put somewhere
 _ANY = 0.5  # how often any comparison is solved for, though there is one that only one side makes
+_DIVISORS = 0.25  # how often of these it is a divisor that is put to zero
 _NEXT = 0.5  # how often the way off ends before the next root
 _APART = 1e-7  # by such a share two roots differ, and not by their rounding
 _EXACTLY = 0.5  # how often a comparison is made one of equal numbers; else it goes either way
@@ -102,14 +104,15 @@ class Crossings:
             return None
         places = [place for place in ways if place[:3] in foreign]
         if not places or self.rng.random() < _ANY:
-            places = list(ways)
+            is_divisor = self.rng.random() < _DIVISORS
+            places = [place for place in ways if (place[2] == DIVISOR) == is_divisor] or list(ways)
         fewest = min(self.crossed[place[:3]] for place in places)
         places = [place for place in places if self.crossed[place[:3]] == fewest]
         place = places[self.rng.integers(len(places))]
         self.crossed[place[:3]] += 1
         # Of the elements of the comparison one.
         index, root = ways[place][self.rng.integers(len(ways[place]))]
-        if self.rng.random() < _EXACTLY:
+        if place[2] == DIVISOR or self.rng.random() < _EXACTLY:
             number = _root(field, moved, before.by_place[place], after.by_place[place], index)
             return moved._replace(number=number, real=root)
         roots = [other for way in ways.values() for _, other in way]
