@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax import backends, jaxprs
-from shardkit.analysis import RULES, Finding
+from shardkit.analysis import Finding
 from shardkit.analysis.compiled_rules.loops import _is_same_each_time
 from shardkit.analysis.compiled_rules.second_call import _next_arguments
 from shardkit.analysis.jaxpr.census import Census
 from shardkit.analysis.jaxpr.step import first_use, leaves_of, trace_step
-from shardkit.analysis.judge import Audit, OtherFormatError
+from shardkit.analysis.judge import RULES, Audit, OtherFormatError
 from support.compilers import gpu, tpu
 from support.planted import audited
 from support.planted.audited import PLANTED, Planted

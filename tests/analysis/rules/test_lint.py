@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from benchmarks import large_model
-from shardkit.analysis import RULES, lint
+from shardkit.analysis import lint
+from shardkit.analysis.judge import RULES
 from shardkit.collectives import compressed
 from shardkit.models import transformer
 from support.planted import divergent
