@@ -1,4 +1,4 @@
-"""What a program communicates, read from the program itself.
+"""Readers of programs: they tell you what a program communicates.
 
 `jaxpr/` reads the traced program, `hlo/` the compiled one; `judge.py` holds any function against the rules in
 `rules/` and `compiled_rules/`, and `contracts.py` against the collectives that it should run. Start with

@@ -1,4 +1,4 @@
-"""Measurements that a shared machine cannot easily spoil: what `shardkit bench` runs, for kernels of your own too.
+"""Measurements that a shared machine cannot easily spoil, for your kernels too. `shardkit bench` runs them.
 
 Start with `measure.py`. Imports everything but `cli/`, which imports it.
 """

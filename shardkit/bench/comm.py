@@ -78,23 +78,23 @@ def sweeps(
     redops: Sequence[str] = ("sum",),
     axis: checks.Axis | None = None,
 ) -> list[Sweep]:
-    """Lists what `comm` measures: a table for each operation, reduction and dtype. Nothing is compiled.
+    """Lists the measurements for `comm`: a table for each operation, reduction and dtype. It compiles nothing.
 
     Args:
         mesh: the mesh.
-        ops: of `OPERATIONS`; None: all.
-        impls: of these operations; None: "lax" and "ring", where there is one. An implementation that an operation
-            lacks is refused if both are named, and left out otherwise.
-        kernels: by name, kernels of your own with the signature of the operation, `kernel(x, axis, **options)`.
-        sizes: bytes of the whole array, as in nccl-tests; rounded down to a multiple of the devices where a device has
-            a part of it. None: 1 KiB to 4 MiB in steps of 16 on CPUs, to 64 MiB in steps of 4 elsewhere.
-        dtypes: of the array.
+        ops: names from `OPERATIONS`; None: all.
+        impls: names of implementations; None: "lax", and "ring" if there is one. If you name both an operation and an
+            implementation that it lacks, you get an error; otherwise it is left out.
+        kernels: your kernels by name, with the signature of the operation, `kernel(x, axis, **options)`.
+        sizes: bytes of the whole array, as in nccl-tests; rounded down to a multiple of the devices if a device has a
+            part of it. None: 1 KiB to 4 MiB in steps of 16 on CPUs, to 64 MiB in steps of 4 elsewhere.
+        dtypes: dtypes of the array.
         redops: reductions, for the operations that reduce.
         axis: the axis or axes of the collective; None: all of the mesh.
 
     Raises:
-        ValueError: an operation, implementation, dtype, reduction or axis that is not there, a kernel without a
-            reference, or a size that leaves a device without an element.
+        ValueError: an unknown operation, implementation, dtype, reduction or axis, a kernel without a reference, or a
+            size that leaves a device without an element.
 
     Example:
         >>> [sweep] = sk.bench.sweeps(mesh, ops=["all_gather"], sizes=[1024, 4096], axis="model")
@@ -275,21 +275,21 @@ def _choose_counts(
 
 
 def comm(sweeps: Sequence[Sweep], *, mode: str = "inside", calls: int = 20, rounds: int = 20) -> list[Record]:
-    """Measures collectives over axes of a mesh, and compares each result with its reference on every device.
+    """Measures collectives over axes of a mesh, and checks each result on every device.
 
     Args:
-        sweeps: what is measured, of `sweeps`.
+        sweeps: the list from `sweeps`.
         mode: "inside" (a loop inside one jit) or "dispatched" (calls from Python, dispatch included).
         calls: calls in each round; times are divided by it.
         rounds: timed rounds; medians and percentiles are over rounds.
 
     Returns:
-        One record for each implementation and size: those of `measure`, with "op", "size" (bytes), "count", "dtype",
-        "redop", "axes", "physical", "algbw_GBps", "busbw_GBps" (None where nccl-tests has no such operation),
+        One record for each implementation and size: a record of `measure`, with "op", "size" (bytes), "count", "dtype",
+        "redop", "axes", "physical", "algbw_GBps", "busbw_GBps" (None if nccl-tests has no such operation),
         "written_bytes" (sent by a device, by the census), "wire_bytes" (as compiled), "hops", "compiled",
         "compiled_groups", "chip_us" and "of_chip" (expected time by the chip's figures, and expected over measured;
-        None where they are not known), "fit_us" and "of_fit" (by `alpha_beta` of the sizes of this implementation, None
-        for a single one). "wrong" counts elements of all devices.
+        None for an unknown chip), "fit_us" and "of_fit" (by `alpha_beta` of the sizes of this implementation; None for
+        a single size). "wrong" counts elements of all devices.
 
     Raises:
         ValueError: an unknown mode, or a number below 1.

@@ -89,16 +89,16 @@ def _make_line(change: Change) -> tuple[str, str, str, str, str, str, str, str]:
 
 
 def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 0.05) -> Comparison:
-    """Compares two runs by ratios that were taken within a round, so that a slower hour is not a slower program.
+    """Compares two runs by their ratios within a round: a slower hour is not a slower program.
 
-    A case is called slower if its ratio to the baseline, of all rounds together as in `summarise`, grew by more than
-    the threshold, and the 99 % interval of that growth, by bootstrap over rounds, excludes zero. On CPU the ratio is of
-    CPU time, elsewhere of wall-clock time. Results of the same case that a file holds several times are pooled.
+    A case is slower if two things hold. Its ratio to the baseline, of all rounds together as in `summarise`, grew by
+    more than the threshold. And the 99 % interval of this growth, by bootstrap over rounds, excludes zero. On CPU it
+    takes the ratio of CPU times, elsewhere of wall-clock times. It pools results of the same case in a file.
 
     Args:
-        old: records of `measure` or `read`.
+        old: records from before the change, of `measure` or `read`.
         new: records after the change.
-        threshold: the smallest change that counts, as a fraction.
+        threshold: the smallest change to report, as a fraction.
 
     Raises:
         ValueError: a threshold that is not positive.

@@ -20,7 +20,7 @@ _NUMBERS = np.arange(2**18, dtype=np.uint32) * np.uint32(2654435761)  # Knuth's 
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what this runs.
+    """Describes the machine and the software of this run.
 
     Returns:
         A dict of JSON values: date, versions, devices, cores, load, flags, the commit, and the CPU microseconds of
@@ -60,7 +60,7 @@ def environment() -> dict[str, Any]:
 
 
 def calibration() -> float:
-    """CPU microseconds of a fixed piece of work on one core (a sort of 2^18 integers), to compare machines and hours.
+    """Times a fixed piece of work on one core (a sort of 2^18 integers), to compare machines and hours.
 
     Returns:
         Microseconds of CPU time of this thread; about 2,000 to 20,000.

@@ -36,11 +36,12 @@ class Fit(NamedTuple):
 def alpha_beta(records: Iterable[Record]) -> Fit:
     """Fits latency and bandwidth to the median times of collectives of several sizes.
 
-    Least squares of the relative error, so that a small size counts as much as a large one; neither figure is negative.
+    It minimizes the squares of relative errors, so a small size counts as much as a large size. Both figures are at
+    least 0.
 
     Args:
-        records: of `bench.comm`, with "hops", "written_bytes" and "wall_us_median"; all others, and those with wrong
-            elements, are left out. Of one operation and implementation, or of several that share links.
+        records: records of `bench.comm`, with "hops", "written_bytes" and "wall_us_median"; it leaves out all others,
+            and records with wrong elements. Pass one operation and implementation, or several that share links.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -92,20 +93,20 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
 
 
 def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Links:
-    """The links that were measured: of each axis, and over all of them for axes that were not.
+    """Returns the measured links of each axis, and for all other axes the links over the whole mesh.
 
-    Latency and bandwidth are fitted to lax's own collectives over that axis alone, of all operations and sizes.
+    It fits latency and bandwidth to lax's collectives over this axis alone, with all operations and sizes.
 
     Args:
-        records: of `bench.comm`, or read from the file of `shardkit bench comm --json`.
-        flops: FLOP/s of a device's matmuls; None: of the chip, where it is in `cost.chips`.
+        records: records of `bench.comm`, or from the file of `shardkit bench comm --json`.
+        flops: FLOP/s of a device's matmuls; None: the chip's, if it is in `cost.chips`.
 
     Returns:
-        cost.Links, for `impl=` of the collective matmuls and `links=` of the planner. On simulated devices they say how
-        fast this machine copies, and nothing of a network.
+        cost.Links, for `impl=` of the collective matmuls and `links=` of the planner. On simulated devices they tell
+            you how fast this machine copies, and nothing about a network.
 
     Raises:
-        ValueError: no such records, of at least two sizes, or sizes too small to show a bandwidth.
+        ValueError: no such records with at least two sizes, or sizes too small to show a bandwidth.
 
     Example:
         >>> sizes = {"mesh": {"data": 8}, "op": "all_reduce", "impl": "lax", "axes": "data", "n": 8, "hops": 14}

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """What one case took in one round: microseconds a call, wall clock and CPU time of the process (all threads)."""
+    """The time of one case in one round: microseconds a call, wall clock and CPU time of the process (all threads)."""
 
     wall_us: float
     cpu_us: float
@@ -38,7 +38,7 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[di
 
     Args:
         runs: the functions by name.
-        rounds: how often each is called.
+        rounds: the number of calls of each function.
 
     Example:
         >>> from shardkit.bench.measure import interleaved
@@ -54,14 +54,15 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[di
 
 
 def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[str, dict[str, float]]:
-    """Median, percentiles and extremes of each case's times and of its ratios, each taken within one round.
+    """Summarises each case: median, percentiles and extremes of its times, and of its ratios within one round.
 
-    The ratio to quote is that of all rounds together: what slows a whole round is divided out by the geometric mean of
-    its cases; of what is left each case's midmean is taken, the mean of the middle half, which no slow moment moves.
+    Quote the ratio of all rounds together. It divides each round by the geometric mean of its cases, so a slow round
+    does not count. Then it takes each case's midmean, the mean of the middle half, so a slow moment does not count
+    either.
 
     Args:
         samples: for each round, the samples by case.
-        baseline: the case that ratios are to.
+        baseline: the case in the denominator of all ratios.
 
     Returns:
         By case: `wall_us_median`, `_p10`, `_p90`, `_p99`, `_min`, `_max`, the same with `cpu`, and with `ratio`; and
@@ -160,20 +161,20 @@ def _carry_and_value(carry: Any, value: Any) -> tuple[Any, Any]:
 
 
 class Case(NamedTuple):
-    """One way to compute a row.
+    """One of the ways to compute a row: `measure` times several cases beside each other.
 
     Attributes:
-        name: how it is listed.
-        step: `step(carry, *args) -> (carry, value)`, what one call does; the carry feeds the next call and the value
-            may be None. A function that is jitted or compiled already is dispatched as it is, with its own donation.
-        carry: the carry that every round starts from; it is copied, so donation does not consume it.
-        args: arrays that each call is given, after the carry.
-        checked: `checked(carry, value) -> pytree of arrays`: what is compared after the last call of a round, outside
-            the timed part. By default both.
-        expected: what `checked` must return, as a pytree of arrays; None: what the baseline returns.
-        repeated: `repeated(calls)`, a jitted function of the carry and the args that makes so many calls of `step`, for
-            mode "inside". None: a loop around `step`. Where `step` is a shard_map, its arrays are copied at the
-            boundary in every turn of a loop around it; a loop inside of it copies nothing.
+        name: its name in tables.
+        step: `step(carry, *args) -> (carry, value)`, one call. The carry goes into the next call; the value may be
+            None. If you pass a jitted or compiled function, it is called unchanged, with its donation.
+        carry: the first carry of every round. It is copied, so donation does not consume it.
+        args: further arrays for each call, after the carry.
+        checked: `checked(carry, value) -> pytree of arrays`: the values to compare after the last call of a round,
+            outside the timed part. By default both.
+        expected: the right result of `checked`, as a pytree of arrays; None: the result of the baseline.
+        repeated: `repeated(calls)` returns a jitted function of the carry and the args that calls `step` this often,
+            for mode "inside". None: a loop around `step`. If `step` is a shard_map, every turn of a loop around it
+            copies its arrays at the boundary; write the loop inside of it to avoid this.
         fields: further JSON values for its record.
 
     Example:
@@ -209,14 +210,14 @@ def measure(
 
     Args:
         benchmark: the name of the benchmark, for the records.
-        row: what is computed, for example "mlp, data=8".
+        row: the name of the computation, for example "mlp, data=8".
         cases: at least one, with different names.
         mode: "inside" (a loop inside one jit) or "dispatched" (calls from Python, dispatch included).
         calls: calls of each case in each round; times are divided by it.
         rounds: timed rounds, after one untimed round that compiles.
         donate: donate the carry, to the loop or to each call.
-        tolerance: largest accepted difference from what is expected, relative to its largest element.
-        refuse: raise where a case is wrong; False: its record says so, in "wrong".
+        tolerance: largest accepted difference from the expected result, relative to its largest element.
+        refuse: raise an error if a case is wrong; False: its record says so, in "wrong".
 
     Returns:
         One record per case. Times are microseconds a call; ratios are to the baseline within the same round;

@@ -40,14 +40,15 @@ _OTHER_ORDER = 10  # results may differ by so many times what the order of one d
 
 
 class Workload(NamedTuple):
-    """What every case computes.
+    """The computation of every case.
 
     Attributes:
-        loss_fn: `loss_fn(params, batch, keys)` for one device; it is given None for keys.
-        params: its parameters, of one device.
+        loss_fn: `loss_fn(params, batch, keys)` for one device; keys are None.
+        params: the parameters on one device.
         batch: the global batch; dim 0 of every array is the example.
         rules: specs of the parameters over "model", which the partitioner completes.
-        config: of the reference transformer, which has its own layers over "model"; None for another model.
+        config: the configuration of the reference transformer, which has separate layers over "model"; None for another
+            model.
     """
 
     loss_fn: Loss
@@ -73,8 +74,8 @@ def reference(config: transformer.Config, examples: int, tokens: int) -> Workloa
 
     Args:
         config: the sizes.
-        examples: of the global batch.
-        tokens: of each example.
+        examples: number of examples in the global batch.
+        tokens: number of tokens in each example.
 
     Example:
         >>> from shardkit.bench.strategies import reference
@@ -322,29 +323,30 @@ def strategies(
     compiler_options: Mapping[str, Any] = MappingProxyType({}),
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Record]:
-    """Measures one model under every plan that fits the mesh; the first record is of one device.
+    """Measures one model under every plan that fits the mesh; the first record belongs to one device.
 
-    Each device's results must agree with one device's within ten times what the order of its own sums changes: the same
-    step on the same examples in the reverse order, and at least eps (4 + sqrt(n)) for n elements of the batch.
+    The results of each plan must equal the results of one device. The tolerance is ten times the effect of another
+    order of sums on one device, measured with the examples reversed, and at least eps (4 + sqrt(n)) for n elements of
+    the batch.
 
     Args:
-        work: what every case computes.
+        work: the computation of every case.
         mesh: of axes "data" and "model", or one of them.
         optimizer: "muon" is `sk.muon` under a plan, and `optax.contrib.muon` on one device and under the partitioner.
-        only: names of cases to measure beside one device; none means all.
-        beside: further steps by name, each built when it is called: of the same parameters, state and batch as those of
-            a plan, with `(params, opt_state)` as their carry and a value with an entry "loss".
+        only: names of cases to measure beside one device; empty: all.
+        beside: further steps by name, as functions that build them. A step takes the same parameters, state and batch
+            as under a plan, with `(params, opt_state)` as its carry and a value with an entry "loss".
         calls: steps of each case in each round.
-        rounds: how often each case takes its turn.
-        compiler_options: of every program, beside one thread for each simulated device.
-        progress: called with the name of each case before it is compiled.
+        rounds: the number of rounds; each case has one turn in a round.
+        compiler_options: options for every program, beside one thread for each simulated device.
+        progress: a function of the name of a case, called before it is compiled.
 
     Returns:
         The records of `measure`, with "held_bytes" and "temp_bytes" of one device, and the bytes that it sends in a
-        step as written ("written_bytes", 0 for what the partitioner writes) and as compiled ("wire_bytes").
+            step as written ("written_bytes", 0 for collectives of the partitioner) and as compiled ("wire_bytes").
 
     Raises:
-        ValueError: other axes, examples that do not divide, no case of such a name, processes beside this one.
+        ValueError: other axes, examples that do not divide, an unknown case, or more than one process.
 
     Example:
         >>> def loss_fn(params, batch, keys):

@@ -1,4 +1,4 @@
-"""Closed forms: what a computation costs, from its sizes alone; chips as data.
+"""Closed forms for the cost of a computation, from its sizes alone; chips as data.
 
 Start with `collectives.py`, which says what a collective sends, and `links.py`, what that takes. A new chip is one row
 in `hardware.py`. Imports argument checks only, and no jax arrays.

@@ -36,12 +36,12 @@ def activation_memory(
     sequence_parallel: bool = False,
     recompute: str | bool = "none",
 ) -> float:
-    """Bytes of activations that one layer saves for its backward pass, per device.
+    """Returns the bytes of activations that one layer saves for its backward pass, per device.
 
     sbh (34 + 5as/h) without parallelism; sbh (10 + 24/t + 5as/(ht)) with tensor parallelism; sbh/t (34 + 5as/h) with
-    sequence parallelism too. Selective recomputation drops the 5as/h term (attention's core, as does a fused attention
-    kernel); full recomputation saves the layer's input, 2sbh. Keys and values are 4 of the 24; with
-    fewer key/value heads proportionally less, but at least one head per device.
+    sequence parallelism too. Selective recomputation, or a fused attention kernel, drops the 5as/h term (attention's
+    core); full recomputation saves the layer's input, 2sbh. Keys and values are 4 of the 24; with fewer key/value heads
+    proportionally less, but at least one head per device.
 
     Args:
         batch: sequences of one microbatch.

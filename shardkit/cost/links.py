@@ -23,12 +23,12 @@ _SWITCH_HOP = 3.4e-6
 
 
 class Link(NamedTuple):
-    """What one kind of link does.
+    """One kind of link.
 
     Attributes:
         latency: seconds per message.
         bandwidth: bytes/s that a device sends in one direction.
-        source: where the figures are from, such as "chip v5e" or "measured on 2026-11-23".
+        source: the source of the figures, such as "chip v5e" or "measured on 2026-11-23".
     """
 
     latency: float
@@ -36,7 +36,7 @@ class Link(NamedTuple):
     source: str = ""
 
     def seconds(self, sent: float, messages: float = 0) -> float:
-        """The time in which a device sends this many bytes, in this many messages one after the other.
+        """Returns the seconds in which a device sends this many bytes, in this many messages one after the other.
 
         Example:
             >>> sk.cost.Link(latency=1e-6, bandwidth=1e9).seconds(7e6, messages=7)
@@ -52,12 +52,12 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of a machine, for whatever chooses by them.
+    """The links of a machine: pass them to functions that choose by speed.
 
     Attributes:
-        link: of every axis that `axes` does not name.
-        flops: FLOP/s of a device's bfloat16 matmuls; None where they are not known.
-        axes: (axis, Link) of axes with links of their own.
+        link: the link of every axis that `axes` does not name.
+        flops: FLOP/s of a device's bfloat16 matmuls; None if unknown.
+        axes: pairs (axis, Link), for axes with other links.
 
     Example:
         >>> slow = sk.cost.Link(latency=20e-6, bandwidth=12.5e9, source="measured on 2026-11-23")
@@ -71,7 +71,7 @@ class Links(NamedTuple):
     axes: tuple[tuple[str, Link], ...] = ()
 
     def of(self, axis: str | Sequence[str]) -> Link:
-        """The link of an axis; of several axes the one that takes longest for a message, at each of its figures."""
+        """Returns the link of an axis; of several axes the largest latency and the smallest bandwidth."""
         names = axis
         if isinstance(axis, str):
             names = (axis,)
@@ -86,10 +86,10 @@ class Links(NamedTuple):
 
 
 def links(chip: str | Chip) -> Links:
-    """The links of a chip as published: one link of its torus, or all its NVLinks into the switch of its host.
+    """Returns the published links of a chip: one link of its torus, or all its NVLinks into the switch of its host.
 
-    The latency of a message is 1 us on a torus and 3.4 us through NVLink's switch. The network beyond a slice or a host
-    is left out: measure it.
+    The latency of a message is 1 us on a torus and 3.4 us through NVLink's switch. It does not know the network beyond
+    a slice or a host: measure it.
 
     Args:
         chip: a chip or its name.

@@ -23,7 +23,7 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
         stages: number p of pipeline devices.
         microbatches: microbatches m per step.
         schedule: "gpipe", "1f1b", "interleaved", "lockstep" or "breadth_first", ignoring capitals, "-", "_" and spaces.
-            Of others, such as zero_bubble_h1, the bubble depends on the costs: use `Schedule.simulate`.
+            For other schedules, such as zero_bubble_h1, the bubble depends on the costs: use `Schedule.simulate`.
         chunks: model chunks v per device, for the last three; "1f1b" with chunks is "interleaved".
         of: "ideal", Megatron's convention: over the time without idling; or "total", GPipe's: over the ideal time and
             the bubble.
@@ -32,8 +32,8 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
         The fraction, without unit.
 
     Raises:
-        ValueError: an unknown schedule; a size below 1; chunks where the schedule has none; microbatches for which the
-            form does not hold: with chunks, multiples of p ("breadth_first": at least p); another `of`.
+        ValueError: an unknown schedule; a size below 1; chunks for a schedule without chunks; with chunks, microbatches
+            that are not a multiple of p ("breadth_first": fewer than p); another `of`.
 
     Example:
         >>> sk.cost.bubble(4, 16)

@@ -46,7 +46,7 @@ def zero_breakdown(
 
     Args:
         parameters: number of parameters.
-        ways: devices that the state is sharded over.
+        ways: number of devices that share the state.
         stage: 0, 1, 2 or 3.
         parameter_bytes: bytes per parameter of the compute copy (bfloat16: 2).
         gradient_bytes: bytes per parameter of the gradients.
@@ -139,15 +139,15 @@ def zero_volume(
     """Bytes that one device sends per step by bandwidth-optimal collectives, with k microbatches accumulated.
 
     In units of the parameters' bytes times (n-1)/n: stage 0: 2 (one all_reduce of gradients); stage 1: 2
-    (reduce_scatter of gradients, all_gather of parameters); stage 2: k + 1, since gradients that are sharded are
-    reduced every microbatch; stage 3, layer by layer: 3 k (two gathers and a reduction per microbatch), 2 k if the
-    gathered layers are saved for the backward; stage 3 with the whole tree gathered once per step: 2. Layer by layer,
-    with all microbatches through a layer before the next: 3 at stage 3 (2 if saved) and 2 at stage 2, for any k.
+    (reduce_scatter of gradients, all_gather of parameters); stage 2: k + 1, because sharded gradients are reduced in
+    every microbatch; stage 3, layer by layer: 3 k (two gathers and a reduction per microbatch), 2 k if the gathered
+    layers are saved for the backward; stage 3 with the whole tree gathered once per step: 2. Layer by layer, with all
+    microbatches through a layer before the next: 3 at stage 3 (2 if saved) and 2 at stage 2, for any k.
 
     Args:
         parameters, ways, stage: as for `zero_breakdown`.
         accumulate: microbatches k per step.
-        layerwise: stage 3 gathers each layer when it is used; False: the whole tree once per step.
+        layerwise: stage 3 gathers each layer when the loss uses it; False: the whole tree once per step.
         regather: stage 3, layer by layer: gathers again for the backward; False: saves the gathered layers.
         layer_major: stages 2 and 3, layer by layer: all microbatches pass a layer before the next one starts.
         parameter_bytes: bytes per parameter, gathered.

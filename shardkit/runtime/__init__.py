@@ -1,8 +1,8 @@
-"""What a training script calls around its steps: processes that join, checkpoints, weights, data, checks.
+"""Functions for your training script, around its steps: join processes, save checkpoints, load weights and data, check.
 
 Start with `cluster/join.py`; each of `channel/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
-Imports steps. What surrounds processes is in `jobs/`: its `guard` is reached from here too, and
-imported when somebody asks for them, as is the law that it adds to those of testing.
+Imports steps. The launcher and the guard are in `jobs/`; you can call `guard` from here too. It is imported at first
+use, like the law that this folder adds to testing.
 """
 
 from __future__ import annotations

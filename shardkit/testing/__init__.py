@@ -1,4 +1,4 @@
-"""The proof kit: what kernels mean, and tools that prove your own kernels and training steps.
+"""The proof kit: references for kernels, and tools to prove your kernels and training steps.
 
 Start with `prove.py`. Imports everything up to analysis. `hypothesis` is imported on first use of the strategies; the
 pytest plugin is `shardkit_pytest`, which pytest loads automatically.

@@ -87,7 +87,7 @@ def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple
 
 
 def title(schedule: Schedule) -> str:
-    """The title of a picture: the name and the sizes of a schedule.
+    """Writes the title of a picture: the name and the sizes of a schedule.
 
     Example:
         >>> from shardkit.viz.schedule import title
@@ -101,7 +101,7 @@ def title(schedule: Schedule) -> str:
 
 
 def facts(timeline: Timeline) -> str:
-    """The subtitle of a picture: the makespan, and the bubble in both conventions.
+    """Writes the subtitle of a picture: the makespan, and the bubble in both conventions.
 
     Example:
         >>> from shardkit.viz.schedule import facts
@@ -135,11 +135,11 @@ _MARGIN = 0.06  # of a row
 
 
 def figure(schedule: Schedule, timeline: Timeline) -> Figure:
-    """The picture of a schedule as a matplotlib figure, to show in a notebook or to modify.
+    """Draws a schedule as a matplotlib figure, to show in a notebook or to modify.
 
     Args:
         schedule: the schedule.
-        timeline: what `schedule.simulate` returned.
+        timeline: the result of `schedule.simulate`.
 
     Returns:
         A figure with two plots over the same time: the actions of the devices, and their microbatches in flight. The
@@ -171,7 +171,7 @@ def draw(schedule: Schedule, output: str | Path, **costs: Any) -> None:
             synchronous.
 
     Raises:
-        ValueError: another kind of file; a cost that `Schedule.simulate` refuses.
+        ValueError: another kind of file; costs as for `Schedule.simulate`.
         RuntimeError: matplotlib is not installed.
 
     Example:
