@@ -109,6 +109,10 @@ class Exact:
         real: float64 [1, ...], the values for the inputs that were drawn.
         factor: uint64 [components, ...]; None for 1.
         degree: bounds of its degree.
+        roots: int32 [1, ...], the id of the square root of which an element is a multiple (`roots.py`), 0 where none is
+            known; None where none is known for any.
+        is_power: whether all elements are products of exps, and of their powers: a power of 4 modulo each prime, of
+            which any root is another one.
     """
 
     # The parts that `move` moves, each behind its leading dim.
@@ -117,6 +121,8 @@ class Exact:
     real: np.ndarray
     factor: np.ndarray | None = None
     degree: Degree = CONSTANT
+    roots: np.ndarray | None = None
+    is_power: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -166,12 +172,22 @@ class Exact:
             return np.ones_like(self.number)
         return self.factor
 
+    @property
+    def roots_or_zeros(self) -> np.ndarray:
+        """int32 [1, ...]: the ids of roots, 0 for numbers of which none is known."""
+        if self.roots is None:
+            return np.zeros((1, *self.shape), np.int32)
+        return self.roots
+
     def move(self, move: Callable[[np.ndarray], np.ndarray]) -> Exact:
         """Moves elements to other places: `move` acts on each part, behind its leading dim."""
         factor = None
         if self.factor is not None:
             factor = move(self.factor)
-        return Exact(move(self.number), move(self.facts), move(self.real), factor, self.degree)
+        roots = None
+        if self.roots is not None:
+            roots = move(self.roots)
+        return Exact(move(self.number), move(self.facts), move(self.real), factor, self.degree, roots, self.is_power)
 
     def row(self, dim: int, i: int) -> Exact:
         """The elements at a place of a dim, without it."""

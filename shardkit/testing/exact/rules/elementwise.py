@@ -10,7 +10,8 @@ import numpy as np
 from shardkit.testing.exact.numbers import arithmetic, logarithms
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
-from shardkit.testing.exact.numbers.functions import apply_function, square_root
+from shardkit.testing.exact.numbers.functions import apply_function
+from shardkit.testing.exact.numbers.square_roots import raise_power, square_root
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.operands import Known, Operand
 from shardkit.testing.exact.rules.scope import Scope
@@ -64,17 +65,23 @@ def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """pow: to a whole number that is known, a product; to a half, a root; else uninterpreted."""
+    """pow: to a whole number that is known, a product; to halves and quarters, by roots; else uninterpreted."""
     # x**2.0 traces to pow with an array of 2.0.
     exponent = _find_common_value(y)
     if exponent is not None and exponent == np.round(exponent) and abs(int(exponent)) <= _LARGEST_POWER:
         return arithmetic.power(scope.field, scope.lift_one(x), int(exponent))
-    if exponent is not None and abs(exponent) == 0.5:
-        root = square_root(scope.field, scope.lift_one(x))
-        if exponent > 0:
-            return root
-        return arithmetic.invert(scope.field, root)
-    return apply_function(scope.field, "pow", *scope.lift(x, y))
+    x, y = scope.lift(x, y)
+    if exponent is not None and x.is_power:  # exp(x)**0.3 is exp(0.3 x)
+        result = raise_power(scope.field, x, abs(float(exponent)))
+        return result if exponent > 0 else arithmetic.invert(scope.field, result)
+    if exponent is not None and 4 * exponent == np.round(4 * exponent) and abs(exponent) <= _LARGEST_POWER:
+        # x**0.75 is the third power of the root of the root.
+        root = square_root(scope.field, x)
+        halves = 2 * exponent
+        if halves == np.round(halves):
+            return arithmetic.power(scope.field, root, int(halves))
+        return arithmetic.power(scope.field, square_root(scope.field, root), int(4 * exponent))
+    return apply_function(scope.field, "pow", x, y)
 
 
 def _find_common_value(x: Operand) -> Any:

@@ -153,7 +153,10 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     factor = None
     if any(x.factor is not None for x in sources):
         factor = flatten([x.factor_or_ones for x in sources])
-    source = Exact(number, facts, real, factor, degree)
+    roots = None
+    if any(x.roots is not None for x in sources):
+        roots = flatten([x.roots_or_zeros for x in sources])
+    source = Exact(number, facts, real, factor, degree, roots)
     return [source.move(partial(take_elements, places=places, rank=scope.rank)) for places in places_of_results]
 
 
