@@ -39,32 +39,36 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "meshes(*sizes): run the test on each of these meshes, for example {'data': 2, 'model': 4}"
     )
-    asked = config.getini("shardkit_devices")
-    controls_workers = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
-    if asked and not controls_workers:
-        if not asked.isdigit() or not int(asked):
-            raise pytest.UsageError(
-                f"shardkit_devices: it must be a number of devices, at least 1; got {asked!r}. Write for example 8."
-            )
-        _start(int(asked))
+    devices = config.getini("shardkit_devices")
+    # pytest-xdist: the process that controls workers runs no test, and jax would only take its memory.
+    has_workers = bool(getattr(config.option, "numprocesses", None))
+    is_worker = hasattr(config, "workerinput")
+    if not devices or (has_workers and not is_worker):
+        return
+    if not devices.isdigit() or not int(devices):
+        raise pytest.UsageError(
+            f"shardkit_devices: it must be a number of devices, at least 1; got {devices!r}. Write for example 8."
+        )
+    _start_jax(int(devices))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("meshes")
     if mark is None:
         return
-    if "mesh" not in metafunc.fixturenames or not mark.args or not all(isinstance(s, Mapping) for s in mark.args):
+    has_sizes = bool(mark.args) and all(isinstance(sizes, Mapping) for sizes in mark.args)
+    if "mesh" not in metafunc.fixturenames or not has_sizes:
         raise pytest.UsageError(
             f"meshes: {metafunc.definition.name} must take the fixture `mesh`, and the mark one or more mappings of "
             f"axis sizes; got {mark.args!r}. Write @pytest.mark.meshes({{'data': 8}}) and def test(mesh)."
         )
-    metafunc.parametrize("mesh", mark.args, indirect=True, ids=_name)
+    metafunc.parametrize("mesh", mark.args, indirect=True, ids=_format_sizes)
 
 
 @pytest.fixture
 def mesh(request: pytest.FixtureRequest) -> Any:
     """The mesh of the mark `meshes`, over the first devices; without the mark, all devices along "data"."""
-    _start(_devices(request.config))
+    _start_jax(_count_devices(request.config))
     import jax
 
     from shardkit.meshes.mesh import make_mesh
@@ -77,13 +81,16 @@ def mesh(request: pytest.FixtureRequest) -> Any:
             f"meshes: a mesh must fit the devices; {sizes} needs {needed} and there are {len(available)}. Set "
             f"shardkit_devices = {needed} in pytest's configuration, and let nothing start jax before."
         )
-    return make_mesh(available[:needed] if needed > 0 else available, **sizes)
+    devices = available
+    if needed > 0:  # a size of -1 takes all of them
+        devices = available[:needed]
+    return make_mesh(devices, **sizes)
 
 
 @pytest.fixture
 def prove(request: pytest.FixtureRequest) -> Any:
     """`shardkit.testing.prove`, with the simulated devices that its rows need."""
-    _start(_devices(request.config))
+    _start_jax(_count_devices(request.config))
     from shardkit import testing
 
     return testing.prove
@@ -92,26 +99,35 @@ def prove(request: pytest.FixtureRequest) -> Any:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = yield
+    if not report.failed or not item.get_closest_marker("meshes"):
+        return report
     sizes = getattr(getattr(item, "callspec", None), "params", {}).get("mesh")
     entries = getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", None)
-    if report.failed and item.get_closest_marker("meshes") and isinstance(sizes, Mapping) and entries:
-        text, arguments = _name(sizes), getattr(entries[0], "reprfuncargs", None)
-        if arguments is None:
-            entries[0].lines.insert(0, f"mesh = {text}")
-        else:  # these are printed above the lines
-            arguments.args = [("mesh", text), *(pair for pair in arguments.args if pair[0] != "mesh")]
+    if isinstance(sizes, Mapping) and entries:
+        _print_mesh(entries[0], _format_sizes(sizes))
     return report
 
 
-def _name(sizes: Mapping[str, int]) -> str:
+def _print_mesh(entry: Any, text: str) -> None:
+    """Writes the mesh of a failed test above its first traceback entry, where pytest would print the fixture."""
+    arguments = getattr(entry, "reprfuncargs", None)
+    if arguments is None:
+        entry.lines.insert(0, f"mesh = {text}")
+    else:  # these are printed above the lines
+        others = [(name, value) for name, value in arguments.args if name != "mesh"]
+        arguments.args = [("mesh", text), *others]
+
+
+def _format_sizes(sizes: Mapping[str, int]) -> str:
+    """`data=2,model=4`."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def _devices(config: pytest.Config) -> int:
+def _count_devices(config: pytest.Config) -> int:
     return int(config.getini("shardkit_devices") or _DEVICES)
 
 
-def _start(devices: int) -> None:
+def _start_jax(devices: int) -> None:
     """Simulates devices, with short collective time-outs, unless jax has already started."""
     from shardkit._jax.backends import jax_has_started
     from shardkit.meshes.simulated import simulate_devices

@@ -1,6 +1,8 @@
 """What follows from some arguments of a program alone, read in one pass; the registry of primitives."""
 
 import sys
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit._jax import primitives
 from shardkit._jax.dependence import find_independent
-from shardkit._jax.jaxprs import file_name
+from shardkit._jax.jaxprs import file_name, own_line
 from shardkit.analysis import lint
 from shardkit.analysis.hlo import collectives, differences, proto
 from shardkit.cost.collectives import COLLECTIVE_KINDS
@@ -115,6 +117,13 @@ def test_a_cell_of_a_notebook_is_named_by_its_number(monkeypatch):
 
 # Collectives of jax 0.10 to 0.12 that the census refuses, beside the halves of asynchronous ones.
 REFUSED = {"psend", "precv", "pbroadcast_dynamic", "unreduced_pmax", "unreduced_pmin"}
+
+
+def test_the_script_of_a_command_is_not_the_line_of_a_user(tmp_path):
+    """`shardkit audit` once named line 4 of its own script for each collective outside of a loss."""
+    script = (str(Path(sysconfig.get_path("scripts")) / "shardkit"), 4, "<module>")
+    assert own_line([script]) == ""
+    assert own_line([script, (str(tmp_path / "train.py"), 7, "make")]) == "train.py:7 (make)"
 
 
 @pytest.mark.check

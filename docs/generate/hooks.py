@@ -76,6 +76,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     """Plots of records, and links to notebooks and other files of the repository, which lead to their pages."""
+    if page.file.src_uri in navigation.LISTS:
+        page.meta["search"] = {"boost": 0.2}  # lists name everything, and explain nothing
     if not (ROOT / "docs" / page.file.src_uri).exists():
         return text  # generated
     text = measurements.shown(text, ROOT)

@@ -66,6 +66,9 @@ SECTIONS: Mapping[str, list[str]] = {
     "Project": ["contributing.md", "tests.md", "changelog.md"],
 }
 
+# Pages that name everything and explain nothing: a search finds them last.
+LISTS = frozenset({"proved.md", "proved_f.md", "papers.md", "changelog.md", "tests.md"})
+
 
 def arranged(pages: Iterable[str], reference: Iterable[str] = ()) -> list[dict[str, Any]]:
     """The navigation over those pages that are there.

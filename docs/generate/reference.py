@@ -138,7 +138,7 @@ def pages() -> dict[str, str]:
             overview.append(f"## sk\n\n{_says(face)}")
             for title, group in _groups(face, own):
                 file = f"sk.{title.replace(' ', '_')}.md"
-                made[f"reference/{file}"] = "\n\n".join([_boosted(16), f"# sk: {title}", *_described(group)]) + "\n"
+                made[f"reference/{file}"] = "\n\n".join([_boosted(2), f"# sk: {title}", *_described(group)]) + "\n"
                 overview.append(f"[{title}]({file}): " + ", ".join(f"`{name.called}`" for name in group))
             continue
         where = f"{face}.md"
@@ -160,12 +160,15 @@ def _says(face: str) -> str:
 
 
 def _boosted(boost: int) -> str:
-    """The head of a page; whoever searches for a name that several pages have wants that of `sk` first."""
+    """The head of a page; whoever searches for a name that several pages have wants that of `sk` first.
+
+    Twice as much as the other pages of the reference, and no more: a page about a subject comes before the names in it.
+    """
     return f"---\nsearch:\n  boost: {boost}\n---"
 
 
 def _page(face: str, own: list[Name], elsewhere: list[str]) -> str:
-    parts = [_boosted(2), f"# {face}", *_about(face, elsewhere)]
+    parts = [f"# {face}", *_about(face, elsewhere)]
     for title, group in _groups(face, own):
         parts += [f"## {title}", *_described(group)]
     return "\n\n".join(parts) + "\n"

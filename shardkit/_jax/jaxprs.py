@@ -22,7 +22,7 @@ PER_MICROBATCH = "per_microbatch"  # anything else that is sent for each microba
 MEAN = "shardkit_mean"  # weight and total of a loss
 TOTALS = "shardkit_totals"  # their sums over devices
 _HERE = Path(__file__).parents[1]
-_PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+_PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "scripts")}  # and where commands are installed
 _TESTING = _HERE / "testing"  # calls a user's function, and is no part of it
 _KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_arguments" / "typed.py"}
 

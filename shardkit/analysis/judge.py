@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -23,7 +23,7 @@ from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
-from shardkit.analysis.hlo.report import plain_row, read_row, size
+from shardkit.analysis.hlo.report import format_bytes, plain_row, read_row
 from shardkit.analysis.hlo.topology import parse_topology, tracing_for
 from shardkit.analysis.jaxpr.census import Census, CensusRow, mesh_sizes
 from shardkit.analysis.jaxpr.step import trace_step
@@ -137,14 +137,16 @@ class Audit:
         lines = []
         remaining = Counter(_identify(finding) for finding in before.findings)
         for finding in self.findings:
-            remaining[_identify(finding)] -= 1
-            if remaining[_identify(finding)] < 0:
+            identity = _identify(finding)
+            if remaining[identity] == 0:
                 lines.append(f"new: {finding}")
+            else:
+                remaining[identity] -= 1
         old_sizes = before._sizes()
         for name, new in self._sizes().items():
             old = old_sizes.get(name, Fraction(0))
             if new > old * (1 + growth) and new - old >= SMALL:
-                lines.append(f"{name}: {size(old)} before, {size(new)} now")
+                lines.append(f"{name}: {format_bytes(old)} before, {format_bytes(new)} now")
         return lines
 
     def _devices(self) -> str:
@@ -152,7 +154,10 @@ class Audit:
         return f"{_describe_devices(self.devices, self.target)}, {sized(self.mesh.items())}"
 
     def _sending_rows(self) -> tuple[CensusRow | CompiledRow, ...]:
-        return self.rows if self.memory else self.census.rows
+        """The collectives as compiled, or as written if it was only traced."""
+        if self.memory is None:
+            return self.census.rows
+        return self.rows
 
     def _sizes(self) -> dict[str, Fraction]:
         """Bytes per device, by what they are for."""
@@ -166,24 +171,35 @@ class Audit:
         return sizes
 
     def __str__(self) -> str:
-        versions = ", ".join(f"{name} {version.splitlines()[0]}" for name, version in self.versions.items())
-        lines = [f"{self.step} on {_describe_devices(self.devices, self.target)} ({versions})"]
-        lines.append(f"mesh: {sized(self.mesh.items())}")
+        versions = []
+        for package, version in self.versions.items():
+            versions.append(f"{package} {version.splitlines()[0]}")
+        lines = [
+            f"{self.step} on {_describe_devices(self.devices, self.target)} ({', '.join(versions)})",
+            f"mesh: {sized(self.mesh.items())}",
+        ]
         if self.memory:
-            lines.append(f"held: {size(self.memory.held)} per device")
-            lines.append(f"temp: {size(self.memory.temp)} per device")
+            lines.append(f"held: {format_bytes(self.memory.held)} per device")
+            lines.append(f"temp: {format_bytes(self.memory.temp)} per device")
         lines.append(f"as written:\n{self.census}")
         if self.memory:
             lines.append(f"as compiled:\n{Compiled(self.census, self.rows, self.memory)}")
-        lines.append(counted(len(self.findings), "finding") if self.findings else "no findings")
-        lines += [str(finding) for finding in self.findings]
-        lines += [f"not tried: {reason}" for reason in self.skipped]
+        if self.findings:
+            lines.append(counted(len(self.findings), "finding"))
+        else:
+            lines.append("no findings")
+        for finding in self.findings:
+            lines.append(str(finding))
+        for reason in self.skipped:
+            lines.append(f"not tried: {reason}")
         return "\n".join(lines)
 
 
 def _describe_devices(devices: int, target: str) -> str:
-    kind = f"of {target}" if target else "as traced"
-    return f"{counted(devices, 'device')} {kind}"
+    text = counted(devices, "device")
+    if not target:
+        return f"{text} as traced"
+    return f"{text} of {target}"
 
 
 def _identify(finding: Finding) -> tuple[str, str]:
@@ -291,16 +307,27 @@ def audit(
     """
     at_least("audit", 0, large=large, small=small, memory=memory)
     check_rules("audit", ignore)
-    compiled = compiled or target is not None
+    if target is not None:
+        compiled = True
+    must_be = "traced"
+    if compiled:
+        must_be = "traced and compiled"
     if large is None:
-        large = LARGE_LEAF if compiled else LARGE
+        large = LARGE
+        if compiled:
+            large = LARGE_LEAF
     # A step may choose its collectives by the chip. The ones that are compiled are those of the target.
-    chips = nullcontext() if target is None else tracing_for(parse_topology(target))
-    with chips, in_one_sentence("audit", "traced and compiled" if compiled else "traced"):
-        program = TracedProgram(trace_step(step, args), large, small, memory)
-    built = None if target is None else aot.build(program.step.traced, args, topology=target, timeout=timeout)
-    program = compiled_program("audit", program, built, target) if compiled else program
-    return audit_of(program, ignore, call)
+    chips: AbstractContextManager[None] = nullcontext()
+    if target is not None:
+        chips = tracing_for(parse_topology(target))
+    with chips, in_one_sentence("audit", must_be):
+        traced = TracedProgram(trace_step(step, args), large, small, memory)
+    if not compiled:
+        return audit_of(traced, ignore, call)
+    built = None
+    if target is not None:
+        built = aot.build(traced.step.traced, args, topology=target, timeout=timeout)
+    return audit_of(compiled_program("audit", traced, built, target), ignore, call)
 
 
 def check_rules(where: str, ignore: Collection[str]) -> None:
@@ -327,7 +354,9 @@ def findings_of(program: TracedProgram, ignore: Collection[str]) -> list[Finding
 
 def audit_of(program: TracedProgram, ignore: Collection[str], call: bool = True) -> Audit:
     """The audit of a program: every rule on it."""
-    name = f"{program.step.name} ({program.step.source})"
+    name = program.step.name
+    if program.step.source:
+        name = f"{name} ({program.step.source})"
     if not isinstance(program, CompiledProgram):
         mesh = mesh_sizes(program.step.jaxpr, program.step.args)
         return Audit(
@@ -368,7 +397,9 @@ def audit_of(program: TracedProgram, ignore: Collection[str], call: bool = True)
 
 def _try_second_call(program: CompiledProgram, call: bool) -> tuple[list[Finding], str]:
     """The findings of the rule `second-compile`, and why it could not be tried ("" if it was)."""
-    reason = why_not_called(program) if call else "call is False"
+    if not call:
+        return [], "call is False"
+    reason = why_not_called(program)
     if reason:
         return [], reason
     try:

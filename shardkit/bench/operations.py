@@ -27,199 +27,315 @@ LEAVES = 16  # into which "leaves" and "bucketed" split the array
 _LARGEST = 127  # of the values: what every small dtype that is sent has a scale for
 _SUMS = ("sum", "mean")
 Kernel = Callable[..., Any]
+Bound = Callable[[float, Sequence[int]], float]
 Axes = tuple[str, ...]
 
 
 class Way(NamedTuple):
-    """One implementation of an operation."""
+    """One implementation of an operation.
 
-    kernel: Kernel  # `kernel(x, axes, **options)`, for use inside shard_map
-    redops: tuple[str, ...] | None = None  # the reductions that it has; None: all of the operation
-    levels: int = 1  # the axes that it needs, at least
-    # `(largest, sizes of the axes) -> float`, how far its result may be from the exact one; None: not at all
-    bound: Callable[[float, Sequence[int]], float] | None = None
-    floating: bool = False  # it needs a floating-point dtype
-    # of n devices, where messages go at the same time; None: one after the other, as the census lists them
+    Attributes:
+        kernel: `kernel(x, axes, **options)`, for use inside shard_map.
+        redops: the reductions that it has; None: all of the operation.
+        levels: the axes that it needs, at least.
+        bound: `(largest, sizes of the axes) -> float`, how far its result may be from the exact one, for elements up to
+            `largest`; None: not at all.
+        floating: whether it needs a floating-point dtype.
+        hops: of n devices, where messages go at the same time; None: one after the other, as the census lists them.
+    """
+
+    kernel: Kernel
+    redops: tuple[str, ...] | None = None
+    levels: int = 1
+    bound: Bound | None = None
+    floating: bool = False
     hops: Callable[[int], int] | None = None
 
 
-class Operation(NamedTuple):
-    """One operation."""
+def _no_options(n: int, count: int) -> dict[str, Any]:
+    return {}
 
-    name: str  # as in `shardkit.collectives`
-    ways: Mapping[str, Way]  # its kernels, by the name of the implementation
-    reference: Kernel  # `reference(blocks, **options)`, of `shardkit.testing.reference`
-    redops: tuple[str, ...] = ()  # its reductions, the first by default; empty for an operation that reduces nothing
-    bus: str | None = None  # its name in nccl-tests, for `cost.bus_factor`; None where that has no such operation
-    splits: bool = False  # the size must divide by the number of devices
-    gathers: bool = False  # a device begins with its part of the size
-    # `options(n, count)`, further arguments of the kernel and of the reference
-    options: Callable[[int, int], dict[str, Any]] = lambda n, count: {}
+
+class Operation(NamedTuple):
+    """One operation.
+
+    Attributes:
+        name: as in `shardkit.collectives`.
+        ways: its kernels, by the name of the implementation.
+        reference: `reference(blocks, **options)`, of `shardkit.testing.reference`.
+        redops: its reductions, the first by default; empty for an operation that reduces nothing.
+        bus: its name in nccl-tests, for `cost.bus_factor`; None where that has no such operation.
+        splits: whether the size must divide by the number of devices.
+        gathers: whether a device begins with its part of the size.
+        options: `options(n, count)`, further arguments of the kernel and of the reference.
+    """
+
+    name: str
+    ways: Mapping[str, Way]
+    reference: Kernel
+    redops: tuple[str, ...] = ()
+    bus: str | None = None
+    splits: bool = False
+    gathers: bool = False
+    options: Callable[[int, int], dict[str, Any]] = _no_options
 
     def arguments(self, redop: str, n: int, count: int) -> dict[str, Any]:
         """The keyword arguments of its kernels and of its reference; the default reduction is not named."""
-        return self.options(n, count) | ({"op": redop} if self.redops and redop != self.redops[0] else {})
+        arguments = dict(self.options(n, count))
+        if self.redops and redop != self.redops[0]:
+            arguments["op"] = redop
+        return arguments
 
     def block(self, n: int, count: int) -> int:
         """The elements with which a device begins."""
-        return count // n if self.gathers else count
+        if self.gathers:
+            return count // n
+        return count
 
     def elements(self, size: int, n: int, itemsize: int) -> int:
         """The elements of the whole array, rounded down as in nccl-tests; 0 if a device would have none."""
         count = size // itemsize
-        return count // n * n if self.splits else count
+        if self.splits:
+            return count // n * n
+        return count
 
 
-def _of_leaves(kernel: Kernel) -> Kernel:
+# Kernels made of others, so that all of an operation have one signature.
+
+
+def _by_leaves(kernel: Kernel) -> Kernel:
+    """A kernel of pytrees, applied to the array in 16 parts: as many messages, or one if the kernel buckets them."""
+
     def run(x: jax.Array, axis: Axes, **options: Any) -> Any:
-        return jnp.concatenate(kernel(jnp.array_split(x, min(LEAVES, x.size)), axis, **options))
+        leaves = jnp.array_split(x, min(LEAVES, x.size))
+        return jnp.concatenate(kernel(leaves, axis, **options))
 
     return run
 
 
-def _two_level(kernel: Kernel) -> Kernel:
-    return lambda x, axis, **options: kernel(x, axis[-1], axis[:-1], **options)
+def _over_two_levels(kernel: Kernel) -> Kernel:
+    """A kernel of an inner and outer axes: the last axis has the fast links, as in `--axis node device`."""
+
+    def run(x: jax.Array, axis: Axes, **options: Any) -> Any:
+        *outer, inner = axis
+        return kernel(x, inner, tuple(outer), **options)
+
+    return run
 
 
-def _uneven(kernel: Kernel, shards: Callable[[int, int], int]) -> Kernel:
+def _in_equal_shards(kernel: Kernel, count_rows: Callable[[int, int], int]) -> Kernel:
+    """A kernel of uneven shards, given equal ones; `count_rows(rows, n)` are the rows of each."""
+
     def run(x: jax.Array, axis: Axes, **options: Any) -> Any:
         n = c.axis_size(axis)
-        return kernel(x, (shards(len(x), n),) * n, axis, **options)
+        sizes = (count_rows(len(x), n),) * n
+        return kernel(x, sizes, axis, **options)
 
     return run
 
 
-def _ragged(x: jax.Array, axis: Axes, *, split_dim: int, concat_dim: int) -> Any:
+def _rows_of_shard(rows: int, n: int) -> int:
+    """Of a gather, which begins with a shard."""
+    return rows
+
+
+def _rows_of_whole(rows: int, n: int) -> int:
+    """Of a scatter, which begins with all shards."""
+    return rows // n
+
+
+def _ragged_all_to_all(x: jax.Array, axis: Axes, *, split_dim: int, concat_dim: int) -> Any:
+    """As many rows to each device."""
     n = c.axis_size(axis)
-    each = len(x) // n
-    counts: Any = np.full((n, n), each)  # known at trace time, and checked there
-    return c.ragged_all_to_all(x, counts, axis, rows=len(x), limit=each)
+    rows = len(x) // n
+    counts: Any = np.full((n, n), rows)  # known at trace time, and checked there
+    return c.ragged_all_to_all(x, counts, axis, rows=len(x), limit=rows)
 
 
-def _summed(dtype: str, largest: float, sizes: Sequence[int]) -> float:
+def _without_residual(kernel: Kernel) -> Kernel:
+    """A kernel that returns its result and a new residual, without that."""
+
+    def run(x: jax.Array, axis: Axes, **options: Any) -> Any:
+        result, _ = kernel(x, axis, **options)
+        return result
+
+    return run
+
+
+def _deterministic_all_reduce(x: jax.Array, axis: Axes, **options: Any) -> Any:
+    """Of one part on each device."""
+    return c.all_reduce(x[None], axis, deterministic=True, **options)
+
+
+# How far a result may be from the exact one, of elements up to `largest` that are sent in `dtype`. For example the sum
+# over 8 devices of elements up to 127, each rounded to int8 once.
+
+
+def _bound_of_sum(dtype: str, largest: float, sizes: Sequence[int]) -> float:
     return quantization_error(largest, dtype, n=math.prod(sizes))
 
 
-def _twice(dtype: str, largest: float, sizes: Sequence[int]) -> float:
-    first = _summed(dtype, largest, sizes)
-    return first + quantization_error(math.prod(sizes) * largest + first, dtype)
+def _bound_of_sum_sent_again(dtype: str, largest: float, sizes: Sequence[int]) -> float:
+    """The sum is rounded too: it has n times the largest element, and the error of the terms."""
+    error = _bound_of_sum(dtype, largest, sizes)
+    return error + quantization_error(math.prod(sizes) * largest + error, dtype)
 
 
-def _gathered(dtype: str, largest: float, sizes: Sequence[int]) -> float:
+def _bound_of_gather(dtype: str, largest: float, sizes: Sequence[int]) -> float:
     return quantization_error(largest, dtype)
 
 
-def _outside(dtype: str, largest: float, sizes: Sequence[int]) -> float:
-    return quantization_error(sizes[-1] * largest, dtype, n=math.prod(sizes[:-1]))
+def _bound_of_outer_sum(dtype: str, largest: float, sizes: Sequence[int]) -> float:
+    """Exact sums over the last axis are rounded, and added over the others."""
+    *outer, inner = sizes
+    return quantization_error(inner * largest, dtype, n=math.prod(outer))
 
 
-def _result(kernel: Kernel) -> Kernel:
-    """Without the new residual."""
-    return lambda x, axis, **options: kernel(x, axis, **options)[0]
+def _compress(kernel: Kernel, redops: tuple[str, ...] | None, bound: Callable[..., float], dtype: str = "int8") -> Way:
+    """A kernel that sends a small dtype."""
+    return Way(
+        partial(kernel, dtype=jnp.dtype(dtype)),
+        redops,
+        bound=partial(bound, dtype),
+        floating=True,
+    )
 
 
-def _small(kernel: Kernel, redops: tuple[str, ...] | None, bound: Callable[..., float], dtype: str = "int8") -> Way:
-    return Way(partial(kernel, dtype=jnp.dtype(dtype)), redops, 1, partial(bound, dtype), True)
+def _list_compressed(kernel: Kernel, redops: tuple[str, ...] | None, bound: Callable[..., float]) -> dict[str, Way]:
+    """The ways "compressed", in int8, and one named after each other dtype."""
+    ways = {"compressed": _compress(kernel, redops, bound)}
+    for dtype in FORMATS:
+        if dtype != "int8":
+            ways[f"compressed_{dtype}"] = _compress(kernel, redops, bound, dtype)
+    return ways
 
 
-def _compressed(kernel: Kernel, redops: tuple[str, ...] | None, bound: Callable[..., float]) -> dict[str, Way]:
-    """In int8, and in each other dtype by name."""
-    others = {f"compressed_{name}": _small(kernel, redops, bound, name) for name in FORMATS if name != "int8"}
-    return {"compressed": _small(kernel, redops, bound), **others}
+# Hops of kernels that send both ways round a ring at the same time.
+
+
+def _half_ring_hops(n: int) -> int:
+    return n // 2
+
+
+def _two_half_rings_hops(n: int) -> int:
+    return 2 * (n // 2)
+
+
+def _neighbor_hops(n: int) -> int:
+    return int(n > 1)
 
 
 _ALL_REDUCE = {
     "lax": Way(c.all_reduce),
     "ring": Way(ring.all_reduce, _SUMS),
-    "bidirectional": Way(partial(ring.all_reduce, bidirectional=True), _SUMS, hops=lambda n: 2 * (n // 2)),
-    "hierarchical": Way(_two_level(hierarchical.all_reduce), _SUMS, 2),
+    "bidirectional": Way(partial(ring.all_reduce, bidirectional=True), _SUMS, hops=_two_half_rings_hops),
+    "hierarchical": Way(_over_two_levels(hierarchical.all_reduce), _SUMS, levels=2),
     "two_step": Way(partial(c.all_reduce_tree, scatter_from=0), _SUMS),
-    "deterministic": Way(
-        lambda x, axis, **options: c.all_reduce(x[None], axis, deterministic=True, **options), _SUMS, floating=True
+    "deterministic": Way(_deterministic_all_reduce, _SUMS, floating=True),
+    "leaves": Way(_by_leaves(c.all_reduce)),
+    "bucketed": Way(_by_leaves(c.all_reduce_tree), _SUMS),
+    **_list_compressed(_without_residual(compressed.all_reduce), ("sum",), _bound_of_sum),
+    "compressed_twice": _compress(
+        partial(_without_residual(compressed.all_reduce), compress_result=True), ("sum",), _bound_of_sum_sent_again
     ),
-    "leaves": Way(_of_leaves(c.all_reduce)),
-    "bucketed": Way(_of_leaves(c.all_reduce_tree), _SUMS),
-    **_compressed(_result(compressed.all_reduce), ("sum",), _summed),
-    "compressed_twice": _small(partial(_result(compressed.all_reduce), compress_result=True), ("sum",), _twice),
 }
 _ALL_GATHER = {
     "lax": Way(c.all_gather),
     "ring": Way(ring.all_gather),
-    "bidirectional": Way(partial(ring.all_gather, bidirectional=True), hops=lambda n: n // 2),
-    "hierarchical": Way(_two_level(hierarchical.all_gather), None, 2),
-    "uneven": Way(_uneven(c.all_gather_uneven, lambda rows, n: rows)),
-    **_compressed(compressed.all_gather, None, _gathered),
+    "bidirectional": Way(partial(ring.all_gather, bidirectional=True), hops=_half_ring_hops),
+    "hierarchical": Way(_over_two_levels(hierarchical.all_gather), levels=2),
+    "uneven": Way(_in_equal_shards(c.all_gather_uneven, _rows_of_shard)),
+    **_list_compressed(compressed.all_gather, None, _bound_of_gather),
 }
 _REDUCE_SCATTER = {
     "lax": Way(c.reduce_scatter),
     "ring": Way(ring.reduce_scatter),
-    "bidirectional": Way(partial(ring.reduce_scatter, bidirectional=True), hops=lambda n: n // 2),
-    "hierarchical": Way(_two_level(hierarchical.reduce_scatter), None, 2),
-    "uneven": Way(_uneven(c.reduce_scatter_uneven, lambda rows, n: rows // n)),
-    **_compressed(_result(compressed.reduce_scatter), ("sum",), _summed),
-    "compressed_hierarchical": _small(
-        _result(_two_level(compressed.reduce_scatter_two_level)), ("sum",), _outside
+    "bidirectional": Way(partial(ring.reduce_scatter, bidirectional=True), hops=_half_ring_hops),
+    "hierarchical": Way(_over_two_levels(hierarchical.reduce_scatter), levels=2),
+    "uneven": Way(_in_equal_shards(c.reduce_scatter_uneven, _rows_of_whole)),
+    **_list_compressed(_without_residual(compressed.reduce_scatter), ("sum",), _bound_of_sum),
+    "compressed_hierarchical": _compress(
+        _without_residual(_over_two_levels(compressed.reduce_scatter_two_level)), ("sum",), _bound_of_outer_sum
     )._replace(levels=2),
 }
+_ALL_TO_ALL = {"lax": Way(c.all_to_all), "ragged": Way(_ragged_all_to_all)}
+_HALO = Way(c.halo_exchange, hops=_neighbor_hops)  # both sides at the same time
 
 
-_ALL_TO_ALL = {"lax": Way(c.all_to_all), "ragged": Way(_ragged)}
-_HALO = Way(c.halo_exchange, hops=lambda n: int(n > 1))  # both sides at the same time
-OPERATIONS: Mapping[str, Operation] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            Operation("all_reduce", _ALL_REDUCE, reference.all_reduce, ("sum", "mean", "max", "min"), "all_reduce"),
-            Operation("all_gather", _ALL_GATHER, reference.all_gather, (), "all_gather", True, True),
-            Operation("reduce_scatter", _REDUCE_SCATTER, reference.reduce_scatter, _SUMS, "reduce_scatter", True),
-            Operation("all_to_all", _ALL_TO_ALL, reference.all_to_all, (), "all_to_all", True)._replace(
-                options=lambda n, count: {"split_dim": 0, "concat_dim": 0}
-            ),
-            Operation("broadcast", {"lax": Way(c.broadcast)}, reference.broadcast, (), "broadcast"),
-            Operation("shift", {"lax": Way(c.shift)}, reference.shift, (), "sendrecv"),
-            Operation(
-                "gather_to_one", {"lax": Way(c.gather_to_one)}, reference.gather_to_one, (), "gather", True, True
-            ),
-            Operation("prefix_scan", {"lax": Way(c.prefix_scan)}, reference.prefix_scan, ("sum", "max", "min")),
-            Operation("halo_exchange", {"lax": _HALO}, reference.halo_exchange)._replace(
-                options=lambda n, count: dict.fromkeys(("before", "after"), max(1, count // 8))
-            ),
-        )
-    }
+def _rows_everywhere(n: int, count: int) -> dict[str, Any]:
+    return {"split_dim": 0, "concat_dim": 0}
+
+
+def _eighths(n: int, count: int) -> dict[str, Any]:
+    size = max(1, count // 8)
+    return {"before": size, "after": size}
+
+
+_LIST = (
+    Operation("all_reduce", _ALL_REDUCE, reference.all_reduce, ("sum", "mean", "max", "min"), bus="all_reduce"),
+    Operation("all_gather", _ALL_GATHER, reference.all_gather, bus="all_gather", splits=True, gathers=True),
+    Operation("reduce_scatter", _REDUCE_SCATTER, reference.reduce_scatter, _SUMS, bus="reduce_scatter", splits=True),
+    Operation("all_to_all", _ALL_TO_ALL, reference.all_to_all, bus="all_to_all", splits=True, options=_rows_everywhere),
+    Operation("broadcast", {"lax": Way(c.broadcast)}, reference.broadcast, bus="broadcast"),
+    Operation("shift", {"lax": Way(c.shift)}, reference.shift, bus="sendrecv"),
+    Operation(
+        "gather_to_one", {"lax": Way(c.gather_to_one)}, reference.gather_to_one, bus="gather", splits=True, gathers=True
+    ),
+    Operation("prefix_scan", {"lax": Way(c.prefix_scan)}, reference.prefix_scan, ("sum", "max", "min")),
+    Operation("halo_exchange", {"lax": _HALO}, reference.halo_exchange, options=_eighths),
 )
+OPERATIONS: Mapping[str, Operation] = MappingProxyType({operation.name: operation for operation in _LIST})
 
 
 def values(dtype: str, devices: int, n: int, count: int) -> np.ndarray:
     """Whole numbers whose sums over n devices are exact in the dtype, in any order: [devices, count], always the same.
 
-    Where n ones are too many, each element is zero on all but as many devices as the dtype can count.
+    Where n ones are too many, each element is zero on all but as many devices as the dtype can count. For example of
+    bfloat16, which counts to 256, and 8 devices, elements are -32 to 32; of 512 devices they are -1 to 1, and zero on
+    256 of these.
     """
     limit = exact(dtype)
     largest = max(1, min(_LARGEST, limit // n))
-    lowest = 0 if dtype.startswith("u") else -largest
+    lowest = -largest
+    if dtype.startswith("u"):
+        lowest = 0
     x = np.random.default_rng(0).integers(lowest, largest + 1, (devices, count), np.int16)
     if n > limit:
-        x[(np.arange(devices)[:, None] + np.arange(count)[None, :]) % n >= limit] = 0
+        numbers = np.arange(devices)[:, None] + np.arange(count)[None, :]
+        x[numbers % n >= limit] = 0
     return x.astype(jnp.dtype(dtype))
 
 
 def exact(dtype: str) -> int:
     """The largest n for which all whole numbers up to n are exact; the largest of all stays for `poison`."""
     kind = jnp.dtype(dtype)
-    return int(jnp.iinfo(kind).max) - 1 if jnp.issubdtype(kind, jnp.integer) else 2 ** (int(jnp.finfo(kind).nmant) + 1)
+    if jnp.issubdtype(kind, jnp.integer):
+        return int(jnp.iinfo(kind).max) - 1
+    mantissa_bits = int(jnp.finfo(kind).nmant)
+    return 2 ** (mantissa_bits + 1)
 
 
 def poison(dtype: str) -> Any:
     """What no right result holds: NaN, or the largest whole number of a dtype without one."""
     kind = jnp.dtype(dtype)
-    return kind.type(jnp.iinfo(kind).max if jnp.issubdtype(kind, jnp.integer) else np.nan)
+    if jnp.issubdtype(kind, jnp.integer):
+        return kind.type(jnp.iinfo(kind).max)
+    return kind.type(np.nan)
 
 
 def bound(way: Way, dtype: str, redop: str, x: np.ndarray, sizes: Sequence[int]) -> float:
     """How far a result may be from the reference: 0, the rounding of a mean, or of what is sent in a small dtype."""
-    n, largest = math.prod(sizes), float(np.abs(x.astype(np.float64)).max(initial=0))
-    error = way.bound(largest, sizes) if way.bound else 0.0
-    if not error and (redop != "mean" or n & (n - 1) == 0):
+    n = math.prod(sizes)
+    largest = float(np.abs(x.astype(np.float64)).max(initial=0))
+    error = 0.0
+    if way.bound is not None:
+        error = way.bound(largest, sizes)
+    n_is_power_of_2 = n & (n - 1) == 0
+    if not error and (redop != "mean" or n_is_power_of_2):
         return 0.0
-    most = (largest if redop == "mean" else n * largest) + error
-    return error + (float(jnp.finfo(dtype).eps) * most if jnp.issubdtype(jnp.dtype(dtype), jnp.floating) else 0.0)
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        return error
+    largest_result = error + n * largest
+    if redop == "mean":
+        largest_result = error + largest
+    return error + float(jnp.finfo(dtype).eps) * largest_result

@@ -15,7 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 import shardkit as sk
 from shardkit import bench, planner
 from shardkit.analysis import aot
-from shardkit.analysis.hlo.report import Report, size
+from shardkit.analysis.hlo.report import Report, format_bytes
 from shardkit.analysis.hlo.topology import Topology, device_of
 from shardkit.cli.output import console
 from shardkit.cli.target import TargetError, load
@@ -210,8 +210,8 @@ def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
         rows.append(
             (
                 str(candidate.layout),
-                size(candidate.bytes),
-                size(report.needed),
+                format_bytes(candidate.bytes),
+                format_bytes(report.needed),
                 f"{candidate.compute_seconds:.3f}",
                 f"{report.compute.seconds:.3f}",
                 f"{exposed:.3f}",

@@ -3,13 +3,15 @@
 Each device computes the loss of its own examples, and the step divides the sum of the totals by that of the weights.
 Most losses are seen to add over their examples in their trace (`on_device/additive.py`), which compiles and runs
 nothing. Where the trace does not tell, the loss of the examples of two devices together is compared with those of both,
-once, with the numbers of the first batch.
+with the numbers of the first batch and with others in their place, as NaN: a guard such as
+`jnp.where(jnp.isnan(loss), 0, loss)` is the same on every mesh until the first NaN.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import jax
@@ -97,16 +99,20 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
     has_16_bits = jnp.finfo(program.policy.compute).bits < 32
     rounding = ROUNDING_16_BITS if has_16_bits else ROUNDING
     compare = make_comparison(split, batch)
-    nearby = ""
-    comparison = compare(state.params, key)
+    when = ""
+    comparison = compare(state.params, key, Planted.NOTHING)
     if comparison.gap <= rounding:
-        nearby = " at parameters nearby"
-        comparison = compare(perturb(state.params), key)
+        when = " at parameters nearby"
+        comparison = compare(perturb(state.params), key, Planted.NOTHING)
+    for planted, words in _PLANTED.items():
+        if comparison.gap <= rounding:
+            when = words
+            comparison = compare(state.params, key, planted)
     if comparison.gap <= rounding:
         return
     place = f" at {loss.met.line}" if loss.met.line else ""
     two = "two microbatches" if split.parts > 1 else "two devices"
-    losses = f"is {comparison.together:.6g}{nearby}, and not the mean of theirs, {comparison.apart:.6g}"
+    losses = f"is {comparison.together:.6g}{when}, and not the mean of theirs, {comparison.apart:.6g}"
     raise WrongProgramError(
         f"step: the loss must add over its examples, because each device computes that of its own; {loss.met.how}"
         f"{place}, so the loss of the examples of {two} {losses}. Return sk.Mean(total, weight) of sums over examples, "
@@ -160,6 +166,29 @@ def perturb(params: Any) -> Any:
     return jax.tree.unflatten(structure, moved)
 
 
+class Planted(IntEnum):
+    """What stands in the batch in place of the examples of every second device, or of every second microbatch.
+
+    A comparison over the examples may be the same for both parts of the first batch, and another for a later one:
+    `jnp.any(errors > 5)`. So one part is made smaller or larger than the other, or zeros and NaN, which padding and
+    overflow put there.
+    """
+
+    NOTHING = 0
+    SMALL = 1
+    LARGE = 2
+    ZEROS = 3
+    NOT_A_NUMBER = 4
+
+
+_PLANTED = {
+    Planted.SMALL: " where those of one are an eighth",
+    Planted.LARGE: " where those of one are eight times as large",
+    Planted.ZEROS: " where those of one are zeros",
+    Planted.NOT_A_NUMBER: " where those of one are NaN",
+}
+
+
 class LossComparison(NamedTuple):
     """The mean of the losses of two parts of the examples, that of both together, and by what share they differ."""
 
@@ -169,7 +198,7 @@ class LossComparison(NamedTuple):
 
 
 def make_comparison(split: _Split, batch: Any) -> Callable[..., LossComparison]:
-    """A function of parameters and the run's key that compares two parts of a batch with both together.
+    """A function of parameters, the run's key and `Planted` that compares two parts of a batch with both together.
 
     It returns what the device computes whose losses differ most. With microbatches the parts are the first two of each
     device; else they are those of a device and of the one before it. It is compiled once.
@@ -202,9 +231,13 @@ def make_comparison(split: _Split, batch: Any) -> Callable[..., LossComparison]:
 
     run = split.map_devices(on_device, batch, PartitionSpec(), PartitionSpec(split.program.manual))
 
+    examples = next(x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
+    part = examples // (split.devices * split.parts)
+
     @jax.jit
-    def find_largest_gap(*args: Any) -> jax.Array:
-        first, second, both = jnp.moveaxis(run(*args), 1, 0)
+    def find_largest_gap(params: Any, carried: Any, batch: Any, key: jax.Array, planted: Any) -> jax.Array:
+        batch = jax.tree.map(lambda x: _plant(x, part, planted), batch)
+        first, second, both = jnp.moveaxis(run(params, carried, batch, key), 1, 0)
         apart = _divide(first + second)
         together = _divide(both)
         size = sum(jnp.abs(_divide(x)) for x in (first, second, both))
@@ -213,11 +246,28 @@ def make_comparison(split: _Split, batch: Any) -> Callable[..., LossComparison]:
         worst = jnp.argmax(gap)
         return jnp.stack([apart[worst], together[worst], gap[worst]])
 
-    def compare(params: Any, key: jax.Array) -> LossComparison:
-        numbers = np.asarray(find_largest_gap(params, split.carried.tree, batch, key))
+    def compare(params: Any, key: jax.Array, planted: Planted) -> LossComparison:
+        numbers = np.asarray(find_largest_gap(params, split.carried.tree, batch, key, int(planted)))
         return LossComparison(*map(float, numbers))
 
     return compare
+
+
+def _plant(x: Any, part: int, planted: Any) -> Any:
+    """A leaf of the batch with what is planted in every second part of so many examples.
+
+    With part=2, examples 2, 3, 6, 7, ... are planted: those of devices 1, 3, ...
+    """
+    if not jnp.ndim(x):
+        return x
+    numbers = jnp.arange(x.shape[0]).reshape(-1, *[1] * (x.ndim - 1))
+    is_planted = numbers // part % 2 == 1
+    x = jnp.where(is_planted & (planted == Planted.ZEROS), jnp.zeros_like(x), x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    x = jnp.where(is_planted & (planted == Planted.SMALL), x / 8, x)
+    x = jnp.where(is_planted & (planted == Planted.LARGE), x * 8, x)
+    return jnp.where(is_planted & (planted == Planted.NOT_A_NUMBER), jnp.full_like(x, jnp.nan), x)
 
 
 def _with_examples(x: Any, count: int) -> jax.ShapeDtypeStruct:

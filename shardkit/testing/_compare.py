@@ -175,7 +175,9 @@ def find_unequal_replicas(x: Any) -> tuple[int, int] | None:
 
 
 def find_worst_gap(actual: Any, expected: Any, allow: Callable[[int, np.ndarray, float], Any]) -> Gap | None:
-    """The leaf that exceeds its allowed difference most, or None. Integers and booleans must be equal.
+    """The leaf that exceeds its allowed difference most, by their quotient; None if none does.
+
+    Integers and booleans must be equal.
 
     `allow(number, leaf, overall)` is the largest difference for leaf `number` of the reference, one for all elements or
     one for each; `overall` is the largest magnitude of all leaves.
@@ -229,7 +231,11 @@ def magnitude(x: np.ndarray) -> float:
 def constant_factor(x: np.ndarray, y: np.ndarray) -> float | None:
     """The factor by which x differs from y everywhere; None if there is none, or it is 1.
 
-    It is the factor of the least squares, <y, x> / <y, y>, if what it leaves over is below a hundredth.
+    It is the factor of the least squares, <y, x> / <y, y>, if x differs from factor * y by less than a hundredth.
+
+    Worked example: a gradient that was summed over 4 devices and should be a mean. y is [1, 2], x is [4, 8], and the
+    factor (1 * 4 + 2 * 8) / (1 * 1 + 2 * 2) = 4 leaves no remainder. Of x = [4, 2] the factor would be 8 / 5, which
+    leaves [2.4, -1.2]: None.
     """
     x = _widen(x).ravel()
     y = _widen(y).ravel()

@@ -62,29 +62,38 @@ def _explain_error(error: Exception, mesh: Any) -> Exception:
 
 
 def _make_function(jaxpr: Any, mesh: Any, note: Note) -> Callable[..., list[Any]]:
-    """A jaxpr as a function of its constants and arguments.
+    """A jaxpr as a function of its constants and arguments, which runs on one device.
 
-    A custom derivative in the kernel (jax.custom_jvp, jax.custom_vjp) must be traced inside shard_map too. The returned
-    function therefore has a custom derivative: that of the jaxpr with its shard_maps, interpreted in the same way.
+    A custom derivative in the kernel (jax.custom_jvp, jax.custom_vjp) must be traced inside shard_map too, where its
+    collectives have their axes. The returned function therefore has a custom derivative of its own: it differentiates
+    the jaxpr with its shard_maps, and interprets the result in the same way.
+
+    For example, the gradient of a kernel that calls `jax.nn.relu`, a custom_jvp. Without the detour, jax would trace
+    the JVP of relu among the vmaps, outside of any shard_map, where a value that varies over "data" has no meaning.
     """
-    constants = len(jaxpr.constvars)
+    count = len(jaxpr.constvars)
 
-    def original(*xs: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(jaxpr, xs[:constants], *xs[constants:])
+    def run_with_shard_maps(*xs: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(jaxpr, xs[:count], *xs[count:])
 
-    def emulated(*xs: Any) -> list[Any]:
-        return _Emulator(note).run(ClosedJaxpr(jaxpr, list(xs[:constants])), xs[constants:])
+    def run_on_one_device(*xs: Any) -> list[Any]:
+        constants = list(xs[:count])
+        return _Emulator(note).run(ClosedJaxpr(jaxpr, constants), xs[count:])
 
     rules = _find_custom_derivatives(jaxpr)
     if not rules:
-        return emulated
+        return run_on_one_device
     # jax 0.12 linearizes while it traces, and cannot transpose a rule that calls custom_jvp again.
     if jax.__version_info__ >= (0, 11) or any("jvp" not in name for name in rules):
-        with_vjp: Any = jax.custom_vjp(emulated)
-        with_vjp.defvjp(lambda *xs: (emulated(*xs), xs), partial(_pull_back, original, mesh, note))
+
+        def run_and_save(*xs: Any) -> tuple[list[Any], tuple[Any, ...]]:
+            return run_on_one_device(*xs), xs
+
+        with_vjp: Any = jax.custom_vjp(run_on_one_device)
+        with_vjp.defvjp(run_and_save, partial(_pull_back, run_with_shard_maps, mesh, note))
         return with_vjp
-    with_jvp: Any = jax.custom_jvp(emulated)
-    with_jvp.defjvp(partial(_push_forward, original, mesh, note))
+    with_jvp: Any = jax.custom_jvp(run_on_one_device)
+    with_jvp.defjvp(partial(_push_forward, run_with_shard_maps, mesh, note))
     return with_jvp
 
 
@@ -110,48 +119,69 @@ def _needs_shard_map(jaxpr: Any) -> bool:
 
 def _push_forward(original: Callable[..., list[Any]], mesh: Any, note: Note, primals: Any, tangents: Any) -> Any:
     """The results and their tangents: the JVP of the original, traced and interpreted in the same way."""
-    floats = [i for i, x in enumerate(primals) if is_float(x)]
+    is_float_primal = [is_float(x) for x in primals]
 
-    def compute_both(primals: Any, tangents: Any) -> Any:
-        float_primals = [primals[i] for i in floats]
-        float_outs, out_tangents = jax.jvp(restrict_to_floats(original, primals), (float_primals,), (tangents,))
+    def compute_both(primals: Any, float_tangents: Any) -> Any:
+        float_primals = _select(primals, is_float_primal)
+        restricted = restrict_to_floats(original, primals)
+        float_outs, out_tangents = jax.jvp(restricted, (float_primals,), (float_tangents,))
         return _replace_floats(original(*primals), float_outs), out_tangents
 
-    outs, out_tangents = interpret(compute_both, mesh, note)(list(primals), [tangents[i] for i in floats])
+    float_tangents = _select(tangents, is_float_primal)
+    outs, out_tangents = interpret(compute_both, mesh, note)(list(primals), float_tangents)
+    # The tangent of an integer is float0, which jax calls a zero.
     zeros = [np.zeros(jnp.shape(y), jax.dtypes.float0) for y in outs]
-    return outs, _replace_floats(zeros, out_tangents, [is_float(y) for y in outs])
+    is_float_out = [is_float(y) for y in outs]
+    return outs, _replace_floats(zeros, out_tangents, is_float_out)
 
 
 def _pull_back(original: Callable[..., list[Any]], mesh: Any, note: Note, primals: Any, cotangents: Any) -> Any:
     """The gradients of the arguments: the VJP of the original, traced and interpreted in the same way."""
-    floats = [i for i, x in enumerate(primals) if is_float(x)]
+    is_float_primal = [is_float(x) for x in primals]
 
-    def compute_gradients(primals: Any, cotangents: Any) -> Any:
-        _, vjp = jax.vjp(restrict_to_floats(original, primals), [primals[i] for i in floats])
-        (grads,) = vjp(cotangents)
+    def compute_gradients(primals: Any, float_cotangents: Any) -> Any:
+        float_primals = _select(primals, is_float_primal)
+        _, vjp = jax.vjp(restrict_to_floats(original, primals), float_primals)
+        (grads,) = vjp(float_cotangents)
         return grads
 
-    float_cotangents = [c for c in cotangents if jnp.result_type(c) != jax.dtypes.float0]
-    grads = iter(interpret(compute_gradients, mesh, note)(list(primals), float_cotangents))
-    return tuple(next(grads) if i in floats else None for i in range(len(primals)))
+    is_float_cotangent = [jnp.result_type(c) != jax.dtypes.float0 for c in cotangents]
+    float_cotangents = _select(cotangents, is_float_cotangent)
+    grads = interpret(compute_gradients, mesh, note)(list(primals), float_cotangents)
+    no_gradients = [None] * len(primals)
+    return tuple(_replace_floats(no_gradients, grads, is_float_primal))
 
 
 def restrict_to_floats(original: Callable[..., list[Any]], primals: Any) -> Callable[[list[Any]], list[Any]]:
-    """The floating-point results as a function of the floating-point arguments."""
+    """The floating-point results as a function of the floating-point arguments.
 
-    def restricted(floats: list[Any]) -> list[Any]:
+    For example, of `f(w, tokens) -> [loss, count]` with floats w and loss, a function of [w] that returns [loss], which
+    jax differentiates; the tokens are those of `primals`.
+    """
+
+    def compute_floats(floats: list[Any]) -> list[Any]:
         outs = original(*_replace_floats(primals, floats))
         return [y for y in outs if is_float(y)]
 
-    return restricted
+    return compute_floats
 
 
-def _replace_floats(values: Any, floats: Any, places: Sequence[bool] | None = None) -> list[Any]:
-    """The values with `floats`, in order, where `places` are True; by default where the values are floats."""
-    if places is None:
-        places = [is_float(x) for x in values]
+def _select(values: Any, mask: Sequence[bool]) -> list[Any]:
+    """The values where the mask is True."""
+    return [x for x, selected in zip(values, mask, strict=True) if selected]
+
+
+def _replace_floats(values: Any, floats: Any, mask: Sequence[bool] | None = None) -> list[Any]:
+    """The values with `floats`, in order, where the mask is True; by default where the values are floats."""
+    if mask is None:
+        mask = [is_float(x) for x in values]
     remaining = iter(floats)
-    return [next(remaining) if place else x for x, place in zip(values, places, strict=True)]
+    replaced = []
+    for x, is_replaced in zip(values, mask, strict=True):
+        if is_replaced:
+            x = next(remaining)
+        replaced.append(x)
+    return replaced
 
 
 def _drop_mesh(x: Any) -> Any:
@@ -233,7 +263,7 @@ class _Emulator(JaxprInterpreter[Any]):
     def shard_map(self, equation: Any, body: Any, operands: list[Any]) -> Sequence[Any]:
         """A shard_map on one device: every axis becomes a vmap with its name.
 
-        For example, on a mesh data=2, model=4, an argument [8, 6] with spec P("data") becomes pieces [2, 4, 6]. The
+        For example, on a mesh data=2, model=4, an argument [8, 6] with spec P("data") becomes shards [2, 4, 6]. The
         vmap of "data" maps its dim 0 and the vmap of "model" none, so that the body sees [4, 6] as a device does. A
         result comes back as [2, 4, *local shape], whatever its spec.
         """
@@ -244,15 +274,17 @@ class _Emulator(JaxprInterpreter[Any]):
         def run_device(_: Any, *leaves: Any) -> list[Any]:
             return self.run(body, leaves)
 
+        # The last axis of the mesh is the innermost vmap: what each maps is then always dim 0 of what it gets.
         run_devices = run_device
         for name in reversed(sizes):
-            in_axes = tuple(0 if name in all_axes(spec) else None for spec in specs)
+            in_axes = [0 if name in all_axes(spec) else None for spec in specs]
             run_devices = jax.vmap(run_devices, in_axes=(0, *in_axes), axis_name=name)
-        pieces = [split_shards(x, spec, sizes) for x, spec in zip(operands, specs, strict=True)]
+        shards = [split_shards(x, spec, sizes) for x, spec in zip(operands, specs, strict=True)]
+        # The first argument has every axis, so that each vmap maps at least one.
+        devices = jnp.zeros(tuple(sizes.values()), jnp.int8)
         # jax keeps the names that vmap binds in the order in which it first met them. That of this mesh decides.
         with jax.sharding.use_abstract_mesh(params["mesh"]):
-            # The first argument has every axis, so that each vmap maps at least one.
-            results = run_devices(jnp.zeros(tuple(sizes.values()), jnp.int8), *pieces)
+            results = run_devices(devices, *shards)
         return [join_shards(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
 
 
@@ -260,7 +292,7 @@ def _run_collective(equation: Any, operands: list[Any]) -> list[Any]:
     name = equation.primitive.name
     row = registered(name)
     if row.emulate is None:
-        names = quoted(sorted(known.name for known in TABLE.values() if known.emulate))
+        names = quoted(sorted(primitive.name for primitive in TABLE.values() if primitive.emulate))
         raise ValueError(
             f"emulate: a collective must be one of {names}; got {name}. Run the kernel with jax.shard_map on simulated "
             "devices."
@@ -315,34 +347,43 @@ def add_mesh_dims(tree: Any, axes: int) -> Any:
 
 
 def split_shards(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
-    """From a global array to the pieces of all devices: [*sizes of the axes that split it, *local shape].
+    """From a global array to the shards of all devices: [*sizes of the axes that split it, *local shape].
 
     For example, [8, 6] with spec P(("a", "b")) on a=2, b=2 is reshaped to [2, 2, 2, 6], in which the dims of a and b
     come first already; with P("b", "a") it is reshaped to [2, 4, 2, 3] and transposed to [2 (a), 2 (b), 4, 3].
     """
     shape: list[int] = []
     dim_of_axis: dict[str, int] = {}
-    all_dims = spec_axes(spec) + [()] * (x.ndim - len(spec))
-    for dim, axes in enumerate(all_dims):
+    for dim, axes in enumerate(_axes_of_dims(spec, x.ndim)):
+        local_size = x.shape[dim]
         for axis in axes:
             dim_of_axis[axis] = len(shape)
             shape.append(sizes[axis])
-        shape.append(x.shape[dim] // math.prod(sizes[axis] for axis in axes))
+            local_size //= sizes[axis]
+        shape.append(local_size)
     mesh_dims = [dim_of_axis[name] for name in sizes if name in dim_of_axis]
     local_dims = [dim for dim in range(len(shape)) if dim not in mesh_dims]
     return x.reshape(shape).transpose(mesh_dims + local_dims)
 
 
 def join_shards(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
-    """From [*all sizes, *local shape] to the global array; along axes that do not split it, the first device's."""
-    local = x.shape[len(sizes) :]
+    """From [*all sizes, *local shape] to the global array; along axes that do not split it, the first device's.
+
+    For example, [2 (a), 2 (b), 4, 3] with P("b") on a=2, b=2: the first device along a has [2 (b), 4, 3], in which the
+    dim of b comes directly before the one that it splits already; reshaped it is [8, 3].
+    """
     split_axes = [name for name in sizes if name in all_axes(spec)]
-    x = x[tuple(slice(None) if name in split_axes else 0 for name in sizes)]
+    index = tuple(slice(None) if name in split_axes else 0 for name in sizes)
+    local_shape = x.shape[len(sizes) :]
     order: list[int] = []
     shape: list[int] = []
-    all_dims = spec_axes(spec) + [()] * (len(local) - len(spec))
-    for dim, axes in enumerate(all_dims):
+    for dim, axes in enumerate(_axes_of_dims(spec, len(local_shape))):
         order += [split_axes.index(axis) for axis in axes]
         order.append(len(split_axes) + dim)
-        shape.append(local[dim] * math.prod(sizes[axis] for axis in axes))
-    return x.transpose(order).reshape(shape)
+        shape.append(local_shape[dim] * math.prod(sizes[axis] for axis in axes))
+    return x[index].transpose(order).reshape(shape)
+
+
+def _axes_of_dims(spec: PartitionSpec, dims: int) -> list[tuple[str, ...]]:
+    """The axes that split each dim, also of the dims behind the spec."""
+    return spec_axes(spec) + [()] * (dims - len(spec))

@@ -51,7 +51,7 @@ def check_args(
             )
         if not _is_array(x):
             raise TypeError(
-                f"{where}: the leaves of args must be arrays or numbers; args{keystr(path)} is {_described(x)}. "
+                f"{where}: the leaves of args must be arrays or numbers; args{keystr(path)} is {_describe(x)}. "
                 "Close over it instead, or pass an array."
             )
     if in_specs is None:  # jax takes them from the arguments
@@ -81,10 +81,10 @@ def check_arity(where: str, role: str, function: Callable[..., Any], args: Seque
         ) from error
 
 
-def checked_kernel(
+def wrap_kernel(
     where: str, kernel: Callable[..., Any], mesh: Mesh | AbstractMesh, out_specs: Any, check_vma: bool
 ) -> Callable[..., Any]:
-    """The same function of a device, which refuses its own results where out_specs do not fit them."""
+    """A kernel that refuses its own results where out_specs do not fit them, and whose errors say what it got."""
 
     @wraps(kernel)
     def call(*shards: Any) -> Any:
@@ -113,8 +113,8 @@ def checked_kernel(
     return call
 
 
-def checked_reference(where: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of the global arrays, whose errors say what it was called with."""
+def wrap_reference(where: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference that refuses results that are no arrays, and whose errors say what it was called with."""
 
     @wraps(reference)
     def call(*args: Any) -> Any:
@@ -136,7 +136,7 @@ def _check_arrays(where: str, role: str, results: Any) -> None:
     for path, y in jax.tree_util.tree_leaves_with_path(results):
         if not _is_array(y):
             raise TypeError(
-                f"{where}: the {role} must return arrays; its result{keystr(path)} is {_described(y)}. Return what "
+                f"{where}: the {role} must return arrays; its result{keystr(path)} is {_describe(y)}. Return what "
                 "is compared, and nothing else."
             )
 
@@ -163,23 +163,25 @@ def _check_replicated(where: str, spec: PartitionSpec, y: Any) -> None:
 
 
 def _broadcast(specs: Any, tree: Any) -> list[PartitionSpec] | None:
-    """The spec of each leaf; None if they do not have the structure of the tree."""
+    """The spec of each leaf; None if the specs do not have the structure of the tree."""
     try:
-        whole = broadcast_specs(replace_none(specs), tree)
+        spec_tree = broadcast_specs(replace_none(specs), tree)
     except ValueError:
         return None
-    return jax.tree.leaves(whole, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.leaves(spec_tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _is_array(x: Any) -> bool:
+    """Whether jax takes it as an array: of numbers, booleans, a dtype of ml_dtypes (kind V), or keys."""
     try:
-        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-        return bool(jnp.issubdtype(dtype, jax.dtypes.extended)) or dtype.kind in "biufcV"
-    except (TypeError, ValueError):
+        if not hasattr(x, "dtype"):
+            x = np.asarray(x)
+        return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended)) or x.dtype.kind in "biufcV"
+    except (TypeError, ValueError):  # ragged lists, and dtypes of other libraries
         return False
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     return repr(x) if isinstance(x, str) else f"a {type(x).__name__}"
 
 

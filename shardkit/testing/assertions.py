@@ -31,8 +31,8 @@ from shardkit.testing._kernels import (
     check_args,
     check_arity,
     check_axes_of_specs,
-    checked_kernel,
-    checked_reference,
+    wrap_kernel,
+    wrap_reference,
 )
 
 # So that coarse dtypes and long sums do not hide a wrong factor or sign.
@@ -100,7 +100,7 @@ def assert_matches_reference(
     check_arity(_WHERE, "kernel", kernel, args)
     check_arity(_WHERE, "reference", reference, args)
     mapped = _map_kernel(kernel, mesh, *_make_hashable(in_specs), *_make_hashable(out_specs), check_vma)
-    results = checked_reference(_WHERE, reference)(*args)
+    results = wrap_reference(_WHERE, reference)(*args)
     expected = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), results)
     comparison = _choose_tolerance(mesh, args, expected, summands)
     modes = ["under jit", "eagerly"] if eager else ["under jit"]
@@ -204,7 +204,7 @@ def _map_kernel(
 ) -> Callable[..., Any]:
     in_specs = jax.tree.unflatten(in_tree, ins)
     out_specs = jax.tree.unflatten(out_tree, outs)
-    kernel = checked_kernel(_WHERE, kernel, mesh, out_specs, check_vma)
+    kernel = wrap_kernel(_WHERE, kernel, mesh, out_specs, check_vma)
     return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
@@ -235,7 +235,9 @@ def _make_vjp(fn: Any, structure: Any) -> Callable[..., Any]:
         out, vjp = jax.vjp(restrict_to_floats(call_flat, leaves), floats)
         (grads_of_floats,) = vjp([c.astype(y.dtype) for c, y in zip(cotangents, out, strict=True)])
         remaining = iter(grads_of_floats)
-        grads = [next(remaining) if is_float(x) else None for x in leaves]
+        grads = []
+        for x in leaves:
+            grads.append(next(remaining) if is_float(x) else None)
         return jax.tree.unflatten(structure, grads)
 
     return backward

@@ -32,7 +32,12 @@ from shardkit.testing._interpreter import add_mesh_dims, split_shards
 
 
 class Certificate(NamedTuple):
-    """The meshes on which the gradients equal the reference."""
+    """The meshes on which the gradients equal the reference.
+
+    Attributes:
+        meshes: axis name and size of each.
+        leaves: the number of gradient leaves.
+    """
 
     meshes: tuple[dict[str, int], ...]
     leaves: int
@@ -95,33 +100,25 @@ def certify_gradients(
     axes = axis_names("certify_gradients", axes if isinstance(axes, str) else tuple(axes))
     count = _count_devices(devices)
     check_relative("certify_gradients", relative)
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not is_float(x):
-            raise TypeError(
-                f"certify_gradients: the parameters must be floating-point numbers; leaf {path_name(path)} is "
-                f"{jnp.result_type(x)}. Move it to the batch, or close over it."
-            )
+    _check_params(params)
     if batch_spec is None:
         batch_spec = jax.tree.map(lambda x: PartitionSpec(axes[0]) if np.ndim(x) else PartitionSpec(), batch)
-    batch_spec = replace_none(batch_spec)
-    param_specs = replace_none(param_specs)
-    check_axes("certify_gradients", (batch_spec, param_specs), axes)
     arguments = (params, batch)
-    specs = (broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch))
-    mesh: Any = jax.sharding.AbstractMesh((1,) * len(axes), axes)
-    jax.tree.map(lambda x, spec: check_spec("certify_gradients", spec, mesh, np.ndim(x)), arguments, specs)
+    specs = _complete_specs(param_specs, batch_spec, arguments, axes)
     expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))
     check_conclusive("certify_gradients", expected)
     proved: list[dict[str, int]] = []
     mistakes: list[_Mistake] = []
     for sizes in _list_meshes(axes, count):
-        if not all(jax.tree.leaves(jax.tree.map(partial(_divides, sizes), arguments, specs))):
+        divides = jax.tree.map(partial(_divides, sizes), arguments, specs)
+        if not all(jax.tree.leaves(divides)):
             continue
         grads = _compute_gradients(grad_fn, arguments, sizes, specs, check_vma)
-        expected_pieces = jax.tree.map(partial(_split_gradient, sizes), expected, specs[0])
-        mistakes_here = _diagnose(grads, expected_pieces, sizes, relative)
-        mistakes += mistakes_here
-        if not mistakes_here:
+        expected_shards = jax.tree.map(partial(_split_gradient, sizes), expected, specs[0])
+        mistakes_of_mesh = _diagnose(grads, expected_shards, sizes, relative)
+        if mistakes_of_mesh:
+            mistakes += mistakes_of_mesh
+        else:
             proved.append(sizes)
     if mistakes:
         raise AssertionError(_report(mistakes))
@@ -131,6 +128,29 @@ def certify_gradients(
             f"mesh of 2 to {count} devices. Pass larger arrays or other specs."
         )
     return Certificate(tuple(proved), len(jax.tree.leaves(expected)))
+
+
+def _check_params(params: Any) -> None:
+    """Refuses parameters without a gradient."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not is_float(x):
+            raise TypeError(
+                f"certify_gradients: the parameters must be floating-point numbers; leaf {path_name(path)} is "
+                f"{jnp.result_type(x)}. Move it to the batch, or close over it."
+            )
+
+
+def _complete_specs(param_specs: Any, batch_spec: Any, arguments: Any, axes: Sequence[str]) -> Any:
+    """A spec for each leaf of the arguments, (params, batch); refuses specs that do not fit them."""
+    params, batch = arguments
+    param_specs = replace_none(param_specs)
+    batch_spec = replace_none(batch_spec)
+    check_axes("certify_gradients", (batch_spec, param_specs), axes)
+    specs = (broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch))
+    # Whether a spec fits an array's dims does not depend on the sizes of the axes.
+    mesh: Any = jax.sharding.AbstractMesh((1,) * len(axes), tuple(axes))
+    jax.tree.map(lambda x, spec: check_spec("certify_gradients", spec, mesh, np.ndim(x)), arguments, specs)
+    return specs
 
 
 def _count_devices(devices: int | None) -> int:
@@ -165,12 +185,15 @@ class _Mistake(NamedTuple):
 
 def _list_meshes(axes: Sequence[str], count: int) -> list[dict[str, int]]:
     """Every mesh over the axes whose number of devices divides `count`, small ones first."""
-    divisors = [sizes for sizes in factorizations(count, len(axes)) if count % math.prod(sizes) == 0]
-    return [dict(zip(axes, sizes, strict=True)) for sizes in sorted(divisors, key=math.prod)]
+    meshes = []
+    for sizes in sorted(factorizations(count, len(axes)), key=math.prod):
+        if count % math.prod(sizes) == 0:
+            meshes.append(dict(zip(axes, sizes, strict=True)))
+    return meshes
 
 
 def factorizations(devices: int, k: int) -> list[tuple[int, ...]]:
-    """Every tuple of k sizes whose product is at most `devices`."""
+    """Every tuple of k sizes with a product of at most `devices`; of 2 devices and k=2: (1, 1), (1, 2), (2, 1)."""
     if k == 1:
         return [(n,) for n in range(1, devices + 1)]
     tuples = []
@@ -181,6 +204,7 @@ def factorizations(devices: int, k: int) -> list[tuple[int, ...]]:
 
 
 def _divides(sizes: dict[str, int], x: Any, spec: PartitionSpec) -> bool:
+    """Whether the axes of a mesh divide the dims that they split."""
     for size, axes in zip(np.shape(x), spec_axes(spec), strict=False):
         if size % math.prod(sizes[axis] for axis in axes):
             return False
@@ -205,14 +229,19 @@ def _compute_gradients(
 
 
 def _split_gradient(sizes: dict[str, int], x: np.ndarray, spec: PartitionSpec) -> np.ndarray:
-    """A gradient of the reference as each device should hold it: [*sizes, *local shape]."""
-    pieces = split_shards(x, spec, sizes)
+    """A gradient of the reference as each device should hold it: [*sizes, *local shape].
+
+    For example, [8, 6] with spec P("data") on data=2, model=4 is split to [2, 4, 6], and repeated to [2, 4, 4, 6].
+    """
+    shards = split_shards(x, spec, sizes)
     missing_dims = [dim for dim, name in enumerate(sizes) if name not in all_axes(spec)]
-    pieces = np.expand_dims(pieces, missing_dims)
-    return np.broadcast_to(pieces, (*sizes.values(), *pieces.shape[len(sizes) :]))
+    shards = np.expand_dims(shards, missing_dims)
+    local_shape = shards.shape[len(sizes) :]
+    return np.broadcast_to(shards, (*sizes.values(), *local_shape))
 
 
 def _diagnose(grads: Any, expected: Any, sizes: dict[str, int], relative: float) -> list[_Mistake]:
+    """The wrong leaves of one mesh; gradients and the reference are [*sizes, *local shape]."""
     actual_leaves, _ = jax.tree_util.tree_flatten_with_path(grads)
     expected_leaves, _ = jax.tree_util.tree_flatten_with_path(expected)
     if [path for path, _ in actual_leaves] != [path for path, _ in expected_leaves]:
@@ -240,17 +269,10 @@ def _describe_mistake(x: np.ndarray, y: np.ndarray, sizes: dict[str, int], relat
     near = relative * max(magnitude(x), magnitude(y))
     unreduced = _find_unreduced(x, y, len(sizes), near)
     factor = constant_factor(x, y)
-    if factor is not None and not unreduced:
-        return f"are {format_factor(factor)} the reference: {_explain_factor(factor, sizes)}"
     if unreduced:
-        names = list(sizes)
-        axes = " and ".join(f"axis {names[dim]!r} (size {sizes[names[dim]]})" for dim in unreduced)
-        expected = _take_first(y, unreduced)
-        if np.max(distance(x.sum(tuple(unreduced), keepdims=True), expected)) <= near:
-            return f"differ between devices: {axes} is not reduced; the sum over it is the reference"
-        if np.max(distance(x.mean(tuple(unreduced), keepdims=True), expected)) <= near:
-            return f"differ between devices: {axes} is not reduced; the mean over it is the reference"
-        return f"differ between devices along {axes}, and neither their sum nor their mean is the reference"
+        return _describe_unreduced(x, y, unreduced, sizes, near)
+    if factor is not None:
+        return f"are {format_factor(factor)} the reference: {_explain_factor(factor, sizes)}"
     if not np.isfinite(x).all():
         return "are not finite where the reference is"
     gap = distance(x, y)
@@ -264,19 +286,37 @@ def _describe_mistake(x: np.ndarray, y: np.ndarray, sizes: dict[str, int], relat
     return text
 
 
+def _describe_unreduced(x: np.ndarray, y: np.ndarray, dims: list[int], sizes: dict[str, int], near: float) -> str:
+    """How gradients x that differ along some mesh dims, where y is the same, become y: by a sum, a mean or neither."""
+    names = list(sizes)
+    axes = " and ".join(f"axis {names[dim]!r} (size {sizes[names[dim]]})" for dim in dims)
+    expected = _take_first(y, dims)
+    total = x.sum(tuple(dims), keepdims=True)
+    if np.max(distance(total, expected)) <= near:
+        return f"differ between devices: {axes} is not reduced; the sum over it is the reference"
+    mean = x.mean(tuple(dims), keepdims=True)
+    if np.max(distance(mean, expected)) <= near:
+        return f"differ between devices: {axes} is not reduced; the mean over it is the reference"
+    return f"differ between devices along {axes}, and neither their sum nor their mean is the reference"
+
+
 def _find_unreduced(x: np.ndarray, y: np.ndarray, mesh_dims: int, near: float) -> list[int]:
     """The mesh dims along which the devices' gradients x differ, where the reference's are the same."""
     dims = []
     for dim in range(mesh_dims):
-        x_differs = np.max(distance(x, _take_first(x, [dim])), initial=0.0) > near
-        if x_differs and not np.max(distance(y, _take_first(y, [dim])), initial=0.0):
+        x_gap = np.max(distance(x, _take_first(x, [dim])), initial=0.0)
+        y_gap = np.max(distance(y, _take_first(y, [dim])), initial=0.0)
+        if x_gap > near and y_gap == 0:
             dims.append(dim)
     return dims
 
 
 def _take_first(x: np.ndarray, dims: list[int]) -> np.ndarray:
     """The first element along some dims, which keep size 1."""
-    return x[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(x.ndim))]
+    index = [slice(None)] * x.ndim
+    for dim in dims:
+        index[dim] = slice(0, 1)
+    return x[tuple(index)]
 
 
 def _explain_factor(factor: float, sizes: dict[str, int]) -> str:
@@ -289,17 +329,19 @@ def _explain_factor(factor: float, sizes: dict[str, int]) -> str:
         return "already on one device, so no axis is to blame"
     all_powers = itertools.product((0, 1, -1, 2, -2), repeat=len(split))
     for powers in sorted(all_powers, key=lambda powers: sum(map(abs, powers))):
-        product = math.prod(float(size) ** power for (_, size), power in zip(split, powers, strict=True))
-        if any(powers) and math.isclose(product, factor, rel_tol=0.02):
-            explanations = []
-            for (name, size), power in zip(split, powers, strict=True):
-                if power:
-                    explanations.append(_explain_power(name, size, power))
+        product = 1.0
+        explanations = []
+        for (name, size), power in zip(split, powers, strict=True):
+            product *= float(size) ** power
+            if power:
+                explanations.append(_explain_power(name, size, power))
+        if explanations and math.isclose(product, factor, rel_tol=0.02):
             return " and ".join(explanations)
     return "no axis explains this factor"
 
 
 def _explain_power(name: str, size: int, power: int) -> str:
+    """What was done to the gradients, if they are the reference times the size of an axis to a power."""
     axis = f"axis {name!r} (size {size})"
     if power == 1:
         return f"{axis} is summed twice, or a division by its size is missing"
@@ -312,13 +354,17 @@ def _explain_power(name: str, size: int, power: int) -> str:
 def _report(mistakes: list[_Mistake]) -> str:
     """Each kind of error on the simplest mesh that shows it; leaves with the same error together."""
     lines: list[str] = []
-    explained: list[tuple[str, frozenset[str]]] = []
+    explained_axes: dict[str, list[frozenset[str]]] = {}  # by path
     for mistake in sorted(mistakes, key=lambda mistake: mistake.simplicity):
         axes = mistake.split_axes
-        if any(path == mistake.path and explained_axes <= axes for path, explained_axes in explained):
+        # What goes wrong over "data" alone also goes wrong over "data" and "model": it is reported once.
+        if any(simpler_axes <= axes for simpler_axes in explained_axes.get(mistake.path, ())):
             continue
-        paths = [other.path for other in mistakes if other.sizes == mistake.sizes and other.text == mistake.text]
-        explained += [(path, axes) for path in paths]
+        paths = []
+        for other in mistakes:
+            if other.sizes == mistake.sizes and other.text == mistake.text:
+                paths.append(other.path)
+                explained_axes.setdefault(other.path, []).append(axes)
         names = ", ".join(f"`{path}`" for path in paths[:5])
         if len(paths) > 5:
             names += f" and {len(paths) - 5} more"

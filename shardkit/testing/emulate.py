@@ -1,9 +1,18 @@
-"""Runs a per-device function on one device: traced over an abstract mesh, run under nested vmap."""
+"""Runs a per-device function on one device: traced over an abstract mesh, run under nested vmap.
+
+Worked example: `lambda x: all_reduce(x, "data")` on data=4, with x [8] split over "data" and a replicated result.
+
+    trace        shard_map over an abstract mesh: the kernel sees x [2], its jaxpr has a psum over "data"
+    split        x becomes [4, 2], a row for each device
+    run          the jaxpr under a vmap with the axis name "data", where the psum is a sum over the rows
+    results      [4, 2], the same row four times; that is checked, because the spec P() says so
+    join         the first row, [2]
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,13 +72,14 @@ def emulate(
         )
     sizes = tuple(int(size) for size in mesh_sizes.values())
     mesh: Any = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-
+    # What callbacks note while a call runs: values that `assume_replicated` wrongly says are equal.
     unequal: list[str] = []
 
     @partial(jax.jit, static_argnums=(1, 2))
     def run_all_devices(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:
         def run_device(*leaves: Any) -> Any:
-            out = jax.tree.map(jnp.asarray, kernel(*jax.tree.unflatten(structure, leaves)))
+            out = kernel(*jax.tree.unflatten(structure, leaves))
+            out = jax.tree.map(jnp.asarray, out)
             return add_mesh_dims(vary(out, names), len(names))
 
         mapped = jax.shard_map(
@@ -79,34 +89,53 @@ def emulate(
 
     def run(*args: Any) -> Any:
         __tracebackhide__ = True
-        if isinstance(in_specs, tuple) and not isinstance(in_specs, PartitionSpec) and len(in_specs) != len(args):
-            raise ValueError(
-                f"emulate: in_specs must have one entry for each argument; got {len(in_specs)} for {len(args)} "
-                "arguments. Add or drop an entry, or pass one PartitionSpec for all."
-            )
+        _check_count(in_specs, args)
         check_kind("emulate", "args", args, (ARRAYS,))
-        paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(args)
         specs = tuple(_list_specs("in_specs", in_specs, args))
-        leaves = [jnp.asarray(x) for _, x in paths_and_leaves]
-        for (path, _), x, spec in zip(paths_and_leaves, leaves, specs, strict=True):
-            where = f"emulate: argument {path_name(path)}"
-            check_spec(where, spec, mesh, x.ndim)
-            for dim, axes in enumerate(spec_axes(spec)):
-                divides(where, dim, x.shape[dim], axes, math.prod(mesh_sizes[axis] for axis in axes))
+        leaves = _list_leaves(args, specs, mesh)
         unequal.clear()
-        out = run_all_devices(leaves, specs, structure)
+        out = run_all_devices(leaves, specs, jax.tree.structure(args))
         jax.effects_barrier()  # the callbacks that find unequal values have run
         if unequal:
             raise ValueError(f"emulate: {unequal[0]}")
-        paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(out)
-        specs = tuple(_list_specs("out_specs", out_specs, out))
-        results = []
-        for (path, x), spec in zip(paths_and_leaves, specs, strict=True):
-            result = _join(_fetch(x), spec, mesh, f"result {path_name(path)}")
-            results.append(jnp.asarray(result))
-        return jax.tree.unflatten(structure, results)
+        return _join_results(out, _list_specs("out_specs", out_specs, out), mesh)
 
     return run
+
+
+def _check_count(in_specs: Any, args: Sequence[Any]) -> None:
+    """Refuses a tuple of specs that is longer or shorter than the arguments."""
+    if not isinstance(in_specs, tuple) or isinstance(in_specs, PartitionSpec):
+        return
+    if len(in_specs) != len(args):
+        raise ValueError(
+            f"emulate: in_specs must have one entry for each argument; got {len(in_specs)} for {len(args)} "
+            "arguments. Add or drop an entry, or pass one PartitionSpec for all."
+        )
+
+
+def _list_leaves(args: Any, specs: Sequence[PartitionSpec], mesh: Any) -> list[jax.Array]:
+    """The arguments as arrays; refuses those that their specs do not divide."""
+    leaves = []
+    for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(args), specs, strict=True):
+        where = f"emulate: argument {path_name(path)}"
+        leaf = jnp.asarray(x)
+        check_spec(where, spec, mesh, leaf.ndim)
+        for dim, axes in enumerate(spec_axes(spec)):
+            devices = math.prod(mesh.shape[axis] for axis in axes)
+            divides(where, dim, leaf.shape[dim], axes, devices)
+        leaves.append(leaf)
+    return leaves
+
+
+def _join_results(out: Any, specs: Sequence[PartitionSpec], mesh: Any) -> Any:
+    """The global results, from a pytree of arrays [*mesh sizes, *local shape]."""
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(out)
+    results = []
+    for (path, x), spec in zip(paths_and_leaves, specs, strict=True):
+        result = _join(_fetch(x), spec, mesh, f"result {path_name(path)}")
+        results.append(jnp.asarray(result))
+    return jax.tree.unflatten(structure, results)
 
 
 def _list_specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:

@@ -159,14 +159,14 @@ def one_device(
 def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise: Any) -> Wanted:
     """The results of a step, with the differences that rounding and the perturbed runs allow."""
 
-    def spread(pick: Callable[[_Step], Any]) -> Any:
+    def find_spread(select: Callable[[_Step], Any]) -> Any:
         """Twice the largest distance to the perturbed runs, for each element."""
-        others = [pick(other) for other in perturbed]
 
-        def double_distance(x: Any, *ys: Any) -> Any:
-            return 2 * np.max([np.abs(_widen(y) - _widen(x)) for y in ys], axis=0)
+        def double_distance(x: Any, *perturbed_xs: Any) -> Any:
+            distances = [np.abs(_widen(perturbed_x) - _widen(x)) for perturbed_x in perturbed_xs]
+            return 2 * np.max(distances, axis=0)
 
-        return jax.tree.map(double_distance, pick(step), *others)
+        return jax.tree.map(double_distance, select(step), *[select(run) for run in perturbed])
 
     def allow_largest(x: Any, gap: Any) -> float:
         return relative * magnitude(x) + float(np.max(gap, initial=0.0))
@@ -176,21 +176,21 @@ def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise
             gap = np.full_like(gap, np.linalg.norm(gap))
         return relative * magnitude(x) + gap
 
-    loss = float(spread(lambda step: step.loss)) + relative * abs(float(step.loss))
+    loss = float(find_spread(lambda step: step.loss)) + relative * abs(float(step.loss))
     grads = jax.tree.map(
         lambda error, gap: error + float(np.max(gap, initial=0.0)),
         estimate_noise(step.grads, relative),
-        spread(lambda step: step.grads),
+        find_spread(lambda step: step.grads),
     )
-    params = jax.tree.map(allow_parameter, step.params, spread(lambda step: step.params), is_noise)
+    params = jax.tree.map(allow_parameter, step.params, find_spread(lambda step: step.params), is_noise)
     # A mean may be far smaller than the terms of its sum; only the loss tells how large they are.
     least = 0.1 * relative * abs(float(step.loss))
     metrics = jax.tree.map(
         lambda x, gap: max(relative * magnitude(x), least) + float(np.max(gap, initial=0.0)),
         step.metrics,
-        spread(lambda step: step.metrics),
+        find_spread(lambda step: step.metrics),
     )
-    carried = jax.tree.map(allow_largest, step.carried, spread(lambda step: step.carried))
+    carried = jax.tree.map(allow_largest, step.carried, find_spread(lambda step: step.carried))
     return Wanted(
         loss=step.loss,
         metrics=step.metrics,
@@ -214,7 +214,7 @@ def estimate_noise(grads: Any, relative: float) -> Any:
 def _run(training: Training, relative: float, sign: int) -> list[_Step]:
     """All steps on one device, with gradients perturbed in the direction of `sign`; 0 leaves them as they are."""
     grad_fn: Any = training.grad_fn
-    gradient = gradient_of(grad_fn)
+    compute_gradient = gradient_of(grad_fn)
     update = update_of(training.optimizer)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), training.params)
     opt_state = wrap_optimizer(training.optimizer).init(params)
@@ -223,7 +223,7 @@ def _run(training: Training, relative: float, sign: int) -> list[_Step]:
     for index, batch in enumerate(training.batches):
         examples = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
         keys = example_keys(step_key(training.key, index), examples)
-        results = gradient(params, batch, keys, **training.carried_arguments(carried))
+        results = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
         loss, metrics, grads = jax.device_get(results)
         if sign:
             grads = _perturb(grads, relative, sign)
@@ -238,7 +238,7 @@ def gradient_of(grad_fn: Any) -> Callable[..., Any]:
     """Loss, metrics and gradients of the mean, compiled once per function."""
 
     @jax.jit
-    def gradient(params: Any, batch: Any, keys: jax.Array, **carried: Any) -> Any:
+    def compute_gradient(params: Any, batch: Any, keys: jax.Array, **carried: Any) -> Any:
         loss, aux, grads = grad_fn(params, batch, keys, **carried)
         weight = divisor_of(jnp.asarray(largest_weight(loss), jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
@@ -246,7 +246,7 @@ def gradient_of(grad_fn: Any) -> Callable[..., Any]:
         total = sum(_divide(mean, mean.total.dtype) for mean in terms_of(loss))
         return total, {"weight": weight, **means}, grads
 
-    return gradient
+    return compute_gradient
 
 
 def _divide(mean: Mean, dtype: Any) -> jax.Array:

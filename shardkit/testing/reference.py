@@ -132,10 +132,10 @@ def halo_exchange(
         [array([0, 1, 2, 3]), array([2, 3, 4, 0])]
     """
     size = blocks[0].shape[dim]
-    whole = xp.concatenate(blocks, dim)
-    total = whole.shape[dim]
-    zero_row = xp.zeros_like(xp.take(whole, np.arange(1), axis=dim))
-    rows = xp.concatenate([whole, zero_row], dim)  # row `total` is beyond an open end
+    joined = xp.concatenate(blocks, dim)
+    total = joined.shape[dim]
+    zero_row = xp.zeros_like(xp.take(joined, np.arange(1), axis=dim))
+    rows = xp.concatenate([joined, zero_row], dim)  # row `total` is beyond an open end
     results = []
     for device in range(len(blocks)):
         indices = []
@@ -157,8 +157,9 @@ def gather_to_one(blocks: Blocks, *, dim: int = 0, target: int = 0, xp: Any = np
         >>> sk.testing.reference.gather_to_one([np.array([1, 2]), np.array([3, 4])])
         [array([1, 2, 3, 4]), array([0, 0, 0, 0])]
     """
-    whole = xp.concatenate(blocks, dim)
-    return [whole if i == target else xp.zeros_like(whole) for i in range(len(blocks))]
+    joined = xp.concatenate(blocks, dim)
+    zeros = xp.zeros_like(joined)
+    return [joined if device == target else zeros for device in range(len(blocks))]
 
 
 def all_gather_uneven(blocks: Blocks, *, sizes: Sequence[int], dim: int = 0, xp: Any = np) -> list[Any]:
@@ -220,18 +221,23 @@ def over_mesh(
     group_axes = (axis,) if isinstance(axis, str) else tuple(axis)
     other_axes = [name for name in sizes if name not in group_axes]
     results: dict[tuple[int, ...], Any] = {}  # by the coordinates of the device
-    for other_index in itertools.product(*(range(sizes[name]) for name in other_axes)):
+    for other_coordinates in _list_coordinates(other_axes, sizes):
         # The devices that differ in the group's axes alone: on a mesh data=2, model=2, along "model", (0, 0) and
         # (0, 1) form one group, and (1, 0) and (1, 1) another.
         members = []
-        for group_index in itertools.product(*(range(sizes[name]) for name in group_axes)):
-            coordinate = dict(zip(other_axes, other_index, strict=True))
-            coordinate |= dict(zip(group_axes, group_index, strict=True))
-            members.append(tuple(coordinate[name] for name in sizes))
+        for group_coordinates in _list_coordinates(group_axes, sizes):
+            coordinates = {**other_coordinates, **group_coordinates}
+            members.append(tuple(coordinates[name] for name in sizes))
         outputs = blockwise([x[member] for member in members], xp=xp)
         results.update(zip(members, outputs, strict=True))
     rows = xp.stack([results[device] for device in np.ndindex(*sizes.values())])
     return rows.reshape(*sizes.values(), *rows.shape[1:])
+
+
+def _list_coordinates(axes: Sequence[str], sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """The coordinates along some axes of all devices, the first axis major: a dict of axis name and index each."""
+    indices = itertools.product(*(range(sizes[name]) for name in axes))
+    return [dict(zip(axes, index, strict=True)) for index in indices]
 
 
 def _add(blocks: Blocks, op: str, xp: Any) -> Any:
@@ -245,14 +251,26 @@ def _add(blocks: Blocks, op: str, xp: Any) -> Any:
 
 
 def _count_bools(block: Any, xp: Any) -> Any:
-    return block.astype(xp.int32) if block.dtype == bool else block
+    """Booleans as 0 and 1, of which a sum counts the True ones; other blocks as they are."""
+    if block.dtype == bool:
+        return block.astype(xp.int32)
+    return block
 
 
 def _neutral_element(op: str, dtype: Any) -> Any:
+    """What changes no result: 0 of a sum, the smallest value of a maximum, the largest of a minimum."""
     if op == "sum":
         return 0
+    smallest, largest = _find_limits(dtype)
+    if op == "max":
+        return smallest
+    return largest
+
+
+def _find_limits(dtype: Any) -> tuple[Any, Any]:
+    """The smallest and the largest value of a dtype."""
     if dtype.kind == "b":
-        return op == "min"
+        return False, True
     if dtype == np.int32:
-        return np.iinfo(np.int32).min if op == "max" else np.iinfo(np.int32).max
-    return -np.inf if op == "max" else np.inf
+        return np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    return -np.inf, np.inf

@@ -105,9 +105,10 @@ def covering(
     def fits(row: Mapping[str, int]) -> bool:
         return allowed({name: factors[name][index] for name, index in row.items()})
 
-    # With plan, accumulate and precision of two values each there are 12 pairs. The first row completes the first pair,
-    # accumulate 0 with plan 0, by the precision 0, and covers three pairs. The next one begins with the first pair that
-    # is left, and takes for each other factor the value that covers most.
+    # A row is a number of a value for each factor. With plan, accumulate and precision of two values each there are 12
+    # pairs. The first row completes the first pair, accumulate 0 with plan 0, by the precision 0, and covers three
+    # pairs. The next row begins with the first pair that no row covers yet, and takes for each other factor the value
+    # that covers most.
     uncovered = _list_pairs(sizes)
     rows: list[dict[str, int]] = []
     while uncovered:
@@ -117,9 +118,12 @@ def covering(
             del uncovered[pair]
             continue
         rows.append(row)
-        for covered in itertools.combinations(sorted(row.items()), 2):
-            uncovered.pop(covered, None)
-    return [{name: factors[name][row[name]] for name in factors} for row in rows]
+        for pair_of_row in itertools.combinations(sorted(row.items()), 2):
+            uncovered.pop(pair_of_row, None)
+    choices = []
+    for row in rows:
+        choices.append({name: values[row[name]] for name, values in factors.items()})
+    return choices
 
 
 def _list_pairs(sizes: Mapping[str, int]) -> dict[Pair, None]:
@@ -137,29 +141,35 @@ def _complete(
     uncovered: Mapping[Pair, None],
     fits: Callable[[dict[str, int]], bool],
 ) -> dict[str, int] | None:
-    """The row with every factor chosen, each to cover the most new pairs; None if nothing fits."""
+    """The row with every factor chosen, each to cover the most new pairs; None if nothing fits.
+
+    By backtracking: a factor gets its best value, the rest of the row is completed, and if that is impossible the
+    factor gets its next best value.
+    """
     if not fits(row):
         return None
     if len(row) == len(sizes):
         return row
     # A factor without a valid value ends the search now, not after all others have been tried.
-    values_of: dict[str, list[int]] = {}
+    valid_values: dict[str, list[int]] = {}
     for name, size in sizes.items():
         if name not in row:
-            values_of[name] = [index for index in range(size) if fits({**row, name: index})]
-            if not values_of[name]:
+            valid_values[name] = [index for index in range(size) if fits({**row, name: index})]
+            if not valid_values[name]:
                 return None
 
-    def count_new(name: str, index: int) -> int:
-        pairs = [tuple(sorted([(name, index), chosen])) for chosen in row.items()]
+    def count_new_pairs(name: str, index: int) -> int:
+        pairs = [tuple(sorted([(name, index), choice])) for choice in row.items()]
         return sum(pair in uncovered for pair in pairs)
 
-    def gain(name: str) -> tuple[int, str]:
-        return max(count_new(name, index) for index in values_of[name]), name
+    def find_best_gain(name: str) -> tuple[int, str]:
+        return max(count_new_pairs(name, index) for index in valid_values[name]), name
 
-    forced = [name for name, values in values_of.items() if len(values) == 1]
-    name = forced[0] if forced else max(values_of, key=gain)
-    for index in sorted(values_of[name], key=lambda index: -count_new(name, index)):
+    # A factor with one valid value leaves no choice: first, because it restricts the others.
+    forced = [name for name, values in valid_values.items() if len(values) == 1]
+    name = forced[0] if forced else max(valid_values, key=find_best_gain)
+    best_first = sorted(valid_values[name], key=lambda index: -count_new_pairs(name, index))
+    for index in best_first:
         complete = _complete({**row, name: index}, sizes, uncovered, fits)
         if complete is not None:
             return complete

@@ -71,7 +71,11 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
 
 
 def _composite(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
-    """`st.composite`, with arguments checked when the strategy is built, not when an example is drawn."""
+    """`st.composite`, with arguments checked when the strategy is built, not when an example is drawn.
+
+    hypothesis hides the first parameter, `draw`, from callers. `typed` checks all parameters of the function that it
+    wraps, so the check goes through `build_with_draw`, which takes a `draw` that it does not use.
+    """
     build = st.composite(fn)
 
     @wraps(fn)
@@ -82,7 +86,7 @@ def _composite(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
 
     @wraps(build)
     def strategy(*args: Any, **kwargs: Any) -> st.SearchStrategy[Any]:
-        built = build_checked(None, *args, **kwargs)
+        result = build_checked(None, *args, **kwargs)
         arguments = signature(fn).bind(None, *args, **kwargs).arguments
         for name, least in (("rank", 0), ("length", 0), ("largest", 1)):
             at_least(fn.__name__, least, **{name: arguments.get(name)})
@@ -91,7 +95,7 @@ def _composite(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
             raise ValueError(
                 f"{fn.__name__}: dtypes must name one or more dtypes; got (). Pass for example ('float32',)."
             )
-        return built
+        return result
 
     return strategy
 
@@ -115,11 +119,12 @@ def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> Partit
         ...     sk.local_shape((4, 6), spec, sk.abstract_mesh(data=2, model=2))
         >>> test_spec()
     """
+    # Each axis in a random order: of a=2, b=2 a dim of 4 may be split over b and then a, which P(("b", "a")) says.
     entries: list[tuple[str, ...]] = [()] * len(shape)
     local = list(shape)
     for name in draw(st.permutations(list(sizes))):
-        dims = [dim for dim, size in enumerate(local) if size % sizes[name] == 0]
-        dim = draw(st.sampled_from([None, *dims]))
+        divisible_dims = [dim for dim, size in enumerate(local) if size % sizes[name] == 0]
+        dim = draw(st.sampled_from([None, *divisible_dims]))
         if dim is not None:
             entries[dim] += (name,)
             local[dim] //= sizes[name]
@@ -215,7 +220,9 @@ def programs(
         axes = tuple(order[: draw(st.integers(1, len(order)))])
         state = state_of(Chain(dict(sizes), shape, dtype, tuple(ops), seed))
         legal = legal_ops(state, axes, sizes)
+        # The kernel first, then its options: else the one with the most options would be drawn most often.
         kernels = list(dict.fromkeys(op.kernel for op in legal))
         kernel = draw(st.sampled_from(kernels))
-        ops.append(draw(st.sampled_from([op for op in legal if op.kernel == kernel])))
+        ops_of_kernel = [op for op in legal if op.kernel == kernel]
+        ops.append(draw(st.sampled_from(ops_of_kernel)))
     return Chain(dict(sizes), shape, dtype, tuple(ops), seed)

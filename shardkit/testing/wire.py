@@ -396,7 +396,8 @@ class _Program:
         """For each collective: how many elements are wrong and the first of them; what it is and should be."""
         device = devices[0]
         number = numbers[0]
-        positions, values = [], []
+        positions = []
+        values = []
         for case in self.cases:
             integers = _Integers.of(case)
             actual = case.send(integers.cast(integers.make(device, number)))

@@ -32,6 +32,7 @@ from faults import (
     sequences,
     serving,
     statistics,
+    third,
     travel,
 )
 from shardkit.testing import assert_equal_for_all_inputs
@@ -42,7 +43,8 @@ LATER_CASES = [case for module in (graphs, physics, returns, exchange, serving) 
 # Written before any of their results was seen; `fresh` was looked at and worked with, `unseen` counted alone.
 FRESH_CASES = [*routing.CASES, *travel.CASES]
 UNSEEN_CASES = [*choices.CASES, *blocks.CASES]
-ALL_CASES = [*CASES, *LATER_CASES, *FRESH_CASES, *UNSEEN_CASES]
+THIRD_CASES = third.CASES
+ALL_CASES = [*CASES, *LATER_CASES, *FRESH_CASES, *UNSEEN_CASES, *THIRD_CASES]
 BY_NAME = {case.name: case for case in ALL_CASES}
 assert len(BY_NAME) == len(ALL_CASES), "two cases have one name"
 # The halves were drawn once: the second was looked at for its count alone.
@@ -51,6 +53,7 @@ DEVELOPMENT, HELD_OUT = DRAWN[: len(DRAWN) // 2], DRAWN[len(DRAWN) // 2 :]
 LATER = [case.name for case in LATER_CASES]
 FRESH = [case.name for case in FRESH_CASES]
 UNSEEN = [case.name for case in UNSEEN_CASES]
+THIRD = [case.name for case in THIRD_CASES]
 
 
 class Verdict(NamedTuple):
@@ -108,9 +111,16 @@ def verdict(case: Case) -> Verdict:
 
 
 def main() -> None:
-    halves = {"development": DEVELOPMENT, "held_out": HELD_OUT, "later": LATER, "fresh": FRESH, "unseen": UNSEEN}
+    halves = {
+        "development": DEVELOPMENT,
+        "held_out": HELD_OUT,
+        "later": LATER,
+        "fresh": FRESH,
+        "unseen": UNSEEN,
+        "third": THIRD,
+    }
     for words in [sys.argv[1:]] if sys.argv[1:] else [[half] for half in halves]:
-        quiet = set(words) <= {"held_out", "unseen"}
+        quiet = set(words) <= {"held_out", "third"}
         names = [name for word in words for name in halves.get(word, [word])]
         counts: dict[str, int] = {}
         longest = 0.0

@@ -16,7 +16,7 @@ from shardkit.collectives.algorithms import Algorithm
 from shardkit.plans.storage import collect_arrays, replace_arrays
 from shardkit.runtime.channel.wire import LOST
 from shardkit.testing.exact.draws import STEP, equal
-from shardkit.testing.exact.equality import symbol
+from shardkit.testing.exact.equality import make_input
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.one_device import gradient_of, update_of
 from support import jobs, rows
@@ -219,7 +219,7 @@ def assert_equal(sides: Any, *args: Any) -> None:
     traced, given = [jax.make_jaxpr(side)(*args) for side in sides], jax.tree.leaves(args)
 
     def run(side: int, field: Any, seen: Any) -> Any:
-        symbols = [symbol(field, str(i), x) for i, x in enumerate(given)]
+        symbols = [make_input(field, str(i), x) for i, x in enumerate(given)]
         return Interpreter(field, seen=seen).run(traced[side], symbols)
 
     names = [str(number) for number in range(len(traced[0].out_avals))]

@@ -167,6 +167,50 @@ def test_what_the_gradient_alone_shows_is_found_at_parameters_nearby():
     assert "combines each example with a sum over all" in message and " at parameters nearby, and not" in message
 
 
+def guarded(params, batch, keys):
+    loss = jnp.mean(errors(params, batch))
+    return jnp.where(jnp.isfinite(loss), loss, 0.0)
+
+
+def skipping(params, batch, keys):
+    """Skips a batch with an error above the largest of the first batch."""
+    return jnp.mean(errors(params, batch)) * jnp.where(jnp.any(errors(params, batch) > 40), 0.0, 1.0)
+
+
+def doubled(params, batch, keys):
+    """Doubles the loss of a batch with an error of any size that is not tiny, which each part of the first has."""
+    return jnp.mean(errors(params, batch)) * jnp.where(jnp.any(errors(params, batch) > 5), 2.0, 1.0)
+
+
+def of_weight_at_least_one(params, batch, keys):
+    weight = (batch["y"][:, 0] != 0).astype(jnp.float32)
+    return sk.Mean(jnp.sum(errors(params, batch).mean(-1) * weight), jnp.maximum(weight.sum(), 1.0))
+
+
+def guarded_by_example(params, batch, keys):
+    error = errors(params, batch).mean(-1)
+    return sk.Mean.of(jnp.sort(jnp.where(jnp.isnan(error), 0.0, error)))
+
+
+# What alone finds comparisons over the examples that go one way in both parts of the first batch, and another later.
+@pytest.mark.parametrize(
+    "loss, how",
+    [
+        (guarded, "is nan where those of one are NaN"),
+        (skipping, "where those of one are eight times as large"),
+        (doubled, "where those of one are an eighth"),
+        (of_weight_at_least_one, "where those of one are zeros"),
+    ],
+)
+@pytest.mark.parametrize("way", ["fsdp", "accumulated"])
+def test_what_only_a_later_batch_would_show_is_refused(loss, how, way):
+    message = refused(loss, again=False, **WAYS[way])
+    assert "applied to a sum over the examples" in message or "is taken over the examples" in message
+    assert how.removeprefix("is nan ") in message
+    step, state, batch = stepped(guarded_by_example, **WAYS[way])  # whose trace does not show that it adds
+    step(state, batch)
+
+
 # What alone finds a trace that uses up the check, so that the first call with numbers goes unseen.
 def test_a_step_inside_of_jit_is_read_and_compared_later():
     step, state, batch = stepped(contrastive)

@@ -197,19 +197,26 @@ def masked_mean(params, batch, keys):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "loss", "message"),
+    ("sizes", "loss", "examples", "message"),
     [
-        ({"data": 2}, masked_mean, "what each device has divided by a sum over its own examples is summed over 'data'"),
+        (
+            {"data": 2},
+            masked_mean,
+            "mixed",
+            "what each device has divided by a sum over its own examples is summed over 'data'",
+        ),
         (
             {"data": 2, "model": 2},
             lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"]) ** 2),
+            "apart",
             "the 2 devices along axis 'model' all do the same work",
         ),
     ],
 )
-def test_the_first_step_warns_once_of_what_is_unintended(sizes, loss, message):
+def test_the_first_step_warns_once_of_what_is_unintended(sizes, loss, examples, message):
     mesh = sk.make_mesh(jax.devices()[: 2 * len(sizes)], **sizes)
-    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+    job = {"mesh": mesh, "plan": sk.dp("data"), "examples": examples}
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), **job)
     state = init({"w": np.ones(4, np.float32)}, jax.random.key(0))
     batch = {"x": np.ones((4, 4), np.float32), "mask": np.float32([1, 0, 1, 0])}
     with pytest.warns(UserWarning, match=message) as told:

@@ -10,7 +10,7 @@ import jax
 
 from shardkit._arguments.checks import sized
 from shardkit.analysis.compiled_rules.program import CompiledProgram
-from shardkit.analysis.hlo.report import size
+from shardkit.analysis.hlo.report import format_bytes
 from shardkit.analysis.jaxpr.dataflow import format_type
 from shardkit.analysis.jaxpr.step import StepLeaf
 from shardkit.analysis.rules.rule import Finding
@@ -21,7 +21,9 @@ Axes = tuple[tuple[str, int], ...]  # names and sizes
 
 def copies(program: CompiledProgram) -> Iterator[Finding]:
     """Leaves of which every device holds the same large piece, though a dim could be split."""
-    shardings = program.held or tuple(leaf.sharding for leaf in program.leaves)
+    shardings = program.held
+    if not shardings:
+        shardings = tuple(leaf.sharding for leaf in program.leaves)
     if len(shardings) != len(program.leaves):
         return
     groups: dict[tuple[str, Axes], list[tuple[int, StepLeaf]]] = {}
@@ -55,18 +57,20 @@ def _describe_copies(
     total = sum(shard_bytes for shard_bytes, _ in members)
     _, largest = max(members, key=lambda member: member[0])
     n = math.prod(size for _, size in axes)
+    size = format_bytes(total)
     if len(members) == 1:
-        sentence = f"{largest.name}, {size(total)} per device ({format_type(largest)}), is held {n} times"
+        sentence = f"{largest.name}, {size} per device ({format_type(largest)}), is held {n} times"
     else:
         sentence = (
-            f"{len(members)} leaves of {argument}, {size(total)} per device, the largest {largest.name} "
+            f"{len(members)} leaves of {argument}, {size} per device, the largest {largest.name} "
             f"({format_type(largest)}), are held {n} times"
         )
+    first_axis, _ = axes[0]
     return Finding(
         "replicated-leaf",
         f"{sentence}, over {sized(axes)}.",
         largest.source or program.step.source,
-        f"Name {axes[0][0]!r} for a dim in its spec, as sk.fsdp and sk.zero1 do for parameters and moments.",
+        f"Name {first_axis!r} for a dim in its spec, as sk.fsdp and sk.zero1 do for parameters and moments.",
     )
 
 
@@ -84,7 +88,9 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
             text += f" and {len(leaves) - 3} more"
         if leaves[0].name != argument:
             text += f" of {argument}"
-        verb = "has" if len(leaves) == 1 else "have"
+        verb = "has"
+        if len(leaves) > 1:
+            verb = "have"
         yield Finding(
             "unplaced-leaf",
             f"{text} {verb} no sharding on a mesh of {sized(program.mesh.items())}; the compiler chooses one.",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from shardkit.analysis.compiled_rules.program import CompiledProgram, together
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow
-from shardkit.analysis.hlo.report import size
+from shardkit.analysis.hlo.report import format_bytes
 from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
 from shardkit.analysis.rules.rule import Finding
@@ -25,7 +26,8 @@ _LINEAR = {"add", "subtract", "negate", "convert", "broadcast", "pad", "slice", 
 
 def loops(program: CompiledProgram) -> Iterator[Finding]:
     """All-reduces of which a loop adds up the results, and all-gathers of what the loop does not change."""
-    groups: dict[tuple[str, tuple[str, ...], str, int], list[tuple[CompiledRow, Loop]]] = {}
+    groups: dict[_Repeated, list[CompiledRow]] = {}
+    loop_of: dict[_Repeated, Loop] = {}
     for row, computation, instruction in program.collectives("all_reduce", "all_gather"):
         loop = None
         if row.kind == "all_reduce":
@@ -33,33 +35,55 @@ def loops(program: CompiledProgram) -> Iterator[Finding]:
         elif computation.id in program.uses.loops and _is_same_each_time(computation, instruction):
             loop = program.uses.loops[computation.id]
         if loop is not None:
-            groups.setdefault((row.kind, row.axes, row.place, loop[1].id), []).append((row, loop))
-    for (kind, *_), members in groups.items():
-        rows = [row for row, _ in members]
-        runs = _describe_runs(program, rows, members[0][1])
-        if kind == "all_reduce":
-            yield Finding("summed-each-iteration", f"{runs}, which only adds up the results.", rows[0].place, _SUM)
+            _, while_instruction = loop
+            key = _Repeated(row.kind, row.axes, row.place, while_instruction.id)
+            groups.setdefault(key, []).append(row)
+            loop_of[key] = loop
+    for key, rows in groups.items():
+        runs = _describe_runs(program, rows, loop_of[key])
+        if key.kind == "all_reduce":
+            yield Finding("summed-each-iteration", f"{runs}, which only adds up the results.", key.place, _SUM)
         else:
-            more = size(sum(row.bytes_out for row in rows))
+            more = format_bytes(sum(row.bytes_out for row in rows))
             remedy = f"Gather before the loop, if {more} more per device fit."
-            message = f"{runs}, on the same operand each time."
-            yield Finding("gathered-each-iteration", message, rows[0].place, remedy)
+            yield Finding("gathered-each-iteration", f"{runs}, on the same operand each time.", key.place, remedy)
+
+
+class _Repeated(NamedTuple):
+    """Collectives of one kind, place and loop, which are one finding."""
+
+    kind: str
+    axes: tuple[str, ...]
+    place: str
+    loop: int
 
 
 def _describe_runs(program: CompiledProgram, rows: list[CompiledRow], loop: Loop) -> str:
-    times, _ = trip_count(program.module, *loop, {})
-    often = "an unknown number of times" if times is None else f"{times} times"
-    verb = "runs" if len(rows) == 1 else "run"
-    text = f"{together(rows)} {verb} {often} in the loop"
-    source = program.module.source(loop[1])
-    return f"{text} at {source}" if source else text
+    """As "2 x all_gather over 'fsdp' of 8,192 bytes in all run 12 times in the loop at model.py:40 (layers)"."""
+    computation, while_instruction = loop
+    count, _ = trip_count(program.module, computation, while_instruction, {})
+    times = "an unknown number of times"
+    if count is not None:
+        times = f"{count} times"
+    verb = "run"
+    if len(rows) == 1:
+        verb = "runs"
+    text = f"{together(rows)} {verb} {times} in the loop"
+    source = program.module.source(while_instruction)
+    if source:
+        text += f" at {source}"
+    return text
 
 
 def _find_summing_loop(uses: Uses, computation: proto.Computation, all_reduce: proto.Instruction) -> Loop | None:
     """The innermost loop around an all-reduce that only adds up its results; None if there is none.
 
     A loop around may instead stack the results (a scan over layers that returns their gradients), and the loop around
-    that adds up the stacks: accumulation over microbatches.
+    that adds up the stacks: accumulation over microbatches. For example
+
+        while over 4 microbatches:              adds up the stack, element 2 of its state: this loop
+            while over 12 layers:               writes each sum into a stack, element 5 of its state
+                all-reduce of one gradient
     """
     values = [Value(computation, all_reduce)]
     while computation.id in uses.loops:
@@ -97,7 +121,7 @@ def _elements_reached(uses: Uses, values: list[Value], passes: Passes) -> set[in
     """The elements of the loop's state that values become; none if anything else reads them."""
     elements = set()
     for value in values:
-        for use in uses.ends(value, passes):
+        for use in uses.find_ends(value, passes):
             if use.leaves is None:
                 return set()
             elements.add(use.leaves)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -50,23 +51,30 @@ class CompiledProgram(TracedProgram):
     @cached_property
     def rows(self) -> tuple[CompiledRow, ...]:
         """Every collective as compiled."""
-        return tuple(
-            each if each.source else replace(each, source=self.line_of(each.op_name)) for each in self.compiled
-        )
+        rows = []
+        for row in self.compiled:
+            if not row.source:
+                row = replace(row, source=self.line_of(row.op_name))
+            rows.append(row)
+        return tuple(rows)
 
     def line_of(self, name: str) -> str:
         """The first line that uses an argument, by the compiler's name for it; "" if it is none."""
-        numbered = re.fullmatch(r"Arg_(\d+)\.\d+", name)
-        if numbered and self.passed is not None:
+        numbered = re.fullmatch(r"Arg_(\d+)\.\d+", name)  # the TPU compiler's: "Arg_2.3" is the third
+        if numbered is not None and self.passed is not None:
             return self.passed[int(numbered[1])].source
-        return next((leaf.source for leaf in self.leaves if name in (leaf.name, leaf.argument)), "")
+        for leaf in self.leaves:
+            if name in (leaf.name, leaf.argument):
+                return leaf.source
+        return ""
 
     @cached_property
     def passed(self) -> list[StepLeaf] | None:
         """The leaves that the program uses, in the order of its arguments; None where that is not known."""
-        used = compat.arguments_used(self.step.jaxpr)
-        leaves = [leaf for leaf, is_used in zip(self.leaves, used, strict=True) if is_used]
-        return leaves if self.step.lower is None and len(leaves) == len(self.placed) else None
+        leaves = list(itertools.compress(self.leaves, compat.arguments_used(self.step.jaxpr)))
+        if self.step.lower is not None or len(leaves) != len(self.placed):
+            return None
+        return leaves
 
     @cached_property
     def uses(self) -> Uses:
@@ -75,44 +83,87 @@ class CompiledProgram(TracedProgram):
 
     def collectives(self, *kinds: str) -> Iterator[tuple[CompiledRow, proto.Computation, proto.Instruction]]:
         """Compiled collectives of these kinds that move at least `small` bytes, and their instructions."""
-        large = (row for row in self.rows if max(row.bytes_in, row.bytes_out) >= self.small)
-        rows = {row.name: row for row in large if row.kind in kinds and row.n > 1}
+        rows = {}
+        for row in self.rows:
+            is_large = max(row.bytes_in, row.bytes_out) >= self.small
+            if row.kind in kinds and row.n > 1 and is_large:
+                rows[row.name] = row
         for computation in self.module.computations.values():
-            for each in computation.instructions.values():
-                if each.name in rows and computation.id not in self.uses.fused:
-                    yield rows[each.name], computation, each
+            if computation.id in self.uses.fused:
+                continue
+            for instruction in computation.instructions.values():
+                if instruction.name in rows:
+                    yield rows[instruction.name], computation, instruction
 
 
 def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None, target: str | None) -> CompiledProgram:
     """One call compiled for the devices of this process, or as it is `built` for those of `target`."""
-    step = traced.step
-    sizes = mesh_sizes(step.jaxpr, step.args)
     if built is None or target is None:
-        with in_one_sentence(where, "traced and compiled"), backends.capture_log(_REPLICATED) as log:
-            lowered = step.lowered
-            compiled = lowered.compile()
-        executable: Any = compiled.runtime_executable()
-        serialized, memory = executable.hlo_modules()[0].as_serialized_hlo_module_proto(), memory_of(executable)
-        held = tuple(compiled.in_tree.flatten_up_to(compiled.input_shardings))  # type: ignore[attr-defined]
-        versions = {"jax": jax.__version__}
-    else:
-        if built.module is None:
-            raise RuntimeError(
-                f"{where}: the program must fit the memory of {target}; its compiler says "
-                f"{built.answer['message'].splitlines()[0]} Pass more or larger chips as target=, or smaller arguments."
-            )
-        lowered = step.traced.lower(lowering_platforms=(parse_topology(target).platform,))
-        serialized, memory, log = built.module, Memory(**built.answer["memory"]), built.answer["log"]
-        held, versions, sizes = (), built.answer["versions"], sizes or built.sizes
-    inside, partitions = backends.lowered_mesh(lowered)
-    placed = backends.lowered_arguments(lowered)
-    sizes = sizes or inside
-    if math.prod(sizes.values()) != partitions > 1:  # a mesh without names
+        return _compile_here(where, traced)
+    return _read_built(where, traced, built, target)
+
+
+def _compile_here(where: str, traced: TracedProgram) -> CompiledProgram:
+    step = traced.step
+    with in_one_sentence(where, "traced and compiled"), backends.capture_log(_REPLICATED) as log:
+        lowered = step.lowered
+        compiled = lowered.compile()
+    executable: Any = compiled.runtime_executable()
+    return _read_program(
+        traced,
+        lowered,
+        executable.hlo_modules()[0].as_serialized_hlo_module_proto(),
+        sizes=mesh_sizes(step.jaxpr, step.args),
+        memory=memory_of(executable),
+        log=log,
+        held=tuple(compiled.in_tree.flatten_up_to(compiled.input_shardings)),  # type: ignore[attr-defined]
+        versions={"jax": jax.__version__},
+        target="",
+    )
+
+
+def _read_built(where: str, traced: TracedProgram, built: aot.Built, target: str) -> CompiledProgram:
+    if built.module is None:
+        raise RuntimeError(
+            f"{where}: the program must fit the memory of {target}; its compiler says "
+            f"{built.answer['message'].splitlines()[0]} Pass more or larger chips as target=, or smaller arguments."
+        )
+    step = traced.step
+    return _read_program(
+        traced,
+        step.traced.lower(lowering_platforms=(parse_topology(target).platform,)),
+        built.module,
+        sizes=mesh_sizes(step.jaxpr, step.args) or built.sizes,
+        memory=Memory(**built.answer["memory"]),
+        log=built.answer["log"],
+        held=(),
+        versions=built.answer["versions"],
+        target=target,
+    )
+
+
+def _read_program(
+    traced: TracedProgram,
+    lowered: Any,
+    serialized: bytes,
+    *,
+    sizes: dict[str, int],
+    memory: Memory,
+    log: Sequence[str],
+    held: tuple[Any, ...],
+    versions: Mapping[str, str],
+    target: str,
+) -> CompiledProgram:
+    """What rules read of a compiled program: `serialized` is its module, `lowered` the program before compilation."""
+    lowered_sizes, partitions = backends.lowered_mesh(lowered)
+    if not sizes:
+        sizes = lowered_sizes
+    if partitions > 1 and math.prod(sizes.values()) != partitions:  # a mesh without names
         sizes = {"devices": partitions}
-    module = proto.read(serialized, lambda frames: own_line(frames) or proto.outside_kernels(frames))
-    kept = [line for line in log if _REPLICATED in line]
+    module = proto.read(serialized, _find_line_of_stack)
+    lines = [line for line in log if _REPLICATED in line]
     return CompiledProgram(
-        step,
+        traced.step,
         traced.large,
         traced.small,
         traced.capacity,
@@ -121,17 +172,25 @@ def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None,
         module=module,
         memory=memory,
         compiled=collectives_of(module, sizes),
-        log=tuple(dict.fromkeys(kept)),
-        placed=tuple(placed),
+        log=tuple(dict.fromkeys(lines)),
+        placed=tuple(backends.lowered_arguments(lowered)),
         held=held,
         versions=versions,
-        target=target or "",
+        target=target,
     )
+
+
+def _find_line_of_stack(frames: Sequence[proto.Frame]) -> str:
+    """The user's own line that led to an instruction, else the innermost outside shardkit's kernels."""
+    return own_line(frames) or proto.outside_kernels(frames)
 
 
 def together(rows: Iterable[CompiledRow]) -> str:
     """Collectives of one kind and place in words, as "all_gather over 'data' of 64 bytes"."""
-    first, *others = rows
-    total = sum(row.bytes_in for row in (first, *others))
-    times = f"{len(others) + 1} x " if others else ""
-    return f"{times}{first.kind} over {quoted(first.axes)} of {total:,} bytes{' in all' if others else ''}"
+    rows = list(rows)
+    first = rows[0]
+    text = f"{first.kind} over {quoted(first.axes)} of"
+    if len(rows) == 1:
+        return f"{text} {first.bytes_in:,} bytes"
+    total = sum(row.bytes_in for row in rows)
+    return f"{len(rows)} x {text} {total:,} bytes in all"

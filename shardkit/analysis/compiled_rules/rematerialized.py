@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.compiled_rules.program import CompiledProgram
@@ -23,38 +24,65 @@ _REMEDY = (
 
 def rematerialized(program: CompiledProgram) -> Iterator[Finding]:
     """What the compiler's log names, and the same in the program: a gather of which each device slices its piece."""
-    named = set()
+    logged_places = set()
     for line in program.log:
         finding = _read_log_line(program, line)
-        named.add(finding.source)
+        logged_places.add(finding.source)
         yield finding
-    largest: dict[str, tuple[CompiledRow, int]] = {}  # a value is gathered over one axis after the other
-    for row, computation, gather in program.collectives("all_gather"):
-        if is_written(row) or row.place in named:
+    largest: dict[str, _Gather] = {}  # by place: a value is gathered over one axis after the other
+    for gather in _find_gathers_to_slice(program):
+        place = gather.row.place
+        if place in logged_places:
             continue
-        readers = list(program.uses.ends(Value(computation, gather), _passes_on))
-        kept = sum(reader.value.instruction.shape.size for reader in readers)
-        size = gather.shape.size
-        if not readers or kept * row.n > size or not all(_takes_own_piece(program, reader) for reader in readers):
-            continue
-        if row.place not in largest or largest[row.place][0].bytes_out < row.bytes_out:
-            largest[row.place] = row, size // max(kept, 1)
-    for place, (row, parts) in largest.items():
+        if place not in largest or largest[place].row.bytes_out < gather.row.bytes_out:
+            largest[place] = gather
+    for place, gather in largest.items():
         yield Finding(
             "full-rematerialization",
-            f"all_gather over {quoted(row.axes)} makes a value of {row.bytes_out:,} bytes, of which each device keeps "
-            f"1/{parts}.",
+            f"all_gather over {quoted(gather.row.axes)} makes a value of {gather.row.bytes_out:,} bytes, of which each "
+            f"device keeps 1/{gather.parts}.",
             place,
             _REMEDY,
         )
 
 
+class _Gather(NamedTuple):
+    """A gather of the compiler's own, of which each device keeps one of `parts` pieces."""
+
+    row: CompiledRow
+    parts: int
+
+
+def _find_gathers_to_slice(program: CompiledProgram) -> Iterator[_Gather]:
+    """The gathers that the compiler added, and whose readers all slice this device's piece out of the result.
+
+    For example a value split by rows over 8 devices is wanted split by columns: f32[64,64] is gathered on each, and
+    each slices f32[64,8]. An all_to_all would send an eighth.
+    """
+    for row, computation, instruction in program.collectives("all_gather"):
+        if is_written(row):
+            continue
+        readers = list(program.uses.find_ends(Value(computation, instruction), _passes_on))
+        size = instruction.shape.size
+        size_of_pieces = sum(reader.value.instruction.shape.size for reader in readers)
+        if not readers or size_of_pieces * row.n > size:
+            continue
+        if all(_takes_own_piece(program, reader) for reader in readers):
+            yield _Gather(row, size // max(size_of_pieces, 1))
+
+
 def _read_log_line(program: CompiledProgram, line: str) -> Finding:
-    """The finding that a line of the compiler's log is."""
-    what = "a value"
+    """The finding for a line of the compiler's log.
+
+    For example "Involuntary full rematerialization. The compiler cannot go from sharding {devices=[8,1]<=[8]} to
+    {devices=[1,8]<=[8]} efficiently for HLO operation %dot.1 = f32[64,64]{1,0} dot(...), metadata={op_name="jit(f)/dot"
+    stack_frame_id=3}".
+    """
+    value = "a value"
     operation = _OPERATION.search(line)
     if operation:
-        what = f"{operation[1].lstrip('%')} {operation[2]}"
+        name_in_program = operation[1].lstrip("%")
+        value = f"{name_in_program} {operation[2]}"
     change = ""
     shardings = _MESSAGE.search(line)
     if shardings:
@@ -71,7 +99,7 @@ def _read_log_line(program: CompiledProgram, line: str) -> Finding:
             source = row.source
     return Finding(
         "full-rematerialization",
-        f"the partitioner makes {what} ({name}) whole on every device to change its sharding{change}.",
+        f"the partitioner makes {value} ({name}) whole on every device to change its sharding{change}.",
         source or program.line_of(name) or name or "unknown",
         _REMEDY,
     )
@@ -89,7 +117,7 @@ def _takes_own_piece(program: CompiledProgram, use: CompiledUse) -> bool:
     computation, slice_, around = use.value
     for operand in slice_.operands[1:]:
         start = Value(computation, computation.instructions[operand], around)
-        for instruction in program.uses.made_from(start):
+        for instruction in program.uses.find_sources(start):
             if instruction.opcode in ("partition-id", "replica-id"):
                 return True
     return False

@@ -30,29 +30,40 @@ def second_call(program: CompiledProgram) -> Iterator[Finding]:
     first = _copy_arrays(step.args)
     kinds_before = [_list_kinds(argument) for argument in first]
     results = step.fn(*first)
-    jax.block_until_ready([leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)])
+    arrays = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
+    jax.block_until_ready(arrays)
     if type(results) is not tuple:
         results = (results,)
     second = _next_arguments(first, step.args, results)
     kinds_after = [_list_kinds(argument) for argument in second]
     if not _compiles_again(step.fn, second):
         return
-    changed = []
+    changes = []
     for name, old_kinds, new_kinds in zip(step.parameters, kinds_before, kinds_after, strict=True):
-        for (path, old), (_, new) in zip(old_kinds, new_kinds, strict=True):
-            if old != new:
-                changed.append(f"{name}{path} was {old} and is {new}")
-    reason = ""
-    if changed:
-        reason = f": {', '.join(changed[:3])}"
-    if len(changed) > 3:
-        reason += " and more"
+        changes += _describe_changes(name, old_kinds, new_kinds)
+    message = "the second call, on the results of the first, compiles again"
+    if changes:
+        message += f": {', '.join(changes[:3])}"
+    if len(changes) > 3:
+        message += " and more"
     yield Finding(
         "second-compile",
-        f"the second call, on the results of the first, compiles again{reason}.",
+        f"{message}.",
         step.source,
         "Place and type the first state as the step returns it, or fix its results by out_shardings.",
     )
+
+
+_Kinds = list[tuple[str, str]]  # the path of each leaf, and its kind in words
+
+
+def _describe_changes(name: str, old_kinds: _Kinds, new_kinds: _Kinds) -> list[str]:
+    """The leaves of another kind, as "state['w'] was float32 on P() and is float32 on P('data')"."""
+    changes = []
+    for (path, old), (_, new) in zip(old_kinds, new_kinds, strict=True):
+        if old != new:
+            changes.append(f"{name}{path} was {old} and is {new}")
+    return changes
 
 
 def _compiles_again(fn: Callable[..., Any], args: Sequence[Any]) -> bool:
@@ -95,29 +106,42 @@ def _next_arguments(first: Sequence[Any], originals: Sequence[Any], results: Seq
     arguments = []
     for argument, original in zip(first, originals, strict=True):
         leaves = jax.tree.leaves(argument)
-        consumed = any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
-        alike = [number for number, result in enumerate(remaining) if _shapes(result) == _shapes(argument)]
-        if alike and (consumed or len(leaves) > 1):
-            arguments.append(remaining.pop(alike[0]))
-        elif consumed:
-            arguments.append(_copy_arrays(original))
-        else:
-            arguments.append(argument)
+        was_consumed = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+        if was_consumed or len(leaves) > 1:
+            number = _find_alike(argument, remaining)
+            if number is not None:
+                argument = remaining.pop(number)
+            elif was_consumed:
+                argument = _copy_arrays(original)
+        arguments.append(argument)
     return arguments
 
 
-def _shapes(tree: Any) -> Any:
+def _find_alike(argument: Any, results: Sequence[Any]) -> int | None:
+    """The number of the first result of the same structure, shapes and dtypes; None if there is none."""
+    shapes = _list_shapes(argument)
+    for number, result in enumerate(results):
+        if _list_shapes(result) == shapes:
+            return number
+    return None
+
+
+def _list_shapes(tree: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, [(getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)) for leaf in leaves]
+    shapes = []
+    for leaf in leaves:
+        shapes.append((getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)))
+    return structure, shapes
 
 
-def _list_kinds(tree: Any) -> list[tuple[str, str]]:
+def _list_kinds(tree: Any) -> _Kinds:
     """For each leaf its path, and what a compiled program depends on beside its shape: weak type and sharding."""
     kinds = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        weak = "weakly typed " if getattr(leaf, "weak_type", False) else ""  # keys have none
-        dtype = getattr(leaf, "dtype", type(leaf).__name__)
-        kinds.append((jax.tree_util.keystr(path), f"{weak}{dtype} on {_describe_devices(leaf)}"))
+        kind = str(getattr(leaf, "dtype", type(leaf).__name__))
+        if getattr(leaf, "weak_type", False):  # keys have none
+            kind = f"weakly typed {kind}"
+        kinds.append((jax.tree_util.keystr(path), f"{kind} on {_describe_devices(leaf)}"))
     return kinds
 
 
@@ -130,4 +154,6 @@ def _describe_devices(leaf: Any) -> str:
     devices = len(sharding.device_set)
     if devices > 1:
         return f"{devices} devices"
-    return "one device" if leaf.committed else "no device in particular"
+    if not leaf.committed:
+        return "no device in particular"
+    return "one device"

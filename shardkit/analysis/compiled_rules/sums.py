@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.compiled_rules.program import CompiledProgram
+from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
 from shardkit.analysis.rules.rule import Finding
@@ -17,11 +18,10 @@ _FACTORS = {"constant", "broadcast", "convert", "bitcast", "reshape"}
 
 
 class _Term(NamedTuple):
-    """One result of an all-reduce that only enters a sum."""
+    """One result of an all-reduce that only enters a sum, and its bytes."""
 
     row: CompiledRow
     bytes: int
-    adds: tuple[tuple[int, int], ...]  # the additions through which it goes and nothing else reads it
 
 
 def sums(program: CompiledProgram) -> Iterator[Finding]:
@@ -29,19 +29,15 @@ def sums(program: CompiledProgram) -> Iterator[Finding]:
 
     For example psum(a) + psum(b), where psum(a + b) sends half. Terms whose last addition is the same one are one sum.
     """
-    terms_by_sum: dict[tuple[int, int], list[_Term]] = {}
+    terms_of_sum: dict[tuple[int, int], list[_Term]] = {}
     for row, computation, instruction in program.collectives("all_reduce"):
-        results = [instruction]
-        if instruction.shape.parts:  # several arrays in one all-reduce
-            readers = program.uses.readers(computation, instruction.id)
-            results = [reader for reader, _ in readers if reader.opcode == "get-tuple-element"]
-        for result in results:
-            adds = tuple(_additions(program.uses, Value(computation, result)))
-            if adds and result.shape.bytes >= program.small:
-                terms_by_sum.setdefault(adds[-1], []).append(_Term(row, result.shape.bytes, adds))
-    for terms in terms_by_sum.values():
-        terms_by_axes = Counter(term.row.axes for term in terms)
-        repeated = [term for term in terms if terms_by_axes[term.row.axes] > 1]
+        for result in _list_results(program.uses, computation, instruction):
+            additions = list(_follow_additions(program.uses, Value(computation, result)))
+            if additions and result.shape.bytes >= program.small:
+                terms_of_sum.setdefault(additions[-1], []).append(_Term(row, result.shape.bytes))
+    for terms in terms_of_sum.values():
+        count_of_axes = Counter(term.row.axes for term in terms)
+        repeated = [term for term in terms if count_of_axes[term.row.axes] > 1]
         if not repeated:
             continue
         row = repeated[0].row
@@ -56,10 +52,24 @@ def sums(program: CompiledProgram) -> Iterator[Finding]:
         )
 
 
-def _additions(uses: Uses, value: Value) -> Iterator[tuple[int, int]]:
-    """The additions through which a value goes, as long as each result has one reader."""
+def _list_results(uses: Uses, computation: proto.Computation, all_reduce: proto.Instruction) -> list[proto.Instruction]:
+    """The arrays that an all-reduce returns: of a merged one, the instructions that take them out of its tuple."""
+    if not all_reduce.shape.parts:
+        return [all_reduce]
+    results = []
+    for reader, _ in uses.readers(computation, all_reduce.id):
+        if reader.opcode == "get-tuple-element":
+            results.append(reader)
+    return results
+
+
+def _follow_additions(uses: Uses, value: Value) -> Iterator[tuple[int, int]]:
+    """The additions through which a value goes, as long as each result has one reader.
+
+    Of psum(a) in `y = (psum(a) + psum(b)) + psum(c)` they are the inner and the outer addition, of psum(c) the outer.
+    """
     while True:
-        readers = list(uses.ends(value, _scales))
+        readers = list(uses.find_ends(value, _scales))
         if len(readers) != 1 or readers[0].opcode != "add":
             return
         value = readers[0].value

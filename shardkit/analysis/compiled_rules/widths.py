@@ -24,8 +24,7 @@ def widths(program: CompiledProgram) -> Iterator[Finding]:
         if short is None:
             continue
         operands = [Value(computation, computation.instructions[number]) for number in instruction.operands]
-        all_float32 = all(operand.instruction.shape.type == _FLOAT32 for operand in operands)
-        if all_float32 and not any(_was_widened(program, operand) for operand in operands):
+        if all(_is_float32(program, operand) for operand in operands):
             groups.setdefault((row.kind, row.axes, row.place, short), []).append(row)
     for (_, _, place, short), rows in groups.items():
         yield Finding(
@@ -39,7 +38,7 @@ def widths(program: CompiledProgram) -> Iterator[Finding]:
 def _find_short_type(program: CompiledProgram, value: Value) -> str | None:
     """The 16-bit type to which every reader of a value converts it; None if some reader does something else."""
     types = set()
-    for use in program.uses.ends(value, _takes_part):
+    for use in program.uses.find_ends(value, _takes_part):
         if use.opcode != "convert":
             return None
         types.add(use.value.instruction.shape.type)
@@ -52,10 +51,12 @@ def _takes_part(use: CompiledUse) -> bool:
     return use.opcode in _IN_PARTS
 
 
-def _was_widened(program: CompiledProgram, value: Value) -> bool:
-    """Whether a value was 16 bits wide before: a backend without 16-bit collectives widens them itself."""
-    computation, instruction, around = program.uses.maker(value)
-    if instruction.opcode != "convert":
+def _is_float32(program: CompiledProgram, value: Value) -> bool:
+    """Whether a value is float32 and was not widened to it: a backend without 16-bit collectives does that itself."""
+    if value.instruction.shape.type != _FLOAT32:
         return False
+    computation, instruction, around = program.uses.find_maker(value)
+    if instruction.opcode != "convert":
+        return True
     operand = Value(computation, computation.instructions[instruction.operands[0]], around)
-    return program.uses.maker(operand).instruction.shape.type in _SHORT
+    return program.uses.find_maker(operand).instruction.shape.type not in _SHORT

@@ -37,8 +37,8 @@ from shardkit.analysis.hlo.topology import (
     topology_devices,
     tracing_for,
 )
-from shardkit.analysis.hlo.tuning import CompilerOptions, Option, Trial, Tuned, tried
-from shardkit.analysis.jaxpr.census import census_of, mesh_sizes, traceable
+from shardkit.analysis.hlo.tuning import CompilerOptions, Option, Trial, Tuned, try_options
+from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes, traceable
 from shardkit.meshes.device_order import DeviceOrder, order_devices
 from shardkit.meshes.network import Load, Moves
 
@@ -137,28 +137,28 @@ def tune(
         tuned = sk.aot.tune(step, args, topology="v5p:8x8x8", options=[together], on_trial=print)
         print(tuned)
     """
-    if not isinstance(options, list | tuple) or not all(isinstance(each, Mapping) for each in options):
+    if not isinstance(options, list | tuple) or not all(isinstance(mapping, Mapping) for mapping in options):
         raise TypeError(
             f"aot.tune: options must be a list of mappings, tried one after the other; got {options!r}. Pass for "
             "example [{'xla_tpu_overlap_compute_collective_tc': True}]."
         )
-    options = [compiler_options("aot.tune", each) for each in options]
+    options = [compiler_options("aot.tune", mapping) for mapping in options]
     where = parse_topology(topology)
     traced = _trace_for(where, step, args)
 
-    def compiled(chosen: CompilerOptions) -> Trial:
+    def compile_with(chosen: CompilerOptions) -> Trial:
         try:
             built = build(traced, args, topology=topology, mesh=mesh, options=chosen, timeout=timeout)
             trial = Trial(chosen, built.report(where))
         except RuntimeError as error:
-            if not chosen:
+            if not chosen:  # not the fault of options
                 raise
             trial = Trial(chosen, None, str(error))
         if on_trial is not None:
             on_trial(trial)
         return trial
 
-    return tried(compiled, options)
+    return try_options(compile_with, options)
 
 
 def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) -> DeviceOrder:
@@ -196,29 +196,47 @@ def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) ->
     where = parse_topology(topology)
     _check_arguments("aot.place", args, mesh)
     traced = _trace_for(where, step, args)
-    own = mesh_sizes(traced.jaxpr.jaxpr, args)
-    sizes = own if mesh is None else dict(mesh.shape)
-    if math.prod(sizes.values()) != where.devices or (own and own != sizes) or not sizes:
+    sizes = _mesh_to_place(traced, args, where, mesh)
+    order = order_devices(absent_devices(where), sizes, _find_loads(census_of(traced.jaxpr.jaxpr), sizes))
+    assert order is not None, "the links of every topology's chip are known"
+    return order
+
+
+def _mesh_to_place(traced: Any, args: Sequence[Any], where: Topology, mesh: Any) -> dict[str, int]:
+    """The sizes of the mesh that `place` gives an order: the program's, if it has one, on all of the devices."""
+    program_sizes = mesh_sizes(traced.jaxpr.jaxpr, args)
+    sizes = program_sizes
+    if mesh is not None:
+        sizes = dict(mesh.shape)
+    differs = bool(program_sizes) and program_sizes != sizes
+    if not sizes or differs or math.prod(sizes.values()) != where.devices:
         raise ValueError(
             f"aot.place: the mesh must be that of the program, with as many devices as the topology; got "
-            f"{sized(sizes.items())} for a program over {sized(own.items())} and the {where.devices} of "
+            f"{sized(sizes.items())} for a program over {sized(program_sizes.items())} and the {where.devices} of "
             f"{str(where)!r}. Pass another topology or mesh."
         )
+    return sizes
+
+
+def _find_loads(census: Census, sizes: Mapping[str, int]) -> list[Load]:
+    """The bytes that a device sends in a call, for each kind of collective over the same axes.
+
+    For example twelve layers that gather 2 MB each over "fsdp" are one Load of 24 MB.
+    """
     sent: dict[tuple[str, tuple[str, ...], Moves], float] = {}
-    for row in census_of(traced.jaxpr.jaxpr).rows:
+    for row in census.rows:
         if row.n != math.prod(sizes[axis] for axis in row.axes):
             raise ValueError(
                 f"aot.place: collectives must be over whole axes; got groups of {row.n} along {named(row.axes)} at "
                 f"{row.source}. Give the groups an axis of their own."
             )
         axes = tuple(axis for axis in sizes if axis in row.axes)  # the order in which a ppermute counts devices
-        key = (row.kind, axes, 1 if row.moves is None else row.moves)
+        moves: Moves = 1
+        if row.moves is not None:
+            moves = row.moves
+        key = (row.kind, axes, moves)
         sent[key] = sent.get(key, 0.0) + float(row.total)
-    found = order_devices(
-        absent_devices(where), sizes, [Load(kind, axes, size, moves) for (kind, axes, moves), size in sent.items()]
-    )
-    assert found is not None, "the links of every topology's chip are known"
-    return found
+    return [Load(kind, axes, size, moves) for (kind, axes, moves), size in sent.items()]
 
 
 def build(
@@ -243,41 +261,36 @@ def build(
         )
     where = parse_topology(topology)
     _check_arguments("aot.compile", args, mesh)
-    options = compiler_options("aot.compile", {} if options is None else options)
+    if options is None:
+        options = {}
+    options = compiler_options("aot.compile", options)
     package = compiler_package(where)
     backends.leave_out_idle_tpu()
+
     started = time.monotonic()
     traced = _trace_for(where, step, args)
-    sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
-    try:
-        lowered = traced.lower(lowering_platforms=(where.platform,))
-    except Exception as error:
-        raise ValueError(f"aot.compile: the function cannot be lowered for this platform: {raised(error)}.") from error
-    lowering = time.monotonic() - started
-    inside, partitions = backends.lowered_mesh(lowered)
-    sizes = sizes or inside  # a sharding constraint's, or that of the jit's own shardings
-    devices = math.prod(sizes.values())
-    if partitions not in (1, devices):
-        raise ValueError(
-            f"aot.compile: mesh= must have as many devices as the program; got {sized(sizes.items())} for a program of "
-            f"{partitions} devices. Pass the program's mesh as mesh=, or omit it."
-        )
-    if devices > where.devices:
+    lowered = _lower_for(where, traced)
+    lowering_seconds = time.monotonic() - started
+    sizes = _find_mesh(traced, lowered, args, mesh)
+    if math.prod(sizes.values()) > where.devices:
         raise _too_small(where, sizes, where.devices)
-    check_kind("aot.compile", "placement", placement, kinds_of(DeviceOrder | None))
-    if placement is not None and list(placement.axes.items()) != list(sizes.items()):
-        raise ValueError(
-            f"aot.compile: placement must be one for the program's mesh; got one of {sized(placement.axes.items())} "
-            f"for {sized(sizes.items())}. Make another with aot.place."
-        )
+    _check_placement(where, sizes, placement)
+
+    request: dict[str, Any] = {
+        "topology": description_of(where),
+        "mesh": sizes,
+        "options": options,
+        "package": package,
+        "places": None,
+    }
     if placement is not None:
-        placement.grid(absent_devices(where))  # refused for another machine
+        request["places"] = placement.places
     bytecode = BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(file=bytecode)
-    request: dict[str, Any] = {"topology": description_of(where), "mesh": sizes, "options": options}
-    request |= {"package": package, "places": None if placement is None else placement.places}
-    answer, serialized = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
-    return Built(traced, sizes, serialized, answer, lowering)
+    answer, module = _compile_in_child(where, request, bytecode.getvalue(), timeout)
+    if "error" in answer and not _is_over_memory(answer):
+        raise _refusal(where, sizes, answer)
+    return Built(traced, sizes, module, answer, lowering_seconds)
 
 
 def _check_arguments(where: str, args: Any, mesh: Any) -> None:
@@ -303,61 +316,149 @@ def _trace_for(where: Topology, step: Any, args: Sequence[Any]) -> Any:
         with tracing_for(where):
             return traceable(step).trace(*args)
     except Exception as error:
-        said = f"aot.compile: the function cannot be traced with these arguments: {raised(error)}."
-        raise ValueError(said) from error
+        raise ValueError(
+            f"aot.compile: the function cannot be traced with these arguments: {raised(error)}."
+        ) from error
 
 
-def _in_child(
-    request: dict[str, Any], bytecode: bytes, timeout: float, where: Topology, sizes: Mapping[str, int]
+def _lower_for(where: Topology, traced: Any) -> Any:
+    try:
+        return traced.lower(lowering_platforms=(where.platform,))
+    except Exception as error:
+        raise ValueError(f"aot.compile: the function cannot be lowered for this platform: {raised(error)}.") from error
+
+
+def _find_mesh(traced: Any, lowered: Any, args: Sequence[Any], mesh: Any) -> dict[str, int]:
+    """The sizes of the program's mesh axes: of `mesh`, else of what the trace or the lowered program names.
+
+    Only the lowered program has the mesh of a sharding constraint, and of the jit's own shardings.
+    """
+    lowered_sizes, partitions = backends.lowered_mesh(lowered)
+    sizes = mesh_sizes(traced.jaxpr.jaxpr, args)
+    if mesh is not None:
+        sizes = dict(mesh.shape)
+    if not sizes:
+        sizes = lowered_sizes
+    if partitions not in (1, math.prod(sizes.values())):
+        raise ValueError(
+            f"aot.compile: mesh= must have as many devices as the program; got {sized(sizes.items())} for a program of "
+            f"{partitions} devices. Pass the program's mesh as mesh=, or omit it."
+        )
+    return sizes
+
+
+def _check_placement(where: Topology, sizes: Mapping[str, int], placement: DeviceOrder | None) -> None:
+    check_kind("aot.compile", "placement", placement, kinds_of(DeviceOrder | None))
+    if placement is None:
+        return
+    if list(placement.axes.items()) != list(sizes.items()):
+        raise ValueError(
+            f"aot.compile: placement must be one for the program's mesh; got one of {sized(placement.axes.items())} "
+            f"for {sized(sizes.items())}. Make another with aot.place."
+        )
+    placement.grid(absent_devices(where))  # refuses one for another machine
+
+
+def _compile_in_child(
+    where: Topology, request: Mapping[str, Any], bytecode: bytes, timeout: float
 ) -> tuple[dict[str, Any], bytes | None]:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ALONE
-    environment["JAX_PLATFORMS"] = "cpu"
-    # -P: files in the working directory must not shadow modules.
-    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    """The answer of a process that compiles the program, and the module; None where its compiler refused it.
+
+    `aot_child.py` says what is in the folder that the two processes share.
+    """
     with tempfile.TemporaryDirectory(prefix="shardkit-aot-") as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "module.mlirbc").write_bytes(bytecode)
+        # -P: files in the working directory must not shadow modules.
         command = [sys.executable, "-P", "-m", "shardkit.analysis.hlo.aot_child", name]
         try:
-            child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+            child = subprocess.run(command, env=_make_environment(), capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             raise RuntimeError(
                 f"aot.compile: the compiler for {where} took longer than {timeout:g} s. Pass a longer timeout=, or a "
                 "program whose layers are a scan."
             ) from None
         if not (folder / "answer.json").exists():
-            lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
-            fatal = [line.partition("] ")[2] for line in lines if re.match(r"F\d{4} ", line)]
-            cause = (fatal or lines[-1:] or ["no message"])[0]  # that of a fatal check, else the last
             raise RuntimeError(
-                f"aot.compile: the compiler for {where} ended with exit code {child.returncode}: {cause}"
+                f"aot.compile: the compiler for {where} ended with exit code {child.returncode}: "
+                f"{_find_cause(child.stderr)}"
             )
-        answer = json.loads((folder / "answer.json").read_text()) | {"log": child.stderr.splitlines()}
+        answer = json.loads((folder / "answer.json").read_text())
+        answer["log"] = child.stderr.splitlines()
+        module = None
         if "error" not in answer:
-            return answer, (folder / "module.pb").read_bytes()
-    message = answer.get("message", "").splitlines()[0] if answer.get("message") else ""
-    if answer["error"] == "small":
-        raise _too_small(where, sizes, answer["devices"])
-    if answer["error"] == "topology":
-        raise ValueError(f"aot.compile: the compiler knows no topology {str(where)!r}: {message}")
-    if _OVER_MEMORY.search(answer["message"]) and not _ON_CHIP.search(message):
-        return answer, None
-    wanted = math.prod(sizes.values())
-    if _PART.search(message) and wanted < where.devices:
-        raise ValueError(
-            f"aot.compile: the compiler for {where} cannot leave {where.devices - wanted} of its {where.devices} "
-            f"devices idle, as {f'the mesh {sized(sizes.items())}' if sizes else 'a program of one device'} would. "
-            f"Pass a topology of {wanted} devices, or a mesh of {where.devices}."
-        )
-    raise RuntimeError(f"aot.compile: the compiler for {where} refused the program: {message}")
+            module = (folder / "module.pb").read_bytes()
+        return answer, module
+
+
+def _make_environment() -> dict[str, str]:
+    """The environment of the compiler's process: that of a machine of CPUs, where this shardkit is imported."""
+    environment = dict(os.environ)
+    environment.pop("XLA_FLAGS", None)
+    environment |= ALONE
+    environment["JAX_PLATFORMS"] = "cpu"
+    paths = [str(Path(__file__).parents[3])]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
+
+
+def _find_cause(log: str) -> str:
+    """Why a compiler ended its process: the first fatal check in its log, else the last line.
+
+    A fatal check is a line as "F1121 12:00:00 1 t.cc:1] Check failed: z == 1 (9 vs. 1)".
+    """
+    last_line = "no message"
+    for line in log.splitlines():
+        line = line.strip()
+        if re.match(r"F\d{4} ", line):
+            _, _, cause = line.partition("] ")
+            return cause
+        if line:
+            last_line = line
+    return last_line
 
 
 # libtpu's messages for a program that must use the whole torus; which meshes may be smaller is undocumented.
 _PART = re.compile("RET_CHECK failure.*(should include all slice devices|Unexpected device_id)")
 _ON_CHIP = re.compile(r"\b[vs]mem\b", re.IGNORECASE)  # a kernel's scratch memory, not the device's, ran out
 _OVER_MEMORY = re.compile("RESOURCE_EXHAUSTED|CompileTimeHbmOom|[Rr]an out of memory")
+
+
+def _is_over_memory(answer: Mapping[str, Any]) -> bool:
+    """Whether a compiler refused a program because it does not fit the memory of a device."""
+    if answer["error"] != "compile" or not _OVER_MEMORY.search(answer["message"]):
+        return False
+    return not _ON_CHIP.search(_first_line(answer))
+
+
+def _refusal(where: Topology, sizes: Mapping[str, int], answer: Mapping[str, Any]) -> ValueError | RuntimeError:
+    """The error for what the compiler's process refused; `aot_child.py` lists the kinds."""
+    if answer["error"] == "small":
+        return _too_small(where, sizes, answer["devices"])
+    message = _first_line(answer)
+    if answer["error"] == "topology":
+        return ValueError(f"aot.compile: the compiler knows no topology {str(where)!r}: {message}")
+    devices = math.prod(sizes.values())
+    if _PART.search(message) and devices < where.devices:
+        program = "a program of one device"
+        if sizes:
+            program = f"the mesh {sized(sizes.items())}"
+        return ValueError(
+            f"aot.compile: the compiler for {where} cannot leave {where.devices - devices} of its {where.devices} "
+            f"devices idle, as {program} would. Pass a topology of {devices} devices, or a mesh of {where.devices}."
+        )
+    return RuntimeError(f"aot.compile: the compiler for {where} refused the program: {message}")
+
+
+def _first_line(answer: Mapping[str, Any]) -> str:
+    lines = answer["message"].splitlines()
+    if not lines:
+        return ""
+    line: str = lines[0]
+    return line
 
 
 def _too_small(where: Topology, sizes: Mapping[str, int], devices: int) -> ValueError:

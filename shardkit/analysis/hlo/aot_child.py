@@ -7,10 +7,12 @@ It reads `request.json` and `module.mlirbc` in the folder and writes `answer.jso
 from __future__ import annotations
 
 import json
+import math
 import re
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -20,13 +22,22 @@ import numpy as np
 
 
 def compile_in(folder: Path) -> dict[str, Any]:
-    """Compiles what the request asks for; returns the answer."""
+    """Compiles what the request asks for; returns the answer.
+
+    For example the request
+
+        {"topology": {"platform": "tpu", "topology_name": "v5e:2x4"}, "mesh": {"data": 8}, "options": {},
+         "package": "libtpu", "places": null}
+
+    has an answer with "seconds", "rss", "places" of the mesh's devices, "memory" and "versions"; or one with "error":
+    "topology" (the compiler does not know it), "small" (it has fewer devices than the mesh) or "compile" (the compiler
+    refuses the program), with its "message".
+    """
     import jax
-    from jax.experimental import mesh_utils, topologies
+    from jax.experimental import topologies
 
     from shardkit._jax import backends
     from shardkit.analysis.hlo.memory import memory_of
-    from shardkit.meshes.network import arrange_devices, find_network
 
     request = json.loads((folder / "request.json").read_text())
     try:
@@ -34,45 +45,69 @@ def compile_in(folder: Path) -> dict[str, Any]:
     except Exception as error:  # the compiler's own error types differ between platforms
         return {"error": "topology", "message": str(error)}
     shape = tuple(request["mesh"].values())
-    wanted = int(np.prod(shape))
-    if wanted > len(devices):
+    if math.prod(shape) > len(devices):
         return {"error": "small", "devices": len(devices)}
-    if request["places"]:
-        found = find_network(devices)
-        assert found is not None, "placements are of networks"
-        placed = arrange_devices(devices, tuple(map(tuple, request["places"])), shape, found[1])
-    elif wanted == len(devices):
-        placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    else:
-        placed = np.array(devices[:wanted]).reshape(shape)
+    grid = _order_devices(devices, shape, request["places"])
+
     tpu = request["topology"]["platform"] == "tpu"
     account = folder / "account"
-    options = ({"xla_dump_to": str(account)} if tpu else {}) | request["options"]
+    options = dict(request["options"])
+    if tpu:
+        options.setdefault("xla_dump_to", str(account))
     started = time.monotonic()
     try:
-        executable = backends.compile_for((folder / "module.mlirbc").read_bytes(), list(placed.flat), options)
+        executable = backends.compile_for((folder / "module.mlirbc").read_bytes(), list(grid.flat), options)
     except jax.errors.JaxRuntimeError as error:
         return {"error": "compile", "message": str(error)}
     seconds = time.monotonic() - started
     (folder / "module.pb").write_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
-    # On TPU the peak that jax is told counts on-chip memory, and the temporaries count stacks of a loop twice.
-    peak = allocated(account) if tpu else executable.get_compiled_memory_stats().peak_memory_in_bytes
+
+    if tpu:
+        # The peak that jax is told counts on-chip memory, and the temporaries count stacks of a loop twice.
+        peak = read_allocated_bytes(account)
+    else:
+        peak = executable.get_compiled_memory_stats().peak_memory_in_bytes
+    package = request["package"]
     return {
         "seconds": seconds,
         "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "devices": len(devices),
-        "places": [list(map(int, device.coords)) for device in placed.flat],
+        "places": [list(map(int, device.coords)) for device in grid.flat],
         "memory": asdict(memory_of(executable, peak)),
-        "versions": {"jax": jax.__version__, request["package"]: metadata.version(request["package"])},
+        "versions": {"jax": jax.__version__, package: metadata.version(package)},
     }
 
 
-def allocated(account: Path) -> int:
-    """Bytes of device memory by the TPU compiler's own account, by which it refuses a program; 0 without one."""
-    texts = [path.read_text() for path in account.glob("*memory-usage-report.txt")]
-    return max((int(size) for text in texts for size in re.findall(r"(?m)^Total bytes: (\d+)", text)), default=0)
+def _order_devices(devices: Sequence[Any], shape: tuple[int, ...], places: list[list[int]] | None) -> np.ndarray:
+    """The devices of a mesh of this shape: at these places, else in jax's order; the first ones if some stay idle."""
+    from jax.experimental import mesh_utils
+
+    from shardkit.meshes.network import arrange_devices, find_network
+
+    if places is not None:
+        network = find_network(devices)
+        assert network is not None, "placements are of networks"
+        _, coordinates = network
+        order = tuple(tuple(place) for place in places)
+        return arrange_devices(devices, order, shape, coordinates)
+    size = math.prod(shape)
+    if size == len(devices):
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return np.array(devices[:size]).reshape(shape)
+
+
+def read_allocated_bytes(account: Path) -> int:
+    """Bytes of device memory by the TPU compiler's own account, by which it refuses a program; 0 without one.
+
+    The account is a folder of reports with a line as "Total bytes: 1234" for each memory.
+    """
+    largest = 0
+    for path in account.glob("*memory-usage-report.txt"):
+        for size in re.findall(r"(?m)^Total bytes: (\d+)", path.read_text()):
+            largest = max(largest, int(size))
+    return largest
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    (where / "answer.json").write_text(json.dumps(compile_in(where)))
+    shared = Path(sys.argv[1])
+    (shared / "answer.json").write_text(json.dumps(compile_in(shared)))

@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.groups import Groups
+from shardkit.analysis.hlo.protobuf import signed
 from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.analysis.jaxpr.counts import taps
 from shardkit.cost import Chip, Link
 from shardkit.cost.links import Group, link_of_group
 
-# Instructions that name a value and compute nothing.
+# Instructions that are names of values and compute nothing.
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _KERNELS = re.compile(r"tpu_custom_call|__cublas|__cudnn|__gpu\$xla\.gpu\.triton|triton_kernel|mosaic_gpu")
@@ -32,6 +33,18 @@ _MOVES_DATA = ("copy-done", "all-", "reduce-scatter", "collective-", "ragged-all
 _DEVICE = 0  # xla's number of the device's large memory
 _HOST = 5  # and of the host's; all others are memories on the chip
 _ASYNC_TARGETS = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # a fusion that starts or ends a collective on TPU
+# Fields of xla's ConvolutionDimensionNumbers ...
+_KERNEL_INPUT_FEATURES = 3
+_KERNEL_SPATIAL = 6
+_OUTPUT_BATCH = 9
+_OUTPUT_FEATURES = 10
+_INPUT_SPATIAL = 11
+_OUTPUT_SPATIAL = 12
+# ... and of its WindowDimension.
+_STRIDE = 2
+_PADDING_LOW = 3
+_WINDOW_DILATION = 5
+_BASE_DILATION = 6
 
 
 class Work(NamedTuple):
@@ -65,7 +78,15 @@ class Clock(NamedTuple):
     wire: Callable[[str, Groups, Fraction], float]  # of a kind, groups of devices and bytes sent
 
 
-NO_CLOCK = Clock(lambda flops, size: 0.0, lambda kind, groups, sent: 0.0)
+def _no_compute(flops: int, size: int) -> float:
+    return 0.0
+
+
+def _no_wire(kind: str, groups: Groups, sent: Fraction) -> float:
+    return 0.0
+
+
+NO_CLOCK = Clock(_no_compute, _no_wire)
 
 
 class ModuleWork:
@@ -102,20 +123,22 @@ class ModuleWork:
             return NO_WORK
         if opcode == "while":
             times, _ = trip_count(self.module, computation, instruction, {})
+            if times is None:
+                times = 1
             body = self.of_computation(instruction.calls[0])
-            return NO_WORK.plus(body, 1 if times is None else times)
+            return NO_WORK.plus(body, times)
         if opcode == "conditional":
             return self._largest_branch(instruction)
         if opcode == "call":
             return self.of_computation(instruction.calls[0])
         if opcode == "copy-start":
-            size = _copied_bytes(instruction)
+            size = _count_copied_bytes(instruction)
             return Work(0, size, self.seconds(0, size))
         flops = self.flops(computation, instruction)
         size = _bytes_written(self.module, computation, instruction)
         for number in range(len(instruction.operands)):
             size += self._bytes_read(computation, instruction, number)
-        kernels = 1 if _KERNELS.match(instruction.target) else 0
+        kernels = int(_KERNELS.match(instruction.target) is not None)
         return Work(flops, size, self.seconds(flops, size), kernels)
 
     def _largest_branch(self, conditional: proto.Instruction) -> Work:
@@ -148,7 +171,9 @@ class ModuleWork:
             return 0
         size = computation.instructions[instruction.operands[number]].shape.bytes
         if instruction.opcode in _SLICES:
-            return min(size, instruction.shape.bytes) if number == 0 else 0
+            if number > 0:  # where the slice begins
+                return 0
+            return min(size, instruction.shape.bytes)
         if instruction.opcode == "dynamic-update-slice" and number == 0:
             return 0
         if instruction.opcode != "fusion":
@@ -189,8 +214,11 @@ def _bytes_written(module: proto.Module, computation: proto.Computation, instruc
     return instruction.shape.bytes
 
 
-def _copied_bytes(copy: proto.Instruction) -> int:
-    """Bytes of the device's large memory that an asynchronous copy reads or writes; none to or from the chip's."""
+def _count_copied_bytes(copy: proto.Instruction) -> int:
+    """Bytes of the device's large memory that an asynchronous copy reads or writes; none to or from the chip's.
+
+    A copy-start returns a tuple of destination, source and a handle; the memory of each is the `space` of its shape.
+    """
     ends = copy.shape.parts[:2]
     if any(end.space not in (_DEVICE, _HOST) for end in ends):
         return 0
@@ -207,30 +235,24 @@ def _convolution_flops(convolution: proto.Instruction, left: proto.Shape, right:
 
     The TPU compiler writes every matmul as a convolution, and a batch dim as a window over holes.
     """
-    # Numbers of fields of xla's ConvolutionDimensionNumbers and WindowDimension.
     numbers = convolution.convolution
-    input_dims = numbers[11]
-    kernel_dims = numbers[6]
-    output_dims = numbers[12]
-    pairs = 1
-    for input_dim, kernel_dim, output_dim, window in zip(
-        input_dims, kernel_dims, output_dims, convolution.window, strict=True
-    ):
-        low = window.get(3, 0)
-        if low >= 1 << 63:  # a negative number
-            low -= 1 << 64
+    spatial_dims = zip(
+        numbers[_INPUT_SPATIAL], numbers[_KERNEL_SPATIAL], numbers[_OUTPUT_SPATIAL], convolution.window, strict=True
+    )
+    pairs = 1  # of an element of the input and one of the kernel that are multiplied
+    for input_dim, kernel_dim, output_dim, window in spatial_dims:
         pairs *= taps(
             left.dims[input_dim],
             right.dims[kernel_dim],
             convolution.shape.dims[output_dim],
-            stride=window.get(2, 1),
-            low=low,
-            step=window.get(5, 1),
-            holes=window.get(6, 1),
+            stride=window.get(_STRIDE, 1),
+            low=signed(window.get(_PADDING_LOW, 0)),
+            step=window.get(_WINDOW_DILATION, 1),
+            holes=window.get(_BASE_DILATION, 1),
         )
-    input_features = right.dims[numbers[3]]
-    batch = convolution.shape.dims[numbers[9]]
-    output_features = convolution.shape.dims[numbers[10]]
+    input_features = right.dims[numbers[_KERNEL_INPUT_FEATURES]]
+    batch = convolution.shape.dims[numbers[_OUTPUT_BATCH]]
+    output_features = convolution.shape.dims[numbers[_OUTPUT_FEATURES]]
     return 2 * pairs * batch * output_features * input_features
 
 
@@ -253,16 +275,19 @@ def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Cloc
 
 def _locate(groups: Groups, places: Sequence[Sequence[int]], platform: str) -> Group:
     """Where the members of groups stand: the dims of a torus that they span, or how many are on a host."""
-    dims = _spanned_dims(groups, places)
+    dims = _find_spanned_dims(groups, places)
     if platform != "cuda":
         return Group(dims=max(1, len(dims)))
     if not dims & {0, 1}:  # one host of one slice
         return Group()
-    return Group(members_on_a_host=_fewest_members_on_a_host(groups, places))
+    return Group(members_on_a_host=_count_members_on_a_host(groups, places))
 
 
-def _spanned_dims(groups: Groups, places: Sequence[Sequence[int]]) -> set[int]:
-    """The dims of the torus, or of (slice, host, GPU), along which members of a group differ."""
+def _find_spanned_dims(groups: Groups, places: Sequence[Sequence[int]]) -> set[int]:
+    """The dims of the torus, or of (slice, host, GPU), along which members of a group differ.
+
+    For example the group (0, 5) of GPUs at (0, 0, 0) and (0, 1, 1) spans the dims {1, 2}: it crosses hosts.
+    """
     dims = set()
     for group in groups:
         first = places[group[0]]
@@ -273,8 +298,8 @@ def _spanned_dims(groups: Groups, places: Sequence[Sequence[int]]) -> set[int]:
     return dims
 
 
-def _fewest_members_on_a_host(groups: Groups, places: Sequence[Sequence[int]]) -> int:
-    """How many network adapters every group has on each of its hosts: one for each of its GPUs there."""
+def _count_members_on_a_host(groups: Groups, places: Sequence[Sequence[int]]) -> int:
+    """How many members every group has at least on each of its hosts: as many network adapters carry its messages."""
     fewest = len(places)
     for group in groups:
         members = Counter(tuple(places[device][:2]) for device in group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -56,16 +56,25 @@ class Compiled(NamedTuple):
         save(self.program, path, self.ends)
 
     def __str__(self) -> str:
-        if not self.rows:
-            return "\n".join(["no collectives", describe_differences(self.differences())])
-        lines = [("kind", "axes", "times", "bytes in", "sent/device", "runs", "source")]
-        for rows in group_alike(self.rows):
-            lines.append(_table_line(rows))
-        return "\n".join([table(lines), describe_differences(self.differences())])
+        collectives = "no collectives"
+        if self.rows:
+            collectives = _format_rows(self.rows)
+        return "\n".join([collectives, describe_differences(self.differences())])
 
 
-def _table_line(rows: list[CompiledRow]) -> tuple[str, str, str, str, str, str, str]:
-    """The line of rows that are alike in all that the table shows."""
+_HEADS = ("kind", "axes", "times", "bytes in", "sent/device", "runs", "source")
+
+
+def _format_rows(rows: tuple[CompiledRow, ...]) -> str:
+    """A table of collectives, a line for those that are alike in all that it shows."""
+    lines = [_HEADS]
+    for group in group_alike(rows):
+        lines.append(_make_line(group))
+    return table(lines)
+
+
+def _make_line(rows: list[CompiledRow]) -> tuple[str, str, str, str, str, str, str]:
+    """The cells of collectives that are alike, under the heads."""
     first = rows[0]
     times = str(sum(row.times for row in rows))
     if first.count is None:
@@ -74,13 +83,16 @@ def _table_line(rows: list[CompiledRow]) -> tuple[str, str, str, str, str, str, 
     if first.branch:
         place += f" [{first.branch}]"
     sent = sum((row.total for row in rows), Fraction(0))
+    runs = "synchronous"
+    if first.asynchronous:
+        runs = "overlapped"
     return (
         first.kind,
         f"{','.join(first.axes)}={first.n}",
         times,
         f"{first.bytes_in:,}",
         f"{int(sent):,}",
-        "overlapped" if first.asynchronous else "synchronous",
+        runs,
         place,
     )
 
@@ -104,7 +116,8 @@ def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
         ('all_reduce', ('model',), [])
     """
     traced = traceable(fn).trace(*args, **kwargs)
-    return read_compiled(traced, traced.lower().compile(), args, kwargs)._replace(ends=getattr(fn, "ends", None))
+    program = read_compiled(traced, traced.lower().compile(), args, kwargs)
+    return program._replace(ends=getattr(fn, "ends", None))
 
 
 def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None) -> Compiled:
@@ -117,11 +130,11 @@ def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None)
 
 
 def group_alike(rows: tuple[CompiledRow, ...]) -> list[list[CompiledRow]]:
-    """Rows that differ in nothing that is shown, together."""
+    """Rows that differ in nothing that is shown, together: the gathers of twelve unrolled layers are one line."""
     groups: dict[tuple[Any, ...], list[CompiledRow]] = {}
     for row in rows:
-        unknown = row.count is None
-        key = (row.kind, row.axes, row.arrays, row.bytes_in, row.asynchronous, row.source, row.branch, unknown)
+        is_unknown = row.count is None
+        key = (row.kind, row.axes, row.arrays, row.bytes_in, row.asynchronous, row.source, row.branch, is_unknown)
         groups.setdefault(key, []).append(row)
     return list(groups.values())
 
@@ -130,22 +143,29 @@ def describe_differences(differences: list[str]) -> str:
     """What the compiler changed, in a paragraph."""
     if not differences:
         return "as written"
-    return "\n".join(["what the compiler changed:", *(f"- {line}" for line in differences)])
+    lines = ["what the compiler changed:"]
+    for difference in differences:
+        lines.append(f"- {difference}")
+    return "\n".join(lines)
 
 
 def bytes_added_by_compiler(program: Compiled) -> Fraction:
     """Bytes sent per device by collectives that only the compiler added."""
-    added = [row.total for row in program.rows if row.n > 1 and not is_written(row)]
-    return sum(added, Fraction(0))
+    added = Fraction(0)
+    for row in program.rows:
+        if row.n > 1 and not is_written(row):
+            added += row.total
+    return added
 
 
 def is_written(row: CompiledRow) -> bool:
     """Whether a compiled collective comes from a written one; those that it adds carry another operation's name.
 
-    One merged of several under different scopes has the names of all, `shard_map/(loss/psum:psum)`.
+    For example "jit(step)/shard_map/all_gather" is written, and "jit(step)/optax/mul" the compiler's own. One that is
+    merged of collectives under different scopes has the names of all, "shard_map/(loss/psum:psum)".
     """
-    operation = re.split("[/:(]", row.op_name.rstrip(")"))[-1]
-    return registered(operation).kind is not None
+    operations = re.split("[/:(]", row.op_name.rstrip(")"))
+    return registered(operations[-1]).kind is not None
 
 
 class CompilerChange(NamedTuple):
@@ -168,21 +188,32 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[CompilerChange]
     A foreign call is compiled as it is, and its bytes stand nowhere in the program: it is left out too.
     """
     census_rows = [row for row in census.rows if row.n > 1 and row.primitive not in CALLS]
-    before, after, added = _tally(census_rows, [row for row in rows if row.n > 1])
-    result, after = _find_scatters_run_as_sums(before, after)
+    compiled_rows = [row for row in rows if row.n > 1]
+    before, after, added = _tally(census_rows, compiled_rows)
+    found, after = _find_scatters_run_as_sums(before, after)
     for key in sorted(before.keys() | after.keys()):
+        kind, _ = key
         old = before.get(key, _NOTHING)
         new = after.get(key, _NOTHING)
-        if (old.times, old.sent) == (new.times, new.sent):
-            continue
-        # The compiler may know a trip count that the trace does not: as many bytes each time, and more times.
-        if old.unknown and new.times >= old.times and old.sent * new.times == new.sent * old.times:
-            continue
-        result.append(CompilerChange(_describe_change(_describe_key(key), old, new), key[0], new.sent > old.sent))
+        if not _are_equal(old, new):
+            line = _describe_change(_describe_key(key), old, new)
+            found.append(CompilerChange(line, kind, more=new.sent > old.sent))
     for key, traffic in sorted(added.items()):
+        kind, _ = key
         line = f"added: {traffic.times} x {_describe_key(key)}, {traffic.bytes}{traffic.at}"
-        result.append(CompilerChange(line, key[0], more=True, added=True))
-    return result
+        found.append(CompilerChange(line, kind, more=True, added=True))
+    return found
+
+
+def _are_equal(before: _Traffic, after: _Traffic) -> bool:
+    """Whether as much is sent as written.
+
+    The compiler may know a trip count that the trace does not: then it is as many bytes each time, and more times.
+    """
+    if (before.times, before.sent) == (after.times, after.sent):
+        return True
+    same_bytes_each_time = before.sent * after.times == after.sent * before.times
+    return before.unknown and after.times >= before.times and same_bytes_each_time
 
 
 Key = tuple[str, tuple[str, ...]]  # a kind of collective, and its axes in alphabetical order
@@ -224,7 +255,14 @@ _Tally = dict[Key, _Traffic]
 
 
 def _tally(census_rows: list[CensusRow], rows: list[CompiledRow]) -> tuple[_Tally, _Tally, _Tally]:
-    """The collectives as written, those of them in the compiled program, and those that the compiler added."""
+    """The collectives as written, those of them in the compiled program, and those that the compiler added.
+
+    For example two psums over "data" are written, the compiler merges them, and gathers a sharded operand over "fsdp":
+
+        before  all_reduce over data: 2 x, 1,000 bytes
+        after   all_reduce over data: 1 x, 1,000 bytes
+        added   all_gather over fsdp: 1 x, 512 bytes
+    """
     before: _Tally = {}
     after: _Tally = {}
     added: _Tally = {}
@@ -234,22 +272,28 @@ def _tally(census_rows: list[CensusRow], rows: list[CompiledRow]) -> tuple[_Tall
         before[key] = traffic.plus(written_row, written_row.source, written_row.count is None)
     written_places = {(written_row.kind, written_row.source) for written_row in census_rows}
     for row in rows:
-        key = row.kind, tuple(sorted(row.axes))
-        similar = {key}
-        if row.kind == "all_reduce":
-            similar.add(("reduce_scatter", key[1]))
+        axes = tuple(sorted(row.axes))
+        key = row.kind, axes
+        similar_is_known = _has_similar(row.kind, axes, before.keys() | after.keys())
         # The compiler drops some names, and gives what it merges that of another operation.
-        is_nameless = not row.op_name and not similar.isdisjoint(before.keys() | after.keys())
+        is_nameless = not row.op_name and similar_is_known
+        tally = added
         if is_written(row) or (row.kind, row.source) in written_places or is_nameless:
             tally = after
-        else:
-            tally = added
         tally[key] = tally.get(key, _NOTHING).plus(row, row.source or row.op_name, False)
     return before, after, added
 
 
+def _has_similar(kind: str, axes: tuple[str, ...], keys: Set[Key]) -> bool:
+    """Whether a compiled collective may be one of these: an all_reduce may be a reduce_scatter, run as a sum."""
+    if kind == "all_reduce" and ("reduce_scatter", axes) in keys:
+        return True
+    return (kind, axes) in keys
+
+
 def _describe_key(key: Key) -> str:
-    return f"{key[0]} over {quoted(key[1])}"
+    kind, axes = key
+    return f"{kind} over {quoted(axes)}"
 
 
 def _describe_bytes(size: Fraction) -> str:
@@ -285,18 +329,20 @@ def _find_scatters_run_as_sums(before: _Tally, after: _Tally) -> tuple[list[Comp
         compiled_scatters = after.get(key, _NOTHING)
         missing_times = scatters.times - compiled_scatters.times
         missing_bytes = scatters.sent - compiled_scatters.sent
-        sum_key = "all_reduce", key[1]
+        _, axes = key
+        sum_key = "all_reduce", axes
         if missing_times <= 0 or sum_key not in before | after:
             continue
         sums = before.get(sum_key, _NOTHING)
         compiled_sums = after.get(sum_key, _NOTHING)
         # The compiled sums may send up to a tenth less, where they were merged with others.
-        if compiled_sums.sent - sums.sent < 2 * missing_bytes * Fraction(9, 10):
+        more_in_sums = compiled_sums.sent - sums.sent
+        if more_in_sums < 2 * missing_bytes * Fraction(9, 10):
             continue
         sent = _describe_bytes(2 * missing_bytes)
         written = f"{float(missing_bytes):,.0f}"
         line = f"run as all_reduce: {missing_times} x {_describe_key(key)}, {sent} instead of {written}{scatters.at}"
-        found_changes.append(CompilerChange(line, key[0], True))
+        found_changes.append(CompilerChange(line, "reduce_scatter", more=True))
         restored[key] = compiled_scatters._replace(times=scatters.times, sent=scatters.sent)
         restored[sum_key] = compiled_sums._replace(
             times=max(compiled_sums.times - missing_times, min(1, sums.times)),  # they may have been merged

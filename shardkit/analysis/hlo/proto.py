@@ -15,8 +15,22 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from shardkit._jax.jaxprs import file_name, is_kernel
-from shardkit.analysis.hlo.groups import Groups, groups_in
-from shardkit.analysis.hlo.protobuf import Message, integer, integers, message, text
+from shardkit.analysis.hlo.groups import COLLECTIVE_DEVICES, IOTA, LISTS, MESH_AXES, Groups, groups_in, read_lists
+from shardkit.analysis.hlo.protobuf import Message, integer, integers, message, signed, text
+
+# Fields of an instruction (HloInstructionProto) that hold messages.
+_METADATA = 7
+_LITERAL = 8
+_WINDOW = 15
+_CONVOLUTION = 16
+_DOT = 30
+_BACKEND_CONFIG = 43
+_SOURCE_TARGET_PAIRS = 52
+# Fields of a literal (LiteralProto) with values of 32 and 64 bits, signed and unsigned.
+_INTEGER_LITERALS = (4, 5, 6, 7)
+# Fields of ConvolutionDimensionNumbers: numbers of dims, and lists of spatial dims.
+_CONVOLUTION_FIELDS = range(3, 13)
+_SPATIAL_DIMS = (6, 11, 12)
 
 # Bits of xla's PrimitiveType; a tuple (13), an opaque value and a token have none.
 _BITS = {
@@ -172,12 +186,22 @@ def _read_computation(data: bytes, schedule: dict[int, tuple[int, ...]]) -> Comp
     instructions = {}
     for instruction in map(_read_instruction, fields[2]):
         instructions[instruction.id] = instruction
-    number = integer(fields, 5)  # a number that is 0 is not written
-    order = schedule.get(number, tuple(instructions))
-    return Computation(number, text(fields[1]), integer(fields, 6), {i: instructions[i] for i in order})
+    number = integer(fields, 5)
+    if number in schedule:
+        instructions = {instruction_id: instructions[instruction_id] for instruction_id in schedule[number]}
+    return Computation(number, text(fields[1]), integer(fields, 6), instructions)
 
 
 def _read_instruction(data: bytes) -> Instruction:
+    """An instruction; what it does not have keeps its default.
+
+    For example an instruction that is printed as
+
+        %dot.3 = f32[8,16] dot(%p.1, %p.2), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot_general"}
+
+    has the name "dot.3", opcode "dot", shape (11, (8, 16)), in which 11 is F32, the operands' ids (1, 2), contracting
+    (1,) and that op_name.
+    """
     fields = message(data)
     instruction = Instruction(
         id=integer(fields, 35),
@@ -190,43 +214,84 @@ def _read_instruction(data: bytes) -> Instruction:
         parameter=integer(fields, 9),
         target=text(fields.get(28)),
         direction=text(fields.get(63)),
-        pairs=tuple((integer(pair, 1), integer(pair, 2)) for pair in map(message, fields.get(52, ()))),
+        pairs=_read_pairs(fields),
         groups=_read_groups(fields),
     )
-    if 7 in fields:
-        metadata = message(fields[7][0])
+    if _METADATA in fields:
+        metadata = message(fields[_METADATA][0])
         instruction.op_name = text(metadata.get(2))
         instruction.frame = integer(metadata, 15)
-    if 8 in fields and not instruction.shape.dims:
-        instruction.literal = _read_scalar(message(fields[8][0]))
-    if 43 in fields and fields[43][0][:1] == b"{":
-        with suppress(json.JSONDecodeError):  # a library's custom call may hold MLIR there
-            instruction.config = json.loads(fields[43][0])
-    if 30 in fields:
-        instruction.contracting = integers(message(fields[30][0]), 1)
-    if 15 in fields:
-        window = []
-        for dim in message(fields[15][0]).get(1, ()):
-            window.append({number: values[0] for number, values in message(dim).items()})
-        instruction.window = tuple(window)
-    if 16 in fields:
-        numbers = message(fields[16][0])
-        for number in range(3, 13):
-            read = integers if number in (6, 11, 12) else integer  # these are lists of spatial dims
-            instruction.convolution[number] = read(numbers, number)
+    if _LITERAL in fields and not instruction.shape.dims:
+        instruction.literal = _read_scalar(message(fields[_LITERAL][0]))
+    if _BACKEND_CONFIG in fields:
+        instruction.config = _read_config(fields[_BACKEND_CONFIG][0])
+    if _DOT in fields:
+        instruction.contracting = integers(message(fields[_DOT][0]), 1)
+    if _WINDOW in fields:
+        instruction.window = _read_window(message(fields[_WINDOW][0]))
+    if _CONVOLUTION in fields:
+        instruction.convolution = _read_convolution(message(fields[_CONVOLUTION][0]))
     return instruction
+
+
+def _read_pairs(instruction: Message) -> tuple[tuple[int, int], ...]:
+    """The pairs of source and target of a permute."""
+    pairs = []
+    for data in instruction.get(_SOURCE_TARGET_PAIRS, ()):
+        pair = message(data)
+        pairs.append((integer(pair, 1), integer(pair, 2)))
+    return tuple(pairs)
 
 
 def _read_groups(instruction: Message) -> Groups:
     """The groups of devices of a collective, in whichever form the compiler wrote them; see `groups_in`."""
-    for form in (93, 92, 87):
+    for form in (MESH_AXES, IOTA, COLLECTIVE_DEVICES):
         if form in instruction:
             return groups_in(form, bytes(instruction[form][0]))
-    return tuple(integers(message(group), 1) for group in instruction.get(49, ()))
+    return read_lists(instruction.get(LISTS, ()))
+
+
+def _read_config(data: bytes) -> dict[str, Any]:
+    """What a compiler's backend adds to an instruction, where that is JSON."""
+    config: dict[str, Any] = {}
+    if data.startswith(b"{"):
+        with suppress(json.JSONDecodeError):  # a library's custom call may hold MLIR here, which begins alike
+            config = json.loads(data)
+    return config
+
+
+def _read_window(window: Message) -> tuple[dict[int, int], ...]:
+    """The fields of WindowDimension by their numbers, for each spatial dim."""
+    dims = []
+    for data in window.get(1, ()):
+        dims.append({number: values[0] for number, values in message(data).items()})
+    return tuple(dims)
+
+
+def _read_convolution(convolution: Message) -> dict[int, Any]:
+    """The fields of ConvolutionDimensionNumbers by their numbers."""
+    fields: dict[int, Any] = {}
+    for number in _CONVOLUTION_FIELDS:
+        if number in _SPATIAL_DIMS:
+            fields[number] = integers(convolution, number)
+        else:
+            fields[number] = integer(convolution, number)
+    return fields
 
 
 def _read_frames(index: Message, line: Callable[[Sequence[Frame]], str]) -> dict[int, str]:
-    """For each stack frame the line that names it."""
+    """For each stack frame the line that names it.
+
+    The index has tables of file names, function names, lines, and frames. A frame is the number of a line and the
+    number of its caller's frame; numbers are from 1, and 0 is none. For example
+
+        files      1: "model.py", 2: "train.py"
+        functions  1: "loss", 2: "main"
+        lines      1: (file 1, function 1, line 12), 2: (file 2, function 2, line 80)
+        frames     1: (line 2, caller 0), 2: (line 1, caller 1)
+
+    in which frame 2 is the stack model.py:12 (loss), called from train.py:80 (main).
+    """
     files = [name.decode() for name in index.get(1, ())]
     functions = [name.decode() for name in index.get(2, ())]
     places = []
@@ -234,38 +299,42 @@ def _read_frames(index: Message, line: Callable[[Sequence[Frame]], str]) -> dict
         file = files[integer(place, 1) - 1]
         function = functions[integer(place, 2) - 1]
         places.append(Frame(file, integer(place, 3), function))
-    # Numbers are from 1, and 0 is none. Stacks are a hundred deep and share their outer frames: read each frame once.
+    # Stacks are a hundred deep and share their outer frames: read each frame once.
     frames = []
     callers = []
-    for data in map(message, index.get(4, ())):
-        frames.append(places[integer(data, 1) - 1])
-        callers.append(integer(data, 2) - 1)
+    for frame in map(message, index.get(4, ())):
+        frames.append(places[integer(frame, 1) - 1])
+        callers.append(integer(frame, 2))
 
-    def stack_of(position: int) -> list[Frame]:
+    lines = {}
+    for number in range(1, len(frames) + 1):
         stack = []
-        while position >= 0:
-            stack.append(frames[position])
-            position = callers[position]
-        return stack
-
-    return {position + 1: line(stack_of(position)) for position in range(len(frames))}
+        frame_number = number
+        while frame_number > 0:
+            stack.append(frames[frame_number - 1])
+            frame_number = callers[frame_number - 1]
+        lines[number] = line(stack)
+    return lines
 
 
 @lru_cache(4096)  # a program has few shapes
 def _read_shape(data: bytes) -> Shape:
     fields = message(data)
-    layout = message(fields[5][0]) if 5 in fields else {}
+    space = 0
+    if 5 in fields:
+        layout = message(fields[5][0])
+        space = integer(layout, 8)
     parts = tuple(map(_read_shape, fields.get(4, ())))
-    return Shape(integer(fields, 2), integers(fields, 3), parts, integer(layout, 8))
+    return Shape(type=integer(fields, 2), dims=integers(fields, 3), parts=parts, space=space)
 
 
 def _read_scalar(literal: Message) -> int | None:
     """The value of an integer scalar, None for any other."""
-    for number in (4, 5, 6, 7):
+    for number in _INTEGER_LITERALS:
         if number not in literal:
             continue
         values = integers(literal, number)
         if not values:
             return None
-        return values[0] - (1 << 64) if values[0] >= 1 << 63 else values[0]
+        return signed(values[0])
     return None

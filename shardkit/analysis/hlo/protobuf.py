@@ -2,64 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 Message = dict[int, list[Any]]
 
+# How the value of a field is written, in the last three bits of its key.
+_VARINT = 0  # a whole number
+_EIGHT_BYTES = 1
+_LENGTH = 2  # a length, then as many bytes: a text, a message or packed numbers
+_FOUR_BYTES = 5
+_FIXED_LENGTHS = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
+
 
 def message(data: bytes) -> Message:
-    """The fields of a message: whole numbers as int, everything with a length as bytes."""
-    out: Message = {}
-    at, end = 0, len(data)
-    while at < end:
-        key = data[at]  # numbers below 128, as most are, are one byte
-        key, at = _varint(data, at) if key > 127 else (key, at + 1)
+    """The fields of a message: whole numbers as int, everything with a length as bytes.
+
+    For example the bytes 0a 03 64 6f 74 18 ac 02:
+
+        0a         key: field 1, with a length (1 << 3 | 2)
+        03         3 bytes follow
+        64 6f 74   "dot"
+        18         key: field 3, a whole number (3 << 3 | 0)
+        ac 02      300, seven bits a byte, the lowest first: 0x2c + (2 << 7)
+
+    They are {1: [b"dot"], 3: [300]}.
+    """
+    fields: Message = {}
+    position = 0
+    while position < len(data):
+        key, position = _read_varint(data, position)
         kind = key & 7
         value: Any
-        if kind in (0, 2):
-            value = data[at]
-            value, at = _varint(data, at) if value > 127 else (value, at + 1)
-            if kind == 2:
-                at += value
-                value = data[at - value : at]
+        if kind == _VARINT:
+            value, position = _read_varint(data, position)
         else:
-            length = {1: 8, 5: 4}[kind]
-            value, at = data[at : at + length], at + length
-        out.setdefault(key >> 3, []).append(value)
-    return out
+            if kind == _LENGTH:
+                length, position = _read_varint(data, position)
+            else:
+                length = _FIXED_LENGTHS[kind]
+            end = position + length
+            value = data[position:end]
+            position = end
+        fields.setdefault(key >> 3, []).append(value)
+    return fields
 
 
 def text(values: list[Any] | None) -> str:
     """A string, "" where it is not written."""
-    return values[0].decode() if values else ""
+    if not values:
+        return ""
+    string: str = values[0].decode()
+    return string
 
 
 def integer(fields: Message, number: int) -> int:
     """A whole number, 0 where it is not written."""
     values = fields.get(number)
-    return values[0] if values else 0
+    if not values:
+        return 0
+    value: int = values[0]
+    return value
+
+
+def signed(value: int) -> int:
+    """A whole number of 64 bits that may be negative: -1 is written as 2**64 - 1."""
+    if value >= 1 << 63:
+        return value - (1 << 64)
+    return value
 
 
 def integers(fields: Message, number: int) -> tuple[int, ...]:
-    """A repeated whole number, packed or not."""
-    return tuple(chain.from_iterable((v,) if isinstance(v, int) else _varints(v) for v in fields.get(number, ())))
+    """A repeated whole number; writers may pack many of them into one value with a length."""
+    numbers: list[int] = []
+    for value in fields.get(number, ()):
+        if isinstance(value, int):
+            numbers.append(value)
+        else:
+            numbers += _read_packed(value)
+    return tuple(numbers)
 
 
-def _varints(data: bytes) -> Iterator[int]:
-    at = 0
-    while at < len(data):
-        value, at = _varint(data, at)
-        yield value
+def _read_packed(data: bytes) -> list[int]:
+    numbers = []
+    position = 0
+    while position < len(data):
+        number, position = _read_varint(data, position)
+        numbers.append(number)
+    return numbers
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """The whole number that begins at a position, and the position behind it."""
+    byte = data[position]
+    position += 1
+    if byte < 128:  # as most numbers are: one byte
+        return byte, position
+    value = byte & 127
+    shift = 7
     while True:
-        byte = data[at]
-        at += 1
+        byte = data[position]
+        position += 1
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, at
+            return value, position
         shift += 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, p
 from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of
 from shardkit.meshes.layout import table
 
-# The two forms of the message with which a compiler refuses a program.
+# A compiler refuses a program in one of two forms, as "(21.50G) exceeds available memory (15.75G)" and
+# "Used 21.50G of 15.75G hbm".
 _REQUIRED = (r"\(([\d.]+)([KMGT]?)\) exceeds available", r"[Uu]sed ([\d.]+)([KMGT]?) of")
 _AVAILABLE = (r"exceeds available \w+ \(([\d.]+)([KMGT]?)\)", r"[Uu]sed [\d.]+[KMGT]? of ([\d.]+)([KMGT]?)")
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -62,24 +63,24 @@ class Report:
     @property
     def available(self) -> int:
         """Bytes that a program may use per device: the compiler's figure when it refused, else `limit`."""
-        return self._in_message(_AVAILABLE) or self.limit
+        return self._find_in_message(_AVAILABLE) or self.limit
 
     @property
     def needed(self) -> int:
         """Bytes that the program needs per device; as the compiler rounds them when it does not fit."""
         if self.memory is None:
-            return self._in_message(_REQUIRED)
+            return self._find_in_message(_REQUIRED)
         return self.memory.peak
 
     @property
     def wire_seconds(self) -> float:
         """Seconds on the wire per call, by the model."""
-        return sum(r.seconds * r.times for r in self.rows)
+        return sum(row.seconds * row.times for row in self.rows)
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds on the wire per call that no compute hides, by the model."""
-        return sum(r.exposed * r.times for r in self.rows)
+        return sum(row.exposed * row.times for row in self.rows)
 
     @property
     def seconds(self) -> float:
@@ -89,91 +90,159 @@ class Report:
     @property
     def utilization(self) -> float:
         """The FLOPs of the compiled matmuls over what the chip could do in a step's seconds, a fraction."""
-        flops = device_of(parse_topology(self.topology)).flops
-        return self.compute.flops / flops / self.seconds if self.seconds else 0.0
+        if not self.seconds:
+            return 0.0
+        device = device_of(parse_topology(self.topology))
+        return self.compute.flops / device.flops / self.seconds
 
     def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[CompiledRow, ...]:
         """The compiled collectives that use an axis and are of a kind."""
-        return tuple(r for r in self.rows if axis in (None, *r.axes) and kind in (None, r.kind))
+        rows = []
+        for row in self.rows:
+            if axis in (None, *row.axes) and kind in (None, row.kind):
+                rows.append(row)
+        return tuple(rows)
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
         """Compiled collectives per call."""
-        return sum(r.times for r in self.select(axis=axis, kind=kind))
+        return sum(row.times for row in self.select(axis=axis, kind=kind))
 
     def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
         """Bytes sent per device and call."""
-        return sum((r.total for r in self.select(axis=axis, kind=kind)), Fraction(0))
+        return sum((row.total for row in self.select(axis=axis, kind=kind)), Fraction(0))
 
     def differences(self) -> list[str]:
         """What the compiler added, merged, dropped or changed in the program as written, one line each."""
-        return account(self.census, self.rows) if self.memory else []
+        if self.memory is None:
+            return []
+        return account(self.census, self.rows)
 
     def to_json(self) -> str:
         """Everything in the report, with the derived figures."""
-        data = asdict(self) | {
-            "rows": [plain_row(r) for r in self.rows],
-            "census": [plain_row(r) for r in self.census.rows],
-        }
+        data = asdict(self)
+        data["rows"] = [plain_row(row) for row in self.rows]
+        data["census"] = [plain_row(row) for row in self.census.rows]
         data["compute"] = self.compute._asdict()
-        derived = {"needed": self.needed, "available": self.available, "differences": self.differences()}
-        derived |= {"wire_seconds": self.wire_seconds, "exposed_seconds": self.exposed_seconds}
-        if self.memory:
-            derived |= {"seconds": self.seconds, "utilization": self.utilization}
-            derived |= {"held": self.memory.held, "peak": self.memory.peak}
-        return json.dumps(data | {"derived": derived}, indent=1)
+        derived = {
+            "needed": self.needed,
+            "available": self.available,
+            "differences": self.differences(),
+            "wire_seconds": self.wire_seconds,
+            "exposed_seconds": self.exposed_seconds,
+        }
+        if self.memory is not None:
+            derived["seconds"] = self.seconds
+            derived["utilization"] = self.utilization
+            derived["held"] = self.memory.held
+            derived["peak"] = self.memory.peak
+        data["derived"] = derived
+        return json.dumps(data, indent=1)
 
     def __str__(self) -> str:
-        versions = ", ".join(f"{k} {v.splitlines()[0]}" for k, v in self.versions.items())
-        head = f"{self.topology}, mesh {sized(self.mesh.items())}" + (f" ({versions})" if versions else "")
-        if not self.memory:
-            needed = (
-                f"{size(self.needed)} of {size(self.available)} per device"
-                if self.needed
-                else "the compiler gives no number"
-            )
-            return f"{head}\ndoes not fit: {needed}\n{self.message}"
-        lines = [head, *(f"{name}: {of(self)}" for name, of in _FIGURES.items())]
-        rows: list[tuple[str, ...]] = [
-            ("kind", "axes", "times", "arrays", "bytes in", "sent/device", "runs", "hidden by", "exposed", "source")
-        ]
-        rows += [_line(same) for same in group_alike(self.rows)]
-        lines.append(table(rows) if self.rows else "no collectives")
-        return "\n".join([*lines, describe_differences(self.differences())])
+        lines = [self._format_head()]
+        if self.memory is None:
+            lines += [f"does not fit: {self._format_needed()}", self.message]
+            return "\n".join(lines)
+        lines += self._format_figures(self.memory)
+        if self.rows:
+            lines.append(_format_rows(self.rows))
+        else:
+            lines.append("no collectives")
+        lines.append(describe_differences(self.differences()))
+        return "\n".join(lines)
 
-    def _in_message(self, patterns: tuple[str, ...]) -> int:
-        found = next(filter(None, (re.search(pattern, self.message) for pattern in patterns)), None)
-        return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    def _format_head(self) -> str:
+        """The chips, the mesh and the versions: "v5e:2x4, mesh data=8 (jax 0.10.2, libtpu 0.0.42)"."""
+        head = f"{self.topology}, mesh {sized(self.mesh.items())}"
+        versions = []
+        for package, version in self.versions.items():
+            versions.append(f"{package} {version.splitlines()[0]}")
+        if versions:
+            head += f" ({', '.join(versions)})"
+        return head
+
+    def _format_needed(self) -> str:
+        if not self.needed:
+            return "the compiler gives no number"
+        return f"{format_bytes(self.needed)} of {format_bytes(self.available)} per device"
+
+    def _format_figures(self, memory: Memory) -> list[str]:
+        """A line for each figure of a program that the compiler has compiled."""
+        fits = "yes" if self.fits else "NO"
+        compute = f"{self.compute.flops / 1e12:,.3f} TFLOP in matmuls, at least {_format_ms(self.compute.seconds)}"
+        if self.compute.kernels:
+            compute += f", kernel calls not counted: {self.compute.kernels:,}"
+        wire = f"{_format_ms(self.wire_seconds)}, of which {_format_ms(self.exposed_seconds)} exposed"
+        share = f"{self.utilization:.1%} of the chip's peak"
+        step = f"at least {_format_ms(self.seconds)}, in which the matmuls take {share}"
+        compiling = f"{self.compile_seconds:.1f} s after {self.lowering_seconds:.1f} s of lowering"
+        return [
+            f"fits: {fits}, {self._format_needed()}",
+            f"held: {format_bytes(memory.held)}",
+            f"temp: {format_bytes(memory.temp)}",
+            f"code: {format_bytes(memory.generated_code)}",
+            f"compute: {compute}",
+            f"wire: {wire}",
+            f"step: {step}",
+            f"compiled in: {compiling}, {format_bytes(self.compiler_rss)}",
+        ]
+
+    def _find_in_message(self, patterns: Sequence[str]) -> int:
+        """The bytes in the compiler's message, in the first of its forms that it has; 0 where it has none."""
+        for pattern in patterns:
+            match = re.search(pattern, self.message)
+            if match is not None:
+                number, unit = match.groups()
+                return int(float(number) * _UNITS[unit])
+        return 0
 
 
 class Built(NamedTuple):
-    """A program that the compiler of absent chips has seen."""
+    """A program that the compiler of absent chips has compiled or refused."""
 
     traced: Any  # the traced step
     sizes: dict[str, int]  # names and sizes of the mesh axes
     module: bytes | None  # the serialized program; None where it does not fit the chip's memory
-    answer: dict[str, Any]  # what the compiler's process said of it: memory, times, versions, and its log
+    answer: dict[str, Any]  # of the compiler's process: memory, times, versions, and its log
     lowering_seconds: float  # time to lower
 
     def report(self, where: Topology) -> Report:
         """The report on it for these chips; of a program that does not fit, with the compiler's message."""
-        base: dict[str, Any] = {
-            "topology": str(where),
-            "mesh": self.sizes,
-            "census": census_of(self.traced.jaxpr.jaxpr),
-            "lowering_seconds": self.lowering_seconds,
-        }
+        census = census_of(self.traced.jaxpr.jaxpr)
         if self.module is None:
-            return Report(fits=False, message=self.answer["message"], memory=None, limit=device_memory(where), **base)
-        return report_of(self.module, self.answer, **base)
+            return Report(
+                topology=str(where),
+                mesh=self.sizes,
+                fits=False,
+                message=self.answer["message"],
+                memory=None,
+                limit=device_memory(where),
+                census=census,
+                lowering_seconds=self.lowering_seconds,
+            )
+        return report_of(
+            self.module,
+            self.answer,
+            topology=str(where),
+            mesh=self.sizes,
+            census=census,
+            lowering_seconds=self.lowering_seconds,
+        )
 
 
 def report_of(
-    serialized: bytes, answer: Mapping[str, Any], *, topology: str, mesh: Mapping[str, int], **base: Any
+    serialized: bytes,
+    answer: Mapping[str, Any],
+    *,
+    topology: str,
+    mesh: Mapping[str, int],
+    census: Census,
+    lowering_seconds: float,
 ) -> Report:
     """The report on a compiled module: `serialized` by the compiler, `answer` from the child process."""
     where = parse_topology(topology)
-    chip, limit = device_of(where), device_memory(where)
-    clock = clock_of(where.platform, chip, answer["places"])
+    limit = device_memory(where)
+    clock = clock_of(where.platform, device_of(where), answer["places"])
     module = proto.read(serialized)
     memory = Memory(**answer["memory"])
     return Report(
@@ -188,64 +257,79 @@ def report_of(
         compile_seconds=answer["seconds"],
         compiler_rss=answer["rss"],
         versions=dict(answer["versions"]),
-        **base,
+        census=census,
+        lowering_seconds=lowering_seconds,
     )
 
 
-_FIGURES = {
-    "fits": lambda r: f"{'yes' if r.fits else 'NO'}, {size(r.needed)} of {size(r.available)} per device",
-    "held": lambda r: size(r.memory.held) if r.memory else "?",
-    "temp": lambda r: size(r.memory.temp) if r.memory else "?",
-    "code": lambda r: size(r.memory.generated_code) if r.memory else "?",
-    "compute": lambda r: (
-        f"{r.compute.flops / 1e12:,.3f} TFLOP in matmuls, at least {1e3 * r.compute.seconds:,.3f} ms"
-        + (f", kernel calls not counted: {r.compute.kernels:,}" if r.compute.kernels else "")
-    ),
-    "wire": lambda r: f"{1e3 * r.wire_seconds:,.3f} ms, of which {1e3 * r.exposed_seconds:,.3f} ms exposed",
-    "step": lambda r: (
-        f"at least {1e3 * r.seconds:,.3f} ms, in which the matmuls take {r.utilization:.1%} of the chip's peak"
-    ),
-    "compiled in": lambda r: (
-        f"{r.compile_seconds:.1f} s after {r.lowering_seconds:.1f} s of lowering, {size(r.compiler_rss)}"
-    ),
-}
-
-
-def size(count: float | Fraction) -> str:
+def format_bytes(count: float | Fraction) -> str:
     """Bytes with a binary unit."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
+    value = float(count)
+    if value < 1024:
+        return f"{value:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
+        if value < 1024:
+            return f"{value:,.2f} {unit}"
+    return f"{value / 1024:,.2f} TiB"
 
 
-def _line(rows: list[CompiledRow]) -> tuple[str, ...]:
+def _format_ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f} ms"
+
+
+_HEADS = ("kind", "axes", "times", "arrays", "bytes in", "sent/device", "runs", "hidden by", "exposed", "source")
+
+
+def _format_rows(rows: tuple[CompiledRow, ...]) -> str:
+    """A table of collectives, a line for those that are alike in all that it shows."""
+    lines: list[tuple[str, ...]] = [_HEADS]
+    for group in group_alike(rows):
+        lines.append(_make_line(group))
+    return table(lines)
+
+
+def _make_line(rows: list[CompiledRow]) -> tuple[str, ...]:
+    """The cells of collectives that are alike, under the heads."""
     first = rows[0]
-    times = sum(r.times for r in rows)
-    hidden = sum(r.hidden_flops * r.times for r in rows)
-    exposed = sum(r.exposed * r.times for r in rows)
-    where = first.place + (f" [{first.branch}]" if first.branch else "")
+    times = str(sum(row.times for row in rows))
+    if first.count is None:
+        times += "?"
+    sent = sum((row.total for row in rows), Fraction(0))
+    exposed = sum(row.exposed * row.times for row in rows)
+    runs = "synchronous"
+    hidden_by = ""
+    if first.asynchronous:
+        runs = "overlapped"
+        flops = sum(row.hidden_flops * row.times for row in rows)
+        hidden_by = f"{flops / 1e9:,.1f} GFLOP"
+    source = first.place
+    if first.branch:
+        source += f" [{first.branch}]"
     return (
         first.kind,
         f"{','.join(first.axes)}={first.n}",
-        f"{times}" + ("?" if first.count is None else ""),
+        times,
         str(first.arrays),
         f"{first.bytes_in:,}",
-        size(sum((r.total for r in rows), Fraction(0))),
-        "overlapped" if first.asynchronous else "synchronous",
-        f"{hidden / 1e9:,.1f} GFLOP" if first.asynchronous else "",
-        f"{1e3 * exposed:,.3f} ms",
-        where,
+        format_bytes(sent),
+        runs,
+        hidden_by,
+        _format_ms(exposed),
+        source,
     )
 
 
 def plain_row(row: CensusRow | CompiledRow) -> dict[str, Any]:
     """A row as JSON can hold it."""
-    return asdict(row) | {"sent": [row.sent.numerator, row.sent.denominator]}
+    fields = asdict(row)
+    fields["sent"] = [row.sent.numerator, row.sent.denominator]
+    return fields
 
 
 def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a row that `plain_row` wrote."""
-    return {**row, "axes": tuple(row["axes"]), "sent": Fraction(*row["sent"])}
+    fields = dict(row)
+    fields["axes"] = tuple(row["axes"])
+    fields["sent"] = Fraction(*row["sent"])
+    return fields

@@ -14,7 +14,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib
@@ -28,18 +28,24 @@ MAGIC = b"shardkit program 2\n"
 _FRONT = len(MAGIC) + hashlib.sha256().digest_size
 
 
+class _SavedProgram(NamedTuple):
+    """The content of a file: a pickle of these, in this order.
+
+    `executable` is a pickle inside the other, which is opened only where the versions of jax are those of `place`.
+    """
+
+    place: dict[str, str]
+    platform: str
+    device_ids: list[int]
+    ends: dict[str, bool] | None
+    executable: bytes
+
+
 def save(program: Any, path: str | os.PathLike[str], ends: dict[str, bool] | None = None) -> None:
     """Writes a `jax.stages.Compiled` that can be serialized to a file; `ends` is that of a train step."""
     path = Path(path).expanduser()
-    layouts = jax.tree.leaves((program.input_shardings, program.output_shardings))
-    devices = sorted({each for layout in layouts for each in layout.device_set}, key=lambda each: each.id)
-    on, cache = devices[0].platform, jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    # jax 0.10 to 0.12 leave the code out, and the program fails when it runs.
-    if on == "cpu" and cache and jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
-        raise ValueError(
-            "save: a program of CPUs must be compiled without a compilation cache, because jax cannot write again what "
-            f"it loaded from one; got {cache}. Compile it in a process with jax_enable_compilation_cache=False."
-        )
+    devices = _find_devices(program)
+    _refuse_cached(devices[0].platform)
     try:
         executable = pickle.dumps(serialize_executable.serialize(program))
     except Exception as error:  # jax and pickle have many
@@ -48,11 +54,40 @@ def save(program: Any, path: str | os.PathLike[str], ends: dict[str, bool] | Non
             f"{raised(error)}. Take out what calls Python (jax.debug.print, callbacks), and define the classes of "
             "arguments and results in a module."
         ) from error
-    # A pickle inside the other, which is opened only where the versions of jax are these.
-    content = pickle.dumps((_place(devices), on, [each.id for each in devices], ends, executable))
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:  # for its owner alone
+    saved = _SavedProgram(
+        place=_describe_place(devices),
+        platform=devices[0].platform,
+        device_ids=[device.id for device in devices],
+        ends=ends,
+        executable=executable,
+    )
+    content = pickle.dumps(tuple(saved))
+    # A file that appears at once: whoever reads the path has the old program or the new one. Only its owner can read
+    # a temporary file, and write to it.
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         file.write(MAGIC + hashlib.sha256(content).digest() + content)
     os.replace(file.name, path)
+
+
+def _find_devices(program: Any) -> list[Any]:
+    """The devices of a compiled program's arguments and results, by their ids."""
+    devices = set()
+    for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
+        devices |= sharding.device_set
+    return sorted(devices, key=lambda device: device.id)
+
+
+def _refuse_cached(platform_name: str) -> None:
+    """Refuses a program of CPUs that may come from a compilation cache.
+
+    jax 0.10 to 0.12 serialize it without its code: it would load in the other process, and fail when it runs.
+    """
+    cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if platform_name == "cpu" and cache and jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        raise ValueError(
+            "save: a program of CPUs must be compiled without a compilation cache, because jax cannot write again what "
+            f"it loaded from one; got {cache}. Compile it in a process with jax_enable_compilation_cache=False."
+        )
 
 
 @typed
@@ -80,27 +115,11 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
         state, metrics = step(state, batch)
     """
     path = Path(path).expanduser()
-    content = _content(path)
-    if not content.startswith(MAGIC):
-        raise ValueError(f"aot.load: the file must be a program of this shardkit; got {path}. Save it again.")
-    if hashlib.sha256(content[_FRONT:]).digest() != content[len(MAGIC) : _FRONT]:
-        raise ValueError(f"aot.load: the program must be whole; {path} is damaged or cut off. Save it again.")
-    place, on, ids, ends, executable = pickle.loads(content[_FRONT:])
+    saved = _read_program(path)
+    devices = _find_local_devices(saved)
+    _check_place(path, saved.place, _describe_place(devices))
     try:
-        devices = [device for device in jax.devices(on) if device.id in ids]
-    except RuntimeError:  # no such platform
-        devices = []
-    here = _place(devices)
-    if place != here:
-        theirs, ours = (
-            ", ".join(f"{name} {each[name]}" for name in place if place[name] != here[name]) for each in (place, here)
-        )
-        raise ValueError(
-            f"aot.load: a program must run where it was compiled for; {path} is for {theirs}, and this process has "
-            f"{ours}. Compile it here, and save that."
-        )
-    try:
-        code, in_tree, out_tree = pickle.loads(executable)
+        code, in_tree, out_tree = pickle.loads(saved.executable)
         run = serialize_executable.deserialize_and_load(
             code, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
         )
@@ -109,48 +128,98 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
             f"aot.load: the runtime must accept the program; it refuses {path}: {raised(error)}. Save the program "
             "again, in the environment in which it runs."
         ) from error
-    return Step(run, ends=ends) if ends else run
+    if not saved.ends:
+        return run
+    return Step(run, ends=saved.ends)
 
 
-def writable_by(found: os.stat_result) -> str:
+def _read_program(path: Path) -> _SavedProgram:
+    """What is in a file; a file that is damaged is refused before any of it is unpickled."""
+    data = _read_private_file(path)
+    if not data.startswith(MAGIC):
+        raise ValueError(f"aot.load: the file must be a program of this shardkit; got {path}. Save it again.")
+    digest = data[len(MAGIC) : _FRONT]
+    content = data[_FRONT:]
+    if hashlib.sha256(content).digest() != digest:
+        raise ValueError(f"aot.load: the program must be whole; {path} is damaged or cut off. Save it again.")
+    return _SavedProgram(*pickle.loads(content))
+
+
+def _find_local_devices(saved: _SavedProgram) -> list[Any]:
+    """The devices of this process with the ids of a saved program's."""
+    try:
+        devices = jax.devices(saved.platform)
+    except RuntimeError:  # no such platform
+        return []
+    return [device for device in devices if device.id in saved.device_ids]
+
+
+def _check_place(path: Path, saved: dict[str, str], local: dict[str, str]) -> None:
+    """Refuses a program that was compiled for another place than this process; names what differs."""
+    if saved == local:
+        return
+    differing = [name for name in saved if saved[name] != local[name]]
+    saved_text = ", ".join(f"{name} {saved[name]}" for name in differing)
+    local_text = ", ".join(f"{name} {local[name]}" for name in differing)
+    raise ValueError(
+        f"aot.load: a program must run where it was compiled for; {path} is for {saved_text}, and this process has "
+        f"{local_text}. Compile it here, and save that."
+    )
+
+
+def writable_by(status: os.stat_result) -> str:
     """Who can change a file or folder but its user, as a clause; empty where nobody can, or the system does not say."""
     if not hasattr(os, "getuid"):
         return ""
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "others can write to it"
-    return "another user owns it" if found.st_uid != os.getuid() else ""
+    if status.st_uid != os.getuid():
+        return "another user owns it"
+    return ""
 
 
-def _content(path: Path) -> bytes:
+def _read_private_file(path: Path) -> bytes:
     """The content of a file that its user alone can have written."""
     if not path.is_file():
         raise ValueError(f"aot.load: path must be a file; got {path}, which is none. Pass the file that save wrote.")
     with path.open("rb") as file:
-        if whose := writable_by(os.fstat(file.fileno())):  # of what was opened, not of what stands there by now
+        # Of the file that was opened: another one may have been put in its place since.
+        writer = writable_by(os.fstat(file.fileno()))
+        if writer:
             raise ValueError(
                 "aot.load: a compiled program must be a file that its user alone can write to, because it is executed; "
-                f"got {path}, and {whose}. Save the program again."
+                f"got {path}, and {writer}. Save the program again."
             )
         return file.read()
 
 
-def _place(devices: Sequence[Any]) -> dict[str, str]:
-    """What a program on these devices depends on, in words."""
+def _describe_place(devices: Sequence[Any]) -> dict[str, str]:
+    """What a program on these devices depends on, in words.
+
+    For example {"jax": "0.10.2", "jaxlib": "0.10.2", "devices": "8 x 'TPU v5 lite'", "processor": "any"}.
+    """
     kinds = sorted({device.device_kind for device in devices})
-    on_cpu = any(device.platform == "cpu" for device in devices)
+    processor = "any"
+    if any(device.platform == "cpu" for device in devices):
+        processor = _describe_processor()
     return {
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "devices": f"{len(devices)} x {quoted(kinds)}",
-        "processor": _processor() if on_cpu else "any",
+        "processor": processor,
     }
 
 
-def _processor() -> str:
-    """The instructions that code compiled for this machine's processor may use."""
+def _describe_processor() -> str:
+    """The instructions that code compiled for this machine's processor may use: a digest of the processor's flags."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    flags = next((sorted(line.split()) for line in lines if line.lower().startswith(("flags", "features"))), [])
-    return f"{platform.machine()} {hashlib.sha256(' '.join(flags).encode()).hexdigest()[:12]}"
+    flags: list[str] = []
+    for line in lines:
+        if line.lower().startswith(("flags", "features")):
+            flags = sorted(line.split())
+            break
+    digest = hashlib.sha256(" ".join(flags).encode()).hexdigest()
+    return f"{platform.machine()} {digest[:12]}"

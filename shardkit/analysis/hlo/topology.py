@@ -21,12 +21,12 @@ from shardkit.cost import Chip, chips
 from shardkit.cost.hardware import device_kind
 
 _TARGETS = resources.files("shardkit.analysis.hlo").joinpath("targets")  # what the GPU compiler must know of a chip
-_TPU = tuple(each.name for each in chips.values() if each.torus)
+_TPU = tuple(name for name, chip in chips.items() if chip.torus)
 _GPU = tuple(name for name in chips if _TARGETS.joinpath(f"{name}.txtpb").is_file())
 _CORES = {"tpu7x": 2}  # devices per chip, where there are several
 # GiB of one device that a program may use, as the TPU's compiler (libtpu 0.0.42) says when it refuses one.
 _TPU_LIMITS = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
-_MOST = 100_000  # chips of a topology that is looked for
+_MOST_CHIPS = 100_000  # for which `topology_of` looks for a shape
 # What a compiler must be told in a process without its chips.
 ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -72,30 +72,58 @@ def parse_topology(text: str) -> Topology:
             f"aot: unknown chip {chip!r} in topology {text!r}; known are {quoted((*_TPU, *_GPU))}. "
             "Pass for example 'v5p:8x8x8' or 'h100:1x1x8'."
         )
-    allowed = (2,) if chip in _GPU else range(1, chips[chip].torus)
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape) or shape.count("x") not in allowed:
-        form = "slices x hosts x GPUs per host, as 'h100:1x1x8'" if chip in _GPU else "the torus, as 'v5e:2x4'"
+    if chip in _GPU:
+        lengths = [3]
+        form = "slices x hosts x GPUs per host, as 'h100:1x1x8'"
+    else:
+        lengths = list(range(2, chips[chip].torus + 1))
+        form = "the torus, as 'v5e:2x4'"
+    sizes = shape.split("x")
+    are_numbers = all(re.fullmatch(r"[1-9]\d*", size) for size in sizes)
+    if not are_numbers or len(sizes) not in lengths:
         raise ValueError(f"aot: topology {text!r} must give a valid shape. After {chip!r} write {form}.")
-    return Topology(chip, tuple(map(int, shape.split("x"))))
+    return Topology(chip, tuple(int(size) for size in sizes))
 
 
 def topology_of(chip: str, count: int) -> Topology:
-    """So many chips: the most cubic torus, or full hosts of GPUs; refuses a number that fills no hosts."""
+    """So many chips: the most cubic torus, or full hosts of GPUs; refuses a number that fills no hosts.
+
+    For example 32 chips of v5p are "v5p:4x4x2", and 16 of h100 are "h100:1x2x8".
+    """
     [count] = whole("topology", chips=count)
-    host = chips[chip].host
-    if count > _MOST or (chip in _GPU and count > host and count % host):
-        rule = f"a multiple of the {host} of a host" if chip in _GPU else f"at most {_MOST:,}"
-        raise ValueError(f"topology: chips must be {rule}; got {count} of {chip!r}. Choose another number.")
     if chip in _GPU:
-        return Topology(chip, (1, max(1, count // host), min(host, count)))
-    sides = [side for side in range(1, count + 1) if count % side == 0]
-    shapes: list[tuple[int, ...]] = [()]
-    for _ in range(chips[chip].torus):
-        shapes = [(*shape, side) for shape in shapes for side in sides if count % (math.prod(shape) * side) == 0]
-    best = min((sorted(each) for each in shapes if math.prod(each) == count), key=sum)
-    if len(best) == 3:  # "2x2x1" is a shape of chips with three dimensions, "1x2x2" is none
-        best.sort(key=lambda side: side == 1)
-    return Topology(chip, tuple(best))
+        per_host = chips[chip].host
+        if count > _MOST_CHIPS or (count > per_host and count % per_host):
+            raise _wrong_count(chip, count, f"a multiple of the {per_host} of a host")
+        if count < per_host:
+            return Topology(chip, (1, 1, count))
+        return Topology(chip, (1, count // per_host, per_host))
+    if count > _MOST_CHIPS:
+        raise _wrong_count(chip, count, f"at most {_MOST_CHIPS:,}")
+    shape = list(min(_factorize(count, chips[chip].torus), key=sum))
+    if len(shape) == 3:
+        # libtpu knows "2x2x1", and no "1x2x2", as a shape of chips with three dimensions.
+        ones = shape.count(1)
+        shape = shape[ones:] + shape[:ones]
+    return Topology(chip, tuple(shape))
+
+
+def _wrong_count(chip: str, count: int, rule: str) -> ValueError:
+    return ValueError(f"topology: chips must be {rule}; got {count} of {chip!r}. Choose another number.")
+
+
+def _factorize(count: int, parts: int) -> list[tuple[int, ...]]:
+    """All ways to write a number as a product of so many sorted factors: of 8 in two parts (1, 8) and (2, 4)."""
+    if parts == 1:
+        return [(count,)]
+    products = []
+    for first in range(1, count + 1):
+        if count % first:
+            continue
+        for others in _factorize(count // first, parts - 1):
+            if first <= others[0]:
+                products.append((first, *others))
+    return products
 
 
 @dataclass(frozen=True)
@@ -113,29 +141,64 @@ class AbsentDevice:
 
 def absent_devices(where: Topology) -> list[AbsentDevice]:
     """The devices of a topology, in jax's order: the first coordinate of a TPU changes fastest, after the core."""
-    kind, found = device_kind(where.chip), list[AbsentDevice]()
     if where.platform == "cuda":
-        for number, place in enumerate(np.ndindex(where.shape)):
-            host = number // where.shape[2]
-            found.append(AbsentDevice(number, "gpu", kind, place, 0, host, place[0]))
-        return found
-    cores = _CORES.get(where.chip, 1)
-    shape = (*where.shape, *[1] * (3 - len(where.shape)))
-    for place in np.ndindex(*reversed(shape)):
-        for core in range(cores):
-            found.append(AbsentDevice(len(found), "tpu", kind, tuple(reversed(place)), core, 0, 0))
-    return found
+        return _absent_gpus(where)
+    return _absent_tpus(where)
+
+
+def _absent_gpus(where: Topology) -> list[AbsentDevice]:
+    _, _, gpus_per_host = where.shape
+    devices = []
+    for number, place in enumerate(np.ndindex(where.shape)):
+        slice_index, _, _ = place
+        device = AbsentDevice(
+            id=number,
+            platform="gpu",
+            device_kind=device_kind(where.chip),
+            coords=place,
+            core_on_chip=0,
+            process_index=number // gpus_per_host,
+            slice_index=slice_index,
+        )
+        devices.append(device)
+    return devices
+
+
+def _absent_tpus(where: Topology) -> list[AbsentDevice]:
+    shape = list(where.shape)
+    while len(shape) < 3:  # a device has three coordinates, also where its torus has two dims
+        shape.append(1)
+    devices: list[AbsentDevice] = []
+    for reversed_place in np.ndindex(*reversed(shape)):
+        for core in range(_CORES.get(where.chip, 1)):
+            device = AbsentDevice(
+                id=len(devices),
+                platform="tpu",
+                device_kind=device_kind(where.chip),
+                coords=tuple(reversed(reversed_place)),
+                core_on_chip=core,
+                process_index=0,
+                slice_index=0,
+            )
+            devices.append(device)
+    return devices
 
 
 def tracing_for(where: Topology) -> AbstractContextManager[None]:
     """Traces inside are for the chips of a topology: `impl="auto"` chooses what it chooses on a mesh of them."""
-    platform = "gpu" if where.platform == "cuda" else where.platform
+    platform = where.platform
+    if platform == "cuda":
+        platform = "gpu"  # in jax's other name of it
     return backends.tracing_for(platform, device_kind(where.chip))
 
 
 def compiler_package(where: Topology) -> str:
     """The package of the chip's compiler; a RuntimeError if it is not installed."""
-    package, extra = ("libtpu", "aot") if where.platform == "tpu" else ("jax-cuda13-plugin", "aot-gpu")
+    package = "jax-cuda13-plugin"
+    extra = "aot-gpu"
+    if where.platform == "tpu":
+        package = "libtpu"
+        extra = "aot"
     if find_spec(package.replace("-", "_")) is None:
         raise RuntimeError(
             f"aot.compile: the compiler for {where.chip} is not installed. Install it with: {install(extra)}"
@@ -146,20 +209,27 @@ def compiler_package(where: Topology) -> str:
 def description_of(where: Topology) -> dict[str, Any]:
     """The arguments of jax's get_topology_desc."""
     if where.platform == "tpu":
-        # A v4 chip is one device; its compiler must be told so.
-        both = {"chip_config_name": "megacore"} if where.chip == "v4" else {}
-        return {"platform": "tpu", "topology_name": str(where), **both}
-    shape = "x".join(map(str, where.shape))
-    return {"platform": "cuda", "topology_name": where.chip, "target_config": _target(where.chip), "topology": shape}
+        description = {"platform": "tpu", "topology_name": str(where)}
+        if where.chip == "v4":  # the two cores of a chip are one device; the compiler must be told so
+            description["chip_config_name"] = "megacore"
+        return description
+    return {
+        "platform": "cuda",
+        "topology_name": where.chip,
+        "target_config": _read_target(where.chip),
+        "topology": "x".join(map(str, where.shape)),
+    }
 
 
-def _target(chip: str) -> str:
+def _read_target(chip: str) -> str:
+    """The description of a GPU for its compiler, as text."""
     return _TARGETS.joinpath(f"{chip}.txtpb").read_text()
 
 
 def device_of(where: Topology) -> Chip:
     """One device's part of a chip: half of a tpu7x, whose two devices share the chip's links."""
-    chip, cores = chips[where.chip], _CORES.get(where.chip, 1)
+    chip = chips[where.chip]
+    cores = _CORES.get(where.chip, 1)
     return chip._replace(
         flops=chip.flops / cores, hbm_bytes=chip.hbm_bytes // cores, hbm_bandwidth=chip.hbm_bandwidth / cores
     )
@@ -168,11 +238,12 @@ def device_of(where: Topology) -> Chip:
 def device_memory(where: Topology) -> int:
     """Bytes that the compiler lets a program use on one device: not the data sheet's, except for a TPU not seen yet."""
     if where.platform == "tpu":
-        limit = _TPU_LIMITS.get(where.chip)
-        return device_of(where).hbm_bytes if limit is None else int(limit * 2**30)
-    found = re.search(r"device_memory_size: (\d+)", _target(where.chip))
-    assert found, "every target description gives its memory"
-    return int(found[1])
+        if where.chip not in _TPU_LIMITS:
+            return device_of(where).hbm_bytes
+        return int(_TPU_LIMITS[where.chip] * 2**30)
+    match = re.search(r"device_memory_size: (\d+)", _read_target(where.chip))
+    assert match is not None, "every target description gives its memory"
+    return int(match[1])
 
 
 def topology_devices(topology: str) -> list[Any]:

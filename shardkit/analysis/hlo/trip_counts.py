@@ -27,7 +27,8 @@ def trip_count(
 
     `constants` are those in the parameter tuple of the computation around it, by their index.
     """
-    body, condition = (module.computations[call] for call in loop.calls)
+    body = module.computations[loop.calls[0]]
+    condition = module.computations[loop.calls[1]]
     start = {}
     for index in range(len(loop.shape.parts)):
         start[index] = _element(module, computation, loop.operands[0], index, constants)
@@ -61,11 +62,7 @@ def _count_iterations(
         return None
     index = counter[1]
     first = start.get(index)
-    limit = None
-    if _is(limit_term, "const"):
-        limit = limit_term[1]
-    elif _is(limit_term, "state"):
-        limit = loop_constants.get(limit_term[1])
+    limit = _find_limit(limit_term, loop_constants)
     step = _find_step(_element(module, body, body.root, index, {}), index)
     if not _is(first, "const") or limit is None or not step:
         return None
@@ -74,10 +71,29 @@ def _count_iterations(
         distance += 1
     elif direction == "GE":
         distance -= 1
-    reaches_limit = {"LT": step > 0, "LE": step > 0, "GT": step < 0, "GE": step < 0, "NE": distance % step == 0}
-    if not reaches_limit.get(direction):
+    if not _reaches_limit(direction, distance, step):
         return None
-    return max(0, -(-distance // step))
+    iterations = -(-distance // step)  # the last step may pass the limit
+    return max(0, iterations)
+
+
+def _reaches_limit(direction: str, distance: int, step: int) -> bool:
+    """Whether a counter that runs while `counter direction limit` holds comes to an end that is known."""
+    if direction in ("LT", "LE"):
+        return step > 0
+    if direction in ("GT", "GE"):
+        return step < 0
+    return direction == "NE" and distance % step == 0
+
+
+def _find_limit(term: Term, loop_constants: Mapping[int, int]) -> int | None:
+    """The number up to which a loop counts: a constant, or one in its state."""
+    if _is(term, "const"):
+        limit: int = term[1]
+        return limit
+    if _is(term, "state"):
+        return loop_constants.get(term[1])
+    return None
 
 
 def _find_step(term: Term, index: int) -> int | None:
@@ -101,7 +117,9 @@ def _element(
     while instruction.opcode in _PASSES_ON:
         instruction = computation.instructions[instruction.operands[0]]
     if instruction.opcode == "parameter":
-        return ("const", constants[index]) if index in constants else ("state", index)
+        if index in constants:
+            return ("const", constants[index])
+        return ("state", index)
     if instruction.opcode == "tuple":
         return _term(module, computation, instruction.operands[index], constants)
     if instruction.opcode == "while" and _is_unchanged(module, module.computations[instruction.calls[0]], index):
@@ -126,9 +144,13 @@ def _term(
 
     opcode = instruction.opcode
     if opcode == "constant":
-        return None if instruction.literal is None else ("const", instruction.literal)
+        if instruction.literal is None:
+            return None
+        return ("const", instruction.literal)
     if opcode == "parameter":
-        return argument(instruction.parameter) if argument else None
+        if argument is None:
+            return None
+        return argument(instruction.parameter)
     if opcode == "get-tuple-element" and argument is None:
         return _element(module, computation, instruction.operands[0], instruction.tuple_index, constants)
     if opcode in _PASSES_ON:
@@ -138,20 +160,28 @@ def _term(
     if opcode == "subtract":
         return _add(operand, sign=-1)
     if opcode == "compare":
-        left = operand(0)
-        right = operand(1) if left else None
-        return ("compare", instruction.direction, left, right) if right else None
+        left, right = _follow_both(operand)
+        if right is None:
+            return None
+        return ("compare", instruction.direction, left, right)
     if opcode in ("fusion", "call"):
         inner = module.computations[instruction.calls[0]]
         return _term(module, inner, inner.root, {}, operand)
     return None
 
 
+def _follow_both(operand: Callable[[int], Term]) -> tuple[Term, Term]:
+    """The terms of two operands. The second is not followed where the first has none: one path at a time."""
+    left = operand(0)
+    if left is None:
+        return None, None
+    return left, operand(1)
+
+
 def _add(operand: Callable[[int], Term], sign: int) -> Term:
     """The term of a sum or, with sign -1, of a difference: of constants, or of the state and a constant."""
-    left = operand(0)
-    right = operand(1) if left else None
-    if _is(left, "const") and sign > 0:
+    left, right = _follow_both(operand)
+    if _is(left, "const") and sign > 0:  # 1 + i is i + 1
         left, right = right, left
     if left is None or not _is(right, "const"):
         return None

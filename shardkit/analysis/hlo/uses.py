@@ -7,10 +7,21 @@ from typing import NamedTuple
 
 from shardkit.analysis.hlo import proto
 
-# What returns its operand's elements, in another order or another form.
+# Instructions that return their operand's elements, in another order or another form.
 MOVES = {
-    *("bitcast", "copy", "copy-start", "copy-done", "transpose", "reshape", "get-tuple-element", "opt-barrier"),
-    *("optimization-barrier", "all-gather-done", "all-reduce-done", "collective-permute-done", "async-done"),
+    "bitcast",
+    "copy",
+    "copy-start",
+    "copy-done",
+    "transpose",
+    "reshape",
+    "get-tuple-element",
+    "opt-barrier",
+    "optimization-barrier",
+    "all-gather-done",
+    "all-reduce-done",
+    "collective-permute-done",
+    "async-done",
 }
 
 
@@ -67,14 +78,24 @@ class Uses:
             self._readers[computation.id] = readers
         return self._readers[computation.id].get(number, [])
 
-    def ends(self, value: Value, passes: Callable[[CompiledUse], bool]) -> Iterator[CompiledUse]:
-        """Where a value goes: the first readers that do not pass it on, and the root of its computation."""
+    def find_ends(self, value: Value, passes: Callable[[CompiledUse], bool]) -> Iterator[CompiledUse]:
+        """Where a value goes: the first readers that do not pass it on, and the root of its computation.
+
+        For example the gathered weight in
+
+            %w = all-gather(%shard)
+            %t = transpose(%w)
+            %y = fusion(%x, %t), calls=%fused      in which   %fused = { dot(%p0, %p1), add(...) }
+
+        goes through the transpose into the fusion, as its %p1. Its end there is the dot, as operand 1.
+        """
         visited: set[tuple[int, ...]] = set()
         waiting = [value]
         while waiting:
             value = waiting.pop()
             computation, instruction, around = value
-            key = (computation.id, instruction.id, *(fusion.id for _, fusion in around))
+            fusions = [fusion.id for _, fusion in around]
+            key = (computation.id, instruction.id, *fusions)
             if key in visited:
                 continue
             visited.add(key)
@@ -113,7 +134,7 @@ class Uses:
                 elements.append(Value(outer, reader, around[:-1]))
         return elements
 
-    def made_from(self, value: Value) -> Iterator[proto.Instruction]:
+    def find_sources(self, value: Value) -> Iterator[proto.Instruction]:
         """Every instruction from which a value is computed, through the fusions around it."""
         visited: set[tuple[int, int]] = set()
         waiting = [value]
@@ -130,18 +151,18 @@ class Uses:
                 for operand in instruction.operands:
                     waiting.append(Value(computation, computation.instructions[operand], around))
 
-    def maker(self, value: Value) -> Value:
+    def find_maker(self, value: Value) -> Value:
         """The instruction that computed a value: behind moves, inside the fusion that returns it."""
         computation, instruction, around = value
         if instruction.opcode in MOVES - {"get-tuple-element"} and instruction.operands:
             operand = computation.instructions[instruction.operands[0]]
-            return self.maker(Value(computation, operand, around))
+            return self.find_maker(Value(computation, operand, around))
         if instruction.opcode in ("fusion", "call"):
             inner = self.module.computations[instruction.calls[0]]
             root = inner.instructions[inner.root]
-            return self.maker(Value(inner, root, (*around, (computation, instruction))))
+            return self.find_maker(Value(inner, root, (*around, (computation, instruction))))
         if instruction.opcode == "parameter" and around:
-            return self.maker(_argument(value))
+            return self.find_maker(_argument(value))
         return value
 
 

@@ -47,10 +47,10 @@ class TracedStep(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The line at which the step is defined."""
+        """The line at which the step is defined; "" of an object, such as the step of a builder."""
         code = getattr(inspect.unwrap(self.fn), "__code__", None)
         if code is None:
-            return "unknown"
+            return ""
         return f"{Path(code.co_filename).name}:{code.co_firstlineno} ({code.co_qualname})"
 
     @property

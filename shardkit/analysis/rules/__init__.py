@@ -45,10 +45,16 @@ _TRACED = (
     ("process-dependent-communication", "collectives that depend on jax.process_index()", other_process),
     ("process-dependent-program", "a program that is not the same on all processes", other_process),
 )
-# What these find computes other numbers than one device, or never ends: the first step refuses it.
+# Programs in which these find something compute other numbers than one device, or never end: the first step refuses
+# them.
 _WRONG = {
-    *("divergent-collective", "ppermute-in-divergent-branch", "non-bijective-permutation", "repeated-reduction"),
-    *("repeated-draw", "unequal-output", "inner-gradient-of-a-constant"),
+    "divergent-collective",
+    "ppermute-in-divergent-branch",
+    "non-bijective-permutation",
+    "repeated-reduction",
+    "repeated-draw",
+    "unequal-output",
+    "inner-gradient-of-a-constant",
 }
 TRACE_RULES = {name: Rule(name, finds, "trace", check, name in _WRONG) for name, finds, check in _TRACED}
 """The rules that `lint` and `audit` apply to a trace, by name."""

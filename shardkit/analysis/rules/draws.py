@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit.analysis.jaxpr.dataflow import find_line, format_type
+from shardkit.analysis.jaxpr.dataflow import Block, find_line, format_type
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
@@ -19,19 +20,38 @@ def draws(program: TracedProgram) -> Iterator[Finding]:
             continue
         if block.context.backward or compat.in_backward(equation):  # shares of a gradient differ where values do not
             continue
-        operands = [(each, block.state(each)) for each in equation.invars if math.prod(each.aval.shape) > 1]
-        for draw, alike in operands:
+        operand = _find_differing_operand(block, equation)
+        if operand is None:
+            continue
+        yield Finding(
+            "repeated-draw",
+            f"{format_type(operand.variable)}, which differs along {quoted(operand.axes)}, is combined with random "
+            "numbers that are equal there, because their key is.",
+            find_line(equation, block.context),
+            f"Fold the device's index into the key with fold_axis(key, {operand.axes[0]!r}), or derive a key for "
+            "each example with fold_keys.",
+        )
+
+
+class _DifferingOperand(NamedTuple):
+    """An operand that differs along axes on which another operand is the same random draw."""
+
+    variable: Any
+    axes: list[str]
+
+
+def _find_differing_operand(block: Block, equation: Any) -> _DifferingOperand | None:
+    """The first operand of a draw's shape that differs where the draw is equal.
+
+    For example `x * mask` where x is split over "data", and mask was drawn on every device from the same key.
+    """
+    arrays = [operand for operand in equation.invars if math.prod(operand.aval.shape) > 1]
+    for draw in arrays:
+        equal_axes = block.state(draw).drawn
+        for array in arrays:
+            state = block.state(array)
             # Pieces that were exchanged may be whole and equal again, as what the ends of a pipeline compute together.
-            differ = [(each, s) for each, s in operands if s.given and (s.varies - s.moved) & alike.drawn]
-            others = [(each, s) for each, s in differ if each.aval.shape == draw.aval.shape]
-            if others:
-                axes = sorted((others[0][1].varies - others[0][1].moved) & alike.drawn)
-                yield Finding(
-                    "repeated-draw",
-                    f"{format_type(others[0][0])}, which differs along {quoted(axes)}, is combined with random numbers "
-                    "that are equal there, because their key is.",
-                    find_line(equation, block.context),
-                    f"Fold the device's index into the key with fold_axis(key, {axes[0]!r}), or derive a key for "
-                    "each example with fold_keys.",
-                )
-                break
+            axes = sorted((state.varies - state.moved) & equal_axes)
+            if state.given and axes and array.aval.shape == draw.aval.shape:
+                return _DifferingOperand(array, axes)
+    return None

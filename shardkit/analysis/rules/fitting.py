@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardkit._jax import compat
@@ -25,21 +25,16 @@ def fitting(program: TracedProgram) -> Iterator[Finding]:
         if equation.primitive.name != "shard_map" or block.context.mapped or compat.in_backward(equation):
             continue
         collectives = _find_forward_collectives(equation.params["jaxpr"])
-        inputs = list(zip(equation.invars, equation.params["in_specs"], strict=True))
-        results = set()
-        for variable, spec in zip(equation.outvars, equation.params["out_specs"], strict=True):
-            results.add(_form(variable, spec))
-        state_bytes = sum(size_of(x) for x in program.step.jaxpr.invars)
         for axis, size in equation.params["mesh"].shape.items():
-            split = [(variable, spec) for variable, spec in inputs if axis in all_axes(spec)]
-            are_returned = all(_form(variable, spec) in results for variable, spec in split)
-            needed = state_bytes + sum(size_of(variable) for variable, _ in split)
-            if size == 1 or not split or not are_returned or needed > program.capacity:
+            if size == 1 or ("all_reduce", axis) not in collectives or ("ppermute", axis) in collectives:
                 continue
-            if ("all_reduce", axis) in collectives and ("ppermute", axis) not in collectives:
+            weights = _find_weights(equation, axis)
+            # The state, and the gradients of the pieces that are split.
+            needed = _add_bytes(program.step.jaxpr.invars) + _add_bytes(weights)
+            if weights and needed <= program.capacity:
                 yield Finding(
                     "tensor-parallel-that-fits",
-                    f"{len(split)} arrays are split over {axis!r} of {size} devices, which sum activations, but all "
+                    f"{len(weights)} arrays are split over {axis!r} of {size} devices, which sum activations, but all "
                     f"that the program holds, with gradients {needed:,} bytes, fits into memory={program.capacity:,}.",
                     find_first_line(collectives["all_reduce", axis], block.context),
                     "Use the axis for dp or fsdp, which send gradients or weights in place of activations, or lower "
@@ -47,8 +42,31 @@ def fitting(program: TracedProgram) -> Iterator[Finding]:
                 )
 
 
-def _form(x: Any, spec: Any) -> tuple[Any, ...]:
-    return x.aval.shape, x.aval.dtype, tuple(spec)
+def _find_weights(equation: Any, axis: str) -> list[Any]:
+    """The inputs of a shard_map that are split over an axis, if it returns all of them; else none.
+
+    A step returns its new weights, in the layout of the old ones, and not its batch. So an axis that splits the batch
+    too has an input that is not returned: its sums are those of data parallelism.
+    """
+    returned = set()
+    for variable, spec in zip(equation.outvars, equation.params["out_specs"], strict=True):
+        returned.add(_layout_of(variable, spec))
+    weights = []
+    for variable, spec in zip(equation.invars, equation.params["in_specs"], strict=True):
+        if axis not in all_axes(spec):
+            continue
+        if _layout_of(variable, spec) not in returned:
+            return []
+        weights.append(variable)
+    return weights
+
+
+def _add_bytes(variables: Iterable[Any]) -> int:
+    return sum(size_of(variable) for variable in variables)
+
+
+def _layout_of(variable: Any, spec: Any) -> tuple[Any, ...]:
+    return variable.aval.shape, variable.aval.dtype, tuple(spec)
 
 
 def _find_forward_collectives(jaxpr: Any) -> dict[tuple[str, str], Any]:

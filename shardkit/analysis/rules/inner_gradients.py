@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
@@ -25,14 +26,11 @@ def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
     states: dict[object, State] = {}
     for block in program.blocks:
         states.update(block.states)
-    sites = [site for site in walk(program.step.jaxpr) if kind_of(site.equation) in _REDUCTIONS]
-    batch = {axis for site in sites if not _transforms(site) for axis in mesh_axes(site.equation)}
+    batch_axes = _find_batch_axes(program)
     for site, origins in with_origins(program.step.jaxpr):
-        axes = [axis for axis in mesh_axes(site.equation) if axis in batch]
-        casts = [each.equation.invars[0] for each in origins if registered(each.name).cast]
-        made = [states.get(v, CONSTANT) for v in casts if not hasattr(v, "val")]  # a literal is a constant
-        # A loop carries what it begins with and the gradients that it adds, neither of which an argument makes.
-        if axes and casts and _inner(site) and not any(state.passed for state in made):
+        axes = [axis for axis in mesh_axes(site.equation) if axis in batch_axes]
+        casts = [origin.equation.invars[0] for origin in origins if registered(origin.name).cast]
+        if axes and casts and _is_differentiated_again(site) and _begins_as_constant(casts, states):
             yield Finding(
                 "inner-gradient-of-a-constant",
                 f"the gradient of a {format_type(casts[0])} that begins as a constant is summed over {quoted(axes)}, "
@@ -43,13 +41,43 @@ def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
             )
 
 
-def _inner(site: Site) -> bool:
-    """Whether a collective of a backward pass belongs to the forward pass of another differentiation."""
-    names = _transforms(site)
-    return "transpose" in names and "jvp" in names[: names.index("transpose")]
+def _find_batch_axes(program: TracedProgram) -> set[str]:
+    """The axes over which the program reduces after all differentiation: those that split the batch."""
+    axes: set[str] = set()
+    for site in walk(program.step.jaxpr):
+        if kind_of(site.equation) in _REDUCTIONS and not _list_transforms(site):
+            axes.update(mesh_axes(site.equation))
+    return axes
 
 
-def _transforms(site: Site) -> list[str]:
+def _begins_as_constant(casts: list[Any], states: Mapping[object, State]) -> bool:
+    """Whether no argument makes the values that are cast, as zeros to which a loop adds gradients.
+
+    A loop carries what it begins with and the gradients that it adds, neither of which an argument makes.
+    """
+    for value in casts:
+        is_literal = hasattr(value, "val")
+        if not is_literal and states.get(value, CONSTANT).passed:
+            return False
+    return True
+
+
+def _is_differentiated_again(site: Site) -> bool:
+    """Whether a collective of a backward pass belongs to the forward pass of another differentiation.
+
+    For example the gradient of a loss that itself takes a gradient, as one of adversarial perturbations does. Of a
+    psum in the inner backward pass the transforms are ["jvp", "transpose", "jvp"], the outermost first.
+    """
+    names = _list_transforms(site)
+    if "transpose" not in names:
+        return False
+    return "jvp" in names[: names.index("transpose")]
+
+
+def _list_transforms(site: Site) -> list[str]:
     """The differentiations that an equation went through, the outermost first."""
-    own = compat.transforms(site.equation)
-    return [*(_transforms(site.outer) if site.outer else []), *own]
+    names = []
+    if site.outer is not None:
+        names += _list_transforms(site.outer)
+    names += compat.transforms(site.equation)
+    return names

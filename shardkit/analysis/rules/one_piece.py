@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.census import size_of
-from shardkit.analysis.jaxpr.dataflow import find_line, find_split_axes
+from shardkit.analysis.jaxpr.dataflow import Block, find_line, find_split_axes
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, Use, uses
 
@@ -17,59 +18,104 @@ from shardkit.analysis.rules.rule import Finding, Use, uses
 def one_piece(program: TracedProgram) -> Iterator[Finding]:
     """Gathered and reduced arrays of which each device then uses one piece."""
     for block, equation in program.equations:
-        row, axes = registered(equation.primitive.name), find_split_axes(equation, block.context)
-        if row.kind not in ("all_gather", "all_reduce") or not axes or equation.params.get("axis_index_groups"):
+        kind = registered(equation.primitive.name).kind
+        axes = find_split_axes(equation, block.context)
+        if kind not in ("all_gather", "all_reduce") or not axes or equation.params.get("axis_index_groups"):
             continue
-        n = math.prod(block.context.sizes[a] for a in axes)
         for result in equation.outvars:
-            found = list(uses(block, result))
-            if len(found) != 1 or found[0] is None:
+            use = _find_only_use(block, result)
+            if use is None:
                 continue
-            whole, use = size_of(result), found[0]
-            cut = find_line(use.equation, use.block.context)
-            if row.kind == "all_gather" and row.dim:
-                dim = equation.params[row.dim]
-                if _takes_one(use, dim, n) and whole // n * (n - 2) >= program.small:
-                    yield Finding(
-                        "gather-one-shard-used",
-                        f"all_gather over {quoted(axes)} sends each device {whole - whole // n:,} bytes, and the "
-                        f"slice at {cut}, its only use, takes {whole // n:,}.",
-                        find_line(equation, block.context),
-                        "Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for "
-                        "a different one on each device.",
-                    )
-            elif row.reduces == "sum" and whole * (n - 1) // n >= program.small:
-                dims = [d for d in range(result.aval.ndim) if _takes_own(use, d, n, axes)]
-                if dims:
-                    yield Finding(
-                        "all-reduce-then-slice",
-                        f"all_reduce over {quoted(axes)} sends {2 * whole * (n - 1) // n:,} bytes, and the slice at "
-                        f"{cut}, its only use, keeps 1/{n} of dim {dims[0]} on each device.",
-                        find_line(equation, block.context),
-                        "Gather without replicated=True: its gradient is then a reduce_scatter, which sends half."
-                        if (block.context.backward or compat.in_backward(equation))
-                        and not compat.is_recomputed(equation)
-                        else f"Use reduce_scatter with dim={dims[0]}, which sends half.",
-                    )
+            if kind == "all_gather":
+                yield from _check_gather(program, block, equation, axes, result, use)
+            else:
+                yield from _check_sum(program, block, equation, axes, result, use)
+
+
+def _find_only_use(block: Block, result: Any) -> Use | None:
+    """The use of a value that has no other, and does not leave the block."""
+    found = list(uses(block, result))
+    if len(found) != 1:
+        return None
+    return found[0]
+
+
+def _check_gather(
+    program: TracedProgram, block: Block, equation: Any, axes: tuple[str, ...], result: Any, use: Use
+) -> Iterator[Finding]:
+    """A gather of which each device uses one piece.
+
+    For example 8 devices that gather 800 bytes, of which each uses the 100 of its neighbour: 700 are sent to each.
+    """
+    n = math.prod(block.context.sizes[axis] for axis in axes)
+    size = size_of(result)
+    piece = size // n
+    row = registered(equation.primitive.name)
+    if not row.dim or not _takes_one(use, equation.params[row.dim], n):
+        return
+    if piece * (n - 2) < program.small:  # all but this device's own piece and the one that it uses
+        return
+    yield Finding(
+        "gather-one-shard-used",
+        f"all_gather over {quoted(axes)} sends each device {size - piece:,} bytes, and the slice at "
+        f"{find_line(use.equation, use.block.context)}, its only use, takes {piece:,}.",
+        find_line(equation, block.context),
+        "Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for a different one on "
+        "each device.",
+    )
+
+
+def _check_sum(
+    program: TracedProgram, block: Block, equation: Any, axes: tuple[str, ...], result: Any, use: Use
+) -> Iterator[Finding]:
+    """A sum of which each device keeps its piece, as a reduce_scatter would give it."""
+    if registered(equation.primitive.name).reduces != "sum":
+        return
+    n = math.prod(block.context.sizes[axis] for axis in axes)
+    size = size_of(result)
+    if size * (n - 1) // n < program.small:
+        return
+    for dim in range(result.aval.ndim):
+        if _takes_own(use, dim, n, axes):
+            yield Finding(
+                "all-reduce-then-slice",
+                f"all_reduce over {quoted(axes)} sends {2 * size * (n - 1) // n:,} bytes, and the slice at "
+                f"{find_line(use.equation, use.block.context)}, its only use, keeps 1/{n} of dim {dim} on each device.",
+                find_line(equation, block.context),
+                _choose_remedy(block, equation, dim),
+            )
+            return
+
+
+def _choose_remedy(block: Block, equation: Any, dim: int) -> str:
+    in_backward = block.context.backward or compat.in_backward(equation)
+    if in_backward and not compat.is_recomputed(equation):
+        return "Gather without replicated=True: its gradient is then a reduce_scatter, which sends half."
+    return f"Use reduce_scatter with dim={dim}, which sends half."
 
 
 def _takes_one(use: Use, dim: int, n: int) -> bool:
     """Whether a use slices one of the n pieces along `dim`, at an index known at run time."""
     if use.position or use.name not in ("dynamic_slice", "gather"):
         return False
-    size = use.equation.invars[0].aval.shape[dim]
+    operand = use.equation.invars[0]
     if use.name == "gather":
-        indices = use.equation.invars[1].aval.shape[:-1]
-        if math.prod(indices) > 1 or use.equation.params["dimension_numbers"].start_index_map != (dim,):
+        indices = use.equation.invars[1]
+        many_slices = math.prod(indices.aval.shape[:-1]) > 1
+        if many_slices or use.equation.params["dimension_numbers"].start_index_map != (dim,):
             return False
-    return bool(use.equation.params["slice_sizes"][dim] * n == size)
+    return bool(use.equation.params["slice_sizes"][dim] * n == operand.aval.shape[dim])
 
 
 def _takes_own(use: Use, dim: int, n: int, axes: tuple[str, ...]) -> bool:
     """Whether a use slices 1/n of `dim`, and all other dims whole, at a different index on each device of `axes`."""
     if use.name != "dynamic_slice" or use.position:
         return False
-    shape, sizes = use.equation.invars[0].aval.shape, use.equation.params["slice_sizes"]
-    if sizes[dim] * n != shape[dim] or any(sizes[d] != shape[d] for d in range(len(shape)) if d != dim):
+    operand, *starts = use.equation.invars
+    shape = list(operand.aval.shape)
+    if shape[dim] % n:
         return False
-    return set(axes) <= use.block.state(use.equation.invars[1 + dim]).varies
+    shape[dim] //= n
+    if list(use.equation.params["slice_sizes"]) != shape:
+        return False
+    return set(axes) <= use.block.state(starts[dim]).varies

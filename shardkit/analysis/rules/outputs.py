@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from shardkit._arguments.checks import quoted
 from shardkit.analysis.jaxpr.dataflow import Block, find_line
@@ -18,15 +19,26 @@ def outputs(program: TracedProgram) -> Iterator[Finding]:
     pieces were exchanged: exchanged pieces may form the same whole on every device.
     """
     for block in program.blocks:
-        if block.owner is not None:
-            yield from _by_type(block) if block.owner.params["check_vma"] else _unchecked(block)
+        if block.owner is None:
+            continue
+        if block.owner.params["check_vma"]:
+            yield from _find_hidden_differences(block)
+        else:
+            yield from _find_unreduced(block)
 
 
-def _by_type(block: Block) -> Iterator[Finding]:
+def _find_hidden_differences(block: Block) -> Iterator[Finding]:
+    """Results that differ although their type says that they are equal, because a predicate chose them.
+
+    For example under `cond(axis_index("data") == 0, f, g)` devices take other branches. If both return values of a
+    type that is invariant over "data", so does the cond, and out_specs P() is accepted.
+    """
     for number, (out, spec) in enumerate(zip(block.jaxpr.outvars, block.owner.params["out_specs"], strict=True)):
-        wrong = [(a, line) for a, line in sorted(block.state(out).hidden) if a not in all_axes(spec)]
-        for line in dict.fromkeys(line for _, line in wrong):
-            axes = [a for a, other in wrong if other == line]
+        axes_of_line: dict[str, list[str]] = {}
+        for axis, line in sorted(block.state(out).hidden):
+            if axis not in all_axes(spec):
+                axes_of_line.setdefault(line, []).append(axis)
+        for line, axes in axes_of_line.items():
             yield Finding(
                 "unequal-output",
                 f"a predicate that differs along {quoted(axes)} decides output {number} of the shard_map, which "
@@ -36,16 +48,26 @@ def _by_type(block: Block) -> Iterator[Finding]:
             )
 
 
-def _unchecked(block: Block) -> Iterator[Finding]:
-    made = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}
+def _find_unreduced(block: Block) -> Iterator[Finding]:
+    """Results that differ along an axis that out_specs do not name, where no type would show it."""
+    if block.context.mapped:
+        return
     for number, (out, spec) in enumerate(zip(block.jaxpr.outvars, block.owner.params["out_specs"], strict=True)):
         state = block.state(out)
         axes = sorted(state.varies - state.moved - all_axes(spec))
-        if axes and not block.context.mapped:
+        if axes:
             yield Finding(
                 "unequal-output",
                 f"output {number} of the shard_map differs along {quoted(axes)}, and nothing reduces it; out_specs "
                 f"{spec} declare it replicated there, which check_vma=False does not check.",
-                find_line(made[out], block.context) if out in made else find_first_line(block.owner, block.context),
+                _find_line_of_output(block, out),
                 f"Reduce it over {quoted(axes)}, or name the axis in out_specs; check_vma=True finds this by type.",
             )
+
+
+def _find_line_of_output(block: Block, out: Any) -> str:
+    """The line that computes a result; of an argument that is returned as it is, that of the shard_map."""
+    for equation in block.jaxpr.eqns:
+        if out in equation.outvars:
+            return find_line(equation, block.context)
+    return find_first_line(block.owner, block.context)

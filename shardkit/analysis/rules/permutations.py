@@ -62,7 +62,9 @@ def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Seque
 
 def _find_wrong_device(pairs: Sequence[tuple[int, int]], n: int) -> str:
     """The first device that is named and does not exist, else the first that is named twice; "" if there is none."""
-    roles = {"source": [source for source, _ in pairs], "target": [target for _, target in pairs]}
+    sources = [source for source, _ in pairs]
+    targets = [target for _, target in pairs]
+    roles = {"source": sources, "target": targets}
     for role, devices in roles.items():
         for device in devices:
             if not 0 <= device < n:
@@ -75,10 +77,12 @@ def _find_wrong_device(pairs: Sequence[tuple[int, int]], n: int) -> str:
 
 
 def _is_open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
-    """Whether all sources shift by the same number of devices, and only those that would leave the axis are missing."""
-    # Worked example: on 4 devices (0, 1), (1, 2), (2, 3) is a shift by 1 in which only device 3 would leave. Over
-    # several axes a shift may count the devices in any order of them.
+    """Whether all sources shift by the same number of devices, and only those that would leave the axis are missing.
+
+    For example on 4 devices (0, 1), (1, 2), (2, 3) is a shift by 1 in which only device 3 would leave.
+    """
     n = math.prod(shape)
+    # Over several axes a shift may count the devices in any order of them.
     for order in itertools.permutations(range(len(shape))):
         devices = np.arange(n).reshape(shape).transpose(order).ravel()  # the device at each place of this order
         place_of = np.argsort(devices)

@@ -36,125 +36,188 @@ class _Line(NamedTuple):
         """Whether it communicates."""
         return not self.constant and kind_of(self.equation) is not None
 
+    def __str__(self) -> str:
+        if self.constant:
+            return self.constant
+        name = self.equation.primitive.name
+        kind = kind_of(self.equation)
+        if kind is not None:
+            name = f"{kind} over {quoted(mesh_axes(self.equation))}"
+        types = ", ".join(format_type(operand) for operand in self.equation.invars)
+        return f"{name}({types})"
+
 
 def other_process(program: TracedProgram) -> Iterator[Finding]:
     """Programs that another process would trace differently."""
     # pmap asks for the devices of its process as it traces.
-    pmaps = any(compat.is_made_by_pmap(site.equation) for site in walk(program.step.jaxpr))
-    if not pmaps and not isinstance(program.step.fn, jax.stages.Traced):
+    has_pmap = any(compat.is_made_by_pmap(site.equation) for site in walk(program.step.jaxpr))
+    if not has_pmap and not isinstance(program.step.fn, jax.stages.Traced):
         yield from differences_of_processes(program.step)
 
 
 def differences_of_processes(step: TracedStep) -> Iterator[Finding]:
-    """Compares a program that was traced here with what another process would trace."""
-    # Before jax starts, its index is 0.
-    here = jax.process_index() if backends.jax_has_started() else 0
-    there = 1 if here == 0 else 0
+    """Compares a program that was traced here with what another process would trace.
+
+    For example a step that calls `psum` only `if jax.process_index() == 0` has one collective as process 0 and none as
+    process 1: process 0 waits for ever.
+    """
+    here = 0  # before jax starts
+    if backends.jax_has_started():
+        here = jax.process_index()
+    there = 0
+    if here == 0:
+        there = 1
     try:
         with backends.as_process(there):
-            other = trace_step(step.fn, step.args, step.kwargs)
+            other_step = trace_step(step.fn, step.args, step.kwargs)
     except Exception as error:
         yield Finding(
             "process-dependent-program",
             f"it can be traced as process {here} and raises {raised(error)} as process {there}.",
-            _raised_at(error),
+            _find_line_of_error(error),
             _REMEDY,
         )
         return
-    mine, theirs = (list(_lines(each.jaxpr, each.consts)) for each in (step.traced.jaxpr, other.traced.jaxpr))
-    yield from _compare(mine, theirs, here, there)
+    lines = _list_program(step)
+    other_lines = _list_program(other_step)
+    finding = _compare_collectives(lines, other_lines, here, there)
+    if finding is None:
+        finding = _compare_programs(lines, other_lines, here, there)
+    if finding is not None:
+        yield finding
 
 
-def _compare(mine: list[_Line], theirs: list[_Line], here: int, there: int) -> Iterator[Finding]:
-    messages = [[line for line in lines if line.collective] for lines in (mine, theirs)]
-    if first := _first_difference(*messages):
-        a, b = first
-        counts = f"{len(messages[0])} collectives as process {here} and {len(messages[1])} as process {there}"
-        yield Finding(
-            "process-dependent-communication",
-            f"the program runs {counts}; the first difference is {_told(a)} against {_told(b)}: a deadlock.",
-            source_line((a or b).equation),  # type: ignore[union-attr]
-            _REMEDY,
-        )
-        return
-    if first := _first_difference(mine, theirs):
-        a, b = first
-        yield Finding(
-            "process-dependent-program",
-            f"processes {here} and {there} trace different programs; the first difference is "
-            f"{_told(a)} against {_told(b)}{' of other values' if a and b and _told(a) == _told(b) else ''}.",
-            find_first_line((a or b).equation, Context()),  # type: ignore[union-attr]
-            _REMEDY,
-        )
+def _compare_collectives(lines: list[_Line], other_lines: list[_Line], here: int, there: int) -> Finding | None:
+    collectives = [line for line in lines if line.collective]
+    other_collectives = [line for line in other_lines if line.collective]
+    difference = _find_difference(collectives, other_collectives)
+    if difference is None:
+        return None
+    counts = f"{len(collectives)} collectives as process {here} and {len(other_collectives)} as process {there}"
+    return Finding(
+        "process-dependent-communication",
+        f"the program runs {counts}; the first difference is {difference}: a deadlock.",
+        source_line(difference.equation),
+        _REMEDY,
+    )
 
 
-def _first_difference(mine: list[_Line], theirs: list[_Line]) -> tuple[_Line | None, _Line | None] | None:
-    return next((pair for pair in zip_longest(mine, theirs) if None in pair or pair[0].key != pair[1].key), None)
+def _compare_programs(lines: list[_Line], other_lines: list[_Line], here: int, there: int) -> Finding | None:
+    difference = _find_difference(lines, other_lines)
+    if difference is None:
+        return None
+    text = str(difference)
+    if str(difference.line) == str(difference.other_line):
+        text += " of other values"
+    return Finding(
+        "process-dependent-program",
+        f"processes {here} and {there} trace different programs; the first difference is {text}.",
+        find_first_line(difference.equation, Context()),
+        _REMEDY,
+    )
 
 
-def _lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()) -> Iterator[_Line]:
+class _Difference(NamedTuple):
+    """The first lines in which two programs differ; one of them may end before the other, and has None."""
+
+    line: _Line | None
+    other_line: _Line | None
+
+    @property
+    def equation(self) -> Any:
+        """The equation of this program, or where it has ended of the other one."""
+        line = self.line or self.other_line
+        assert line is not None
+        return line.equation
+
+    def __str__(self) -> str:
+        return f"{self.line or 'nothing'} against {self.other_line or 'nothing'}"
+
+
+def _find_difference(lines: list[_Line], other_lines: list[_Line]) -> _Difference | None:
+    for line, other_line in zip_longest(lines, other_lines):
+        if line is None or other_line is None or line.key != other_line.key:
+            return _Difference(line, other_line)
+    return None
+
+
+def _list_program(step: TracedStep) -> list[_Line]:
+    closed_jaxpr = step.traced.jaxpr
+    return list(_list_lines(closed_jaxpr.jaxpr, closed_jaxpr.consts))
+
+
+def _list_lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()) -> Iterator[_Line]:
     """Every constant and equation of a program, the inner ones after the equation that holds them."""
     for variable, constant in zip(jaxpr.constvars, constants, strict=True):
-        user = next((e for e in jaxpr.eqns if any(v is variable for v in e.invars)), None)
+        user = _find_user(jaxpr, variable)
         if user is not None:
-            yield _Line((path, "constant", _digest(constant)), user, f"a constant {format_type(variable)}")
+            key = (path, "constant", _digest(constant))
+            yield _Line(key, user, f"a constant {format_type(variable)}")
     for equation in jaxpr.eqns:
-        operands = tuple(_operand(v) for v in equation.invars)
-        params = tuple(sorted((k, _written(v)) for k, v in equation.params.items() if _is_simple(v)))
-        yield _Line((path, equation.primitive.name, operands, params), equation)
-        inner = zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
-        for number, ((name, sub), held) in enumerate(inner):
-            yield from _lines(sub, held, (*path, f"{equation.primitive.name}.{name}.{number}"))
+        operands = tuple(_describe_operand(operand) for operand in equation.invars)
+        params = []
+        for name, value in equation.params.items():
+            if _is_simple(value):
+                params.append((name, _describe_value(value)))
+        yield _Line((path, equation.primitive.name, operands, tuple(sorted(params))), equation)
+        inner_programs = zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
+        for number, ((name, inner_jaxpr), inner_constants) in enumerate(inner_programs):
+            inner_path = (*path, f"{equation.primitive.name}.{name}.{number}")
+            yield from _list_lines(inner_jaxpr, inner_constants, inner_path)
 
 
-def _operand(v: Any) -> str:
-    if hasattr(v, "val"):
-        value = v.val
-        return repr(np.asarray(value).tolist() if np.size(value) < _LARGEST_CONSTANT else np.shape(value))
-    return str(v.aval)
+def _find_user(jaxpr: Any, variable: Any) -> Any:
+    """The first equation that reads a variable; None if none does."""
+    for equation in jaxpr.eqns:
+        if any(operand is variable for operand in equation.invars):
+            return equation
+    return None
+
+
+def _describe_operand(operand: Any) -> str:
+    """The value of a literal, else the type."""
+    if not hasattr(operand, "val"):
+        return str(operand.aval)
+    value = operand.val
+    if np.size(value) >= _LARGEST_CONSTANT:
+        return repr(np.shape(value))
+    return repr(np.asarray(value).tolist())
 
 
 def _is_simple(value: Any) -> bool:
+    """Whether a parameter is text, numbers, dtypes and specs, alone or in lists, so that its text says all of it."""
     if isinstance(value, tuple | list | frozenset):
-        return all(_is_simple(each) for each in value)
+        return all(_is_simple(element) for element in value)
     return isinstance(value, _SIMPLE)
 
 
-def _written(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """A simple parameter in words; equal sets read the same, though Python prints them in the order they were made."""
-    if isinstance(value, tuple | list | frozenset):
-        parts = [_written(each) for each in value]
-        return f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, frozenset) else parts)})"
-    return repr(value)
+    if not isinstance(value, tuple | list | frozenset):
+        return repr(value)
+    elements = [_describe_value(element) for element in value]
+    if isinstance(value, frozenset):
+        elements.sort()
+    return f"{type(value).__name__}({', '.join(elements)})"
 
 
-def _digest(constant: Any) -> Any:
+def _digest(constant: Any) -> tuple[Any, ...]:
     """What distinguishes constants: their bytes, where they are plain, addressable and not too large."""
-    shape, dtype = np.shape(constant), getattr(constant, "dtype", type(constant))
-    plain = isinstance(dtype, np.dtype) and not isinstance(constant, jax.core.Tracer)  # inside an outer trace
-    if not plain or not getattr(constant, "is_fully_addressable", True) or np.size(constant) > _LARGEST_CONSTANT:
-        return shape, str(dtype)
-    return shape, str(dtype), np.asarray(constant).tobytes()
+    dtype = getattr(constant, "dtype", type(constant))
+    key = (np.shape(constant), str(dtype))
+    # A constant of an outer trace has no values yet.
+    if not isinstance(dtype, np.dtype) or isinstance(constant, jax.core.Tracer):
+        return key
+    if not getattr(constant, "is_fully_addressable", True) or np.size(constant) > _LARGEST_CONSTANT:
+        return key
+    return (*key, np.asarray(constant).tobytes())
 
 
-def _told(line: _Line | None) -> str:
-    if line is None:
-        return "nothing"
-    if line.constant:
-        return line.constant
-    equation, name = line.equation, line.equation.primitive.name
-    if kind_of(equation) is not None:
-        name = f"{kind_of(equation)} over {quoted(mesh_axes(equation))}"
-    shapes = ", ".join(format_type(v) for v in equation.invars)
-    return f"{name}({shapes})"
-
-
-def _raised_at(error: BaseException) -> str:
+def _find_line_of_error(error: BaseException) -> str:
     """The innermost line outside jax and shardkit that raised an exception."""
     libraries = [Path(jax.__file__).parent, Path(compat.__file__).parents[1]]
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not any(root in Path(f.filename).parents for root in libraries)
-    ]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else "unknown"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not any(library in path.parents for library in libraries):
+            return f"{path.name}:{frame.lineno} ({frame.name})"
+    return "unknown"

@@ -26,14 +26,16 @@ class TracedProgram:
     @cached_property
     def blocks(self) -> list[Block]:
         """Every jaxpr of the program with what is known of its values, the inner ones first."""
-        found: list[Block] = []
-        follow(self.step.jaxpr, found.append)
-        return found
+        blocks: list[Block] = []
+        follow(self.step.jaxpr, blocks.append)
+        return blocks
 
     @property
     def equations(self) -> Iterator[tuple[Block, Any]]:
         """Every equation, with the block that holds it."""
-        return ((block, equation) for block in self.blocks for equation in block.jaxpr.eqns)
+        for block in self.blocks:
+            for equation in block.jaxpr.eqns:
+                yield block, equation
 
     @cached_property
     def census(self) -> Census:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from shardkit._arguments.checks import named, quoted
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import PLAN
 from shardkit._jax.primitives import registered
-from shardkit.analysis.jaxpr.dataflow import find_line, find_split_axes, format_type
+from shardkit.analysis.jaxpr.dataflow import Block, find_line, find_split_axes, format_type
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
 
@@ -17,33 +18,50 @@ from shardkit.analysis.rules.rule import Finding
 def reductions(program: TracedProgram) -> Iterator[Finding]:
     """Sums, maxima and minima over devices that hold the same value. A sum of a constant is a count."""
     for block, equation in program.equations:
-        what = registered(equation.primitive.name).reduces
-        if not what:
+        operation = registered(equation.primitive.name).reduces
+        if not operation:
             continue
         # Transposing adds such sums rightly: a value used as n copies has n times the gradient.
         if block.context.backward or compat.in_backward(equation) or equation.params.get("axis_index_groups"):
             continue
         if compat.in_scope(equation, PLAN):  # shares of a gradient that no example changes are equal, and divided
             continue
-        axes = find_split_axes(equation, block.context)
         for operand in equation.invars:
-            state = block.state(operand)
-            equal = [a for a in axes if a not in state.varies]
-            reduced = bool(state.reduced & set(equal))
-            # A tangent, which looks like its argument, is summed rightly too.
-            if not equal or not (reduced or (state.given and not compat.in_jvp(equation))):
-                continue
-            n = math.prod(block.context.sizes[a] for a in equal)
-            why = "was reduced or gathered over it before" if reduced else "comes from replicated arguments"
-            does = "changes nothing" if what != "sum" else f"multiplies it by {n}, and a mean changes nothing"
-            yield Finding(
-                "repeated-reduction",
-                f"all_reduce over {quoted(axes)} of a {format_type(operand)} that is equal along {named(equal)} "
-                f"already, because it {why}; a {what} {does}.",
-                find_line(equation, block.context),
-                "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
-                "where only the type must become equal, gather with replicated=True."
-                if reduced
-                else "Leave it out, or split the argument over the axis.",
-            )
-            break
+            finding = _check_operand(block, equation, operand, operation)
+            if finding is not None:
+                yield finding
+                break
+
+
+def _check_operand(block: Block, equation: Any, operand: Any, operation: str) -> Finding | None:
+    """The finding for an operand that is equal along an axis over which it is reduced, and no constant.
+
+    For example psum(w, "data") where every device has the same w: the result is 4 w on 4 devices.
+    """
+    axes = find_split_axes(equation, block.context)
+    state = block.state(operand)
+    equal_axes = [axis for axis in axes if axis not in state.varies]
+    if not equal_axes:
+        return None
+    n = math.prod(block.context.sizes[axis] for axis in equal_axes)
+    effect = "changes nothing"
+    if operation == "sum":
+        effect = f"multiplies it by {n}, and a mean changes nothing"
+    if state.reduced & set(equal_axes):
+        reason = "was reduced or gathered over it before"
+        remedy = (
+            "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
+            "where only the type must become equal, gather with replicated=True."
+        )
+    elif state.given and not compat.in_jvp(equation):  # a tangent, which looks like its argument, is summed rightly
+        reason = "comes from replicated arguments"
+        remedy = "Leave it out, or split the argument over the axis."
+    else:
+        return None
+    return Finding(
+        "repeated-reduction",
+        f"all_reduce over {quoted(axes)} of a {format_type(operand)} that is equal along {named(equal_axes)} "
+        f"already, because it {reason}; a {operation} {effect}.",
+        find_line(equation, block.context),
+        remedy,
+    )

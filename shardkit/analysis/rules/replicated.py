@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from shardkit._arguments.checks import sized
 from shardkit._jax import compat
@@ -19,21 +20,30 @@ def replicated(program: TracedProgram) -> Iterator[Finding]:
     for block, equation in program.equations:
         if equation.primitive.name != "shard_map" or block.context.mapped:
             continue
-        sizes = {a: equation.params["mesh"].shape[a] for a in compat.manual_axes(equation)}
+        mesh_shape = equation.params["mesh"].shape
+        sizes = {axis: mesh_shape[axis] for axis in compat.manual_axes(equation)}
         if math.prod(sizes.values()) == 1:
             continue
-        (inner,) = [sub for _, sub in compat.inner_jaxprs(equation)]
-        names = inner.debug_info.arg_names or ()
         for number, (operand, spec) in enumerate(zip(equation.invars, equation.params["in_specs"], strict=True)):
             # Differentiation passes residuals to a second shard_map; the first one holds them.
             if all_axes(spec) or size_of(operand) < program.large or compat.in_backward(equation):
                 continue
-            name = names[number] if number < len(names) and names[number] else f"argument {number}"
-            closed = any(operand is v for v in block.jaxpr.constvars)
+            origin = "an input"
+            if any(operand is constant for constant in block.jaxpr.constvars):
+                origin = "a closed-over constant"
             yield Finding(
                 "large-replicated",
-                f"{name}, {'a closed-over constant' if closed else 'an input'} of {size_of(operand):,} bytes "
+                f"{_name_argument(equation, number)}, {origin} of {size_of(operand):,} bytes "
                 f"({format_type(operand)}), is replicated over {sized(sizes.items())}.",
                 find_first_line(equation, block.context),
                 "Name a mesh axis in its spec, as specs_from_rules does, or raise `large` if that is intended.",
             )
+
+
+def _name_argument(equation: Any, number: int) -> str:
+    """The name of an argument of a shard_map's function, where jax knows it: "params['w']"."""
+    [(_, inner)] = compat.inner_jaxprs(equation)
+    names = inner.debug_info.arg_names or ()
+    if number < len(names) and names[number]:
+        return str(names[number])
+    return f"argument {number}"

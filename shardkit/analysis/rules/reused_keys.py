@@ -88,7 +88,9 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
     drawing: dict[int, bool] = field(default_factory=dict)  # whether numbers are drawn in a jaxpr, by its identity
 
     def constant(self, x: Any) -> NamedValue:
-        return self.names.new() if x is None else self.names.make(("constant", id(x)))
+        if x is None:
+            return self.names.new()
+        return self.names.make(("constant", id(x)))
 
     def literal(self, atom: Any) -> NamedValue:
         return self.names.make((str(atom.aval.dtype), str(atom.val)))
@@ -109,11 +111,15 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         programs = compat.inner_programs(equation)
         for program in programs:
             jaxpr = getattr(program, "jaxpr", program)
-            self._enter(equation).run(program, [self.names.new(operands) for _ in jaxpr.invars])
+            arguments = [self.names.new(operands) for _ in jaxpr.invars]
+            self._enter(equation).run(program, arguments)
         if programs or not _is_repeatable(equation):
             return self._make_new(equation, operands)
-        operation = (name, str(sorted(equation.params.items(), key=lambda item: item[0])))
-        return [self.names.make((*operation, number), operands) for number in range(len(equation.outvars))]
+        params = str(sorted(equation.params.items(), key=_name_of_param))
+        results = []
+        for number in range(len(equation.outvars)):
+            results.append(self.names.make((name, params, number), operands))
+        return results
 
     def call(self, equation: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
         inner = self._enter(equation)
@@ -128,38 +134,48 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         inner = self._enter(equation)
         # One branch runs: a draw in one of them does not repeat that of another.
         readers = [replace(inner, drawn=dict(self.drawn)) for _ in branches]
-        results = [reader.run(branch, arguments) for reader, branch in zip(readers, branches, strict=True)]
+        results = []
+        for reader, branch in zip(readers, branches, strict=True):
+            results.append(reader.run(branch, arguments))
         for reader in readers:
             self.drawn.update(reader.drawn)
         values = []
         for alternatives in zip(*results, strict=True):
-            is_same = len(set(alternatives)) == 1
-            values.append(alternatives[0] if is_same else self.names.new(operands))
+            value = alternatives[0]
+            if len(set(alternatives)) > 1:
+                value = self.names.new(operands)
+            values.append(value)
         return values
 
     def shard_map(self, equation: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
         shards = []
         for value, spec in zip(operands, equation.params["in_specs"], strict=True):
-            shards.append(self.names.make(str(spec), [value]) if all_axes(spec) else value)
+            if all_axes(spec):  # another part of it on each device: equal to other arrays that are split alike
+                value = self.names.make(str(spec), [value])
+            shards.append(value)
         self._enter(equation).run(body, shards)
         return self._make_new(equation, operands)
 
     def scan(self, equation: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
         consts, carry, arrays = scan_operands(equation, operands)
-        construct = "scan" if equation.params["length"] > 1 else ""  # one iteration repeats nothing
         loop = self.names.new().name
-        inner = self._enter_loop(equation, loop, construct)
-        turning = self._carry_on(body, consts, carry, loop)
+        if equation.params["length"] > 1:
+            inner = self._enter_loop(equation, loop, "scan")
+        else:  # one iteration repeats nothing
+            inner = self._enter(equation)
+        carry = self._carry_on(body, consts, carry, loop)
         rows = [self._vary(value, loop) for value in arrays]
-        inner.run(body, [*consts, *turning, *rows])
+        inner.run(body, [*consts, *carry, *rows])
         return self._make_new(equation, operands)
 
     def while_loop(self, equation: Any, test: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
         consts_of_test, consts_of_body, carry = while_operands(equation, operands)
         loop = self.names.new().name
         inner = self._enter_loop(equation, loop, "while loop")
-        inner.run(test, [*consts_of_test, *(self._vary(value, loop) for value in carry)])
-        inner.run(body, [*consts_of_body, *self._carry_on(body, consts_of_body, carry, loop)])
+        tested = [self._vary(value, loop) for value in carry]
+        inner.run(test, [*consts_of_test, *tested])
+        carry = self._carry_on(body, consts_of_body, carry, loop)
+        inner.run(body, [*consts_of_body, *carry])
         return self._make_new(equation, operands)
 
     def _enter(self, equation: Any) -> _KeyReader:
@@ -170,8 +186,6 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
 
     def _enter_loop(self, equation: Any, loop: int, construct: str) -> _KeyReader:
         inner = self._enter(equation)
-        if not construct:
-            return inner
         description = f"{construct} at {find_line(equation, inner.context)}"
         return replace(inner, loops=(*inner.loops, (loop, description)))
 
@@ -180,13 +194,15 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         arguments = body.jaxpr.invars[len(consts) :]
         values = []
         for value, argument, out in zip(carry, arguments, body.jaxpr.outvars, strict=False):
-            values.append(value if out is argument else self._vary(value, loop))
+            if out is not argument:
+                value = self._vary(value, loop)
+            values.append(value)
         return values
 
     def _vary(self, value: NamedValue, loop: int) -> NamedValue:
         """Another value in each iteration of a loop."""
-        turned = self.names.new([value])
-        return turned._replace(loops=turned.loops | {loop})
+        varying = self.names.new([value])
+        return varying._replace(loops=varying.loops | {loop})
 
     def _make_new(self, equation: Any, operands: list[NamedValue]) -> list[NamedValue]:
         return [self.names.new(operands) for _ in equation.outvars]
@@ -221,6 +237,11 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         self.findings.append(Finding("reused-key", message, line, _REMEDY))
 
 
+def _name_of_param(item: tuple[str, Any]) -> str:
+    name, _ = item
+    return name
+
+
 def _is_repeatable(equation: Any) -> bool:
     """Whether the same operands give the same results again. A clone is another key, and no key is made from floats."""
     if equation.primitive.name == "random_clone" or compat.acts(equation):
@@ -234,6 +255,8 @@ def _repeats_forward(equation: Any) -> bool:
 
 
 def _may_make_a_key(aval: Any) -> bool:
+    """Whether a value may be a key, or made into one: a seed, a counter, a choice."""
     dtype = getattr(aval, "dtype", None)
-    kinds = (jax.dtypes.prng_key, jnp.integer, np.bool_)
-    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    if dtype is None:
+        return False
+    return any(jnp.issubdtype(dtype, kind) for kind in (jax.dtypes.prng_key, jnp.integer, np.bool_))

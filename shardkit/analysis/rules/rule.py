@@ -27,7 +27,9 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         sentence = f"{self.rule}: {self.message} {self.remedy}"
-        return f"{self.source}: {sentence}" if self.source else sentence
+        if not self.source:
+            return sentence
+        return f"{self.source}: {sentence}"
 
 
 class Rule(NamedTuple):
@@ -54,10 +56,13 @@ def findings(rules: Iterable[Rule], program: Any) -> list[Finding]:
     """What breaks these rules in a program, in their order; a function that rules share runs once."""
     rules = list(rules)
     names = {rule.name for rule in rules}
-    every: list[Finding] = []
-    for check in dict.fromkeys(rule.check for rule in rules):
-        every += check(program)
-    return [finding for finding in dict.fromkeys(every) if finding.rule in names]
+    checks = dict.fromkeys(rule.check for rule in rules)  # each once, in order
+    distinct: dict[Finding, None] = {}
+    for check in checks:
+        for finding in check(program):
+            if finding.rule in names:
+                distinct[finding] = None
+    return list(distinct)
 
 
 class Use(NamedTuple):
@@ -74,7 +79,10 @@ class Use(NamedTuple):
 
 
 def uses(block: Block, variable: Any) -> Iterator[Use | None]:
-    """Every use of a value, through casts and into called functions; None where it leaves the block."""
+    """Every use of a value, through casts and into called functions; None where it leaves the block.
+
+    For example the uses of g in `y = pvary(g); z = jit(f)(y)` are those of f's argument.
+    """
     if any(out is variable for out in block.jaxpr.outvars):
         yield None
     for equation in block.jaxpr.eqns:
@@ -82,7 +90,10 @@ def uses(block: Block, variable: Any) -> Iterator[Use | None]:
             if operand is not variable:
                 continue
             if passes_on(equation):
-                yield from uses(block, equation.outvars[position if len(equation.outvars) > 1 else 0])
+                result = equation.outvars[0]
+                if len(equation.outvars) > 1:  # a barrier returns all of its operands
+                    result = equation.outvars[position]
+                yield from uses(block, result)
                 continue
             called = enter_call(block, equation)
             if called is None:

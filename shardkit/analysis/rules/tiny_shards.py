@@ -20,13 +20,20 @@ _MANY = 16
 def tiny_shards(program: TracedProgram) -> Iterator[Finding]:
     """Arrays that many devices hold in pieces of a few bytes: a message costs its latency whatever its size."""
     for block, equation in program.equations:
-        kind, axes = kind_of(equation), find_split_axes(equation, block.context)
-        n = math.prod(block.context.sizes[a] for a in axes)
-        if kind not in ("all_gather", "reduce_scatter") or n < _MANY:
+        kind = kind_of(equation)
+        axes = find_split_axes(equation, block.context)
+        n = math.prod(block.context.sizes[axis] for axis in axes)
+        if n < _MANY:
             continue
-        piece = equation.invars[0] if kind == "all_gather" else equation.outvars[0]
-        split = kind == "reduce_scatter" or _is_input(block, piece)
-        if split and piece.aval.ndim and size_of(piece) < program.small and size_of(piece) * n > 0:
+        if kind == "all_gather":
+            piece = equation.invars[0]
+            if not _is_input(block, piece):
+                continue
+        elif kind == "reduce_scatter":
+            piece = equation.outvars[0]
+        else:
+            continue
+        if piece.aval.ndim and 0 < size_of(piece) < program.small:
             yield Finding(
                 "tiny-shards",
                 f"{kind} over {quoted(axes)} of {n} devices sends pieces of {size_of(piece):,} bytes "
@@ -40,8 +47,9 @@ def _is_input(block: Block, variable: Any) -> bool:
     """Whether a value is an input of a shard_map, perhaps cast: sharded state."""
     if block.owner is None:
         return False
-    made = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}
-    while variable in made and passes_on(made[variable]):
-        equation = made[variable]  # a barrier has several operands
-        variable = equation.invars[equation.outvars.index(variable)]
-    return any(variable is v for v in block.jaxpr.invars)
+    makers = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}
+    while variable in makers and passes_on(makers[variable]):
+        equation = makers[variable]
+        number = equation.outvars.index(variable)  # a barrier has several operands
+        variable = equation.invars[number]
+    return any(variable is argument for argument in block.jaxpr.invars)

@@ -13,14 +13,16 @@ from shardkit.analysis.rules.rule import Finding, find_first_line
 def unchecked(program: TracedProgram) -> Iterator[Finding]:
     """shard_map without check_vma, and pmap."""
     for block, equation in program.equations:
-        if not block.context.mapped and compat.is_made_by_pmap(equation):
+        if block.context.mapped:
+            continue
+        if compat.is_made_by_pmap(equation):
             yield Finding(
                 "pmap",
                 "jax.pmap supports one axis, needs a leading dim for it and checks no types.",
                 find_first_line(equation, block.context),
                 "Write jax.shard_map over a mesh from make_mesh.",
             )
-        if equation.primitive.name == "shard_map" and not equation.params["check_vma"] and not block.context.mapped:
+        if equation.primitive.name == "shard_map" and not equation.params["check_vma"]:
             yield Finding(
                 "check-vma-off",
                 f"shard_map over {quoted(compat.manual_axes(equation))} has check_vma off: a wrong out_specs and a "

@@ -1,7 +1,8 @@
-"""What `make_train_step` warns of too: a loss that is another number on each mesh, an axis that does nothing."""
+"""What `make_train_step` warns of too: losses that depend on the mesh, and axes along which nothing is split."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from shardkit.analysis.rules.program import TracedProgram
@@ -11,5 +12,6 @@ from shardkit.on_device.advice import idle_axes, uncommon_losses
 
 def unintended(program: TracedProgram) -> Iterator[Finding]:
     """Losses divided before they are summed, penalties that count once for each device, axes that split nothing."""
-    for each in (*uncommon_losses(program.step.jaxpr), *idle_axes(program.step.jaxpr)):
-        yield Finding(*each)
+    jaxpr = program.step.jaxpr
+    for advice in itertools.chain(uncommon_losses(jaxpr), idle_axes(jaxpr)):
+        yield Finding(*advice)

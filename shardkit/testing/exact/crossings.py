@@ -24,6 +24,8 @@ from shardkit.testing.exact.numbers.values import Element, Exact
 
 _STEP = 1 / 16  # by which an element is moved: a power of two, so that real values stay exact
 _LARGEST = 1e6  # of the elements that are put somewhere
+_NEXT = 0.5  # how often the way off ends before the next root
+_APART = 1e-7  # by such a share two roots differ, and not by their rounding
 _EXACTLY = 0.5  # how often a comparison is made one of equal numbers; else it goes either way
 
 
@@ -89,26 +91,45 @@ class Crossings:
 
     def solve(self, field: Field, moved: Element, before: Differences, after: Differences) -> Element | None:
         """What the element must be for a comparison to change; None where none hangs on it linearly."""
-        ways = {}
-        for place, first in before.by_place.items():
-            second = after.by_place.get(place)
-            if second is not None and second.number.shape == first.number.shape:
-                possible = np.flatnonzero(_roots(field, moved, first, second)[1])
-                if len(possible):
-                    ways[place] = possible
+        ways = self._find_ways(field, moved, before, after)
         if not ways:
             return None
         fewest = min(self.crossed[place[:3]] for place in ways)
         places = [place for place in ways if self.crossed[place[:3]] == fewest]
         place = places[self.rng.integers(len(places))]
         self.crossed[place[:3]] += 1
-        first, second = before.by_place[place], after.by_place[place]
-        at = int(self.rng.choice(ways[place]))
-        root = float(_roots(field, moved, first, second)[0].reshape(-1)[at])
+        # Of the elements of the comparison one.
+        index, root = ways[place][self.rng.integers(len(ways[place]))]
         if self.rng.random() < _EXACTLY:
-            return moved._replace(number=_root(field, moved, first, second, at), real=root)
-        away = math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(root)) * float(self.rng.choice([-1.0, 1.0]))
-        return moved._replace(real=root + away)
+            number = _root(field, moved, before.by_place[place], after.by_place[place], index)
+            return moved._replace(number=number, real=root)
+        roots = [other for way in ways.values() for _, other in way]
+        return moved._replace(real=self._beyond(root, np.array(roots)))
+
+    def _find_ways(
+        self, field: Field, moved: Element, before: Differences, after: Differences
+    ) -> dict[Any, list[tuple[int, float]]]:
+        """By comparison, its elements that the moved one decides, and where they are zero."""
+        ways = {}
+        for place, first in before.by_place.items():
+            second = after.by_place.get(place)
+            if second is None or second.number.shape != first.number.shape:
+                continue
+            roots, is_known = _roots(field, moved, first, second)
+            indices = np.flatnonzero(is_known)
+            if len(indices):
+                ways[place] = list(zip(indices.tolist(), roots.reshape(-1)[indices].tolist(), strict=True))
+        return ways
+
+    def _beyond(self, root: float, others: np.ndarray) -> float:
+        """A value on one side of a root: between it and the next one, or some way off."""
+        direction = float(self.rng.choice([-1.0, 1.0]))
+        distances = (others - root) * direction
+        distances = distances[distances > _APART * (1 + abs(root))]
+        # Between two roots no comparison changes: what hangs on a window that is narrow is seen there.
+        if len(distances) and self.rng.random() < _NEXT:
+            return root + direction * float(distances.min()) * self.rng.uniform(0.1, 0.9)
+        return root + direction * math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(root))
 
 
 def _roots(field: Field, moved: Element, first: Difference, second: Difference) -> tuple[np.ndarray, np.ndarray]:

@@ -43,25 +43,73 @@ from shardkit.testing.exact.rules.scope import Scope
 Seen = Callable[[Any, Sequence[Operand], Sequence[Operand], Mapping[str, int], str], Sequence[Operand] | None]
 # Neither rounding nor places on devices are modelled.
 _UNCHANGED = {
-    *("seal", "unseal", "stop_gradient", "reduce_precision"),
-    *("device_put", "sharding_constraint", "reshard", "mesh_cast"),
+    "seal",
+    "unseal",
+    "stop_gradient",
+    "reduce_precision",
+    "device_put",
+    "sharding_constraint",
+    "reshard",
+    "mesh_cast",
 }
 _PRINTS = ("debug_callback", "debug_print")
 _MOST_ROUNDS = 1000  # of a loop that a float ends
-# What integers that are not negative give, none that is.
+# Of integers that are not negative these give integers that are not negative either.
 _NATURAL = {
-    *("add", "mul", "max", "min", "rem", "reduce_sum", "reduce_max", "cumsum", "convert_element_type", "select_n"),
-    *("reshape", "broadcast_in_dim", "squeeze", "transpose", "concatenate", "slice", "dynamic_slice", "sort"),
+    "add",
+    "mul",
+    "max",
+    "min",
+    "rem",
+    "reduce_sum",
+    "reduce_max",
+    "cumsum",
+    "convert_element_type",
+    "select_n",
+    "reshape",
+    "broadcast_in_dim",
+    "squeeze",
+    "transpose",
+    "concatenate",
+    "slice",
+    "dynamic_slice",
+    "sort",
     "lu_pivots_to_permutation",
 }
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-# What is computed of constants in floats, and rounded: log(2) is no rational number.
+# Functions that jax computes of constants in floats, rounded: log(2) is no rational number.
 _ROUNDED = {
-    *("exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "sqrt", "rsqrt", "cbrt", "pow", "sin", "cos", "tan"),
-    *("sinh", "cosh", "tanh", "asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv"),
-    *("lgamma", "digamma"),
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "log2",
+    "logistic",
+    "sqrt",
+    "rsqrt",
+    "cbrt",
+    "pow",
+    "sin",
+    "cos",
+    "tan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asin",
+    "acos",
+    "atan",
+    "atan2",
+    "asinh",
+    "acosh",
+    "atanh",
+    "erf",
+    "erfc",
+    "erf_inv",
+    "lgamma",
+    "digamma",
 }
-# What watches is told of the values that go into these and come out, one by one.
+# `seen` is called with the values that go into these and come out of them, one by one.
 _CONTROL_FLOW = ("shard_map", "scan", "while", "cond")
 
 
@@ -191,23 +239,25 @@ class Interpreter(JaxprInterpreter[Operand]):
         return not self._is_forced(equation, operands)
 
     def _is_forced(self, equation: Any, operands: Sequence[Operand]) -> bool:
-        """Whether what is not negative is asked whether it is less than zero.
+        """Whether a comparison has one answer, because it asks whether a natural number is less than zero.
 
-        jax asks so of every index that may count from the end.
+        jax asks it of every index, because a negative one counts from the end.
         """
         if equation.primitive.name not in ("lt", "ge") or any(isinstance(x, Exact) for x in operands):
             return False
         x, y = operands
         marks = self.field.marks
-        return not marks.follows_floats(y) and bool((np.asarray(y) <= 0).all()) and marks.is_natural(x)
+        is_at_most_zero = bool((np.asarray(y) <= 0).all())
+        if marks.follows_floats(y) or not is_at_most_zero:
+            return False
+        return marks.is_natural(x)
 
     def _mark_results(
         self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]
     ) -> Sequence[Operand]:
-        """The results, of which the known ones are marked where they follow from floats."""
+        """The results, of which the known ones are marked if they follow from floats."""
         if not self._follows_floats(equation, operands):
             return results
-        # Only known arrays are marked: what is in the field is compared by its keys.
         marks = self.field.marks
         following = [x for x in operands if marks.follows_floats(x)]
         natural = equation.primitive.name in _NATURAL and self._are_natural(operands)
@@ -215,6 +265,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         joins_decisions = equation.primitive.name not in _COMPARISONS and all(marks.is_decision(x) for x in following)
         marked: list[Operand] = []
         for x in results:
+            # Numbers of the field need no mark: they are compared by their keys.
             if not isinstance(x, Exact) and not marks.follows_floats(x):
                 x = np.asarray(x)
                 marks.add(x, decision=joins_decisions and x.dtype == bool, natural=natural)
@@ -321,7 +372,10 @@ class Interpreter(JaxprInterpreter[Operand]):
             outputs[i] = results[len(carry) :]
         if outputs:
             return [*carry, *self._stack_outputs(equation, outputs)]
-        empty = [np.zeros((1,) * self.rank + v.aval.shape, v.aval.dtype) for v in equation.outvars[len(carry) :]]
+        empty = []
+        for variable in equation.outvars[len(carry) :]:
+            shape = (1,) * self.rank + variable.aval.shape
+            empty.append(np.zeros(shape, variable.aval.dtype))
         return [*carry, *empty]
 
     def _stack_outputs(self, equation: Any, outputs: dict[int, list[Operand]]) -> list[Operand]:
@@ -352,8 +406,9 @@ class Interpreter(JaxprInterpreter[Operand]):
         while True:
             [goes_on] = self.run(test, [*consts_of_test, *carry])
             rounds += 1
-            if self.field.marks.follows_floats(goes_on) and (self.field.order is not None or rounds > _MOST_ROUNDS):
-                # An order that no input has may never end it.
+            # In an order, which may be that of no input, the loop may never end.
+            may_not_end = self.field.order is not None or rounds > _MOST_ROUNDS
+            if may_not_end and self.field.marks.follows_floats(goes_on):
                 raise UnsupportedError(f"a while loop that a float ends, after more than {_MOST_ROUNDS} rounds,")
             if not goes_on.any():
                 return carry
@@ -406,5 +461,5 @@ class Interpreter(JaxprInterpreter[Operand]):
 
 
 def _shift_spec(spec: PartitionSpec, lead: int) -> PartitionSpec:
-    """A spec for the dims behind others."""
+    """The same spec behind `lead` dims that nothing splits."""
     return PartitionSpec(*[None] * lead, *spec)

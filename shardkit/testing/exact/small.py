@@ -11,7 +11,7 @@ import numpy as np
 
 from shardkit._arguments.checks import at_least, quoted
 from shardkit._arguments.typed import typed
-from shardkit.testing.exact.equality import described
+from shardkit.testing.exact.equality import describe_array
 
 _MOST = 16  # multiples that are tried
 
@@ -108,7 +108,7 @@ def _summarize(shrunk: Mapping[int, int], kept: list[int]) -> str:
 
 def _describe(x: Any, new_sizes: Mapping[int, int] | None = None) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an argument, with other sizes."""
-    x = described(x)
+    x = describe_array(x)
     shape = x.shape
     if new_sizes is not None:
         shape = [new_sizes.get(n, n) for n in shape]

@@ -177,7 +177,7 @@ def test_a_program_for_something_else_is_refused(program, monkeypatch):
             f"{where} jax {version}, and this process has jax 0.9.0. Compile it here, and save that."
         )
     with monkeypatch.context() as patch:
-        patch.setattr(saved, "_processor", lambda: "another")
+        patch.setattr(saved, "_describe_processor", lambda: "another")
         assert refused(program).endswith("and this process has processor another. Compile it here, and save that.")
     with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", lambda platform: jax.local_devices()[1:])

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.analysis.hlo.tuning import Trial, tried
+from shardkit.analysis.hlo.tuning import Trial, try_options
 from support.compilers import tpu
 from support.recorded.programs import abstract_mesh, shape
 
@@ -36,7 +36,7 @@ def compiler(seconds):
 def test_an_option_stays_only_beside_those_before_it_and_if_the_step_is_faster():
     """b helps alone, and beside a it harms; c is refused, d does not fit, and e helps beside a."""
     times = {("a",): 8, ("b",): 9, ("a", "b"): 8.5, ("a", "c"): None, ("a", "d"): -1024, ("a", "e"): 7}
-    tuned = tried(compiler(times), [{name: True} for name in "abcde"])
+    tuned = try_options(compiler(times), [{name: True} for name in "abcde"])
     assert tuned.options == {"a": True, "e": True}
     assert [sorted(trial.options) for trial in tuned.trials[:4]] == [["a", "e"], ["a"], ["a", "b"], []]
     assert {trial.message for trial in tuned.trials[4:]} == {"refused by the compiler", ""}
@@ -45,10 +45,10 @@ def test_an_option_stays_only_beside_those_before_it_and_if_the_step_is_faster()
 
 def test_a_step_that_does_not_fit_keeps_what_needs_less_memory_and_nothing_that_is_refused_or_no_help():
     times = {(): -9, ("a",): None, ("b",): -8, ("b", "c"): -8, ("b", "d"): 3}
-    tuned = tried(compiler(times), [{name: True} for name in "abcd"])
+    tuned = try_options(compiler(times), [{name: True} for name in "abcd"])
     assert [sorted(trial.options) for trial in tuned.trials] == [["b", "d"], ["b"], ["b", "c"], [], ["a"]]
-    assert tried(compiler({("a",): 10}), [{"a": 1}]).options == {}
-    assert tried(compiler({}), []).options == {}
+    assert try_options(compiler({("a",): 10}), [{"a": 1}]).options == {}
+    assert try_options(compiler({}), []).options == {}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -201,6 +202,15 @@ def test_a_trace_is_audited_without_devices_and_compared():
         "audit: the snapshot must be of the same devices; it has 512 devices as traced, data=512, and this run 512 "
         "devices of cpu, data=512."
     )
+
+
+def test_the_step_of_a_builder_has_no_line_and_is_named_without_one():
+    mesh = sk.abstract_mesh(data=8)
+    grad_fn = sk.value_and_grad(lambda params, batch, keys: sk.Mean.of(batch @ params))
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+    args = init.abstract(jnp.ones(4)), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    text = str(sk.audit(step, *args))
+    assert text.startswith("step on 8 devices as traced (") and "unknown" not in text
 
 
 def test_a_step_that_fails_when_it_is_called_is_audited():

@@ -14,13 +14,14 @@ import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
 from shardkit.testing.exact.coverage import EQUALITY, Coverage
 from shardkit.testing.exact.draws import STEP, equal
-from shardkit.testing.exact.equality import ASSUMED, check_size
+from shardkit.testing.exact.equality import ASSUMED
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.errors import RedrawError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.tower import PRIMES
 from shardkit.testing.exact.program_pair import UnprovableError
+from shardkit.testing.exact.size import check_size
 from support.refusals import raises, refusals, refused, value_error
 
 MESH = sk.abstract_mesh(data=2)

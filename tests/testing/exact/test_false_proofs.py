@@ -84,6 +84,14 @@ def in_a_window(factor):
     return lambda x: x + jnp.float32(x > 1) * jnp.float32(x < 1.03) * next_to(x) * factor
 
 
+def in_a_narrow_window(factor):
+    def f(x):
+        difference = 3 * x - next_to(x)
+        return x + jnp.float32(difference > 7) * jnp.float32(difference < 7.001) * next_to(x) * factor
+
+    return f
+
+
 def beyond_floats(x):
     """x, by a comparison of what overflows in every draw."""
     return jnp.where(exps(x * x + 2, 3) > 2, x, x)
@@ -130,6 +138,12 @@ SPLIT = {
     # Behind deep exps the draws in which an element is placed where comparisons change were left out.
     "a tie behind deep exps": (behind_exps(at_a_tie(1)), behind_exps(at_a_tie(2))),
     "a window behind deep exps": (behind_exps(in_a_window(1)), behind_exps(in_a_window(2))),
+    # Constants that differ by little: in no draw, and in no order, something was between them.
+    "a comparison that always holds": (
+        lambda x: jnp.where(x * x + 1 >= 1.000001, x, 0),
+        lambda x: jnp.where(x * x + 1 >= 1, x, 0),
+    ),
+    "a narrow window": (in_a_narrow_window(1), in_a_narrow_window(2)),
     # A root of what is seldom negative, real values beyond floats, and zero weights of a product of matrices.
     "zero times a root": (lambda x: x + 0 * jnp.sqrt(next_to(x) + 4), lambda x: x),
     "zero times a power": (lambda x: x + 0 * (next_to(x) + 6) ** 0.3, lambda x: x),

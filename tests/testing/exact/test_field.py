@@ -55,6 +55,14 @@ def residue(ratio, p):
     return ratio.numerator * pow(ratio.denominator, -1, p) % p
 
 
+# What hangs on a narrow window was drawn in one of a thousand elements.
+def test_inputs_near_constants_are_between_two_of_them():
+    field = Field(1, 0, kind="near")
+    field.centres = (np.log(3), np.log(3.001))
+    x = draw_input(field, "x", (4, 16)).real
+    assert ((x > 3) & (x < 3.001)).sum() >= 3
+
+
 # Each is one line of the arithmetic; the components of every prime and point are looked at.
 def test_sums_products_powers_and_inverses_are_those_of_the_integers():
     for got, wanted in (

@@ -21,7 +21,7 @@ from shardkit.testing.exact.numbers.infinities import (
 )
 from shardkit.testing.exact.numbers.logarithms import multiply_logarithm, to_number
 from shardkit.testing.exact.numbers.roots import NO_ROOT
-from shardkit.testing.exact.numbers.square_roots import find_common_roots, multiply_roots, recall_roots
+from shardkit.testing.exact.numbers.square_roots import find_common_roots, find_squares, multiply_roots
 from shardkit.testing.exact.numbers.values import OUTSIDE, TRULY, Degree, Exact, build_facts
 
 _MOST_TERMS = 2**18  # of a product of matrices that is taken term by term
@@ -100,14 +100,18 @@ def multiply(field: Field, x: Exact, y: Exact) -> Exact:
 
 def power(field: Field, x: Exact, n: int) -> Exact:
     """x to a whole power; an even one of a square root is one of what it is the root of."""
-    x = recall_roots(field, to_number(field, x))
+    x = to_number(field, x)
     if n == 0:  # of what is no number too
         return field.lift(np.ones(x.shape, np.float32))
     if n < 0:
         return invert(field, power(field, x, -n))
     # The number of a root is random: its square, computed from it, would be another random number.
     if n >= 2 and x.roots is not None:
-        return _power_of_roots(field, x, n)
+        return _power_of_squares(field, x, multiply(field, x, x).with_sign(1), n)
+    if n >= 2:
+        squares = find_squares(field, x)
+        if squares is not None:
+            return _power_of_squares(field, x, squares, n)
     sign: Any = x.sign
     if n % 2 == 0:
         sign = 1
@@ -118,9 +122,8 @@ def power(field: Field, x: Exact, n: int) -> Exact:
     return field.settle(Exact(number, facts, x.real**n, None, degree, x.roots, x.is_power))
 
 
-def _power_of_roots(field: Field, x: Exact, n: int) -> Exact:
-    """(c sqrt(y))**n is (c**2 y)**(n / 2), or that with n - 1 times c sqrt(y)."""
-    squares = multiply(field, x, x).with_sign(1)
+def _power_of_squares(field: Field, x: Exact, squares: Exact, n: int) -> Exact:
+    """x**n by x**2, which is not what the residues of x give: (c sqrt(y))**3 is c**2 y times c sqrt(y)."""
     result = power(field, squares, n // 2)
     if n % 2:
         result = multiply(field, result, x)
@@ -129,7 +132,7 @@ def _power_of_roots(field: Field, x: Exact, n: int) -> Exact:
 
 def invert(field: Field, x: Exact) -> Exact:
     """1 / x; that of zero is infinite, that of infinity zero."""
-    x = recall_roots(field, to_number(field, x))
+    x = to_number(field, x)
     number, roots, degree = _invert_numbers(field, x)
     zero = field.is_zero(x)
     if field.planted:  # zero in this draw, and for no reason of the program

@@ -160,8 +160,8 @@ def factor_positive(field: Field, a: Exact) -> Exact:
 def find_rank(field: Field, a: Exact) -> np.ndarray:
     """int [...]: the rank of each matrix [..., m, n], the highest at any point.
 
-    By elimination of residues alone, without facts. In a row that no pivot is in yet, any number that is not zero is a
-    pivot; a component without meaning has rank 0.
+    By elimination of residues alone, without facts: of the rows that have no pivot yet, the first whose number in a
+    column is not zero has the pivot of that column. A component without meaning has rank 0.
     """
     x = a.number
     p = field.residues.primes_of(x)
@@ -176,9 +176,9 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
         factors = column * invert_by_power(pivot, p) % p
         is_pivot = (np.arange(m)[:, None] == place) & (pivot != 0)
         is_free = is_free & ~is_pivot
-        # p * p is added so that the difference of unsigned words is not negative.
-        less = (x + p * p - factors * row % p) % p
-        x = np.where(is_free & (pivot != 0), less, x)
+        # p is added so that the difference of unsigned words is not negative.
+        reduced = (x + p - factors * row % p) % p
+        x = np.where(is_free & (pivot != 0), reduced, x)
     # [components, ...]; by chance a component may have a lower rank, and none a higher one.
     ranks = (~is_free).sum((-2, -1))
     valid = field.valid(a.used[0].max((-2, -1), initial=0))

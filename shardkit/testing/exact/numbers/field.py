@@ -87,6 +87,7 @@ class Field:
         numbers_of_bits: by the residues of a word that stands for bits, the float: residues, facts and real value.
         degree_of_bits: bounds of the degree of all floats that became bits.
         roots: what is known of square roots.
+        laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
         grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
         halves: for a Cholesky factor L of A = L L^T: by the residues of L and of L^-1 B, what A^-1 B is, and its
             degree. So L^-T (L^-1 B) is known to be A^-1 B, without a root.
@@ -101,8 +102,9 @@ class Field:
         kind: str = KINDS[0],
         scale: float = 1.0,
         levels: int = LEVELS,
+        laws_of_roots: bool = False,
     ):
-        self.settings = (points, seed, shallow, order, kind, scale, levels)
+        self.settings = (points, seed, shallow, order, kind, scale, levels, laws_of_roots)
         self.points = points
         self.seed = seed
         self.shallow = shallow
@@ -110,6 +112,7 @@ class Field:
         self.kind = kind
         self.scale = scale
         self.levels = levels
+        self.laws_of_roots = laws_of_roots
         self.residues = Residues(points, seed, levels)
 
         # What the run has seen, which certificates and further draws read.
@@ -158,16 +161,19 @@ class Field:
         return NOT_A_NUMBER
 
     def valid(self, used: np.ndarray) -> np.ndarray:
-        """bool [components, ...]: which components have a meaning where so many primes are used up."""
-        # The lowest primes are used up by exps; the highest one by logarithms that became numbers.
+        """bool [components, ...]: which components have a meaning where so many primes are used up.
+
+        The lowest primes are used up by exps, the highest one by logarithms that became numbers. For example, of eight
+        primes 0 to 7, exp(exp(x)) has used up 0 and 1; if a logarithm became a number too, 2 to 6 have a meaning.
+        """
         level = self.residues.levels_of_components(used.ndim)
         highest = self.levels - 1 if self.logs else self.levels
         return (level >= used) & (level < highest)
 
     def is_zero(self, x: Exact) -> np.ndarray:
         """bool [...]: which elements are zero at all points."""
-        # A component without a meaning says nothing: it may be anything, and the number still zero. Where no component
-        # has one, as behind more exps than there are primes, nothing says that it is.
+        # A component without a meaning says nothing: the number may be zero whatever it is. Behind more exps than there
+        # are primes no component has a meaning, and there is no answer.
         used = int(x.used[0].max(initial=0))
         self.deepest = max(self.deepest, used)  # so that a further run has as many primes as this question needs
         if used >= self.levels - self.logs:
@@ -180,8 +186,8 @@ class Field:
     def invert_residues(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
         """1 / x for residues.
 
-        What is zero in all components is zero, and its inverse is some number. What is zero in one alone is another
-        number, of which this point or prime shows nothing: the points are drawn again.
+        What is zero in all components is zero, and its inverse is some number. A number that is zero in some components
+        alone is not zero, but has no inverse there: the points are drawn again.
         """
         zero = x == 0
         if not zero.any():
@@ -196,10 +202,22 @@ class Field:
         return np.where(zero, inverse_of_zero, inverse)
 
     def note_rounded(self, name: str, values: np.ndarray) -> None:
-        """Keeps that a function of constants was computed in floats, and its values, for the side that runs."""
+        """Notes that a function of constants was computed in floats, and its values, for the side that runs."""
         self.rounded.add(name)
         if self.coverage is not None:
             self.rounded_values.setdefault(self.coverage.side, set()).update(np.unique(values).tolist())
+
+    def add_notes(self, other: Field, side: int) -> None:
+        """Adds what a run of one side in another field of the same settings noted, as if it had been in this one."""
+        self.uninterpreted |= other.uninterpreted
+        self.rounded |= other.rounded
+        self.rounded_values[side] = set(other.rounded_values.get(side, ()))  # a copy: `other` is added elsewhere too
+        self.domains |= other.domains
+        self.chances |= other.chances
+        self.logs |= other.logs
+        self.compared += other.compared
+        self.deepest = max(self.deepest, other.deepest)
+        self.outside = self.outside or other.outside
 
     def settle(self, x: Exact) -> Exact:
         """The same array, with one number for what is truly infinite, and with zero for what is no number.
@@ -306,7 +324,11 @@ class Field:
     # Degrees
 
     def degree_of_inverses(self, degree: Degree, elements: int) -> Degree:
-        """The degree of the inverses of so many elements of a degree: they count as a division of their own."""
+        """The degree of the inverses of so many elements of a degree: they count as a division of their own.
+
+        For example, 1 / x of eight inputs has the degree 1 in the inverses of a division of weight 8, so that the third
+        division of a program has Degree(1, {3: (1, 8)}).
+        """
         if not degree.total:
             return CONSTANT
         # All elements of one array count as one division: a term of a result has at most one of their inverses for each
@@ -330,6 +352,9 @@ class Field:
         often as its inverse may occur in one term, it is one of inputs and values alone. All primes are compared, so
         the largest one bounds how rarely it is zero at one point: its degree over the number of values that a variable
         may have there. Points at which a divisor is zero are drawn again, which is as rare a zero.
+
+        Worked example: `x @ w` has degree 2. The largest prime is 2.4e9, so that two different results of that degree
+        agree at one point with a chance of at most 2 / 2.4e9, and at three points with one of 5e-28.
         """
         total = degree.total
         weights = 0

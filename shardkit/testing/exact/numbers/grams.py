@@ -5,8 +5,8 @@ alone is known. The field therefore keeps, for the matrices that a factorization
 themselves is: A for L^T, the identity for Q. When a program multiplies such a matrix with itself, that is the result.
 
 Worked example, the distributed QR that stacks factors (TSQR). Two devices have the rows A1 and A2, and compute R1 and
-R2; one of them computes the R of [R1; R2]. Its square is R1^T R1 + R2^T R2, which is kept as A1^T A1 + A2^T A2. That is
-A^T A: so its R is the one of the whole A.
+R2; one of them computes the R of [R1; R2]. The product of [R1; R2] with itself is R1^T R1 + R2^T R2, which is kept as
+A1^T A1 + A2^T A2. That is A^T A, so that the R of [R1; R2] is the R of A.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardkit.testing.exact.numbers.values import SIGN, Degree, Exact
 
 
 def multiply_with_itself(field: Field, a: Exact) -> Exact:
-    """A^T A of [..., m, n], in which what is kept of the products of its rows stands for them."""
+    """A^T A of [..., m, n], by what is kept of blocks of its rows, and by multiplication of the other rows."""
     product = matmul(field, transpose(a), a)
     n = a.shape[-1]
     facts = product.facts.copy()
     np.einsum("...ii->...i", facts[SIGN])[...] = 1  # the diagonal has sums of squares
     number = product.number
     degree = product.degree
-    # Blocks of rows that are kept may stand on each other: [R1; R2] of 3 rows each has kept blocks of height 3.
+    # How many rows a kept block may have: A = [R1; R2] with R1 and R2 of 3 rows each has two blocks of height 3.
     heights = sorted({height for height, width, _ in field.grams if width == n}, reverse=True)
     if heights:
         number = number.copy()
@@ -42,7 +42,7 @@ def multiply_with_itself(field: Field, a: Exact) -> Exact:
             kept, other_rows = _find_kept_rows(field, masked[matrix], heights)
             if not kept:
                 continue
-            # A^T A is the sum over blocks: what is kept of some, and the product of the rows that are left.
+            # A^T A is a sum over blocks of rows: what is kept of some of them, and the product of the other rows.
             rows = a.number[matrix][:, other_rows]
             total = _multiply_residues(field, rows.swapaxes(1, 2), rows)
             for squares, squares_degree in kept:
@@ -68,7 +68,6 @@ def keep_product(field: Field, a: Exact, squares: Exact) -> None:
     m, n = a.shape[-2:]
     for place in np.ndindex(*a.shape[:-2]):
         matrix = (slice(None), *place)
-        # By place, because the matrices of a batch are kept one by one, and a NaN says nothing.
         if not a.poison[place].any():
             field.grams[m, n, masked[matrix].tobytes()] = squares.number[matrix], squares.degree
 
@@ -126,10 +125,10 @@ def _take_halves(field: Field, factors: np.ndarray, halves: np.ndarray, x: Exact
         matrix = (slice(None), *place)
         for column in range(x.shape[-1]):
             key = factors[matrix].tobytes(), halves[matrix][..., column].tobytes()
-            half = field.halves.get(key)
-            if half is not None:
-                number[(*matrix, slice(None), column)] = half[0]
-                degree = degree.plus(half[1])
+            if key in field.halves:
+                solution, degree_of_solution = field.halves[key]
+                number[(*matrix, slice(None), column)] = solution
+                degree = degree.plus(degree_of_solution)
     return replace(x, number=number, degree=degree, roots=None)
 
 
@@ -148,25 +147,32 @@ def _find_kept_rows(
     """What is kept of blocks of rows of [components, m, n], and the other rows; the highest blocks first."""
     kept: list[tuple[np.ndarray, Degree]] = []
     other_rows: list[int] = []
-    m, n = a.shape[1:]
+    m = a.shape[1]
     # From the top row down; a kept block that begins at a row is taken, else the row is one of the others.
     row = 0
     while row < m:
-        height = 1
-        squares = None
-        for height in heights:
-            if row + height <= m:
-                block = a[:, row : row + height]
-                squares = field.grams.get((height, n, block.tobytes()))
-            if squares is not None:
-                break
-        if squares is None:
+        block = _find_kept_block(field, a[:, row:], heights)
+        if block is None:
             other_rows.append(row)
             row += 1
         else:
+            height, squares = block
             kept.append(squares)
             row += height
     return kept, other_rows
+
+
+def _find_kept_block(
+    field: Field, a: np.ndarray, heights: Sequence[int]
+) -> tuple[int, tuple[np.ndarray, Degree]] | None:
+    """The height of the first kept block that [components, m, n] begins with, and what is kept; None if none is."""
+    m, n = a.shape[1:]
+    for height in heights:
+        if height <= m:
+            squares = field.grams.get((height, n, a[:, :height].tobytes()))
+            if squares is not None:
+                return height, squares
+    return None
 
 
 def mask_used(field: Field, a: Exact) -> np.ndarray:

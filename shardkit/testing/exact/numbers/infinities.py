@@ -1,8 +1,8 @@
 """What infinity and NaN become in sums and products.
 
-Infinity is of two kinds. TRULY is that of floats: 1 / 0, -inf in a mask. HUGE is a constant beyond 1e9, which programs
-write for infinity in masks: it stays so plus a number, or times one of known sign, so that exp of minus it is 0. In all
-else it is a number like any other, so that what is added and taken away cancels.
+There are two kinds of infinity. TRULY is that of floats: 1 / 0, or -inf in a mask. HUGE is a constant beyond 1e9, which
+programs write for infinity in masks. HUGE plus a number is HUGE, and so is HUGE times a number of known sign; exp of
+-HUGE is 0. In all other respects it is a number, so that it cancels where it is added and subtracted.
 
 Worked example: in `softmax(where(mask, x, -1e30))` the masked x - max is HUGE and negative, its exp is 0, and nothing
 but that matters. In `x + 1e30 - 1e30` it is a number, and the sum is x.
@@ -40,7 +40,7 @@ def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | 
     infinite: np.ndarray | int = 0
     poison = np.maximum(x.poison, y.poison)
     if x.infinite.any() or y.infinite.any():
-        # Times a number of no known sign it is one itself, and not infinite.
+        # HUGE times a number whose sign is not known is a number like any other.
         sign = _find_known_sign(x) * _find_known_sign(y)
         infinite = np.where((x.infinite != 0) | (y.infinite != 0), sign, 0)
     if x.special or y.special:
@@ -67,12 +67,12 @@ def _find_known_sign(x: Exact) -> np.ndarray:
 
 def sum_infinities(field: Field, x: Exact, dims: Sequence[int], keep: bool) -> tuple[np.ndarray, np.ndarray]:
     """Of a sum over dims."""
-    over = tuple(dims)
-    # Of all terms the largest and the smallest code: -2, -1, 0, 1 or 2.
-    highest = x.infinite.max(over, keepdims=keep, initial=0)
-    lowest = x.infinite.min(over, keepdims=keep, initial=0)
+    dims = tuple(dims)
+    # The largest and the smallest code of all terms: -TRULY, -HUGE, 0, HUGE or TRULY.
+    highest = x.infinite.max(dims, keepdims=keep, initial=0)
+    lowest = x.infinite.min(dims, keepdims=keep, initial=0)
     infinite = np.clip(highest, 0, HUGE) + np.clip(lowest, -HUGE, 0)
-    poison = x.poison.max(over, keepdims=keep, initial=0)
+    poison = x.poison.max(dims, keepdims=keep, initial=0)
     if x.special:
         plus = highest == TRULY
         minus = lowest == -TRULY
@@ -93,10 +93,12 @@ def contract_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, n
 
     x_sign = np.sign(find_keys(field, x))
     y_sign = np.sign(find_keys(field, y))
-    x_infinite = x.is_truly_infinite
-    y_infinite = y.is_truly_infinite
-    x_plus, x_minus = x_infinite & (x_sign > 0), x_infinite & (x_sign < 0)
-    y_plus, y_minus = y_infinite & (y_sign > 0), y_infinite & (y_sign < 0)
+    x_is_infinite = x.is_truly_infinite
+    y_is_infinite = y.is_truly_infinite
+    x_plus = x_is_infinite & (x_sign > 0)
+    x_minus = x_is_infinite & (x_sign < 0)
+    y_plus = y_is_infinite & (y_sign > 0)
+    y_minus = y_is_infinite & (y_sign < 0)
     plus = (
         has_product(x_plus, y_sign > 0)
         | has_product(x_minus, y_sign < 0)
@@ -109,21 +111,21 @@ def contract_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, n
         | has_product(x_sign > 0, y_minus)
         | has_product(x_sign < 0, y_plus)
     )
-    undefined = (
-        has_product(x_plus | x_minus, field.is_zero(y))
-        | has_product(field.is_zero(x), y_plus | y_minus)
-        | (plus & minus)
-    )
+    x_is_zero = field.is_zero(x)
+    y_is_zero = field.is_zero(y)
+    zero_times_infinity = has_product(x_plus | x_minus, y_is_zero) | has_product(x_is_zero, y_plus | y_minus)
+    undefined = zero_times_infinity | (plus & minus)
     poison = np.where(undefined, field.undefined, 0)
-    # One element that is no number spoils all sums of its row of x, or of its column of y.
-    all_x = np.ones(x.shape, bool)
-    all_y = np.ones(y.shape, bool)
+    # One element that is no number makes all sums NaN in which it is: those of its row of x, or of its column of y.
+    all_of_x = np.ones(x.shape, bool)
+    all_of_y = np.ones(y.shape, bool)
     for code in (NOT_A_NUMBER, OUTSIDE):
-        spoiled = has_product(x.poison == code, all_y) | has_product(all_x, y.poison == code)
-        poison = np.maximum(poison, np.where(spoiled, code, 0))
+        has_code = has_product(x.poison == code, all_of_y) | has_product(all_of_x, y.poison == code)
+        poison = np.maximum(poison, np.where(has_code, code, 0))
     if not field.planted:  # as in `multiply_infinities`: a zero weight times log(-1) is NaN
-        zero_times_outside = has_product(x.poison == OUTSIDE, field.is_zero(y))
-        zero_times_outside |= has_product(field.is_zero(x), y.poison == OUTSIDE)
+        x_is_outside = x.poison == OUTSIDE
+        y_is_outside = y.poison == OUTSIDE
+        zero_times_outside = has_product(x_is_outside, y_is_zero) | has_product(x_is_zero, y_is_outside)
         poison = np.where(zero_times_outside, NOT_A_NUMBER, poison)
     infinite = np.where(plus, TRULY, 0) + np.where(minus, -TRULY, 0)
     return infinite, poison

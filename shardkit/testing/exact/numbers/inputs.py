@@ -24,7 +24,7 @@ _LARGEST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs a
 def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     """An input: a random number for every component and element, and a random real value for every element."""
     size = math.prod(shape)
-    # Both sides draw an input of this name, and get the same.
+    # Both programs draw their inputs by name: an input of the same name is the same in both.
     digest = hashlib.blake2b(name.encode(), digest_size=6).digest()
     rng = np.random.default_rng([field.seed, int.from_bytes(digest, "big")])
     moduli = field.residues.moduli
@@ -32,7 +32,10 @@ def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     number = rng.integers(1, moduli[:, None], (len(moduli), size), np.uint64)
     number = number.reshape(len(number), *shape)
     kind = field.kind.removeprefix(CROSSED).strip()
-    real = _draw_real(field, rng, kind or KINDS[rng.integers(len(KINDS))], (1, *shape))
+    real_kind = kind
+    if not kind:
+        real_kind = KINDS[rng.integers(len(KINDS))]
+    real = _draw_real(field, rng, real_kind, (1, *shape))
     x = Exact(number, build_facts(shape), real, degree=INPUT)
     if kind == "alike" and len(shape) and size:
         x = x.move(lambda part: np.broadcast_to(part[:, :1], part.shape))
@@ -48,9 +51,9 @@ def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
 def _draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:
     """Real values of a kind."""
     if kind == MIXED:
-        rows = np.stack([_draw_real(field, rng, other, shape) for other in KINDS])
-        chosen = rng.integers(len(KINDS), size=(1, *shape))
-        return np.asarray(np.take_along_axis(rows, chosen, 0)[0])
+        values_by_kind = np.stack([_draw_real(field, rng, plain_kind, shape) for plain_kind in KINDS])
+        chosen_kinds = rng.integers(len(KINDS), size=(1, *shape))
+        return np.asarray(np.take_along_axis(values_by_kind, chosen_kinds, 0)[0])
     real = rng.normal(size=shape) * field.scale
     if kind == "positive":
         return np.asarray(np.exp(real))
@@ -60,14 +63,27 @@ def _draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequenc
         return np.asarray(real * _WIDTHS[kind])
     if kind == "unit":
         return rng.uniform(size=shape)
-    if kind == "near":  # the constants that are compared with, so that what is between two of them is met
-        centre = rng.choice(_list_compared_constants(field), size=shape)
-        return np.asarray(centre + 0.3 * np.maximum(np.abs(centre), 1) * real)
+    if kind == "near":  # about the constants that are compared, and between two of them
+        return _draw_near(_list_compared_constants(field), rng, real)
     return np.asarray(real)
 
 
+def _draw_near(constants: Sequence[float], rng: np.random.Generator, real: np.ndarray) -> np.ndarray:
+    """Real values about constants, half of them between a constant and the next: 3 and 3.001 leave little room."""
+    places = rng.integers(len(constants), size=real.shape)
+    centres = np.take(constants, places)
+    about = centres + 0.3 * np.maximum(np.abs(centres), 1) * real
+    if len(constants) < 2:
+        return np.asarray(about)
+    ordered = np.unique(constants)
+    places = rng.integers(len(ordered) - 1, size=real.shape)
+    share = rng.uniform(size=real.shape)
+    between = ordered[places] + share * np.diff(ordered)[places]
+    return np.where(rng.uniform(size=real.shape) < 0.5, about, between)
+
+
 def _place_elements(field: Field, name: str, x: Exact) -> Exact:
-    """An input with the elements that are to be something."""
+    """An input with the elements whose values the field prescribes."""
     elements = [element for element in field.elements if element.name == name]
     if not elements:
         return x
@@ -82,9 +98,11 @@ def _place_elements(field: Field, name: str, x: Exact) -> Exact:
 def _repeat_elements(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
     """An input of which many elements are equal: to one of the first half, to the one before, or to a constant."""
     size = math.prod(x.shape)
-    # Half of the elements are one of the first half again; of three elements one is that of its neighbour.
-    places = np.where(rng.uniform(size=size) < 0.5, rng.integers(0, (size + 1) // 2, size), np.arange(size))
-    places = np.where(rng.uniform(size=size) < 0.3, np.roll(places, 1), places)
+    repeats_another = rng.uniform(size=size) < 0.5
+    places_in_first_half = rng.integers(0, (size + 1) // 2, size)
+    places = np.where(repeats_another, places_in_first_half, np.arange(size))
+    repeats_neighbour = rng.uniform(size=size) < 0.3
+    places = np.where(repeats_neighbour, np.roll(places, 1), places)
     x = x.move(lambda part: part.reshape(len(part), -1)[:, places].reshape(part.shape))
     constants = rng.choice(_list_compared_constants(field), size=x.shape)
     is_constant = rng.uniform(size=x.shape) < 0.4

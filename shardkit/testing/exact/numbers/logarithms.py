@@ -104,14 +104,14 @@ def to_number(field: Field, x: Exact) -> Exact:
 def _find_squares(field: Field, factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Roots by what they are of, of which the logarithm is twice as large; and bool [...], which elements are roots."""
     is_root = np.zeros(factor.shape[1:], bool)
-    if not field.roots.by_number:
+    if not field.laws_of_roots or not field.roots.squares:
         return factor, is_root
     # [elements, components]
     columns = np.ascontiguousarray(factor.reshape(len(factor), -1).T)
     for place, word in enumerate(columns):
-        id = field.roots.by_number.get(word.tobytes())
-        if id is not None:
-            columns[place] = field.roots[id].square
+        square = field.roots.squares.get(word.tobytes())
+        if square is not None:
+            columns[place] = square.number
             is_root.flat[place] = True
     return columns.T.reshape(factor.shape), is_root
 

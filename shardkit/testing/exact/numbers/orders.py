@@ -126,13 +126,30 @@ def _place_constants(field: Field, constants: np.ndarray, order: int) -> np.ndar
     share = size / (1 + size)
     if order < 4:
         return share + 2 * (order % 2)
-    # From the fourth order on: on a logistic curve of random steepness about a constant that was compared.
-    rng = np.random.default_rng([field.seed, order])
-    steepness = math.exp(rng.normal() + 1)
-    middle = rng.choice(field.centres or (0.0,)) + rng.normal() / steepness
+    # From the fourth order on: on a logistic curve about a constant that was compared, or about two neighbours.
+    middle, steepness = _choose_curve(field, order)
     distance = np.clip(steepness * (middle - np.log(size)), -700, 700)
     spread = 1 / (1 + np.exp(distance))
     return 1.01 + 0.97 * spread + 0.01 * share  # the share tells apart what is spread to one place
+
+
+def _choose_curve(field: Field, order: int) -> tuple[float, float]:
+    """The middle of the curve that spreads the logarithms of constants, and its steepness.
+
+    Worked example: programs compare with 1, 1.0001 and 8. A curve of a random steepness about 1 leaves a ten-thousandth
+    of all unknown sizes between 1 and 1.0001. So half of the orders choose two neighbours: for these two the middle is
+    1.00005, and a steepness of 20,000 leaves half of all unknown sizes between them.
+    """
+    rng = np.random.default_rng([field.seed, order])
+    steepness = math.exp(rng.normal() + 1)
+    middle = rng.choice(field.centres or (0.0,)) + rng.normal() / steepness
+    gaps = np.diff(field.centres)
+    is_between = order % 4 in (1, 2)  # of the orders that share their hashes one of each sign, and of each direction
+    if is_between and (gaps > 0).any():
+        place = rng.choice(np.flatnonzero(gaps > 0))
+        middle = field.centres[place] + gaps[place] / 2
+        steepness = 2 / gaps[place]
+    return float(middle), float(steepness)
 
 
 def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:

@@ -1,12 +1,16 @@
 """Square roots of one run: what each root is of, and which product of roots is which root.
 
 A root has no number in the field: half of all residues are no squares, and of a square the residues of x and -x have
-the same. So a root is drawn at random, as the value of a function without a law, and gets a number, its id. The laws of
-roots are rules by which one number is taken for another:
+the same. So a root is drawn at random, as the value of a function without a law. Without more laws than that its square
+is x, sums and quotients are those of any number: (x + h) / h is x / h + 1. But x / h is not h, as x / sqrt(x) is
+sqrt(x). No choice of 1 / h makes both true, because h**2 is not x in the residues.
 
-- an array says for each element of which root it is a multiple, c sqrt(x); the ids are carried by `Exact.roots`;
+So two programs are run once more where they differ, with the laws of roots (`Field.laws_of_roots`), by which a multiple
+of a root is always written with the root above the line:
+
+- an array says for each element of which root it is a multiple, c sqrt(x), by an id in `Exact.roots`;
 - the product of two multiples of the same root is c d x, and 1 / (c sqrt(x)) is sqrt(x) / (c x);
-- sqrt(x) sqrt(y) is sqrt(x y), whichever of both was computed first; so is sqrt(x / y) y, and sqrt(1 / x) is
+- sqrt(x) sqrt(y) is sqrt(x y), whichever of both is computed first; so is sqrt(x / y) y, and sqrt(1 / x) is
   sqrt(x) / x;
 - sqrt(4 x) is 2 sqrt(x), and so with 16 and 64: a norm over the root of 16 is the root of a mean over 16.
 
@@ -50,6 +54,18 @@ class Root(NamedTuple):
     used: int
 
 
+class Square(NamedTuple):
+    """What a root is of.
+
+    Attributes:
+        number: uint64 [components].
+        used: how many primes exps have used up on the way to it.
+    """
+
+    number: np.ndarray
+    used: int
+
+
 class Multiple(NamedTuple):
     """What the root of a number is: a known multiple of a root.
 
@@ -86,8 +102,9 @@ class Roots:
     """The roots that a run has drawn.
 
     Attributes:
+        ids: by the residues of a root, its id.
         by_square: by the residues of a number, its root.
-        by_number: by the residues of a root, its id.
+        squares: by the residues of a root, what it is of.
         products: of two roots, by their ids.
         degree: a bound of the degree of all roots.
         degree_of_squares: the same of what they are the roots of.
@@ -98,8 +115,9 @@ class Roots:
         self._moduli = moduli
         ones = np.ones_like(moduli)
         self._roots = [Root(ones, ones, ones, ones, NO_ROOT, used=0)]
+        self.ids: dict[bytes, int] = {}
         self.by_square: dict[bytes, Multiple] = {}
-        self.by_number: dict[bytes, int] = {}
+        self.squares: dict[bytes, Square] = {}
         self.products: dict[tuple[int, int], Product] = {}
         self.degree: Degree = CONSTANT
         self.degree_of_squares: Degree = CONSTANT
@@ -116,7 +134,7 @@ class Roots:
         """The id of a new root. Its square and the inverse of that are found by these keys from now on."""
         number = len(self._roots)
         self._roots.append(root)
-        self.by_number[root.number.tobytes()] = number
+        self.ids[root.number.tobytes()] = number
         self.by_square.setdefault(key, Multiple(number, None))
         # sqrt(1 / x) is sqrt(x) / x.
         self.by_square.setdefault(key_of_inverse, Multiple(number, root.inverse_of_square))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from shardkit.testing.exact.numbers.errors import TooDeepError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.functions import apply_function, list_columns
 from shardkit.testing.exact.numbers.logarithms import to_number
-from shardkit.testing.exact.numbers.roots import NO_ROOT, Product, Root
+from shardkit.testing.exact.numbers.roots import NO_ROOT, Product, Root, Roots, Square
 from shardkit.testing.exact.numbers.tower import raise_residues
 from shardkit.testing.exact.numbers.values import CONSTANT, INPUT, TRULY, Degree, Exact, build_facts
 
@@ -19,17 +18,62 @@ _POWERS_OF_TWO = (1, -1, 2, -2, 3, -3)  # 2, 1 / 2, 4, ... of which the squares 
 
 
 def square_root(field: Field, x: Exact) -> Exact:
-    """The square root: drawn once for each number, and known to be a multiple of itself."""
+    """The square root: uninterpreted, but for its laws."""
     x = to_number(field, x)
     if x.is_power:
         return raise_power(field, x, 0.5)
     root = apply_function(field, "sqrt", x, sign=1)
+    # Which root is of which number is looked up by residues.
+    columns = zip(list_columns(root.number), list_columns(x.number), strict=True)
+    facts = zip(root.poison.flat, x.used[0].flat, strict=True)
+    for (word, square), (poison, used) in zip(columns, facts, strict=True):
+        if not poison:
+            field.roots.squares[word.tobytes()] = Square(square, int(used))
+    field.roots.degree_of_squares = field.roots.degree_of_squares.plus(x.degree)
+    if not field.laws_of_roots:
+        return root
+    return _find_roots(field, x, root)
+
+
+def find_squares(field: Field, x: Exact) -> Exact | None:
+    """The squares of an array whose elements are all square roots; None for others."""
+    if not field.roots.squares or not x.number.size:
+        return None
+    squares = []
+    for word, poison in zip(list_columns(x.number), x.poison.reshape(-1), strict=True):
+        square = field.roots.squares.get(word.tobytes())
+        if poison:  # of what is no number: itself
+            squares.append(word)
+        elif square is None:
+            return None
+        else:
+            squares.append(square.number)
+    number = np.stack(squares, 1).reshape(x.number.shape)
+    infinite = np.where(x.is_truly_infinite, TRULY, 0)
+    facts = build_facts(x.shape, 1, infinite, x.used[0], poison=x.poison)
+    return field.settle(Exact(number, facts, x.real**2, degree=field.roots.degree_of_squares))
+
+
+# The laws of roots
+
+
+def _find_roots(field: Field, x: Exact, root: Exact) -> Exact:
+    """The root that was drawn for x, or the multiple of one that was drawn before."""
     valid = field.valid(x.used[0])
     is_one = ((x.number == 1) | ~valid).all(0)
     is_drawn = ~is_one & ~field.is_zero(x) & (root.poison == 0) & (root.infinite == 0)
     keys = _list_keys(x.number, valid)
     places = np.flatnonzero(is_drawn)
-    _draw_roots(field, x, root, keys, places)
+    fresh: dict[bytes, int] = {}
+    for place in places.tolist():
+        if keys[place] not in field.roots.by_square:
+            fresh.setdefault(keys[place], place)
+    if fresh:
+        chosen = np.array(list(fresh.values()))
+        numbers = root.number.reshape(len(root.number), -1)[:, chosen]
+        squares = x.number.reshape(len(x.number), -1)[:, chosen]
+        ids_of_squares = x.roots_or_zeros.reshape(-1)[chosen]
+        _add_roots(field, numbers, squares, x.used[0].reshape(-1)[chosen], ids_of_squares, x.degree)
 
     # Each element by itself, in row-major order.
     ids = np.zeros(is_one.size, np.int32)
@@ -49,79 +93,69 @@ def square_root(field: Field, x: Exact) -> Exact:
     return Exact(number, root.facts, root.real, degree=degree, roots=ids[None])
 
 
-def _draw_roots(field: Field, x: Exact, root: Exact, keys: Sequence[bytes], places: np.ndarray) -> None:
-    """Roots of those elements of which none is known yet."""
-    fresh: dict[bytes, int] = {}
-    for place in places.tolist():
-        if keys[place] not in field.roots.by_square:
-            fresh.setdefault(keys[place], place)
-    _find_scaled_roots(field, x, fresh)
-    if not fresh:
+def remember_roots(field: Field, roots: Roots, degree: Degree) -> None:
+    """Adds the roots of a run of the same programs: so a product finds the roots that are drawn after it, too."""
+    if not roots.squares:
         return
-    chosen = np.array(list(fresh.values()))
-    # [components, fresh roots]
-    squares = x.number.reshape(len(x.number), -1)[:, chosen]
-    numbers = root.number.reshape(len(x.number), -1)[:, chosen]
-    used = x.used[0].reshape(-1)[chosen]
-    ids_of_squares = x.roots_or_zeros.reshape(-1)[chosen].tolist()
+    numbers = np.stack([np.frombuffer(word, np.uint64) for word in roots.squares], 1)
+    squares = np.stack([square.number for square in roots.squares.values()], 1)
+    used = np.array([square.used for square in roots.squares.values()], np.int8)
+    is_drawn = (numbers != 0).any(0) & (squares != 1).any(0)  # all but the roots of 0 and 1
+    ids_of_squares = np.zeros(int(is_drawn.sum()), np.int32)
+    _add_roots(field, numbers[:, is_drawn], squares[:, is_drawn], used[is_drawn], ids_of_squares, degree)
+
+
+def _add_roots(
+    field: Field,
+    numbers: np.ndarray,
+    squares: np.ndarray,
+    used: np.ndarray,
+    ids_of_squares: np.ndarray,
+    degree: Degree,
+) -> None:
+    """Roots [components, elements] that were drawn, but for those of 4, 16 or 64 times the square of another."""
     p = field.residues.primes_of(squares)
+    valid = field.valid(used)
     # 1 / (h y) is the one inverse for both: 1 / h is y times it, and 1 / y is h times it.
     inverses = field.invert_residues(squares * numbers % p, used)
     inverses_of_numbers = squares * inverses % p
     inverses_of_squares = numbers * inverses % p
-    keys_of_inverses = _list_keys(inverses_of_squares, field.valid(used))
+    keys = _list_keys(squares, valid)
+    keys_of_inverses = _list_keys(inverses_of_squares, valid)
+    scaled = [_list_keys(squares * _power_of_two(field, 2 * power) % p, valid) for power in _POWERS_OF_TWO]
     rows = [list_columns(part) for part in (numbers, inverses_of_numbers, squares, inverses_of_squares)]
-    for i, key in enumerate(fresh):
-        number, inverse, square, inverse_of_square = (row[i] for row in rows)
-        root_of_key = Root(number, inverse, square, inverse_of_square, ids_of_squares[i], int(used[i]))
-        field.roots.add(root_of_key, key, keys_of_inverses[i])
-    _note_degrees(field, INPUT, x.degree, field.degree_of_inverses(x.degree.times(INPUT), len(chosen)))
+    for place, key in enumerate(keys):
+        keys_of_scaled = [row[place] for row in scaled]
+        if key in field.roots.by_square or _find_scaled_root(field, key, keys_of_scaled):
+            continue
+        number, inverse, square, inverse_of_square = (row[place] for row in rows)
+        id_of_square = int(ids_of_squares[place]) or field.roots.ids.get(square.tobytes(), NO_ROOT)
+        root = Root(number, inverse, square, inverse_of_square, id_of_square, int(used[place]))
+        field.roots.add(root, key, keys_of_inverses[place])
 
-
-def _find_scaled_roots(field: Field, x: Exact, fresh: dict[bytes, int]) -> None:
-    """Takes away those of which 4, 16 or 64 times, or a share of that, is the square of a root."""
-    if not fresh or not field.roots.by_square:
-        return
-    moduli = field.residues.moduli
-    valid = field.valid(x.used[0]).reshape(len(moduli), -1)
-    places = np.array(list(fresh.values()))
-    squares = x.number.reshape(len(moduli), -1)[:, places]
-    for power in _POWERS_OF_TWO:
-        scale = [pow(4, power, p) for p in moduli.tolist()]
-        scaled = squares * np.array(scale, np.uint64)[:, None] % moduli[:, None]
-        # sqrt(x) is sqrt(4 x) / 2.
-        factor = np.array([pow(2, -power, p) for p in moduli.tolist()], np.uint64)
-        keys = _list_keys(scaled, valid[:, places])
-        for key, key_of_scaled in zip(list(fresh), keys, strict=True):
-            multiple = field.roots.by_square.get(key_of_scaled)
-            if multiple is not None and key not in field.roots.by_square:
-                field.roots.by_square[key] = multiple.times(factor, moduli)
-    for key in [key for key in fresh if key in field.roots.by_square]:
-        del fresh[key]
-
-
-def _note_degrees(field: Field, number: Degree, square: Degree, inverse: Degree) -> None:
-    """Bounds of new roots, of what they are the roots of, and of the inverse of the product of both."""
-    roots = field.roots
     # No term of a root has the inverse. But its divisor was taken for one that is not zero, which a bound counts too.
-    divisions = {division: (0, weight) for division, (_, weight) in inverse.inverses.items()}
-    roots.degree = roots.degree.plus(Degree(number.total, divisions))
-    roots.degree_of_squares = roots.degree_of_squares.plus(square)
-    roots.degree_of_inverses = roots.degree_of_inverses.plus(number.times(inverse))
+    inverse_degree = field.degree_of_inverses(degree.times(INPUT), len(keys))
+    divisions = {division: (0, weight) for division, (_, weight) in inverse_degree.inverses.items()}
+    field.roots.degree = field.roots.degree.plus(Degree(1, divisions))
+    field.roots.degree_of_squares = field.roots.degree_of_squares.plus(degree)
+    field.roots.degree_of_inverses = field.roots.degree_of_inverses.plus(INPUT.times(inverse_degree))
 
 
-def recall_roots(field: Field, x: Exact) -> Exact:
-    """The same array, of which it is looked up whether all its elements are roots, if that was lost."""
-    # As in a root that was sent as bits.
-    if x.roots is not None or not field.roots.by_number or x.factor is not None:
-        return x
-    ids = []
-    for word in list_columns(x.number):
-        id = field.roots.by_number.get(word.tobytes())
-        if id is None:
-            return x
-        ids.append(id)
-    return replace(x, roots=np.array(ids, np.int32).reshape(1, *x.shape))
+def _find_scaled_root(field: Field, key: bytes, keys_of_scaled: Sequence[bytes]) -> bool:
+    """Whether the root of a number is half that of four times the number, or a like multiple, which is kept."""
+    for power, key_of_scaled in zip(_POWERS_OF_TWO, keys_of_scaled, strict=True):
+        multiple = field.roots.by_square.get(key_of_scaled)
+        if multiple is not None:
+            factor = _power_of_two(field, -power)[:, 0]
+            field.roots.by_square[key] = multiple.times(factor, field.residues.moduli)
+            return True
+    return False
+
+
+def _power_of_two(field: Field, exponent: int) -> np.ndarray:
+    """uint64 [components, 1]: 2 to a power."""
+    powers = [pow(2, exponent, p) for p in field.residues.moduli.tolist()]
+    return np.array(powers, np.uint64)[:, None]
 
 
 def multiply_roots(field: Field, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray | None, np.ndarray, Degree]:

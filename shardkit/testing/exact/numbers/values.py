@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,9 +17,11 @@ import numpy as np
 # The rows of `Exact.facts`.
 SIGN, INFINITE, USED, FACTOR_USED, POISON = range(5)
 # What `Exact.infinite` says: a constant that stands for infinity in a mask, or infinity itself; negative for minus.
-HUGE, TRULY = 1, 2
-# What `Exact.poison` says: not a number, or what is outside of a function's domain for the inputs of this draw.
-NOT_A_NUMBER, OUTSIDE = 1, 2
+HUGE = 1
+TRULY = 2
+# What `Exact.poison` says: not a number, or outside of a function's domain for the inputs of this draw.
+NOT_A_NUMBER = 1
+OUTSIDE = 2
 
 
 class Degree(NamedTuple):
@@ -40,8 +43,8 @@ class Degree(NamedTuple):
     inverses: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
     def plus(self, *others: Degree) -> Degree:
-        """The degree of a sum, or of an array with elements of all: the largest one."""
-        # Of each division the highest power of its inverse that a term may have.
+        """The degree of a sum, or of an array with elements of all operands: the largest of their degrees."""
+        # For each division, the highest power of its inverse that a term may have.
         total = self.total
         inverses = dict(self.inverses)
         for other in others:
@@ -72,7 +75,7 @@ INPUT = Degree(1)
 
 
 class Element(NamedTuple):
-    """What one element of an input is to be.
+    """The value that one element of an input gets in a draw, in place of a random one.
 
     Attributes:
         name: the name of the input.
@@ -149,10 +152,9 @@ class Exact:
         """bool [...], whether it is infinity itself, of both signs."""
         return np.abs(self.facts[INFINITE]) == TRULY
 
-    # exp(x) of an input has used one prime, exp(exp(x)) two.
     @property
     def used(self) -> np.ndarray:
-        """int8 [2, ...], the used primes of number and factor."""
+        """int8 [2, ...], the used primes of number and factor: exp(x) of an input has used one, exp(exp(x)) two."""
         return self.facts[USED : FACTOR_USED + 1]
 
     @property
@@ -160,10 +162,13 @@ class Exact:
         """int8 [...], 0 for a number."""
         return self.facts[POISON]
 
-    @property
+    # Asked of every array, by each rule that it meets: it is kept, because no rule writes into the facts of another.
+    @cached_property
     def special(self) -> bool:
         """Whether an element is no number, or truly infinite."""
-        return bool(self.poison.any() or self.is_truly_infinite.any())
+        if self.poison.any():
+            return True
+        return bool(self.infinite.any() and self.is_truly_infinite.any())
 
     @property
     def factor_or_ones(self) -> np.ndarray:

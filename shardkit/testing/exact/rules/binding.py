@@ -32,16 +32,11 @@ def bind_primitive(
     if as_typed and any(is_key(v.aval) for v in (*equation.invars, *equation.outvars)):
         raise UnsupportedError(equation.primitive.name)
     primitive = equation.primitive
-    params = {}
-    for name, value in {**equation.params, **(changed or {})}.items():
-        if isinstance(value, NamedSharding):  # the mesh is in the dims in front
-            value = None
-        params[name] = value
+    params = _drop_mesh({**equation.params, **(changed or {})})
 
-    # The equation on one device, of arrays without dims of a mesh.
-    def bind_one(*xs: Any) -> list[Any]:
+    def bind_on_one_device(*arrays: Any) -> list[Any]:
         typed = []
-        for variable, x in zip(equation.invars, xs, strict=True):
+        for variable, x in zip(equation.invars, arrays, strict=True):
             dtype = known_dtype(variable.aval.dtype) if as_typed else x.dtype
             typed.append(jnp.asarray(x, dtype))
         results = primitive.bind(*typed, **primitive.get_bind_params(params))
@@ -54,19 +49,28 @@ def bind_primitive(
         lead = np.broadcast_shapes(*(x.shape[:rank] for x in operands))
     # All devices have the same: computed once.
     if math.prod(lead) == 1:
-        results = bind_one(*(x.reshape(x.shape[rank:]) for x in operands))
+        results = bind_on_one_device(*(x.reshape(x.shape[rank:]) for x in operands))
         return [widen(np.asarray(y)).reshape((1,) * rank + y.shape) for y in results]
 
-    # The devices become one dim, over which vmap runs; what all devices have the same has none.
-    rows = []
+    # The devices become one dim, over which vmap runs; what all devices have the same has none. On a mesh of 2 by 3
+    # devices, [2, 3] + [5] becomes [6, 5], mapped over dim 0, and [1, 1] + [5] becomes [5].
+    arrays = []
     mapped_dims: list[int | None] = []
     for x in operands:
         shape = x.shape[rank:]
         if math.prod(x.shape[:rank]) > 1:
-            rows.append(np.broadcast_to(x, lead + shape).reshape(-1, *shape))
+            arrays.append(np.broadcast_to(x, lead + shape).reshape(-1, *shape))
             mapped_dims.append(0)
         else:
-            rows.append(x.reshape(shape))
+            arrays.append(x.reshape(shape))
             mapped_dims.append(None)
-    results = jax.vmap(bind_one, in_axes=tuple(mapped_dims))(*rows)
+    results = jax.vmap(bind_on_one_device, in_axes=tuple(mapped_dims))(*arrays)
     return [widen(np.asarray(y)).reshape(lead + y.shape[1:]) for y in results]
+
+
+def _drop_mesh(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters without shardings: the devices of the mesh are dims in front here."""
+    kept = {}
+    for name, value in params.items():
+        kept[name] = None if isinstance(value, NamedSharding) else value
+    return kept

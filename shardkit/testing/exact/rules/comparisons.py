@@ -45,10 +45,11 @@ def compare(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
 def compare_totally(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     """lt_to and le_to of searchsorted: a total order, NaN last."""
     x, y = scope.lift(x, y)
-    x_keys = put_nan_last(find_keys(scope.field, x))
     # searchsorted compares so, because a NaN that is neither smaller nor larger has no place in a sorted array.
+    x_keys = put_nan_last(find_keys(scope.field, x))
     y_keys = put_nan_last(find_keys(scope.field, y))
-    truth = _COMPARE[equation.primitive.name.removesuffix("_to")](x_keys, y_keys)
+    name = equation.primitive.name.removesuffix("_to")
+    truth = _COMPARE[name](x_keys, y_keys)
     return scope.decide(equation, truth, x, y)
 
 
@@ -60,19 +61,26 @@ def put_nan_last(keys: np.ndarray) -> np.ndarray:
 def compare_equal(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     """eq and ne: numbers are equal where they are so in the field, and have a place in the order."""
     x, y = scope.lift(x, y)
-    # NaN has no place in the order: it is not equal to itself, though residues are.
-    equal = find_equal(scope.field, x, y) & (find_keys(scope.field, x) == find_keys(scope.field, y))
+    # First, because logarithms are compared by what they are of, which the keys make numbers of.
+    has_equal_numbers = find_equal(scope.field, x, y)
+    # NaN has no place in the order: it is not equal to itself, though its residues are.
+    has_equal_keys = find_keys(scope.field, x) == find_keys(scope.field, y)
+    equal = has_equal_numbers & has_equal_keys
     if equation.primitive.name == "ne":
         return scope.decide(equation, ~equal, x, y)
     return scope.decide(equation, equal, x, y)
 
 
 def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """max or min; of what is no number and a number it is none."""
+    """max and min; NaN if one of both is.
+
+    Worked example: `max(x, 0)` where x was drawn as -0.7. The keys are -0.7 and 0, so the result is 0, which is noted
+    as the outcome of `x >= 0` at this line. Its sign is known to be positive for all inputs, because that of 0 is.
+    """
     x, y = scope.lift(x, y)
     x_keys = find_keys(scope.field, x)
     y_keys = find_keys(scope.field, y)
-    # max(x, y) is not negative where one of both is not, whichever it is; min(x, y) is not positive.
+    # max(x, y) is not negative where one of both is not, and min(x, y) not positive where one of both is not.
     if equation.primitive.name == "max":
         takes_x = x_keys >= y_keys
         sign = np.maximum(x.sign, y.sign)
@@ -81,7 +89,7 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
         takes_x = x_keys <= y_keys
         sign = np.minimum(x.sign, y.sign)
         is_known = sign < 0
-    # Where x is no number neither side is taken by the keys: x is, which spreads.
+    # Where x is NaN no comparison holds: x is taken, so that NaN spreads.
     mask = scope.decide(equation, takes_x, x, y) | np.isnan(x_keys)
     chosen = where(mask, x, y)
     # Whichever was chosen here, the sign holds for all inputs: relu(x) is never negative.
@@ -93,14 +101,15 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
 def absolute(scope: Scope, equation: Any, x: Exact) -> Exact:
     """abs, by the order."""
     x = to_number(scope.field, x)
-    # x or -x. The result is known to be positive in either case.
-    mask = scope.decide(equation, find_keys(scope.field, x) >= 0, x, scope.constant(0, like=x))
-    return where(mask, x, negate(scope.field, x)).with_sign(1)
+    keys = find_keys(scope.field, x)
+    is_positive = scope.decide(equation, keys >= 0, x, scope.constant(0, like=x))
+    result = where(is_positive, x, negate(scope.field, x))
+    return result.with_sign(1)  # whichever it is, for all inputs
 
 
 def find_sign(scope: Scope, equation: Any, x: Exact) -> Exact:
     """sign, by the order, which has a place for every number."""
-    # 1, 0 or -1 in this draw: a constant, which hangs on x as a comparison does.
+    # 1, 0 or -1: a constant of this draw, which depends on x as the outcome of a comparison does.
     keys = find_keys(scope.field, x)
     scope.decide(equation, keys > 0, x, scope.constant(0, like=x))
     return scope.field.lift(np.sign(keys).astype(np.float32))

@@ -31,10 +31,9 @@ def _contract(scope: Scope, x: Exact, y: Exact, dimension_numbers: Any) -> Exact
     rank = scope.rank
     x_free = _list_free_dims(x.shape[rank:], x_contracted, x_batch)
     y_free = _list_free_dims(y.shape[rank:], y_contracted, y_batch)
-    # [*mesh, batch, free, contracted] and [*mesh, batch, contracted, free], each a product of sizes.
     left = _group_dims(x, rank, (x_batch, x_free, x_contracted))
     right = _group_dims(y, rank, (y_batch, y_contracted, y_free))
-    # L L^T and Q^T Q, of which the field knows what they are.
+    # The field keeps what some products are, as L L^T of a Cholesky factor: they do not follow from residues.
     product = find_product(scope.field, left, right)
     if product is None:
         product = matmul(scope.field, left, right)
@@ -45,6 +44,7 @@ def _contract(scope: Scope, x: Exact, y: Exact, dimension_numbers: Any) -> Exact
 
 
 def _list_free_dims(shape: Sequence[int], contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """The dims of one operand alone, which are neither summed over nor shared."""
     return [dim for dim in range(len(shape)) if dim not in contracted and dim not in batch]
 
 
@@ -58,7 +58,8 @@ def _group_dims(x: Exact, rank: int, groups: Sequence[Sequence[int]]) -> Exact:
         shape.append(math.prod(x.shape[rank + dim] for dim in group))
 
     def move(part: np.ndarray) -> np.ndarray:
-        return part.transpose(*range(lead), *order).reshape(*part.shape[:lead], *shape)
+        part = part.transpose(*range(lead), *order)
+        return part.reshape(*part.shape[:lead], *shape)
 
     return x.move(move)
 
@@ -78,22 +79,23 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
     x = scope.lift_one(x)
     w = scope.lift_one(w)
     field = scope.field
+    [ragged_dim] = numbers.lhs_ragged_dimensions
     # A mask of 0 and 1 keeps every known fact of the rows, and a zero row adds nothing.
-    masks = _mask_groups(scope, x, numbers.lhs_ragged_dimensions[0], sizes)
-    products = []
-    for group, mask in enumerate(masks):
-        rows = multiply(field, x, field.lift(mask))
-        # Without group dims of w (the gradient of w), each group has a sum of its own over its rows.
-        matrix = w
-        contracted_of_matrix = w_contracted
-        if numbers.rhs_group_dimensions:
-            [group_dim] = numbers.rhs_group_dimensions
-            matrix = w.row(scope.rank + group_dim, group)
-            contracted_of_matrix = tuple(dim - (dim > group_dim) for dim in w_contracted)
-        dimension_numbers = ((x_contracted, contracted_of_matrix), ((), ()))
-        products.append(_contract(scope, rows, matrix, dimension_numbers))
+    masks = _mask_groups(scope, x, ragged_dim, sizes)
+    groups = [multiply(field, x, field.lift(mask)) for mask in masks]
     if not numbers.rhs_group_dimensions:
+        # The gradient of w: w has no dim of groups, and each group has a sum of its own over its rows.
+        dimension_numbers = ((x_contracted, w_contracted), ((), ()))
+        products = [_contract(scope, rows, w, dimension_numbers) for rows in groups]
         return join_operands(field, products, scope.rank, new=True)
+    [group_dim] = numbers.rhs_group_dimensions
+    # The matrix of one group is without that dim, so that those behind it have one number less.
+    matrix_contracted = tuple(dim - 1 if dim > group_dim else dim for dim in w_contracted)
+    dimension_numbers = ((x_contracted, matrix_contracted), ((), ()))
+    products = []
+    for group, rows in enumerate(groups):
+        matrix = w.row(scope.rank + group_dim, group)
+        products.append(_contract(scope, rows, matrix, dimension_numbers))
     # Rows of other groups are zero in each product: the sum has every row once.
     total = products[0]
     for product in products[1:]:
@@ -106,13 +108,14 @@ def _mask_groups(scope: Scope, x: Exact, ragged_dim: int, sizes: Known) -> list[
     rank = scope.rank
     # sizes [2, 1]: ends [2, 3], so rows 0 and 1 belong to group 0, row 2 to group 1.
     rows = np.arange(x.shape[rank + ragged_dim])
-    sizes = np.asarray(sizes)[..., None]
+    sizes = np.asarray(sizes)[..., None]  # [*mesh, group, 1]
     ends = np.cumsum(sizes, -2)
-    belongs = ((rows >= ends - sizes) & (rows < ends)).astype(np.int32)  # [*mesh, group, row]
+    starts = ends - sizes
+    is_member = (rows >= starts) & (rows < ends)  # [*mesh, group, row]
     shape = [1] * (len(x.shape) - rank)
     shape[ragged_dim] = len(rows)
     masks = []
-    for group in range(belongs.shape[rank]):
-        mask = np.take(belongs, group, rank)
+    for group in range(is_member.shape[rank]):
+        mask = np.take(is_member, group, rank).astype(np.int32)
         masks.append(mask.reshape(*mask.shape[:rank], *shape))
     return masks

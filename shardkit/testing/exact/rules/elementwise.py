@@ -10,6 +10,7 @@ import numpy as np
 from shardkit.testing.exact.numbers import arithmetic, logarithms
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
+from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.square_roots import raise_power, square_root
 from shardkit.testing.exact.numbers.values import Exact
@@ -39,7 +40,7 @@ def multiply(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     # x * x is not negative, and x * y may be: so a variance is known to have a root.
     is_square = equation.invars[0] is equation.invars[1]
     x, y = scope.lift(x, y)
-    if not is_square and x.factor is None and y.factor is None:  # a root and itself, computed twice
+    if not is_square and x.factor is None and y.factor is None:  # the same value, computed twice
         is_square = np.array_equal(x.number, y.number) and np.array_equal(x.facts, y.facts)
     if is_square:
         return arithmetic.power(scope.field, x, 2)
@@ -66,22 +67,36 @@ def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     """pow: to a whole number that is known, a product; to halves and quarters, by roots; else uninterpreted."""
+    field = scope.field
     # x**2.0 traces to pow with an array of 2.0.
     exponent = _find_common_value(y)
-    if exponent is not None and exponent == np.round(exponent) and abs(int(exponent)) <= _LARGEST_POWER:
-        return arithmetic.power(scope.field, scope.lift_one(x), int(exponent))
-    x, y = scope.lift(x, y)
-    if exponent is not None and x.is_power:  # exp(x)**0.3 is exp(0.3 x)
-        result = raise_power(scope.field, x, abs(float(exponent)))
-        return result if exponent > 0 else arithmetic.invert(scope.field, result)
-    if exponent is not None and 4 * exponent == np.round(4 * exponent) and abs(exponent) <= _LARGEST_POWER:
-        # x**0.75 is the third power of the root of the root.
-        root = square_root(scope.field, x)
-        halves = 2 * exponent
-        if halves == np.round(halves):
-            return arithmetic.power(scope.field, root, int(halves))
-        return arithmetic.power(scope.field, square_root(scope.field, root), int(4 * exponent))
-    return apply_function(scope.field, "pow", x, y)
+    if exponent is None:
+        return apply_function(field, "pow", *scope.lift(x, y))
+    if exponent == np.round(exponent) and abs(int(exponent)) <= _LARGEST_POWER:
+        return arithmetic.power(field, scope.lift_one(x), int(exponent))
+    x = scope.lift_one(x)
+    if x.is_power:  # exp(x)**0.3 is exp(0.3 x)
+        return _raise_exp(field, x, float(exponent))
+    quarters = 4 * exponent
+    if quarters == np.round(quarters) and abs(exponent) <= _LARGEST_POWER:
+        return _multiply_roots_of(field, x, int(quarters))
+    return apply_function(field, "pow", *scope.lift(x, y))
+
+
+def _raise_exp(field: Field, x: Exact, exponent: float) -> Exact:
+    """A product of exps to a power that is no whole number."""
+    result = raise_power(field, x, abs(exponent))
+    if exponent < 0:
+        return arithmetic.invert(field, result)
+    return result
+
+
+def _multiply_roots_of(field: Field, x: Exact, quarters: int) -> Exact:
+    """x to so many quarters: x**1.5 is the third power of its root, x**0.75 that of the root of its root."""
+    root = square_root(field, x)
+    if quarters % 2 == 0:
+        return arithmetic.power(field, root, quarters // 2)
+    return arithmetic.power(field, square_root(field, root), quarters)
 
 
 def _find_common_value(x: Operand) -> Any:
@@ -111,17 +126,20 @@ def log(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def log_plus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """log1p: log(1 + x)."""
-    return logarithms.log(scope.field, arithmetic.add(scope.field, x, scope.constant(1, like=x)))
+    ones = scope.constant(1, like=x)
+    return logarithms.log(scope.field, arithmetic.add(scope.field, x, ones))
 
 
 def exp_minus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """expm1: exp(x) - 1."""
-    return arithmetic.subtract(scope.field, logarithms.exp(scope.field, x), scope.constant(1, like=x))
+    ones = scope.constant(1, like=x)
+    return arithmetic.subtract(scope.field, logarithms.exp(scope.field, x), ones)
 
 
 def one_minus_square(scope: Scope, equation: Any, x: Exact) -> Exact:
     """one_minus_square: 1 - x**2."""
-    return arithmetic.subtract(scope.field, scope.constant(1, like=x), arithmetic.power(scope.field, x, 2))
+    ones = scope.constant(1, like=x)
+    return arithmetic.subtract(scope.field, ones, arithmetic.power(scope.field, x, 2))
 
 
 def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
@@ -131,9 +149,11 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
         return apply_function(field, "logistic", x, sign=1)
     # The exp is one prime higher; where programs nest more of them than there are primes, `shallow` was set.
     exp_of_minus_x = logarithms.exp(field, arithmetic.negate(field, x))
-    result = arithmetic.invert(field, arithmetic.add(field, scope.constant(1, like=x), exp_of_minus_x))
-    # sigmoid(-inf) is 0, where 1 / (1 + exp(inf)) would be 1 / inf.
-    return where(x.is_low, field.lift(np.zeros(x.shape, np.float32)), result)
+    ones = scope.constant(1, like=x)
+    result = arithmetic.invert(field, arithmetic.add(field, ones, exp_of_minus_x))
+    # logistic(-1e30) is 0, as in floats: exp(1e30) would be a number of the field like any other.
+    zeros = field.lift(np.zeros(x.shape, np.float32))
+    return where(x.is_low, zeros, result)
 
 
 def function_without_law(scope: Scope, equation: Any, *operands: Operand) -> Exact:

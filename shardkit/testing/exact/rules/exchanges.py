@@ -54,9 +54,9 @@ def apply_collective(
     if row.kind == "ppermute":
         return [devices.permute(x, axes, params["perm"]) for x in operands]
     if row.kind == "all_to_all" and "split_axis" in params:
-        split = params["split_axis"]
-        concat = params["concat_axis"]
-        return [devices.exchange(x, axes, split, concat, params["tiled"]) for x in operands]
+        split_dim = params["split_axis"]
+        concat_dim = params["concat_axis"]
+        return [devices.exchange(x, axes, split_dim, concat_dim, params["tiled"]) for x in operands]
     raise UnsupportedError(name)
 
 
@@ -128,11 +128,13 @@ class Devices:
                 return x.max(dim, keepdims=True)
             return x.min(dim, keepdims=True)
         keys = find_keys(self.field, x)
+        devices = keys.argmax(dim) if largest else keys.argmin(dim)
         # [..., 1, ...]: the number of the device that has the extreme, for each element.
-        devices = np.expand_dims(keys.argmax(dim) if largest else keys.argmin(dim), dim)
+        devices = np.expand_dims(devices, dim)
 
         def take(part: np.ndarray) -> np.ndarray:
-            return np.take_along_axis(part, np.broadcast_to(devices, (len(part), *devices.shape)), dim + 1)
+            devices_of_part = np.broadcast_to(devices, (len(part), *devices.shape))
+            return np.take_along_axis(part, devices_of_part, dim + 1)
 
         return to_number(self.field, x).move(take)
 
@@ -151,6 +153,7 @@ class Devices:
                 part = np.expand_dims(part, lead + to)
             for dim in reversed(dims):  # the minor axis first
                 part = self._spread(part, first, dim)
+                # Without the mesh dim in front, dim `to` is one further left: the devices go directly before it.
                 part = np.moveaxis(part, first + dim, lead + to - 1)
                 part = _merge_dims(part, lead + to - 1)
                 part = np.expand_dims(part, first + dim)
@@ -164,7 +167,7 @@ class Devices:
         Worked example, tiled over 4 devices: the sum [1] + [8, 3] is split to [1] + [4, 2, 3], and its pieces become
         the mesh dim, [4] + [2, 3].
         """
-        # The whole sum first, then each device's piece of it: the field needs no ring.
+        # The sum first, then each device's piece of it: sums are exact in any order, so no ring is needed.
         x = self.reduce(x, axes, "sum")
         dims = self._find_dims(axes)
 
@@ -184,8 +187,9 @@ class Devices:
         """ppermute: each device gets the row of the one that sends to it, or zeros."""
         dims = sorted(self._find_dims(axes))  # pairs number the devices in the mesh's order
         devices = math.prod(self._sizes[dim] for dim in dims)
+        # Of [(0, 1), (1, 2)] on three devices: device 1 reads row 0, device 2 row 1, and device 0, to which nobody
+        # sends, a row of zeros behind those of the devices, row 3. The senders are [3, 0, 1].
         nobody = devices
-        # Receiver r gets row senders[r]. Who gets nothing reads one row more, of zeros.
         senders = np.full(devices, nobody)
         for sender, receiver in pairs:
             senders[receiver] = sender
@@ -193,8 +197,8 @@ class Devices:
         def move(part: np.ndarray, lead: int) -> np.ndarray:
             first = lead - len(self.axes)
             part, restore = self._merge_devices(part, first, dims)
-            # One row of zeros behind the devices, for those to which nobody sends.
-            part = np.concatenate([part, np.zeros_like(part[:1])])
+            zeros = np.zeros_like(part[:1])
+            part = np.concatenate([part, zeros])
             return restore(part[senders])
 
         result = move_operand(x, len(self.axes), move)
@@ -215,15 +219,17 @@ class Devices:
         def move(part: np.ndarray, lead: int) -> np.ndarray:
             first = lead - len(self.axes)
             part, restore = self._merge_devices(part, first, dims)
-            own = 1 + lead - len(dims)  # where the dims of the array begin now
-            part = _split_dim(part, own + split, part.shape[0])
+            # The dims of the devices are one now, so that those of the array begin further left.
+            start = 1 + lead - len(dims)
+            part = _split_dim(part, start + split, part.shape[0])
             # [sender, ..., receiver, piece, ...] becomes [receiver, ..., sender, piece, ...].
-            part = np.swapaxes(part, 0, own + split)
-            if not tiled:
-                part = np.squeeze(part, own + split + 1)
-                return restore(np.moveaxis(part, own + split, own + to))
-            part = np.moveaxis(part, own + split, own + to)
-            return restore(_merge_dims(part, own + to))
+            part = np.swapaxes(part, 0, start + split)
+            if not tiled:  # a piece has size 1, and the senders are a dim of the result
+                part = np.squeeze(part, start + split + 1)
+                part = np.moveaxis(part, start + split, start + to)
+                return restore(part)
+            part = np.moveaxis(part, start + split, start + to)
+            return restore(_merge_dims(part, start + to))
 
         return move_operand(x, len(self.axes), move)
 
@@ -238,14 +244,17 @@ class Devices:
         """The devices along some axes as dim 0, and the function that takes them to where they were."""
         for dim in dims:
             part = self._spread(part, first, dim)
-        front = [first + dim for dim in dims]
-        part = np.moveaxis(part, front, range(len(dims)))
-        sizes = part.shape[: len(dims)]
+        mesh_dims = [first + dim for dim in dims]
+        count = len(dims)
+        part = np.moveaxis(part, mesh_dims, range(count))
+        sizes = part.shape[:count]
 
         def restore(result: np.ndarray) -> np.ndarray:
-            return np.moveaxis(result.reshape(*sizes, *result.shape[1:]), range(len(dims)), front)
+            result = result.reshape(*sizes, *result.shape[1:])
+            return np.moveaxis(result, range(count), mesh_dims)
 
-        return part.reshape(math.prod(sizes), *part.shape[len(dims) :]), restore
+        merged = part.reshape(math.prod(sizes), *part.shape[count:])
+        return merged, restore
 
 
 def _split_dim(part: np.ndarray, dim: int, n: int) -> np.ndarray:

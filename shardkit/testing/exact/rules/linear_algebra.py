@@ -70,8 +70,8 @@ def solve_triangular(scope: Scope, equation: Any, a: Operand, b: Operand) -> Exa
     if transposed:
         a = transpose(a)
         lower = not lower
-    # With random roots on its diagonal, where a is a factor of Cholesky's.
     x = substitute(field, a, b, lower, params["unit_diagonal"])
+    # The diagonal of a factor of Cholesky's has random roots, which do not cancel: the field kept what x is then.
     if field.grams and not params["unit_diagonal"]:
         x = complete_solution(field, a, b, x, lower)
     if not params["left_side"]:
@@ -82,7 +82,7 @@ def solve_triangular(scope: Scope, equation: Any, a: Operand, b: Operand) -> Exa
 def solve_tridiagonal(
     scope: Scope, equation: Any, lower: Operand, diagonal: Operand, upper: Operand, b: Operand
 ) -> Exact:
-    """tridiagonal_solve, as that of a whole matrix."""
+    """tridiagonal_solve, by elimination of the matrix [n, n] that has the three bands, and zeros elsewhere."""
     field = scope.field
     lower, diagonal, upper = (to_number(field, x) for x in scope.lift(lower, diagonal, upper))
     n = diagonal.shape[-1]
@@ -129,12 +129,11 @@ def factor_qr(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     columns = min(m, n)
     real_q, real_r = apply_real_function(np.linalg.qr, a, [(m, columns), (columns, n)])
 
-    # R^T R = A^T A of the first columns gives R but for the signs of its rows, and Q = A R^-1.
+    # The columns on the left, at most as many as rows. For them R^T R = A^T A gives R but for the signs of its rows.
     left = take_block(a, slice(None), slice(0, m))
-    # Left has as many columns as rows at most; of stacked factors the product is the sum of what is kept.
     squares = multiply_with_itself(field, left)
     factor = factor_positive(field, squares)
-    # Q is the transposed solution of R^T Q^T = A^T.
+    # Q = A R^-1 is the transposed solution of R^T Q^T = A^T.
     upper = transpose(factor)
     q = transpose(substitute(field, factor, transpose(left), lower=True, unit=False))
     is_positive = _find_signs(scope, equation, left, np.diagonal(real_r, axis1=-2, axis2=-1))

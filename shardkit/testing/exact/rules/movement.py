@@ -37,12 +37,17 @@ def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
     if equation.primitive.name == "reshape":
         order = equation.params.get("dimensions")
         if order is not None:
-            part = part.transpose(*range(lead), *(lead + dim for dim in order))
+            part = _permute(part, lead, order)
     return part.reshape((*part.shape[:lead], *equation.outvars[0].aval.shape))
 
 
 def _transpose(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
-    return part.transpose(*range(lead), *(lead + dim for dim in equation.params["permutation"]))
+    return _permute(part, lead, equation.params["permutation"])
+
+
+def _permute(part: np.ndarray, lead: int, order: Sequence[int]) -> np.ndarray:
+    dims = [lead + dim for dim in order]
+    return part.transpose(*range(lead), *dims)
 
 
 def _broadcast(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
@@ -55,16 +60,18 @@ def _broadcast(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
 
 
 def _slice(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
-    params = equation.params
-    strides = params["strides"] or (1,) * (part.ndim - lead)
+    starts = equation.params["start_indices"]
+    limits = equation.params["limit_indices"]
+    strides = equation.params["strides"] or (1,) * len(starts)
     slices = [slice(None)] * lead
-    for start, limit, stride in zip(params["start_indices"], params["limit_indices"], strides, strict=True):
+    for start, limit, stride in zip(starts, limits, strides, strict=True):
         slices.append(slice(start, limit, stride))
     return part[tuple(slices)]
 
 
 def _reverse(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
-    return np.flip(part, tuple(lead + dim for dim in equation.params["dimensions"]))
+    dims = [lead + dim for dim in equation.params["dimensions"]]
+    return np.flip(part, tuple(dims))
 
 
 MOVES_OF_ONE: dict[str, Callable[[np.ndarray, int, Any], np.ndarray]] = {
@@ -81,87 +88,81 @@ MOVES_OF_ONE: dict[str, Callable[[np.ndarray, int, Any], np.ndarray]] = {
 # Of several operands, by places
 
 
-def _all(n: int) -> range:
-    return range(n)
-
-
-def _first(n: int) -> range:
-    return range(1)
-
-
-def _first_two(n: int) -> range:
-    return range(2)
-
-
-def _all_but_first(n: int) -> range:
-    return range(1, n)
-
-
-# Of n operands of a primitive those that are moved; the others are indices.
-MOVED_OPERANDS: dict[str, Callable[[int], range]] = {
-    "gather": _first,
-    "dynamic_slice": _first,
-    "split": _first,
-    "pad": _all,
-    "tile": _all,
-    "dynamic_update_slice": _first_two,
-    "select_n": _all_but_first,
+# Of the operands of a primitive, those that are moved, as a slice; the others are indices.
+MOVED_OPERANDS: dict[str, slice] = {
+    "gather": slice(0, 1),
+    "dynamic_slice": slice(0, 1),
+    "split": slice(0, 1),
+    "pad": slice(None),
+    "tile": slice(None),
+    "dynamic_update_slice": slice(0, 2),
+    "select_n": slice(1, None),
 }
+
+
+def _list_moved(name: str, operands: Sequence[Any]) -> range:
+    """The numbers of the operands that are moved."""
+    return range(len(operands))[MOVED_OPERANDS[name]]
 
 
 def move_known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     """The results of a primitive that moves elements of known arrays."""
-    # The operands that are moved in a row, [*lead, elements of all], with one element more for what is out of bounds.
-    data = MOVED_OPERANDS[equation.primitive.name](len(operands))
-    lead = np.broadcast_shapes(*(operands[i].shape[:rank] for i in data))
-    rows = []
-    for i in data:
-        shape = operands[i].shape[rank:]
-        rows.append(np.broadcast_to(operands[i], lead + shape).reshape(*lead, -1))
-    # NaN in an array of booleans is True, and in one of integers it is replaced by `_fill_value`.
-    rows.append(np.full((*lead, 1), _fill_value(equation), rows[0].dtype))
-    source = np.concatenate(rows, -1)[None]
-    return [take_elements(source, places, rank)[0] for places in _find_places(equation, operands, data, rank)]
+    moved = _list_moved(equation.primitive.name, operands)
+    sources = [operands[index] for index in moved]
+    # [*ones, 1]: one element more, for what is out of bounds.
+    sources.append(np.full((1,) * (rank + 1), _fill_value(equation), sources[0].dtype))
+    lead = np.broadcast_shapes(*(x.shape[:rank] for x in sources))
+    source = _flatten_sources([x[None] for x in sources], lead)
+    results = []
+    for places in _find_places(equation, operands, moved, rank):
+        [result] = take_elements(source, places, rank)  # a known array is a part of one component
+        results.append(result)
+    return results
 
 
 def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
     """The results of a primitive that moves elements of the field."""
     name = equation.primitive.name
-    data = MOVED_OPERANDS[name](len(operands))
-    for i, x in enumerate(operands):
-        if i not in data:
+    moved = _list_moved(name, operands)
+    for index, x in enumerate(operands):
+        if index not in moved:
             require_known(x, name)
-    places_of_results = _find_places(equation, operands, data, scope.rank)
-    sources = [scope.lift_one(operands[i]) for i in data]
-    # One element more, [*ones], which is read out of bounds.
+    places_of_results = _find_places(equation, operands, moved, scope.rank)
+    sources = [scope.lift_one(operands[index]) for index in moved]
+    # One element more, [*ones], for what is out of bounds.
     sources.append(scope.field.lift(np.full((1,) * scope.rank, _fill_value(equation))))
     lead = np.broadcast_shapes(*(x.shape[: scope.rank] for x in sources))
     degree = sources[0].degree.plus(*(x.degree for x in sources))
-
-    def flatten(parts: Sequence[np.ndarray]) -> np.ndarray:
-        """[components, *lead, elements of all sources]."""
-        rows = []
-        for part in parts:
-            full = np.broadcast_to(part, (len(part), *lead, *part.shape[1 + scope.rank :]))
-            rows.append(full.reshape(len(part), *lead, -1))
-        return np.concatenate(rows, -1)
-
-    number = flatten([x.number for x in sources])
-    facts = flatten([x.facts for x in sources])
-    real = flatten([x.real for x in sources])
+    number = _flatten_sources([x.number for x in sources], lead)
+    facts = _flatten_sources([x.facts for x in sources], lead)
+    real = _flatten_sources([x.real for x in sources], lead)
     # Beside a logarithm all numbers have the factor 1.
     factor = None
     if any(x.factor is not None for x in sources):
-        factor = flatten([x.factor_or_ones for x in sources])
+        factor = _flatten_sources([x.factor_or_ones for x in sources], lead)
     roots = None
     if any(x.roots is not None for x in sources):
-        roots = flatten([x.roots_or_zeros for x in sources])
+        roots = _flatten_sources([x.roots_or_zeros for x in sources], lead)
     source = Exact(number, facts, real, factor, degree, roots)
-    return [source.move(partial(take_elements, places=places, rank=scope.rank)) for places in places_of_results]
+    results = []
+    for places in places_of_results:
+        results.append(source.move(partial(take_elements, places=places, rank=scope.rank)))
+    return results
+
+
+def _flatten_sources(parts: Sequence[np.ndarray], lead: Sequence[int]) -> np.ndarray:
+    """[components, *lead, elements of all]: the parts of several arrays in a row, for a mesh of the shape `lead`."""
+    rank = len(lead)
+    rows = []
+    for part in parts:
+        components = len(part)
+        row = np.broadcast_to(part, (components, *lead, *part.shape[1 + rank :]))
+        rows.append(row.reshape(components, *lead, -1))
+    return np.concatenate(rows, -1)
 
 
 def _fill_value(equation: Any) -> Any:
-    """What a gather reads out of bounds: what it is told to, NaN for floats, and an extreme for integers, as in jax."""
+    """What a gather reads out of bounds, as in jax: its `fill_value`, or NaN for floats and an extreme for integers."""
     fill_value = equation.params.get("fill_value")
     result = equation.outvars[0].aval
     if fill_value is not None or is_key(result):
@@ -171,20 +172,21 @@ def _fill_value(equation: Any) -> Any:
     return jnp.iinfo(result.dtype).min or jnp.iinfo(result.dtype).max
 
 
-def _find_places(equation: Any, operands: Sequence[Any], data: Sequence[int], rank: int) -> list[np.ndarray]:
+def _find_places(equation: Any, operands: Sequence[Any], moved: Sequence[int], rank: int) -> list[np.ndarray]:
     """Where a primitive takes each element of its results from: its place in all operands that are moved, in a row.
 
     The place behind the last element stands for what is read out of bounds.
     """
-    # A pad of x [3] with one filling: places of x are [0, 1, 2], that of the filling is 3.
-    start: int = 0
+    # A pad of x [3] with one filling: the places of x are [0, 1, 2], that of the filling is 3.
+    total = 0
     # Operands that are indices stay as they are; those that are moved become places.
     places = list(operands)
-    for number in data:
+    for number in moved:
         shape = operands[number].shape[rank:]
         size = math.prod(shape)
-        places[number] = (start + np.arange(size, dtype=np.int32)).reshape((1,) * rank + shape)
-        start += size
+        places_of_operand = np.arange(total, total + size, dtype=np.int32)
+        places[number] = places_of_operand.reshape((1,) * rank + shape)
+        total += size
     name = equation.primitive.name
     if name == "split":
         ends = np.cumsum(equation.params["sizes"])[:-1]
@@ -198,7 +200,7 @@ def _find_places(equation: Any, operands: Sequence[Any], data: Sequence[int], ra
     # A gather or tile of places, by jax itself: there is no second implementation of its rules to be wrong.
     changed = {}
     if name == "gather":
-        changed["fill_value"] = start
+        changed["fill_value"] = total
     return bind_primitive(equation, places, rank, changed, as_typed=False)
 
 
@@ -208,23 +210,25 @@ def _find_padded_places(x: np.ndarray, filling: np.ndarray, config: Any, rank: i
     Worked example: [a, b, c] with low -1, high 2 and one between is [_, b, _, c, _, _]. Spread by the step 2 the
     elements stand at -1, 1 and 3: a is cut off, so b and c go to 1 and 3.
     """
-    into = [slice(None)] * rank
-    taken = [slice(None)] * rank
+    kept = [slice(None)] * rank  # of the operand
+    targets = [slice(None)] * rank  # where these stand in the result
     shape = list(x.shape[:rank])
     for n, (low, high, between) in zip(x.shape[rank:], config, strict=True):
-        # n elements with `between` zeros after each but the last.
+        # n elements with `between` fillings after each but the last.
         size = low + high + max(n + (n - 1) * between, 0)
         step = between + 1
-        # The first element at 0 or behind: the smallest i with low + i step >= 0.
-        first = -(low // step) if low < 0 else 0  # of the elements that are kept
-        last = min(n, (size - 1 - low) // step + 1)
-        count = max(last - first, 0)
+        # Element i goes to low + i step; kept are those from 0 to size - 1.
+        first = 0
+        if low < 0:
+            first = -(low // step)
+        end = min(n, (size - 1 - low) // step + 1)
+        count = max(end - first, 0)
         start = low + first * step
-        taken.append(slice(first, first + count))
-        into.append(slice(start, start + count * step, step))
+        kept.append(slice(first, first + count))
+        targets.append(slice(start, start + count * step, step))
         shape.append(size)
     result = np.full(shape, filling.reshape(-1)[0])
-    result[tuple(into)] = x[tuple(taken)]
+    result[tuple(targets)] = x[tuple(kept)]
     return result
 
 
@@ -252,10 +256,13 @@ def _find_updated_places(places: Sequence[np.ndarray], rank: int) -> np.ndarray:
 def _list_windows(
     shape: Sequence[int], starts: Sequence[np.ndarray], sizes: Sequence[int], rank: int
 ) -> tuple[tuple[int, ...], list[tuple[slice, ...]]]:
-    """The dims of the devices, and the window of each, moved so that it lies within the array, as jax does."""
+    """The dims of the mesh, and the window of each device, moved so that it lies within the array, as jax does.
+
+    Worked example: a window of 3 in an array of 4 that starts at 2 on one device and at 0 on the other: the slices are
+    1 to 4, because 2 to 5 would end outside, and 0 to 3.
+    """
     lead = np.broadcast_shapes((1,) * rank, *(start.shape for start in starts))
     starts = [np.broadcast_to(start, lead) for start in starts]
-    # Start indices may differ between devices, and so may windows.
     windows = []
     for device in np.ndindex(*lead):
         window = []

@@ -23,17 +23,22 @@ def reduce_sum(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def reduce_product(scope: Scope, equation: Any, x: Exact) -> Exact:
     """reduce_prod, one factor after the other."""
-    # From the last dim on, so that the numbers of the others stay.
+    # The last dim first, so that the numbers of the others stay.
     for dim in sorted(scope.reduced_dims(equation), reverse=True):
-        result = scope.field.lift(np.ones(x.shape[:dim] + x.shape[dim + 1 :], np.float32))
+        shape = x.shape[:dim] + x.shape[dim + 1 :]
+        product = scope.field.lift(np.ones(shape, np.float32))
         for i in range(x.shape[dim]):
-            result = multiply(scope.field, result, x.row(dim, i))
-        x = result
+            product = multiply(scope.field, product, x.row(dim, i))
+        x = product
     return x
 
 
 def reduce_extreme(scope: Scope, equation: Any, x: Exact) -> Exact:
-    """reduce_max and reduce_min: the element at the place of the largest, or smallest, key."""
+    """reduce_max and reduce_min: the element at the place of the largest, or smallest, key.
+
+    Worked example: `x.max(1)` of x [[a, b, c]] with the keys [[0.3, 2.1, -1.0]]. The largest key is at place 1, so the
+    result is [b], with the residues of b: the maximum is one of the elements, and no arithmetic makes it.
+    """
     dims = scope.reduced_dims(equation)
     largest = equation.primitive.name == "reduce_max"
     # One place for each result, in the reduced dims taken as one.
@@ -41,8 +46,9 @@ def reduce_extreme(scope: Scope, equation: Any, x: Exact) -> Exact:
 
     def pick(part: np.ndarray) -> np.ndarray:
         part = _flatten_dims(part, [1 + dim for dim in dims])
-        chosen = np.broadcast_to(places, (len(part), *places.shape))[..., None]
-        return np.take_along_axis(part, chosen, -1)[..., 0]
+        places_of_part = np.broadcast_to(places, (len(part), *places.shape))
+        extremes = np.take_along_axis(part, places_of_part[..., None], -1)
+        return extremes[..., 0]
 
     return to_number(scope.field, x).move(pick)
 
@@ -50,8 +56,10 @@ def reduce_extreme(scope: Scope, equation: Any, x: Exact) -> Exact:
 def find_place_of_extreme(scope: Scope, equation: Any, x: Exact) -> Known:
     """argmax and argmin."""
     largest = equation.primitive.name == "argmax"
-    places = _find_extremes(find_keys(scope.field, x), scope.reduced_dims(equation), largest)
-    return scope.field.marks.add(places.astype(equation.params["index_dtype"]), natural=True)
+    keys = find_keys(scope.field, x)
+    places = _find_extremes(keys, scope.reduced_dims(equation), largest)
+    indices = places.astype(equation.params["index_dtype"])
+    return scope.field.marks.add(indices, natural=True)
 
 
 def _find_extremes(keys: np.ndarray, dims: Sequence[int], largest: bool) -> np.ndarray:
@@ -64,10 +72,10 @@ def _find_extremes(keys: np.ndarray, dims: Sequence[int], largest: bool) -> np.n
 
 def _flatten_dims(x: np.ndarray, dims: Sequence[int]) -> np.ndarray:
     """An array with some of its dims as one, behind the others."""
-    # [*others, product of the reduced dims]
-    others = [dim for dim in range(x.ndim) if dim not in dims]
-    x = x.transpose(*others, *dims)
-    return x.reshape(*x.shape[: len(others)], -1)
+    # [*kept dims, product of the reduced dims]
+    kept_dims = [dim for dim in range(x.ndim) if dim not in dims]
+    x = x.transpose(*kept_dims, *dims)
+    return x.reshape(*x.shape[: len(kept_dims)], -1)
 
 
 def cumulate(scope: Scope, equation: Any, x: Exact) -> Exact:
@@ -78,17 +86,15 @@ def cumulate(scope: Scope, equation: Any, x: Exact) -> Exact:
     if not n:
         return x
     x = to_number(scope.field, x)
-    order = range(n)
+    terms = [x.row(dim, i) for i in range(n)]
     if equation.params["reverse"]:
-        order = range(n - 1, -1, -1)
-    # By number of the place, because a reverse one begins at the end.
-    results: dict[int, Exact] = {}
-    total: Exact | None = None
-    for i in order:
-        term = x.row(dim, i)
-        total = term if total is None else _accumulate(scope, name, total, term)
-        results[i] = total
-    return join_exact([results[i] for i in range(n)], dim, new=True)
+        terms.reverse()
+    totals = [terms[0]]
+    for term in terms[1:]:
+        totals.append(_accumulate(scope, name, totals[-1], term))
+    if equation.params["reverse"]:
+        totals.reverse()
+    return join_exact(totals, dim, new=True)
 
 
 def _accumulate(scope: Scope, name: str, total: Exact, term: Exact) -> Exact:
@@ -100,5 +106,8 @@ def _accumulate(scope: Scope, name: str, total: Exact, term: Exact) -> Exact:
     before = find_keys(scope.field, total)
     key = find_keys(scope.field, term)
     # Of equal numbers the first one stays; NaN stays, which spreads to all that follow.
-    stays = before >= key if name == "cummax" else before <= key
+    if name == "cummax":
+        stays = before >= key
+    else:
+        stays = before <= key
     return where(stays | np.isnan(before), total, term)

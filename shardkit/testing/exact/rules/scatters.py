@@ -47,20 +47,23 @@ class _Writing(NamedTuple):
     places: np.ndarray
 
     def write(self, old: np.ndarray, new: np.ndarray, adds: bool) -> np.ndarray:
-        """The parts [components, ...] of an operand with those of the updates written in, or added."""
-        old, new = self._by_device(old), self._by_device(new)
+        """A part of an operand, [components, ...], with that of the updates written into it, or added to it."""
+        old = self._flatten(old)
+        new = self._flatten(new)
         # One element behind the operand takes what is out of bounds, and is dropped.
-        result = np.concatenate([old, np.zeros((*old.shape[:2], 1), old.dtype)], -1)
-        rows = np.broadcast_to(np.arange(len(self.places))[:, None], self.places.shape)
+        last = np.zeros((*old.shape[:2], 1), old.dtype)
+        result = np.concatenate([old, last], -1)
+        devices = np.arange(len(self.places))[:, None]
         if adds:
             # Places may repeat: add.at adds all of them, where an assignment would keep one.
-            np.add.at(result, (slice(None), rows, self.places), new)  # type: ignore[arg-type]
+            np.add.at(result, (slice(None), devices, self.places), new)  # type: ignore[arg-type]
         else:
-            result[:, rows, self.places] = new
-        return result[..., :-1].reshape(len(old), *self.lead, *self.shape)
+            result[:, devices, self.places] = new
+        result = result[..., :-1]
+        return result.reshape(len(old), *self.lead, *self.shape)
 
-    def _by_device(self, part: np.ndarray) -> np.ndarray:
-        """[components, devices, elements]."""
+    def _flatten(self, part: np.ndarray) -> np.ndarray:
+        """[components, devices, elements], with a row for each device, also where all have the same."""
         shape = part.shape[1 + len(self.lead) :]
         part = np.broadcast_to(part, (len(part), *self.lead, *shape))
         return part.reshape(len(part), len(self.places), -1)
@@ -76,21 +79,17 @@ def scatter(scope: Scope, equation: Any, operand: Operand, indices: Known, updat
     adds = equation.primitive.name in ("scatter-add", "scatter_add")
     number = writing.write(operand.number, updates.number, adds)
     real = writing.write(operand.real, updates.real, adds)
-    # Facts of an element that is written are those of its update; of sums they are joined below.
-    facts = writing.write(operand.facts, updates.facts, False)
     if adds:
-        # Which updates reach an element is not looked at: a sign holds where all numbers have it.
-        facts[SIGN] = (operand.sign == 1).all() and (updates.sign == 1).all()
-        infinite = writing.write(_as_counts(operand.infinite), _as_counts(updates.infinite), True)
-        facts[INFINITE] = np.sign(infinite[0])
-        facts[USED] = max(operand.used[0].max(initial=0), updates.used[0].max(initial=0))
-        if operand.special or updates.special:
-            facts[INFINITE], facts[POISON] = _add_specials(scope, writing, operand, updates)
+        number = number % field.residues.primes_of(number)
+        facts = _add_facts(scope, writing, operand, updates)
+    else:  # an element that is written has the facts of its update
+        facts = writing.write(operand.facts, updates.facts, False)
     degree = operand.degree.plus(updates.degree)
-    return field.settle(Exact(number % field.residues.primes_of(number), facts, real, degree=degree))
+    return field.settle(Exact(number, facts, real, degree=degree))
 
 
 def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, updates: Exact) -> _Writing:
+    """Where the updates go: jax's gather of the places of all elements, with the numbers of the scatter."""
     rank = scope.rank
     numbers = equation.params["dimension_numbers"]
     shape = operand.shape[rank:]
@@ -98,11 +97,11 @@ def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, u
     # The window of one update has size 1 along the dims that the updates do not have.
     # `x.at[i].set(row)` of x [5, 3]: the index dim 0 is inserted, so the window is [1, 3].
     missing_dims = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window_dims = [dim for dim in range(len(shape)) if dim not in missing_dims]
     update_shape = equation.invars[2].aval.shape
-    window_sizes = [update_shape[dim] for dim in numbers.update_window_dims]
-    sizes = []
-    for dim in range(len(shape)):
-        sizes.append(1 if dim in missing_dims else window_sizes.pop(0))
+    sizes = [1] * len(shape)
+    for dim, update_dim in zip(window_dims, numbers.update_window_dims, strict=True):
+        sizes[dim] = update_shape[update_dim]
     gather_numbers = lax.GatherDimensionNumbers(
         offset_dims=numbers.update_window_dims,
         collapsed_slice_dims=numbers.inserted_window_dims,
@@ -128,23 +127,34 @@ def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, u
     return _Writing(lead, shape, places)
 
 
-def _as_counts(x: np.ndarray) -> np.ndarray:
-    """int64 [1, ...]: facts as a part, of which sums do not overflow."""
-    return x[None].astype(np.int64)
+def _add_facts(scope: Scope, writing: _Writing, operand: Exact, updates: Exact) -> np.ndarray:
+    """The facts of the sums of a scatter-add."""
+    facts = writing.write(operand.facts, updates.facts, False)
+    # Which updates reach an element is not looked at: a sign holds where all numbers have it.
+    facts[SIGN] = (operand.sign == 1).all() and (updates.sign == 1).all()
+    facts[USED] = max(operand.used[0].max(initial=0), updates.used[0].max(initial=0))
+    infinite = writing.write(_as_part(operand.infinite), _as_part(updates.infinite), True)
+    facts[INFINITE] = np.sign(infinite[0])
+    if not operand.special and not updates.special:
+        return facts
 
+    def has_term(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """Whether at least one term of each sum is marked in [...] of the operand or of the updates."""
+        counts = writing.write(_as_part(old), _as_part(new), True)
+        return np.asarray(counts[0] > 0)
 
-def _add_specials(scope: Scope, writing: _Writing, operand: Exact, updates: Exact) -> tuple[np.ndarray, np.ndarray]:
-    """Which sums of a scatter-add are infinite, and which no number."""
-
-    def is_met(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """Whether one term of a sum has it."""
-        return np.asarray(writing.write(_as_counts(old), _as_counts(new), True)[0] > 0)
-
-    # A sum has infinity where one of its terms has, and NaN where terms have infinity of both signs.
-    plus = is_met(operand.infinite == TRULY, updates.infinite == TRULY)
-    minus = is_met(operand.infinite == -TRULY, updates.infinite == -TRULY)
+    # A sum is infinite if one of its terms is, and NaN if its terms are infinite with both signs.
+    plus = has_term(operand.infinite == TRULY, updates.infinite == TRULY)
+    minus = has_term(operand.infinite == -TRULY, updates.infinite == -TRULY)
+    facts[INFINITE] = np.where(plus, TRULY, 0) + np.where(minus, -TRULY, 0)
     poison = np.where(plus & minus, scope.field.undefined, 0)
     for code in (NOT_A_NUMBER, OUTSIDE):
-        spoiled = is_met(operand.poison == code, updates.poison == code)
-        poison = np.maximum(poison, np.where(spoiled, code, 0))
-    return np.where(plus, TRULY, 0) + np.where(minus, -TRULY, 0), poison
+        has_code = has_term(operand.poison == code, updates.poison == code)
+        poison = np.maximum(poison, np.where(has_code, code, 0))
+    facts[POISON] = poison
+    return facts
+
+
+def _as_part(x: np.ndarray) -> np.ndarray:
+    """int64 [1, ...]: a fact [...] as a part of one component, in numbers wide enough for sums."""
+    return x[None].astype(np.int64)

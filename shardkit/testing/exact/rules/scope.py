@@ -29,10 +29,10 @@ class Scope:
 
     def lift(self, *operands: Operand) -> list[Exact]:
         """Operands in the field, with dims that broadcast: scalars get dims behind those of the mesh."""
-        # A scalar and an array: on a mesh of two axes [1, 1] and [1, 4, 3] become [1, 1, 1] and [1, 4, 3].
-        lifted = [lift_operand(self.field, x) for x in operands]
-        most = max(len(x.shape) for x in lifted)
-        return [self._pad_dims(x, most) for x in lifted]
+        # On a mesh of two devices, a scalar [2] and an array [1] + [4, 3] become [2] + [1, 1] and [1] + [4, 3].
+        arrays = [self.lift_one(x) for x in operands]
+        dims = max(len(x.shape) for x in arrays)
+        return [self._pad_dims(x, dims) for x in arrays]
 
     def lift_one(self, x: Operand) -> Exact:
         """An operand in the field, as it is."""
@@ -44,7 +44,7 @@ class Scope:
         return x.move(lambda part: self.pad_part(part, dims))
 
     def pad_part(self, part: np.ndarray, dims: int) -> np.ndarray:
-        """[components, *mesh, 1, ..., *own]: a part of an array with so many dims in all."""
+        """[components, *mesh, 1, ..., *shape]: a part of an array, with dims of size 1 up to `dims` in all."""
         lead = 1 + self.rank
         missing = 1 + dims - part.ndim
         return part.reshape(part.shape[:lead] + (1,) * missing + part.shape[lead:])

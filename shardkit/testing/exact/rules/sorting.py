@@ -16,19 +16,23 @@ from shardkit.testing.exact.rules.scope import Scope
 
 
 def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
-    """sort of several arrays by the first of them, by the order of the field where these are in it."""
+    """sort of several arrays by the first `num_keys` of them, by the order of the field where these are in it.
+
+    Worked example: `jnp.argsort(x)` of x [c, a, b] with a < b < c sorts two operands, x and [0, 1, 2], by the first.
+    The places are [1, 2, 0], so the results are [a, b, c] and [1, 2, 0].
+    """
     dim = scope.rank + equation.params["dimension"]
-    # argsort sorts the keys and, beside them, the places 0, 1, 2, ...
-    sorted_by = operands[: equation.params["num_keys"]]
-    # What all devices have alike is sorted by keys that differ between them.
+    key_operands = operands[: equation.params["num_keys"]]
+    # An operand that is the same on all devices is sorted in another way on each, if the keys differ between them.
     shape = np.broadcast_shapes(*(x.shape for x in operands))
     keys = []
-    for x in reversed(sorted_by):  # numpy takes the last one first
+    for x in key_operands:
         key = find_keys(scope.field, x) if isinstance(x, Exact) else np.asarray(x)
         keys.append(np.moveaxis(np.broadcast_to(key, shape), dim, -1))
+    keys.reverse()  # numpy's lexsort sorts by the last key first
     places = np.moveaxis(np.lexsort(keys, -1), -1, dim)
     results = [_take_along(x, places, dim, shape) for x in operands]
-    if any(isinstance(x, Exact) for x in sorted_by):
+    if any(isinstance(x, Exact) for x in key_operands):
         # Integers that are sorted by floats follow from these, as the permutation of an argsort does.
         marks = scope.field.marks
         for x, result in zip(operands, results, strict=True):
@@ -62,7 +66,9 @@ def _take_along(x: Operand, places: np.ndarray, dim: int, shape: Sequence[int]) 
         return np.take_along_axis(np.broadcast_to(x, shape), places, dim)
 
     def take(part: np.ndarray) -> np.ndarray:
-        part = np.broadcast_to(part, (len(part), *shape))
-        return np.take_along_axis(part, np.broadcast_to(places, (len(part), *places.shape)), dim + 1)
+        components = len(part)
+        part = np.broadcast_to(part, (components, *shape))
+        places_of_part = np.broadcast_to(places, (components, *places.shape))
+        return np.take_along_axis(part, places_of_part, dim + 1)
 
     return x.move(take)

@@ -53,21 +53,53 @@ class WindowDim(NamedTuple):
     step: int = 1
 
 
+def _list_window_dims(
+    *,
+    sizes: Sequence[int],
+    windows: Sequence[int],
+    reads: Sequence[int],
+    strides: Sequence[int],
+    paddings: Sequence[tuple[int, int]],
+    spreads: Sequence[int],
+    steps: Sequence[int],
+) -> list[WindowDim]:
+    """The windows along each dim, from the parameters of an equation, which list a number for every dim."""
+    dims = []
+    for number in range(len(sizes)):
+        dim = WindowDim(
+            size=sizes[number],
+            windows=windows[number],
+            reads=reads[number],
+            stride=strides[number],
+            padding=paddings[number],
+            spread=spreads[number],
+            step=steps[number],
+        )
+        dims.append(dim)
+    return dims
+
+
 def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
     """int64 [windows, elements of one]: places in the flat array, its size for what is none of its elements."""
     places = np.zeros((1, 1), np.int64)
     is_inside = np.ones((1, 1), bool)
     for dim in dims:
         # Positions count from the first element, in steps of one; elements stand `spread` apart.
-        starts = np.arange(dim.windows)[:, None] * dim.stride - dim.padding[0]
+        starts = np.arange(dim.windows) * dim.stride - dim.padding[0]
         offsets = np.arange(dim.reads) * dim.step
-        place, between = np.divmod(starts + offsets, dim.spread)
+        positions = starts[:, None] + offsets
+        place, between = np.divmod(positions, dim.spread)
         is_element = (place >= 0) & (place < dim.size) & (between == 0)
-        # The windows of all dims so far, times those of this one.
-        shape = len(places) * dim.windows, places.shape[1] * dim.reads
-        places = (places[:, None, :, None] * dim.size + place[:, None]).reshape(shape)
-        is_inside = (is_inside[:, None, :, None] & is_element[:, None]).reshape(shape)
-    return np.where(is_inside, places, math.prod(dim.size for dim in dims))
+        # Each window of the dims before is combined with each of this dim, and so are the elements of one: of
+        # [3 windows, 4 elements] and [5, 2] there are [3, 5, 4, 2], which are [15, 8].
+        windows = len(places) * dim.windows
+        reads = places.shape[1] * dim.reads
+        places = places[:, None, :, None] * dim.size + place[None, :, None, :]
+        places = places.reshape(windows, reads)
+        is_inside = is_inside[:, None, :, None] & is_element[None, :, None, :]
+        is_inside = is_inside.reshape(windows, reads)
+    size = math.prod(dim.size for dim in dims)
+    return np.where(is_inside, places, size)
 
 
 # Shapes behind the dims of the mesh
@@ -85,8 +117,9 @@ def _flatten(x: Exact, lead: int) -> Exact:
 
 def _transpose(x: Exact, lead: int, order: Sequence[int]) -> Exact:
     """The dims behind the first `lead` in another order."""
-    dims = *range(1 + lead), *(1 + lead + dim for dim in order)
-    return x.move(lambda part: part.transpose(dims))
+    first = 1 + lead  # behind the components and the mesh
+    dims = [first + dim for dim in order]
+    return x.move(lambda part: part.transpose(*range(first), *dims))
 
 
 def _append(field: Field, x: Exact, filling: float) -> Exact:
@@ -114,40 +147,56 @@ def convolve(scope: Scope, equation: Any, x: Operand, kernel: Operand) -> Exact:
     params = equation.params
     numbers = params["dimension_numbers"]
     x, kernel = scope.lift(x, kernel)
-    x = _transpose(to_number(field, x), rank, numbers.lhs_spec)
+    # The equation names the dims; from here on they are [N, C, *sizes], [F, C, *window] and [N, F, *windows].
+    images = _transpose(to_number(field, x), rank, numbers.lhs_spec)
     kernel = _transpose(to_number(field, kernel), rank, numbers.rhs_spec)
     result_shape = [equation.outvars[0].aval.shape[dim] for dim in numbers.out_spec]
-    features = result_shape[1]
-    examples, channels, *sizes = x.shape[rank:]
-    places = _find_convolved_places(params, sizes, result_shape[2:], kernel.shape[rank + 2 :])
-    windows, reads_of_window = places.shape
-    feature_groups = params["feature_group_count"]
-    example_groups = params["batch_group_count"]
-    channels = channels // feature_groups  # of a group
-    examples = examples // example_groups
-    groups = example_groups * feature_groups
-    contracted = channels * reads_of_window
+    places = _find_convolved_places(params, images.shape[rank + 2 :], result_shape[2:], kernel.shape[rank + 2 :])
+    groups = params["batch_group_count"] * params["feature_group_count"]
+    features = result_shape[1] // groups  # of one group
 
-    # [*mesh, all examples, all channels, windows, elements of one]
-    reads = _read_windows(field, _flatten(x, rank + 2), places, 0.0)
+    # [groups, examples * windows, contracted] @ [groups, contracted, features of one group]
+    patches = _read_patches(scope, images, places, params["batch_group_count"], params["feature_group_count"])
+    weights = _reshape(kernel, rank, (groups, features, patches.shape[-1]))
+    product = matmul(field, patches, _transpose(weights, rank, (0, 2, 1)))
+    # Back: [examples, groups, features of one group, windows] is [N, F, *windows].
+    product = _reshape(product, rank, (groups, result_shape[0], len(places), features))
+    product = _reshape(_transpose(product, rank, (1, 0, 3, 2)), rank, result_shape)
+    return _transpose(product, rank, np.argsort(numbers.out_spec).tolist())
+
+
+def _read_patches(scope: Scope, images: Exact, places: np.ndarray, example_groups: int, feature_groups: int) -> Exact:
+    """What all windows of images [N, C, *sizes] read: [groups, examples * windows, channels * elements of a window].
+
+    A group has a part of the examples and a part of the channels; one of both numbers of groups is 1.
+    """
+    rank = scope.rank
+    windows, reads_of_window = places.shape
+    examples = images.shape[rank] // example_groups
+    channels = images.shape[rank + 1] // feature_groups
+    groups = example_groups * feature_groups
+    # [*mesh, N, C, windows, elements of one]
+    reads = _read_windows(scope.field, _flatten(images, rank + 2), places, 0.0)
     reads = _reshape(reads, rank, (example_groups, examples, feature_groups, channels, windows, reads_of_window))
     # Groups first, then examples and windows, then what a product sums over: channels and elements.
     reads = _transpose(reads, rank, (0, 2, 1, 4, 3, 5))
-    reads = _reshape(reads, rank, (groups, examples * windows, contracted))
-    weights = _reshape(kernel, rank, (groups, features // groups, contracted))
-    product = matmul(field, reads, _transpose(weights, rank, (0, 2, 1)))
-    # Back: [examples, groups, features of one, windows] is [examples, features, *windows].
-    product = _reshape(product, rank, (groups, examples, windows, features // groups))
-    product = _reshape(_transpose(product, rank, (1, 0, 3, 2)), rank, result_shape)
-    return _transpose(product, rank, np.argsort(numbers.out_spec).tolist())
+    return _reshape(reads, rank, (groups, examples * windows, channels * reads_of_window))
 
 
 def _find_convolved_places(
     params: Any, sizes: Sequence[int], windows: Sequence[int], reads: Sequence[int]
 ) -> np.ndarray:
     """The places of a convolution's windows in the dims that it runs over."""
-    options = [params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")]
-    return find_places([WindowDim(*dim) for dim in zip(sizes, windows, reads, *options, strict=True)])
+    dims = _list_window_dims(
+        sizes=sizes,
+        windows=windows,
+        reads=reads,
+        strides=params["window_strides"],
+        paddings=params["padding"],
+        spreads=params["lhs_dilation"],
+        steps=params["rhs_dilation"],
+    )
+    return find_places(dims)
 
 
 # Pooling
@@ -157,15 +206,17 @@ def _find_pooled_places(equation: Any, array: Any, windows: Any) -> np.ndarray:
     """The places of the windows of a pooling, by the variables of the array and of a value for each window."""
     params = equation.params
     sizes = array.aval.shape
-    ones = (1,) * len(sizes)
-    options = (
-        params["window_dimensions"],
-        params["window_strides"],
-        params["padding"],
-        params.get("base_dilation", ones),
-        params.get("window_dilation", ones),
+    ones = (1,) * len(sizes)  # select_and_scatter_add has no dilation
+    dims = _list_window_dims(
+        sizes=sizes,
+        windows=windows.aval.shape,
+        reads=params["window_dimensions"],
+        strides=params["window_strides"],
+        paddings=params["padding"],
+        spreads=params.get("base_dilation", ones),
+        steps=params.get("window_dilation", ones),
     )
-    return find_places([WindowDim(*dim) for dim in zip(sizes, windows.aval.shape, *options, strict=True)])
+    return find_places(dims)
 
 
 def _shape_as_result(scope: Scope, equation: Any, x: Exact) -> Exact:
@@ -180,6 +231,7 @@ def add_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def _multiply_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
+    """The product of what each window reads, factor by factor."""
     places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
     reads = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["mul"])
     dim = scope.rank + 1
@@ -191,15 +243,25 @@ def _multiply_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def take_extremes(scope: Scope, equation: Any, x: Exact) -> Exact:
     """reduce_window_max and reduce_window_min."""
-    by = "max" if equation.primitive.name == "reduce_window_max" else "min"
-    return _take_extremes(scope, equation, x, by)
+    if equation.primitive.name == "reduce_window_max":
+        return _take_extremes(scope, equation, x, "max")
+    return _take_extremes(scope, equation, x, "min")
 
 
 def _take_extremes(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
+    """The largest element of each window, or the smallest: `by` is "max" or "min".
+
+    Keys say which element it is; the element itself, with its residues, is taken from its place.
+    """
+    padding = _NEUTRAL[by]
     places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
-    keys = _read_keys(scope, x, places, _NEUTRAL[by])
-    chosen = keys.argmax(-1) if by == "max" else keys.argmin(-1)
-    source = _append(scope.field, _flatten(to_number(scope.field, x), scope.rank), _NEUTRAL[by])
+    keys = _read_keys(scope, x, places, padding)
+    if by == "max":
+        chosen = keys.argmax(-1)
+    else:
+        chosen = keys.argmin(-1)
+    elements = _flatten(to_number(scope.field, x), scope.rank)
+    source = _append(scope.field, elements, padding)
     extremes = _take_on_devices(scope, source, _choose_places(places, chosen))
     return _shape_as_result(scope, equation, extremes)
 
@@ -234,7 +296,8 @@ def reduce_windows(scope: Scope, equation: Any, *operands: Operand) -> Exact:
     if len(operands) != 2 or name not in _NEUTRAL:
         raise UnsupportedError(f"reduce_window by {name}")
     x = scope.lift_one(operands[0])
-    first = _reshape(scope.lift_one(operands[1]), scope.rank, (1,) * len(equation.outvars[0].aval.shape))
+    ones = (1,) * len(equation.outvars[0].aval.shape)
+    first = _reshape(scope.lift_one(operands[1]), scope.rank, ones)
     first = to_number(field, first)
     if name == "add":
         return add(field, add_windows(scope, equation, x), first)
@@ -243,7 +306,10 @@ def reduce_windows(scope: Scope, equation: Any, *operands: Operand) -> Exact:
     extremes = _take_extremes(scope, equation, x, name)
     keys = find_keys(field, extremes)
     key_of_first = find_keys(field, first)
-    stays = keys >= key_of_first if name == "max" else keys <= key_of_first
+    if name == "max":
+        stays = keys >= key_of_first
+    else:
+        stays = keys <= key_of_first
     # jax pads with the number it begins with; a window may be padding alone.
     mask = scope.decide(equation, stays, extremes, first)
     return where(mask | np.isnan(keys), extremes, first)
@@ -260,10 +326,18 @@ def _find_reducer(body: Any) -> str:
 
 
 def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand) -> Exact:
-    """select_and_scatter_add: an element gets the sum of what is given by all windows of which it is the extreme.
+    """select_and_scatter_add: each window gives its value to its extreme element, and an element adds what it gets.
 
-    An element is the j-th one of one window at most. So its terms are a row with one place for each j: the window of
-    which it is the j-th element and the extreme, or nothing.
+    For each j, an element is the j-th one of at most one window. So there are as many terms as a window has elements:
+    term j is the value of the window in which the element is the j-th, if it is the extreme there, and else zero.
+
+    Worked example: the array [a, b, c, d], with a < b, b > c and c < d, windows of 2 with stride 1, and their values
+    [u, v, w]. The places are [[0, 1], [1, 2], [2, 3]], and the extremes b, b and d have the places [1, 1, 3].
+
+        windows by j      [[0, 1, 2, none], [none, 0, 1, 2]]    element 1 is the 0-th of window 1, the 1st of window 0
+        is the extreme    [[no, yes, no, no], [no, yes, no, yes]]
+        terms             [[0, v, 0, 0], [0, u, 0, w]]
+        sum               [0, u + v, 0, w]
     """
     field = scope.field
     # The first operand has a value for each window, the second one is the array that was pooled.
@@ -272,18 +346,17 @@ def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand
     extremes = _find_first_extremes(scope, equation, x, places)
     size = math.prod(array.aval.shape)
     no_window = len(places)
-    # An array of 4, windows of 2 with stride 1: places [[0, 1], [1, 2], [2, 3]]. Element 1 is the 0-th of window 1 and
-    # the 1st of window 0: windows is [[0, 1, 2, none], [none, 0, 1, 2]].
     windows = np.full((places.shape[1], size + 1), no_window)  # [j, element]
     for j, places_of_j in enumerate(places.T):
         windows[j, places_of_j] = np.arange(no_window)
-    windows = windows[:, :size]  # but for the padding
+    windows = windows[:, :size]  # without what the padding is
+    # `no_window` has no extreme: `size` is the place of no element.
     none = np.full((*extremes.shape[:-1], 1), size)
     extremes = np.concatenate([extremes, none], -1)
     # [*mesh, j, element]: whether the element is the extreme of the window in which it is the j-th.
     is_extreme = extremes[..., windows] == np.arange(size)
-    gives = _append(field, _flatten(scope.lift_one(source), scope.rank), 0.0)
-    terms = _take_on_devices(scope, gives, np.where(is_extreme, windows, no_window))
+    values = _append(field, _flatten(scope.lift_one(source), scope.rank), 0.0)
+    terms = _take_on_devices(scope, values, np.where(is_extreme, windows, no_window))
     return _shape_as_result(scope, equation, sum_dims(field, terms, [scope.rank]))
 
 
@@ -304,7 +377,9 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
     Noted as a comparison of all elements of a window with that one, as the gradient of `reduce_max` makes it.
     """
     largest = equation.params["select_prim"].name == "ge"
-    filling = _NEUTRAL["max" if largest else "min"]
+    filling = _NEUTRAL["min"]
+    if largest:
+        filling = _NEUTRAL["max"]
     keys = _read_keys(scope, x, places, filling)
     chosen = np.zeros(keys.shape[:-1], int)
     best = keys[..., 0]
@@ -316,7 +391,8 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
         best = np.where(stays, best, key)
     extremes = _choose_places(places, chosen)
     if isinstance(x, Exact) and scope.field.coverage is not None:
-        source = _append(scope.field, _flatten(to_number(scope.field, x), scope.rank), filling)
+        flat = _flatten(to_number(scope.field, x), scope.rank)
+        source = _append(scope.field, flat, filling)
         elements = source.move(lambda part: np.take(part, places, -1))
         extreme = _take_on_devices(scope, source, extremes[..., None])
         scope.decide(equation, chosen[..., None] == np.arange(places.shape[1]), elements, extreme)
@@ -337,5 +413,6 @@ def cumulate_logs(scope: Scope, equation: Any, x: Exact) -> Exact:
         padding = (0, size)
     places = find_places([WindowDim(size, size, size, padding=padding)])
     powers = exp(field, x).move(lambda part: np.moveaxis(part, dim, -1))
-    sums = sum_dims(field, _read_windows(field, powers, places, 0.0), [len(x.shape)])
+    terms = _read_windows(field, powers, places, 0.0)
+    sums = sum_dims(field, terms, [len(x.shape)])
     return log(field, sums).move(lambda part: np.moveaxis(part, -1, dim))

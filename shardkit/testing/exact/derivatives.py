@@ -1,0 +1,143 @@
+"""Functions and their derivatives as traced programs of arrays, which the interpreter runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._jax.jaxprs import walk
+from shardkit.meshes.layout import path_name
+from shardkit.testing._compare import is_float
+from shardkit.testing._interpreter import restrict_to_floats
+
+# From the leaves of the arguments to those of the results.
+FlatFunction = Callable[..., list[Any]]
+
+
+class DerivedPrograms(NamedTuple):
+    """Functions of the same arguments, traced with their derivatives.
+
+    Worked example: two functions `f(w, x) -> y` of floats w [3], x [8, 3] and y [8], with gradients. Each program takes
+    ([w, x], [a cotangent [8] of y]) and returns [y, the gradient [3] of w, the gradient [8, 3] of x].
+
+    Attributes:
+        programs: a ClosedJaxpr for each function, of (leaves of the arguments, vectors), which returns the results,
+            then the derivatives. What no result needs is still in it.
+        vectors: the shapes of the vectors: cotangents of the results, or tangents of the arguments.
+        names: of the derivatives, in words.
+        compared: what the programs return, in words.
+    """
+
+    programs: list[Any]
+    vectors: list[Any]
+    names: list[str]
+    compared: str
+
+
+def trace_with_derivatives(
+    functions: Sequence[Callable[..., Any]], shapes: Any, results: Any, grad: bool
+) -> DerivedPrograms:
+    """Traces functions with their gradients, or, where a loop has no known end, with their forward derivatives.
+
+    A `while` loop that numbers end cannot be run backwards. Forwards it can, and if the derivatives along one unknown
+    direction are equal, then they are for all directions, and so are the gradients.
+
+    Args:
+        functions: of the same arguments, with the same structure of results.
+        shapes: the arguments as a tuple of pytrees of ShapeDtypeStructs.
+        results: the results, likewise.
+        grad: whether to trace derivatives at all.
+    """
+    leaves, structure = jax.tree.flatten(shapes)
+    flat_functions = [_flatten(function, structure) for function in functions]
+    if not grad:
+        programs = [_trace(_drop_vectors(function), leaves, []) for function in flat_functions]
+        return DerivedPrograms(programs, [], [], "values")
+    try:
+        return _trace_gradients(flat_functions, shapes, results)
+    except ValueError:
+        if not any(_has_while_loop(function, leaves) for function in flat_functions):
+            raise
+    return _trace_forward(flat_functions, shapes, results)
+
+
+def name_result(path: Any) -> str:
+    """`result ['loss']`; `result` where there is one alone."""
+    return f"result {path_name(path)}" if path else "result"
+
+
+def _trace_gradients(functions: Sequence[FlatFunction], shapes: Any, results: Any) -> DerivedPrograms:
+    leaves = jax.tree.leaves(shapes)
+    cotangents = [y for y in jax.tree.leaves(results) if is_float(y)]
+    programs = [_trace(_add_gradients(function), leaves, cotangents) for function in functions]
+    names = []
+    for path, x in jax.tree_util.tree_leaves_with_path(shapes):
+        if is_float(x):
+            names.append(f"gradient of argument {path_name(path)}")
+    return DerivedPrograms(programs, cotangents, names, "values and gradients")
+
+
+def _trace_forward(functions: Sequence[FlatFunction], shapes: Any, results: Any) -> DerivedPrograms:
+    leaves = jax.tree.leaves(shapes)
+    tangents = [x for x in leaves if is_float(x)]
+    programs = [_trace(_add_forward_derivatives(function), leaves, tangents) for function in functions]
+    names = []
+    for path, y in jax.tree_util.tree_leaves_with_path(results):
+        if is_float(y):
+            names.append(f"derivative of the {name_result(path)}")
+    compared = "values and forward derivatives, because a loop has no known end"
+    return DerivedPrograms(programs, tangents, names, compared)
+
+
+def _trace(program: Callable[..., Any], leaves: list[Any], vectors: list[Any]) -> Any:
+    return jax.make_jaxpr(program)(leaves, vectors)
+
+
+def _has_while_loop(function: FlatFunction, leaves: list[Any]) -> bool:
+    traced = jax.make_jaxpr(function)(*leaves)
+    return any(site.name == "while" for site in walk(traced.jaxpr))
+
+
+def _flatten(function: Callable[..., Any], structure: Any) -> FlatFunction:
+    """A function of pytrees as one of their leaves, with a list of results."""
+
+    def flat_function(*leaves: Any) -> list[Any]:
+        results = function(*jax.tree.unflatten(structure, leaves))
+        return [jnp.asarray(y) for y in jax.tree.leaves(results)]
+
+    return flat_function
+
+
+def _drop_vectors(function: FlatFunction) -> Callable[..., list[Any]]:
+    """The results alone, with the arguments of the other programs."""
+
+    def compute_values(leaves: list[Any], vectors: list[Any]) -> list[Any]:
+        return function(*leaves)
+
+    return compute_values
+
+
+def _add_gradients(function: FlatFunction) -> Callable[..., list[Any]]:
+    """The results, then the gradient of each float argument for cotangents of the float results."""
+
+    def compute_both(leaves: list[Any], cotangents: list[Any]) -> list[Any]:
+        floats = [x for x in leaves if is_float(x)]
+        _, pull_back = jax.vjp(restrict_to_floats(function, leaves), floats)
+        (grads,) = pull_back(list(cotangents))
+        return [*function(*leaves), *grads]
+
+    return compute_both
+
+
+def _add_forward_derivatives(function: FlatFunction) -> Callable[..., list[Any]]:
+    """The results, then the derivative of each float result along tangents of the float arguments."""
+
+    def compute_both(leaves: list[Any], tangents: list[Any]) -> list[Any]:
+        floats = [x for x in leaves if is_float(x)]
+        _, derivatives = jax.jvp(restrict_to_floats(function, leaves), [floats], [tangents])
+        return [*function(*leaves), *derivatives]
+
+    return compute_both
