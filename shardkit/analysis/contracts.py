@@ -61,23 +61,25 @@ def collective(kind: str, axis: Axis, *, times: int | None = None, sent: int | F
 
 
 class expects:
-    """Asserts that a function runs exactly these collectives and no others.
+    """Checks that a function runs exactly these collectives and no others.
 
     `expects(collective("all_reduce", "data", times=2)).check(step, state, batch)` traces a call and runs nothing, and
-    `.check_compiled(step, state, batch)` checks the compiled program. As a context manager,
-    `with expects(...) as check: check(step, state, batch)`, it is an error to leave it without a check.
+    `.check_compiled(step, state, batch)` checks the compiled program. You can also write `with expects(...) as check:
+    check(step, state, batch)`: leaving the block without a check is then an error.
 
     Args:
-        *rows: the expected collectives, from `collective`; none: the function sends nothing, or with `sums` anything.
-        sums: the dtype in which floats are added over devices, or a wider one, as "float32"; or one for each axis by
-            name, as `{"data": "float32"}` where partial sums of tensor parallelism are bfloat16. A census row has what
-            it adds in as `sums`. What is exchanged by an all_to_all and then added, as by `compressed`, is no sum here.
+        *rows: the expected collectives, from `collective`. Without rows, the function must send nothing; with `sums`,
+            it may send anything.
+        sums: the narrowest dtype in which devices may add floats, such as "float32". Pass a dict for a dtype on each
+            axis, such as `{"data": "float32"}` if partial sums of tensor parallelism are bfloat16. A census row has its
+            dtype as `sums`. Values that an all_to_all exchanges before they are added, as in `compressed`, do not count
+            as sums.
 
     Raises:
         AssertionError: the program runs other collectives, or adds in a narrower dtype; the message lists the
             differences with source lines.
         ValueError: two rows for the same kind and axes; `check_compiled` with `sums`.
-        TypeError: `sums` is no dtype of floats.
+        TypeError: `sums` is not a floating-point dtype.
 
     Example:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())

@@ -217,29 +217,29 @@ def lint(
     ignore: Collection[str] = (),
     **kwargs: Any,
 ) -> list[Finding]:
-    """Finds communication in one call of `fn` that deadlocks, gives wrong numbers or is wasted, by tracing it.
+    """Traces one call of `fn`, and finds communication that deadlocks, gives wrong numbers or is wasted.
 
-    Nothing runs and no device is needed; an AbstractMesh of any size is enough. The function is traced twice, the
-    second time as another process would trace it; a traced program (`jax.jit(fn).trace(...)`) is not traced again and
-    not compared with another process. `RULES` lists the rules; it applies those that read a trace, as `audit` does.
+    Nothing runs, and you need no device: an AbstractMesh of any size is enough. It traces the function twice, the
+    second time as another process would. If you pass a traced program (`jax.jit(fn).trace(...)`), it cannot compare it
+    with another process. `RULES` lists the rules; `lint` applies the rules on a trace.
 
-    Not found: mistakes that only run-time values show, and those in Pallas kernels, in collectives that the compiler
-    adds and in mutable references (`jax.new_ref`). jax moves a draw that is the same in every iteration out of a scan
-    that it differentiates: where one key may serve all layers, lint the loss too.
+    It does not find mistakes that only run-time values show, and mistakes in Pallas kernels, in collectives that the
+    compiler adds and in mutable references (`jax.new_ref`). If a draw is the same in every iteration, jax moves it out
+    of a scan that it differentiates. So if one key may serve all layers, lint the loss too.
 
     Args:
         fn: any function that jax can trace, as a step or a loss; or the result of its `.trace`, without arguments.
         *args: its arguments; `jax.ShapeDtypeStruct` is enough.
-        large: bytes from which a replicated input is reported (`large-replicated`).
-        small: bytes below which a message costs only its latency: smaller waste is not reported, and smaller pieces are
-            `tiny-shards`.
-        memory: bytes that one device can hold, less those of the activations: tensor parallelism of what fits there is
-            reported (`tensor-parallel-that-fits`). None reports none.
+        large: bytes from which a replicated input is a finding (`large-replicated`).
+        small: bytes below which a message costs only its latency: smaller waste is not a finding, and smaller pieces
+            are `tiny-shards`.
+        memory: bytes that one device can hold, less the bytes of the activations. Tensor parallelism is a finding if
+            its weights fit (`tensor-parallel-that-fits`). None: no such finding.
         ignore: names of rules to leave out.
-        **kwargs: its keyword arguments; bind those named like an option with `functools.partial`.
+        **kwargs: its keyword arguments. If one has the name of an option, bind it with `functools.partial`.
 
     Returns:
-        The findings, in the order of the rules; none if it is clean. `print` each.
+        The findings, in the order of the rules, or an empty list. `print` each one.
 
     Raises:
         ValueError: a name in `ignore` that is not a rule.
@@ -269,33 +269,33 @@ def audit(
     call: bool = True,
     timeout: float = 1800.0,
 ) -> Audit:
-    """Reads one call of a function that anything built: what it sends and why, what is wrong with it, what it wastes.
+    """Reads one call of any function: its collectives and their reasons, its mistakes, and its waste.
 
-    As traced, it is what `census` and `lint` say together, of any function that jax can trace, on any mesh. Compiled,
-    it is also what the step holds, what the compiler adds, and the rules that need to see it; it may come from
-    `jax.jit` with NamedShardings, `nnx.jit`, `eqx.filter_jit` or `jax.pmap`, with or without shard_map inside. `RULES`
-    lists the rules, each with what it reads.
+    You can pass any function that jax can trace, on any mesh: from `jax.jit` with NamedShardings, `nnx.jit`,
+    `eqx.filter_jit` or `jax.pmap`, with or without shard_map inside. From the trace you get `census` and `lint`
+    together. With `compiled=True` you also get the memory of the step, the collectives that the compiler adds, and the
+    rules on compiled programs. `RULES` lists the rules.
 
     Args:
         step: the function.
         *args: its positional arguments: arrays, or `jax.ShapeDtypeStruct` with shardings; bind keyword arguments with
             `functools.partial`.
-        compiled: whether to compile it too, and to call it twice where its arguments have values.
-        target: chips to compile for, as "v5e:2x4" (see `aot.compile`), which implies `compiled`; None: the devices of
+        compiled: whether to compile it too, and to call it twice if its arguments have values.
+        target: chips to compile for, such as "v5e:2x4" (see `aot.compile`); it implies `compiled`. None: the devices of
             this process.
-        large: bytes from which what several devices hold whole is reported. None: 256 MiB of an input of a shard_map
-            (`large-replicated`); compiled, 16 MiB per device of a leaf (`replicated-leaf`, which takes its place).
-        small: bytes below which waste is not reported.
+        large: bytes from which an array that several devices hold whole is a finding. None: 256 MiB for an input of a
+            shard_map (`large-replicated`); if compiled, 16 MiB per device for a leaf (`replicated-leaf`, in its place).
+        small: bytes below which waste is not a finding.
         memory: as for `lint`.
         ignore: names of rules to leave out.
-        call: whether a compiled step is called, on copies of its arguments, for the rule `second-compile`.
+        call: whether to call a compiled step, on copies of its arguments, for the rule `second-compile`.
         timeout: time limit for the compiler of a target, seconds.
 
     Returns:
         Audit: collectives, findings and, compiled, memory; print it, `.to_json()`, `.compare(before)`.
 
     Raises:
-        ValueError: a name in `ignore` that is not a rule; a step that cannot be traced, and compiled, with these
+        ValueError: a name in `ignore` that is not a rule; a step that jax cannot trace, or compile, with these
             arguments.
         RuntimeError: the target's compiler is missing, or its chips have too little memory.
 

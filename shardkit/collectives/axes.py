@@ -46,10 +46,10 @@ def axis_index(axis: Axis) -> jax.Array:
 
 @typed
 def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
-    """Casts every leaf to vary over `axes`; an axis over which it varies already is skipped.
+    """Casts every leaf to vary over `axes`. It skips an axis if the leaf already varies over it.
 
-    The gradient with respect to a varying value is this device's own: the reduction over devices remains to be written.
-    The transpose of the cast is a psum over the axes it added.
+    The gradient with respect to a varying value is the gradient of this device alone: you write the sum over devices
+    yourself. The transpose of the cast is a psum over the axes that it added.
 
     Layout: `X[...] -> X[...] {varying over axes}`
     Args:
@@ -87,9 +87,10 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
 
 @typed
 def vary_like(tree: Arrays | None, like: Arrays) -> Any:
-    """Casts every leaf to vary over each axis over which some leaf of `like` varies: as `vary`, on any mesh.
+    """Casts every leaf to vary over the same axes as the leaves of `like`: as `vary`, on any mesh.
 
-    For the initial carry of a loop: jax refuses a carry that is invariant before an iteration and varies after it.
+    Use it for the initial carry of a loop: jax refuses a carry that is invariant before an iteration and varies after
+    it.
 
     Layout: `X[...] -> X[...] {varying as like}`
     Args:

@@ -69,20 +69,20 @@ def all_reduce(
         x: pytree of arrays.
         axis: axis name or tuple of names.
         op: "sum", "mean", "max" or "min", and "any" or "all" for booleans. Booleans count as integers for "sum" and
-            "mean". The derivative of "max" and "min" goes to the elements that attain it, equal shares to ties.
-        deterministic: sum in an order that only the data determine. Dim 0 of every leaf then counts this device's
-            blocks and is summed too: `[blocks, ...] -> [...]`. The result has the same bits on every number of devices
-            if the global number of blocks is fixed, each device has the same number of consecutive blocks, and each
-            block's term is computed separately (under `lax.map`, not in one matmul).
-        table: which device sends what to which, as one of `sk.tables`; None: as the compiler chooses. It adds in the
-            dtype of x, message by message, and has no forward-mode derivative.
+            "mean". The derivative of "max" and "min" goes to the largest or smallest elements, in equal shares.
+        deterministic: sum in an order that depends on the data alone. Dim 0 of every leaf then counts this device's
+            blocks and is summed too: `[blocks, ...] -> [...]`. You get the same bits on every number of devices if the
+            global number of blocks is fixed, each device has the same number of consecutive blocks, and you compute
+            each block's term separately (under `lax.map`, not in one matmul).
+        table: a table of messages, such as one of `sk.tables`; None: the compiler chooses. A table adds in the dtype of
+            x, message by message, and has no forward-mode derivative.
 
     Returns:
         Arrays of the same shapes (without dim 0 if deterministic), invariant over `axis`.
 
     Raises:
-        ValueError: an unbound axis, another `op`, no blocks for a deterministic sum, or a table that is wrong, for
-            another collective or number of devices, or with an op that is no sum.
+        ValueError: an unbound axis, another `op`, no blocks for a deterministic sum, a table that is wrong or for
+            another collective or number of devices, or a table with an op that is not a sum.
         TypeError: "any" or "all" of a leaf that is not boolean, "max" or "min" of a complex one.
 
     Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it.
@@ -171,7 +171,7 @@ def _differentiate_extremum(names: _Names, op: str, primals: Any, tangents: Any)
 
 @typed
 def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False, table: SendTable | None = None) -> Any:
-    """Concatenates the devices' shards of each leaf along `dim`; every device gets the whole.
+    """Concatenates the devices' shards of each leaf along `dim`; every device gets the whole array.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
     Args:
@@ -179,11 +179,11 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False,
         axis: axis name or tuple of names; shards are concatenated in the order of the device index.
         dim: the dim to concatenate along.
         replicated: return a result that is invariant over `axis`, as `out_specs=P()` requires. Its transpose slices an
-            all-reduced cotangent; the default's transpose is a reduce_scatter, half the bytes.
+            all-reduced cotangent. The transpose of the default is a reduce_scatter, with half the bytes.
         table: as for all_reduce. The derivative runs its transpose; replicated, it sends nothing.
 
     Returns:
-        Arrays whose size along `dim` is n times the shard's.
+        Arrays with n times the shard's size along `dim`.
 
     Raises:
         ValueError: an unbound axis, a `dim` the array does not have, or a table as for all_reduce.
@@ -242,7 +242,7 @@ def reduce_scatter(
         table: as for all_reduce. The derivative runs its transpose.
 
     Returns:
-        Arrays whose size along `dim` is 1/n of the input's.
+        Arrays with 1/n of the input's size along `dim`.
 
     Raises:
         ValueError: an unbound axis, a `dim` the array does not have or that does not divide, another `op`, or a table
@@ -307,7 +307,7 @@ def _drop_unit_dims(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
 
 @typed
 def all_to_all(x: Arrays, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
-    """Splits each leaf along `split_dim`, sends piece j to device j, and concatenates what arrives along `concat_dim`.
+    """Splits each leaf along `split_dim`, sends piece j to device j, and joins the pieces it gets along `concat_dim`.
 
     Layout: `X[A_a, B] -> X[A, B_a]` for split_dim=1, concat_dim=0
     Args:

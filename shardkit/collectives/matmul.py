@@ -25,6 +25,8 @@ from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import gather_array, scatter_array
 from shardkit.collectives.permute import shift_array
 from shardkit.cost import Links
+from shardkit.cost.crossovers import ring_from
+from shardkit.cost.hardware import chip_of
 
 Impl = Literal["gather", "ring", "bidirectional", "auto"] | Links
 _Names = tuple[str, ...]
@@ -33,25 +35,25 @@ _Arrays = tuple[jax.Array, ...]
 
 @typed
 def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl = "auto") -> Any:
-    """Multiplies the tokens of all devices with this device's columns; sends some tokens while multiplying others.
+    """Multiplies the tokens of all devices with this device's columns; sends some tokens while it multiplies others.
 
     Layout: `X[T_a, D] . W[D, F_a] -> Y[T, F_a]`
     Args:
         x_tD: floating-point array [..., t, D], this device's tokens.
-        w_Df: array [D, ...] of the same dtype, or a pytree of such arrays (gate and up; query, key and value), for
-            which the tokens are gathered once. Any number of column dims.
+        w_Df: array [D, ...] of the same dtype, with any number of column dims. For a pytree of such arrays (gate and
+            up; query, key and value) the tokens are gathered once.
         axis: axis name or tuple of names.
-        impl: "gather": one all_gather, then one matmul. "ring": tokens are sent one way, in n-1 hops. "bidirectional":
-            half of them each way (over two devices: as "ring"). The backward pass of both sends tokens up and sums
-            down. A `cost.Links`: "ring" where a hop takes no longer than the matmul of its tokens with all columns
-            (`cost.ring_from`); else "bidirectional" where it takes no longer than two, over 3 devices or more; else
-            "gather". "auto": the same by `cost.links` of the chip that the program is traced for, by `aot.compile`
-            and `audit(target=)` that of their topology; "gather" where it is not in `cost.chips`, as for CPUs and
-            meshes without devices.
+        impl: "gather": one all_gather, then one matmul. "ring": tokens go one way, in n-1 hops. "bidirectional": half
+            of the tokens go each way (over two devices: as "ring"). The backward pass of both sends tokens up and sums
+            down. A `cost.Links` chooses: "ring" if a hop takes no longer than the matmul of its tokens with all columns
+            (`ring_from`); else "bidirectional" if a hop takes no longer than two matmuls, over 3 devices or more;
+            else "gather". "auto" chooses the same way, by `cost.links` of the chip that you trace for; `aot.compile`
+            and `audit(target=)` trace for their topology. It chooses "gather" for a chip that `cost.chips` does not
+            have, such as CPUs, and for meshes without devices.
 
     Returns:
         Array [..., T, ...] in the dtype of the operands, or a pytree of them like `w_Df`: a weight's column dims
-        replace D. It varies over `axis` and over the axes over which x or w vary.
+            replace D. It varies over `axis` and over all axes of x and w.
 
     Raises:
         ValueError: an unbound axis, another `impl`, operands whose dims do not match.
@@ -154,7 +156,7 @@ def _choose_implementation(impl: Impl, names: _Names, elements: int, columns: in
     if isinstance(impl, Links):
         links = impl
     elif impl == "auto":
-        chip = cost.chip_of(backends.device_kind())
+        chip = chip_of(backends.device_kind())
         if chip is None:
             return "gather"
         links = cost.links(chip)
@@ -164,9 +166,9 @@ def _choose_implementation(impl: Impl, names: _Names, elements: int, columns: in
         return "gather"
     link = links.of(names)
     message = elements * dtype.itemsize
-    if message >= cost.ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize):
+    if message >= ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize):
         return "ring"
-    if n > 2 and message >= cost.ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize, ways=2):
+    if n > 2 and message >= ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize, ways=2):
         return "bidirectional"
     return "gather"
 

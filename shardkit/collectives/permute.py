@@ -62,11 +62,11 @@ def shift_array(x: jax.Array, names: _Names, *, by: int = 1, wrap: bool = True) 
 
 @typed
 def broadcast(x: Arrays, axis: Axis, *, source: int = 0) -> Any:
-    """Every device of `axis` gets the value of device `source`.
+    """Sends the value of device `source` to every device of `axis`.
 
     Layout: `X[...] on device source -> X[...]`
     Args:
-        x: pytree of arrays; the other devices' values are ignored, NaN included.
+        x: pytree of arrays. Values of the other devices are ignored, also NaN.
         axis: axis name or tuple of names (then `source` is a joint index).
         source: index of the sending device, 0 <= source < n.
 

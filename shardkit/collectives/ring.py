@@ -39,7 +39,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
             all-reduced cotangent; the default's transpose is a ring reduce_scatter.
 
     Returns:
-        Arrays whose size along `dim` is n times the shard's.
+        Arrays with n times the shard's size along `dim`.
 
     Raises:
         ValueError: an unbound axis, or a `dim` the array does not have.

@@ -22,23 +22,25 @@ def describe(
 ) -> str:
     """Describes a mesh, an array (which device holds which piece), a pytree (a line per leaf) or a plan, as text.
 
-    For an array: a table of its pieces, with the ids of all devices that hold each; rows and columns are the last two
-    dims that are split. For a pytree: a line per leaf with shapes, dtype, spec, devices and bytes per device, and their
-    sum; inside shard_map, the axes over which each varies instead of a spec. With `after`, the array or pytree
-    after a resharding is shown beside it. For a plan, `describe(plan, params, mesh)`: a line per leaf with its layouts,
-    bytes per device, and why; the mesh may be omitted where the parameters are sharded over one, or inside
-    `jax.set_mesh`.
+    For an array you get a table of its pieces, with the ids of the devices that hold each piece; rows and columns are
+    the last two split dims. For a pytree you get a line per leaf with shapes, dtype, spec, devices and bytes per
+    device, and their sum. Inside shard_map a line names the varying axes instead of a spec. Pass `after` to show the
+    array or pytree after a resharding beside it. For a plan, call `describe(plan, params, mesh)`: you get a line per
+    leaf with its layouts, its bytes per device, and the reason. You may leave out the mesh if the parameters are
+    sharded over one, or inside `jax.set_mesh`.
 
     Args:
         thing: a mesh, an array, a pytree of arrays, or a plan.
         params: the parameters, with a plan.
         mesh: the mesh, with a plan.
         after: an array, or a pytree of the same structure, to show beside `thing`.
-        manual: with a plan, the Manual axes, as for `make_train_step`: over any other the parameters stay as laid out.
+        manual: with a plan, the Manual axes, as for `make_train_step`. Over all other axes the parameters keep their
+            layout.
 
     Raises:
-        TypeError: a plan without parameters, `manual` without a plan, or `after` with anything but arrays.
-        ValueError: `after` of another structure; `manual` without an axis of the plan, or with one of another mesh.
+        TypeError: a plan without parameters, `manual` without a plan, or `after` with something other than arrays.
+        ValueError: `after` with another structure; `manual` without an axis of the plan, or with an axis of another
+            mesh.
 
     Example:
         >>> print(sk.describe(mesh))

@@ -74,12 +74,12 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
 
 @typed
 def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh | None = None) -> tuple[int, ...]:
-    """The shape of one device's shard of a global array.
+    """Returns the shape of one device's shard of a global array.
 
     Args:
         shape: global shape.
         spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
 
     Raises:
         ValueError: a dim that does not divide, an axis the mesh does not have or that is used twice, or a spec
@@ -106,37 +106,14 @@ def local_shape_of(where: str, shape: Sequence[int], spec: PartitionSpec, mesh: 
 
 
 @typed
-def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh | None = None) -> tuple[int, ...]:
-    """The shape of the global array of which one device's shard has `shape`; the inverse of `local_shape`.
-
-    Args:
-        shape: shape of the shard.
-        spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
-        mesh: the mesh; by default that of `jax.set_mesh`.
-
-    Raises:
-        ValueError: an axis the mesh does not have or that is used twice, or a spec longer than the shape.
-
-    Example:
-        >>> sk.global_shape((4, 128), P("data", "model"), mesh)
-        (8, 512)
-    """
-    mesh = mesh_in_context("global_shape", mesh)
-    _check_shape("global_shape", shape)
-    check_spec("global_shape", spec, mesh, len(shape))
-    counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
-    counts += [1] * (len(shape) - len(counts))
-    return tuple(size * count for size, count in zip(shape, counts, strict=True))
-
-
-@typed
 def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
-    """Lays the arrays of a pytree out on the mesh.
+    """Splits the arrays of a pytree over the devices of a mesh.
 
     Args:
         tree: pytree of numpy or jax arrays of global shape.
-        mesh: the mesh; by default that of `jax.set_mesh`.
-        specs: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); by default all are whole.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
+        specs: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`). By default every device holds
+            all arrays whole.
 
     Returns:
         The same pytree of `jax.Array` with `NamedSharding(mesh, spec)`.
@@ -170,7 +147,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 
 @typed
 def bytes_per_device(tree: Arrays) -> int:
-    """Bytes per device of a pytree of arrays: the sum over its shards.
+    """Returns the bytes that a pytree of arrays takes on one device: the sum over its shards.
 
     Example:
         >>> sk.bytes_per_device(sk.shard({"w": jnp.ones((8, 512))}, mesh, P(None, "model")))

@@ -44,17 +44,18 @@ def make_mesh(
     """Builds a mesh of named axes: `make_mesh(data=2, model=-1)`.
 
     Args:
-        devices: the devices to use, in row-major order of the axes (a subset is allowed); by default all devices, with
+        devices: the devices to use, in row-major order of the axes; you may pass a subset. By default all devices, with
             mesh neighbors close to each other on the hardware.
         axis_types: one AxisType, or one per axis; other than `AxisType.Auto` only with Explicit sharding.
-        placement: "auto": the order of these devices in which the busiest links of a TPU's torus or a GPU cluster carry
-            least, if each axis gathers the same array; what `aot.place` found for a step and these devices, whose sizes
-            may be left out. None: the order of `devices`, else jax's.
-        **sizes: axis name and size, from the outermost axis to the innermost; one size may be -1 (inferred).
+        placement: the order of the devices. "auto" orders them so that the busiest links of a TPU's torus or a GPU
+            cluster carry least, if each axis gathers the same array. You can also pass the result of `aot.place` for
+            your step and these devices; you may then leave out the sizes. None: the order of `devices`, otherwise
+            jax's.
+        **sizes: axis name and size, from the outermost axis to the innermost. One size may be -1: as many as are left.
 
     Raises:
         ValueError: no axis, a size below 1, two sizes of -1, a duplicate device, or a product that is not the number of
-            devices; a placement for another mesh or machine, "auto" for devices that fill no box.
+            devices. A placement for another mesh or machine, or "auto" for devices that fill no box.
 
     Example:
         >>> dict(sk.make_mesh(data=2, model=-1).shape)
@@ -130,10 +131,10 @@ def make_hybrid_mesh(
     devices: Devices | None = None,
     group_of: Callable[[jax.Device], int] | None = None,
 ) -> Mesh:
-    """Builds a mesh over two kinds of links: fast ones inside a group of devices, slow ones between groups.
+    """Builds a mesh over two kinds of links: fast links inside a group of devices, slow links between groups.
 
-    `make_hybrid_mesh(fast={"fsdp": 4}, slow={"data": 2})` places each `fsdp` axis inside one group, so that only the
-    `data` collectives use the slow links. The slow part of an axis that is in both is its outer part.
+    `make_hybrid_mesh(fast={"fsdp": 4}, slow={"data": 2})` puts the "fsdp" axis inside each group, so only collectives
+    over "data" use the slow links. You may name an axis in both: its slow part is the outer part.
 
     Args:
         fast: axis sizes inside one group.

@@ -19,9 +19,9 @@ from shardkit._jax.compat import bound
 
 @typed
 def fold_axis(key: Key, axis: Axis) -> jax.Array:
-    """`fold_in(key, axis_index)`: keys that differ along `axis` and agree along every other axis.
+    """`fold_in(key, axis_index)`: you get another key on each device along `axis`, and the same along every other axis.
 
-    Two axes have the same stream at the same index; with `fold_axes` they do not.
+    Two axes have the same stream at the same index. If you fold in more than one axis, use `fold_axes`.
 
     Args:
         key: typed or raw key, the same on all devices of `axis`.
@@ -45,7 +45,7 @@ def fold_axis(key: Key, axis: Axis) -> jax.Array:
 
 @typed
 def fold_axes(key: Key, axes: Axis) -> jax.Array:
-    """Keys that differ for every coordinate along `axes`, salted by axis name.
+    """Folds the device's place along `axes` into a key, salted by axis name: no two coordinates have the same key.
 
     The order of `axes` does not matter, and no coordinate of one axis repeats the stream of another axis.
 
@@ -73,14 +73,14 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
 
 @typed
 def example_keys(key: Key, n: int) -> jax.Array:
-    """One key for each of `n` examples, by global index: key i is `fold_in(key, i)` for every `n`.
+    """Makes one key for each of `n` examples, by global index: key i is `fold_in(key, i)` for every `n`.
 
     Args:
         key: typed or raw key.
         n: number of examples of the global batch.
 
     Returns:
-        Keys of shape [n] (raw keys: [n, 2]), to be sharded like the batch's dim 0.
+        Keys of shape [n] (raw keys: [n, 2]). Shard them like dim 0 of the batch.
 
     Example:
         >>> few, many = (sk.example_keys(jax.random.key(0), n) for n in (4, 8))
@@ -96,8 +96,8 @@ def example_keys(key: Key, n: int) -> jax.Array:
 def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
     """Elementwise `fold_in`: `fold_keys(keys_b, layer)` gives each example a different key in each layer.
 
-    `fold_keys(keys_b[:, None], positions_t[None, :])` gives each token of each example its own key, which does not
-    depend on how the tokens are sharded.
+    `fold_keys(keys_b[:, None], positions_t[None, :])` gives each token of each example a different key, in the same way
+    for every sharding of the tokens.
 
     Args:
         keys: keys of any shape, typed or raw.
@@ -133,7 +133,7 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
 
     Args:
         x_b: examples, shape [b, ...].
-        keys_b: one key per example, shape [b], or per token, shape [b, t], where tokens are sharded. None for
+        keys_b: one key per example, shape [b], or, if tokens are sharded, one per token, shape [b, t]. None for
             evaluation: nothing is dropped.
         rate: probability that an element becomes zero, 0 <= rate < 1; the others are divided by 1 - rate.
 
@@ -141,7 +141,7 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
         Array of the shape and dtype of `x_b`.
 
     Raises:
-        ValueError: a rate outside [0, 1), or keys whose shape is not that of the leading dims of `x_b`.
+        ValueError: a rate outside [0, 1), or keys with another shape than the leading dims of `x_b`.
         TypeError: integers.
 
     Example:
@@ -197,7 +197,7 @@ def _keys_shape(keys: jax.Array) -> tuple[int, ...]:
 
 @typed
 def step_key(key: Key, step: jax.Array | int) -> jax.Array:
-    """The key of one step: its examples get `example_keys(step_key(state.key, state.step), batch size)`.
+    """Makes the key of one step: its examples get `example_keys(step_key(state.key, state.step), batch size)`.
 
     Args:
         key: the TrainState's key.

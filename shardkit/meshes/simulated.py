@@ -25,14 +25,14 @@ _MOST_DEVICES = 2**16  # as many take minutes to start
 
 @typed
 def simulate_devices(n: int) -> None:
-    """Replaces this process's devices by `n` CPU devices; call it before jax initializes its devices.
+    """Gives this process `n` CPU devices, so you can run everything on a laptop. Call it before the first array.
 
-    Also gives jax's CPU runtime the threads it needs: with fewer, steps dispatched asynchronously can deadlock (see
+    It also gives jax's CPU runtime enough threads: with fewer, steps that you dispatch asynchronously can deadlock (see
     `docs/howto/faults.md`). A second call with the same `n` does nothing.
 
     Args:
-        n: number of devices, at least 1. They share this machine's cores: results are those of `n` real devices, times
-            are not.
+        n: number of devices, at least 1. They share this machine's cores: you get the results of `n` real devices, but
+            not their times.
 
     Raises:
         ValueError: `n` is below 1, or above 65,536.

@@ -18,11 +18,11 @@ from shardkit._arguments.typed import typed
 
 @typed
 def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
-    """The slices of a mesh along one axis, one per stage of a pipeline.
+    """Slices a mesh along one axis: a mesh for each stage of a pipeline.
 
     Args:
         mesh: the mesh; `make_mesh(stage=2, data=4)` is split along "stage" into two halves.
-        axis: mesh axis along which it is split. The slices keep it, with size 1, so that specs stay valid.
+        axis: the mesh axis to split. The slices keep it, with size 1, so your specs stay valid.
 
     Returns:
         One mesh per device of the axis, in its order.

@@ -28,10 +28,10 @@ Gradients = tuple[Any, Mapping[str, Any], Any]  # the loss, the auxiliary means 
 
 
 class GradFn(Protocol):
-    """What one device computes inside shard_map, as `value_and_grad(loss_fn)` does.
+    """The computation of one device inside shard_map: `value_and_grad(loss_fn)` makes one.
 
-    Returns partial sums: the loss as a Mean, auxiliary means by name, and the gradients of `scale * total` with respect
-    to the parameters that it was passed.
+    It returns partial sums: the loss as a Mean, auxiliary means by name, and the gradients of `scale * total` with
+    respect to the parameters that it gets.
     """
 
     def __call__(
@@ -48,34 +48,35 @@ class WithCarried(partial):
 
 @typed
 def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False) -> GradFn:
-    """The function that each device runs in a step, from a loss function of any pytree model.
+    """Turns a loss function of any pytree model into the function that each device runs in a step.
 
     Args:
-        loss_fn: `loss_fn(params, batch, keys)` over this device's examples, with one key for each of them (None in
-            evaluation). Returns a scalar (a mean over equally many examples on every device), a
-            `Mean(total, weight)`, or either with a dict of auxiliary scalars or Means, which may be nested. With a
-            fourth positional parameter without default, `loss_fn(params, batch, keys, carried)`, it gets the carried
-            state, which is not differentiated.
-        trained: a tree of bools like the parameters, or a prefix of them: False for leaves that are frozen. Their
-            gradients are zeros, which are neither computed nor sent, and which algorithms with `feedback=True` refuse.
-            The step keeps them as they are, whatever the optimizer does (as weight decay); it need have no state for
-            them, as `optax.masked(optimizer, trained)`. None: all are trained.
-        local: whether the loss is traced as on one device, without the mesh. Loops inside libraries, such as those of
-            diffrax, then need no casts, and the gradient of a constant inside the loss is this device's. For a loss
-            that does not communicate, under plans that pass it whole leaves and examples.
+        loss_fn: your `loss_fn(params, batch, keys)`. It gets this device's examples, and one key for each of them (None
+            in evaluation). Return a scalar (a mean over equally many examples on every device) or a `Mean(total,
+            weight)`. You may add a dict of auxiliary scalars or Means, which may be nested: `(loss, aux)`. If it has a
+            fourth positional parameter without default, `loss_fn(params, batch, keys, carried)`, it also gets the
+            carried state, which is not differentiated.
+        trained: a tree of bools like the parameters, or a prefix of it; False freezes a leaf. The gradient of a frozen
+            leaf is zero; it is neither computed nor sent, and algorithms with `feedback=True` refuse it. The step keeps
+            a frozen leaf unchanged, also from weight decay. The optimizer needs no state for it: you may pass
+            `optax.masked(optimizer, trained)`. None trains all leaves.
+        local: whether jax traces the loss as on one device, without the mesh. Loops inside libraries such as diffrax
+            then need no casts, and the gradient of a constant inside the loss is this device's. Use it for a loss that
+            does not communicate, under plans that pass it whole leaves and whole examples.
 
     Returns:
         A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`; it takes `carried=` if
         the loss does.
 
     Raises:
-        TypeError: a loss of other arguments; `trained` is not a tree of bools; at trace time, if the loss is neither a
-            real scalar nor a Mean, a weight is not float32 or integer, or the weight of the loss depends on the
-            parameters.
-        ValueError: `trained` is True nowhere; at trace time, if it is not a prefix of the parameters; with `local`, a
-            loss that communicates or is a sum of means, lazy leaves, tp, cp, ep.
+        TypeError: a loss with other arguments, or a `trained` that is not a tree of bools. At trace time: the loss is
+            neither a real scalar nor a Mean, a weight is not float32 or integer, or the weight of the loss depends on
+            the parameters.
+        ValueError: a `trained` without any True. At trace time: a `trained` that is not a prefix of the parameters;
+            with `local`, a loss that communicates or is a sum of means, lazy leaves, tp, cp, ep.
 
-    Cost: what `loss_fn` sends. With `local` it is traced as often as without, and lowered as a function of its own.
+    Cost: the collectives in `loss_fn`. With `local` jax traces it as often as without, and lowers it as a separate
+        function.
 
     Example:
         >>> loss_fn = lambda params, batch, keys: sk.Mean.of((batch @ params) ** 2)

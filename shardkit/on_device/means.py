@@ -18,16 +18,17 @@ _NOT_LINEAR = (
 
 
 class Mean(NamedTuple):
-    """A mean over devices and microbatches, as two sums that are divided only at the end.
+    """A mean over devices and microbatches: two sums, and one division at the very end.
 
-    A loss may be a sum of them with different weights, `a - b / 10`: their weights are summed over devices first, by
-    an all_reduce of 4 bytes each, and one gradient follows. A step cannot split it into microbatches.
+    Return one from your loss if devices have different numbers of examples or tokens. Your loss may also be a sum of
+    Means with different weights, `a - b / 10`. The step then sums their weights over devices first, by an all_reduce of
+    4 bytes each, and computes one gradient. It cannot split such a loss into microbatches.
 
     Attributes:
-        total: scalar, the sum of this device's values; for an auxiliary mean an array or a pytree of arrays too.
-        weight: scalar, the number of those values or the sum of their weights, float32 or integer, computed from this
-            device's examples. It is summed over devices and microbatches in float32: counts are exact up to 2^24, and
-            to 7 digits beyond. Beside an array, an array of its shape too: a weight for each element.
+        total: scalar, the sum of this device's values. For an auxiliary mean it may be an array or a pytree of arrays.
+        weight: scalar, the number of these values or the sum of their weights, float32 or integer. Compute it from this
+            device's examples. Devices and microbatches add it in float32: counts are exact up to 2^24, and to 7 digits
+            beyond. If `total` is an array, `weight` may be an array of the same shape, with a weight for each element.
     """
 
     total: Any

@@ -25,20 +25,20 @@ class LossScale(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """A dtype policy. Integers and keys are never cast.
+    """The dtypes of parameters, computation and sums. Integers and keys are never cast.
 
     Attributes:
         param: dtype of the parameters in the state and, without a master copy, of the optimizer's arithmetic.
-        compute: dtype to which parameters and the batch's floating-point arrays are cast for the GradFn. Arrays from
-            which the weight of a Mean is computed are not cast: bfloat16 counts exactly only up to 256.
-        reduce: dtype in which gradients are summed over devices; microbatches are always summed in float32.
+        compute: dtype of parameters and floating-point batch arrays inside the GradFn. The step does not cast arrays
+            from which you compute the weight of a Mean: bfloat16 counts exactly only up to 256.
+        reduce: dtype in which devices sum gradients. Microbatches are always summed in float32.
         output: dtype of the metrics.
-        loss_scale: None, a fixed power of two, or "dynamic": halved when a gradient is not finite, and that step
-            skipped on all devices; doubled after `growth_interval` finite steps, up to 2**64.
+        loss_scale: None, a fixed power of two, or "dynamic". A dynamic scale is halved when a gradient is not finite,
+            and all devices skip this step. It doubles after `growth_interval` finite steps, up to 2**64.
         growth_interval: finite steps before a dynamic scale doubles.
-        master: dtype of a second copy of the parameters, stored with the optimizer state in the layout of the update,
-            to which updates are applied; None for no copy. With `param` and `compute` in bfloat16 these are the bytes
-            of the ZeRO papers: 2 per parameter on every device, 12 split.
+        master: dtype of a second copy of the parameters; None for no copy. The optimizer updates this copy, and the
+            state stores it with the optimizer state, in the layout of the update. With `param` and `compute` in
+            bfloat16 you get the bytes of the ZeRO papers: 2 per parameter on every device, 12 split.
     """
 
     param: Any = jnp.float32

@@ -27,14 +27,15 @@ from shardkit.plans.storage import Storage, is_padded, padded_shape, padding, st
 
 @typed
 def init_residuals(params: Arrays, *, mesh: Mesh | None = None, plan: Plan) -> Any:
-    """The residuals of a new TrainState: zeros for each leaf that the plan reduces with error feedback.
+    """Makes the residuals of a new TrainState: zeros for each leaf that the plan reduces with error feedback.
 
-    `init` makes them; pass them to a state from before feedback: `state._replace(residuals=init_residuals(...))`.
+    `init` calls this for you. If you turn feedback on later, add them yourself:
+    `state._replace(residuals=init_residuals(...))`.
 
     Layout: `residual[R_a, ...]`, float32, with a row for each device over which the gradient is summed
     Args:
         params: the parameters, a pytree of arrays or of their shapes.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
         plan: the plan.
 
     Returns:

@@ -47,30 +47,31 @@ def muon(
     muon_weight_dimension_numbers: Any = None,
     adam: Optimizer | None = None,
 ) -> optax.GradientTransformation:
-    """`optax.contrib.muon`, in which one device orthogonalizes a matrix for all.
+    """`optax.contrib.muon` with the work shared: one device orthogonalizes each matrix, for all devices.
 
-    Matrices of one shape and layout are dealt to all devices that hold parts or copies of them. State and results are
-    those of optax's: a run may change from one to the other.
+    It deals the matrices of one shape and layout to all devices that hold parts or copies of them. State and results
+    are the same as with optax, so you can change from one to the other within a run.
 
     Args:
         learning_rate: a number or an optax schedule.
-        mesh, plan: those of the step; in a worker of `diloco` the mesh that `make_step` is passed.
+        mesh, plan: the same as for `make_train_step`; in a worker of `diloco`, the mesh that `make_step` gets.
         ns_coeffs, ns_steps, beta, eps, weight_decay, nesterov, preconditioning, consistent_rms: as for
             `optax.contrib.muon`, with coefficients as numbers.
-        muon_weight_dimension_numbers: likewise: which dims of which leaves are rows and columns of a matrix; a leaf has
-            one matrix for each entry of its other dims (layers, heads). A tree of `optax.contrib.MuonDimensionNumbers`,
-            with None for leaves that `adam` updates, or a function of the parameters; None: all leaves of two dims.
-        adam: the optimizer of all other leaves; None: optax's default there, adamw without decay.
+        muon_weight_dimension_numbers: as for `optax.contrib.muon`: the dims of each leaf that are rows and columns of a
+            matrix. A leaf has one matrix for each entry of its other dims (layers, heads). Pass a tree of
+            `optax.contrib.MuonDimensionNumbers`, with None for leaves that `adam` updates, or a function of the
+            parameters. None: all leaves of two dims.
+        adam: the optimizer of all other leaves. None: as in optax, adamw without decay.
 
     Returns:
         An optimizer for `make_train_step` with this mesh and plan.
 
     Raises:
-        TypeError, ValueError: an argument out of range; at trace time no parameters, or dims that a leaf has not.
+        TypeError, ValueError: an argument out of range; at trace time no parameters, or dims that a leaf does not have.
 
-    Cost: beside what the plan sends. Of B bytes of matrices on each device, padded to a multiple of n: where they are
-        split over n devices (fsdp, zero1, tp), two all_to_alls, 2 B (n-1)/n; where they are whole on n (dp), an
-        all_gather of the updates, B (n-1)/n; where layers or heads are split (pp), nothing. Iterations take 1/n of the
+    Cost: the cost of the plan, and for B bytes of matrices on each device, padded to a multiple of n: if they are split
+        over n devices (fsdp, zero1, tp), two all_to_alls, 2 B (n-1)/n; if they are whole on n devices (dp), an
+        all_gather of the updates, B (n-1)/n; if layers or heads are split (pp), nothing. Iterations take 1/n of the
         FLOPs of one device.
 
     Example:

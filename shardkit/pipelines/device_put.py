@@ -38,23 +38,23 @@ REPLICATED = PartitionSpec()
 def device_put_pipeline(
     stages: Sequence[Stage], meshes: Sequence[Mesh], *, specs: Specs = REPLICATED, param_specs: Specs = REPLICATED
 ) -> Callable[..., list[jax.Array]]:
-    """The forward pass of a pipeline whose stages run on separate sub-meshes.
+    """Builds the forward pass of a pipeline with each stage on a separate sub-mesh.
 
     Layout: `X[B, ..] -> X_i[B/M, ..]` on mesh 0, `Y_i[B/M, ..]` from mesh s to mesh s + 1
 
     Args:
-        stages: for each stage `stage(params, x) -> y`, run inside shard_map over its mesh, where collectives over the
-            axes of that mesh may be used. x is an array, or for the first stage a pytree of arrays.
+        stages: a function `stage(params, x) -> y` for each stage. It runs inside shard_map over its mesh, and may use
+            collectives over the axes of this mesh. x is an array, or for the first stage a pytree of arrays.
         meshes: the mesh of each stage, as `submeshes` returns them.
-        specs: layout of the input of each stage and of the last output: one spec, or a list with one more than there
-            are stages. For a leaf of lower rank the spec is truncated.
+        specs: layout of the input of each stage and of the last output: one spec, or a list with one entry more than
+            stages. For a leaf of lower rank the spec is truncated.
         param_specs: layout of the parameters: one spec, or a list with one entry per stage, a spec or a pytree of specs
             that is a prefix of its parameters.
 
     Returns:
-        `forward(params, batch, *, microbatches)`: params is a list with those of each stage, placed on its mesh with
-            `shard`; batch a pytree of host arrays that share dim 0. Returns a list with the last stage's y for each
-            microbatch, in order, without blocking.
+        `forward(params, batch, *, microbatches)`. Pass the parameters as a list with an entry for each stage, which you
+            place on its mesh with `shard`, and the batch as a pytree of host arrays that share dim 0. You get a list
+            with the last stage's y for each microbatch, in order, without blocking.
 
     Raises:
         ValueError: not one mesh per stage, meshes that share a device or differ in size, a list of specs of another
@@ -66,7 +66,8 @@ def device_put_pipeline(
 
     Example:
         >>> meshes = sk.submeshes(mesh, "data")
-        >>> forward = sk.device_put_pipeline([lambda w, x: x * w, lambda w, x: x + w], meshes)
+        >>> from shardkit.pipelines.device_put import device_put_pipeline
+        >>> forward = device_put_pipeline([lambda w, x: x * w, lambda w, x: x + w], meshes)
         >>> params = [sk.shard(jnp.float32(w), part, P()) for w, part in zip((3, 1), meshes)]
         >>> [y.tolist() for y in forward(params, np.arange(4, dtype=np.float32), microbatches=2)]
         [[1.0, 4.0], [7.0, 10.0]]
@@ -97,14 +98,14 @@ def device_put_value_and_grad(
     specs: Specs = REPLICATED,
     param_specs: Specs = REPLICATED,
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array], list[Any]]]:
-    """Loss and gradients of a pipeline whose stages run on separate sub-meshes, in the order of 1F1B.
+    """Builds loss and gradients of a pipeline with each stage on a separate sub-mesh, in the order of 1F1B.
 
     Layout: as `device_put_pipeline`, and `dY_i[B/M, ..]` from mesh s + 1 to mesh s; `grads[...] {U_a} -> grads[...]`
 
     Args:
         stages: as for `device_put_pipeline`; values between stages are floating point.
-        loss: `loss(y, targets)` of a device's shard of the last stage's output; returns what a loss function for
-            `value_and_grad` returns.
+        loss: `loss(y, targets)` of a device's shard of the last output. It returns the same as a loss function for
+            `value_and_grad`.
         meshes: the mesh of each stage, as `submeshes` returns them.
         specs: as for `device_put_pipeline`; targets are split as the last stage's output.
         param_specs: as for `device_put_pipeline`.
@@ -119,10 +120,10 @@ def device_put_value_and_grad(
         TypeError: at trace time, as `value_and_grad`.
         ValueError: as `device_put_pipeline`.
 
-    Cost: twice what `device_put_pipeline` moves; in each stage, once per step, an all_reduce of its gradients in
+    Cost: twice the bytes of `device_put_pipeline`; in each stage, once per step, an all_reduce of its gradients in
         float32 over the axes that split examples but not the leaf; and after the last stage an all_reduce of 8 bytes
-        per mean and microbatch. A stage runs forward twice, since it saves only its input: stage s of S - s
-        microbatches, and of one that has arrived.
+        per mean and microbatch. A stage runs forward twice, because it saves only its input: stage s the inputs of S -
+        s microbatches, and of one that has arrived.
 
     Example:
         >>> meshes, x = sk.submeshes(mesh, "data"), np.ones(4, np.float32)

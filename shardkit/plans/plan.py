@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     """Strategies in the order of their rank: `dp` and the like make a plan of one, `chain` joins plans.
 
     Attributes:
-        strategies: how the axes are used.
+        strategies: one for each use of an axis.
         automatic: by path, how the partitioner splits leaves over axes that the plan does not use.
     """
 
@@ -121,11 +121,11 @@ class Plan(NamedTuple):
                     )
 
     def split_leaf(self, path: str, x: Any, mesh: Mesh) -> list[tuple[Strategy, Split | str]]:
-        """Where each strategy that splits leaves splits this one, or why it does not.
+        """Says which dim of this leaf each strategy splits, or why it does not split it.
 
-        Every strategy gets the shape that those before it leave. Of a 16x8 leaf under `chain(tp("model", rules),
-        fsdp("data"))`, with model=2 and data=4: tp gets [16, 8] and splits dim 1; fsdp gets [16, 4] with dim 1 marked
-        as split, and splits dim 0.
+        Every strategy gets the shape that the strategies before it leave. Take a 16x8 leaf under `chain(tp("model",
+        rules), fsdp("data"))`, with model=2 and data=4. tp gets [16, 8] and splits dim 1. fsdp gets [16, 4] with dim 1
+        marked as split, and splits dim 0.
         """
         shape = tuple(jnp.shape(x))
         dtype = jnp.result_type(x)
@@ -178,7 +178,7 @@ class Plan(NamedTuple):
         return str(self.table(params, mesh, manual))
 
     def table(self, params: Any, mesh: Mesh | None = None, manual: Axis | None = None) -> PlanTable:
-        """What `describe` prints, as rows."""
+        """The lines of `describe`, as rows."""
         mesh = mesh or mesh_of(params)
         plan = record_automatic_splits(self, params, manual_axes("describe", manual, self, mesh))
         layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=is_layout)
@@ -216,7 +216,7 @@ class Plan(NamedTuple):
         return dict(self.automatic).get(path, PartitionSpec())
 
     def check(self, mesh: Mesh) -> None:
-        """Refuses a plan that uses an axis which the mesh does not have."""
+        """Raises an error if the plan uses an axis that the mesh does not have."""
         for strategy in self.strategies:
             for axis in strategy.axes:
                 if axis not in mesh.shape:
@@ -295,7 +295,7 @@ def strategy(
     gather: Algorithm = PLAIN,
     reduce: Algorithm = PLAIN,
 ) -> Plan:
-    """A plan with a strategy that you write yourself; `chain` joins it with others.
+    """Makes a plan from a strategy that you write yourself; `chain` joins it with others.
 
     Layout: `params[.., D, ..] -> params[.., D_a, ..]` on the dim of each leaf that `place` names
 
@@ -303,15 +303,15 @@ def strategy(
         name: the function's name, for descriptions and errors.
         axis: mesh axis or tuple of axes.
         rank: its order on a dim that several strategies split, major first: 0 inside the layer (as tp, pp, ep), 1 as
-            fsdp, 2 as zero1; 3 for one that splits no leaf.
-        batch_dim: the dim of the batch that it splits; None: all its devices get the same examples.
-        place: the placement rule, `place(leaf)` of a leaf's `path`, `shape` after the strategies before, `dtype`,
-            `ways` (devices of the axes) and `split` (dims that others split). It returns a Split, or in a few words why
-            the leaf stays whole. None keeps every leaf whole.
-        varies: whether its devices use the leaves that stay whole on different data, besides that of the batch.
-        names: leaves or subtrees that its user named; each must be among the parameters.
-        rules: the user's rules. If they are a pytree of PartitionSpecs, the leaves that they split over `axis` must be
-            among the parameters, and their axes among those of the mesh; a function is not checked.
+            fsdp, 2 as zero1, 3 if it splits no leaf.
+        batch_dim: the dim of the batch that it splits. None: all its devices get the same examples.
+        place: your placement rule, `place(leaf)`. The leaf has a `path`, a `shape` after the strategies before, a
+            `dtype`, `ways` (devices of the axes) and `split` (dims that others split). Return a Split, or a few words
+            that say why the leaf stays whole. None keeps every leaf whole.
+        varies: whether its devices use whole leaves on different data, for another reason than the batch.
+        names: leaves or subtrees that the user of your strategy names; each must be among the parameters.
+        rules: the rules that the user of your strategy passes. In a pytree of PartitionSpecs, the leaves split over
+            `axis` must be among the parameters, and the axes must be axes of the mesh. A function is not checked.
         gather: the algorithm that gathers weights.
         reduce: the algorithm that reduces gradients.
 
@@ -319,11 +319,11 @@ def strategy(
         A plan for `make_train_step`.
 
     Raises:
-        TypeError: an argument of another type, or a tree of anything but specs.
+        TypeError: an argument of another type, or a tree of something other than specs.
         ValueError: an axis named twice, or over which an algorithm cannot run; a negative rank or dim; specs that never
             name `axis`.
 
-    Cost: what the times in each Split say, by `gather` and `reduce`.
+    Cost: each Split says when `gather` and `reduce` run.
 
     Example:
         >>> rows = lambda leaf: sk.Split(0, gather="step", scatter="step") if leaf.shape[0] % leaf.ways == 0 else "odd"
@@ -362,8 +362,8 @@ def chain(*plans: Plan) -> Plan:
         *plans: plans such as `dp("data")` and `fsdp("fsdp")`.
 
     Returns:
-        One plan. Where several split the same dim of a leaf, their axes are in order of rank: tp, pp and ep, then fsdp,
-            then zero.
+        One plan. If several plans split the same dim of a leaf, their axes are in order of rank: tp, pp and ep, then
+            fsdp, then zero.
 
     Raises:
         ValueError: no plan, or an axis that two plans use.

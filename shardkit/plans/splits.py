@@ -73,7 +73,7 @@ def separate_kept_cuts(cuts: Cuts) -> tuple[Cuts, Cuts]:
 
 
 class Split(NamedTuple):
-    """One dim of a leaf, split over the axes of one strategy, and when it is whole: what a placement rule returns.
+    """One dim of a leaf, split over the axes of one strategy, and when it is whole. A placement rule returns it.
 
     | plan | `gather` | `scatter` |
     |---|---|---|
@@ -91,16 +91,16 @@ class Split(NamedTuple):
             after the "update", so that it is whole in the state.
         scatter: when its gradient is summed and split: "never" by the step, because the loss gets the part; in the
             backward pass of its "layer"; at the end of each "microbatch"; or once per "step".
-        once: whether a step of several microbatches scatters it once per "step", whatever `scatter` says.
-        pad: whether a dim that does not divide is padded.
-        stack: whether dim 0 counts layers that are gathered one by one, so that no other strategy may split it.
+        once: whether a step of several microbatches scatters it once per "step", with any `scatter`.
+        pad: whether to pad a dim that does not divide.
+        stack: whether dim 0 counts layers that are gathered one by one. No other strategy may then split it.
         rows: the stored order of dim 0, as in `LeafLayout`.
         note: a remark on it for `describe`.
-        secondary: axes over which a part, gathered over the others in the forward pass of its layer, is kept for the
-            backward pass, which gathers over these alone. The algorithms of the strategy are for the other axes.
-        axes: the axes, major first; the plan fills in those of the strategy, of which the secondary ones come first.
-        gather_by: the algorithm of its gathers; the plan fills in that of the strategy.
-        reduce_by: the algorithm of its reductions; the plan fills in that of the strategy.
+        secondary: axes for the backward pass. The forward pass gathers over the other axes and keeps a part over these;
+            the backward pass gathers over these alone. The algorithms of the strategy are for the other axes.
+        axes: the axes, major first. The plan fills in the axes of the strategy, the secondary ones first.
+        gather_by: the algorithm of its gathers; the plan fills it in.
+        reduce_by: the algorithm of its reductions; the plan fills it in.
     """
 
     dim: int
@@ -123,7 +123,7 @@ class Split(NamedTuple):
 
     @property
     def cuts(self) -> Cuts:
-        """What it cuts, and by which algorithms."""
+        """The dims that it cuts, and the algorithms."""
         near_axes = tuple(axis for axis in self.axes if axis in self.secondary)
         far_axes = tuple(axis for axis in self.axes if axis not in self.secondary)
         keep = self.gather == "layer" and bool(near_axes)

@@ -124,7 +124,7 @@ def cut_padding(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
 
 
 def unpadded(tree: Any) -> Any:
-    """The leaves of a state in their original shapes and order, for evaluation, checkpoints, export or another plan.
+    """Returns leaves in their original shapes and order, for evaluation, checkpoints, export or another plan.
 
     Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` for leaves that `uneven="pad"` padded; the layers of a pipeline
         from the order of its stages to their own; all others unchanged.
@@ -135,8 +135,8 @@ def unpadded(tree: Any) -> Any:
     Returns:
         The pytree with a plain array for each leaf.
 
-    Cost: inside jit, nothing for padding. Outside, arrays cannot be split over devices that do not divide them, so a
-        padded leaf is gathered to every device. Layers in the order of stages move between devices.
+    Cost: inside jit, nothing for padding. Outside of jit, every device gathers a padded leaf, because jax cannot split
+        an array over devices that do not divide it. Layers in the order of stages move between devices.
 
     Example:
         >>> plan = sk.fsdp("model", min_size=1, uneven="pad")

@@ -48,26 +48,27 @@ Out = TypeVar("Out")
 def gathered(
     layer_fn: Callable[Args, Out], *, keep: bool = False, remat: Remat = None, offload: bool = False
 ) -> Callable[Args, Out]:
-    """A function that gathers its weights when it is called, and again for its backward pass.
+    """Wraps a layer so that it gathers its weights when you call it, and again for its backward pass.
 
-    On plain arrays it is `layer_fn` under the same `remat`: the same loss runs on one device and under every plan.
+    On plain arrays it is `layer_fn` under the same `remat`. So you write one loss, and it runs on one device and under
+    every plan.
 
     Args:
-        layer_fn: any function; every handle in its arguments is replaced by the gathered weight.
-        keep: save the gathered weights for the backward pass instead of gathering them again: one all_gather less, and
-            the weights of all layers in memory.
-        remat: what is saved for the backward pass, as for `scan_layers`. None is "dots" where weights are gathered
-            again, and otherwise what jax saves.
-        offload: save to host memory, as for `scan_layers`.
+        layer_fn: any function. It gets the gathered weight in place of every handle in its arguments.
+        keep: save the gathered weights for the backward pass, instead of gathering them again. You send one all_gather
+            less, and hold the weights of all layers in memory.
+        remat: the values to save for the backward pass, as for `scan_layers`. None is "dots" if weights are gathered
+            again, otherwise jax's own choice.
+        offload: save them to host memory, as for `scan_layers`.
 
     Returns:
-        A function of the same arguments.
+        A function with the same arguments.
 
     Raises:
         ValueError: an unknown policy, or one that cannot be offloaded.
 
     Cost: an all_gather of each handle's part, twice unless `keep`, and a reduce_scatter of its gradient. The CPU
-        compiler merges the two gathers and keeps the weights; those of TPU and GPU do not.
+        compiler merges the two gathers and keeps the weights; the compilers for TPU and GPU do not.
 
     Example:
         >>> project = sk.gathered(lambda w, x: x @ w)
@@ -124,39 +125,40 @@ def scan_layers(
 ) -> Any:
     """Runs a stack of layers, `x = layer_fn(weights, x)` from the first to the last.
 
-    The same loss runs on one device and under every plan: plain arrays are scanned, handles are gathered layer by
-    layer. To treat some layers differently, run two stacks: `scan_layers` with `remat="dots"` over
+    You write one loss, and it runs on one device and under every plan: plain arrays are scanned, and handles are
+    gathered layer by layer. To treat some layers differently, run two stacks: `scan_layers` with `remat="dots"` over
     `jax.tree.map(lambda leaf: leaf[:4], stacked)`, then with `remat="full"` over `leaf[4:]`.
 
     Args:
-        layer_fn: a layer: takes its weights (one slice of `stacked`) and the activations, and returns activations of
-            the same shapes and dtypes.
-        stacked: pytree whose arrays and handles have the layer as dim 0; integers, such as layer numbers, are allowed.
+        layer_fn: one layer. It takes its weights (a slice of `stacked`) and the activations, and returns activations
+            with the same shapes and dtypes.
+        stacked: pytree of arrays and handles with the layer as dim 0. Integers, such as layer numbers, are allowed.
         x: pytree of activations; integers and keys, such as one key per example, are allowed.
-        prefetch: gather the next layer's weights while this one computes, forward and backward. Of no use with
-            `microbatches`, whose loop hides no gather: the v5e compiler then gathers again inside it.
-        remat: what is saved for the backward pass: "full" saves only the layer's input, "dots" also the results of
-            matmuls (of matmul_reduce_scatter after its sum) and of attention along an axis, "dots_without_batch"
-            those of matmuls without batch dims, a tuple of names the values with one of them
-            (`jax.ad_checkpoint.checkpoint_name`); or a policy of `jax.checkpoint_policies`. None is jax's own choice
-            for plain arrays in one microbatch, and otherwise "dots". Gathered weights, and what follows from weights
-            alone, are never saved, except with `prefetch` those of the last layer, which the backward pass uses first.
-        offload: save to host memory what "dots_without_batch" or a tuple of names saves.
-        microbatches: split dim 0 of every activation into this many parts, and run all of them through a layer before
-            the next layer: its weights are gathered and its gradient is scattered once for all. Gradients are summed
-            in float32. The layers' inputs are saved for all microbatches; temporary memory is that of one.
+        prefetch: gather the next layer's weights while this layer computes, forward and backward. It does not help
+            together with `microbatches`: their loop hides no gather, and the v5e compiler then gathers again inside it.
+        remat: the values to save for the backward pass. "full" saves only the layer's input. "dots" also saves the
+            results of matmuls (of matmul_reduce_scatter after its sum) and of attention along an axis.
+            "dots_without_batch" saves the results of matmuls without batch dims. A tuple of names saves the values with
+            these names (`jax.ad_checkpoint.checkpoint_name`). You can also pass a policy of `jax.checkpoint_policies`.
+            None is jax's own choice for plain arrays in one microbatch, and otherwise "dots". Gathered weights, and
+            values computed from weights alone, are never saved. The one exception is the last layer with `prefetch`,
+            because the backward pass uses its weights first.
+        offload: save the values of "dots_without_batch" or of a tuple of names to host memory.
+        microbatches: split dim 0 of every activation into this many parts, and run all parts through a layer before the
+            next layer. Each layer then gathers its weights and scatters its gradient once for all parts. Gradients are
+            summed in float32. Memory holds the layers' inputs for all microbatches, and temporary values for one.
 
     Returns:
         The activations after the last layer.
 
     Raises:
         TypeError: a list of layers instead of a stack.
-        ValueError: an unknown policy, one that cannot be offloaded, leaves with different numbers of layers, leaves
-            whose layer dim a plan splits, a layer that sets variables of its weights, as BatchNorm of nnx does, or
-            activations not divisible by `microbatches`.
+        ValueError: an unknown policy, a policy that cannot be offloaded, leaves with different numbers of layers, a
+            plan that splits the layer dim, a layer that sets variables of its weights, as BatchNorm of nnx does, or
+            activations that `microbatches` does not divide.
 
-    Cost: two all_gathers and one reduce_scatter of each layer's weights, whatever `microbatches` is: 3 (n-1)/n of the
-        bytes of parameters that fsdp shards; with `prefetch` one all_gather of the last layer. Nothing for plain
+    Cost: two all_gathers and one reduce_scatter of each layer's weights, with any number of `microbatches`: 3 (n-1)/n
+        of the bytes of parameters that fsdp shards; with `prefetch` one all_gather of the last layer. Nothing for plain
         arrays.
 
     Example:

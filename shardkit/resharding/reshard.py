@@ -40,32 +40,31 @@ def reshard(
     Args:
         tree: a TrainState, or a pytree of global arrays on the mesh; leaves that `uneven="pad"` padded may be among
             them.
-        source: the layout that they have: a Plan, or a PartitionSpec or NamedSharding for all leaves or for each (a
-            prefix of the tree). For a TrainState under a plan, optimizer state is laid out as the plan's `update`.
-        target: the layout that they get, likewise.
-        mesh: the mesh of both; by default that of `jax.set_mesh`.
-        donate: delete each leaf of `tree` as soon as it is moved, so that source and target are never both whole in
-            memory.
-        piece_bytes: a leaf with larger shards moves piece by piece, along a dim that no step touches, so that a device
+        source: their layout now: a Plan, or a PartitionSpec or NamedSharding for all leaves or for each (a prefix of
+            the tree). For a TrainState under a plan, optimizer state is laid out as the plan's `update`.
+        target: their new layout, in the same form.
+        mesh: the mesh of both; by default the mesh of `jax.set_mesh`.
+        donate: delete each leaf of `tree` as soon as it is moved. Memory then never holds all of source and target.
+        piece_bytes: a leaf with larger shards moves piece by piece, along a dim that no step touches. A device then
             holds little more than the two shards while it moves.
 
     Returns:
-        The same tree with every leaf in its new layout, stored as the target plan stores it. A leaf that already has
-            its new layout is the same array.
+        The same tree with every leaf in its new layout, stored as the target plan stores it. If a leaf already has its
+            new layout, you get the same array.
 
     Raises:
-        ValueError: a leaf that is not laid out as `source` says or does not divide under `target`, a layout with an
-            axis that the mesh does not have, or a leaf that both plans store, but in another order of layers.
+        ValueError: a leaf with another layout than `source`, or one that does not divide under `target`, a layout with
+            an axis that the mesh does not have, or a leaf that both plans store in different orders of layers.
         TypeError: layouts of another kind.
 
-    Cost: `reshard_steps` prints it. Each leaf is one program, so that a device holds the tree and at most two
-    shards of one leaf: those before and after a step, and what the collective itself allocates for a piece. Slices send
-    nothing, one all_to_all moves all axes that change dims, an all_gather comes last. A device must receive the part of
-    its new shard that it does not hold. If no axis moves to a dim that another one leaves, as between dp, zero1, fsdp
-    and tp over an axis each, every device sends just as much. If two axes swap dims it sends up to about twice that, if
-    three do more: permuting whole shards and exchanging parts of them are then two steps. A dim that padding cuts at
-    other places in the two layouts (8 columns over 6 devices, then over 2) is whole, or split elsewhere, in between: a
-    device then holds more than two shards of that leaf.
+    Cost: `reshard_steps` prints it. Each leaf is one program. So a device holds the tree, two shards of one leaf
+        (before and after a step), and the memory of the collective for a piece. Slices send nothing, one all_to_all
+        moves all axes that change dims, an all_gather comes last. A device must receive the missing part of its new
+        shard. If no axis moves to a dim that another axis leaves, as between dp, zero1, fsdp and tp over an axis each,
+        every device sends exactly this much. If two axes swap dims it sends up to about twice as much, and with three
+        axes more, because it permutes whole shards in one step and exchanges parts in another. If padding cuts a dim at
+        other places in the two layouts (8 columns over 6 devices, then over 2), the dim is whole, or split elsewhere,
+        in between: a device then holds more than two shards of this leaf.
 
     Example:
         >>> params = sk.shard({"w": np.arange(32.0).reshape(8, 4)}, mesh, P("model"))
@@ -95,16 +94,16 @@ def reshard(
 
 @typed
 def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh | AbstractMesh | None = None) -> Moves:
-    """The collectives of `reshard`, leaf by leaf, with the bytes that each device sends, without moving anything.
+    """Lists the collectives of `reshard`, leaf by leaf, with the bytes that each device sends. It moves nothing.
 
     Args:
         tree: as for `reshard`; `jax.ShapeDtypeStruct`s are enough.
         source: as for `reshard`.
         target: as for `reshard`.
-        mesh: the mesh, of which an AbstractMesh is enough; by default that of `jax.set_mesh`.
+        mesh: the mesh, or an AbstractMesh; by default the mesh of `jax.set_mesh`.
 
     Returns:
-        Moves: `print` it, or read its leaves; `sent` is what the census of `reshard` counts.
+        Moves: `print` it, or read its leaves. The census of `reshard` counts the same bytes as `sent`.
 
     Raises:
         ValueError: as `reshard`.

@@ -53,14 +53,15 @@ class DriftError(RuntimeError):
 
 @typed
 def replica_drift(tree: Arrays, mesh: Mesh | None = None) -> list[Drift]:
-    """Compares the bits of all replicas of every leaf; every process of the mesh must call it, and gets the same list.
+    """Compares the bits of all replicas of every leaf. Call it in every process of the mesh; all get the same list.
 
-    Replicas are the shards of devices that differ only along axes that the leaf's spec does not name. NaNs are compared
-    by their bits. One changed element of up to 32 bits is always found; several are missed once in about 2**32.
+    Replicas are the shards of devices that differ only along axes missing from the leaf's spec. It compares NaNs by
+    their bits. It always finds one changed element of up to 32 bits; it misses several changed elements once in about
+    2**32.
 
     Args:
         tree: pytree of global arrays over one mesh, such as a TrainState: any dtype, typed keys too.
-        mesh: the mesh, to check the tree's; by default that of its first leaf.
+        mesh: the expected mesh of the tree; by default the mesh of its first leaf.
 
     Returns:
         The replicas in the minority, by leaf and device. Empty without drift, and on a process outside the mesh.
@@ -89,7 +90,7 @@ def replica_drift(tree: Arrays, mesh: Mesh | None = None) -> list[Drift]:
 
 @typed
 def assert_no_drift(tree: Arrays, mesh: Mesh | None = None) -> None:
-    """Raises if the replicas of a leaf differ, on every process of the mesh.
+    """Raises an error, on every process of the mesh, if the replicas of a leaf differ.
 
     Args:
         tree, mesh: as for `replica_drift`.
@@ -98,7 +99,7 @@ def assert_no_drift(tree: Arrays, mesh: Mesh | None = None) -> None:
         DriftError: with the leaf, coordinates, device and process of up to eight differing replicas.
         TypeError: a leaf that is not an array over the mesh.
 
-    Cost: that of `replica_drift`.
+    Cost: the cost of `replica_drift`.
 
     Example:
         >>> sk.runtime.assert_no_drift(sk.runtime.from_full({"w": np.ones(8)}, mesh, P("model")))

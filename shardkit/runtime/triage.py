@@ -105,11 +105,11 @@ class TriageReport(NamedTuple):
 
 @typed
 def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
-    """Finds the leaves with NaN or infinity, and the devices; every process of the mesh must call it.
+    """Finds the leaves with NaN or infinity, and their devices. Call it in every process of the mesh.
 
     Args:
         tree: pytree of global arrays over one mesh; integers, booleans and keys are always finite.
-        mesh: the mesh, to check the tree's; by default that of its first leaf.
+        mesh: the expected mesh of the tree; by default the mesh of its first leaf.
 
     Returns:
         A NonFinite for each leaf and place in the mesh, the same on every process; empty on a process outside the mesh.
@@ -149,28 +149,28 @@ def triage(
     accumulate: int = 1,
     manual: Axis | None = None,
 ) -> Callable[[TrainState, Any], TriageReport]:
-    """Builds `run(state, batch) -> TriageReport`: inspects the gradient of a step before the cross-device reduction.
+    """Builds `run(state, batch) -> TriageReport`. It looks for NaN in a step's gradient, before devices sum it.
 
-    It repeats the step's dropout, so it needs the state before the step. The state of a NonFiniteError counts the step
+    It repeats the step's dropout, so pass the state from before the step. The state of a NonFiniteError counts the step
     as taken: pass `state._replace(step=state.step - 1)`.
 
-    Collectives of the loss run here too, and spread a NaN: along the axes of tp, cp and ep, and of gradients that are
-    reduced layer by layer (fsdp and zero2), a row means all devices.
+    The collectives of your loss run here too, and spread a NaN. So a row means all devices along the axes of tp, cp and
+    ep, and along the axes of gradients that are reduced layer by layer (fsdp and zero2).
 
     Args:
         grad_fn: as for `make_train_step`.
-        precision: the batch is inspected in the compute dtype, gradients with the loss scale.
-        manual: `coordinates` are along these axes, over which nothing is reduced yet.
-        mesh, plan, accumulate: likewise.
+        precision: as for `make_train_step`: it reads the batch in the compute dtype, and gradients with the loss scale.
+        manual: as for `make_train_step`: `coordinates` are along these axes; nothing is reduced over them yet.
+        mesh, plan, accumulate: as for `make_train_step`.
 
     Returns:
-        A function that does not donate its arguments. Every process of the mesh must call it, and gets the same
-        TriageReport.
+        A function that does not donate its arguments. Call it in every process of the mesh; all get the same
+            TriageReport.
 
     Raises:
         ValueError: as `make_train_step`.
 
-    Cost: that of the GradFn and of the gathers of `rest - seen`, an all_reduce of 8 bytes for each mean, and an
+    Cost: the cost of the GradFn and of the gathers of `rest - seen`, an all_reduce of 8 bytes for each mean, and an
         all_gather over the mesh's n devices of 4 (1 + rank) bytes for each floating-point leaf.
 
     Example:

@@ -39,13 +39,13 @@ class TrainStep(NamedTuple):
     """The two functions of a training run.
 
     Attributes:
-        init: `init(params, key, carried=None) -> TrainState`; `params` is a pytree, or a function of the key that
-            returns one, which runs inside jit so that no device ever holds the whole model. A callable pytree with
-            leaves, such as a module, counts as a pytree. `carried` is a pytree, or a function of the parameters.
-            `init.abstract(params, carried=None)` makes no array, over any mesh, even an AbstractMesh.
-        step: `step(state, batch) -> (state, metrics)`; donates `state`, unless `donate=False`. Metrics are float32
-            scalars by name: "loss", "weight" (the divisor of the loss; of a sum of means the largest), and the
-            auxiliary means, as arrays or trees where the loss returns such.
+        init: `init(params, key, carried=None) -> TrainState`. Pass `params` as a pytree, or as a function of the key
+            that returns one. The function runs inside jit, so no device ever holds the whole model. A callable pytree
+            with leaves, such as a module, counts as a pytree. `carried` is a pytree, or a function of the parameters.
+            `init.abstract(params, carried=None)` makes no array and takes any mesh, even an AbstractMesh.
+        step: `step(state, batch) -> (state, metrics)`. It donates `state`, unless `donate=False`. Metrics are float32
+            scalars by name: "loss", "weight" (the divisor of the loss; for a sum of means the largest one), and the
+            auxiliary means, as arrays or trees if the loss returns these.
     """
 
     init: Init
@@ -70,73 +70,73 @@ def make_train_step(
     examples: Literal["apart", "mixed"] = "apart",
     check: bool = True,
 ) -> TrainStep:
-    """Builds a training step in which every collective of loss and gradient is explicit.
+    """Builds a training step from a gradient function and an optimizer. You see every collective that it sends.
 
-    The loss and gradients are those of the whole batch: the sum of all totals over the sum of all weights, whatever the
-    mesh and the accumulation. The optimizer runs on global arrays, so an optax transformation works
-    unmodified if it needs only gradients, its state, the parameters and the loss; others are refused.
+    You get the loss and the gradients of the whole batch: the sum of all totals divided by the sum of all weights, on
+    every mesh and with every accumulation. The optimizer runs on global arrays. An optax transformation works
+    unmodified if it needs only gradients, its state, the parameters and the loss; the step refuses others.
 
     Args:
-        grad_fn: what one device computes, from `value_and_grad(loss_fn)`.
-        optimizer: an optax GradientTransformation; it is given `value=loss` if it takes that.
-        mesh: the mesh; by default that of `jax.set_mesh`.
-        plan: how its axes are used, for example `dp("data")`.
-        accumulate: microbatches per step: the batch is split into as many parts, which run one after the other, and the
-            gradient is reduced once. The effective batch does not change. With a pipeline this warns, because more
-            microbatches in its schedule do the same and it fills and drains only once; and where the loss sends over
-            an axis of the batch, because it then mixes the examples of one microbatch.
+        grad_fn: the computation of one device, from `value_and_grad(loss_fn)`.
+        optimizer: an optax GradientTransformation. It gets `value=loss` if it takes a value.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
+        plan: how the step uses the mesh axes, for example `dp("data")`.
+        accumulate: microbatches per step. The step splits the batch into this many parts, runs them one after the
+            other, and reduces the gradient once. The effective batch does not change. You get a warning with a
+            pipeline, because more microbatches in its schedule do the same and it fills and drains only once. You also
+            get one if the loss sends over an axis of the batch, because it then mixes the examples of one microbatch
+            only.
         precision: a Precision, or "no", "bf16", "fp16".
-        nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step anyway, "skip" leaves
-            parameters, optimizer and carried state unchanged on all devices, "stop" does the same and raises. With a
+        nonfinite: the reaction to a loss or gradient that is not finite. "keep" takes the step anyway. "skip" leaves
+            parameters, optimizer and carried state unchanged on all devices. "stop" does the same and raises. With a
             loss scale such a step is always skipped, and with a dynamic one "stop" raises only if the loss itself is
             not finite. "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
-        carry: `carry(carried, metrics, params) -> carried` updates the state that `init(params, key, carried=...)`
-            began with, once per step, from the float32 metrics and the new parameters, all global arrays. A loss with
-            a fourth argument reads it. None: it never changes.
-        deterministic: G, a number of groups: the step has the same bits on all numbers of devices that divide G, under
-            dp, zero1 and whole fsdp. The batch is cut into G parts, which are computed one by one as microbatches are,
-            and summed in a fixed order. It holds for one kind of device, version of jax and dtype, for a loss that does
-            not depend on the mesh, and an optimizer and a `carry` that neither multiply matrices nor sum over the
-            elements of split leaves.
-        manual: the mesh axes that are Manual in the step, which include those of the plan; None: all. The others are
-            left to XLA's partitioner, as in `jit`: parameters keep the layout over them of the arrays that `init` gets,
-            and the loss may use `jax.lax.with_sharding_constraint` over them.
-        steps: the number of steps in one call, as a scan: every array of the batch gets a leading dim for the step, as
-            does every metric. Python then dispatches once for all of them.
-        donate: whether the new state takes the memory of the old one, which is gone then. With False both are held, and
-            arrays of one state may be used in another.
-        examples: "apart": the loss adds over its examples, so that it is the same on every mesh; the first call of the
-            step refuses one that does not, such as negatives or statistics of the batch without a collective. A loss
-            that sends over an axis of the batch, and that of a pipeline, is not checked. "mixed": examples of one
-            device (with `accumulate` of one microbatch) may meet, as in a norm over the batch of each device, and the
-            loss is the mean of what the devices compute.
-        check: whether the first call also refuses a program in which a rule of `sk.lint` finds wrong numbers or a
-            deadlock, such as one dropout mask for the columns of all devices. False leaves out all checks of the first
-            call.
+        carry: a function `carry(carried, metrics, params) -> carried`. It runs once per step and updates the state that
+            you passed to `init(params, key, carried=...)`. It gets the float32 metrics and the new parameters, as
+            global arrays. A loss with a fourth argument reads this state. None: the state never changes.
+        deterministic: G, a number of groups. The step then gives the same bits on every number of devices that divides
+            G, under dp, zero1 and whole fsdp. It cuts the batch into G parts, computes them one by one, and sums them
+            in a fixed order. This holds for one kind of device, one version of jax and one dtype. The loss must not
+            depend on the mesh, and the optimizer and `carry` must not multiply matrices or sum over the elements of
+            split leaves.
+        manual: the mesh axes that are Manual in the step, with all axes of the plan among them. None: all axes. XLA's
+            partitioner handles the other axes, as in `jit`: parameters keep the layout over them that you pass to
+            `init`, and your loss may use `jax.lax.with_sharding_constraint` over them.
+        steps: the number of steps in one call, as a scan. Add a leading dim for the step to every array of the batch;
+            every metric has one too. Python then dispatches once for all steps.
+        donate: whether the new state takes the memory of the old state, which you cannot use afterwards. With False,
+            memory holds both, and you may use arrays of one state in another.
+        examples: "apart": the loss is a sum over examples, and so the same on every mesh. The first call of the step
+            refuses a loss that mixes examples, such as negatives or statistics of the batch without a collective. It
+            does not check a loss that sends over an axis of the batch, nor a pipeline. "mixed": the loss may mix the
+            examples of one device (with `accumulate`, of one microbatch), as in a norm over the batch of each device.
+            The loss of the step is then the mean over the devices.
+        check: whether the first call also refuses a program if `sk.lint` finds wrong numbers or a deadlock in it, such
+            as one dropout mask for the columns of all devices. False leaves out all checks of the first call.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
 
     Raises:
-        ValueError: an axis that the mesh or `manual` lacks, an accumulation below 1, an unknown name, no `pp`;
-            at trace time a batch that does not divide by the batch axes times `accumulate`, a weight computed only
-            from scalars of the batch, carried state that is missing or that nothing uses, or a `carry` that changes its
-            tree, shapes or dtypes.
-        ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
-            communicates, an optimizer or `carry` that multiplies matrices or sums over split leaves; groups that do not
-            divide the batch.
-        ValueError: from the first call of `step`, for a loss that mixes examples, and for what breaks a rule of
-            `sk.lint` that means wrong numbers, with the line.
-        ValueError: from `step`, for a state that an earlier step has donated, that is on another mesh, or that another
-            plan lays out, pads or orders otherwise, or gives other residuals.
-        TypeError: from `step`, for what is no TrainState, and for an optimizer of optax that needs more than it is
-            given, as line searches do, or whose updates are not like gradients. What an optimizer of your own raises is
-            raised as it is.
-        NonFiniteError: from `step`, under `nonfinite="stop"`.
+        ValueError: an axis missing from the mesh or from `manual`, an accumulation below 1, an unknown name, no `pp`.
+            At trace time: a batch that the batch axes times `accumulate` do not divide, a weight computed only from
+            scalars of the batch, carried state that is missing or unused, or a `carry` that changes its tree, shapes or
+            dtypes.
+        ValueError: with `deterministic`, anything that depends on the mesh: other strategies and algorithms, a loss
+            that communicates, an optimizer or `carry` that multiplies matrices or sums over split leaves. Also groups
+            that do not divide the batch.
+        ValueError: from the first call of `step`, for a loss that mixes examples, and for a finding of `sk.lint` that
+            means wrong numbers, with its source line.
+        ValueError: from `step`, for a state that you already passed to a step that donates it, a state on another mesh,
+            or a state of another plan, with other layouts, padding, order or residuals.
+        TypeError: from `step`, for a state that is not a TrainState, and for an optax optimizer that needs more
+            arguments, as line searches do, or returns updates that do not look like the gradients. If you wrote the
+            optimizer, you see its errors unchanged.
+        FloatingPointError: from `step`, under `nonfinite="stop"`: a NonFiniteError, with `state` and `metrics`.
 
-    Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one
-        that is an array, and what the compiler adds for a `carry` that mixes shards. With `deterministic` the same
-        bytes, where each device has 1, 2, 4, .. groups, and log2 of them further gradients in memory.
+    Cost: the cost of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean (for each element, if
+        it is an array), and collectives that the compiler adds for a `carry` that mixes shards. With `deterministic`
+        the same bytes if each device has 1, 2, 4, .. groups, and log2 of this number more gradients in memory.
 
     Example:
         >>> loss_fn = lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)

@@ -336,18 +336,21 @@ def diloco(
     fragments: FragmentOf | None = None,
     reduce: Algorithm = PLAIN,
 ) -> Diloco:
-    """Training whose workers exchange parameters once in many steps, over a slow axis.
+    """Trains with workers that exchange parameters once in many steps, over a slow axis.
 
-    In each round every worker takes as many steps of its own as you call; then `exchange` passes the mean of what they
-    moved to an outer optimizer as a gradient, and all go on from its result. With one step a round and
-    `outer=optax.sgd(1.0)` it is data parallelism, if the step is SGD and all workers' examples weigh the same.
+    In each round you call `step` as often as you like, and every worker trains alone. Then you call `exchange`: it
+    passes the mean of their movements to an outer optimizer as a gradient, and all workers go on from its result. With
+    one step a round and `outer=optax.sgd(1.0)` you get data parallelism, if the step is SGD and the examples of all
+    workers have the same weight.
 
     Args:
-        make_step: `make_step(mesh) -> TrainStep`, of a worker, with its part of `mesh`; `axis` has size 1 there. An
-            exchange replaces the parameters alone: optax's schedule_free or lookahead would go on from their own.
+        make_step: `make_step(mesh) -> TrainStep` for one worker. It gets this worker's part of `mesh`, where `axis` has
+            size 1. An exchange replaces the parameters alone, so do not use optax's schedule_free or lookahead: they
+            would go on from a copy in their state.
         outer: the optimizer of a dict of leaves by path, per element; `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-        mesh, axis: the mesh of all workers, and its axis along which they are.
-        fragments: `(path, shape) -> number`, or one for each row (layer) of dim 0: what an exchange sends; None: all.
+        mesh, axis: the mesh of all workers, and the axis that numbers them.
+        fragments: `(path, shape) -> number`, or a number for each row (layer) of dim 0. An exchange sends one fragment.
+            None: everything.
         reduce: the algorithm of the exchange, such as `sk.algorithms.compressed(jnp.int4)`.
 
     Returns:
@@ -356,10 +359,10 @@ def diloco(
 
     Raises:
         TypeError, ValueError: an axis that the mesh does not have or the plan uses; a step of a file; an algorithm
-            without all_reduce. At a call a master copy, no such fragment, rows of a split dim 0, or other batches.
+            without all_reduce. At a call: a master copy, an unknown fragment, rows of a split dim 0, or other batches.
 
-    Cost: a step sends nothing over `axis`. An exchange sends one all_reduce of the fragment in float32, of the parts
-        that a device has, by `reduce`. A device holds its part of the parameters twice, and outer state of as much.
+    Cost: a step sends nothing over `axis`. An exchange sends one all_reduce, by `reduce`, of the device's parts of the
+        fragment in float32. A device holds its part of the parameters twice, and outer state of the same size.
 
     Example:
         >>> grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean((batch @ params - 1) ** 2))

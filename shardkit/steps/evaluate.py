@@ -91,19 +91,20 @@ def make_eval_step(
 
     Args:
         loss_fn: as for `value_and_grad`; it is called with `keys=None`.
-        mesh: the mesh; by default that of `jax.set_mesh`.
-        plan: the plan of the parameters' layouts.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
+        plan: the plan that lays out the parameters, as in training.
         precision: as for `make_train_step`.
         manual: as for `make_train_step`.
         local: as for `value_and_grad`.
 
     Returns:
-        An Evaluate; its metrics are "loss", "weight" and the auxiliary means, float32. `carried` is that of the state,
-            for a loss that takes it.
+        An Evaluate. Its metrics are "loss", "weight" and the auxiliary means, float32. Pass `state.carried` if the loss
+            takes carried state.
 
     Raises:
-        ValueError: as `make_train_step`; from `evaluate`, for parameters that another plan pads or stores in the order
-            of its stages: pass `unpadded(params)`; for carried state that is missing or that the loss does not take.
+        ValueError: as `make_train_step`. From `evaluate`, for parameters that another plan pads or stores in the order
+            of its stages (pass `unpadded(params)`), and for carried state that is missing or that the loss does not
+            take.
 
     Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes per mean.
 

@@ -32,19 +32,20 @@ _REPLICATED = PartitionSpec()
 
 
 class TrainState(NamedTuple):
-    """Everything a training run carries from step to step.
+    """Everything that a training run needs for its next step: you save it, and pass it to `step`.
 
     Attributes:
         step: int32 scalar, steps taken.
         params: the parameters, each leaf laid out as the plan's `rest`; `unpadded` returns padded leaves, and stacks in
             the order of stages, in their original form.
         opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
-        key: typed key from which the keys of every step's examples are derived; it never changes.
+        key: typed key. Every step derives the keys of its examples from it; it never changes.
         loss_scale: the float16 loss scale, or None.
-        residuals: what compressed reductions with `feedback` have left out so far, or None: for each parameter float32
-            `[R, *shape]`, a row for each device over which its gradient is summed, in units of the mean gradient.
-        carried: what the loss reads and the step updates without a gradient, or None; leaves that mirror a parameter
-            are laid out as the plan's `rest`, all others replicated.
+        residuals: the part of the gradients that compressed reductions with `feedback` have left out so far, or None.
+            For each parameter float32 `[R, *shape]`, with a row for each device in the sum of its gradient, in units of
+            the mean gradient.
+        carried: state that your loss reads and the step updates without a gradient, or None. Leaves that mirror a
+            parameter are laid out as the plan's `rest`, all others are replicated.
     """
 
     step: jax.Array

@@ -16,10 +16,10 @@ from shardkit.steps.state import TrainState
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or gradient was not finite under `nonfinite="stop"`.
+    """`step` raises this under `nonfinite="stop"`, when the loss or a gradient is not finite.
 
     Attributes:
-        state: the TrainState with the parameters and optimizer state as they were before the step.
+        state: the TrainState with the parameters and optimizer state from before the step.
         metrics: the metrics of the step.
     """
 

@@ -11,8 +11,8 @@ from shardkit.plans.plan import Plan, strategy
 def cp(axis: Axis) -> Plan:
     """Context parallelism over `axis`: the tokens, dim 1 of the batch, are split; parameters are whole.
 
-    The loss attends across devices, with `ring_attention` or `ulysses_attention`. Leaves of the batch without a dim 1,
-    and the keys, one for each example, stay whole.
+    In your loss, attend across devices with `ring_attention` or `ulysses_attention`. Leaves of the batch without a dim
+    1 stay whole, and so do the keys, one for each example.
 
     Layout: `batch[B, T_a, ..]`, `params[...]`, `grads[...] {U_a} -> grads[...]`
 
@@ -26,7 +26,7 @@ def cp(axis: Axis) -> Plan:
         TypeError: `axis` is not a name or a tuple of names.
         ValueError: an axis named twice.
 
-    Cost: one all_reduce of every gradient per step, as `dp`, and what the attention sends.
+    Cost: one all_reduce of every gradient per step, as `dp`, and the collectives of the attention.
 
     Example:
         >>> plan = sk.chain(sk.dp("data"), sk.cp("model"))

@@ -10,7 +10,7 @@ from shardkit.plans.plan import Plan, strategy
 
 @typed
 def dp(axis: Axis, *, reduce: Algorithm = PLAIN) -> Plan:
-    """Data parallelism over `axis`: parameters whole on every device, the batch split, gradients summed once per step.
+    """Data parallelism over `axis`: all parameters on each device, a part of the batch, one sum of gradients per step.
 
     Layout: `batch[B_a, ..]`, `params[...]`, `grads[...] {U_a} -> grads[...]`
 

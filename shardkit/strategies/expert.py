@@ -13,29 +13,29 @@ BY_NAME = choose_in_subtree("experts", stack="layers")  # the names that users m
 
 @typed
 def ep(axis: Axis, rules: DimRules = BY_NAME) -> Plan:
-    """Expert parallelism: the experts' weights are split over `axis`, which also splits the batch.
+    """Expert parallelism: `axis` splits the experts and the batch.
 
-    Inside `moe` tokens are sent to the experts, so the gradients of the experts are complete. All other leaves are
-    whole on every device, and their gradients are summed as under data parallelism.
+    `moe` sends each token to its experts, so the gradients of the experts are complete. All other leaves are whole on
+    every device, and the step sums their gradients as under `dp`.
 
     Layout: `experts[E_a, ..]` at rest, as seen and for the update; `batch[B_a, ..]`; others `grads[...] {U_a} ->
     grads[...]`
 
     Args:
         axis: mesh axis or tuple of axes.
-        rules: `(path, shape) -> dim`, None for a leaf that is not split, or a pytree of PartitionSpecs, such as
-            `specs_from_rules` returns. By default the leaves in a subtree "experts" are split along dim 0, or along dim
-            1 inside a stack "layers"; in a list of layers along dim 0.
+        rules: the dim to split of each leaf: a function `(path, shape) -> dim` or None, or a pytree of PartitionSpecs,
+            as from `specs_from_rules`. By default all leaves in a subtree "experts" are split along dim 0, and inside a
+            stack "layers" along dim 1.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
-        TypeError: `axis` is not a name or a tuple of names, or `rules` is a tree of anything but specs.
-        ValueError: at trace time, experts that the axis does not divide, or rules of another tree.
+        TypeError: `axis` is not a name or a tuple of names, or `rules` is a tree of something other than specs.
+        ValueError: at trace time, a number of experts that the axis does not divide, or rules with another tree.
 
-    Cost: one all_reduce per step of the gradients of all leaves except the experts, and what `moe` sends. A device
-        holds 1/n of the experts.
+    Cost: one all_reduce per step of the gradients of all leaves except the experts, and the collectives of `moe`. A
+        device holds 1/n of the experts.
 
     Example:
         >>> params = {"experts": {"up": jnp.ones((8, 4, 4))}, "router": jnp.ones((4, 8))}

@@ -26,27 +26,28 @@ Piece = Callable[[Any, Any, Any], Any]
 def pp(axis: Axis, *, stack: str = "layers") -> Plan:
     """Pipeline parallelism: each device holds the layers of its own stages, and all devices see the same batch.
 
-    The stack is an entry of the parameters, with the layer as dim 0 of every leaf. The stages are those of the pipeline
-    whose GradFn is trained; with any other GradFn there is one stage per device. `pipeline(...).plan` is this plan with
-    the stages of its schedule.
+    The stack is an entry of your parameters, with the layer as dim 0 of every leaf. If you train the GradFn of a
+    pipeline, it sets the stages; with any other GradFn there is one stage per device. `pipeline(...).plan` is this plan
+    with the stages of its schedule.
 
     Layout: `layers[L_a, ..]`, `grads[L_a, ..]` at rest, in use and in the update; all other leaves whole
 
     Args:
         axis: mesh axis of the pipeline.
-        stack: the entry of the parameters that is the stack.
+        stack: the name of the stack among the parameters.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names.
-        ValueError: an empty `stack`; at trace time layers that the stages do not divide, an axis whose size is not that
-            of the schedule, a leaf of the stack without a dim, or one whose layers another strategy splits.
+        ValueError: an empty `stack`. At trace time: a number of layers that the stages do not divide, an axis with more
+            or fewer devices than the schedule, a leaf of the stack without a dim, or one with layers that another
+            strategy splits.
 
-    Cost: what the GradFn sends, and an all_reduce over `axis` of the gradients of all leaves outside the stack. The
-        compiler moves rows between devices for the optimizer if stages differ in size, and, with several stages per
-        device, if the optimizer state has arrays that mirror no parameter, as adafactor's does.
+    Cost: the collectives of the GradFn, and an all_reduce over `axis` of the gradients of all leaves outside the stack.
+        The compiler moves rows between devices for the optimizer if stages differ in size. With several stages per
+        device it also does if the optimizer state has arrays that mirror no parameter, as in adafactor.
 
     Example:
         >>> layouts = sk.pp("model").layouts({"layers": jnp.ones((8, 3)), "head": jnp.ones(3)}, mesh)
@@ -192,17 +193,18 @@ def pipeline(
     spread: DimRules | None = None,
     stack: str = "layers",
 ) -> Pipeline:
-    """A pipeline that runs a schedule over a mesh axis: its plan, its GradFn and its loss.
+    """Builds a pipeline from a schedule and a mesh axis: its plan, its GradFn and its loss.
 
     Args:
-        schedule: when each device does what; its microbatches must divide the examples of a device.
+        schedule: the order in which each device works, for example `sk.schedules.one_f_one_b(...)`. Its microbatches
+            must divide the examples of a device.
         axis: the mesh axis of the pipeline.
-        layers_per_stage: how many layers each stage has, where that differs.
-        spread: which dims of the leaves beside the stack are split over `axis`, as `rules` of `sk.tp`: a vocabulary.
-            Embedding and head then run on all devices together, for the microbatch of the first and of the last stage,
-            each with its part of these leaves: they get the same batch, keys and activations, and use collectives over
-            `axis`, such as those of `sk.layers.vocab_embed` and `vocab_cross_entropy`. None: one device runs them.
-        stack: the entry of the parameters that has the layers, with the layer as dim 0 of every leaf.
+        layers_per_stage: the number of layers of each stage, if they differ.
+        spread: the dims to split over `axis` of the leaves outside the stack, such as the vocabulary; as `rules` of
+            `sk.tp`. All devices then run embedding and head together, each with its part of these leaves. They get the
+            same batch, keys and activations, for the microbatch of the first and of the last stage, and use collectives
+            over `axis`, such as `sk.layers.vocab_embed` and `vocab_cross_entropy`. None: one device runs them.
+        stack: the name of the layers among the parameters, with the layer as dim 0 of every leaf.
 
     Returns:
         A Pipeline: `plan` is `pp(axis)` with the stages of the schedule, `value_and_grad(embed, stage, head)` the
@@ -210,11 +212,12 @@ def pipeline(
 
     Raises:
         ValueError: an illegal schedule (with its grid), no axis or stack, or specs that never name the axis. At trace
-            time a leaf that does not divide, or a spread head whose total or weight alone is a device's own.
+            time: a leaf that does not divide, or a spread head in which only one of total and weight differs between
+            devices.
 
-    Cost: that of `value_and_grad` and of `loss`. With `spread`, for each microbatch beside what embedding and head send
-        themselves: the output of the last stage to all devices, and the gradient of the first one's input, each
-        2 (n-1)/n of its bytes.
+    Cost: the cost of `value_and_grad` and of `loss`. With `spread`, each microbatch also sends, beside the collectives
+        of embedding and head, the output of the last stage to all devices and the gradient of the input of the first
+        stage, each 2 (n-1)/n of its bytes.
 
     Example:
         >>> pipe = sk.pipeline(sk.schedules.one_f_one_b(devices=4, microbatches=8), "model")

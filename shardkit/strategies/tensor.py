@@ -18,22 +18,22 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
 
     Args:
         axis: mesh axis or tuple of axes.
-        rules: which dim of a leaf is split: a function of path and shape (None: leave the leaf whole), or a pytree of
-            PartitionSpecs that name `axis`, such as `specs_from_rules` returns, or flax's `nnx.get_partition_spec` and
-            `nn.get_partition_spec` of parameters with metadata.
-        sequence: whether the loss uses `sequence=True`. Whole leaves (gains of norms, biases) are then used on each
-            device's own tokens, and their gradients are summed over `axis` once per step, not in every layer.
+        rules: the dim to split of each leaf. Pass a function of path and shape (it returns None for a leaf that stays
+            whole), or a pytree of PartitionSpecs that name `axis`. You get one from `specs_from_rules`, or from flax's
+            `nnx.get_partition_spec` and `nn.get_partition_spec` if your parameters have metadata.
+        sequence: whether your loss uses `sequence=True`. Each device then uses the whole leaves (gains of norms,
+            biases) on its own tokens, and the step sums their gradients over `axis` once, not in every layer.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
-        TypeError: `axis` is not a name or a tuple of names, or `rules` is a tree of anything but specs.
-        ValueError: specs that never name `axis`; at trace time specs with an axis that the mesh does not have, a dim
-            that a leaf does not have or that does not divide, or a leaf without a spec.
+        TypeError: `axis` is not a name or a tuple of names, or `rules` is a tree of something other than specs.
+        ValueError: specs that never name `axis`. At trace time: an axis that the mesh does not have, a dim that the
+            leaf does not have or that does not divide, or a leaf without a spec.
 
-    Cost: what the kernels in the loss send. Gradients of split leaves are complete; with `sequence` all others are
-        summed once per step by an all_reduce over `axis`, 2 (n-1)/n of their bytes.
+    Cost: the collectives in your loss. Gradients of split leaves are complete. With `sequence`, one all_reduce over
+        `axis` per step sums all other gradients, 2 (n-1)/n of their bytes.
 
     Example:
         >>> rules = {"up": P(None, "model"), "down": P("model", None)}

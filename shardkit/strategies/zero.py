@@ -62,11 +62,11 @@ def zero1(
 
     Args:
         axis: mesh axis or tuple of axes, which also split the batch.
-        layerwise: subtrees, such as "layers", whose gradients are scattered layer by layer, by `gathered` or
-            `scan_layers`, in a step of one microbatch, so that they are never whole.
+        layerwise: subtrees, such as "layers". In a step of one microbatch, `gathered` or `scan_layers` scatter their
+            gradients layer by layer, so no device ever holds them whole.
         min_size: leaves with fewer elements stay whole.
-        rules: which dim of a leaf is split: `(path, shape) -> dim` or None, or a pytree of PartitionSpecs.
-        uneven: what to do with a leaf of which no dim divides: "replicate", "refuse" or "pad".
+        rules: the dim to split of each leaf: a function `(path, shape) -> dim` or None, or a pytree of PartitionSpecs.
+        uneven: how to treat a leaf without a dim that divides: "replicate", "refuse" or "pad".
         gather: the algorithm that gathers parameters.
         reduce: the algorithm that reduces gradients.
 
@@ -74,10 +74,11 @@ def zero1(
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
-        TypeError: `axis` is not a name or a tuple of names; at trace time a lazy leaf that is used unopened.
-        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, with `uneven="refuse"`, a chosen dim
-            that cannot be padded, or a name that matches no leaf; an algorithm without the collective, or that cannot
-            run over `axis`.
+        TypeError: `axis` is not a name or a tuple of names; at trace time a lazy leaf that you use outside of
+            `gathered` and `scan_layers`.
+        ValueError: an unknown `uneven`; an algorithm without the collective, or that cannot run over `axis`. At trace
+            time: with `uneven="refuse"` a leaf that does not divide, a chosen dim that cannot be padded, or a name that
+            matches no leaf.
 
     Cost: a reduce_scatter of every gradient and an all_gather of every updated parameter once per step, 2 (n-1)/n of
         the parameters' bytes, whatever the accumulation. A device holds 1/n of the optimizer state.
@@ -108,13 +109,13 @@ def zero2(
 ) -> Plan:
     """ZeRO-2: optimizer state and gradients are split; each gradient is scattered inside the backward pass.
 
-    Accumulation therefore never holds a whole gradient: it sums parts.
+    So accumulation never holds a whole gradient: it sums parts.
 
     Layout: in each microbatch `grads[D, ..] {U_a} -> grads[D_a, ..]`; in the end `params[D_a, ..] -> params[D, ..]`
 
     Args:
         axis: mesh axis or tuple of axes, which also split the batch.
-        layerwise: subtrees, such as "layers", whose gradients are scattered layer by layer, by `gathered`.
+        layerwise: subtrees, such as "layers"; `gathered` scatters their gradients layer by layer.
         min_size, rules, uneven, gather, reduce: as for `zero1`.
 
     Returns:
@@ -155,20 +156,22 @@ def fsdp(
 
     Args:
         axis: mesh axis or tuple of axes, which also split the batch.
-        layerwise: subtrees, such as "layers", that the loss gathers layer by layer, by `gathered` or `scan_layers`. All
-            other leaves are gathered once, at the start of the step.
+        layerwise: subtrees, such as "layers". Your loss gathers them layer by layer, with `gathered` or `scan_layers`.
+            The step gathers all other leaves once, at its start.
         min_size, rules, uneven, gather, reduce: as for `zero1`.
-        secondary: some of the axes, those of the fast links. A layer's weights are gathered over the other axes in the
-            forward pass alone; the backward pass gathers them again from the parts over these, which it kept in the
-            compute dtype. `gather` and `reduce` are then the algorithms of the other axes.
+        secondary: the axes with the fast links, some of `axis`. The forward pass gathers a layer's weights over the
+            other axes, and each device keeps a part over the secondary axes, in the compute dtype. The backward pass
+            gathers these parts over the secondary axes alone. `gather` and `reduce` are then the algorithms of the
+            other axes.
 
     Returns:
-        A plan for `make_train_step`; `chain` joins it with others. `chain(dp("replica"), fsdp("shard"))` is hybrid
-            sharding: parts are summed over the replicas after the scatter, so the slow axis carries 1/n.
+        A plan for `make_train_step`; `chain` joins it with others. For hybrid sharding pass `chain(dp("replica"),
+            fsdp("shard"))`: it sums parts over the replicas after the scatter, so the slow axis carries 1/n.
 
     Raises:
         TypeError: as for `zero1`.
-        ValueError: as for `zero1`; a `secondary` that is not some of the axes, or without `layerwise`.
+        ValueError: as for `zero1`; a `secondary` with an axis outside of `axis` or with all of them, or without
+            `layerwise`.
 
     Cost: for leaves gathered once per step an all_gather and a reduce_scatter, 2 (n-1)/n of their bytes, whatever the
         accumulation; for layer-wise ones two gathers and a reduce_scatter in each of k microbatches, 3 k (n-1)/n, or

@@ -56,20 +56,20 @@ def assert_matches_reference(
 ) -> None:
     """Proves a kernel against a plain function: the same values and the same gradients on this mesh.
 
-    The kernel runs inside `jax.shard_map` under jit, and then eagerly. The gradients of all floating-point arguments
-    are compared by a VJP with a fixed random cotangent (complex for a complex result), which detects errors that the
-    gradient of a sum would hide. Replicas of a result or gradient must have the same bits.
+    The kernel runs inside `jax.shard_map` under jit, and then eagerly. Gradients of all floating-point arguments are
+    compared by a VJP with a fixed random cotangent (complex for a complex result): it shows errors that the gradient of
+    a sum would hide. Replicas of a result or gradient must have the same bits.
 
     The tolerance of a floating-point leaf is `eps * ((4 + sqrt(n)) * a + 4 * g)`, at most 1/4 of the larger of a and g:
-    eps is that of the coarsest floating-point dtype among arguments and results, n the number of summands, a the
-    largest magnitude in that leaf of the reference and g the largest in all leaves (a leaf whose true value is zero
-    contains rounding only). Integers and booleans must be equal. For bitwise comparisons use integer-valued floats
-    (`sharded_arrays`), whose sums are exact in any order.
+    eps belongs to the coarsest floating-point dtype among arguments and results, n is the number of summands, a the
+    largest magnitude in this leaf of the reference and g the largest in all leaves (if the true value of a leaf is
+    zero, it contains rounding only). Integers and booleans must be equal. For bitwise comparisons use integer-valued
+    floats (`sharded_arrays`): their sums are exact in any order.
 
     Args:
         kernel: the function that each device runs.
         reference: the same as a function of the global arrays, without collectives; in jax if `grad`.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees.
@@ -77,13 +77,13 @@ def assert_matches_reference(
         eager: run without jit too, which takes a few seconds the first time.
         summands: the number of terms in the longest sum; by default the number of elements of the largest argument
             or result.
-        check_vma: as for `jax.shard_map`; False for a kernel of others that does not type what varies.
+        check_vma: as for `jax.shard_map`. Pass False for a foreign kernel without varying types.
 
     Raises:
-        AssertionError: a difference; names the mesh, the result or argument, the difference, where it is, what is
-            allowed, and the factor if it is the same everywhere.
+        AssertionError: a difference. The message names the mesh, the result or argument, the difference and its place,
+            the tolerance, and the factor if it is the same everywhere.
         TypeError: args that is not a tuple, or a reference in numpy when gradients are compared.
-        TypeError, ValueError: what tracing the kernel raises, for example by check_vma.
+        TypeError, ValueError: errors of tracing the kernel, for example by check_vma.
 
     Example:
         >>> sk.testing.assert_matches_reference(

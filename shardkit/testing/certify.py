@@ -61,10 +61,10 @@ def certify_gradients(
     relative: float = 1e-4,
     check_vma: bool = True,
 ) -> Certificate:
-    """Proves a per-device gradient function on every mesh over the given axes, or names the axis reduced wrongly.
+    """Proves a per-device gradient function on every mesh over your axes, or names the axis with a wrong reduction.
 
-    `grad_fn` runs inside shard_map on every mesh whose number of devices divides `devices` and whose axes divide the
-    arrays. The gradients on every device are compared with those of one device.
+    `grad_fn` runs inside shard_map on every mesh that fits: its number of devices divides `devices`, and its axes
+    divide the arrays. The gradients on every device must equal the gradients on one device.
 
     Args:
         grad_fn: `(params, batch) -> grads` on local arrays, the gradients like the local parameters.
@@ -74,19 +74,19 @@ def certify_gradients(
         axes: names of the mesh axes, or one name.
         batch_spec: one PartitionSpec, or a pytree of them, where None is `P()`; by default dim 0 is split over
             `axes[0]`, and scalars are replicated.
-        param_specs: the layout of the parameters that `grad_fn` gets, likewise; by default replicated.
+        param_specs: the layout of the parameters that `grad_fn` gets, in the same form; by default replicated.
         devices: the number of devices to use; by default all.
         relative: the largest difference, relative to the largest magnitude in the leaf.
-        check_vma: False for a function written for `jax.shard_map(..., check_vma=False)`, where the gradient of a
-            replicated value is not summed, and `pmean(jax.grad(loss))` is right.
+        check_vma: pass False if you wrote the function for `jax.shard_map(..., check_vma=False)`. jax then does not sum
+            the gradient of a replicated value, and `pmean(jax.grad(loss))` is right.
 
     Returns:
-        Certificate: the meshes on which it was proved; print it.
+        Certificate: the list of proved meshes; print it.
 
     Raises:
-        AssertionError: a gradient that differs from the reference; names the axis and the factor.
-        ValueError: no mesh of two or more devices fits the arrays; an axis named twice; a spec with another axis; more
-            devices than there are, or fewer than two.
+        AssertionError: a gradient that differs from the reference. The message names the axis and the factor.
+        ValueError: no mesh of two or more devices fits the arrays; an axis named twice; a spec with another axis; fewer
+            than two devices, or more than there are.
         TypeError: an integer parameter, or axes that are not names.
 
     Example:

@@ -33,12 +33,12 @@ from shardkit.testing._interpreter import add_mesh_dims, interpret, join_shards
 def emulate(
     kernel: Callable[..., Any], mesh_sizes: Mapping[str, int], in_specs: Any, out_specs: Any, *, check_vma: bool = True
 ) -> Callable[..., Any]:
-    """Runs a per-device function for all devices of a mesh on one device, by vmap over every axis.
+    """Runs a per-device function for all devices of a mesh, on a single device, by vmap over every axis.
 
-    The kernel is traced inside `jax.shard_map` over an abstract mesh, so it sees that mesh, its varying types and its
-    differentiation rules; the traced program then runs on one device. It can be differentiated, with the gradients of
-    the global function. Two things differ from shard_map: out_specs may omit an axis over which a result is typed as
-    varying, if its values are equal; and a collective that only some devices reach does not deadlock (lint finds it).
+    jax traces the kernel inside `jax.shard_map` over an abstract mesh, so it sees this mesh, its varying types and its
+    differentiation rules; the traced program then runs on one device. You can differentiate it, and get the gradients
+    of the global function. Two things differ from shard_map. out_specs may omit an axis if the result varies over it by
+    type, but has equal values. And a collective that only some devices reach does not deadlock (lint finds it).
 
     Args:
         kernel: the function that each device runs, on local arrays; pytrees in and out.
@@ -46,7 +46,7 @@ def emulate(
         in_specs: one PartitionSpec for all arguments, or a tuple with a spec, or a pytree of them, for each; None is
             `P()`.
         out_specs: one PartitionSpec, or a pytree of them that is a prefix of the result.
-        check_vma: as for `jax.shard_map`; False for a kernel of others that does not type what varies.
+        check_vma: as for `jax.shard_map`. Pass False for a foreign kernel without varying types.
 
     Returns:
         A function from the global arguments to the global result, with the shapes of shard_map.
@@ -57,7 +57,7 @@ def emulate(
             checked under an outer jit or grad), or a value that differs where `assume_replicated` says that it is equal
             (not checked under an outer jit).
         TypeError: from the call: a spec that is not a PartitionSpec.
-        TypeError, ValueError: what tracing the kernel raises.
+        TypeError, ValueError: errors of tracing the kernel.
 
     Example:
         >>> total = sk.testing.emulate(lambda x: sk.all_reduce(x, "data"), {"data": 4}, P("data"), P())

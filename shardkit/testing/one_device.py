@@ -97,33 +97,32 @@ def one_device(
     carry: Callable[[Any, Any, Any], Any] | None = None,
     carried: Any = None,
 ) -> Reference:
-    """Trains on one device with plain jax and optax, and derives by how much other runs may differ.
+    """Trains on one device with plain jax and optax, and computes how far other runs may differ.
 
     Another order of summation changes a gradient by about `relative` times the largest magnitude in the leaf, or 1e-6
     of the largest gradient if the leaf's own is only rounding noise. The effect on the loss, the later gradients and
-    the parameters depends on model and optimizer: Adam moves a parameter whose gradient is nearly zero by the whole
+    the parameters depends on model and optimizer: Adam moves a parameter with a gradient near zero by the whole
     learning rate, in the direction of the noise. The run is therefore repeated twice with gradients perturbed by this
     much in every element, once in a random direction and once in the opposite one, and twice the distance between the
-    runs is allowed too. In a leaf whose gradient is only noise, each element may differ by the norm of that distance
-    over the leaf, because an optimizer that scales updates to a norm, as lamb does, may put it all into one element.
+    runs is allowed too. If the gradient of a leaf is only noise, each element may differ by the norm of this distance
+    over the leaf: an optimizer that scales updates to a norm, as lamb does, may put it all into one element.
 
     Args:
-        grad_fn: what one device computes over the whole batch, with no axis bound; from `value_and_grad(loss_fn)`.
-        optimizer: an optax GradientTransformation; it gets `value=loss` if it takes that.
+        grad_fn: the computation over the whole batch, with no axis bound; from `value_and_grad(loss_fn)`.
+        optimizer: an optax GradientTransformation. It gets `value=loss` if it takes a value.
         params: pytree of arrays.
         batches: one global batch for each step, at least one.
         key: the key of the run; by default `jax.random.key(0)`.
         relative: the error of a gradient, relative to the largest magnitude in the leaf. The default is for float32.
-        carry: as for `make_train_step`, what updates the carried state.
+        carry: as for `make_train_step`.
         carried: as for its `init`, the first carried state or a function of the parameters.
 
     Returns:
         Reference: loss, metrics, gradients and parameters of each step, and the allowed differences.
 
     Raises:
-        ValueError: carried state that is missing or that nothing uses, no batch, a relative error that is not between 0
-            and 1, or a run that proves nothing: its loss or a gradient is not finite, or all gradients of a step are
-            zero.
+        ValueError: carried state that is missing or unused, no batch, a relative error that is not between 0 and 1, or
+            a run that proves nothing: a loss or gradient is not finite, or all gradients of a step are zero.
 
     Example:
         >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))

@@ -50,17 +50,18 @@ class Recorded(NamedTuple):
 def recording(optimizer: Optimizer) -> Any:
     """Wraps an optimizer so that its state also holds the gradients of the last step.
 
-    A clipped or adaptive optimizer hides a wrong factor in the gradients; this shows them.
+    A clipped or adaptive optimizer hides a wrong factor in the gradients. Here you can read them.
 
     Args:
         optimizer: an optax GradientTransformation.
 
     Returns:
-        A GradientTransformation with the same updates, whose state is `Recorded(inner, grads)`; grads is laid out as
-        the plan's update.
+        A GradientTransformation with the same updates. Its state is `Recorded(inner, grads)`, with grads laid out as
+            the plan's update.
 
     Example:
-        >>> optimizer = sk.testing.recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+        >>> from shardkit.testing.program import recording
+        >>> optimizer = recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
         >>> _, state = optimizer.update(jnp.float32(5), optimizer.init(jnp.float32(0)))
         >>> float(state.grads)
         5.0
@@ -116,8 +117,7 @@ class Program:
         batches: one global batch for each step.
         key: the key of the run.
         carried: the first carried state, or a function of the parameters; None for none.
-        checked: builds the same step as outside of a proof, where its first call refuses some programs; None of a step
-            that something else built.
+        checked: builds the same step as outside of a proof, with the checks of its first call; None for a foreign step.
     """
 
     row: Row
@@ -148,16 +148,16 @@ class Program:
 
         Args:
             row: what to run; its grad_fn and optimizer override the arguments.
-            step: a GradFn, or a function from the row, whose optimizer records gradients, to a TrainStep.
+            step: a GradFn, or a function from the row to a TrainStep; the row's optimizer records gradients.
             optimizer: an optax GradientTransformation.
             params: pytree of arrays.
             batches: one global batch for each step.
             key: the key of the run.
             mesh: the row's mesh; by default over the row's devices, or the first ones.
-            carry, carried: as of `make_train_step` and its `init`.
+            carry, carried: as for `make_train_step` and its `init`.
 
         Raises:
-            TypeError: a step that is neither.
+            TypeError: a step that is neither of these.
             ValueError: a mesh of more devices than there are, or steps per call that do not divide the batches.
         """
         if row.steps is not None and (row.steps < 1 or len(batches) % row.steps):
@@ -193,7 +193,7 @@ class Program:
         return cls(row, mesh, plan, train_step.init, train_step.step, params, batches, key, carried, build_checked)
 
     def refused(self) -> str:
-        """Why the first call of the step would be refused outside of a proof; "" if it would not be."""
+        """Says why the first call of the step would be refused outside of a proof, or ""."""
         if self.checked is None:
             return ""
         state = self.init(self.params, self.key, **self.init_options)
@@ -211,7 +211,7 @@ class Program:
 
     @property
     def init_options(self) -> dict[str, Any]:
-        """What `init` is passed beside parameters and key; a step of others may know no carried state."""
+        """The options of `init` beside parameters and key; a foreign step may know no carried state."""
         return {} if self.carried is None else {"carried": self.carried}
 
     @cached_property

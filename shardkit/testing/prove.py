@@ -74,30 +74,30 @@ def prove(
     carry: Callable[[Any, Any, Any], Any] | None = None,
     carried: Any = None,
 ) -> Proof:
-    """Proves a training step: every law on every row.
+    """Proves your training step: it checks every law on every mesh, plan and option that you list.
 
-    Each row is traced, lowered, compiled and run once for `len(batches)` steps, and all laws read that program. The
-    reference runs on one device without a mesh.
+    It traces, lowers, compiles and runs each row once, for `len(batches)` steps, and all laws read this one program.
+    The reference runs on one device without a mesh.
 
     Args:
-        step: what each device computes, from `value_and_grad` of `sk` or of a pipeline; or, for a step of your own,
-            a function from a Row to a TrainStep that uses `row.optimizer`, which records the gradients.
-        reference: the same on one device, over the whole batch, with no axis bound; or what `one_device` returned.
+        step: a GradFn, from `value_and_grad` of `sk` or of a pipeline. If you build the step yourself, pass a function
+            from a Row to a TrainStep; it must use `row.optimizer`, which records the gradients.
+        reference: the GradFn on one device, over the whole batch, with no axis bound; or a result of `one_device`.
         rows: the meshes, plans and options; `covering` returns a list with every pair of options.
         params: the parameters, a pytree of global arrays.
-        batches: one global batch for each step; three, to cover what shows only in later steps.
+        batches: one global batch for each step. Pass three: some mistakes show only in later steps.
         optimizer: an optax GradientTransformation; by default `optax.adam(1e-2)`.
         laws: functions of (Program, Reference).
         key: the key of the run; by default `jax.random.key(0)`.
-        carry, carried: as of `make_train_step` and its `init`, of a loss with carried state.
+        carry, carried: as for `make_train_step` and its `init`, if your loss has carried state.
 
     Returns:
         Proof: the result of each law on each row; print it.
 
     Raises:
-        AssertionError: lists every broken law of every row.
+        AssertionError: a broken law. The message lists every broken law of every row.
         ValueError: no row, no batch, no law, or a relative error that is not between 0 and 1.
-        TypeError, ValueError: what building or tracing a step raises.
+        TypeError, ValueError: errors of building or tracing a step.
 
     Example:
         >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
@@ -234,33 +234,33 @@ def assert_same_training(
     carry: Callable[[Any, Any, Any], Any] | None = None,
     carried: Any = None,
 ) -> None:
-    """Proves a training step: loss, gradients and parameters equal those of one device, step by step.
+    """Proves a training step: it gives the loss, gradients and parameters of one device, step by step.
 
     Runs `make_train_step(grad_fn, ...)` and, without a mesh, `reference_grad_fn` with the same optimizer for
-    `len(batches)` steps. Gradients are compared before the optimizer, because one that clips or normalizes hides a
-    wrong factor. The tolerance follows from the effect of gradients perturbed by `relative` on the same run on one
-    device (see `one_device`). Replicas of a parameter must be bitwise equal. These are two of the laws
-    of `prove`, which checks all laws on several meshes and plans.
+    `len(batches)` steps. It compares gradients before the optimizer, because an optimizer that clips or normalizes
+    hides a wrong factor. For the tolerance it runs the same training on one device with gradients perturbed by
+    `relative` (see `one_device`). Replicas of a parameter must be bitwise equal. `prove` checks these two laws and
+    more, on several meshes and plans.
 
     Args:
-        grad_fn: what each device computes.
-        reference_grad_fn: the same on one device, over the whole batch, with no axis bound.
+        grad_fn: the computation of each device.
+        reference_grad_fn: the computation on one device, over the whole batch, with no axis bound.
         optimizer: an optax GradientTransformation.
-        mesh: the mesh; by default that of `jax.set_mesh`.
-        plan: how its axes are used.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
+        plan: how the step uses the mesh axes.
         params: the parameters, a pytree of global arrays.
         batches: one global batch for each step, at least one.
-        key: the key of the run, from which both derive one key for each example; by default `jax.random.key(0)`.
+        key: the key of the run. Both sides derive one key for each example from it. By default `jax.random.key(0)`.
         accumulate: microbatches per step on the mesh.
         relative: the error of a gradient, relative to the largest magnitude in the leaf. The default is for float32.
-        steps: steps per call, as for `make_train_step`: the batches of a call are stacked. Then all losses are
-            compared, and the gradients and parameters of the last step of each call.
-        carry, carried: as of `make_train_step` and its `init`, of a loss with carried state.
+        steps: steps per call, as for `make_train_step`: the batches of a call are stacked. It then compares all losses,
+            and the gradients and parameters of the last step of each call.
+        carry, carried: as for `make_train_step` and its `init`, if your loss has carried state.
 
     Raises:
-        AssertionError: a difference; names mesh, plan, step and leaf, the difference and what is allowed.
+        AssertionError: a difference. The message names mesh, plan, step and leaf, the difference and the tolerance.
         ValueError: no batch, a relative error that is not between 0 and 1, or steps that do not divide the batches.
-        TypeError, ValueError: what building or tracing the step raises.
+        TypeError, ValueError: errors of building or tracing the step.
 
     Example:
         >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))

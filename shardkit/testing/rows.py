@@ -24,7 +24,7 @@ class Row(NamedTuple):
     Attributes:
         mesh: axis name and size, in the mesh's order.
         plan: how the axes are used.
-        grad_fn: what each device computes, if it depends on the row's axes or schedule.
+        grad_fn: the computation of each device, if it depends on the row's axes or schedule.
         accumulate: microbatches, as for `make_train_step`.
         precision: as for `make_train_step`.
         nonfinite: as for `make_train_step`.
@@ -72,15 +72,15 @@ class Row(NamedTuple):
 def covering(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Choice], bool] = lambda choice: True
 ) -> list[Choice]:
-    """Lists choices in which every two values of different factors occur together at least once.
+    """Lists rows so that every pair of values, of two different factors, occurs at least once.
 
-    Most faults show with one or two values; a covering list finds them with dozens of rows, where the product of all
-    factors has thousands. The list is deterministic.
+    Most faults need one or two values. A covering list finds them with dozens of rows; the product of all factors has
+    thousands. You always get the same list.
 
     Args:
         factors: the values of each factor by its name, for example `{"plan": ["dp", "fsdp"], "accumulate": [1, 2]}`.
-        allowed: whether a choice is valid. It is called with partial choices too, and must not refuse one that can be
-            completed: read them with `choice.get(name)`.
+        allowed: whether a choice is valid. It gets partial choices too, and must allow a partial choice that can still
+            be completed: read it with `choice.get(name)`.
 
     Returns:
         One dict for each row, with a value for every factor. Pairs without an allowed row are omitted.

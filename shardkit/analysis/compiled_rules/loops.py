@@ -122,9 +122,9 @@ def _elements_reached(uses: Uses, values: list[Value], passes: Passes) -> set[in
     elements = set()
     for value in values:
         for use in uses.find_ends(value, passes):
-            if use.leaves is None:
+            if use.element is None:
                 return set()
-            elements.add(use.leaves)
+            elements.add(use.element)
     return elements
 
 

@@ -114,9 +114,9 @@ def _takes_own_piece(program: CompiledProgram, use: CompiledUse) -> bool:
     """Whether a reader takes the piece of a value that belongs to its device."""
     if use.opcode != "dynamic-slice" or use.position != 0:
         return False
-    computation, slice_, around = use.value
+    computation, slice_, callers = use.value
     for operand in slice_.operands[1:]:
-        start = Value(computation, computation.instructions[operand], around)
+        start = Value(computation, computation.instructions[operand], callers)
         for instruction in program.uses.find_sources(start):
             if instruction.opcode in ("partition-id", "replica-id"):
                 return True

@@ -25,9 +25,10 @@ from shardkit.analysis.jaxpr.counts import taps
 from shardkit.cost import Chip, Link
 from shardkit.cost.links import Group, link_of_group
 
-# Instructions that are names of values and compute nothing.
+# Instructions that are names of values: the compiler gives them no code, or it runs once before the step.
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
-_SLICES = {"dynamic-slice", "slice", "gather"}
+_SLICES = {"dynamic-slice", "slice", "gather"}  # they read of their first operand as much as they return
+# Targets of custom calls into libraries and kernels. Their FLOPs are nowhere in the program: reports count the calls.
 _KERNELS = re.compile(r"tpu_custom_call|__cublas|__cudnn|__gpu\$xla\.gpu\.triton|triton_kernel|mosaic_gpu")
 _MOVES_DATA = ("copy-done", "all-", "reduce-scatter", "collective-", "ragged-all", "async-", "send", "recv")
 _DEVICE = 0  # xla's number of the device's large memory
@@ -154,6 +155,7 @@ class ModuleWork:
     def flops(self, computation: proto.Computation, instruction: proto.Instruction) -> int:
         """FLOPs of the matmuls in an instruction; one multiply and one add are two."""
         if instruction.opcode == "dot":
+            # f32[8,16] dot f32[16,4], contracting 16: 2 x 32 elements x 16.
             left = computation.instructions[instruction.operands[0]].shape
             contracted = math.prod(left.dims[dim] for dim in instruction.contracting)
             return 2 * instruction.shape.size * contracted

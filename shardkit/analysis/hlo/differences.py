@@ -355,7 +355,9 @@ def _describe_change(what: str, before: _Traffic, after: _Traffic) -> str:
     """What the compiler did to the collectives of one kind over the same axes."""
     missing = before.times - after.times
     if before.sent == after.sent:
-        word = "merged" if missing > 0 else "split"
+        word = "split"
+        if missing > 0:
+            word = "merged"
         return f"{word}: {before.times} x {what} run as {after.times}, {after.bytes} as written"
     if missing > 0 and before.sent * after.times == after.sent * before.times:
         dropped = _describe_bytes(before.sent - after.sent)

@@ -168,7 +168,9 @@ def direction(groups: Groups) -> int:
             up += 1
         elif target < source:
             down += 1
-    return 1 if up >= down else -1
+    if down > up:
+        return -1
+    return 1
 
 
 @lru_cache(maxsize=1024)

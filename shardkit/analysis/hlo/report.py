@@ -168,7 +168,9 @@ class Report:
 
     def _format_figures(self, memory: Memory) -> list[str]:
         """A line for each figure of a program that the compiler has compiled."""
-        fits = "yes" if self.fits else "NO"
+        fits = "NO"
+        if self.fits:
+            fits = "yes"
         compute = f"{self.compute.flops / 1e12:,.3f} TFLOP in matmuls, at least {_format_ms(self.compute.seconds)}"
         if self.compute.kernels:
             compute += f", kernel calls not counted: {self.compute.kernels:,}"

@@ -44,7 +44,9 @@ class Topology(NamedTuple):
     @property
     def platform(self) -> str:
         """jax's name of the platform: "tpu" or "cuda"."""
-        return "tpu" if self.chip in _TPU else "cuda"
+        if self.chip in _TPU:
+            return "tpu"
+        return "cuda"
 
     @property
     def devices(self) -> int:

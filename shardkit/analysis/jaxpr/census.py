@@ -74,7 +74,9 @@ class CensusRow:
     @property
     def times(self) -> int:
         """Executions per call; a loop of unknown length counts once."""
-        return 1 if self.count is None else self.count
+        if self.count is None:
+            return 1
+        return self.count
 
     @property
     def total(self) -> Fraction:
@@ -89,7 +91,7 @@ class Census:
     rows: tuple[CensusRow, ...]
 
     def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
-        """Bytes sent per device: of all rows, of those that use an axis, or of those of a kind."""
+        """Bytes sent per device: of all rows, or of the rows with this axis or this kind."""
         return sum((r.total for r in self.select(axis=axis, kind=kind)), Fraction(0))
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
@@ -111,7 +113,7 @@ class Census:
         return json.dumps(rows, indent=1)
 
     def ways(self) -> str:
-        """How each collective is reached: kind and axes, then a line for each call on the way from the step to jax."""
+        """Shows the way to each collective: kind and axes, then a line for each call from the step down to jax."""
         times: dict[tuple[str, ...], int] = {}  # of the collectives that are reached by the same lines
         for row in self.rows:
             title = f"{row.kind} over {','.join(row.axes)}"
@@ -125,7 +127,7 @@ class Census:
 
     @typed
     def compare(self, other: Census) -> str:
-        """The kinds and axes in which `other` differs, one line each; empty when both send the same."""
+        """Lists the kinds and axes in which `other` differs, one line each; empty if both send the same."""
         here = self._sum_by_kind_and_axes()
         there = other._sum_by_kind_and_axes()
         nothing = (0, Fraction(0))
@@ -180,7 +182,9 @@ class Census:
 def _table_line(rows: list[CensusRow]) -> tuple[str, str, str, str, str, str, str, str]:
     """The line of rows that are alike."""
     first = rows[0]
-    times = "?" if first.count is None else str(first.count)
+    times = "?"
+    if first.count is not None:
+        times = str(first.count)
     if len(rows) > 1:
         times = f"{len(rows)} x {times}"
     sent = sum((row.total for row in rows), Fraction(0))
@@ -198,12 +202,12 @@ def _table_line(rows: list[CensusRow]) -> tuple[str, str, str, str, str, str, st
 
 @typed
 def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
-    """Counts every collective in one call of `fn`, by tracing it.
+    """Traces one call of `fn` and counts every collective in it, with its bytes.
 
     It covers jit, shard_map, scan (times its length), while, cond (every branch), custom derivatives and remat.
 
     Args:
-        fn: any function that jax can trace, as a step or a loss; or the result of its `.trace`, without arguments.
+        fn: any function that jax can trace, such as a step or a loss; or the result of its `.trace`, without arguments.
         *args: its arguments; `jax.ShapeDtypeStruct` is enough.
         **kwargs: its keyword arguments.
 
@@ -211,9 +215,9 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
         Census: rows, totals per axis and kind, a printed table, `.to_json()`, `.compare(other)`.
 
     Raises:
-        ValueError: something whose bytes would be missing: a primitive over mesh axes that the census does not know, a
-            Pallas kernel that copies to other devices or signals them, a foreign call (`jax.ffi`) with side effects;
-            `sends` says what these send.
+        ValueError: something that may send bytes which the census cannot count: an unknown primitive over mesh axes, a
+            Pallas kernel that copies to other devices or signals them, a foreign call (`jax.ffi`) with side effects.
+            Wrap it in `sends` to say what it sends.
 
     Example:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
@@ -265,7 +269,7 @@ def _find_collectives_of_gradients(jaxpr: Any) -> set[int]:
 
     def visit(block: Block) -> None:
         for equation in block.jaxpr.eqns:
-            if kind_of(equation) is not None and any(block.state(v).graded for v in equation.invars):
+            if kind_of(equation) is not None and any(block.state(v).from_gradient for v in equation.invars):
                 collectives.add(id(equation))
 
     follow(jaxpr, visit)
@@ -285,20 +289,31 @@ def mesh_sizes(jaxpr: Any, args: Any) -> dict[str, int]:
 
 
 def row_of(site: Site) -> CensusRow:
-    """The row of one communicating equation."""
+    """The row of one communicating equation.
+
+    For example in a shard_map over data=8, in a scan over 12 layers, for an x of f32[4,8]:
+
+        y = psum[axes=('data',)] x      all_reduce over ('data',), n=8, count=12, bytes_in=bytes_out=128,
+                                        sent=2 x 7/8 x 128 = 224 each time, 2,688 in all
+    """
     equation = site.equation
     kind = kind_of(equation)
     assert kind is not None
     params = equation.params
     axes = mesh_axes(equation)
     groups = params.get("axis_index_groups")
-    n = len(groups[0]) if groups else math.prod(site.sizes[axis] for axis in axes)
+    if groups:
+        n = len(groups[0])
+    else:
+        n = math.prod(site.sizes[axis] for axis in axes)
     data_operands = registered(site.name).sent
     bytes_in = sum(size_of(v) for v in equation.invars[:data_operands])
     bytes_out = sum(size_of(v) for v in equation.outvars)
     if kind == "all_reduce":  # what vmap stacked is summed on the device first
         bytes_in = bytes_out
-    largest = bytes_in if data_operands is None else min(bytes_in, bytes_out)
+    payload = bytes_in
+    if data_operands is not None:  # of a ragged_all_to_all the rows or their buffer has padding that is not sent
+        payload = min(bytes_in, bytes_out)
     row = CensusRow(
         kind=kind,
         primitive=site.name,
@@ -307,7 +322,7 @@ def row_of(site: Site) -> CensusRow:
         count=site.times,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        sent=wire(kind, largest, n, params.get("perm")).sent,
+        sent=wire(kind, payload, n, params.get("perm")).sent,
         source=site.source,
         backward=site.backward,
         branch=site.branch,
@@ -407,16 +422,23 @@ def _find_axes_along(
 
 def size_of(variable: Any) -> int:
     """Bytes of a value on one device."""
-    shape, dtype = variable.aval.shape, variable.aval.dtype
-    # An int4 is a byte in numpy and half a byte in compiled programs.
-    bits = int(jnp.iinfo(dtype).bits) if jnp.issubdtype(dtype, jnp.integer) else int(dtype.itemsize) * 8
-    return (math.prod(shape) * bits + 7) // 8
+    dtype = variable.aval.dtype
+    if jnp.issubdtype(dtype, jnp.integer):
+        # An int4 is a byte in numpy and half a byte in compiled programs.
+        bits = int(jnp.iinfo(dtype).bits)
+    else:
+        bits = int(dtype.itemsize) * 8
+    return (math.prod(variable.aval.shape) * bits + 7) // 8
 
 
 def _bytes(size: Fraction) -> str:
-    return f"{int(size):,}" if size.denominator == 1 else f"{float(size):,.1f}"
+    if size.denominator > 1:
+        return f"{float(size):,.1f}"
+    return f"{int(size):,}"
 
 
 def traceable(fn: Callable[..., Any]) -> Any:
     """The function with `.trace`: unchanged where it is jitted or a train step, else jitted."""
-    return fn if hasattr(fn, "trace") else jax.jit(fn)
+    if hasattr(fn, "trace"):
+        return fn
+    return jax.jit(fn)

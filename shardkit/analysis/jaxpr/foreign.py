@@ -31,15 +31,15 @@ class Claim(NamedTuple):
 
 @typed
 def sends(kind: str, axis: Axis, sent: int) -> Any:
-    """Says what each foreign call (`jax.ffi`) or Pallas kernel in a block sends, so that the census can count it.
+    """Tells the census how many bytes each foreign call (`jax.ffi`) or Pallas kernel in a block sends.
 
     A kernel that communicates by itself has no collective in the program, and the census refuses it. In this block it
-    is a row of its own, with the bytes that you say. They are believed, not checked.
+    gets a row with the bytes that you pass. Nobody checks them.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ppermute".
         axis: axis name or tuple of names, over which it sends.
-        sent: bytes that a device sends in one call; of a ragged exchange the most.
+        sent: bytes that a device sends in one call; for a ragged exchange, at most.
 
     Returns:
         A context manager, for code inside shard_map.

@@ -52,6 +52,6 @@ def _find_differing_operand(block: Block, equation: Any) -> _DifferingOperand | 
             state = block.state(array)
             # Pieces that were exchanged may be whole and equal again, as what the ends of a pipeline compute together.
             axes = sorted((state.varies - state.moved) & equal_axes)
-            if state.given and axes and array.aval.shape == draw.aval.shape:
+            if state.from_argument and axes and array.aval.shape == draw.aval.shape:
                 return _DifferingOperand(array, axes)
     return None

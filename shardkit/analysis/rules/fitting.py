@@ -26,7 +26,9 @@ def fitting(program: TracedProgram) -> Iterator[Finding]:
             continue
         collectives = _find_forward_collectives(equation.params["jaxpr"])
         for axis, size in equation.params["mesh"].shape.items():
-            if size == 1 or ("all_reduce", axis) not in collectives or ("ppermute", axis) in collectives:
+            # Tensor parallelism sums activations in the forward pass; a pipeline or a ring passes them on.
+            sums_activations = ("all_reduce", axis) in collectives and ("ppermute", axis) not in collectives
+            if size == 1 or not sums_activations:
                 continue
             weights = _find_weights(equation, axis)
             # The state, and the gradients of the pieces that are split.

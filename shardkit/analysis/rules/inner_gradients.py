@@ -57,7 +57,7 @@ def _begins_as_constant(casts: list[Any], states: Mapping[object, State]) -> boo
     """
     for value in casts:
         is_literal = hasattr(value, "val")
-        if not is_literal and states.get(value, CONSTANT).passed:
+        if not is_literal and states.get(value, CONSTANT).by_forward:
             return False
     return True
 

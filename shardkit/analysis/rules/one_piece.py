@@ -22,6 +22,7 @@ def one_piece(program: TracedProgram) -> Iterator[Finding]:
         axes = find_split_axes(equation, block.context)
         if kind not in ("all_gather", "all_reduce") or not axes or equation.params.get("axis_index_groups"):
             continue
+        # A tuple that is gathered or summed at once has a result for each array, with uses of its own.
         for result in equation.outvars:
             use = _find_only_use(block, result)
             if use is None:

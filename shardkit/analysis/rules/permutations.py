@@ -23,6 +23,7 @@ def permutations(program: TracedProgram) -> Iterator[Finding]:
         axes = find_split_axes(equation, block.context)
         if kind_of(equation) != "ppermute" or not axes:
             continue
+        # A pair counts devices over all axes together: of sizes 2 and 4, device 5 is (1, 1).
         shape = [block.context.sizes[axis] for axis in axes]
         problem = _find_problem(block.jaxpr, equation, axes, shape)
         if problem is not None:
@@ -48,6 +49,8 @@ def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Seque
     if pairs and all(source == target for source, target in pairs):
         message = f"{subject} sends every device's value to itself."
         return _Problem("identity-permutation", message, "Leave it out, or name other targets.")
+    # jax gives zeros to a device that nobody sends to. They are meant in a shift without wrap, where the edge of a
+    # domain receives nothing, and where a jnp.where puts something else in their place.
     targets = {target for _, target in pairs}
     without_source = [device for device in range(n) if device not in targets]
     if without_source and not _is_open_shift(pairs, shape) and _is_unmasked(jaxpr, equation):

@@ -14,10 +14,10 @@ class Finding(NamedTuple):
     """One place of a program that breaks a rule.
 
     Attributes:
-        rule: a name in `shardkit.analysis.RULES`.
-        message: what is wrong there, with the values; one sentence.
-        source: the user's line, "file.py:12 (function)"; "" where the program has none.
-        remedy: what to do instead; one sentence.
+        rule: its name, which `ignore=` of `lint` and `audit` takes.
+        message: the mistake, with its values; one sentence.
+        source: your line, "file.py:12 (function)"; "" if the program has none.
+        remedy: the way to correct it; one sentence.
     """
 
     rule: str
@@ -36,13 +36,13 @@ class Rule(NamedTuple):
     """One rule.
 
     Attributes:
-        name: what a finding and `ignore=` call it.
-        finds: what it finds, in a few words.
+        name: its name in a finding and in `ignore=`.
+        finds: the mistake, in a few words.
         reads: "trace": `lint` and `audit` apply it, to a `TracedProgram`; "compiled": `audit(..., compiled=True)` does,
             to a `CompiledProgram`.
         check: `check(program)` yields the findings. Rules may share one function, which runs once.
-        wrong: whether what it finds computes other numbers than one device, or never ends, so that the first step of
-            `make_train_step` refuses it.
+        wrong: whether the mistake gives other numbers than one device, or never ends. The first step of
+            `make_train_step` then refuses the program.
     """
 
     name: str

@@ -284,7 +284,7 @@ def guard(
     process, in a job on several hosts its host, the phase and the step; what hangs prints its threads' stacks before.
 
     Args:
-        mesh: the mesh, by default that of `jax.set_mesh`; its devices and order must be the same everywhere.
+        mesh: the mesh, by default the mesh of `jax.set_mesh`; its devices and order must be the same everywhere.
         config: what else must be the same everywhere: options by name, as JSON values.
         deadlines: seconds for each phase.
         flight: directory for the flight records: what each process did last, `flight.PROCESS.json`, on failure.

@@ -55,18 +55,18 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one directory; a context manager, which waits at exit for the save in progress.
+    """The checkpoints of a run, in one directory. Use it in a `with` block: its end waits for the save in progress.
 
-    Only finished steps count: a step has a temporary name until it is complete on disk. An interrupted save is never
-    read, and the next run's first save deletes it.
+    Only finished steps count: a step has a temporary name until it is complete on disk. So you never read an
+    interrupted save, and the next run's first save deletes it.
 
     Args:
         directory: a path that is the same for all processes; created if missing.
         keep: number of newest steps to keep.
-        best: name of a metric by which further steps are kept; None for none.
+        best: name of a metric, to keep the best steps too; None for none.
         keep_best: number of best steps to keep. Steps without the metric, or with NaN, do not count.
         higher_is_better: whether a high metric is better (an accuracy) or a low one (a loss).
-        read_only: to restore from a directory that is not writable.
+        read_only: True to restore from a directory that is not writable.
 
     Raises:
         ImportError: orbax-checkpoint is not installed.
@@ -123,31 +123,31 @@ class Checkpoints:
     def save(
         self, state: TrainState | DilocoState, *, position: Any = None, config: Any = None, metrics: Any = None
     ) -> None:
-        """Saves a state under its step, in the background, after waiting for the previous save.
+        """Saves a state under its step, in the background. It waits for the previous save first.
 
-        The next step may donate the state: orbax has copied its arrays to the host by then or, if the host is the
-        device, keeps them until they are written, and the step takes new memory.
+        You may pass the state to the next step at once. By then orbax has copied its arrays to the host. If the host is
+        the device, it keeps them until they are written, and the step takes new memory.
 
         Args:
-            state: the TrainState, or the state of a DiLoCo run, of which each process has its own workers.
+            state: the TrainState, or the state of a DiLoCo run; each process then saves its workers.
             position: the data position, any JSON value.
-            config: the configuration with which to resume, any JSON value.
+            config: the configuration that you need to resume, any JSON value.
             metrics: numbers by name, or None.
 
-        A run that resumes from a step that is not the newest, for example because that is damaged, renames the newer
-        steps before it saves an older one, with a warning: they no longer count. So does a save what has the step's
-        number and is not finished, such as a step whose record is lost.
+        You may resume from a step that is not the newest, for example because the newest is damaged. The run then
+        renames the newer steps before it saves an older one, with a warning: they no longer count. A save also renames
+        an unfinished step with its number, such as a step without its record.
 
         Raises:
-            ValueError: a step that is not newer than all others, except for those; a position or configuration that is
-                not JSON; metrics that are not numbers; two leaves with one path; `read_only`; a step to rename that a
-                newer version of shardkit wrote.
+            ValueError: a step that is not newer than all steps that stay; a position or configuration that is not JSON;
+                metrics that are not numbers; two leaves with one path; `read_only`; a step to rename from a newer
+                version of shardkit.
             RuntimeError: this save or the previous one could not be written, or another job writes to the directory.
 
-        Cost: it returns when orbax alone would. One pass over the state on the devices, for its checksums, then runs
+        Cost: it returns as early as orbax alone. One pass over the state on the devices, for its checksums, then runs
             before the next step, with a psum of 4 bytes per leaf; the first save compiles it. Leaves in pipeline-stage
-            order move between devices, padded ones are whole on every device until they are written, and of DiLoCo's
-            workers there is a copy. Files are not compressed.
+            order move between devices, padded leaves are whole on every device until they are written, and DiLoCo's
+            workers are copied. Files are not compressed.
         """
         self.wait()
         if self._read_only:
@@ -226,18 +226,18 @@ class Checkpoints:
         residuals: Residuals = "keep",
         damaged: Literal["stop", "older"] = "stop",
     ) -> tuple[State, Run]:
-        """Restores a saved state with the shardings of the target; `load_params` reads its parameters alone.
+        """Restores a saved state, with the shardings of the target. Use `load_params` if you need the parameters alone.
 
         Shapes and dtypes are compared before arrays are read, and checksums after. Keys have the saved implementation.
 
         Args:
-            target: shapes, dtypes and shardings, from `init.abstract(params)`, on any mesh, under any plan. Of a DiLoCo
-                run its `init(params, key)`, with as many workers.
+            target: shapes, dtypes and shardings, from `init.abstract(params)`, on any mesh, under any plan. For a
+                DiLoCo run, its `init(params, key)` with the same number of workers.
             step: the step; by default the newest finished one.
-            residuals: "keep" those of error feedback, and on another number of devices their sum, or "reset" to zeros,
-                for a checkpoint and a target of which only one has them.
-            damaged: whether a step that is damaged is an error, or a warning, and the next older one is taken. The next
-                save renames the newer ones, which no longer count.
+            residuals: for error feedback. "keep" restores them (on another number of devices, their sum). "reset" sets
+                them to zero; pass it if only one of checkpoint and target has residuals.
+            damaged: the reaction to a damaged step: an error, or a warning and the next older step. The next save then
+                renames the newer steps, and they no longer count.
 
         Returns:
             The state, and the Run saved with it. A step compiled for the target accepts the state without recompiling.
@@ -245,15 +245,14 @@ class Checkpoints:
         Raises:
             ValueError: there is no such step, a newer version of shardkit wrote it, or its leaves, shapes or dtypes
                 differ from the target's.
-            DamagedError: it is damaged or not a checkpoint of shardkit, and so is, with "older", every step before it.
-            RuntimeError: it could not be read although it may be intact, for example with too many open files.
+            DamagedError: the step is damaged or not a checkpoint of shardkit; with "older", every step before it too.
+            RuntimeError: the step could not be read, but may be intact, for example with too many open files.
 
-        Cost: each process reads the shards of its devices, and padded leaves whole, the largest first, in pieces of
-            4 to 64 MiB. On CPU it holds 1.2 times the state, and 15 MB to compile: what was read is the array, so that
-            the first step takes new memory. On other devices the host holds one leaf, and what was last read. Files
-            from before shardkit wrote in pieces add their largest shard. Programs move the leaves that the target
-            stores padded or permuted, 64 MiB or one leaf at a time. Several processes agree on damage by an all_gather
-            of one byte each.
+        Cost: each process reads the shards of its devices, and padded leaves whole, the largest first, in pieces of 4
+            to 64 MiB. On CPU it holds 1.2 times the state, and 15 MB to compile: the bytes it read are the array, so
+            the first step takes new memory. On other devices the host holds one leaf and the last piece. Older files,
+            not written in pieces, add their largest shard. Programs move the leaves that the target stores padded or
+            permuted, 64 MiB or one leaf at a time. Several processes agree on damage by an all_gather of one byte each.
         """
 
         return _read_intact(lambda step: self._restore_step(target, step, residuals), step, damaged)
@@ -278,7 +277,7 @@ class Checkpoints:
         return jax.tree.unflatten(treedef, restored.values()), run
 
     def run(self, step: int | None = None, *, damaged: Literal["stop", "older"] = "stop") -> Run:
-        """The Run saved with a step, by default the newest, without reading arrays; `damaged` is as in `restore`.
+        """Returns the Run saved with a step, by default the newest. It reads no arrays. `damaged` is as in `restore`.
 
         Raises:
             ValueError: there is no such step.
@@ -353,7 +352,8 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
         ValueError: as `Checkpoints`.
 
     Example:
-        >>> sk.runtime.latest_step("no-such-directory") is None
+        >>> from shardkit.runtime.checkpoint.checkpoints import latest_step
+        >>> latest_step("no-such-directory") is None
         True
     """
     return max(list_steps(resolve_directory("latest_step", directory)), default=None)

@@ -39,10 +39,10 @@ Box = tuple[tuple[int, int], ...]  # for each dim the first index, and the one a
 
 
 class DamagedError(ValueError):
-    """A step that cannot be restored.
+    """`Checkpoints` raises this if it cannot restore a step.
 
     Attributes:
-        found: which step, and why, as a sentence.
+        found: the step and the reason, as a sentence.
         older: the newest step before it that may be intact, or None.
     """
 

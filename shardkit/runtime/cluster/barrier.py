@@ -18,10 +18,10 @@ from shardkit.runtime.channel.place import name_processes
 
 @typed
 def barrier(name: str, timeout: float = 60.0) -> None:
-    """Waits for all processes; each name may be used once.
+    """Waits for all processes. You may use each name once.
 
     Raises:
-        RuntimeError: some processes did not arrive within `timeout` seconds; names them.
+        RuntimeError: some processes did not arrive within `timeout` seconds; the message names them.
 
     Example:
         >>> sk.runtime.barrier("data prepared")  # alone, it returns at once
@@ -62,7 +62,7 @@ def find_absent(name: str, timeout: float) -> str | None:
 
 @typed
 def health_check(*, processes: int | None = None, devices: int | None = None) -> str:
-    """Sums over all devices and checks the result; call it on every process.
+    """Sums over all devices and checks the result. Call it in every process.
 
     Args:
         processes: the expected number of processes; by default more than one.

@@ -28,30 +28,29 @@ _SIZES = {"model": "tensor_parallel_size", "stage": "pipeline_parallel_size"}
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """Configuration of a distributed job; an inconsistent one is refused at construction, not on the cluster.
+    """The settings of a distributed job. You see a contradiction when you construct it, not on the cluster.
 
     The job has `world_size` devices. Each of its `num_processes` processes has `devices_per_process` of them: one for a
     process per GPU, all of a host for a process per host.
 
     Attributes:
-        enabled: False means one device, whatever the other fields: the same code then runs undistributed.
+        enabled: False means one device, with any other fields: the same code then runs undistributed.
         world_size: number of devices in the job, over all processes.
         backend: "nccl" (GPU), "gloo" or "mpi" (CPU); see `jax_settings`.
         rank: index of this process, 0 <= rank < num_processes.
         local_rank: index of this process on its node; by default rank modulo num_processes_per_node, as launchers
-            number them. It decides which devices of the node are this process's: `local_device_ids`.
+            number them. `local_device_ids` follow from it.
         num_nodes: number of nodes.
         num_processes_per_node: processes on each node; by default world_size / (num_nodes x devices_per_process).
         devices_per_process: number of devices that each process has.
         master_addr: host name of the coordinator.
         master_port: port of the coordinator.
-        tensor_parallel_size: number of devices that shard a layer, those of the mesh axis "model".
-        pipeline_parallel_size: number of devices of the pipeline, those of the mesh axis "stage".
-        data_strategy: what the mesh axis "data" splits besides the batch: nothing ("dp"), or as "zero1", "zero2" and
-            "fsdp" do.
+        tensor_parallel_size: number of devices that share a layer: the size of the mesh axis "model".
+        pipeline_parallel_size: number of devices of the pipeline: the size of the mesh axis "stage".
+        data_strategy: the strategy over the mesh axis "data": "dp", "zero1", "zero2" or "fsdp".
         mesh_shape: sizes of the mesh axes; by default data x model x stage as the sizes above give them.
-        mesh_axis_names: names of the mesh axes, as many as `mesh_shape` has sizes. The sizes of "model" and "stage"
-            are those of the two fields above, which may then be left out.
+        mesh_axis_names: names of the mesh axes, one for each size in `mesh_shape`. If they contain "model" and "stage",
+            you may leave out the two fields above.
         mixed_precision: "no", "fp16" or "bf16", for `make_train_step(precision=...)`.
 
     Raises:
@@ -178,7 +177,7 @@ class DistributedConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> DistributedConfig:
-        """Reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; unset variables have the field's default.
+        """Reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK. An unset variable gives the field's default.
 
         WORLD_SIZE is a launcher's number of processes, each with `devices_per_process` devices.
 
@@ -272,7 +271,7 @@ class DistributedConfig:
             A plan for `make_train_step`, over `mesh()`.
 
         Raises:
-            ValueError: tensor parallelism without rules, or rules without an axis "model"; an axis of another name.
+            ValueError: tensor parallelism without rules, rules without an axis "model", or an axis with another name.
         """
         names = self.mesh_axis_names or _AXES
         unknown = sorted({*names} - {*_AXES, "fsdp"})

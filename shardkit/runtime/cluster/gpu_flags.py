@@ -23,9 +23,9 @@ _DEVICES = ("nvidia0", "dxg", "kfd")
 
 @typed
 def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
-    """Adds flags to XLA_FLAGS if jax will run on GPUs, and returns those; call it before jax starts.
+    """Adds flags to XLA_FLAGS if jax will run on GPUs, and returns the added flags. Call it before jax starts.
 
-    Flags that are set already stay unchanged; what is added is printed to standard error. `guard` compares XLA_FLAGS
+    Flags that you have set stay unchanged. It prints the added flags to standard error. `guard` compares XLA_FLAGS
     between processes, and the record of a benchmark contains it.
 
     Args:
@@ -35,7 +35,8 @@ def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
         RuntimeError: jax has already started on a machine with GPUs, and would ignore them.
 
     Example:
-        >>> sk.runtime.gpu_flags()  # on CPU devices
+        >>> from shardkit.runtime.cluster.gpu_flags import gpu_flags
+        >>> gpu_flags()  # on CPU devices
         ()
     """
     if backends.cpu_only() or not any(Path("/dev", name).exists() for name in _DEVICES):

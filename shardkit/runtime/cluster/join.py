@@ -73,35 +73,34 @@ def initialize(
     mtls_key_file: str | os.PathLike[str] | None = None,
     mtls_ca_file: str | os.PathLike[str] | None = None,
 ) -> Cluster:
-    """Starts this process as part of a job, or raises the reason why the job cannot run; without a job does nothing.
+    """Joins this process to the others of its job, or says why the job cannot run. Without a job it does nothing.
 
     Before jax starts, all processes connect at the coordinator's address and compare their arguments. A process belongs
     to the job if it has the same token in SHARDKIT_JOB_TOKEN, a secret that `launch` and its manifests provide. Process
-    0 listens on the coordinator's address only, if that is an address of its machine; so does jax's own service there,
-    which knows no token: who reaches its port can end the job, unless the processes have certificates
-    (`mtls_cert_file`, from jax 0.12 on). From then on each process has a
-    monitor (`guard`): when one dies or raises, all others end within a second or two, with the cause as the last line.
+    0 listens on the coordinator's address only, if its machine has this address. jax's own service listens there too,
+    and checks no token: anyone who reaches its port can end the job, unless the processes have certificates
+    (`mtls_cert_file`, from jax 0.12 on). From then on each process has a monitor (`guard`). When one process dies or
+    raises, all others end within a second or two, with the cause as the last line.
 
-    Where `jax.distributed.initialize` has been called already, as Ray Train does, only the monitors connect, at a port
-    that process 0 tells the others through jax, with a token if they have none.
+    If you have already called `jax.distributed.initialize`, or Ray Train has, only the monitors connect. Process 0
+    sends the others its port through jax, and a token if they have none.
 
     Args:
         config: a DistributedConfig. Its `local_device_ids` are the accelerators of this process, unless the launcher
             lets it see no others (CUDA_VISIBLE_DEVICES).
-        coordinator_address: host:port of process 0, [address]:port of IPv6. An argument that is not passed is taken
-            from the config, else from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else from
-            MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, else from jax's own detection (Slurm, Open MPI, Kubernetes,
-            Cloud TPU).
+        coordinator_address: host:port of process 0, [address]:port of IPv6. If you leave out an argument, it comes from
+            the config, else from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else from MASTER_ADDR,
+            MASTER_PORT, WORLD_SIZE and RANK, else from jax's own detection (Slurm, Open MPI, Kubernetes, Cloud TPU).
         num_processes: number of processes.
         process_id: the rank of this process, from 0.
         local_device_ids: the accelerators that this process may use; by default all.
         timeout: seconds to wait for all processes.
         expect_devices: the number of devices that the whole job must have.
         mtls_cert_file, mtls_key_file, mtls_ca_file: this process's certificate, its key, and the authority that signed
-            those of all, as PEM files: jax's service then answers no others.
+            the certificates of all processes, as PEM files. jax's service then answers nobody else.
 
     Raises:
-        ValueError: arguments, or variables of a scheduler, that are incomplete or contradict each other.
+        ValueError: arguments or scheduler variables are incomplete, or contradict each other.
         RuntimeError: within `timeout` and 5 s: jax has started its devices already, the coordinator cannot be reached,
             its port is in use, processes are missing (they are named), have the same rank or were started with another
             number of processes, a host's name does not resolve (CPU only), or another number of devices than expected.
@@ -215,7 +214,7 @@ def is_main() -> bool:
 
 @typed
 def finish(code: int = 0) -> NoReturn:
-    """Exits this process without an error, and without the seconds that Python takes to clean up.
+    """Ends this process without an error, and at once: Python would take seconds to clean up.
 
     Every process of a job must call it, after its Checkpoints are closed.
 
@@ -239,9 +238,10 @@ def finish(code: int = 0) -> NoReturn:
 
 
 def leave() -> None:
-    """Says that this process is done, where it goes on after training: an engine, such as Ray, ends it later.
+    """Says that training is done in this process, if the process itself goes on: Ray, for example, ends it later.
 
-    Every process calls it, best in a `finally`: one that waits for this one in a step then ends, with the reason.
+    Call it in every process, best in a `finally`. A process that waits for this one in a step then ends, with the
+    reason.
 
     Example:
         At the end of a function that Ray runs in each worker:

@@ -24,7 +24,7 @@ class _Notice:
 
 
 def watch_preemption() -> None:
-    """Makes SIGTERM set `preempted` from now on instead of ending this process; call it on the main thread.
+    """From now on, SIGTERM sets `preempted` and does not end this process. Call it on the main thread.
 
     Under `jax.distributed`, where jax handles SIGTERM already, it does nothing.
 
@@ -39,11 +39,11 @@ def watch_preemption() -> None:
 
 @typed
 def preempted(step: int) -> bool:
-    """Whether any process received SIGTERM or the cloud's notice, and this is the step after which all save and exit.
+    """Says whether to save and exit now: some process got SIGTERM or the cloud's notice, and all agree on this step.
 
     Args:
-        step: the number of the step; every process must call this after every step. It becomes true on all processes
-            at the same step, the first that none of them has passed.
+        step: the number of the step. Call this in every process after every step. It becomes true on all processes at
+            the same step, the first one that no process has passed.
 
     Raises:
         RuntimeError: `watch_preemption` has not been called.

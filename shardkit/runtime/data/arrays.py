@@ -22,11 +22,11 @@ from shardkit.runtime.data.reading import is_key, processes_of, to_storable
 
 @typed
 def from_full(tree: Arrays, mesh: Mesh | None = None, spec: Specs = WHOLE) -> Any:
-    """Creates global arrays from data that every process has whole: parameters from one seed, a small data set.
+    """Creates global arrays from data that every process has: parameters from one seed, a small data set.
 
     Args:
         tree: pytree of numpy arrays, numbers, typed keys, or jax arrays of this process, the same in every process.
-        mesh: the mesh, by default that of `jax.set_mesh`; processes outside it get arrays without local data.
+        mesh: the mesh, by default the mesh of `jax.set_mesh`; processes outside it get arrays without local data.
         spec: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); a leaf uses as many of its
             entries as it has dims.
 
@@ -59,14 +59,14 @@ def from_process_local(
 ) -> Any:
     """Creates global arrays from the rows of each process: the batch of a step.
 
-    A process must pass the rows of its devices, those of `local_rows`.
+    Pass the rows of this process's devices: `local_rows` tells you which they are.
 
     Layout: `X[B_p, ..] of each process p -> X[B, ..] as spec`
     Args:
         tree: pytree of numpy arrays: this process's rows along dim 0, all other dims whole. Scalars are replicated.
-        mesh: the mesh, by default that of `jax.set_mesh`; a process outside it passes any rows of the right shape and
-            dtype, and must pass `batch`.
-        spec: how the batch is split, `plan.batch_spec(mesh)`; a leaf uses as many of its entries as it has dims.
+        mesh: the mesh, by default the mesh of `jax.set_mesh`; a process outside it passes any rows of the right shape
+            and dtype, and must pass `batch`.
+        spec: the layout of the batch, `plan.batch_spec(mesh)`. A leaf with fewer dims uses its first entries.
         batch: the global number of rows, to check it; by default derived from the local rows.
 
     Returns:
@@ -120,8 +120,9 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh | None = None,
     """Creates global arrays of `batch` rows from this process's rows in ascending order, without communication.
 
     Example:
+        >>> from shardkit.runtime.data.arrays import from_rows
         >>> rows = sk.runtime.local_rows(8, mesh, P("data"))
-        >>> sk.runtime.from_rows(np.float32(rows), rows, 8, mesh, P("data")).shape
+        >>> from_rows(np.float32(rows), rows, 8, mesh, P("data")).shape
         (8,)
     """
     mesh = mesh_in_context("from_rows", mesh, devices=True)
@@ -139,12 +140,12 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh | None = None,
 def from_single_device(
     shards: Sequence[jax.Array], mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], dtype: DType | None = None
 ) -> jax.Array:
-    """Creates a global array from the shards that are on this process's devices already, without copies.
+    """Creates a global array from shards that are already on this process's devices, without copies.
 
     Args:
         shards: an array on each of this process's devices of the mesh, in any order.
         mesh: the mesh.
-        spec: how the array is split.
+        spec: the layout of the array.
         shape: the global shape.
         dtype: the dtype; required on a process without shards.
 
@@ -193,7 +194,7 @@ def from_single_device(
 
 @typed
 def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE) -> np.ndarray:
-    """The rows of a global batch on this process's devices, ascending; none outside the mesh.
+    """Returns the rows of a global batch on this process's devices, ascending; none outside the mesh.
 
     Raises:
         ValueError: a batch that does not divide over the devices of the spec's first entry.

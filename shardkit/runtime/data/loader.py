@@ -44,23 +44,23 @@ def loader(
     threads: int = 4,
     prefetch: int = 2,
 ) -> Loader:
-    """Iterates over a data set in global batches, in an order that depends on the seed only.
+    """Iterates over a data set in global batches, in an order that depends on the seed alone.
 
     The samples form one sequence, epoch after epoch, each epoch in another order; a batch is the next `batch` samples,
-    on any mesh. So a run that resumes from `loader.position` with other processes, another mesh or another batch
-    neither repeats nor skips a sample. A batch may span two epochs; an incomplete last batch is dropped.
+    on any mesh. So you can resume from `loader.position` with other processes, another mesh or another batch, without
+    repeating or skipping a sample. A batch may span two epochs; an incomplete last batch is dropped.
 
     Args:
-        source: anything with `len` and `source[i]`, or a `grain.MapDataset`, whose `.map` and `.random_map` see a
+        source: anything with `len` and `source[i]`, or a `grain.MapDataset`. Its `.map` and `.random_map` see a
             sample's index `epoch * len(source) + i`, and so draw the same on every mesh. A sample is a pytree of arrays
-            or numbers. Several threads read it concurrently.
+            or numbers. Several threads read the source concurrently.
         batch: samples in a global batch, over all processes.
-        seed: decides the order of each epoch, 0 to 2**32 - 1; None keeps the source's order.
-        mesh: the mesh, by default that of `jax.set_mesh`; a process outside it reads one sample per batch, for shapes
-            and dtypes.
-        spec: how the batch is split, `plan.batch_spec(mesh)`.
-        position: samples of the sequence that the run has consumed already.
-        epochs: how often the source is repeated; None for no limit.
+        seed: the seed of each epoch's order, 0 to 2**32 - 1. None keeps the source's order.
+        mesh: the mesh, by default the mesh of `jax.set_mesh`; a process outside it reads one sample per batch, for
+            shapes and dtypes.
+        spec: the layout of the batch, `plan.batch_spec(mesh)`.
+        position: number of samples that the run has already used; pass `loader.position` of the run that you resume.
+        epochs: number of passes over the source; None for no limit.
         threads: samples read concurrently; 0 reads them on demand (best for data in memory).
         prefetch: batches that are prepared and sent to the devices in advance.
 
@@ -184,10 +184,10 @@ class _Rows:
 
 @typed
 def prefetch_to_device(batches: Iterable[T], n: int = 2) -> Iterator[T]:
-    """Requests batches `n` ahead, so that their transfers overlap with the step.
+    """Requests batches `n` ahead, so their transfers overlap with the step.
 
     Args:
-        batches: an iterable whose items start their transfer when they are requested, as global arrays do.
+        batches: an iterable of batches. A batch must start its transfer when you request it, as global arrays do.
         n: batches in advance; each is stored on the devices.
 
     Returns:

@@ -26,7 +26,7 @@ _PRINTS = itertools.count()  # numbers the barriers: the order of calls is the s
 
 @typed
 def local_shards(x: jax.Array) -> dict[jax.Device, np.ndarray]:
-    """The shards of a global array on this process's devices, by device; of typed keys, their integers.
+    """Returns the shards of a global array on this process's devices, by device; for typed keys, their integers.
 
     Example:
         >>> x = sk.runtime.from_full(np.arange(8), mesh, P("model"))
@@ -39,37 +39,13 @@ def local_shards(x: jax.Array) -> dict[jax.Device, np.ndarray]:
 
 
 @typed
-def to_numpy(tree: Arrays) -> Any:
-    """The arrays of a tree as NumPy arrays, without communication.
-
-    Raises:
-        ValueError: a leaf that is split over devices of several processes.
-
-    Example:
-        >>> sk.runtime.to_numpy(sk.runtime.from_full(np.arange(4), mesh, P("data")))
-        array([0, 1, 2, 3], dtype=int32)
-    """
-
-    def copy_leaf(path: Any, x: Any) -> np.ndarray:
-        if not _is_whole_here(x):
-            raise ValueError(
-                f"to_numpy: the whole array must be on this process's devices; leaf {path_name(path)} is on "
-                f"{name_processes(processes_of(x.sharding.device_set))}. Call fetch(tree) on every process, or "
-                "local_shards(x) for the shards of this one."
-            )
-        return np.asarray(to_storable(x))
-
-    return jax.tree_util.tree_map_with_path(copy_leaf, tree)
-
-
-@typed
 def fetch(tree: Arrays) -> Any:
-    """The whole arrays of a tree as NumPy arrays, on every process; of typed keys, their integers.
+    """Returns the whole arrays of a tree as NumPy arrays, on every process; for typed keys, their integers.
 
     Raises:
         ValueError: on a process outside the mesh of a leaf.
 
-    Cost: an all_gather of every leaf that is split over processes.
+    Cost: an all_gather of every leaf that is split over processes; of one that is whole here, nothing.
 
     Example:
         >>> sk.runtime.fetch(sk.runtime.from_full(np.arange(4), mesh, P("data")))
@@ -92,14 +68,14 @@ def fetch(tree: Arrays) -> Any:
 
 @typed
 def replicate(tree: Arrays, mesh: Mesh | None = None) -> Any:
-    """The arrays of a tree, whole on every device of the mesh; every process of the mesh must call it.
+    """Copies the arrays of a tree to every device of the mesh, whole. Call it in every process of the mesh.
 
-    It replaces `jax.device_put_replicated`, which jax 0.10 removed. That prepended a dim of devices to every leaf, for
-    `jax.pmap`; here leaves keep their shape.
+    It replaces `jax.device_put_replicated`, which jax 0.10 removed. The old function prepended a dim of devices to
+    every leaf, for `jax.pmap`; here leaves keep their shape.
 
     Args:
         tree: pytree of global arrays over this mesh's devices, or of host arrays that are the same in every process.
-        mesh: the mesh; by default that of `jax.set_mesh`.
+        mesh: the mesh; by default the mesh of `jax.set_mesh`.
 
     Cost: up to the compiler, an all_gather of every leaf that is split.
 
@@ -119,17 +95,17 @@ def _make_replicate(mesh: Mesh) -> Any:
 
 @typed
 def print_global(tree: Any, *, timeout: float = 60.0) -> None:
-    """Prints the whole arrays of a tree once: every process must call it, and process 0 prints.
+    """Prints the whole arrays of a tree once. Call it in every process; process 0 prints.
 
     Args:
         tree: pytree of arrays.
-        timeout: seconds within which all processes must call it.
+        timeout: seconds to wait until all processes have called it.
 
     Raises:
         ValueError: a timeout that is negative or infinite.
         RuntimeError: not all processes called it, for example under `if jax.process_index() == 0:`.
 
-    Cost: that of `fetch`, and a barrier.
+    Cost: the cost of `fetch`, and a barrier.
 
     Example:
         >>> sk.runtime.print_global(sk.runtime.from_full(np.arange(4), mesh, P("data")))

@@ -24,25 +24,26 @@ _PARAMS = "params."
 def load_params(
     path: str | os.PathLike[str], like: Arrays, *, step: int | None = None, partial: bool = False, cast: bool = False
 ) -> Any:
-    """Loads the parameters of a run, without its optimizer, onto any mesh and plan; every process must call it.
+    """Loads the parameters of a run, without its optimizer, onto any mesh and plan. Call it in every process.
 
     Args:
         path: a run's directory of checkpoints.
         like: shapes, dtypes and shardings of the parameters: `init.abstract(params).params` of `make_train_step`,
             `evaluate.abstract(params)` of `make_eval_step`, or parameters themselves.
         step: by default the newest finished one.
-        partial: leave out what the run has beyond the parameters of `like`.
-        cast: convert numbers of another floating dtype to that of `like`.
+        partial: leave out parameters of the run that `like` does not have.
+        cast: convert floating-point numbers to the dtype of `like`.
 
     Returns:
         Parameters as `like`. A step compiled for it accepts them without recompiling.
 
     Raises:
-        ValueError: no such step; parameters that are missing, or left over without `partial`; another shape or dtype.
+        ValueError: no such step; missing parameters, or, without `partial`, parameters left over; another shape or
+            dtype.
         DamagedError: the step is damaged.
         ImportError: orbax-checkpoint is not installed.
 
-    Cost: that of `Checkpoints.restore`, for the parameters alone.
+    Cost: as `Checkpoints.restore`, for the parameters alone.
 
     Example:
         In a script that evaluates a run:

@@ -62,15 +62,15 @@ POSITIVE = "logarithms are of positive numbers"
 
 
 class Equality(NamedTuple):
-    """What was proved, and how surely: a certificate, as text by `print` and as JSON by `to_json`.
+    """A certificate: the statement, and how sure it is. `print` shows it as text, `to_json` as JSON.
 
     Attributes:
         what: the two sides, and their mesh.
         shapes: dtype and shape of each input.
-        points: at how many random points of the field both sides were evaluated.
-        chance: a bound of the probability that sides which differ agree at all of them.
-        uninterpreted: the functions of which only that equal arguments have equal values was used.
-        compared: what was seen of comparisons, by line where they went one way; empty if there are none.
+        points: the number of random points of the field.
+        chance: a bound of the probability that two different sides agree at all points.
+        uninterpreted: functions without a law: the proof knows only that equal arguments give equal values.
+        compared: the comparisons, with the line of each one that went only one way; empty if there are none.
         assumed: the assumptions.
     """
 
@@ -118,39 +118,40 @@ def assert_equal_for_all_inputs(
     points: int = 3,
     check_vma: bool = True,
 ) -> Equality:
-    """Proves a kernel against a plain function without a tolerance: the same values and gradients for all inputs.
+    """Proves that a kernel equals a plain function, in values and gradients, for all inputs and without a tolerance.
 
-    Both are traced, and run with numbers of a finite field in place of floats: every float of `args` is an unknown,
-    drawn at random, and only its shape and dtype matter. Integers, booleans and keys keep their values. Programs that
-    agree there are the same function of real numbers, but for a chance that the result bounds; one that is wrong by a
-    part in 10^12 is found. Comparisons are decided by real inputs that are drawn too, several times, and by random
-    orders where no draw reached a branch; the result says what was seen. NaN is a value of its own. Rounding is not
-    seen: `assert_matches_reference` compares floats.
+    It traces both, and runs them with numbers of a finite field in place of floats. Every float of `args` is an
+    unknown, drawn at random; only its shape and dtype matter. Integers, booleans and keys keep their values. Programs
+    that agree there are the same function of real numbers, up to a chance that the result bounds. You see an error of
+    one part in 10^12. Comparisons are decided by real inputs, also drawn several times, and by random orders if no draw
+    reached a branch; the result lists them. NaN is a separate value. A proof does not see rounding: for floats use
+    `assert_matches_reference`.
 
     Args:
         kernel: the function that each device runs.
         reference: the same as a function of the global arrays, in jax and without collectives.
-        mesh: the mesh, also of devices that do not exist (`sk.abstract_mesh`); by default that of `jax.set_mesh`.
+        mesh: the mesh, also of devices that do not exist (`sk.abstract_mesh`); by default the mesh of `jax.set_mesh`.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees of arrays or ShapeDtypeStructs; small shapes prove as much.
-        grad: compare gradients too, for unknown cotangents; where a loop has no known end, derivatives along an unknown
-            direction, which are equal if gradients are.
-        points: the number of random points, at least two; each multiplies the chance of a wrong verdict by that of one.
-        check_vma: as for `jax.shard_map`; False for a kernel of others that does not type what varies.
+        grad: compare gradients too, for unknown cotangents. If a loop has no known end, it compares derivatives along
+            an unknown direction instead; they are equal if gradients are.
+        points: the number of random points, at least two. Each one multiplies the chance of a wrong verdict by a tiny
+            factor.
+        check_vma: as for `jax.shard_map`. Pass False for a foreign kernel without varying types.
 
     Returns:
-        Equality: what was proved, the chance of a wrong verdict, and what was assumed; print it.
+        Equality: the statement, the chance of a wrong verdict, and the assumptions; print it.
 
     Raises:
-        AssertionError: a difference; names the result or gradient, the line of the first value that the reference does
-            not have, and how it differs: a factor, a missing sum, another device's piece.
-        TypeError: args that is not a tuple, or what is no array among arguments or results. What the functions raise
-            themselves stays, with a note that says what they were called with.
-        ValueError: what is neither proved nor refuted: a comparison of which one branch was not met and may differ, a
-            missing law of a function, by its line; specs that do not fit arguments or results; no float among the
-            arguments; what has no meaning in a field, by its name and line; programs that are nested deeper, or larger,
-            than can be proved, with what to shrink.
+        AssertionError: a difference. The message names the result or gradient, the line of the first value that the
+            reference does not have, and the kind of difference: a factor, a missing sum, another device's piece.
+        TypeError: args that is not a tuple, or an argument or result that is not an array. Errors of your functions
+            stay as they are, with a note about their arguments.
+        ValueError: no verdict: a comparison with a branch that no draw met, or a function with an unknown law, by its
+            line. Also specs that do not fit arguments or results; no float among the arguments; an operation without a
+            meaning in a field, by its name and line; programs that are too large or too deeply nested, with the size to
+            shrink.
 
     Cost: seconds on the host for shapes of a few hundred elements; neither program is compiled.
 

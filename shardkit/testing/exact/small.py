@@ -18,23 +18,23 @@ _MOST = 16  # multiples that are tried
 
 @typed
 def small(function: Callable[..., Any], args: tuple[Any, ...], *, multiple: int = 1) -> tuple[tuple[Any, ...], str]:
-    """Arguments with every dim as small as a function takes, for a proof, and a sentence of what was done.
+    """Makes every dim of the arguments as small as the function takes, for a proof, and says so in a sentence.
 
-    Dims of equal size, of all arrays, keep an equal size, and others get others. A size for which the function was
-    written stays: `jax.eval_shape` says so, nothing is run. What a size decides in Python is decided as for the small
-    one. Values are those at the first places; integers from 0 on are taken modulo the smallest new size, so that tokens
-    and positions stay in range.
+    Dims of equal size, of all arrays, keep an equal size, and different sizes stay different. If your function needs a
+    size, it stays: `jax.eval_shape` tells, and nothing runs. A Python branch on a size goes the way of the small size.
+    Values come from the first places. Integers from 0 on are taken modulo the smallest new size, so tokens and
+    positions stay in range.
 
     Args:
         function: a loss or a reference for one device, called with `args`.
         args: its arguments at full size, a tuple of pytrees of arrays, keys or ShapeDtypeStructs.
-        multiple: of how many each size stays a multiple: the devices over which a dim is split at most.
+        multiple: each new size is a multiple of this; pass the largest number of devices that split a dim.
 
     Returns:
         The arguments, and the sentence.
 
     Raises:
-        ValueError: a multiple below one; what `function` raises at full size.
+        ValueError: a multiple below one; errors of `function` at full size.
 
     Cost: a few dozen traces on the host.
 

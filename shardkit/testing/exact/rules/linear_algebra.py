@@ -1,15 +1,15 @@
 """Linear algebra of small matrices in the field: exact where it is rational, else uninterpreted with what is known.
 
 - Triangular solves and LU are sums, products and quotients (`elimination.py`).
-- Cholesky's factor of A = U D U^T, U with ones on its diagonal, is L = U sqrt(D): U and D are rational, and the
-  square of a root is known. So the diagonal squared, and the factor of a leading part, are exact. Products of roots
-  with others are not known to cancel, but the field keeps of which A this is the factor: L L^T is A, and L^-T of
-  L^-1 b is A^-1 b (`grams.py`).
+- Cholesky's factor of A = U D U^T, where U has ones on its diagonal, is L = U sqrt(D). U and D are rational, and of a
+  root the field knows its square. So the squared diagonal of L, and the factor of a leading block, are exact. Products
+  of different roots do not cancel in residues. The field remembers instead to which A a factor belongs: L L^T is A, and
+  L^-T (L^-1 b) is A^-1 b (`grams.py`).
 - R of QR is the transposed Cholesky factor of A^T A but for signs, which are those of the real R, so LAPACK's; Q is
-  A R^-1. So Q R = A, and Q^T Q = I is kept too. The product with itself of what is made of such matrices by rows, as
-  the R of all devices are, is the sum of what is kept: so the R of these R is that of the whole.
+  A R^-1. The field remembers that Q^T Q is I, and R^T R is A^T A. The R of stacked factors, [R1; R2] of two devices, is
+  therefore the R of all rows: the product of [R1; R2] with itself is the sum of what is remembered of R1 and R2.
 - Eigenvalues, singular values and vectors are uninterpreted functions of all elements that jax reads
-  (`matrix_functions.py`). As many are zero as the rank of the matrix in the field says.
+  (`matrix_functions.py`). A matrix [n, n] of rank r in the field has n - r eigenvalues that are zero.
 
 Worked example: A = [[4, 2], [2, 5]] has D = (4, 4) and U = [[1, 0], [1/2, 1]]; its factor is [[r, 0], [r/2, r]], where
 r is a random number of which the field knows that its square is 4.

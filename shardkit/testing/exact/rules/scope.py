@@ -1,4 +1,4 @@
-"""Where an equation stands while it is run: the field, the dims of the mesh, the line of the program."""
+"""What every rule gets beside an equation and its operands: the field, the dims of the mesh, the line."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Scope:
         return self.field.lift(np.full((1,) * len(like.shape), value, np.float32))
 
     def decide(self, equation: Any, truth: np.ndarray, x: Exact, y: Exact, part: str = "") -> Known:
-        """The truth of a comparison of x and y, noted: what follows from it follows from floats.
+        """The outcome of a comparison of x and y, noted, and marked as one that follows from floats.
 
-        `part` tells apart what one equation compares several times, as a clamp does.
+        `part` names one of several comparisons that an equation makes, as a clamp does.
         """
-        # A search for a line, and tests of single rules, note nothing.
+        # There is no coverage in a search for a line, and in tests of single rules.
         if self.field.coverage is not None:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
         return self.field.marks.add(np.asarray(truth), decision=True)
