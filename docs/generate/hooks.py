@@ -36,7 +36,7 @@ _CALLED = re.compile(r"<code>([a-z]\w*\.[\w.]+|examples/\w+\.py)((?:\([^<]*\))?)
 _SHORT = re.compile(r"<code>([^<\n]{1,30})</code>")
 _CELL = re.compile(r"<td.*?</td>", re.S)
 _NAME = re.compile(r"<code>([^<\n]{16,})</code>")
-_JOINT = re.compile(r"(?<=[_./(\[,=:])(?=\w)")  # behind which a long name in a cell may go on in the next line
+_JOINT = re.compile(r"(?<=[_./(,=:])(?=\w)")  # behind which a long name in a cell may go on in the next line
 _PRINTED = re.compile(r'(<div class="language-text highlight)(">.*?</div>)', re.S)
 _TAG = re.compile(r"<[^>]*>")
 _COLUMNS = 85  # as many as a page shows at 1280 pixels

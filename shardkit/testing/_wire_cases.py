@@ -28,7 +28,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 from shardkit._jax.primitives import registered
 
-# Those whose operands this check cannot make: offsets that come from data, and values that jax types as unreduced.
+# Collectives for which this check cannot make operands: offsets that come from data, values typed as unreduced.
 _LEFT_OUT = ("ragged_all_to_all", "all_gather_reduced", "unreduced_psum", "unreduced_reduce_scatter")
 _PRIMES = (7, 13, 113, 251, 2039, 16381)
 
@@ -49,7 +49,7 @@ class WireCase(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Its mesh axes in the order in which it counts devices: ppermute in that of the mesh, all others as named."""
+        """Its mesh axes, in the order in which it numbers devices: that of the mesh for a ppermute, else as named."""
         named: list[str] = []
         for parameter in self.row.axes:
             named += _axis_names(self.params.get(parameter))
@@ -123,6 +123,7 @@ def _find_mesh(site: Site) -> tuple[Mesh, bool]:
 
 
 def group_by_mesh(cases: Sequence[WireCase]) -> dict[Mesh, list[WireCase]]:
+    """The collectives of each mesh, which run in one program."""
     groups: dict[Mesh, list[WireCase]] = {}
     for case in cases:
         groups.setdefault(case.mesh, []).append(case)
@@ -228,7 +229,7 @@ def _compute_result(case: WireCase, integers: WireIntegers, device: jax.Array, n
             return _join(jax.vmap(send_piece)(members), params["concat_axis"], True)
         case "broadcast":
             return send(members[params["source"]])
-    # A ppermute, of which the pairs name devices by their index along the axes: it has no groups, and rank is that.
+    # A ppermute: its pairs name devices by their index along the axes. It has no groups, so that rank is this index.
     sources = np.full(count, -1)
     for source, target in params["perm"]:
         sources[target] = source

@@ -232,11 +232,11 @@ class _TracedRow(NamedTuple):
     """The programs that a row runs, traced.
 
     Attributes:
-        init: from the leaves of the parameters to those of the first state.
+        init: takes the leaves of the parameters and returns the leaves of the first state.
         state: the shapes of that state.
         step: the `jax.stages.Traced` of a call of the step.
         program: the ClosedJaxpr of the step, without what no result needs.
-        remove_padding: from the leaves of parameters and carried state of a state to those in original shapes.
+        remove_padding: takes the leaves of parameters and carried state and returns them in original shapes.
     """
 
     init: Any
@@ -297,7 +297,7 @@ def _run_on_mesh(
 
 
 def _make_batch(program: Program, call: int, field: Field) -> Sequence[Operand]:
-    """The batch of one call: that of its step, or those of its steps, stacked along a new dim 0."""
+    """The batch of one call. For a call of several steps, their batches are stacked along a new dim 0."""
     steps = program.row.steps
     if not steps:
         return _make_inputs(field, f"batch {call}", program.batches[call])

@@ -48,7 +48,7 @@ def multiply(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
 
 
 def divide(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """A quotient; that of integers drops its rest, and is uninterpreted."""
+    """div; the quotient of integers drops the remainder, and is an uninterpreted function."""
     x, y = scope.lift(x, y)
     if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
         return apply_function(scope.field, "div of integers", x, y)
@@ -66,7 +66,7 @@ def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """pow: to a whole number that is known, a product; to halves and quarters, by roots; else uninterpreted."""
+    """pow: of a known exponent a product if it is whole, by roots if it is quarters; else uninterpreted."""
     field = scope.field
     # x**2.0 traces to pow with an array of 2.0.
     exponent = _find_common_value(y)
@@ -157,7 +157,7 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def function_without_law(scope: Scope, equation: Any, *operands: Operand) -> Exact:
-    """A function of which nothing but its name is known."""
+    """A function without a law: equal arguments have equal values, and nothing else is known."""
     return apply_function(scope.field, equation.primitive.name, *scope.lift(*operands))
 
 

@@ -90,7 +90,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "expm1": elementwise.exp_minus_one,
     "one_minus_square": elementwise.one_minus_square,
     "logistic": elementwise.logistic,
-    # functions of which nothing but the name is known
+    # functions without a law
     "tanh": elementwise.function_without_law,
     "sin": elementwise.function_without_law,
     "cos": elementwise.function_without_law,
@@ -200,7 +200,7 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     results = rule(scope, equation, *operands)
     if not isinstance(results, list):
         results = [results]
-    # The line that a certificate names is the first one: values behind it are outside because of it.
+    # A certificate names the first line with such a value: later ones follow from it.
     if not scope.field.outside and any(_is_outside(x) for x in results):
         scope.field.outside = scope.line(equation)
     return results
