@@ -112,6 +112,8 @@ def sweeps(
         names = tuple(impls)
     elif user_ways:
         names = ()
+    # "all operations by ring" leaves out those that have none; "broadcast by ring" is a mistake.
+    are_both_named = impls is not None and ops is not None
     result = []
     reasons: dict[str, str] = {}  # for each implementation, the first reason why an operation lacks it
     for operation, dtype in itertools.product(chosen, dtypes):
@@ -121,7 +123,7 @@ def sweeps(
                 reason = _why_lacking(operation, name, redop, dtype, axes)
                 if not reason:
                     ways[name] = operation.ways[name]
-                elif impls is not None and ops is not None:
+                elif are_both_named:
                     raise ValueError(reason)
                 else:
                     reasons.setdefault(name, reason)

@@ -90,7 +90,7 @@ def parse_topology(text: str) -> Topology:
 def topology_of(chip: str, count: int) -> Topology:
     """So many chips: the most cubic torus, or full hosts of GPUs; refuses a number that fills no hosts.
 
-    For example 32 chips of v5p are "v5p:4x4x2", and 16 of h100 are "h100:1x2x8".
+    For example 32 chips of v5p are "v5p:2x4x4", and 16 of h100 are "h100:1x2x8".
     """
     [count] = whole("topology", chips=count)
     if chip in _GPU:
