@@ -112,6 +112,8 @@ def sweeps(
         names = tuple(impls)
     elif user_ways:
         names = ()
+    # "all operations by ring" leaves out those that have none; "broadcast by ring" is a mistake.
+    are_both_named = impls is not None and ops is not None
     result = []
     reasons: dict[str, str] = {}  # for each implementation, the first reason why an operation lacks it
     for operation, dtype in itertools.product(chosen, dtypes):
@@ -121,7 +123,7 @@ def sweeps(
                 reason = _why_lacking(operation, name, redop, dtype, axes)
                 if not reason:
                     ways[name] = operation.ways[name]
-                elif impls is not None and ops is not None:
+                elif are_both_named:
                     raise ValueError(reason)
                 else:
                     reasons.setdefault(name, reason)
@@ -247,7 +249,7 @@ def _list_implementations() -> list[str]:
 def _choose_counts(
     operation: Operation, mesh: Mesh, axes: tuple[str, ...], dtype: str, sizes: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The elements of the whole array for each size, without those that leave a device without an element."""
+    """The elements of the whole array for each size; sizes too small to give each device an element are left out."""
     n = math.prod(mesh.shape[axis] for axis in axes)
     itemsize = jnp.dtype(dtype).itemsize
     is_named = sizes is not None
@@ -459,7 +461,7 @@ def _title(record: Record) -> str:
 
 
 def _describe_fits(records: Sequence[Record]) -> list[str]:
-    """A line for the fit of each implementation, by the sizes of which the results are right."""
+    """A line for the fit of each implementation, with the number of sizes whose results are right."""
     sizes: dict[str, set[int]] = {}
     fits: dict[str, Fit] = {}
     for record in records:

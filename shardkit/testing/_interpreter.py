@@ -388,5 +388,5 @@ def join_shards(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
 
 
 def _axes_of_dims(spec: PartitionSpec, dims: int) -> list[tuple[str, ...]]:
-    """The axes that split each dim, also of the dims behind the spec."""
+    """The axes that split each dim, also of dims that the spec leaves out."""
     return spec_axes(spec) + [()] * (dims - len(spec))

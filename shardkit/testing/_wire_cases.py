@@ -258,6 +258,7 @@ def _find_group(case: WireCase, device: jax.Array) -> tuple[jax.Array, jax.Array
         first = first - coordinate * strides[name]
         offsets_along_axis = np.arange(sizes[name], dtype=np.int32) * strides[name]
         offsets = (offsets[:, None] + offsets_along_axis).reshape(-1)
+    # Of axis_index_groups [[0, 2], [1, 3]], index 2 is in group 0 and has the rank 1 there.
     group_of_index = np.zeros(case.groups.size, np.int32)
     rank_of_index = np.zeros(case.groups.size, np.int32)
     for group, indices in enumerate(case.groups):
@@ -306,7 +307,12 @@ class WireProgram:
         return jax.make_array_from_callback(values.shape, self.layout, lambda index: values[index])
 
     def _run_device(self, devices: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """For each collective: how many elements are wrong and the first of them; what it is and should be."""
+        """What each collective delivers to this device, compared with what it must.
+
+        Returns:
+            int32 [1, collectives, 2], how many elements are wrong and which is the first; float32 [1, collectives, 2],
+            what this element is and what it should be.
+        """
         device = devices[0]
         number = numbers[0]
         positions = []
@@ -323,7 +329,8 @@ class WireProgram:
             if jnp.iscomplexobj(pair):
                 pair = pair.real
             pair = pair.astype(jnp.float32)
-            # The next collective waits for this verdict: one after the other, with the memory of one.
+            # The next collective waits for this verdict. So all collectives run in this order on each device, and
+            # none needs memory beside another.
             number, position, pair = lax.optimization_barrier((number, position, pair))
             positions.append(position)
             values.append(pair)
@@ -346,7 +353,7 @@ class WireProgram:
     def _describe_fault(
         self, case: WireCase, device: Any, wrong: int, first: int, pair: np.ndarray, number: int
     ) -> str:
-        size = case.aval.size
+        size = case.aval.size  # of the operand; a result of another size is below
         if case.row.kind == "all_gather":
             size *= case.groups.shape[1]
         if case.row.kind == "reduce_scatter":
