@@ -12,10 +12,11 @@ from shardkit.testing.exact.numbers.bits import from_bits, to_bits
 from shardkit.testing.exact.numbers.constants import simplest
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.numbers.field import SEEDS, Field
-from shardkit.testing.exact.numbers.functions import apply_function, square_root
+from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.logarithms import exp, find_whole_number, log, to_number
 from shardkit.testing.exact.numbers.orders import find_equal, find_keys
+from shardkit.testing.exact.numbers.square_roots import square_root
 from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES, find_logarithm
 from shardkit.testing.exact.numbers.values import (
     CONSTANT,

@@ -140,7 +140,10 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     factor = None
     if any(x.factor is not None for x in sources):
         factor = _flatten_sources([x.factor_or_ones for x in sources], lead)
-    source = Exact(number, facts, real, factor, degree)
+    roots = None
+    if any(x.roots is not None for x in sources):
+        roots = _flatten_sources([x.roots_or_zeros for x in sources], lead)
+    source = Exact(number, facts, real, factor, degree, roots)
     results = []
     for places in places_of_results:
         results.append(source.move(partial(take_elements, places=places, rank=scope.rank)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -207,13 +208,19 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
 
 def _is_outside(x: Operand) -> bool:
     """Whether an element is outside of the domain of a function."""
-    return isinstance(x, Exact) and bool((x.poison == OUTSIDE).any())
+    return isinstance(x, Exact) and x.special and bool((x.poison == OUTSIDE).any())
 
 
 def _has_complex(equation: Any) -> bool:
     """Whether an operand or a result is of complex numbers."""
     variables = (*equation.invars, *equation.outvars)
-    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in variables)
+    return any(_is_complex(v.aval.dtype) for v in variables)
+
+
+@cache
+def _is_complex(dtype: Any) -> bool:
+    """Whether a dtype is of complex numbers, asked of jax once."""
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 def _describe_refusal(equation: Any) -> str:
