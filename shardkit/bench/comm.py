@@ -249,7 +249,7 @@ def _list_implementations() -> list[str]:
 def _choose_counts(
     operation: Operation, mesh: Mesh, axes: tuple[str, ...], dtype: str, sizes: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The elements of the whole array for each size, without those that leave a device without an element."""
+    """The elements of the whole array for each size; sizes too small to give each device an element are left out."""
     n = math.prod(mesh.shape[axis] for axis in axes)
     itemsize = jnp.dtype(dtype).itemsize
     is_named = sizes is not None
@@ -461,7 +461,7 @@ def _title(record: Record) -> str:
 
 
 def _describe_fits(records: Sequence[Record]) -> list[str]:
-    """A line for the fit of each implementation, by the sizes of which the results are right."""
+    """A line for the fit of each implementation, with the number of sizes whose results are right."""
     sizes: dict[str, set[int]] = {}
     fits: dict[str, Fit] = {}
     for record in records:

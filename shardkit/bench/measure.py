@@ -110,7 +110,7 @@ def divide_by_round(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def midmean(values: np.ndarray) -> Any:
-    """The mean of the middle half, along the last dim: of 1, 2, 3, 4, 5, 6, 7, 100 that of 3 to 6, 4.5."""
+    """The mean of the middle half, along the last dim: of 1, 2, 3, 4, 5, 6, 7, 100 it is 4.5, the mean of 3 to 6."""
     ordered = np.sort(values, axis=-1)
     n = ordered.shape[-1]
     return np.mean(ordered[..., n // 4 : n - n // 4], axis=-1)
@@ -260,7 +260,7 @@ def measure(
 
 
 class _Agreement:
-    """Compares the results of each round with what is expected, or where nothing is, with those of the first case."""
+    """Compares the results of each round with the expected ones, or with the first case's if none are given."""
 
     def __init__(self, row: str, cases: Sequence[Case], tolerance: float, refuse: bool):
         self._row = row

@@ -291,7 +291,7 @@ def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
 def partitioned(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, update: Any) -> Case:
     """The step on global arrays, as one writes it for one device, with the layouts of its arguments and results.
 
-    `carry` (parameters and optimizer state) and `batch` are in the layouts to hold; `update` are those of gradients.
+    `carry` (parameters and optimizer state) and `batch` are already laid out; `update` are the layouts of gradients.
     """
 
     def step(carry: Any, batch: Any) -> tuple[Any, Any]:
@@ -475,7 +475,7 @@ def _compile(case: Case, options: Mapping[str, Any]) -> tuple[Case, Compiled]:
 
 
 def _select_results(carry: Any, value: Any) -> Any:
-    """What must agree: parameters, loss, and the first moments, which show gradients as updated parameters do not."""
+    """The results that must agree: parameters, loss, and first moments, because moments show gradients directly."""
     if isinstance(carry, sk.TrainState):
         params = carry.params
         opt_state = carry.opt_state
