@@ -25,8 +25,9 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.strategies import partitioned
+from shardkit.bench.strategies import partitioned, reference
 from shardkit.cli.self_test import self_test
+from shardkit.cost import hardware
 from shardkit.models import transformer
 from shardkit.plans.splits import map_layouts
 
@@ -76,7 +77,7 @@ def rows(config: transformer.Config, examples: int, tokens: int) -> dict[str, Ca
 
     def over(devices: Sequence[jax.Device], plan: sk.Plan) -> list[bench.Case]:
         mesh = sk.make_mesh(devices, data=len(devices))
-        work = bench.reference(config, examples * mesh.size, tokens)
+        work = reference(config, examples * mesh.size, tokens)
         held = map_layouts(lambda layout: NamedSharding(mesh, layout.rest), plan.layouts(work.params, mesh))
         jit = plain("jit", work, held, NamedSharding(mesh, plan.batch_spec(mesh)))
         return [jit, built("shardkit", work, mesh, plan)]
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layers=config.layers, hidden=config.dim, heads=config.heads, ffn=config.width, gated=True,
         vocabulary=config.vocabulary, sequence=tokens, batch=examples,
     )  # fmt: skip
-    chip = sk.cost.chip_of(kind)
+    chip = hardware.chip_of(kind)
     table = ["| | tokens/s per chip | MFU | of the matmul's rate | to jit, wall |", "|---|--:|--:|--:|--:|"]
     for title, cases in rows(config, examples, tokens).items():
         how: Any = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": TOLERANCE}

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from shardkit.bench import calibration, interleaved
-from shardkit.bench.measure import Sample, make_records
+from shardkit.bench.environment import calibration
+from shardkit.bench.measure import Sample, interleaved, make_records
 from shardkit.bench.records import Record
 
 

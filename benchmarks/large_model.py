@@ -23,7 +23,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 import shardkit as sk
-from shardkit.models import transformer
+from shardkit.models import blocks, transformer
 from shardkit.models.transformer import Config, rms_norm
 from shardkit.plans.plan import strategy
 from shardkit.plans.splits import Leaf, Split
@@ -79,9 +79,9 @@ def loss_fn(config: Config, tp: int) -> Callable[[Any, Any, Any], sk.Mean]:
     def layer(x_btD: jax.Array, shards: Any) -> tuple[jax.Array, None]:
         w = {name: whole(name, shard, of_layer=True) for name, shard in shards.items()}
         h_bTD = sk.all_gather(rms_norm(x_btD, w["attention_norm"]), "model", dim=1)
-        x_btD = x_btD + sk.reduce_scatter(transformer.attention(w, h_bTD, local), "model", dim=1)
+        x_btD = x_btD + sk.reduce_scatter(blocks.attention(w, h_bTD, local), "model", dim=1)
         h_bTD = sk.all_gather(rms_norm(x_btD, w["mlp_norm"]), "model", dim=1)
-        return x_btD + sk.reduce_scatter(transformer.mlp(w, h_bTD), "model", dim=1), None
+        return x_btD + sk.reduce_scatter(blocks.mlp(w, h_bTD), "model", dim=1), None
 
     def loss(params: Any, batch: Any, keys: Any) -> sk.Mean:
         # Norm gains are the same on all of "model" but act on its own tokens: cast once, they are summed once a step.

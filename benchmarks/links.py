@@ -30,8 +30,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.measure import Sample
-from shardkit.bench.records import Record
+from shardkit.bench.measure import Sample, summarise
+from shardkit.bench.records import Record, write
 from shardkit.meshes.layout import table
 
 ROOT = Path(__file__).parents[1]
@@ -259,7 +259,7 @@ def merged(first: Sequence[Record], second: Sequence[Record]) -> list[Record]:
         {case: Sample(*(own[key][i] for key in keys)) for case, own in samples.items()}
         for i in range(first[0]["rounds"])
     ]
-    numbers = bench.summarise(rounds, first[0]["baseline"])
+    numbers = summarise(rounds, first[0]["baseline"])
     for a, b in zip(first, second, strict=True):
         own = a | numbers[a["case"]] | {"samples": a["samples"] | samples[a["case"]], "wrong": a["wrong"] + b["wrong"]}
         own["link_bytes"] = round((a["link_bytes"] + b["link_bytes"]) / 2)
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(lines(found), flush=True)
         records += found
     if options.json:
-        bench.write(records, options.json)
+        write(records, options.json)
     return int(any(record["wrong"] for record in records))
 
 

@@ -23,7 +23,8 @@ import shardkit as sk
 from benchmarks.start import start
 from benchmarks.strategies import beside
 from shardkit import bench
-from shardkit.bench.strategies import LAYERS, LEARNING_RATE, cases_of, text
+from shardkit.bench.records import write
+from shardkit.bench.strategies import LAYERS, LEARNING_RATE, cases_of, reference, text
 from shardkit.models import transformer
 from shardkit.plans.splits import map_layouts
 
@@ -34,7 +35,7 @@ AXES = transformer.Axes("model", impl="gather")
 
 def workload(config: transformer.Config, mesh: Mesh, tokens: int) -> bench.Workload:
     """The transformer, with the layouts over "model" that the partitioner starts from."""
-    work = bench.reference(config, 2 * mesh.size, tokens)
+    work = reference(config, 2 * mesh.size, tokens)
     layouts = tensor(config, mesh).layouts(work.params, mesh)
     return work._replace(rules=map_layouts(lambda layout: layout.rest, layouts))
 
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print(text(records))
     if options.json:
-        bench.write(records, options.json)
+        write(records, options.json)
 
     steps = 2 if options.smoke else 8
     how: dict[str, Any] = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": 1e-4}

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = start(__doc__, argv, devices=DEVICES)
     config = transformer.Config(layers=8, dim=128 if options.smoke else 2048, heads=16, vocabulary=256)
     mesh = sk.abstract_mesh(data=DEVICES)
-    dims = transformer.muon_dims(config)
+    dims = parameters.muon_dims(config)
     shapes = jax.eval_shape(lambda key: parameters.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((DEVICES, 128 if options.smoke else 1024), jnp.int32)
     grad_fn = sk.value_and_grad(transformer.loss_fn(config))

@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.functions import measure_functions
 from benchmarks.start import start
-from shardkit import bench
 from shardkit._jax.backends import leave_out_idle_tpu
-from shardkit.bench.records import FORMAT, Record
+from shardkit.bench.environment import environment
+from shardkit.bench.records import FORMAT, Record, write
 from shardkit.meshes.layout import table
 
 TOPOLOGY, DEVICES = "v5e:2x4", 8
@@ -204,7 +204,7 @@ def ready(function: Any, shapes: tuple[Any, ...]) -> Callable[[], Any]:
 def records(times: Mapping[str, tuple[float, float, float]], row: str, method: str, size: Size) -> list[Record]:
     """A record for each case."""
     shared = {"format": FORMAT, "version": 1, "benchmark": "overlap", "row": row, "method": method}
-    shared |= size._asdict() | {"environment": bench.environment()}
+    shared |= size._asdict() | {"environment": environment()}
     keys = ("compute_us", "communication_us", "together_us")
     return [
         {**shared, "case": name, **dict(zip(keys, (round(each, 3) for each in taken), strict=True))}
@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = records(times, row, "predicted" if predict else "measured", size)
     print(f"\n{lines(found)}")
     if options.json:
-        bench.write(found, options.json)
+        write(found, options.json)
 
 
 if __name__ == "__main__":

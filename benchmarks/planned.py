@@ -22,7 +22,8 @@ import optax
 import shardkit as sk
 from shardkit import bench, planner
 from shardkit.analysis.hlo.report import Report
-from shardkit.bench.records import FORMAT, VERSION
+from shardkit.bench.environment import environment
+from shardkit.bench.records import FORMAT, VERSION, write
 from shardkit.planner import Layout, Model
 from shardkit.planner.candidates import Candidate
 from shardkit.planner.memory import count_held
@@ -130,7 +131,7 @@ def compiled(row: Row) -> dict[str, Any]:
 def record_of(row: Row, report: Report) -> dict[str, Any]:
     """A report as a record of the row."""
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "benchmark": "planned", "row": row.topology}
-    record |= {"case": row.name, "fits": report.fits, "versions": report.versions, "environment": bench.environment()}
+    record |= {"case": row.name, "fits": report.fits, "versions": report.versions, "environment": environment()}
     if report.memory is None:
         return record | {"needed": report.needed, "available": report.available}
     return record | {
@@ -222,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows():
         if options.only in row.name and row.name not in known:
             known[row.name] = compiled(row)
-            bench.write([known[row.name]], options.results)
+            write([known[row.name]], options.results)
             print(row.name, flush=True)
     print("\n".join(table(known)))
 

@@ -26,8 +26,8 @@ import optax
 import shardkit as sk
 from benchmarks.growth import cell, exponent, right
 from benchmarks.start import start
-from shardkit import bench
-from shardkit.bench.records import FORMAT, Record
+from shardkit.bench.environment import environment
+from shardkit.bench.records import FORMAT, Record, write
 from shardkit.models import transformer
 
 EIGHT = {"data": 2, "fsdp": 2, "model": 2}
@@ -159,13 +159,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures every sweep."""
     options = start(__doc__, argv, devices=1)
     sweeps = [[Point("devices", axes_of(count)) for count in (1, 4096)]] if options.smoke else SWEEPS
-    here, rounds = bench.environment(), options.rounds or (1 if options.smoke else 3)
+    here, rounds = environment(), options.rounds or (1 if options.smoke else 3)
     built(sweeps[0][0], rounds=1)  # the first trace of a process imports and caches
     for points in sweeps:
         records = [record(point, here, rounds) for point in points]
         print(f"\n{lines(records)}", flush=True)
         if options.json:
-            bench.write(records, options.json)
+            write(records, options.json)
 
 
 if __name__ == "__main__":

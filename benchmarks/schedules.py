@@ -26,7 +26,7 @@ import shardkit as sk
 from benchmarks.growth import cell, exponent, right
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.records import Record
+from shardkit.bench.records import Record, write
 
 BUILDERS = {name: each for name in sk.schedules.__all__ if inspect.isfunction(each := getattr(sk.schedules, name))}
 STAGES, VOCABULARY = 4, 64
@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         records += row(mesh, names, count, mode, dim, examples, options.calls or 1, rounds)
         print(lines(records[-1 - len(names) :]), flush=True)
         if options.json:
-            bench.write(records[-1 - len(names) :], options.json)
+            write(records[-1 - len(names) :], options.json)
     print(exponents(records))
     return int(any(record["wrong"] for record in records))
 

@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import shardkit as sk
-from shardkit import bench
+from shardkit.bench.environment import environment
 
 BANNER = (
     "These devices are simulated and share the CPU's cores: read the numbers as overhead and ratios, not as bandwidth."
@@ -70,7 +70,7 @@ def start(
     options = parser.parse_args(argv)
     if options.simulate:
         sk.simulate_devices(options.simulate)
-    here = bench.environment()
+    here = environment()
     print(
         f"jax {here['jax']}, {here['device_count']} x {here['device_kind']} ({here['platform']}), {here['cpu_model']}, "
         f"{here['cores']} cores, load {here['load_average_1min']}, Python {here['python']}"

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.records import write
 from shardkit.bench.strategies import (
     MICROBATCHES,
     CaseBuilder,
@@ -32,10 +33,11 @@ from shardkit.bench.strategies import (
     list_plans,
     mean,
     placed_arguments,
+    reference,
     text,
 )
 from shardkit.layers.attention import dot_attention
-from shardkit.models import transformer
+from shardkit.models import blocks, transformer
 from shardkit.models.transformer import Axes
 from shardkit.plans.splits import map_layouts
 
@@ -110,7 +112,7 @@ def constrained(config: transformer.Config, mesh: Mesh, seen: Any, split: Any, a
     def attention(weights: Any, x_BTD: jax.Array) -> jax.Array:
         q, k, v = (columns(jnp.einsum("BTD,DHK->BTHK", x_BTD, weights[name])) for name in ("query", "key", "value"))
         positions_T = jnp.arange(x_BTD.shape[1])
-        y_BTHK = columns(dot_attention(transformer.rotate(q, positions_T), transformer.rotate(k, positions_T), v))
+        y_BTHK = columns(dot_attention(blocks.rotate(q, positions_T), blocks.rotate(k, positions_T), v))
         return jnp.einsum("BTHK,HKD->BTD", y_BTHK, weights["attention_out"])
 
     def mlp(weights: Any, x_BTD: jax.Array) -> jax.Array:
@@ -120,7 +122,7 @@ def constrained(config: transformer.Config, mesh: Mesh, seen: Any, split: Any, a
     def layer(x_BTD: jax.Array, weights: Any) -> jax.Array:
         weights = jax.lax.with_sharding_constraint(weights, layer_whole)
         for name, block in (("attention_norm", attention), ("mlp_norm", mlp)):
-            h_BTD = tokens(transformer.rms_norm(x_BTD, weights[name]))
+            h_BTD = tokens(blocks.rms_norm(x_BTD, weights[name]))
             x_BTD = x_BTD + between(block(weights, h_BTD))
         return x_BTD
 
@@ -131,7 +133,7 @@ def constrained(config: transformer.Config, mesh: Mesh, seen: Any, split: Any, a
         held = params | {name: jax.lax.with_sharding_constraint(params[name], whole[name]) for name in once}
         x_BTD = between(held["embed"][batch["tokens"]])
         x_BTD, _ = jax.lax.scan(lambda x, weights: (run(x, weights), None), x_BTD, held["layers"])
-        x_BTD = tokens(transformer.rms_norm(x_BTD, held["final_norm"]))
+        x_BTD = tokens(blocks.rms_norm(x_BTD, held["final_norm"]))
         logits_BTV = columns(jnp.einsum("BTD,DV->BTV", x_BTD, held["head"]))
         right_BT = jnp.take_along_axis(logits_BTV, batch["targets"][..., None], axis=-1)[..., 0]
         return sk.Mean.of(jax.nn.logsumexp(logits_BTV, axis=-1) - right_BT)
@@ -229,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; the exit code is 1 if a result is wrong."""
     options = start(__doc__, argv, devices=8)
     size, examples, tokens = (16, 16, 4) if options.smoke else (128, 16, 64)
-    work = bench.reference(transformer.Config(layers=4, dim=size, heads=4), examples, tokens)
+    work = reference(transformer.Config(layers=4, dim=size, heads=4), examples, tokens)
     mesh = sk.make_mesh(data=2, model=-1)
     records = bench.strategies(
         work,
@@ -242,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(text(records))
     if options.json:
-        bench.write(records, options.json)
+        write(records, options.json)
     return int(any(record["wrong"] for record in records))
 
 

@@ -38,9 +38,9 @@ def train(devices, begin, saved, count):
     )
     rows, losses = sk.runtime.local_rows(BATCH, mesh, P("data")), []
     for x in X[begin : begin + count]:
-        state, metrics = step(state, sk.runtime.from_rows(x[rows], rows, BATCH, mesh, P("data")))
+        state, metrics = step(state, sk.runtime.from_process_local(x[rows], mesh, P("data"), batch=BATCH))
         losses.append(float(metrics["loss"]))
-    return sk.runtime.to_numpy(state), losses
+    return sk.runtime.fetch(state), losses
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def train(given):
                     (folder / "lost").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 rows = np.random.default_rng(index).normal(size=(8, 4)).astype(np.float32)
-                state, metrics = step(state, runtime.from_rows(rows[mine], mine, 8, mesh, plan.batch_spec(mesh)))
+                batch = runtime.from_process_local(rows[mine], mesh, plan.batch_spec(mesh), batch=8)
+                state, metrics = step(state, batch)
                 if runtime.is_main():
                     row = {"from": first, "step": index, "loss": round(float(metrics["loss"]), 5)}
                     with open(folder / "losses.jsonl", "a") as losses:

@@ -1,7 +1,7 @@
 """shardkit: explicit collectives for JAX.
 
-Per-device kernels, written with `jax.shard_map` and lax collectives, that compose into data parallelism, ZeRO, tensor
-parallelism and pipelines. An *axis* is a mesh axis, a *dim* is an array dimension.
+You write kernels for one device, with `jax.shard_map` and lax collectives, and compose them into data parallelism,
+ZeRO, tensor parallelism and pipelines. An *axis* is a mesh axis, a *dim* is an array dimension.
 
 Shape suffixes: an upper-case letter is a whole dimension, lower case is this device's shard, as in `x_tD`, `w_Df`.
 B batch, T tokens, D model, F hidden, H heads, K head size, V vocabulary, L layers, M microbatches, S stages, E experts.

@@ -11,7 +11,6 @@ from shardkit.meshes.inspection import describe as describe
 # layouts
 from shardkit.meshes.layout import shard as shard
 from shardkit.meshes.layout import local_shape as local_shape
-from shardkit.meshes.layout import global_shape as global_shape
 from shardkit.meshes.layout import bytes_per_device as bytes_per_device
 from shardkit.meshes.layout import specs_from_rules as specs_from_rules
 from shardkit.resharding.reshard import reshard as reshard
@@ -27,7 +26,6 @@ from shardkit.on_device.means import Mean as Mean
 from shardkit.on_device.precision import Precision as Precision
 from shardkit.steps.state import TrainState as TrainState
 from shardkit.steps.builder import TrainStep as TrainStep
-from shardkit.steps.step import NonFiniteError as NonFiniteError
 from shardkit.on_device.residuals import init_residuals as init_residuals
 from shardkit.plans.storage import unpadded as unpadded
 
@@ -49,7 +47,6 @@ from shardkit.plans.splits import Split as Split
 # pipelines
 from shardkit.strategies.pipeline import pipeline as pipeline
 from shardkit.meshes.submeshes import submeshes as submeshes
-from shardkit.pipelines.device_put import device_put_pipeline as device_put_pipeline
 from shardkit.pipelines.device_put import device_put_value_and_grad as device_put_value_and_grad
 
 # layer by layer

@@ -54,7 +54,6 @@ TAKEN = [
     (r"calls\.emulate\(x=None\)", "a pytree without leaves"),
     (r"plans\.storage\.unpadded\(.*", "what is not padded stays what it is"),
     (r"strategies\.pipeline\..*\(layers_per_stage=(\(-1, 4\)|\(\))\)", "refused where a step is traced"),
-    (r"testing\.strategies\.specs\(shape=\(\)\)", "a scalar"),
     (r"steps\.diloco\.diloco\(fragments=<built-in function len>\)", "any function; init refuses what it returns"),
     (r".*\((args|batches|source)=(\[None\]|'x')\)", "handed on: what is in it is the user's function's affair"),
     (r".*\((name|best|master_addr)=(''|'nothing of the kind')\)", "any name"),
@@ -76,16 +75,11 @@ UNWALKED = {
     "runtime.cluster.join.log": "prints anything",
     "jobs.monitor.guard.guard": "starts a process; tests/jobs has its sentences",
     "runtime.data.reading.print_global": "prints any tree",
-    "runtime.data.arrays.from_rows": "what from_process_local and the loader call",
     "runtime.checkpoint.laws.restores_elsewhere": "a law, called by prove alone",
     "runtime.cluster.preemption.watch_preemption": "takes nothing",
     "models.transformer.in_order": "a function of what pieces gives",
-    "models.blocks.mlp": "a layer of the model, walked with apply",
     "analysis.hlo.differences.compiled": "compiles",
-    "cost.hardware.chip_of": "any name may be one of a chip without figures",
-    "viz.schedule.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",
-    "viz.schedule.title": "of a schedule",
 }
 
 

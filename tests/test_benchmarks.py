@@ -18,6 +18,7 @@ import shardkit as sk
 from benchmarks import growth, links, overlap, pipeline, scale, schedules, soak, start, step_overhead, strategies
 from shardkit import bench
 from shardkit.bench.measure import MODES
+from shardkit.bench.strategies import reference
 
 ROOT = Path(start.__file__).parents[1]
 SMALL = overlap.Size(tokens=16, width=8, hidden=32, layers=8)
@@ -205,7 +206,7 @@ def test_a_tutorials_step_agrees_with_one_device():
     """What autodiff reduces in every microbatch is twice what the gradients are, and gives the same numbers."""
     mesh, name = sk.make_mesh(data=2, model=4), "tutorial: dp, 2 microbatches"
     with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
-        work = bench.reference(sk.models.transformer.Config(layers=1, dim=16, heads=4), 16, 4)
+        work = reference(sk.models.transformer.Config(layers=1, dim=16, heads=4), 16, 4)
         how = {"compiler_options": {"xla_backend_optimization_level": 0}, "calls": 1, "rounds": 1}
         one, tutorial = bench.strategies(work, mesh=mesh, only=[name], beside=strategies.beside(work, mesh), **how)
     assert 0 < tutorial["disagreement_relative_max"] < tutorial["tolerance_relative"] and not tutorial["wrong"]

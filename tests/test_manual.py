@@ -7,11 +7,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from docs.generate import reference
+from shardkit._jax.compat import varying_axes
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.relative_to(ROOT / "docs").as_posix(): page for page in sorted((ROOT / "docs").rglob("*.md"))}
@@ -95,13 +97,91 @@ def test_the_texts_of_jax_in_symptoms_are_those_of_jax():
     assert len(shown) == len(wrong) + len(elsewhere)
 
 
+def collectives_and_transposes():
+    """The rows of the table of varying_types.md: call, types, backward, bytes, without their code marks."""
+    text = PAGES["understand/varying_types.md"].read_text()
+    lines = text[text.index("| call | type |") :].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+    return [pytest.param(call, types, backward, sent, id=call) for call, types, _, backward, sent in cells]
+
+
+@pytest.mark.parametrize(("call", "types", "backward", "sent"), collectives_and_transposes())
+def test_each_row_of_collectives_and_transposes_is_what_jax_traces(call, types, backward, sent):
+    """Readers take the transpose of a collective from this table; jax decides it, and may change it."""
+    before, after = types.split(" -> ")
+    mesh = sk.make_mesh(jax.devices()[:4], a=4)
+    specs = {"same": P(), "V:a": P("a")}
+    x = jnp.arange(64.0).reshape(16, 4)
+
+    def run(text, x):
+        return eval(text, {"sk": sk, "a": "a", "x": x})  # a cell of the table
+
+    def kernel(x):
+        y = run(call, x)
+        varies = {name: {"a"} if name == "V:a" else set() for name in (before, after)}
+        assert [set(varying_axes(value)) for value in (x, y)] == [varies[before], varies[after]]
+        return y
+
+    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=specs[before], out_specs=specs[after])
+    y, transpose = jax.vjp(mapped, x)
+    formula = sent.replace(" (", " * (").replace("2 B", "2 * B")
+    size = x.nbytes if before == "same" else x.nbytes // 4
+    assert sk.census(mapped, x).sent() == eval(formula, {"B": size, "n": 4})
+
+    named = re.match(r"sk\.\w+", backward)  # else a slice or a cast, which send nothing
+    expected = backward if "(" in backward else f"{backward}(x, a)"
+    rows = sk.census(transpose, y).rows
+    if named is None or named[0] == "sk.vary":
+        assert rows == ()
+        return
+    by_hand = jax.shard_map(lambda y: run(expected, y), mesh=mesh, in_specs=specs[after], out_specs=specs[before])
+    assert [row.kind for row in rows] == [row.kind for row in sk.census(by_hand, y).rows]
+    np.testing.assert_array_equal(transpose(y)[0], by_hand(y))
+
+
+def test_the_table_of_transposes_has_every_kernel():
+    calls = [row.values[0] for row in collectives_and_transposes()]
+    names = {re.match(r"sk\.(\w+)", call)[1] for call in calls}
+    assert names == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "broadcast", "vary"}
+
+
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("word", "name"),
-    [("OOM", "symptoms.md"), ("dataloader", "howto/training_script.md"), ("zero3", "howto/choose_a_plan.md")],
+    [
+        ("OOM", "symptoms.md"),
+        ("dataloader", "howto/training_script.md"),
+        ("zero3", "howto/choose_a_plan.md"),
+        ("recompile", "symptoms.md"),
+        ("ring", "howto/test_a_collective.md"),
+    ],
 )
 def test_the_search_finds_what_others_call_it(word, name):
     assert re.search(rf"\b{word}\b", PAGES[name].read_text())
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("word", "link"),
+    [
+        ("mean over devices", "understand/means_and_weights.md"),
+        ("whole matrices", "howto/whole_matrices.md"),
+        ("ring", "howto/test_a_collective.md"),
+        ("row of a census", "#read-a-census-row-by-row"),
+        ("recompiles", "symptoms.md#it-compiles-again"),
+        ("two hosts", "howto/which_engine.md#slurm"),
+        ("freeze", "howto/freeze_a_part.md"),
+        ("which plan", "howto/choose_a_plan.md#example-13b-on-64-h100"),
+    ],
+)
+def test_a_question_is_one_click_from_the_front_page(word, link):
+    """What people ask first: a row of the table has their words, and its link leads to the section with the answer."""
+    rows = [line for line in PAGES["index.md"].read_text().splitlines() if line.startswith("| ") and word in line]
+    assert any(f"({link})" in row for row in rows)
+    name, _, anchor = link.partition("#")
+    headings = re.findall(r"^#+ (.*)", PAGES[name or "index.md"].read_text(), re.M)
+    anchors = [re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
+    assert not anchor or anchor in anchors
 
 
 @pytest.mark.check

@@ -39,14 +39,19 @@ def _output(output: Mapping[str, Any], name: str, pictures: dict[str, bytes]) ->
     data = output.get("data", {})
     if "image/svg+xml" in data:
         pictures[f"{name}.svg"] = _text(data["image/svg+xml"]).encode()
-        return f"![What the code above draws]({name}.svg)"
+        return _link_picture(f"{name}.svg")
     if "image/png" in data:
         pictures[f"{name}.png"] = base64.b64decode(_text(data["image/png"]))
-        return f"![What the code above draws]({name}.png){{ .on-white }}"
+        return _link_picture(f"{name}.png", "{ .on-white }")
     if "text/html" in data:
         return _text(data["text/html"])
     text = output.get("text", data.get("text/plain", output.get("traceback", "")))
     return f"```text\n{_COLORS.sub('', _text(text)).rstrip()}\n```"
+
+
+def _link_picture(file: str, attributes: str = "") -> str:
+    """A picture that opens alone, in its own size: on a phone its letters are small."""
+    return f"[![What the code above draws]({file}){attributes}]({file})"
 
 
 def _text(lines: str | list[str]) -> str:

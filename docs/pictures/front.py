@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import shardkit as sk
+from shardkit.analysis.jaxpr.census import Census
 from shardkit.models import transformer
 from shardkit.viz.schedule import boxes
 
@@ -38,7 +39,7 @@ WIDTH, HEIGHT = 960, 312
 LEFT, RIGHT, TOP = 24, 620, 92
 
 
-def census() -> tuple[sk.analysis.Census, int]:
+def census() -> tuple[Census, int]:
     """The census of one step of a transformer on 16 devices that need not exist, and its number of parameters."""
     config = transformer.Config(vocabulary=32_000, layers=32, dim=4096, heads=32, hidden=11_008)
     pipe = sk.pipeline(SCHEDULE, "stage")
@@ -80,7 +81,7 @@ def timeline(x: float, y: float, width: float, row: float) -> list[str]:
     return [*out, text("text", x, below + 20, idle)]
 
 
-def bars(counted: sk.analysis.Census, x: float, y: float, width: float, row: float) -> list[str]:
+def bars(counted: Census, x: float, y: float, width: float, row: float) -> list[str]:
     """A bar per axis, with a part per kind of collective."""
     axes = sorted(SIZES, key=lambda axis: -counted.sent(axis=axis))
     unit, out = width / float(counted.sent(axis=axes[0])), []

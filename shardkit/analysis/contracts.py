@@ -71,8 +71,9 @@ class expects:
         *rows: the expected collectives, from `collective`. Without rows, the function must send nothing; with `sums`,
             it may send anything.
         sums: the narrowest dtype in which devices may add floats, such as "float32". Pass a dict for a dtype on each
-            axis, such as `{"data": "float32"}` if partial sums of tensor parallelism are bfloat16. A census row has its dtype as `sums`. Values that an all_to_all exchanges before they are added,
-            as in `compressed`, do not count as sums.
+            axis, such as `{"data": "float32"}` if partial sums of tensor parallelism are bfloat16. A census row has its
+            dtype as `sums`. Values that an all_to_all exchanges before they are added, as in `compressed`, do not count
+            as sums.
 
     Raises:
         AssertionError: the program runs other collectives, or adds in a narrower dtype; the message lists the

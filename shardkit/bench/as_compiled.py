@@ -1,4 +1,4 @@
-"""What a collective is as compiled: its kinds, its groups of devices, its bytes, and the chip's time for them."""
+"""Compiled collectives: their kinds, groups of devices and bytes, and the chip's time for them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardkit import cost
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import collectives_of
-from shardkit.analysis.hlo.compute import NO_CLOCK, clock_of
+from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
+from shardkit.analysis.hlo.compute import NO_CLOCK, Clock, clock_of
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.jaxpr.census import CensusRow, census_of
 from shardkit.bench.records import Record
-from shardkit.cost import Chip, wire
+from shardkit.cost import Chip, hardware, wire
 
 _SHOWN = 4  # groups, and devices of one that is no range
 
@@ -28,44 +27,61 @@ def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | No
     `hops` are messages one after the other; None: as the census lists them.
     """
     written = census_of(traced.jaxpr.jaxpr)
-    module = proto.read(executable.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    compiled = executable.runtime_executable().hlo_modules()[0]
+    module = proto.read(compiled.as_serialized_hlo_module_proto())
     chip = chip_of(mesh)
-    clock = NO_CLOCK
-    if chip is not None:
-        platform = mesh.devices.flat[0].platform
-        clock = clock_of("cuda" if platform == "gpu" else platform, chip, places(mesh))
-    rows = collectives_of(module, dict(mesh.shape), clock)
-    times: dict[tuple[str, Groups], float] = {}  # executions in a call, by kind and groups
-    groups = _groups_by_name(module)
-    for row in rows:
-        key = (row.kind, groups[row.name])
-        times[key] = times.get(key, 0) + row.times / calls
+    rows = collectives_of(module, dict(mesh.shape), _choose_clock(mesh, chip))
     texts = []
     entries = []
-    for (kind, members), count in times.items():
-        texts.append(f"{_prefix(count)}{kind} {describe_groups(kind, members)}")
-        entries.append({"kind": kind, "times": count, "groups": members})
+    for (kind, groups), times in _count_executions(module, rows, calls).items():
+        text = f"{kind} {describe_groups(kind, groups)}"
+        if times != 1:
+            text = f"{times:g} {text}"
+        texts.append(text)
+        entries.append({"kind": kind, "times": times, "groups": groups})
     if hops is None:
         hops = sum(_count_hops(row) for row in written.rows) // calls
-    seconds = sum(row.seconds * row.times for row in rows)
+    chip_name = None
+    chip_us = None
+    if chip is not None:
+        chip_name = chip.name
+        seconds = sum(row.seconds * row.times for row in rows)
+        chip_us = 1e6 * seconds / calls
     return {
         "hops": hops,
         "written_bytes": float(written.sent() / calls),
         "wire_bytes": float(sum((row.total for row in rows), 0) / calls),
         "compiled": "; ".join(texts) or "none",
         "compiled_groups": entries,
-        "chip": None if chip is None else chip.name,
-        "chip_us": None if chip is None else 1e6 * seconds / calls,
+        "chip": chip_name,
+        "chip_us": chip_us,
     }
 
 
-def _groups_by_name(module: proto.Module) -> dict[str, Groups]:
-    """The groups of devices, or the pairs of a permute, by the name of the instruction."""
-    groups: dict[str, Groups] = {}
+def _choose_clock(mesh: Mesh, chip: Chip | None) -> Clock:
+    """The model of time of a mesh's chip; without one, no time passes."""
+    if chip is None:
+        return NO_CLOCK
+    platform = mesh.devices.flat[0].platform
+    if platform == "gpu":
+        platform = "cuda"
+    return clock_of(platform, chip, places(mesh))
+
+
+def _count_executions(module: proto.Module, rows: Sequence[CompiledRow], calls: int) -> dict[tuple[str, Groups], float]:
+    """How often a call runs collectives of one kind over the same groups, or the same pairs of a permute.
+
+    For example a bidirectional ring over 4 devices, in a loop of 20 calls: 3 ppermutes 0>1>2>3>0 and 3 of 0>3>2>1>0.
+    """
+    groups_of: dict[str, Groups] = {}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
-            groups[instruction.name] = instruction.groups or instruction.pairs
-    return groups
+            groups_of[instruction.name] = instruction.groups or instruction.pairs
+    times: dict[tuple[str, Groups], float] = {}
+    for row in rows:
+        key = (row.kind, groups_of[row.name])
+        times[key] = times.get(key, 0) + row.times / calls
+    return times
 
 
 def physical(mesh: Mesh, axes: Sequence[str]) -> str:
@@ -75,12 +91,14 @@ def physical(mesh: Mesh, axes: Sequence[str]) -> str:
     group = np.moveaxis(mesh.devices, positions, range(len(positions))).reshape(n, -1)[:, 0]
     coords = [_coords(device) for device in group]
     names = []
-    for dim in range(len(coords[0])):
-        if len({coord[dim] for coord in coords}) > 1:
+    for dim, positions_along in enumerate(zip(*coords, strict=True)):
+        if len(set(positions_along)) > 1:
             names.append("xyz"[dim])
-    if coords[0] and len({getattr(device, "core_on_chip", 0) for device in group}) > 1:
+    cores = {getattr(device, "core_on_chip", 0) for device in group}
+    if coords[0] and len(cores) > 1:
         names.append("core")
-    if len({getattr(device, "slice_index", 0) for device in group}) > 1:
+    slices = {getattr(device, "slice_index", 0) for device in group}
+    if len(slices) > 1:
         names.append("slice")
     processes = len({device.process_index for device in group})
     if processes > 1:
@@ -90,7 +108,7 @@ def physical(mesh: Mesh, axes: Sequence[str]) -> str:
 
 def chip_of(mesh: Mesh) -> Chip | None:
     """The chip of a mesh's devices, where its figures are known."""
-    return cost.chip_of(mesh.devices.flat[0].device_kind)
+    return hardware.chip_of(mesh.devices.flat[0].device_kind)
 
 
 def places(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -116,7 +134,10 @@ def describe_groups(kind: str, groups: Groups) -> str:
 
 
 def _chains(pairs: Groups) -> list[str]:
-    """A permute as chains, those that end first; what stays where it is is left out."""
+    """A permute as chains, those that end first; devices that send to themselves are left out.
+
+    For example (0, 1), (1, 0), (2, 3), (4, 4) are "2>3" and "0>1>0".
+    """
     target_of = {source: target for source, target in pairs if source != target}
     ends_first = sorted(set(target_of) - set(target_of.values()))
     starts = [*ends_first, *sorted(target_of)]
@@ -142,13 +163,9 @@ def _range(group: Sequence[int]) -> str:
     return ",".join(names)
 
 
-def _prefix(count: float) -> str:
-    return "" if count == 1 else f"{count:g} "
-
-
 def _count_hops(row: CensusRow) -> int:
     if row.kind == "ppermute":
-        hops = 1 if row.sent > 0 else 0
+        hops = int(row.sent > 0)  # sending to itself is none
     else:
         hops = wire(row.kind, row.bytes_in, row.n).hops
     return hops * row.times

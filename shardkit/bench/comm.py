@@ -78,48 +78,52 @@ def sweeps(
     redops: Sequence[str] = ("sum",),
     axis: checks.Axis | None = None,
 ) -> list[Sweep]:
-    """Lists what `comm` measures: a table for each operation, reduction and dtype. Nothing is compiled.
+    """Lists the measurements for `comm`: a table for each operation, reduction and dtype. It compiles nothing.
 
     Args:
         mesh: the mesh.
-        ops: of `OPERATIONS`; None: all.
-        impls: of these operations; None: "lax" and "ring", where there is one. An implementation that an operation
-            lacks is refused if both are named, and left out otherwise.
-        kernels: by name, kernels of your own with the signature of the operation, `kernel(x, axis, **options)`.
-        sizes: bytes of the whole array, as in nccl-tests; rounded down to a multiple of the devices where a device has
-            a part of it. None: 1 KiB to 4 MiB in steps of 16 on CPUs, to 64 MiB in steps of 4 elsewhere.
-        dtypes: of the array.
+        ops: names from `OPERATIONS`; None: all.
+        impls: names of implementations; None: "lax", and "ring" if there is one. If you name both an operation and an
+            implementation that it lacks, you get an error; otherwise it is left out.
+        kernels: your kernels by name, with the signature of the operation, `kernel(x, axis, **options)`.
+        sizes: bytes of the whole array, as in nccl-tests; rounded down to a multiple of the devices if a device has a
+            part of it. None: 1 KiB to 4 MiB in steps of 16 on CPUs, to 64 MiB in steps of 4 elsewhere.
+        dtypes: dtypes of the array.
         redops: reductions, for the operations that reduce.
         axis: the axis or axes of the collective; None: all of the mesh.
 
     Raises:
-        ValueError: an operation, implementation, dtype, reduction or axis that is not there, a kernel without a
-            reference, or a size that leaves a device without an element.
+        ValueError: an unknown operation, implementation, dtype, reduction or axis, a kernel without a reference, or a
+            size that leaves a device without an element.
 
     Example:
         >>> [sweep] = sk.bench.sweeps(mesh, ops=["all_gather"], sizes=[1024, 4096], axis="model")
         >>> list(sweep.ways), sweep.counts, sweep.n
         (['lax', 'ring'], (256, 1024), 4)
     """
+    if kernels is None:
+        kernels = {}
     axes = _choose_axes(mesh, axis)
-    operations_chosen = _choose_operations(ops, tuple(kernels or ()))
+    chosen = _choose_operations(ops, tuple(kernels))
     _check_kinds(dtypes, redops)
-    user_ways = {name: Way(kernel) for name, kernel in (kernels or {}).items()}
+    user_ways = {name: Way(kernel) for name, kernel in kernels.items()}
     names: tuple[str, ...] = IMPLS
     if impls is not None:
         names = tuple(impls)
     elif user_ways:
         names = ()
+    # "all operations by ring" leaves out those that have none; "broadcast by ring" is a mistake.
+    are_both_named = impls is not None and ops is not None
     result = []
     reasons: dict[str, str] = {}  # for each implementation, the first reason why an operation lacks it
-    for operation, dtype in itertools.product(operations_chosen, dtypes):
+    for operation, dtype in itertools.product(chosen, dtypes):
         for redop in _choose_redops(operation, redops, ops is not None):
             ways: dict[str, Way] = {}
             for name in names:
                 reason = _why_lacking(operation, name, redop, dtype, axes)
                 if not reason:
                     ways[name] = operation.ways[name]
-                elif impls is not None and ops is not None:
+                elif are_both_named:
                     raise ValueError(reason)
                 else:
                     reasons.setdefault(name, reason)
@@ -134,7 +138,9 @@ def sweeps(
 
 
 def _choose_axes(mesh: Mesh, axis: checks.Axis | None) -> tuple[str, ...]:
-    axes = tuple(mesh.axis_names) if axis is None else checks.axis_names(WHERE, axis)
+    if axis is None:
+        return tuple(mesh.axis_names)
+    axes = checks.axis_names(WHERE, axis)
     for name in axes:
         if name not in mesh.shape:
             raise ValueError(
@@ -183,9 +189,9 @@ def _choose_operations(ops: Sequence[str] | None, kernels: Sequence[str]) -> lis
     except ValueError:
         if not kernels:
             raise
-        unknown = next(name for name in ops if name not in {*OPERATIONS, *_OTHER_NAMES})
+        unknown = [name for name in ops if name not in {*OPERATIONS, *_OTHER_NAMES}]
         raise ValueError(
-            f"{WHERE}: a kernel must have a reference to be compared with; there is none for {unknown!r}, only for "
+            f"{WHERE}: a kernel must have a reference to be compared with; there is none for {unknown[0]!r}, only for "
             f"{checks.quoted(OPERATIONS)}. Pass the operation that {kernels[0]} computes."
         ) from None
     return [OPERATIONS[name] for name in dict.fromkeys(names)]
@@ -243,13 +249,14 @@ def _list_implementations() -> list[str]:
 def _choose_counts(
     operation: Operation, mesh: Mesh, axes: tuple[str, ...], dtype: str, sizes: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The elements of the whole array for each size, without those that leave a device without an element."""
+    """The elements of the whole array for each size; sizes too small to give each device an element are left out."""
     n = math.prod(mesh.shape[axis] for axis in axes)
     itemsize = jnp.dtype(dtype).itemsize
     is_named = sizes is not None
     if sizes is None:
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        exponents = range(10, 23, 4) if on_cpu else range(10, 27, 2)
+        exponents = range(10, 27, 2)  # 1 KiB to 64 MiB
+        if mesh.devices.flat[0].platform == "cpu":
+            exponents = range(10, 23, 4)
         sizes = [2**exponent for exponent in exponents]
     counts: dict[int, None] = {}  # each once: sizes are rounded down
     for size in sizes:
@@ -257,7 +264,9 @@ def _choose_counts(
         if count:
             counts[count] = None
         elif is_named:
-            least = itemsize * n if operation.splits else itemsize
+            least = itemsize
+            if operation.splits:
+                least = itemsize * n
             raise ValueError(
                 f"{WHERE}: a size must give each of {n} devices an element; got {size} bytes of {dtype} for "
                 f"{operation.name}, which takes {least} or more. Begin --sizes at {least}."
@@ -266,21 +275,21 @@ def _choose_counts(
 
 
 def comm(sweeps: Sequence[Sweep], *, mode: str = "inside", calls: int = 20, rounds: int = 20) -> list[Record]:
-    """Measures collectives over axes of a mesh, and compares each result with its reference on every device.
+    """Measures collectives over axes of a mesh, and checks each result on every device.
 
     Args:
-        sweeps: what is measured, of `sweeps`.
+        sweeps: the list from `sweeps`.
         mode: "inside" (a loop inside one jit) or "dispatched" (calls from Python, dispatch included).
         calls: calls in each round; times are divided by it.
         rounds: timed rounds; medians and percentiles are over rounds.
 
     Returns:
-        One record for each implementation and size: those of `measure`, with "op", "size" (bytes), "count", "dtype",
-        "redop", "axes", "physical", "algbw_GBps", "busbw_GBps" (None where nccl-tests has no such operation),
+        One record for each implementation and size: a record of `measure`, with "op", "size" (bytes), "count", "dtype",
+        "redop", "axes", "physical", "algbw_GBps", "busbw_GBps" (None if nccl-tests has no such operation),
         "written_bytes" (sent by a device, by the census), "wire_bytes" (as compiled), "hops", "compiled",
         "compiled_groups", "chip_us" and "of_chip" (expected time by the chip's figures, and expected over measured;
-        None where they are not known), "fit_us" and "of_fit" (by `alpha_beta` of the sizes of this implementation, None
-        for a single one). "wrong" counts elements of all devices.
+        None for an unknown chip), "fit_us" and "of_fit" (by `alpha_beta` of the sizes of this implementation; None for
+        a single size). "wrong" counts elements of all devices.
 
     Raises:
         ValueError: an unknown mode, or a number below 1.
@@ -326,7 +335,9 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     expected = expected.reshape(mesh.size, -1)
     x = place(block, mesh, P(tuple(mesh.axis_names)))
     poison = operations.poison(sweep.dtype)
-    axis = sweep.axes if len(sweep.axes) > 1 else sweep.axes[0]
+    axis: checks.Axis = sweep.axes
+    if len(sweep.axes) == 1:
+        axis = sweep.axes[0]
     shared = _describe_sweep(sweep, count)
     compared: dict[str, Compared] = {}
     cases = []
@@ -335,7 +346,9 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
         compared[name] = Compared(expected, bound)
         kernel = _bind(way.kernel, axis, options)
         timed = case(name, kernel, x, poison, expected, mesh, compared[name])
-        hops = None if way.hops is None else way.hops(n)
+        hops = None
+        if way.hops is not None:
+            hops = way.hops(n)
         fields = {"impl": name} | shared | _read_program(timed, mesh, mode, calls, hops)
         cases.append(timed._replace(fields=fields))
     along = f"{', '.join(sweep.axes)} of {checks.sized(mesh.shape.items())}"
@@ -369,22 +382,29 @@ def _describe_sweep(sweep: Sweep, count: int) -> Record:
 def _read_program(case: Case, mesh: Mesh, mode: str, calls: int, hops: int | None) -> Record:
     if mode != "inside":
         calls = 1
-    program: Any = case.step if case.repeated is None else case.repeated(calls)
+    assert case.repeated is not None, "the case of a kernel has loops of its own"
+    program: Any = case.repeated(calls)
     traced = program.trace(case.carry, *case.args)
     return as_compiled.reading(traced, traced.lower().compile(), mesh, calls, hops)
 
 
 def _add_bandwidth(record: Record, compared: Compared, wrong: int) -> Record:
     """The record with its bandwidths and what was wrong; samples and environment stay last."""
-    bus = OPERATIONS[record["op"]].bus
     algbw = record["size"] / (record["wall_us_median"] / 1e6) / 1e9
+    busbw = None
+    bus = OPERATIONS[record["op"]].bus
+    if bus is not None:
+        busbw = algbw * bus_factor(bus, record["n"])
+    of_chip = None
+    if record["chip_us"] is not None:
+        of_chip = record["chip_us"] / record["wall_us_median"]
     figures = {
         "disagreement_relative_max": compared.error,
         "wrong": wrong,
         "wrong_first": compared.first,
         "algbw_GBps": algbw,
-        "busbw_GBps": algbw * bus_factor(bus, record["n"]) if bus else None,
-        "of_chip": None if record["chip_us"] is None else record["chip_us"] / record["wall_us_median"],
+        "busbw_GBps": busbw,
+        "of_chip": of_chip,
     }
     last = {key: record.pop(key) for key in ("samples", "environment")}
     return record | figures | last
@@ -414,43 +434,60 @@ def table(records: Sequence[Record]) -> str:
     Returns:
         Lines of text; docs/benchmarks/collectives.md says what the columns are.
     """
-    first = records[0]
     columns = dict(_COLUMNS)
-    if first["chip"] is None:
-        del columns["chip us"], columns["of chip"]
-    lines = [tuple(columns)]
+    if records[0]["chip"] is None:
+        del columns["chip us"]
+        del columns["of chip"]
+    rows = [tuple(columns)]
     for record in records:
-        lines.append(tuple(cell(record) for cell in columns.values()))
-    title = first["op"]
-    if first["redop"] != "none":
-        title += f" {first['redop']}"
-    title += f" over {first['axes']} (mesh {checks.sized(first['mesh'].items())}"
-    if first["physical"]:
-        title += f", along {first['physical']}"
-    title += ")"
-    sizes: dict[str, set[int]] = {}  # by implementation, of right results
+        rows.append(tuple(format_cell(record) for format_cell in columns.values()))
+    lines = [_title(records[0]), layout.table(rows), *_describe_fits(records)]
     for record in records:
-        if not record["wrong"]:
-            sizes.setdefault(record["impl"], set()).add(record["size"])
-    fits: dict[str, str] = {}
-    wrong = []
+        if record["wrong"]:
+            place = record["wrong_first"] or "on others"
+            lines.append(f"wrong: {record['impl']}, {record['size']} B: {place}")
+    return "\n".join(lines)
+
+
+def _title(record: Record) -> str:
+    """As "all_reduce sum over data (mesh data=4, model=2, along x)"."""
+    title = record["op"]
+    if record["redop"] != "none":
+        title += f" {record['redop']}"
+    title += f" over {record['axes']} (mesh {checks.sized(record['mesh'].items())}"
+    if record["physical"]:
+        title += f", along {record['physical']}"
+    return f"{title})"
+
+
+def _describe_fits(records: Sequence[Record]) -> list[str]:
+    """A line for the fit of each implementation, with the number of sizes whose results are right."""
+    sizes: dict[str, set[int]] = {}
+    fits: dict[str, Fit] = {}
     for record in records:
         impl = record["impl"]
+        if not record["wrong"]:
+            sizes.setdefault(impl, set()).add(record["size"])
         if record["fit"]:
-            fits[impl] = f"fit of {impl}: {describe_fit(Fit(**record['fit']), len(sizes.get(impl, ())))}"
-        if record["wrong"]:
-            wrong.append(f"wrong: {impl}, {record['size']} B: {record['wrong_first'] or 'on others'}")
-    return "\n".join([title, layout.table(lines), *fits.values(), *wrong])
+            fits[impl] = Fit(**record["fit"])
+    lines = []
+    for impl, fit in fits.items():
+        lines.append(f"fit of {impl}: {describe_fit(fit, len(sizes.get(impl, ())))}")
+    return lines
 
 
 def describe_fit(fit: Fit, sizes: int) -> str:
     """A fit to so many sizes in a line; two sizes are met exactly, which says nothing of how good it is."""
-    how = f"within {fit.residual:.0%}" if sizes > 2 else "from two sizes only"
-    return f"{fit.latency * 1e6:.5g} us a hop, {fit.bandwidth / 1e9:.5g} GB/s, {how}"
+    precision = "from two sizes only"
+    if sizes > 2:
+        precision = f"within {fit.residual:.0%}"
+    return f"{fit.latency * 1e6:.5g} us a hop, {fit.bandwidth / 1e9:.5g} GB/s, {precision}"
 
 
 def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}"
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (

@@ -59,39 +59,46 @@ class Comparison(NamedTuple):
         return bool(self.wrong) or any(change.verdict == "slower" for change in self.changes)
 
     def __str__(self) -> str:
-        lines = [("row", "case", "ratio to", "old", "new", "change", "99 % interval", "verdict")]
+        rows = [("row", "case", "ratio to", "old", "new", "change", "99 % interval", "verdict")]
         for change in self.changes:
-            lines.append(_table_line(change))
+            rows.append(_make_line(change))
+        lines = [table(rows)]
+        for case in self.wrong:
+            lines.append(f"wrong elements: {case}")
         slower = sum(change.verdict == "slower" for change in self.changes)
-        total = f"{slower} of {len(self.changes)} slower by more than {self.threshold:.0%}"
-        wrong = [f"wrong elements: {case}" for case in self.wrong]
-        return "\n".join([table(lines), *wrong, total])
+        lines.append(f"{slower} of {len(self.changes)} slower by more than {self.threshold:.0%}")
+        return "\n".join(lines)
 
 
-def _table_line(change: Change) -> tuple[str, str, str, str, str, str, str, str]:
+def _make_line(change: Change) -> tuple[str, str, str, str, str, str, str, str]:
     where = f"{change.benchmark}: {change.row}"
     if change.mode:
         where += f" ({change.mode})"
-    old = new = relative = interval = ""
-    if not math.isnan(change.change):  # of a case that one run alone has, all numbers are missing
-        old = f"{change.old:.3f}"
-        new = f"{change.new:.3f}"
-        relative = f"{change.change:+.1%}"
-        interval = f"{change.low:+.1%} to {change.high:+.1%}"
-    return where, change.case, change.measure, old, new, relative, interval, change.verdict
+    if math.isnan(change.change):  # of a case that one run alone has, all numbers are missing
+        return where, change.case, change.measure, "", "", "", "", change.verdict
+    return (
+        where,
+        change.case,
+        change.measure,
+        f"{change.old:.3f}",
+        f"{change.new:.3f}",
+        f"{change.change:+.1%}",
+        f"{change.low:+.1%} to {change.high:+.1%}",
+        change.verdict,
+    )
 
 
 def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 0.05) -> Comparison:
-    """Compares two runs by ratios that were taken within a round, so that a slower hour is not a slower program.
+    """Compares two runs by their ratios within a round: a slower hour is not a slower program.
 
-    A case is called slower if its ratio to the baseline, of all rounds together as in `summarise`, grew by more than
-    the threshold, and the 99 % interval of that growth, by bootstrap over rounds, excludes zero. On CPU the ratio is of
-    CPU time, elsewhere of wall-clock time. Results of the same case that a file holds several times are pooled.
+    A case is slower if two things hold. Its ratio to the baseline, of all rounds together as in `summarise`, grew by
+    more than the threshold. And the 99 % interval of this growth, by bootstrap over rounds, excludes zero. On CPU it
+    takes the ratio of CPU times, elsewhere of wall-clock times. It pools results of the same case in a file.
 
     Args:
-        old: records of `measure` or `read`.
+        old: records from before the change, of `measure` or `read`.
         new: records after the change.
-        threshold: the smallest change that counts, as a fraction.
+        threshold: the smallest change to report, as a fraction.
 
     Raises:
         ValueError: a threshold that is not positive.
@@ -108,20 +115,25 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
     before = _collect_times(old)
     after = _collect_times(new)
     generator = np.random.default_rng(0)
-    changes = [_compare_case(key, before.get(key), after.get(key), threshold, generator) for key in before | after]
-    wrong = [f"{record['row']}, {record['case']}: {record['wrong']}" for record in new if record.get("wrong")]
+    changes = []
+    for key in before | after:
+        changes.append(_compare_case(key, before.get(key), after.get(key), threshold, generator))
+    wrong = []
+    for record in new:
+        if record.get("wrong"):
+            wrong.append(f"{record['row']}, {record['case']}: {record['wrong']}")
     return Comparison(tuple(changes), threshold, tuple(wrong))
 
 
 class _Times(NamedTuple):
-    """The times of a case and of what its ratio is to, [2, rounds]."""
+    """The times of a case and of its baseline, [2, rounds]."""
 
     measure: str
     pairs: np.ndarray
 
 
 def _collect_times(records: Sequence[Record]) -> dict[_Key, _Times]:
-    """By case its times in each round and those of what its ratio is to, over all runs in a file."""
+    """For each case its times in every round, beside the times of its baseline, over all runs in a file."""
     measures: dict[_Key, str] = {}
     pairs: dict[_Key, list[np.ndarray]] = {}
     for run in _separate_runs(records):
@@ -130,11 +142,17 @@ def _collect_times(records: Sequence[Record]) -> dict[_Key, _Times]:
             times = _read_times(name, record, run)
             measures.setdefault(key, times.measure)
             pairs.setdefault(key, []).append(times.pairs)
-    return {key: _Times(measures[key], np.concatenate(parts, axis=-1)) for key, parts in pairs.items()}
+    times_of = {}
+    for key, arrays in pairs.items():
+        times_of[key] = _Times(measures[key], np.concatenate(arrays, axis=-1))
+    return times_of
 
 
 def _separate_runs(records: Sequence[Record]) -> list[dict[str, Record]]:
-    """The records by run and case: a case that comes again belongs to another run of the same row."""
+    """The records by run and case: a case that comes again belongs to another run of the same row.
+
+    For example a, b, a, b of one row are the runs {a, b} and {a, b}.
+    """
     runs: dict[tuple[str, str, str], list[dict[str, Record]]] = {}
     for record in records:
         if "samples" not in record:
@@ -148,14 +166,19 @@ def _separate_runs(records: Sequence[Record]) -> list[dict[str, Record]]:
 
 
 def _read_times(name: str, record: Record, run: dict[str, Record]) -> _Times:
-    """The times of one case in one run, beside those of its baseline; of the baseline, beside the calibration loop."""
-    clock = "cpu" if record["environment"].get("platform") == "cpu" else "wall"
+    """The times of a case in one run beside its baseline's; for the baseline itself, beside the calibration loop's."""
+    clock = "wall"
+    if record["environment"].get("platform") == "cpu":
+        clock = "cpu"
+    times = {}
     baseline = record["baseline"]
     if name == baseline or baseline not in run:
         baseline = "calibration"
-        times = {name: record["samples"][f"{clock}_us"], baseline: record["samples"]["calibration_cpu_us"]}
+        times[name] = record["samples"][f"{clock}_us"]
+        times[baseline] = record["samples"]["calibration_cpu_us"]
     else:
-        times = {case: other["samples"][f"{clock}_us"] for case, other in run.items()}
+        for case, case_record in run.items():
+            times[case] = case_record["samples"][f"{clock}_us"]
     relative = divide_by_round(times)
     return _Times(f"{clock}, {baseline}", np.stack([relative[name], relative[baseline]]))
 
@@ -168,7 +191,9 @@ def _compare_case(
     key: _Key, before: _Times | None, after: _Times | None, threshold: float, generator: np.random.Generator
 ) -> Change:
     if before is None or after is None:
-        file = "new" if before is None else "old"
+        file = "old"
+        if before is None:
+            file = "new"
         nan = float("nan")
         return Change(*key, "", nan, nan, nan, nan, nan, f"only in {file}")
     new_ratios = _resample_ratios(after.pairs, generator)

@@ -20,22 +20,29 @@ _NUMBERS = np.arange(2**18, dtype=np.uint32) * np.uint32(2654435761)  # Knuth's 
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what this runs.
+    """Describes the machine and the software of this run.
 
     Returns:
         A dict of JSON values: date, versions, devices, cores, load, flags, the commit, and the CPU microseconds of
         `calibration`. The name of the machine is left out.
 
     Example:
-        >>> sk.bench.environment()["device_count"]
+        >>> from shardkit.bench.environment import environment
+        >>> environment()["device_count"]
         8
     """
     device = jax.devices()[0]
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # a container may have fewer than the machine
+        cores = len(os.sched_getaffinity(0))
+    load = None
+    if hasattr(os, "getloadavg"):
+        load = round(os.getloadavg()[0], 2)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu_model": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "cores": cores,
+        "load_average_1min": load,
         "python": platform.python_version(),
         "shardkit": shardkit.__version__,
         "jax": jax.__version__,
@@ -53,13 +60,14 @@ def environment() -> dict[str, Any]:
 
 
 def calibration() -> float:
-    """CPU microseconds of a fixed piece of work on one core (a sort of 2^18 integers), to compare machines and hours.
+    """Times a fixed piece of work on one core (a sort of 2^18 integers), to compare machines and hours.
 
     Returns:
         Microseconds of CPU time of this thread; about 2,000 to 20,000.
 
     Example:
-        >>> sk.bench.calibration() > 0
+        >>> from shardkit.bench.environment import calibration
+        >>> calibration() > 0
         True
     """
     begun = time.thread_time()
@@ -72,8 +80,11 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    for line in lines:
+        if line.startswith("model name"):
+            _, _, model = line.partition(":")
+            return model.strip()
+    return platform.processor() or platform.machine()
 
 
 def _git_commit() -> str | None:

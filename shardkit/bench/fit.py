@@ -1,4 +1,4 @@
-"""What measurements of `shardkit bench comm` say of the links: latency, bandwidth, and from where a way is faster."""
+"""What measurements of `shardkit bench comm` say of the links: latency, bandwidth."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardkit import cost
 from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import check_kind
 from shardkit.bench.records import Record
+from shardkit.cost.hardware import chip_of
 
 
 class Fit(NamedTuple):
@@ -35,18 +36,20 @@ class Fit(NamedTuple):
 def alpha_beta(records: Iterable[Record]) -> Fit:
     """Fits latency and bandwidth to the median times of collectives of several sizes.
 
-    Least squares of the relative error, so that a small size counts as much as a large one; neither figure is negative.
+    It minimizes the squares of relative errors, so a small size counts as much as a large size. Both figures are at
+    least 0.
 
     Args:
-        records: of `bench.comm`, with "hops", "written_bytes" and "wall_us_median"; all others, and those with wrong
-            elements, are left out. Of one operation and implementation, or of several that share links.
+        records: records of `bench.comm`, with "hops", "written_bytes" and "wall_us_median"; it leaves out all others,
+            and records with wrong elements. Pass one operation and implementation, or several that share links.
 
     Raises:
         ValueError: fewer than two sizes.
 
     Example:
+        >>> from shardkit.bench.fit import alpha_beta
         >>> times = [{"hops": 14, "written_bytes": b, "wall_us_median": 14 * 5 + b / 1e3} for b in (1e3, 1e6)]
-        >>> found = sk.bench.alpha_beta(times)
+        >>> found = alpha_beta(times)
         >>> f"{found.latency * 1e6:.1f} us a hop, {found.bandwidth / 1e9:.1f} GB/s"
         '5.0 us a hop, 1.0 GB/s'
 
@@ -83,40 +86,27 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
         solution[positive] = column.sum() / np.square(column).sum()
     residual = float(np.sqrt(np.mean(np.square(shares @ solution - 1))))
     latency, slope = map(float, solution)
-    return Fit(latency, 1 / slope if slope else float("inf"), residual)
-
-
-class Crossover(NamedTuple):
-    """From which size another implementation is faster than lax's, as fitted to measured times.
-
-    Attributes:
-        op: the operation.
-        axes: over which it was measured, as "data" or "data, model".
-        impl: the other implementation.
-        size: bytes of the array; 0: always, infinite: never.
-    """
-
-    op: str
-    axes: str
-    impl: str
-    size: float
+    bandwidth = math.inf
+    if slope:
+        bandwidth = 1 / slope
+    return Fit(latency, bandwidth, residual)
 
 
 def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Links:
-    """The links that were measured: of each axis, and over all of them for axes that were not.
+    """Returns the measured links of each axis, and for all other axes the links over the whole mesh.
 
-    Latency and bandwidth are fitted to lax's own collectives over that axis alone, of all operations and sizes.
+    It fits latency and bandwidth to lax's collectives over this axis alone, with all operations and sizes.
 
     Args:
-        records: of `bench.comm`, or read from the file of `shardkit bench comm --json`.
-        flops: FLOP/s of a device's matmuls; None: of the chip, where it is in `cost.chips`.
+        records: records of `bench.comm`, or from the file of `shardkit bench comm --json`.
+        flops: FLOP/s of a device's matmuls; None: the chip's, if it is in `cost.chips`.
 
     Returns:
-        cost.Links, for `impl=` of the collective matmuls and `links=` of the planner. On simulated devices they say how
-        fast this machine copies, and nothing of a network.
+        cost.Links, for `impl=` of the collective matmuls and `links=` of the planner. On simulated devices they tell
+            you how fast this machine copies, and nothing about a network.
 
     Raises:
-        ValueError: no such records, of at least two sizes, or sizes too small to show a bandwidth.
+        ValueError: no such records with at least two sizes, or sizes too small to show a bandwidth.
 
     Example:
         >>> sizes = {"mesh": {"data": 8}, "op": "all_reduce", "impl": "lax", "axes": "data", "n": 8, "hops": 14}
@@ -141,43 +131,13 @@ def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Link
             "example shardkit bench comm data=8 --impl lax --json FILE."
         )
     if flops is None:
-        chip = cost.chip_of(usable[-1]["environment"].get("device_kind"))
-        flops = None if chip is None else chip.flops
-    by_name = tuple((axis, _fit_link(axis_records)) for axis, axis_records in by_axis.items())
-    return cost.Links(_fit_link(usable), flops, by_name)
-
-
-def crossovers(records: Sequence[Record]) -> list[Crossover]:
-    """From which size each implementation is faster than lax's, over the same axes, by the fit of each.
-
-    "two_step", a reduce_scatter and an all_gather, against lax's all_reduce is what `scatter_from=` of
-    `all_reduce_tree` asks for.
-
-    Args:
-        records: of `bench.comm`, of at least two sizes each.
-
-    Returns:
-        One Crossover for each operation, axes and implementation; float32 where there are several dtypes.
-
-    Example:
-        >>> sk.bench.crossovers([])
-        []
-    """
-    groups: dict[tuple[str, str], dict[str, list[Record]]] = {}
-    for record in records:
-        if "op" in record and record.get("dtype", "float32") == "float32":
-            group = groups.setdefault((record["op"], record["axes"]), {})
-            group.setdefault(record["impl"], []).append(record)
-    results = []
-    for (op, axes), group in groups.items():
-        lax_link = _fit_by_size(group.get("lax", []))
-        if lax_link is None:
-            continue
-        for impl, impl_records in group.items():
-            link = _fit_by_size(impl_records)
-            if impl != "lax" and link is not None:
-                results.append(Crossover(op, axes, impl, _faster_from(lax_link, link)))
-    return results
+        chip = chip_of(usable[-1]["environment"].get("device_kind"))
+        if chip is not None:
+            flops = chip.flops
+    links_of_axes = []
+    for axis, axis_records in by_axis.items():
+        links_of_axes.append((axis, _fit_link(axis_records)))
+    return cost.Links(_fit_link(usable), flops, tuple(links_of_axes))
 
 
 def _fit_link(records: Sequence[Record]) -> cost.Link:
@@ -189,26 +149,3 @@ def _fit_link(records: Sequence[Record]) -> cost.Link:
             f"{largest:,.0f} bytes. Measure larger sizes."
         )
     return cost.Link(fit.latency, fit.bandwidth, f"measured on {records[-1]['environment']['date'][:10]}")
-
-
-def _faster_from(first: cost.Link, second: cost.Link) -> float:
-    """The bytes from which the second of two ways is faster; 0 where it always is, infinite where it never is."""
-    gain = 1 / first.bandwidth - 1 / second.bandwidth  # seconds for each byte
-    loss = second.latency - first.latency  # seconds for each call
-    if gain > 0:
-        return max(0.0, loss / gain)
-    if gain == 0 and loss < 0:
-        return 0.0
-    return math.inf
-
-
-def _fit_by_size(records: Sequence[Record]) -> cost.Link | None:
-    """The fit of one implementation as a function of the size of the array: the latency of all its hops."""
-    try:
-        fit = alpha_beta(records)
-    except ValueError:  # a single size
-        return None
-    last = max(records, key=lambda record: record["size"])
-    if not last["written_bytes"] or math.isinf(fit.bandwidth):
-        return None
-    return cost.Link(fit.latency * last["hops"], fit.bandwidth * last["size"] / last["written_bytes"])

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """What one case took in one round: microseconds a call, wall clock and CPU time of the process (all threads)."""
+    """The time of one case in one round: microseconds a call, wall clock and CPU time of the process (all threads)."""
 
     wall_us: float
     cpu_us: float
@@ -38,36 +38,40 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[di
 
     Args:
         runs: the functions by name.
-        rounds: how often each is called.
+        rounds: the number of calls of each function.
 
     Example:
-        >>> list(sk.bench.interleaved({"a": lambda: 1, "b": lambda: 2}, 2))
+        >>> from shardkit.bench.measure import interleaved
+        >>> list(interleaved({"a": lambda: 1, "b": lambda: 2}, 2))
         [{'a': 1, 'b': 2}, {'a': 1, 'b': 2}]
     """
     names = list(runs)
     for number in range(rounds):
         first = number % len(names)
-        results = {name: runs[name]() for name in names[first:] + names[:first]}
+        rotated = names[first:] + names[:first]
+        results = {name: runs[name]() for name in rotated}
         yield {name: results[name] for name in names}
 
 
 def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[str, dict[str, float]]:
-    """Median, percentiles and extremes of each case's times and of its ratios, each taken within one round.
+    """Summarises each case: median, percentiles and extremes of its times, and of its ratios within one round.
 
-    The ratio to quote is that of all rounds together: what slows a whole round is divided out by the geometric mean of
-    its cases; of what is left each case's midmean is taken, the mean of the middle half, which no slow moment moves.
+    Quote the ratio of all rounds together. It divides each round by the geometric mean of its cases, so a slow round
+    does not count. Then it takes each case's midmean, the mean of the middle half, so a slow moment does not count
+    either.
 
     Args:
         samples: for each round, the samples by case.
-        baseline: the case that ratios are to.
+        baseline: the case in the denominator of all ratios.
 
     Returns:
         By case: `wall_us_median`, `_p10`, `_p90`, `_p99`, `_min`, `_max`, the same with `cpu`, and with `ratio`; and
         `wall_ratio`, `cpu_ratio`, of all rounds together.
 
     Example:
-        >>> rounds = [{"a": sk.bench.Sample(10, 10), "b": sk.bench.Sample(20, 10)}]
-        >>> sk.bench.summarise(rounds, "a")["b"]["wall_ratio_median"]
+        >>> from shardkit.bench.measure import Sample, summarise
+        >>> rounds = [{"a": Sample(10, 10), "b": Sample(20, 10)}]
+        >>> summarise(rounds, "a")["b"]["wall_ratio_median"]
         2.0
     """
     statistics: dict[str, dict[str, float]] = {name: {} for name in samples[0]}
@@ -86,7 +90,10 @@ def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[st
 
 def _describe(prefix: str, values: np.ndarray) -> dict[str, float]:
     """Median, percentiles and extremes of some values, by name."""
-    return {f"{prefix}_{label}": round(float(np.percentile(values, q)), 4) for label, q in STATISTICS}
+    statistics = {}
+    for label, percent in STATISTICS:
+        statistics[f"{prefix}_{label}"] = round(float(np.percentile(values, percent)), 4)
+    return statistics
 
 
 def divide_by_round(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -95,13 +102,15 @@ def divide_by_round(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
     For example a=[1, 10], b=[4, 40], where the second round fell on a busy moment: the means are 2 and 20, and both
     rounds give a=0.5, b=2.
     """
-    logs = {name: np.log(np.maximum(np.asarray(values, float), _SHORTEST)) for name, values in times.items()}
+    logs = {}
+    for name, values in times.items():
+        logs[name] = np.log(np.maximum(np.asarray(values, float), _SHORTEST))
     round_means = np.mean(list(logs.values()), axis=0)
     return {name: np.exp(values - round_means) for name, values in logs.items()}
 
 
 def midmean(values: np.ndarray) -> Any:
-    """The mean of the middle half, along the last dim."""
+    """The mean of the middle half, along the last dim: of 1, 2, 3, 4, 5, 6, 7, 100 it is 4.5, the mean of 3 to 6."""
     ordered = np.sort(values, axis=-1)
     n = ordered.shape[-1]
     return np.mean(ordered[..., n // 4 : n - n // 4], axis=-1)
@@ -147,21 +156,25 @@ MODES = ("inside", "dispatched")
 """Where calls are timed: in a loop inside one jit, or each from Python."""
 
 
+def _carry_and_value(carry: Any, value: Any) -> tuple[Any, Any]:
+    return carry, value
+
+
 class Case(NamedTuple):
-    """One way to compute a row.
+    """One of the ways to compute a row: `measure` times several cases beside each other.
 
     Attributes:
-        name: how it is listed.
-        step: `step(carry, *args) -> (carry, value)`, what one call does; the carry feeds the next call and the value
-            may be None. A function that is jitted or compiled already is dispatched as it is, with its own donation.
-        carry: the carry that every round starts from; it is copied, so donation does not consume it.
-        args: arrays that each call is given, after the carry.
-        checked: `checked(carry, value) -> pytree of arrays`: what is compared after the last call of a round, outside
-            the timed part. By default both.
-        expected: what `checked` must return, as a pytree of arrays; None: what the baseline returns.
-        repeated: `repeated(calls)`, a jitted function of the carry and the args that makes so many calls of `step`, for
-            mode "inside". None: a loop around `step`. Where `step` is a shard_map, its arrays are copied at the
-            boundary in every turn of a loop around it; a loop inside of it copies nothing.
+        name: its name in tables.
+        step: `step(carry, *args) -> (carry, value)`, one call. The carry goes into the next call; the value may be
+            None. If you pass a jitted or compiled function, it is called unchanged, with its donation.
+        carry: the first carry of every round. It is copied, so donation does not consume it.
+        args: further arrays for each call, after the carry.
+        checked: `checked(carry, value) -> pytree of arrays`: the values to compare after the last call of a round,
+            outside the timed part. By default both.
+        expected: the right result of `checked`, as a pytree of arrays; None: the result of the baseline.
+        repeated: `repeated(calls)` returns a jitted function of the carry and the args that calls `step` this often,
+            for mode "inside". None: a loop around `step`. If `step` is a shard_map, every turn of a loop around it
+            copies its arrays at the boundary; write the loop inside of it to avoid this.
         fields: further JSON values for its record.
 
     Example:
@@ -175,7 +188,7 @@ class Case(NamedTuple):
     step: Callable[..., tuple[Any, Any]]
     carry: Any
     args: tuple[Any, ...] = ()
-    checked: Callable[[Any, Any], Any] = lambda carry, value: (carry, value)
+    checked: Callable[[Any, Any], Any] = _carry_and_value
     expected: Any = None
     repeated: Callable[[int], Callable[..., tuple[Any, Any]]] | None = None
     fields: Mapping[str, Any] = MappingProxyType({})
@@ -197,14 +210,14 @@ def measure(
 
     Args:
         benchmark: the name of the benchmark, for the records.
-        row: what is computed, for example "mlp, data=8".
+        row: the name of the computation, for example "mlp, data=8".
         cases: at least one, with different names.
         mode: "inside" (a loop inside one jit) or "dispatched" (calls from Python, dispatch included).
         calls: calls of each case in each round; times are divided by it.
         rounds: timed rounds, after one untimed round that compiles.
         donate: donate the carry, to the loop or to each call.
-        tolerance: largest accepted difference from what is expected, relative to its largest element.
-        refuse: raise where a case is wrong; False: its record says so, in "wrong".
+        tolerance: largest accepted difference from the expected result, relative to its largest element.
+        refuse: raise an error if a case is wrong; False: its record says so, in "wrong".
 
     Returns:
         One record per case. Times are microseconds a call; ratios are to the baseline within the same round;
@@ -224,30 +237,55 @@ def measure(
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"measure: cases must have different names; got {names}. Name each of them.")
-    make_loop = _loop_inside_jit if mode == "inside" else _loop_of_calls
-    runs = {case.name: _make_timed_run(case, make_loop(case, calls, donate), calls) for case in cases}
-    expected = {case.name: case.expected for case in cases if case.expected is not None}
+    runs = {}
+    for case in cases:
+        if mode == "inside":
+            loop = _loop_inside_jit(case, calls, donate)
+        else:
+            loop = _loop_of_calls(case, calls, donate)
+        runs[case.name] = _make_timed_run(case, loop, calls)
+    agreement = _Agreement(f"{row} ({mode})", cases, tolerance, refuse)
     samples: list[dict[str, Sample]] = []
     calibrations: list[float] = []
-    largest_error = dict.fromkeys(names, 0.0)
-    most_wrong = dict.fromkeys(names, 0)
     for number, results in enumerate(interleaved(runs, rounds + 1)):
-        _, baseline_value = results[names[0]]
-        for name, (_, value) in results.items():
-            error, path, wrong = difference(value, expected.get(name, baseline_value), tolerance)
-            if wrong and refuse:
-                raise _disagreement(f"{row} ({mode})", name, names[0], name in expected, error, path, tolerance)
-            largest_error[name] = max(largest_error[name], error)
-            most_wrong[name] = max(most_wrong[name], wrong)
+        agreement.check_round({name: value for name, (_, value) in results.items()})
         if number > 0:  # the first round compiled
             samples.append({name: sample for name, (sample, _) in results.items()})
             calibrations.append(round(calibration(), 1))
     shared = {"mode": mode, "calls": calls, "donate": donate, "tolerance_relative": tolerance}
     fields_by_case: dict[str, dict[str, Any]] = {}
     for case in cases:
-        agreement = {"disagreement_relative_max": largest_error[case.name], "wrong": most_wrong[case.name]}
-        fields_by_case[case.name] = agreement | dict(case.fields)
+        fields_by_case[case.name] = agreement.fields_of(case.name) | dict(case.fields)
     return make_records(benchmark, row, samples, calibrations, shared, fields_by_case)
+
+
+class _Agreement:
+    """Compares the results of each round with the expected ones, or with the first case's if none are given."""
+
+    def __init__(self, row: str, cases: Sequence[Case], tolerance: float, refuse: bool):
+        self._row = row
+        self._cases = cases
+        self._tolerance = tolerance
+        self._refuse = refuse
+        self._largest_error = dict.fromkeys((case.name for case in cases), 0.0)
+        self._most_wrong = dict.fromkeys((case.name for case in cases), 0)
+
+    def check_round(self, values: Mapping[str, Any]) -> None:
+        """Compares the values of a round, by case; raises for one that is wrong, if that is refused."""
+        baseline = self._cases[0].name
+        for case in self._cases:
+            expected = case.expected
+            if expected is None:
+                expected = values[baseline]
+            error, path, wrong = difference(values[case.name], expected, self._tolerance)
+            if wrong and self._refuse:
+                raise _disagreement(self._row, case, baseline, error, path, self._tolerance)
+            self._largest_error[case.name] = max(self._largest_error[case.name], error)
+            self._most_wrong[case.name] = max(self._most_wrong[case.name], wrong)
+
+    def fields_of(self, name: str) -> dict[str, Any]:
+        """The fields of a case's record: its worst round."""
+        return {"disagreement_relative_max": self._largest_error[name], "wrong": self._most_wrong[name]}
 
 
 def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str, int]:
@@ -287,14 +325,21 @@ def _loop_inside_jit(case: Case, calls: int, donate: bool) -> Callable[..., tupl
 
         return jax.lax.fori_loop(0, calls, call, (carry, value))
 
-    return jax.jit(loop, donate_argnums=(0,) if donate else ())
+    return _jit(loop, donate)
+
+
+def _jit(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
+    """A function that is jitted, with the memory of its first argument for its results if `donate`."""
+    if donate:
+        return jax.jit(fn, donate_argnums=(0,))
+    return jax.jit(fn)
 
 
 def _loop_of_calls(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
     step = case.step
     is_jitted = isinstance(step, jax.stages.Compiled) or hasattr(step, "lower")
     if not is_jitted:
-        step = jax.jit(step, donate_argnums=(0,) if donate else ())
+        step = _jit(step, donate)
 
     def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
         value = None
@@ -326,15 +371,18 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
     return run
 
 
-def _disagreement(
-    row: str, name: str, baseline: str, is_expected: bool, error: float, path: str, tolerance: float
-) -> ValueError:
+def _disagreement(row: str, case: Case, baseline: str, error: float, path: str, tolerance: float) -> ValueError:
     """The error for a case that is wrong: by what is expected of it, or by what the baseline returns."""
-    subject = "results" if is_expected else "cases"
-    other = "what is expected" if is_expected else repr(baseline)
-    leaf = f" in leaf {path}" if path else ""
+    subject = "cases"
+    other = repr(baseline)
+    if case.expected is not None:
+        subject = "results"
+        other = "what is expected"
+    leaf = ""
+    if path:
+        leaf = f" in leaf {path}"
     return ValueError(
-        f"measure: {subject} must agree within {tolerance:.1e} of the largest element; in row {row!r}, {name!r} "
+        f"measure: {subject} must agree within {tolerance:.1e} of the largest element; in row {row!r}, {case.name!r} "
         f"differs from {other} by {error:.1e}{leaf}. No time is reported: make both compute the same, or pass a larger "
         "tolerance."
     )
@@ -347,7 +395,10 @@ def _relative_error(value: Any, reference: Any, tolerance: float) -> tuple[float
     if array.shape != expected.shape or not np.isfinite(expected).all():
         return np.inf, max(1, expected.size)
     errors = np.abs(array - expected)
-    scale = np.abs(expected).max(initial=0)
-    relative = errors / scale if scale else np.where(errors == 0, 0.0, np.inf)
+    largest = np.abs(expected).max(initial=0)
+    if largest:
+        relative = errors / largest
+    else:
+        relative = np.where(errors == 0, 0.0, np.inf)
     relative = np.where(np.isfinite(array), relative, np.inf)
     return float(relative.max(initial=0)), int((relative > tolerance).sum())

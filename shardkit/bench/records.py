@@ -30,7 +30,9 @@ def write(records: Sequence[Record], file: Path) -> None:
     Example:
         After a measurement, for `read` and for `shardkit bench compare`:
 
-            sk.bench.write(records, Path("results/today.jsonl"))
+            from shardkit.bench.records import write
+
+            write(records, Path("results/today.jsonl"))
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", opener=open_file) as out:
@@ -38,13 +40,13 @@ def write(records: Sequence[Record], file: Path) -> None:
 
 
 def read(file: Path | str) -> list[Record]:
-    """The records in a file that `write` made, in its order.
+    """Reads the records of a file that `report` or `shardkit bench --json` wrote, in its order.
 
     Args:
         file: its path.
 
     Raises:
-        ValueError: a file that cannot be read, a line that is no record, or a record of another version.
+        ValueError: a file that cannot be read, a line that is not a record, or a record of another version.
 
     Example:
         The records of one case, in the order in which they were written:
@@ -91,16 +93,18 @@ def _parse(line: str, number: int, file: Path | str) -> Record:
 
 
 def write_csv(records: Sequence[Record], file: Path) -> None:
-    """Writes records as CSV, without samples, with the environment's values in columns of their own.
+    """Writes records as CSV, without samples, with a column for each value of the environment.
 
     Args:
         records: of `measure` or `read`.
-        file: the file; what it held is replaced.
+        file: the file; its old content is replaced.
 
     Example:
         For a spreadsheet:
 
-            sk.bench.write_csv(sk.bench.read("results/today.jsonl"), Path("today.csv"))
+            from shardkit.bench.records import write_csv
+
+            write_csv(sk.bench.read("results/today.jsonl"), Path("today.csv"))
     """
     rows = []
     columns: dict[str, None] = {}  # in the order in which records have them
@@ -118,12 +122,12 @@ def write_csv(records: Sequence[Record], file: Path) -> None:
 
 
 def report(records: Sequence[Record], file: Path | None = None, line: Callable[[Record], str] | None = None) -> None:
-    """Prints records as a table, or each as this line of one, and, given a file, appends them to it as JSON lines.
+    """Prints records as a table, or line by line, and appends them to a file as JSON lines if you pass one.
 
     Args:
         records: of one row.
         file: where to append them.
-        line: a record as a line of a table.
+        line: a function from a record to its line; None: a table.
 
     Example:
         >>> case = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
@@ -140,7 +144,7 @@ def report(records: Sequence[Record], file: Path | None = None, line: Callable[[
 
 
 def table(records: Sequence[Record]) -> str:
-    """The records of one row as plain text: microseconds a call and ratios, each as median [p10, p90].
+    """Formats the records of one row as plain text: microseconds a call and ratios, each as median [p10, p90].
 
     Args:
         records: of one call of `measure`.
@@ -148,7 +152,8 @@ def table(records: Sequence[Record]) -> str:
     Example:
         >>> case = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
         >>> records = sk.bench.measure("doubling", "4 numbers", [case], calls=2, rounds=2)
-        >>> print(sk.bench.table(records))
+        >>> from shardkit.bench.records import table
+        >>> print(table(records))
         4 numbers (inside, 2 calls x 2 rounds)
         case    wall us  ...
         double  ...

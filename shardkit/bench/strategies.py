@@ -26,7 +26,7 @@ from shardkit.analysis.jaxpr.census import traceable
 from shardkit.bench.measure import Case, difference, measure
 from shardkit.bench.records import Record
 from shardkit.meshes.layout import table
-from shardkit.models import transformer
+from shardkit.models import parameters, transformer
 from shardkit.models.transformer import ONE_DEVICE, Axes
 from shardkit.plans.splits import map_layouts
 
@@ -40,14 +40,15 @@ _OTHER_ORDER = 10  # results may differ by so many times what the order of one d
 
 
 class Workload(NamedTuple):
-    """What every case computes.
+    """The computation of every case.
 
     Attributes:
-        loss_fn: `loss_fn(params, batch, keys)` for one device; it is given None for keys.
-        params: its parameters, of one device.
+        loss_fn: `loss_fn(params, batch, keys)` for one device; keys are None.
+        params: the parameters on one device.
         batch: the global batch; dim 0 of every array is the example.
         rules: specs of the parameters over "model", which the partitioner completes.
-        config: of the reference transformer, which has its own layers over "model"; None for another model.
+        config: the configuration of the reference transformer, which has separate layers over "model"; None for another
+            model.
     """
 
     loss_fn: Loss
@@ -73,11 +74,12 @@ def reference(config: transformer.Config, examples: int, tokens: int) -> Workloa
 
     Args:
         config: the sizes.
-        examples: of the global batch.
-        tokens: of each example.
+        examples: number of examples in the global batch.
+        tokens: number of tokens in each example.
 
     Example:
-        >>> model = sk.bench.reference(sk.models.transformer.Config(layers=1, dim=16, heads=2), 8, 4)
+        >>> from shardkit.bench.strategies import reference
+        >>> model = reference(sk.models.transformer.Config(layers=1, dim=16, heads=2), 8, 4)
         >>> model.batch["tokens"].shape
         (8, 4)
     """
@@ -142,8 +144,8 @@ def explain_left_out(sizes: Mapping[str, int], work: Workload) -> list[str]:
 
 def _has_columns(sizes: Mapping[str, int], config: transformer.Config) -> bool:
     model = sizes.get("model", 1)
-    divide = all(size % model == 0 for size in (config.heads, config.width, config.vocabulary))
-    return model > 1 and divide
+    divides = all(size % model == 0 for size in (config.heads, config.width, config.vocabulary))
+    return model > 1 and divides
 
 
 def has_stages(sizes: Mapping[str, int], work: Workload) -> bool:
@@ -184,7 +186,9 @@ class CaseBuilder:
         """The optimizer of a plan's own step, or of one device and of jit's."""
         if self.name == "adamw":
             return optax.adamw(LEARNING_RATE)
-        dims = None if self.work.config is None else transformer.muon_dims(self.work.config)
+        dims = None
+        if self.work.config is not None:
+            dims = parameters.muon_dims(self.work.config)
         if plan is None:
             return optax.contrib.muon(LEARNING_RATE, muon_weight_dimension_numbers=dims)
         return sk.muon(LEARNING_RATE, mesh=self.mesh, plan=plan, muon_weight_dimension_numbers=dims)
@@ -287,7 +291,7 @@ def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
 def partitioned(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, update: Any) -> Case:
     """The step on global arrays, as one writes it for one device, with the layouts of its arguments and results.
 
-    `carry` (parameters and optimizer state) and `batch` are in the layouts to hold; `update` are those of gradients.
+    `carry` (parameters and optimizer state) and `batch` are already laid out; `update` are the layouts of gradients.
     """
 
     def step(carry: Any, batch: Any) -> tuple[Any, Any]:
@@ -319,33 +323,35 @@ def strategies(
     compiler_options: Mapping[str, Any] = MappingProxyType({}),
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Record]:
-    """Measures one model under every plan that fits the mesh; the first record is of one device.
+    """Measures one model under every plan that fits the mesh; the first record belongs to one device.
 
-    Each device's results must agree with one device's within ten times what the order of its own sums changes: the same
-    step on the same examples in the reverse order, and at least eps (4 + sqrt(n)) for n elements of the batch.
+    The results of each plan must equal the results of one device. The tolerance is ten times the effect of another
+    order of sums on one device, measured with the examples reversed, and at least eps (4 + sqrt(n)) for n elements of
+    the batch.
 
     Args:
-        work: what every case computes.
+        work: the computation of every case.
         mesh: of axes "data" and "model", or one of them.
         optimizer: "muon" is `sk.muon` under a plan, and `optax.contrib.muon` on one device and under the partitioner.
-        only: names of cases to measure beside one device; none means all.
-        beside: further steps by name, each built when it is called: of the same parameters, state and batch as those of
-            a plan, with `(params, opt_state)` as their carry and a value with an entry "loss".
+        only: names of cases to measure beside one device; empty: all.
+        beside: further steps by name, as functions that build them. A step takes the same parameters, state and batch
+            as under a plan, with `(params, opt_state)` as its carry and a value with an entry "loss".
         calls: steps of each case in each round.
-        rounds: how often each case takes its turn.
-        compiler_options: of every program, beside one thread for each simulated device.
-        progress: called with the name of each case before it is compiled.
+        rounds: the number of rounds; each case has one turn in a round.
+        compiler_options: options for every program, beside one thread for each simulated device.
+        progress: a function of the name of a case, called before it is compiled.
 
     Returns:
         The records of `measure`, with "held_bytes" and "temp_bytes" of one device, and the bytes that it sends in a
-        step as written ("written_bytes", 0 for what the partitioner writes) and as compiled ("wire_bytes").
+            step as written ("written_bytes", 0 for collectives of the partitioner) and as compiled ("wire_bytes").
 
     Raises:
-        ValueError: other axes, examples that do not divide, no case of such a name, processes beside this one.
+        ValueError: other axes, examples that do not divide, an unknown case, or more than one process.
 
     Example:
-        >>> config = sk.models.transformer.Config(vocabulary=16, layers=1, dim=16, heads=2, hidden=32)
-        >>> work = sk.bench.reference(config, examples=16, tokens=2)
+        >>> def loss_fn(params, batch, keys):
+        ...     return jnp.mean((batch["x"] @ params["w"]) ** 2)
+        >>> work = sk.bench.Workload(loss_fn, {"w": jnp.ones((16, 16))}, {"x": jnp.ones((16, 16))})
         >>> records = sk.bench.strategies(work, mesh=sk.make_mesh(data=8), only=["dp"], calls=1, rounds=1)
         >>> [(record["case"], record["wrong"]) for record in records]
         [('one device', 0), ('dp', 0)]
@@ -400,24 +406,29 @@ def text(records: Sequence[Record]) -> str:
             f"{record['cpu_ratio']:.3f}",
             _in_mib(record["held_bytes"]),
             _in_mib(record["temp_bytes"]),
-            _in_mib(record["written_bytes"]) if record["written_bytes"] else "",
-            _in_mib(record["wire_bytes"]) if record["wire_bytes"] else "",
+            _sent_mib(record["written_bytes"]),
+            _sent_mib(record["wire_bytes"]),
             difference_text,
         )
         lines.append(line)
     first = records[0]
-    return "\n".join(
-        [
-            table(lines),
-            f"mesh {first['row']}; {first['calls']} steps x {first['rounds']} rounds; tokens/s and CPU time are to one "
-            f"device's of {first['wall_us_median'] / 1e3:.1f} ms and {first['cpu_us_median'] / 1e3:.1f} ms a step; "
-            f"results agree within {first['tolerance_relative']:.1e}",
-        ]
+    caption = (
+        f"mesh {first['row']}; {first['calls']} steps x {first['rounds']} rounds; tokens/s and CPU time are to one "
+        f"device's of {first['wall_us_median'] / 1e3:.1f} ms and {first['cpu_us_median'] / 1e3:.1f} ms a step; "
+        f"results agree within {first['tolerance_relative']:.1e}"
     )
+    return "\n".join([table(lines), caption])
 
 
 def _in_mib(size: float) -> str:
     return f"{size / MIB:.2f}"
+
+
+def _sent_mib(size: float) -> str:
+    """Nothing, where nothing is sent."""
+    if not size:
+        return ""
+    return _in_mib(size)
 
 
 def _check(work: Workload, mesh: Mesh) -> None:
@@ -431,7 +442,12 @@ def _check(work: Workload, mesh: Mesh) -> None:
             f"strategies: all cases must run in one process, beside one device; got {jax.process_count()} processes. "
             "Run the command without shardkit launch."
         )
-    counts = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(work.batch)}
+    counts = set()
+    for x in jax.tree.leaves(work.batch):
+        if np.ndim(x):
+            counts.add(np.shape(x)[0])
+        else:
+            counts.add(0)
     parts = mesh.size * MICROBATCHES
     if len(counts) != 1 or not max(counts) or max(counts) % parts:
         raise ValueError(
@@ -459,7 +475,7 @@ def _compile(case: Case, options: Mapping[str, Any]) -> tuple[Case, Compiled]:
 
 
 def _select_results(carry: Any, value: Any) -> Any:
-    """What must agree: parameters, loss, and the first moments, which show gradients as updated parameters do not."""
+    """The results that must agree: parameters, loss, and first moments, because moments show gradients directly."""
     if isinstance(carry, sk.TrainState):
         params = carry.params
         opt_state = carry.opt_state

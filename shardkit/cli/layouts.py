@@ -22,6 +22,7 @@ from shardkit.cli.target import TargetError, load
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
 from shardkit.planner.search import AXES, list_estimates
+from shardkit.planner.source import source_of
 
 MODELS = {  # Llama 3
     "8b": planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
@@ -96,7 +97,7 @@ def _search_transformer(
 
     def make_step(candidate: Candidate) -> tuple[Any, ...]:
         module: dict[str, Any] = {}
-        exec(planner.source_of(candidate, **sizes), module)  # what is compiled is what --emit writes
+        exec(source_of(candidate, **sizes), module)  # what is compiled is what --emit writes
         return module["make"]()
 
     billions = model.parameters() / 1e9

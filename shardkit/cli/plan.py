@@ -61,6 +61,7 @@ def plan(options: Options) -> int:
     from shardkit._arguments import checks
     from shardkit.analysis.hlo.topology import topology_of
     from shardkit.cli import layouts
+    from shardkit.planner.source import source_of
 
     checks.whole("plan", rows=options.rows)
     checks.count("plan", compile=options.compile)
@@ -103,7 +104,7 @@ def plan(options: Options) -> int:
             print(f"\nfastest as compiled: {chosen.layout}, {report.seconds:.2f} s")
     if options.emit is not None:
         with open_output(options.emit) as out:
-            out.write(planner.source_of(chosen, **search.sizes, options=compiler_options))
+            out.write(source_of(chosen, **search.sizes, options=compiler_options))
         if str(options.emit) != "-":
             print(f"\n{options.emit} has {chosen.layout}")
     rows = [layouts.make_row(candidate) for candidate in candidates]

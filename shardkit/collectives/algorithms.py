@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import Axis, at_least, axis_names, named, one_of, quoted
@@ -357,7 +358,9 @@ def compressed(
 
     def zero_residual(x: Any) -> Any:
         # A step adds the residual of the last one to the gradient before it gets here, in float32.
-        return quantized.init_residual(x) if feedback else None
+        if not feedback:
+            return None
+        return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)
 
     def reduce_scatter(x: Any, axes: tuple[str, ...], *, dim: int) -> Any:
         fast, slow = _split_levels(axes, fast_axes)

@@ -26,25 +26,25 @@ def all_reduce_tree(
     op: Literal["sum", "mean"] = "sum",
     scatter_from: float = 8 * 2**20,
 ) -> Any:
-    """Reduces every leaf over the devices of `axis`, packed into buckets of one collective each.
+    """Reduces every leaf over the devices of `axis`. It packs leaves into buckets, and sends one collective per bucket.
 
-    Leaves of the same dtype and varying axes are packed in the order of the tree. A leaf is never split: one that is
-    larger than a bucket gets its own. A large bucket is reduced by a reduce_scatter and an all_gather, which send the
-    same bytes; `shardkit bench comm --op all_reduce --impl lax two_step` measures from which size that is faster.
+    It packs leaves of the same dtype and varying axes in the order of the tree. It never splits a leaf: a leaf larger
+    than a bucket gets a separate bucket. A reduce_scatter and an all_gather reduce a large bucket, with the same bytes.
+    `shardkit bench comm --op all_reduce --impl lax two_step` measures the size from which this is faster.
 
     Layout: `X[...] {U_a} -> X[...]` for every leaf
     Args:
         tree: pytree of arrays, for example gradients.
         axis: axis name or tuple of names.
-        bucket_bytes: largest bucket in bytes per device, 1 or more; `cost.bucket_bytes` of a link is the size of which
-            latency takes a tenth of the time.
+        bucket_bytes: largest bucket in bytes per device, 1 or more; with `cost.bucket_bytes` of a link, latency takes a
+            tenth of the time.
         op: "sum" or "mean". Booleans count as integers.
-        scatter_from: bytes per device from which a bucket is scattered and gathered; 0 for always. `bench.crossovers`
-            finds it in measurements ("two_step"), `cost.scatter_from` in the figures of a link.
+        scatter_from: bytes per device from which a bucket is scattered and gathered; 0 for always.
+            `cost.scatter_from` of a link finds it, and `bench.links` measures links.
 
     Returns:
-        Arrays of the same shapes, invariant over `axis`: the results of all_reduce, with the same bits where the
-        additions are exact.
+        Arrays of the same shapes, invariant over `axis`: the results of all_reduce, with the same bits if the additions
+            are exact.
 
     Raises:
         ValueError: an unbound axis, another `op`, or too few bytes.

@@ -5,57 +5,34 @@ sent. Scales are powers of two, so that the difference is exact: sent + new resi
 float32 (above the subnormals), and over many steps the mean of what is received equals the mean of x. Without a
 residual, the rounding errors accumulate. `cost.quantization_error` bounds them, `cost.quantized_bytes` is what is sent.
 
+A residual begins with zeros in float32. It differs between devices, as gradients do before they are reduced: between
+steps keep it in arrays whose specs name the axis, for example `[n, ...]` under `P(axis)`.
+
 Source: Seide et al., 1-Bit Stochastic Gradient Descent (2014); Karimireddy et al., Error Feedback Fixes SignSGD (2019);
 Wang et al., ZeRO++ (2023), for quantized gathers of weights and two-level reductions of gradients.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-from shardkit._arguments.checks import Axis, at_least, dim_of, divides, one_of
+from shardkit._arguments.checks import Axis, at_least, dim_of, divides
 from shardkit._arguments.typed import Arrays, DType, typed
 from shardkit._jax.compat import bound
 from shardkit.collectives import basic, hierarchical
 from shardkit.collectives.axes import axis_index, axis_size, vary
-from shardkit.cost.quantization import FORMATS, SMALLEST
+from shardkit.collectives.quantization import check_dtype, decode, encode
+
+# The reduction on two levels is called by `algorithms.compressed(inner=...)`.
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 _Names = tuple[str, ...]
 _Pair = tuple[jax.Array, Any]  # a result and the new residual
-# A scale is sent as the exponent field of a float32.
-_BIAS = 127
-_NOT_FINITE = 255
-_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-
-
-@typed
-def init_residual(x: Arrays) -> Any:
-    """The initial residual: zeros in float32, with the shapes and varying axes of x.
-
-    It differs between devices, as gradients do before they are reduced: between steps keep it in arrays whose specs
-    name the axis, for example `[n, ...]` under `P(axis)`.
-
-    Args:
-        x: pytree of arrays, as passed to the reduction.
-
-    Returns:
-        Pytree of float32 arrays of the same shapes.
-
-    Cost: none.
-
-    Example:
-        >>> print(sk.compressed.init_residual(jnp.ones(3, jnp.bfloat16)))
-        [0. 0. 0.]
-    """
-    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)
 
 
 @partial(typed, where="compressed.all_gather")
@@ -91,7 +68,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int 
     """
     where = "compressed.all_gather"
     names = bound(where, axis)
-    wire_dtype = _check_dtype(where, "dtype", dtype)
+    wire_dtype = check_dtype(where, "dtype", dtype)
     _check_leaves(where, "all_gather", x, block)
 
     def gather_leaf(leaf: jax.Array) -> jax.Array:
@@ -120,7 +97,7 @@ def reduce_scatter(
     Args:
         x: pytree of floating-point arrays of the whole size.
         axis: axis name or tuple of names; a tuple is one level, each device sending to all others.
-        residual: what has not been sent so far, from init_residual or from the last call; None for no error feedback.
+        residual: what has not been sent so far, zeros in float32 or from the last call; None for no error feedback.
         dim: the dim to split; its size must be divisible by n.
         dtype, block: as for all_gather, in blocks of the flattened chunks.
 
@@ -143,7 +120,7 @@ def reduce_scatter(
     """
     where = "compressed.reduce_scatter"
     names = bound(where, axis)
-    wire_dtype = _check_dtype(where, "dtype", dtype)
+    wire_dtype = check_dtype(where, "dtype", dtype)
     _check_leaves(where, "reduce_scatter", x, block)
     count = axis_size(names)
 
@@ -203,8 +180,9 @@ def reduce_scatter_two_level(
     Q = cost.quantized_bytes of 1/(I O) of the elements.
 
     Example:
+        >>> from shardkit.collectives.compressed import reduce_scatter_two_level
         >>> def rows(g):
-        ...     return sk.compressed.reduce_scatter_two_level(g, inner="model", outer="data", dtype=jnp.int8)[0]
+        ...     return reduce_scatter_two_level(g, inner="model", outer="data", dtype=jnp.int8)[0]
         >>> print(jax.shard_map(rows, mesh=mesh, in_specs=P(), out_specs=P(("data", "model")))(jnp.arange(8.0)))
         [ 0.  8. 16. 24. 32. 40. 48. 56.]
 
@@ -214,8 +192,8 @@ def reduce_scatter_two_level(
     fast = bound(where, inner)
     slow = bound(where, outer)
     names = bound(where, (*slow, *fast))  # refuses an axis that is in both
-    outer_wire_dtype = _check_dtype(where, "dtype", dtype)
-    inner_wire_dtype = None if inner_dtype is None else _check_dtype(where, "inner_dtype", inner_dtype)
+    outer_wire_dtype = check_dtype(where, "dtype", dtype)
+    inner_wire_dtype = None if inner_dtype is None else check_dtype(where, "inner_dtype", inner_dtype)
     _check_leaves(where, "hierarchical.reduce_scatter", x, block)
     devices = axis_size(fast)  # of one machine
     machines = axis_size(slow)
@@ -292,7 +270,7 @@ def all_reduce(
     """
     where = "compressed.all_reduce"
     names = bound(where, axis)
-    wire_dtype = _check_dtype(where, "dtype", dtype)
+    wire_dtype = check_dtype(where, "dtype", dtype)
     _check_leaves(where, "all_reduce", x, block)
     count = axis_size(names)
 
@@ -314,28 +292,10 @@ def all_reduce(
     return _map_with_residuals(where, reduce_leaf, x, residual)
 
 
-# One block on the wire, of int8, whose largest value is 127. The block [3.0, -100.0, 260.0] has the scale 4, the
-# smallest power of two with 260 <= 127 * 4. Sent are the whole numbers round(x / 4) = [1, -25, 65] and the exponent of
-# the scale, 127 + 2. They are restored as [4.0, -100.0, 260.0], and the residual is [-1.0, 0.0, 0.0]: the next step
-# sends 1.0 less.
-
-
-class _Message(NamedTuple):
-    """What is sent for float32 [n, ...].
-
-    Bits, as unsigned integers: the compiler cannot move a conversion across the collective, nor send a dtype that the
-    chip lacks as a wider one. Two arrays: flattened into one they take the TPU compiler twenty times as long, and twice
-    the memory traffic.
-    """
-
-    values: jax.Array  # [n, blocks, bytes of a block] in uint8; of bfloat16, [n, ...] in uint16
-    exponents: jax.Array | None  # of the scales, [n, blocks] in uint8; None for bfloat16
-
-
 def _gather_quantized(x: jax.Array, names: _Names, dtype: str, block: int, replicated: bool) -> jax.Array:
     """Every device's float32 [...] as [n, ...], each from its message, the device's own too."""
-    messages = basic.all_gather(_encode(x[None], dtype, block), names, replicated=replicated)
-    return _decode(messages, x.shape, dtype, block)
+    messages = basic.all_gather(encode(x[None], dtype, block), names, replicated=replicated)
+    return decode(messages, x.shape, dtype, block)
 
 
 def _sum_quantized(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple[jax.Array, jax.Array]:
@@ -344,115 +304,10 @@ def _sum_quantized(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple
     Each chunk is sent to the device that sums it, and is decoded there before it is added: sums in a small dtype would
     be rounded at every hop of a ring.
     """
-    messages = _encode(x, dtype, block)
+    messages = encode(x, dtype, block)
     arrivals = basic.all_to_all(messages, names, split_dim=0, concat_dim=0)
-    total = jnp.sum(_decode(arrivals, x.shape[1:], dtype, block), axis=0)
-    return total, x - _decode(messages, x.shape[1:], dtype, block)
-
-
-def _encode(x: jax.Array, dtype: str, block: int) -> _Message:
-    """Float32 [n, ...] as n messages."""
-    wire_format = FORMATS[dtype]
-    if not wire_format.scaled:
-        return _encode_bfloat16(x)
-    flat = x.reshape(len(x), -1)
-    block = min(block, flat.shape[1])
-    blocks = _pad_last(flat, -flat.shape[1] % block).reshape(len(x), -1, block)
-    exponents = _choose_exponents(jnp.max(jnp.abs(blocks), axis=-1), wire_format.largest)
-    # Products with powers of two, here and in decode, are exact.
-    inverse = lax.bitcast_convert_type((2 * _BIAS - exponents) << 23, jnp.float32)
-    values = blocks * inverse[..., None]
-    if wire_format.mantissa is None:
-        bits = _pack(jnp.round(values).astype(jnp.int32), wire_format.bits)
-    else:
-        rounded = _round_mantissa(values, wire_format.mantissa)
-        bits = lax.bitcast_convert_type(rounded.astype(dtype), jnp.uint8)
-    return _seal_message(_Message(bits, exponents.astype(jnp.uint8)))
-
-
-def _encode_bfloat16(x: jax.Array) -> _Message:
-    wire_format = FORMATS["bfloat16"]
-    assert wire_format.mantissa is not None
-    rounded = _round_mantissa(x, wire_format.mantissa)
-    # Clipped: an infinity would leave no residual.
-    is_finite = jnp.isfinite(x)
-    values = jnp.where(is_finite, jnp.clip(rounded, -wire_format.largest, wire_format.largest), rounded)
-    return _seal_message(_Message(lax.bitcast_convert_type(values.astype("bfloat16"), jnp.uint16), None))
-
-
-def _decode(message: _Message, shape: tuple[int, ...], dtype: str, block: int) -> jax.Array:
-    """n messages as float32 [n, *shape]; a block that had an element that is not finite is NaN."""
-    wire_format = FORMATS[dtype]
-    if message.exponents is None:
-        return lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
-    size = math.prod(shape)
-    if wire_format.mantissa is None:
-        whole_numbers = _unpack(message.values, wire_format.bits)
-        values = whole_numbers[..., : min(block, size)].astype(jnp.float32)
-    else:
-        values = lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
-    exponents = message.exponents.astype(jnp.int32)
-    scales = lax.bitcast_convert_type(exponents << 23, jnp.float32)
-    scales = jnp.where(exponents == _NOT_FINITE, jnp.nan, scales)[..., None]
-    # Clipped: elements near the largest float32 may have been rounded up.
-    restored = jnp.clip(values * scales, -_LARGEST_FLOAT32, _LARGEST_FLOAT32)
-    flat = restored.reshape(len(restored), -1)
-    return flat[:, :size].reshape(-1, *shape)
-
-
-def _pad_last(x: jax.Array, zeros: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, zeros)])
-
-
-def _choose_exponents(largest: jax.Array, most: float) -> jax.Array:
-    """The biased exponent of the smallest power of two s with `largest` at most s `most`; int32.
-
-    The bits of positive floats are ordered, and 2^23 apart for factors of two, so the difference of two of them,
-    rounded up to a multiple of 2^23, is the exponent: no division, which some chips round in their own way.
-    """
-    bits = lax.bitcast_convert_type(largest, jnp.int32)
-    most_bits = int(np.float32(most).view(np.int32))
-    rounded_up = bits - most_bits + 2**23 - 1
-    exponents = jnp.maximum(rounded_up >> 23, SMALLEST) + _BIAS
-    return jnp.where(jnp.isfinite(largest), exponents, _NOT_FINITE)
-
-
-def _round_mantissa(x: jax.Array, mantissa: int) -> jax.Array:
-    """`x` to the nearest value with a mantissa of these bits; a cast may round twice, and compilers may elide it."""
-    return lax.reduce_precision(x, 8, mantissa)
-
-
-def _pack(x: jax.Array, bits: int) -> jax.Array:
-    """Whole numbers [..., block] as bytes; of 4 bits, the second half of a block in the upper bits of the first's."""
-    if bits == 4:
-        half = -(-x.shape[-1] // 2)
-        low = x[..., :half] & 15
-        high = _pad_last(x[..., half:], x.shape[-1] % 2) << 4
-        x = low | high
-    return x.astype(jnp.uint8)
-
-
-def _unpack(x: jax.Array, bits: int) -> jax.Array:
-    """The whole numbers of bytes; of an odd number of 4 bits with a zero at the end."""
-    wide = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int32)
-    if bits != 4:
-        return wide
-    # Shifted up and down again, the lower four bits get the sign of their highest.
-    low = wide << 28 >> 28
-    high = wide >> 4
-    return jnp.concatenate([low, high], axis=-1)
-
-
-def _seal_message(message: _Message) -> _Message:
-    """The message as it is sent: what is computed from it here must not come from the wider values before it."""
-    return lax.optimization_barrier(message)
-
-
-def _check_dtype(where: str, argument: str, dtype: Any) -> str:
-    """The name of a dtype that can be sent; refuses any other."""
-    name = jnp.dtype(dtype).name
-    one_of(where, argument, name, tuple(FORMATS))
-    return name
+    total = jnp.sum(decode(arrivals, x.shape[1:], dtype, block), axis=0)
+    return total, x - decode(messages, x.shape[1:], dtype, block)
 
 
 def _check_leaves(where: str, uncompressed: str, x: Any, block: int) -> None:
@@ -491,8 +346,8 @@ def _check_residual(where: str, leaves: list[jax.Array], structure: Any, residua
         shapes = [str(list(leaf.shape)) for leaf in leaves]
         raise ValueError(
             f"{where}: residual must be a pytree like x of float32 arrays of the same shapes; "
-            f"got {', '.join(residual_types) or 'none'} for shapes {', '.join(shapes) or 'none'}. Create it with "
-            "init_residual(x)."
+            f"got {', '.join(residual_types) or 'none'} for shapes {', '.join(shapes) or 'none'}. Begin with "
+            "zeros: jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)."
         )
 
 

@@ -29,26 +29,26 @@ class _Leaf(NamedTuple):
 
 @typed
 def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None:
-    """Prints a value of all devices inside shard_map, with their coordinates, at once and in the order of the mesh.
+    """Prints the value of every device inside shard_map, with its coordinates, in the order of the mesh.
 
-    The values are gathered and printed by one call, so that lines of different devices or processes never mix. An axis
-    over which a value does not vary has no coordinate: its devices hold the same. It works under jit, scan, vmap and
-    grad, which it does not change, and in several processes; outside of shard_map it prints the value as it is.
-    `jax.checkpoint` prints again what it recomputes. As with `jax.debug.print`, either of two prints that do not depend
-    on each other may come first, and `jax.effects_barrier()` waits for all.
+    One call gathers and prints all values, so lines of different devices or processes never mix. If a value does not
+    vary over an axis, its lines have no coordinate along it: these devices hold the same. You can use it under jit,
+    scan, vmap and grad, and in several processes; it changes no result. Outside of shard_map it prints the value
+    itself. `jax.checkpoint` prints again when it recomputes. As with `jax.debug.print`, two prints that do not depend
+    on each other may come in any order, and `jax.effects_barrier()` waits for all.
 
     Args:
         x: pytree of arrays or numbers; keys are printed as their integers.
-        name: what to call it; a leaf of a pytree is called `name.path`.
-        axis: the axes whose devices are printed together; None: all. Each group of them prints on its own and says
-            where it is along the others. A stage of a pipeline, which may hold no collective over the pipeline's axis,
-            leaves that one out; with mode="masked" it prints what it computes in idle ticks too.
+        name: the name to print; a leaf of a pytree is `name.path`.
+        axis: the axes to print together; None: all. Each group of devices prints separately, with its place along the
+            other axes. In a stage of a pipeline leave out the pipeline's axis, because a stage may hold no collective
+            over it; with mode="masked" it also prints values of idle ticks.
 
     Raises:
         ValueError: an axis that is not bound here.
 
     Cost: an all_gather of each leaf over the axes over which it varies, B (n-1) bytes, B being one device's leaf, and a
-    copy of the result from each device to its host. Of a large array print a part, as in `x[:2]`.
+    copy of the result from each device to its host. For a large array print a part, such as `x[:2]`.
 
     Example:
         >>> show = lambda x: sk.collectives.debug_print(x, "rows")

@@ -25,6 +25,8 @@ from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import gather_array, scatter_array
 from shardkit.collectives.permute import shift_array
 from shardkit.cost import Links
+from shardkit.cost.crossovers import ring_from
+from shardkit.cost.hardware import chip_of
 
 Impl = Literal["gather", "ring", "bidirectional", "auto"] | Links
 _Names = tuple[str, ...]
@@ -44,7 +46,7 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
         impl: "gather": one all_gather, then one matmul. "ring": tokens go one way, in n-1 hops. "bidirectional": half
             of the tokens go each way (over two devices: as "ring"). The backward pass of both sends tokens up and sums
             down. A `cost.Links` chooses: "ring" if a hop takes no longer than the matmul of its tokens with all columns
-            (`cost.ring_from`); else "bidirectional" if a hop takes no longer than two matmuls, over 3 devices or more;
+            (`ring_from`); else "bidirectional" if a hop takes no longer than two matmuls, over 3 devices or more;
             else "gather". "auto" chooses the same way, by `cost.links` of the chip that you trace for; `aot.compile`
             and `audit(target=)` trace for their topology. It chooses "gather" for a chip that `cost.chips` does not
             have, such as CPUs, and for meshes without devices.
@@ -154,7 +156,7 @@ def _choose_implementation(impl: Impl, names: _Names, elements: int, columns: in
     if isinstance(impl, Links):
         links = impl
     elif impl == "auto":
-        chip = cost.chip_of(backends.device_kind())
+        chip = chip_of(backends.device_kind())
         if chip is None:
             return "gather"
         links = cost.links(chip)
@@ -164,9 +166,9 @@ def _choose_implementation(impl: Impl, names: _Names, elements: int, columns: in
         return "gather"
     link = links.of(names)
     message = elements * dtype.itemsize
-    if message >= cost.ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize):
+    if message >= ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize):
         return "ring"
-    if n > 2 and message >= cost.ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize, ways=2):
+    if n > 2 and message >= ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize, ways=2):
         return "bidirectional"
     return "gather"
 

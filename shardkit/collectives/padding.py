@@ -32,7 +32,7 @@ def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
         dim: the dim to pad.
 
     Returns:
-        Arrays whose size along `dim` is divisible by n; unchanged where it already is.
+        Arrays with a size along `dim` that n divides; unchanged if it already does.
 
     Raises:
         ValueError: an unbound axis, or a `dim` the array does not have.
@@ -56,13 +56,13 @@ def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
 
 @typed
 def unpad_from_axis(x: Arrays, size: int, *, dim: int = 0) -> Any:
-    """Removes the padding of pad_to_axis: the first `size` rows of each leaf.
+    """Removes the padding of pad_to_axis: returns the first `size` rows of each leaf.
 
     Layout: `X[.., P, ..] -> X[.., size, ..]`
     Args:
         x: pytree of arrays.
         size: the true size along `dim`.
-        dim: the dim that was padded.
+        dim: the padded dim.
 
     Returns:
         Arrays of size `size` along `dim`.
@@ -91,7 +91,7 @@ def unpad_from_axis(x: Arrays, size: int, *, dim: int = 0) -> Any:
 
 @typed
 def all_gather_uneven(x: Arrays, sizes: Sequence[int], axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
-    """Concatenates shards of different sizes along `dim`; every device gets the whole, without padding.
+    """Concatenates shards of different sizes along `dim`; every device gets the whole array, without padding.
 
     Layout: `X[.., max(sizes), ..] -> X[.., sum(sizes), ..]`
     Args:
@@ -148,7 +148,7 @@ def reduce_scatter_uneven(
         op: "sum" or "mean".
 
     Returns:
-        Arrays of size max(sizes) along `dim`, as all_gather_uneven takes them.
+        Arrays of size max(sizes) along `dim`: you can pass them to all_gather_uneven.
 
     Raises:
         ValueError: an unbound axis, a `dim` the array does not have, sizes that do not match the axis or the array,

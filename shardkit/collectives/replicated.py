@@ -20,11 +20,12 @@ from shardkit.collectives.axes import axis_index, vary
 
 @typed
 def assume_replicated(x: Arrays, axis: Axis) -> Any:
-    """Casts each leaf to be invariant over `axis`, for a value that is equal on its devices.
+    """Casts each leaf to be invariant over `axis`. Use it if you know that the value is equal on its devices.
 
-    `out_specs=P()` and a training step require the invariant type, which jax gives to the result of a psum but not to
-    what comes out of ppermutes. Nothing is checked when the program runs. `sk.testing.emulate` compares the values of
-    all devices here, bit for bit; `assert_matches_reference` and `prove` compare the replicas of the results.
+    `out_specs=P()` and a training step require the invariant type. jax gives it to the result of a psum, but not to the
+    result of ppermutes. Nothing checks the value when the program runs. To check it, use `sk.testing.emulate`: it
+    compares the values of all devices here, bit for bit. `assert_matches_reference` and `prove` compare the replicas of
+    the results.
 
     The transpose gives the cotangent to the first device of `axis`, and zeros to the others.
 

@@ -26,7 +26,7 @@ _MOST_NEIGHBORS = 1024  # devices that a halo may reach: each sends a message of
 
 @typed
 def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclusive: bool = False) -> Any:
-    """Device i gets the elementwise sum, max or min of the values of devices 0 to i.
+    """Gives device i the elementwise sum, max or min of the values of devices 0 to i.
 
     Layout: `X[...] on device i -> X[...] {reduced over devices 0..i}`
     Args:
@@ -104,7 +104,7 @@ def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after
         wrap: periodic boundary: the last device precedes the first. False: zeros at both ends.
 
     Returns:
-        Arrays whose size along `dim` is larger by before + after.
+        Arrays with before + after more rows along `dim`.
 
     Raises:
         ValueError: an unbound axis, a `dim` the array does not have or that is empty, a negative number of rows, or

@@ -1,4 +1,4 @@
-"""Closed forms: what a computation costs, from its sizes alone; chips as data.
+"""Closed forms for the cost of a computation, from its sizes alone; chips as data.
 
 Start with `collectives.py`, which says what a collective sends, and `links.py`, what that takes. A new chip is one row
 in `hardware.py`. Imports argument checks only, and no jax arrays.
@@ -6,8 +6,8 @@ in `hardware.py`. Imports argument checks only, and no jax arrays.
 
 from shardkit.cost.activations import activation_memory
 from shardkit.cost.collectives import bus_factor, collective_time, wire
-from shardkit.cost.crossovers import bucket_bytes, ring_from, scatter_from
-from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
+from shardkit.cost.crossovers import bucket_bytes, scatter_from
+from shardkit.cost.hardware import Chip, chip, chips, group_bandwidth
 from shardkit.cost.links import Link, Links, links
 from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
@@ -25,7 +25,6 @@ __all__ = [
     "bucket_bytes",
     "bus_factor",
     "chip",
-    "chip_of",
     "chips",
     "collective_time",
     "context_volume",
@@ -35,7 +34,6 @@ __all__ = [
     "mfu",
     "quantization_error",
     "quantized_bytes",
-    "ring_from",
     "roofline",
     "scatter_from",
     "tensor_volume",

@@ -16,8 +16,10 @@ from shardkit._arguments.typed import typed
 
 def recomputation(where: str, recompute: str | bool) -> str:
     """ "none", "selective" or "full"; False and True mean the first and the last."""
-    if isinstance(recompute, bool):
-        return "full" if recompute else "none"
+    if recompute is True:
+        return "full"
+    if recompute is False:
+        return "none"
     checks.one_of(where, "recompute", recompute, ("none", "selective", "full"))
     return recompute
 
@@ -34,12 +36,12 @@ def activation_memory(
     sequence_parallel: bool = False,
     recompute: str | bool = "none",
 ) -> float:
-    """Bytes of activations that one layer saves for its backward pass, per device.
+    """Returns the bytes of activations that one layer saves for its backward pass, per device.
 
     sbh (34 + 5as/h) without parallelism; sbh (10 + 24/t + 5as/(ht)) with tensor parallelism; sbh/t (34 + 5as/h) with
-    sequence parallelism too. Selective recomputation drops the 5as/h term (attention's core, as does a fused attention
-    kernel); full recomputation saves the layer's input, 2sbh. Keys and values are 4 of the 24; with
-    fewer key/value heads proportionally less, but at least one head per device.
+    sequence parallelism too. Selective recomputation, or a fused attention kernel, drops the 5as/h term (attention's
+    core); full recomputation saves the layer's input, 2sbh. Keys and values are 4 of the 24; with fewer key/value heads
+    proportionally less, but at least one head per device.
 
     Args:
         batch: sequences of one microbatch.
@@ -66,7 +68,9 @@ def activation_memory(
     batch, sequence, hidden, heads, tensor = checks.whole(
         where, batch=batch, sequence=sequence, hidden=hidden, heads=heads, tensor=tensor
     )
-    [kv_heads] = checks.whole(where, kv_heads=heads if kv_heads is None else kv_heads)
+    if kv_heads is None:
+        kv_heads = heads
+    [kv_heads] = checks.whole(where, kv_heads=kv_heads)
     checks.divisor(where, "kv_heads", kv_heads, "heads", heads)
     recompute = recomputation(where, recompute)
     sbh = sequence * batch * hidden
@@ -74,8 +78,12 @@ def activation_memory(
         return 2.0 * sbh
     # In units of sbh bytes, as in the paper: 10 for norms, dropout and the inputs of both blocks; 24 for what a tensor
     # axis splits; 5as/h for attention's scores.
-    norms = 10 / tensor if sequence_parallel else 10
-    scores = 5 * heads * sequence / hidden if recompute == "none" else 0
+    norms: float = 10
+    if sequence_parallel:
+        norms /= tensor
+    scores: float = 0
+    if recompute == "none":
+        scores = 5 * heads * sequence / hidden
     # Keys and values are 4 of the 24. Two key/value heads of eight save 3 of these 4; over four devices, each of which
     # has at least one head, they save 2.
     kept_kv_heads = min(heads, max(kv_heads, tensor))

@@ -33,14 +33,14 @@ class Traffic(NamedTuple):
 
 
 def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None = None) -> Traffic:
-    """The traffic of a collective.
+    """Returns the traffic of a collective.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute" or "broadcast".
         size: bytes of the operand on one device.
         n: devices along the axes.
-        pairs: (source, target) of a ppermute; the busiest device counts, and sending to itself is free. None: each
-            device to its neighbor.
+        pairs: (source, target) pairs of a ppermute. The busiest device counts, and a message to itself is free. None:
+            each device sends to its neighbor.
 
     Returns:
         Traffic, in bytes and messages.
@@ -64,6 +64,7 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
         )
     checks.one_of("wire", "kind", kind, (*COLLECTIVE_KINDS, "broadcast"))
     operand = Fraction(size)
+    nothing = Traffic(Fraction(0), 0)
     others_share = Fraction(n - 1, n)  # of the operand that does not stay here
     match kind:
         case "all_reduce":  # a reduce_scatter, then an all_gather of the pieces
@@ -73,9 +74,15 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
         case "reduce_scatter" | "all_to_all":
             return Traffic(others_share * operand, n - 1)
         case "broadcast":  # from one device to the next
-            return Traffic(operand, n - 1) if n > 1 else Traffic(Fraction(0), 0)
-    moves = n > 1 if pairs is None else any(source != target for source, target in pairs)
-    return Traffic(operand, 1) if moves else Traffic(Fraction(0), 0)
+            if n == 1:
+                return nothing
+            return Traffic(operand, n - 1)
+    moves = n > 1
+    if pairs is not None:
+        moves = any(source != target for source, target in pairs)
+    if not moves:
+        return nothing
+    return Traffic(operand, 1)
 
 
 @lru_cache(maxsize=4096)  # the planner asks thousands of times
@@ -101,8 +108,8 @@ def bus_factor(op: str, n: int) -> float:
     """Bus bandwidth over algorithm bandwidth (size / time), as in nccl-tests; bus bandwidth is comparable for any n.
 
     2 (n-1)/n for all_reduce; (n-1)/n for all_gather, reduce_scatter, all_to_all, gather and scatter; 1 for broadcast,
-    reduce, ppermute and sendrecv. The size is that of nccl-tests, the whole array: the result of an all_gather or
-    gather, the operand of every other operation.
+    reduce, ppermute and sendrecv. The size is the whole array, as in nccl-tests: the result of an all_gather or gather,
+    the operand of every other operation.
 
     Args:
         op: the operation, ignoring capitals, "-", "_" and spaces ("AllReduce", "all-to-all", "alltoall").
@@ -132,14 +139,14 @@ def bus_factor(op: str, n: int) -> float:
 def collective_time(kind: str, size: float, n: int, *, bandwidth: float, latency: float = 0.0) -> float:
     """Seconds of a collective in a ring of n devices: hops * latency + bytes / bandwidth, both as in `wire`.
 
-    Contention and the cost of a reduction's additions are left out. An all_to_all counts pairwise exchanges, as on a
+    It leaves out contention, and the additions of a reduction. It counts an all_to_all as pairwise exchanges, as on a
     switched network.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ppermute".
         size: bytes of the operand on one device, for an all_gather its piece.
         n: devices.
-        bandwidth: bytes/s that a device sends; `group_bandwidth` has that of a chip in both directions of its links.
+        bandwidth: bytes/s that a device sends; `group_bandwidth` gives it for a chip, in both directions of its links.
         latency: seconds per message.
 
     Raises:

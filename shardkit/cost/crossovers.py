@@ -16,27 +16,28 @@ from shardkit.cost.links import Link
 
 @typed
 def ring_from(link: Link, columns: float, *, flops: float, value_bytes: float = 2, ways: int = 1) -> float:
-    """The bytes of a message from which a collective matmul hides it: its matmul takes as long as the hop.
+    """Returns the message size from which a collective matmul hides the message: its matmul takes as long as the hop.
 
     A message of B bytes arrives after latency + B / bandwidth; the product of its rows with c columns takes
     2 B c / (value_bytes flops). Below this size, or with fewer columns, one gather and one matmul are simpler.
 
     Args:
-        link: what the messages are sent over.
-        columns: columns of the weights on one device, of all weights that are multiplied with one message.
+        link: the link for the messages.
+        columns: columns of all weights on one device that one message is multiplied with.
         flops: FLOP/s of a device.
         value_bytes: bytes per value.
-        ways: directions that are sent to at once, 1 or 2: with 2, each hop is hidden by two messages' matmuls.
+        ways: number of directions to send to at once, 1 or 2. With 2, the matmuls of two messages hide each hop.
 
     Returns:
-        Bytes; infinite where no message is hidden.
+        Bytes; infinite if no message is hidden.
 
     Raises:
         ValueError: a figure that is not positive, or a negative latency.
 
     Example:
+        >>> from shardkit.cost.crossovers import ring_from
         >>> v5e = sk.cost.links("v5e")
-        >>> [round(sk.cost.ring_from(v5e.link, columns, flops=v5e.flops)) for columns in (4400, 8192)]
+        >>> [round(ring_from(v5e.link, columns, flops=v5e.flops)) for columns in (4400, 8192)]
         [8865000, 51649]
 
     Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition (ASPLOS 2023).
@@ -57,16 +58,16 @@ def ring_from(link: Link, columns: float, *, flops: float, value_bytes: float = 
 
 @typed
 def scatter_from(link: Link, n: int) -> float:
-    """The bytes per device from which a reduce_scatter and an all_gather are faster than a tree of whole messages.
+    """Returns the bytes per device from which a reduce_scatter and an all_gather beat a tree of whole messages.
 
     The pair takes 2 (n-1) messages of 1/n of the bytes, recursive doubling ceil(log2 n) of all of them.
 
     Args:
-        link: what the messages are sent over.
+        link: the link for the messages.
         n: devices.
 
     Returns:
-        Bytes, for `scatter_from=` of `all_reduce_tree`; infinite over two devices, which send as much in either way.
+        Bytes, for `scatter_from=` of `all_reduce_tree`; infinite over two devices: both ways send the same.
 
     Raises:
         ValueError: n below 1, a bandwidth that is not positive, or a negative latency.
@@ -90,14 +91,14 @@ def scatter_from(link: Link, n: int) -> float:
 
 @typed
 def bucket_bytes(link: Link, n: int, *, share: float = 0.1) -> int:
-    """The bytes per device of an all_reduce of which latency takes this share.
+    """Returns the bucket size, in bytes per device, at which latency takes this share of an all_reduce.
 
-    For `bucket_bytes=` of `all_reduce_tree`. In 2 (n-1) messages of 1/n of the bytes these are
-    n latency bandwidth (1 - share) / share. Larger buckets gain at most that share, and smaller ones can be reduced
-    earlier in the backward pass.
+    Pass it as `bucket_bytes=` to `all_reduce_tree`. With 2 (n-1) messages of 1/n of the bytes it is n latency bandwidth
+    (1 - share) / share. Larger buckets gain at most this share; smaller buckets can be reduced earlier in the backward
+    pass.
 
     Args:
-        link: what the messages are sent over.
+        link: the link for the messages.
         n: devices.
         share: of the time, above 0 and below 1.
 

@@ -30,10 +30,10 @@ class Chip(NamedTuple):
         hbm_bytes: bytes of memory.
         hbm_bandwidth: bytes/s between memory and the compute units.
         link_bandwidth: bytes/s, one direction: of one torus link (TPU), of all NVLinks together (GPU).
-        torus: dimensions of the torus, with two links each; 0 where a switch connects the chips of a host.
-        host: chips that reach each other at link_bandwidth without a torus: a GPU host; 1 on a torus.
+        torus: dimensions of the torus, with two links each; 0 if a switch connects the chips of a host.
+        host: number of chips that reach each other at link_bandwidth without a torus: a GPU host; 1 on a torus.
         network_bandwidth: bytes/s, one direction, per chip, beyond the slice or the host.
-        source: where the figures are published.
+        source: the publication of the figures.
     """
 
     name: str
@@ -69,7 +69,7 @@ chips: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _CHIPS
 
 
 def chip(name: str | Chip) -> Chip:
-    """The chip of that name; a Chip, also one of your own, is returned as it is.
+    """Returns the chip with this name. If you pass a Chip, you get it back.
 
     Args:
         name: "v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200" or "b200", ignoring capitals.
@@ -102,16 +102,17 @@ _KINDS = {
 
 @typed
 def chip_of(device_kind: str | None) -> Chip | None:
-    """The chip that jax calls so, as in `jax.devices()[0].device_kind`.
+    """Finds the chip of a jax device, by `jax.devices()[0].device_kind`.
 
     Args:
         device_kind: such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
 
     Returns:
-        Chip; None for a CPU, for GPUs without the NVLinks in `chips` (PCIe, NVL), and for chips that are not there.
+        Chip; None for a CPU, for GPUs without the NVLinks in `chips` (PCIe, NVL), and for unknown chips.
 
     Example:
-        >>> sk.cost.chip_of("TPU v5 lite").name, sk.cost.chip_of("NVIDIA H100 PCIe")
+        >>> from shardkit.cost.hardware import chip_of
+        >>> chip_of("TPU v5 lite").name, chip_of("NVIDIA H100 PCIe")
         ('v5e', None)
     """
     kind = str(device_kind or "")
@@ -138,7 +139,7 @@ _chip = chip  # where an argument takes the name
 
 
 def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
-    """Bytes/s that one chip sends, in all directions, in a collective over torus dimensions or a host.
+    """Returns the bytes/s that one chip sends, in all directions, in a collective over torus dimensions or a host.
 
     A wrapped torus dimension has two links; a GPU sends into its switch for any group.
 
@@ -163,5 +164,6 @@ def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
             f"group_bandwidth: axes must be at most {most} for chip {described.name!r}; got {axes}. "
             "Choose fewer axes or another chip."
         )
-    links = 2 * axes if described.torus else 1
-    return described.link_bandwidth * links
+    if not described.torus:
+        return described.link_bandwidth
+    return described.link_bandwidth * 2 * axes

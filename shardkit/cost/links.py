@@ -23,12 +23,12 @@ _SWITCH_HOP = 3.4e-6
 
 
 class Link(NamedTuple):
-    """What one kind of link does.
+    """One kind of link.
 
     Attributes:
         latency: seconds per message.
         bandwidth: bytes/s that a device sends in one direction.
-        source: where the figures are from, such as "chip v5e" or "measured on 2026-11-23".
+        source: the source of the figures, such as "chip v5e" or "measured on 2026-11-23".
     """
 
     latency: float
@@ -36,7 +36,7 @@ class Link(NamedTuple):
     source: str = ""
 
     def seconds(self, sent: float, messages: float = 0) -> float:
-        """The time in which a device sends this many bytes, in this many messages one after the other.
+        """Returns the seconds in which a device sends this many bytes, in this many messages one after the other.
 
         Example:
             >>> sk.cost.Link(latency=1e-6, bandwidth=1e9).seconds(7e6, messages=7)
@@ -45,17 +45,19 @@ class Link(NamedTuple):
         return messages * self.latency + sent / self.bandwidth
 
     def __str__(self) -> str:
-        source = f" ({self.source})" if self.source else ""
-        return f"{self.latency * 1e6:.3g} us a message, {self.bandwidth / 1e9:.3g} GB/s{source}"
+        text = f"{self.latency * 1e6:.3g} us a message, {self.bandwidth / 1e9:.3g} GB/s"
+        if self.source:
+            text += f" ({self.source})"
+        return text
 
 
 class Links(NamedTuple):
-    """The links of a machine, for whatever chooses by them.
+    """The links of a machine: pass them to functions that choose by speed.
 
     Attributes:
-        link: of every axis that `axes` does not name.
-        flops: FLOP/s of a device's bfloat16 matmuls; None where they are not known.
-        axes: (axis, Link) of axes with links of their own.
+        link: the link of every axis that `axes` does not name.
+        flops: FLOP/s of a device's bfloat16 matmuls; None if unknown.
+        axes: pairs (axis, Link), for axes with other links.
 
     Example:
         >>> slow = sk.cost.Link(latency=20e-6, bandwidth=12.5e9, source="measured on 2026-11-23")
@@ -69,8 +71,10 @@ class Links(NamedTuple):
     axes: tuple[tuple[str, Link], ...] = ()
 
     def of(self, axis: str | Sequence[str]) -> Link:
-        """The link of an axis; of several axes the one that takes longest for a message, at each of its figures."""
-        names = (axis,) if isinstance(axis, str) else axis
+        """Returns the link of an axis; of several axes the largest latency and the smallest bandwidth."""
+        names = axis
+        if isinstance(axis, str):
+            names = (axis,)
         link_of = dict(self.axes)
         links = [link_of.get(name, self.link) for name in names]
         if not links:
@@ -82,10 +86,10 @@ class Links(NamedTuple):
 
 
 def links(chip: str | Chip) -> Links:
-    """The links of a chip as published: one link of its torus, or all its NVLinks into the switch of its host.
+    """Returns the published links of a chip: one link of its torus, or all its NVLinks into the switch of its host.
 
-    The latency of a message is 1 us on a torus and 3.4 us through NVLink's switch. The network beyond a slice or a host
-    is left out: measure it.
+    The latency of a message is 1 us on a torus and 3.4 us through NVLink's switch. It does not know the network beyond
+    a slice or a host: measure it.
 
     Args:
         chip: a chip or its name.
@@ -103,7 +107,9 @@ def links(chip: str | Chip) -> Links:
     Source: How to Scale Your Model, part 3, and NCCL's tuning table (src/graph/tuning.cc) for the latencies.
     """
     described = hardware.chip(chip)
-    latency = _TORUS_HOP if described.torus else _SWITCH_HOP
+    latency = _SWITCH_HOP
+    if described.torus:
+        latency = _TORUS_HOP
     return Links(Link(latency, described.link_bandwidth, f"chip {described.name}"), described.flops)
 
 
@@ -133,13 +139,12 @@ def link_of_group(chip: Chip, kind: str, group: Group) -> Link:
     each device sends at 400 GB/s; over two of them, one on each host, at 50 GB/s; over the eight of a host at 450 GB/s.
     """
     is_permute = kind == "ppermute"
-    if chip.torus and is_permute:
-        bandwidth = chip.link_bandwidth
-    elif chip.torus:
+    bandwidth = chip.link_bandwidth
+    if chip.torus and not is_permute:
         bandwidth = group_bandwidth(chip, group.dims)
-    elif group.members_on_a_host is None:
-        bandwidth = chip.link_bandwidth
-    else:
-        adapters = 1 if is_permute else group.members_on_a_host
+    elif not chip.torus and group.members_on_a_host is not None:
+        adapters = group.members_on_a_host
+        if is_permute:
+            adapters = 1
         bandwidth = min(chip.link_bandwidth, chip.network_bandwidth * adapters)
     return Link(0.0, bandwidth, f"chip {chip.name}")

@@ -23,7 +23,7 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
         stages: number p of pipeline devices.
         microbatches: microbatches m per step.
         schedule: "gpipe", "1f1b", "interleaved", "lockstep" or "breadth_first", ignoring capitals, "-", "_" and spaces.
-            Of others, such as zero_bubble_h1, the bubble depends on the costs: use `Schedule.simulate`.
+            For other schedules, such as zero_bubble_h1, the bubble depends on the costs: use `Schedule.simulate`.
         chunks: model chunks v per device, for the last three; "1f1b" with chunks is "interleaved".
         of: "ideal", Megatron's convention: over the time without idling; or "total", GPipe's: over the ideal time and
             the bubble.
@@ -32,8 +32,8 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
         The fraction, without unit.
 
     Raises:
-        ValueError: an unknown schedule; a size below 1; chunks where the schedule has none; microbatches for which the
-            form does not hold: with chunks, multiples of p ("breadth_first": at least p); another `of`.
+        ValueError: an unknown schedule; a size below 1; chunks for a schedule without chunks; with chunks, microbatches
+            that are not a multiple of p ("breadth_first": fewer than p); another `of`.
 
     Example:
         >>> sk.cost.bubble(4, 16)
@@ -59,7 +59,9 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
         rule = "a multiple of"
         fits = microbatches % stages == 0
     if chunks > 1 and not fits:
-        function = "interleaved" if name == "1f1b" else name
+        function = name
+        if name == "1f1b":
+            function = "interleaved"
         call = f"schedules.{function}({stages}, {microbatches}, {chunks})"
         raise ValueError(
             f"bubble: the closed form of {name!r} needs {rule} stages={stages} microbatches; got {microbatches}. "
@@ -68,4 +70,6 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
     # In forwards and backwards of a chunk: 4 stages, 16 microbatches and 3 chunks are busy for 48, and idle for 3.
     busy = microbatches * chunks
     idle = stages - 1
-    return idle / busy if of == "ideal" else idle / (busy + idle)
+    if of == "ideal":
+        return idle / busy
+    return idle / (busy + idle)

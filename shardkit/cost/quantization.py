@@ -42,12 +42,12 @@ SMALLEST = -100  # exponent of the smallest scale: no subnormals
 def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
     """Bytes of a quantized message: its values, packed block by block, and one byte for the scale of each block.
 
-    The last block is sent whole; a message shorter than a block is one block of its own size.
+    The last block is sent whole. A message shorter than a block is one smaller block.
 
     Args:
-        elements: of the message. A collective quantizes what it sends to each device as one message.
+        elements: number of elements in the message. A collective sends one message to each device.
         dtype: "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8" or "int4".
-        block: elements that share a scale; bfloat16 has none.
+        block: number of elements with a common scale; bfloat16 has no scale.
 
     Raises:
         ValueError: another dtype, a negative size, or an empty block.
@@ -71,14 +71,14 @@ def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
 
 @partial(typed, only=bool)
 def quantization_error(largest: float, dtype: str, *, n: int = 1) -> float:
-    """The largest difference between a sum of n elements that were sent in `dtype` and the exact sum.
+    """Bounds the difference between the exact sum of n elements and their sum after sending them in `dtype`.
 
-    One element: let the block's largest magnitude be M, and its scale s. Whole numbers are s apart, so that the error
-    is at most s/2, with s = 2^ceil(log2(M / largest value)); s < 2 M / largest value, so at most M/127 for int8 and M/7
-    for int4. Floating-point values with m bits of mantissa are an ulp apart, at most 2^(floor(log2 M) - m): the scale,
-    a power of two, does not change that; so the error is at most 2^(floor(log2 M) - m - 1), M/2^(m+1) or less. An M
-    below the largest value times 2^-100, the smallest scale, counts as that; one above the largest bfloat16 is sent as
-    that.
+    One element: let the block's largest magnitude be M, and its scale s. Whole numbers are s apart, so the error is at
+    most s/2, with s = 2^ceil(log2(M / largest value)); s < 2 M / largest value, so at most M/127 for int8 and M/7 for
+    int4. Floating-point values with m bits of mantissa are an ulp apart, at most 2^(floor(log2 M) - m): the scale is a
+    power of two and does not change this. So the error is at most 2^(floor(log2 M) - m - 1), M/2^(m+1) or less. The
+    smallest scale is 2^-100: an M below the largest value times 2^-100 counts as this product. An M above the largest
+    bfloat16 is sent as the largest bfloat16.
 
     The sum: n errors E, and the rounding of n-1 additions in float32, in any order: at most
     g n (M + E), g = (n-1) u / (1 - (n-1) u), u = 2^-24 (Higham, 4.4). The cast of the sum to the dtype of the result
@@ -87,8 +87,8 @@ def quantization_error(largest: float, dtype: str, *, n: int = 1) -> float:
     Args:
         largest: largest magnitude in the blocks, M.
         dtype: "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8" or "int4".
-        n: elements that are summed; 1 for a gather. For two levels, n_2 and n_1 devices: E1 of n_1 elements up to M,
-            then E2 of n_2 elements up to n_1 M + E1; together n_2 E1 + E2.
+        n: number of elements in the sum; 1 for a gather. For two levels, n_2 and n_1 devices: E1 of n_1 elements up to
+            M, then E2 of n_2 elements up to n_1 M + E1; together n_2 E1 + E2.
 
     Returns:
         The bound, in the unit of `largest`.

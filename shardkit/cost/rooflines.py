@@ -71,13 +71,16 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
     }
     bound = max(times, key=lambda part: times[part])
     seconds = times[bound]
+    intensity = math.inf
+    if bytes:
+        intensity = flops / bytes
     return Roofline(
         seconds=seconds,
         compute_seconds=times["compute"],
         memory_seconds=times["memory"],
         network_seconds=times["network"],
         bound=bound,
-        intensity=flops / bytes if bytes else math.inf,
+        intensity=intensity,
         critical_intensity=described.flops / described.hbm_bandwidth,
         flops_per_second=flops / seconds,
     )

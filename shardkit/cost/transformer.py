@@ -42,7 +42,9 @@ def _count_layer(
     if ffn is None:
         ffn = 4 * hidden
     [ffn] = checks.whole(where, ffn=ffn)
-    up = 2 * ffn if gated else ffn
+    up = ffn
+    if gated:  # two matrices, of which one gates the other
+        up = 2 * ffn
     return _Layer(
         attention=hidden * (2 * hidden + 2 * kv_hidden),  # queries and output; keys and values
         feed_forward=hidden * (up + ffn),
@@ -98,11 +100,15 @@ def transformer_parameters(
     layers, hidden = checks.whole(where, layers=layers, hidden=hidden)
     vocabulary, sequence = checks.count(where, vocabulary=vocabulary, sequence=sequence)
     counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
-    norm = 2 * hidden if biases else hidden
+    norm = hidden
+    if biases:
+        norm = 2 * hidden
     layer = counts.attention + counts.feed_forward + 2 * norm
     if biases:
         layer += counts.biases
-    tables = 1 if tied else 2
+    tables = 2
+    if tied:
+        tables = 1
     parameters = layers * layer + (vocabulary * tables + sequence) * hidden
     if final_norm:
         parameters += norm
@@ -153,7 +159,7 @@ def transformer_flops(
     [vocabulary] = checks.count(where, vocabulary=vocabulary)
     counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
     recompute = recomputation(where, recompute)
-    # Of one token: forward, of which backward is twice as much.
+    # FLOPs of one token forward; backward takes twice as many.
     scores = 4 * sequence * hidden
     layer = 2 * (counts.attention + counts.feed_forward) + scores
     head = 2 * hidden * vocabulary
@@ -185,8 +191,9 @@ def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 
 
     Source: Chowdhery et al., PaLM (arXiv:2204.02311), section 4.1.
     """
-    rate = chip(peak).flops if isinstance(peak, str | Chip) else peak
+    if isinstance(peak, str | Chip):
+        peak = chip(peak).flops
     [chips] = checks.whole("mfu", chips=chips)
-    seconds, rate = checks.positive("mfu", seconds=seconds, peak=rate)
+    seconds, peak = checks.positive("mfu", seconds=seconds, peak=peak)
     [flops] = checks.at_least_zero("mfu", flops=flops)
-    return flops / (seconds * chips * rate)
+    return flops / (seconds * chips * peak)

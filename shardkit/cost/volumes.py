@@ -131,7 +131,8 @@ def context_volume(
     3.2.
     """
     where = "context_volume"
-    kv_hidden = hidden if kv_hidden is None else kv_hidden
+    if kv_hidden is None:
+        kv_hidden = hidden
     checks.one_of(where, "method", method, ("ring", "all_gather", "ulysses"))
     batch, sequence, hidden, ways, kv_hidden = checks.whole(
         where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, kv_hidden=kv_hidden

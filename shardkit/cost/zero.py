@@ -46,7 +46,7 @@ def zero_breakdown(
 
     Args:
         parameters: number of parameters.
-        ways: devices that the state is sharded over.
+        ways: number of devices that share the state.
         stage: 0, 1, 2 or 3.
         parameter_bytes: bytes per parameter of the compute copy (bfloat16: 2).
         gradient_bytes: bytes per parameter of the gradients.
@@ -71,10 +71,19 @@ def zero_breakdown(
         gradient_bytes=gradient_bytes,
         optimizer_bytes=optimizer_bytes,
     )
+    optimizer_ways = 1
+    gradient_ways = 1
+    parameter_ways = 1
+    if stage >= 1:
+        optimizer_ways = ways
+    if stage >= 2:
+        gradient_ways = ways
+    if stage >= 3:
+        parameter_ways = ways
     return ZeroMemory(
-        parameters=parameters * parameter_bytes / (ways if stage >= 3 else 1),
-        gradients=parameters * gradient_bytes / (ways if stage >= 2 else 1),
-        optimizer=parameters * optimizer_bytes / (ways if stage >= 1 else 1),
+        parameters=parameters * parameter_bytes / parameter_ways,
+        gradients=parameters * gradient_bytes / gradient_ways,
+        optimizer=parameters * optimizer_bytes / optimizer_ways,
     )
 
 
@@ -130,15 +139,15 @@ def zero_volume(
     """Bytes that one device sends per step by bandwidth-optimal collectives, with k microbatches accumulated.
 
     In units of the parameters' bytes times (n-1)/n: stage 0: 2 (one all_reduce of gradients); stage 1: 2
-    (reduce_scatter of gradients, all_gather of parameters); stage 2: k + 1, since gradients that are sharded are
-    reduced every microbatch; stage 3, layer by layer: 3 k (two gathers and a reduction per microbatch), 2 k if the
-    gathered layers are saved for the backward; stage 3 with the whole tree gathered once per step: 2. Layer by layer,
-    with all microbatches through a layer before the next: 3 at stage 3 (2 if saved) and 2 at stage 2, for any k.
+    (reduce_scatter of gradients, all_gather of parameters); stage 2: k + 1, because sharded gradients are reduced in
+    every microbatch; stage 3, layer by layer: 3 k (two gathers and a reduction per microbatch), 2 k if the gathered
+    layers are saved for the backward; stage 3 with the whole tree gathered once per step: 2. Layer by layer, with all
+    microbatches through a layer before the next: 3 at stage 3 (2 if saved) and 2 at stage 2, for any k.
 
     Args:
         parameters, ways, stage: as for `zero_breakdown`.
         accumulate: microbatches k per step.
-        layerwise: stage 3 gathers each layer when it is used; False: the whole tree once per step.
+        layerwise: stage 3 gathers each layer when the loss uses it; False: the whole tree once per step.
         regather: stage 3, layer by layer: gathers again for the backward; False: saves the gathered layers.
         layer_major: stages 2 and 3, layer by layer: all microbatches pass a layer before the next one starts.
         parameter_bytes: bytes per parameter, gathered.
@@ -162,12 +171,16 @@ def zero_volume(
     share = sent_share("reduce_scatter", ways)
     reduction = share * parameters * gradient_bytes
     gather = share * parameters * parameter_bytes
-    passes = 1 if layer_major else accumulate  # of microbatches, or of all at once, through a layer
+    passes = accumulate  # through a layer, one for each microbatch
+    if layer_major:
+        passes = 1
     if stage == 0:
         return 2 * reduction  # an all_reduce
     if stage == 1 or (stage == 3 and not layerwise):
         return reduction + gather
     if stage == 2:
         return passes * reduction + gather
-    gathers = 2 if regather else 1  # forward, and again backward
+    gathers = 1  # forward
+    if regather:
+        gathers = 2  # and again backward
     return passes * (reduction + gathers * gather)

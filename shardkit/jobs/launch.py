@@ -94,7 +94,9 @@ def launch(
     Example:
         Two processes with four simulated devices each:
 
-            code = sk.runtime.launch(["train.py", "--steps", "100"], processes=2, devices=4)
+            from shardkit.jobs.launch import launch
+
+            code = launch(["train.py", "--steps", "100"], processes=2, devices=4)
     """
     at_least_zero("launch", grace=grace)
     words = find_program(command)

@@ -34,25 +34,26 @@ def dot_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Softmax attention over a whole sequence on one device: the reference for every other form.
+    """Softmax attention over a whole sequence on one device. All other forms give the same numbers.
 
     Layout: `Q[b, T, H, K], K[b, T, G, K], V[b, T, G, K] -> Y[b, T, H, K]`
 
     Args:
         q_bTHK: queries.
-        k_bTGK: keys; H/G heads share each of the G key/value heads (G = H: each has its own).
+        k_bTGK: keys. H/G query heads share each of the G key/value heads.
         v_bTGK: values.
-        causal: a token attends to itself and to earlier ones only.
-        segments_bt: int32 numbers of the documents packed into a sequence; a token attends to its own only.
-        positions_bt: int32 places of the tokens in the sequence, where they are not in order: "earlier" is by them.
-        window: with positions, how many tokens a token attends to, itself and those before it; None: all.
+        causal: a token attends to itself and to earlier tokens only.
+        segments_bt: int32 numbers of the documents packed into a sequence; a token attends to its document only.
+        positions_bt: int32 places of the tokens in the sequence. Pass them if the tokens are not in order.
+        window: with positions, the number of tokens that a token attends to: itself and the tokens before it; None:
+            all.
         scale: factor of the scores; None: 1/sqrt(K).
 
     Returns:
         Array of the shape and dtype of the queries.
 
     Raises:
-        ValueError: inconsistent shapes, G does not divide H, or a window or positions without what they need.
+        ValueError: inconsistent shapes, G does not divide H, positions without `causal`, or a window without positions.
 
     Cost: nothing is sent; temporary memory of b H T T scores, and as many weights in the dtype of v as residuals.
 

@@ -54,27 +54,27 @@ def ring_attention(
     block: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Attention over a sequence whose tokens are split over `axis`: keys and values pass around a ring.
+    """Attention over a sequence with its tokens split over `axis`: keys and values pass around a ring.
 
     Each device processes one block of keys after another with an online softmax, while the next block arrives. The
     backward pass is a ring too: it recomputes the scores from q, k, v, the result and one number per query.
 
-    Under `causal`, device i does not need the blocks of later devices. In contiguous order it skips them, and the last
-    device, which skips none, is the slowest: 4n half-chunk pairs. In zigzag order every device has the same work, 3
-    pairs with its own block and 2 with every other, 2n+1 in all, without a branch.
+    Under `causal`, device i does not need the blocks of later devices. In contiguous order it skips them. The last
+    device skips none and is the slowest: 4n half-chunk pairs. In zigzag order every device has the same work, 3 pairs
+    with its block and 2 with every other block, 2n+1 in all, without a branch.
 
     Layout: `Q[b, T_a, H, K], K[b, T_a, G, K], V[b, T_a, G, K] -> Y[b, T_a, H, K]`
 
     Args:
         q_btHK: this device's queries.
-        k_btGK: its keys; H/G heads share each of the G key/value heads, which are sent once.
+        k_btGK: its keys. H/G query heads share each of the G key/value heads; each is sent once.
         v_btGK: its values.
         axis: axis name or tuple of names; the ring runs along the joint index.
-        causal: a token attends to itself and to earlier ones only.
-        order: which tokens device i holds: "contiguous" the i-th of n chunks, "zigzag" chunks i and 2n-1-i of 2n.
-        segments_bt: int32 numbers of the documents packed into each sequence; a token attends to its own only.
-        positions_bt, window: as for `dot_attention`. With positions the tokens may be in any order, such as that of
-            `deal`, and tiles in which nothing is seen are skipped.
+        causal: a token attends to itself and to earlier tokens only.
+        order: the tokens of device i: "contiguous": the i-th of n chunks; "zigzag": chunks i and 2n-1-i of 2n.
+        segments_bt: int32 numbers of the documents packed into each sequence; a token attends to its document only.
+        positions_bt, window: as for `dot_attention`. With positions the tokens may be in any order, such as the order
+            of `deal`, and tiles without a visible pair are skipped.
         block: size of the tiles of queries and keys that are processed in sequence; None: whole chunks.
         scale: factor of the scores; None: 1/sqrt(K).
 
@@ -122,7 +122,7 @@ def ulysses_attention(
     block: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Attention over a sequence whose tokens are split over `axis`: resharded by heads, and back.
+    """Attention over a sequence with its tokens split over `axis`: it reshards by heads, and back.
 
     With `ring` the tokens are split over (ring, axis): after the exchange over `axis` each device holds H/n heads of
     its ring's share of the tokens, and `ring_attention` does the rest.
@@ -131,10 +131,10 @@ def ulysses_attention(
 
     Args:
         q_btHK: this device's queries; n must divide H.
-        k_btGK: its keys. Where n does not divide G, each is repeated until it does: lcm(G, n) are sent.
+        k_btGK: its keys. If n does not divide G, each head is repeated until it does: lcm(G, n) heads are sent.
         v_btGK: its values, repeated as the keys.
         axis: axis name or tuple of names.
-        ring: a second axis (or tuple) for the ring, which must come before `axis` in the mesh.
+        ring: a second axis (or tuple) for the ring. It must come before `axis` in the mesh.
         order: the order of the tokens along the ring; `zigzag(batch, ring, ulysses=axis)` reorders a batch.
         causal, segments_bt, positions_bt, window, block, scale: as for `ring_attention`.
 
@@ -147,8 +147,8 @@ def ulysses_attention(
             inconsistent shapes.
 
     Cost: (n-1)/n of this device's queries, keys, values and result, forward and again backward, each in an all_to_all;
-        n-1 times the segments and positions. A ring adds its own, of n times the tokens and 1/n of the heads. An axis
-        of one device sends nothing.
+        n-1 times the segments and positions. A ring adds the cost of `ring_attention`, for n times the tokens and 1/n
+        of the heads. An axis of one device sends nothing.
 
     Example:
         >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, ("data", "model"))

@@ -16,16 +16,16 @@ from shardkit._arguments.typed import typed
 
 @typed
 def deal(segments_BT: np.ndarray, devices: int, *, block: int = 128, window: int | None = None) -> np.ndarray:
-    """The order in which devices hold the tokens of packed sequences, so that all have as much attention to compute.
+    """Deals the tokens of packed sequences to devices, so that all have the same amount of attention to compute.
 
-    The heaviest block goes to the device with the fewest pairs that has room for one, and so on. A batch is reordered
-    on the host, `np.take_along_axis(batch, order, 1)`, and the order itself is the positions of its tokens.
+    The heaviest block goes to the device with the fewest pairs and room for a block, and so on. Reorder your batch on
+    the host, `np.take_along_axis(batch, order, 1)`, and pass the order itself as the positions of its tokens.
 
     Args:
         segments_BT: numbers of the documents, int [B, T]; tokens of a document are next to each other.
-        devices: devices that split dim 1 of the batch.
-        block: tokens that stay together; tiles of `ring_attention(block=...)` should be as large.
-        window: as of the attention.
+        devices: number of devices that split dim 1 of the batch.
+        block: tokens that stay together; pass the same number to `ring_attention(block=...)`.
+        window: as for the attention.
 
     Returns:
         int32 [B, T]: the token at each place, device by device; on each device in order.

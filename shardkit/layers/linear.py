@@ -23,16 +23,16 @@ from shardkit.layers.matmul import check_split, live_axes, matmul
 
 @typed
 def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto") -> Any:
-    """Multiplies by weights that are split by columns; each device computes its own columns, or heads.
+    """Multiplies by weights that are split by columns: each device computes its part of the columns, or heads.
 
     Layout: `X[T, D] . W[D, F_a] -> Y[T, F_a]`; with `sequence` `X[T_a, D] -> X[T, D]` first
 
     Args:
         x: tokens, [..., T, D], the same on all devices of `axis`; with `sequence` this device's tokens, [..., t, D].
-        w: weights [D, f] or [D, h, K]; or a pytree of them (gate and up; query, key and value), which share
-            the gather.
+        w: weights [D, f] or [D, h, K]; or a pytree of them (gate and up; query, key and value), with one gather for
+            all.
         axis: axis name or tuple of names; None for one device.
-        sequence: the tokens are split over `axis`.
+        sequence: True if the tokens are split over `axis`.
         impl: the `impl` of `all_gather_matmul`, with `sequence`.
 
     Returns:
@@ -42,7 +42,7 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
         ValueError: an unbound axis, or an unknown `impl`.
 
     Cost: nothing forward, and one all_reduce of x's gradient backward. With `sequence` an all_gather of x forward;
-        backward another, for the gradient of w, and a reduce_scatter of x's gradient. To gather once and keep the
+        backward another one, for the gradient of w, and a reduce_scatter of x's gradient. To gather once and keep the
         tokens, call `column_linear(all_gather(x, axis, dim=-2), w, axis)`.
 
     Example:
@@ -76,7 +76,7 @@ def row_linear(
 ) -> jax.Array:
     """Multiplies columns, or heads, by weights that are split by rows, and sums over the devices.
 
-    Add a bias to the result: added before the sum it would count n times.
+    Add a bias to the result: if you add it before the sum, it counts n times.
 
     Layout: `H[T, F_a] . W[F_a, D] -> Y[T, D] {U_a} -> Y[T, D]`; with `sequence` `-> Y[T_a, D]`
 
@@ -88,8 +88,9 @@ def row_linear(
         impl: the `impl` of `matmul_reduce_scatter`, with `sequence`.
 
     Returns:
-        [..., T, D], invariant over `axis`; with `sequence` this device's tokens, [..., t, D]. In the dtype of h, in
-        which devices' parts are added too: pass `h.astype(jnp.float32)`, and with `sequence` such a w, for float32.
+        [..., T, D], invariant over `axis`; with `sequence` this device's tokens, [..., t, D]. It has the dtype of h,
+            and devices add their parts in this dtype. For float32 sums pass `h.astype(jnp.float32)`, and with
+            `sequence` a float32 w.
 
     Raises:
         ValueError: an unbound axis, weights that are invariant over `axis`, an unknown `impl`, or tokens not
@@ -130,23 +131,24 @@ def row_linear(
 
 @typed
 def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: int, dim: int = -2) -> jax.Array:
-    """The key or value heads that this device's query heads use, of weights that are whole on every device.
+    """Selects the key or value heads for this device's query heads, from weights that are whole on every device.
 
-    For grouped-query attention whose key/value heads are not divisible by the axis. Weights that are already split over
-    it are returned unchanged, so that a model need not distinguish the cases.
+    Use it for grouped-query attention if the axis does not divide the key/value heads. It returns weights that are
+    already split over the axis unchanged, so your model can always call it.
 
     Layout: `W[D, G, K] -> W[D, g, K]`, the g heads of the groups of query heads `[i H/n, (i+1) H/n)`
 
     Args:
         w_DGK: weights (or projected tokens) of all key/value heads, or this device's share of them.
-        axis: axis name or tuple of names, over which the query heads are split; None for one device.
+        axis: axis name or tuple of names that splits the query heads; None for one device.
         heads: query heads H of the whole layer.
         kv_heads: key/value heads G of the whole layer.
         dim: the dimension of the heads.
 
     Returns:
-        The array with g heads along `dim`, where g divides this device's query heads and query head j uses key/value
-        head j // (h / g): one head if all are in one group, in the worst case a copy for each query head.
+        The array with g heads along `dim`. g divides this device's query heads, and query head j uses key/value head j
+            // (h / g). You get one head if all query heads are in one group, and in the worst case a copy for each
+            query head.
 
     Raises:
         ValueError: heads not divisible by the axis, key/value heads that do not divide the heads, or a dim of
@@ -191,16 +193,16 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
 def device_major_qkv(
     w: jax.Array, ways: int, *, heads: int, kv_heads: int | None = None, dim: int = -1, inverse: bool = False
 ) -> jax.Array:
-    """Reorders the columns of a fused query-key-value weight so that each shard holds whole heads of all three.
+    """Reorders a fused query-key-value weight, so that each shard holds whole heads of all three.
 
-    In the original order the first shard would hold queries only. With h = H/n and g = G/n a device's part is [h + 2g,
-    K]: `query, key, value = jnp.split(y.reshape(*y.shape[:-1], -1, K), [h, h + g], axis=-2)`.
+    In the original order the first shard holds queries only. With h = H/n and g = G/n a device's part is [h + 2g, K]:
+    `query, key, value = jnp.split(y.reshape(*y.shape[:-1], -1, K), [h, h + g], axis=-2)`.
 
     Layout: `W[D, (q k v)] -> W[D, (q_0 k_0 v_0 q_1 k_1 v_1 ..)]`, of whole arrays, outside shard_map
 
     Args:
-        w: weight, or bias, whose dim `dim` holds H query, G key and G value heads of equal size, in this order.
-        ways: devices n over which that dim is to be split.
+        w: weight or bias. Its dim `dim` holds H query, G key and G value heads of equal size, in this order.
+        ways: number n of devices that will split this dim.
         heads: query heads H.
         kv_heads: key/value heads G; None: as many as query heads.
         dim: the fused dimension.
@@ -212,7 +214,7 @@ def device_major_qkv(
     Raises:
         ValueError: heads not divisible by `ways`, or a dim that does not hold H + 2 G heads of equal size.
 
-    Cost: nothing is sent where w is replicated.
+    Cost: nothing is sent if w is replicated.
 
     Example:
         >>> qkv = jnp.asarray([[0, 1, 10, 11, 20, 21]])  # two heads of size 1: queries, keys, values

@@ -43,37 +43,38 @@ def moe(
     stage: Axis | None = None,
     bias_E: jax.Array | None = None,
 ) -> tuple[jax.Array, RoutingStats]:
-    """A mixture of experts: each token goes to its `top_k` experts, whose outputs are summed with weights.
+    """A mixture of experts: it sends each token to `top_k` experts, and adds up their outputs with weights.
 
-    With `Capacity(factor)`, each group of tokens has C = ceil(factor * group * top_k / E) places in each expert;
-    choices beyond are dropped. They are the same on every mesh that splits no group, so the default group is a
+    With `Capacity(factor)`, each group of tokens has C = ceil(factor * group * top_k / E) places in each expert; it
+    drops all further choices. It drops the same choices on every mesh that splits no group, so the default group is a
     sequence. Buffers hold E C rows per group.
 
-    With `Dropless()`, tokens are sorted by expert: a device sends its N top_k rows without padding, where the hardware
-    has a ragged all_to_all (all but CPUs). A buffer holds the worst case, n N min(top_k, E/n) rows; experts compute
-    only rows that arrived, where `lax.ragged_dot` is native. Both give the same numbers while nothing is dropped.
+    With `Dropless()`, tokens are sorted by expert. A device sends its N top_k rows without padding, if the hardware has
+    a ragged all_to_all (all but CPUs). A buffer holds the worst case, n N min(top_k, E/n) rows. If `lax.ragged_dot` is
+    native, experts compute only rows that arrived. Both give the same numbers as long as nothing is dropped.
 
-    `Dropless(impl="gather")` or `"ring"` sends whole tokens instead of choices, and sums of a token's experts instead
-    of their outputs, rounded to the dtype of x on each device with some of them. It sends less than "dense" where
-    min(top_k, E/n) > 1, than "ragged" where top_k > n. Buffers hold the worst case too: "gather" all n N tokens and
-    n N min(top_k, E/n) rows, "ring" N tokens and N min(top_k, E/n) rows, but those of each hop for a backward pass.
+    `Dropless(impl="gather")` or `"ring"` sends whole tokens instead of choices, and sums over a token's experts instead
+    of their outputs. Each device with some of the experts rounds its sum to the dtype of x. You send less than with
+    "dense" if min(top_k, E/n) > 1, and less than with "ragged" if top_k > n. Buffers hold the worst case too: "gather"
+    all n N tokens and n N min(top_k, E/n) rows, "ring" N tokens and N min(top_k, E/n) rows, but those of each hop for a
+    backward pass.
 
     Layout: `x[N_a, D], router[D, E], experts[E_a, ..] -> y[N_a, D]`; in between `[E, C_a, D] -> [E_a, C, D]` and back
     Args:
         x: this device's tokens, shape [.., D].
-        router_DE: its logits are computed in float32.
+        router_DE: the router's weights; logits are computed in float32.
         experts: pytree of this device's experts, each leaf with dim 0 of E/n; device j holds the j-th part.
         expert_fn: `expert_fn(experts, x_SD, dot) -> y_SD`: the experts' outputs for rows sorted by expert, finite for
             rows of zeros, with gradients: places that no token takes are zeros.
             `dot(x_SD, w_eDF)` multiplies each row by its expert's matrix, accumulating in float32; `dot(jnp.ones((S,
             1)), b_eF[:, None])` gives each row its expert's bias. Rows must be independent.
-        axis: axis name or tuple of names, over which the experts are split; None: one device.
+        axis: axis name or tuple of names that splits the experts; None: one device.
         top_k: experts per token.
-        routing: `Capacity(factor, group)` drops what its places do not hold; `Dropless()` drops nothing.
+        routing: `Capacity(factor, group)` drops choices without a place; `Dropless()` drops nothing.
         normalize_gates: see `route`.
         weights: the weight of each token in the losses, shape x.shape[:-1]; tokens of weight 0 go nowhere.
-        stage: in a stage of a pipeline, its axis: see `routing_stats`.
-        bias_E: see `route`, and `balance_bias`, which makes it: balance without a loss.
+        stage: the axis of the pipeline, inside a stage: see `routing_stats`.
+        bias_E: see `route`. `balance_bias` makes it, for balance without a loss term.
 
     Returns:
         y of the shape and dtype of x, and RoutingStats with the losses.

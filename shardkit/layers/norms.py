@@ -22,7 +22,7 @@ Dims = int | tuple[int, ...]
 
 @typed
 def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, epsilon: float = 1e-6) -> jax.Array:
-    """x / sqrt(mean(x^2) + epsilon) times a gain, where the features are split over `axis`.
+    """x / sqrt(mean(x^2) + epsilon) times a gain, with the features split over `axis`.
 
     Layout: `X[T, D_a] -> Y[T, D_a]`
 
@@ -30,7 +30,7 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
         x_Td: this device's features of each token, [..., d].
         gain_d: their gains, [d].
         axis: axis name or tuple of names; None for one device.
-        epsilon: what is added to the mean square.
+        epsilon: a small number, added to the mean square.
 
     Returns:
         Array of the shape and dtype of x.
@@ -62,7 +62,7 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
 def sharded_layer_norm(
     x_Td: jax.Array, gain_d: jax.Array, bias_d: jax.Array, axis: Axis | None, *, epsilon: float = 1e-5
 ) -> jax.Array:
-    """(x - mean) / sqrt(variance + epsilon) times a gain plus a bias, where the features are split over `axis`.
+    """(x - mean) / sqrt(variance + epsilon) times a gain plus a bias, with the features split over `axis`.
 
     Layout: `X[T, D_a] -> Y[T, D_a]`
 
@@ -71,7 +71,7 @@ def sharded_layer_norm(
         gain_d: their gains, [d].
         bias_d: their biases, [d].
         axis: axis name or tuple of names; None for one device.
-        epsilon: what is added to the variance.
+        epsilon: a small number, added to the variance.
 
     Returns:
         Array of the shape and dtype of x.
@@ -110,7 +110,7 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
     Args:
         x: this device's shard; all shards have the same shape.
         axis: axis name or tuple of names; None for one device.
-        dims: the dim, or dims, that are averaged, as are the devices.
+        dims: the dim or dims to average; it averages over devices too.
 
     Returns:
         Mean and variance (not corrected for the sample), float32, of size 1 along `dims`, invariant over `axis`.
@@ -121,7 +121,8 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
     Cost: two all_reduces of 4 bytes per mean forward, and two backward.
 
     Example:
-        >>> kernel = lambda x: sk.layers.sharded_moments(x, "data", dims=0)
+        >>> from shardkit.layers.norms import sharded_moments
+        >>> kernel = lambda x: sharded_moments(x, "data", dims=0)
         >>> moments = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P())
         >>> [float(x[0, 0]) for x in moments(jnp.arange(4.0)[:, None])]
         [1.5, 1.25]

@@ -23,10 +23,10 @@ from shardkit.on_device.means import Mean
 class Capacity:
     """Routing with a capacity: each group of tokens has a fixed number of places in each expert.
 
-    Choices beyond them are dropped. They are the same on every mesh that splits no group.
+    It drops all further choices, the same ones on every mesh that splits no group.
 
     Attributes:
-        factor: the places, relative to what balanced tokens need.
+        factor: the number of places, relative to balanced tokens: 1 is just enough for them.
         group: consecutive tokens that share the places; None: a sequence, the second to last dim of x[b, T, D].
     """
 
@@ -57,15 +57,15 @@ class Dropless:
     """Routing that drops no choice.
 
     Attributes:
-        dense: what impl="dense" (True) and "ragged" (False) are also called.
-        impl: how tokens meet their experts; `moe` has the Cost of each. "ragged": each choice is sent to its expert's
-            device by a ragged all_to_all. "dense": by an all_to_all of worst-case blocks. "gather": each device gets
-            all tokens, and its part of the experts' sums is reduce_scattered. "ring": the same in hops, with the
-            sums so far beside the tokens. None: "ragged", but "dense" on CPUs, which have no ragged all_to_all. Or an
-            exchange of your own, as with a kernel of others: `exchange(x_ND, routing, run, axis, count) -> y_ND`, the
-            sum of each token's experts times its gates; called where experts are on several devices.
-            `run(rows_SD, counts_e)` returns the outputs of this device's `count` experts for rows that are sorted by
-            expert, `counts_e` of each; what is in rows behind them does not matter.
+        dense: another way to say impl="dense" (True) or "ragged" (False).
+        impl: how tokens meet their experts; `moe` has the Cost of each. "ragged": a ragged all_to_all sends each choice
+            to the device of its expert. "dense": an all_to_all of worst-case blocks does. "gather": each device gets
+            all tokens, and a reduce_scatter sums the experts' parts. "ring": the same in hops, with partial sums beside
+            the tokens. None: "ragged", but "dense" on CPUs, which have no ragged all_to_all. You can also pass a
+            function, for example around a foreign kernel: `exchange(x_ND, routing, run, axis, count) -> y_ND`, the sum
+            of each token's experts times its gates. It is called if experts are on several devices. `run(rows_SD,
+            counts_e)` returns the outputs of this device's `count` experts. Sort the rows by expert, `counts_e` of
+            each; any values may follow them.
     """
 
     dense: bool | None = None
@@ -81,7 +81,7 @@ class Dropless:
 
     @property
     def blocks(self) -> bool | None:
-        """Whether the all_to_all is one of worst-case blocks; None: where there is no ragged one."""
+        """Whether the all_to_all sends worst-case blocks. None: only if there is no ragged all_to_all."""
         if self.impl is None:
             return self.dense
         return self.impl == "dense"
@@ -148,9 +148,9 @@ def route(
         group: consecutive tokens that share a capacity; None: all N.
         normalize_gates: divide a token's gates by their sum. By default where top_k > 1; a single gate would always be
             1, and have no gradient.
-        weights_N: tokens of weight 0 are not routed and take no place.
-        bias_E: added to the probabilities where experts are chosen, not in the gates; the same on all devices, without
-            a gradient. See `balance_bias`. None: nothing is added.
+        weights_N: the weight of each token; a token of weight 0 goes nowhere and takes no place.
+        bias_E: added to the probabilities when tokens choose experts, not in the gates; the same on all devices,
+            without a gradient. See `balance_bias`. None: no bias.
 
     Returns:
         The Routing of this device's tokens.
@@ -246,19 +246,19 @@ def _take_positions(expert_Nk: jax.Array, group: int, experts: int) -> jax.Array
 def routing_stats(
     logits_NE: jax.Array, routing: Routing, weights_N: jax.Array | None = None, stage: Axis | None = None
 ) -> RoutingStats:
-    """How balanced the experts are over the tokens of all devices, and the losses that balance them.
+    """Measures the balance of the experts over the tokens of all devices, and computes the losses that balance them.
 
-    The sums are over exactly the axes over which the tokens vary, so the losses are the same on every mesh; with
-    accumulation and in a pipeline they are per microbatch. Add a term `coefficient * stats.balance_loss` to a mean as
-    `Mean(mean.total + coefficient * stats.balance_loss * mean.weight, mean.weight)`.
+    It sums over all axes of the tokens, so the losses are the same on every mesh; with accumulation and in a pipeline
+    they are per microbatch. Add a term `coefficient * stats.balance_loss` to a mean as `Mean(mean.total + coefficient *
+    stats.balance_loss * mean.weight, mean.weight)`.
 
     Layout: `logits[N_a, E] -> losses[], load[E]`
     Args:
         logits_NE: the router's logits.
-        routing: what `route` returned for them.
+        routing: the result of `route` for them.
         weights_N: the weight of each token; None: 1.
-        stage: in a stage of a pipeline, its axis. Devices along it run different microbatches, so nothing is
-            summed over it.
+        stage: the axis of the pipeline, inside a stage. Its devices run different microbatches, so nothing is summed
+            over it.
 
     Returns:
         The RoutingStats over all devices.
@@ -331,18 +331,19 @@ def routing_stats(
 def balance_bias(bias_E: jax.Array, choices_E: jax.Array, *, rate: float = 0.001) -> jax.Array:
     """The bias for the next step: lower by `rate` for experts with more tokens than the mean, higher for the others.
 
-    It balances experts without a loss, whose gradient would disturb the model's own. The bias is carried state: the
-    loss passes it as `bias_E=carried` to `moe`, and returns `stats.choices` beside its mean as "choices"; then
-    `make_train_step(..., carry=lambda bias, metrics, _: balance_bias(bias, metrics["choices"]))` updates it once a
-    step, from the choices of the whole batch, with the same result on every mesh and for every accumulation. The loss
-    of a pipeline cannot read carried state.
+    It balances experts without a loss term, so no second gradient disturbs your model. The bias is carried state: in
+    your loss, pass it as `bias_E=carried` to `moe`, and return `stats.choices` beside the mean as "choices". Then pass
+    `make_train_step(..., carry=lambda bias, metrics, _: balance_bias(bias, metrics["choices"]))`. It updates the bias
+    once a step, from the choices of the whole batch, with the same result on every mesh and for every accumulation. The
+    loss of a pipeline cannot read carried state.
 
     Layout: `bias[E], choices[E] -> bias[E]`
     Args:
         bias_E: the bias of the step before, shape [E], or [.., E] for several layers; zeros at first.
-        choices_E: of the same shape: how many choices of the whole batch each expert got, or its share of them.
-        rate: the step, in units of the probabilities to which the bias is added. DeepSeek-V3 adds 0.001 to sigmoids;
-            the softmax of many experts is smaller.
+        choices_E: array of the same shape: the number of choices, or the share of the whole batch, that each expert
+            got.
+        rate: the step, in units of the router's probabilities. DeepSeek-V3 adds 0.001 to sigmoids; the softmax of many
+            experts is smaller.
 
     Returns:
         The new bias, in the shape and dtype of the old. An expert that got the mean, to 6 digits, keeps its bias.
@@ -351,7 +352,7 @@ def balance_bias(bias_E: jax.Array, choices_E: jax.Array, *, rate: float = 0.001
         ValueError: choices of another shape, or a rate that is negative or infinite.
         TypeError: a bias that is not floating-point.
 
-    Cost: nothing is sent: a step has summed the choices with its other metrics, at 8 (E + 1) bytes at most.
+    Cost: nothing is sent: the step already sums the choices with its other metrics, at 8 (E + 1) bytes at most.
 
     Example:
         >>> print(sk.layers.balance_bias(jnp.zeros(4), jnp.array([9, 4, 3, 0]), rate=0.5))

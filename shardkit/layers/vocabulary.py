@@ -19,7 +19,7 @@ from shardkit.layers.matmul import check_split, live_axes, matmul_gradients, var
 
 @typed
 def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *, sequence: bool = False) -> jax.Array:
-    """Looks tokens up in a table whose rows are split over `axis`.
+    """Looks tokens up in a table with its rows split over `axis`.
 
     Layout: `tokens[B, T], W[V_a, D] -> X[B, T, D] {U_a} -> X[B, T, D]`; with `sequence` `-> X[B, T_a, D]`
 
@@ -79,22 +79,22 @@ def vocab_cross_entropy(
     label_smoothing: float = 0.0,
     vocabulary: int | None = None,
 ) -> jax.Array:
-    """The cross-entropy of each target in nats, where the columns of the output head are split over `axis`.
+    """Computes the cross-entropy of each target in nats, with the columns of the output head split over `axis`.
 
     Layout: `X[B, T, D] . W[D, V_a] -> L[B, T, V_a] -> nats[B, T]`; with `sequence` `X[B, T_a, D] -> X[B, T, D]` first
 
     Args:
         x_bTD: the head's input, [..., T, D], the same on all devices of `axis`; with `sequence` this device's
             tokens, [..., t, D].
-        head_Dv: this device's columns of the head, [D, v] (of a tied embedding, `table_vD.T`).
+        head_Dv: this device's columns of the head, [D, v]. For a tied embedding pass `table_vD.T`.
         targets_bT: integer targets of all tokens, [..., T], the same on all devices. A negative target is ignored: its
-            nats and gradients are zero for every x. One of V or more (of `vocabulary` or more) has NaN.
+            nats and gradients are zero for every x. A target of V or more (of `vocabulary` or more) gives NaN.
         axis: axis name or tuple of names; None for one device.
-        sequence: the tokens of x are split over `axis`.
-        z_loss: coefficient of the squared logarithm of the softmax's denominator, added to the nats.
+        sequence: True if the tokens of x are split over `axis`.
+        z_loss: coefficient of the z-loss: adds the squared logarithm of the softmax's denominator to the nats.
         label_smoothing: share of the target's probability spread evenly over the whole vocabulary.
-        vocabulary: how many columns of the whole head are classes; the others are padding, for a vocabulary not
-            divisible by n, outside the softmax and without gradient. None: all columns.
+        vocabulary: the number of columns of the whole head that are classes. The others are padding, for a vocabulary
+            that n does not divide: they are outside the softmax and have no gradient. None: all columns.
 
     Returns:
         float32 [..., T], invariant over `axis`. Logits and sums are float32.
@@ -141,7 +141,7 @@ def vocab_cross_entropy_and_hits(
 
     Args:
         x_bTD, head_Dv, axis, sequence, z_loss, label_smoothing, vocabulary: as for `vocab_cross_entropy`.
-        targets_bT: likewise; a negative target is never a hit.
+        targets_bT: as for `vocab_cross_entropy`; a negative target is never a hit.
 
     Returns:
         The nats, float32 [..., T], and the hits, bool [..., T]: `argmax(logits) == target`, ties to the first.
@@ -149,11 +149,12 @@ def vocab_cross_entropy_and_hits(
     Raises:
         ValueError: as for `vocab_cross_entropy`.
 
-    Cost: that of `vocab_cross_entropy`, and 4 bytes per token more in its second all_reduce.
+    Cost: as `vocab_cross_entropy`, and 4 bytes per token more in its second all_reduce.
 
     Example:
         >>> x, head = jnp.eye(4)[None], 9 * jnp.eye(4)  # token i has the largest logit in class i
-        >>> nats, hits = sk.layers.vocab_cross_entropy_and_hits(x, head, jnp.asarray([[0, 1, 2, 0]]), None)
+        >>> from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits
+        >>> nats, hits = vocab_cross_entropy_and_hits(x, head, jnp.asarray([[0, 1, 2, 0]]), None)
         >>> hits.tolist()
         [[True, True, True, False]]
     """

@@ -29,10 +29,10 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
 
     Args:
         tree: pytree of arrays; leaves without the dim are unchanged.
-        axis: axis name or tuple of names, the ring's.
+        axis: axis name or tuple of names of the ring.
         ulysses: the axis that splits the tokens further, as in `ulysses_attention(..., ring=axis)`.
         dim: the dim of the tokens.
-        inverse: from zigzag to contiguous order.
+        inverse: True to go from zigzag to contiguous order.
 
     Returns:
         Arrays of the same shapes.
@@ -114,16 +114,16 @@ def _send(x: jax.Array, names: tuple[str, ...], route: list[tuple[int, int]]) ->
 def positions(
     tokens_per_device: int, axis: Axis, *, order: Order = "contiguous", ulysses: Axis | None = None
 ) -> jax.Array:
-    """The positions of this device's tokens in the whole sequence: for rotary embeddings and for keys.
+    """Returns the positions of this device's tokens in the whole sequence, for rotary embeddings and for keys.
 
     Args:
         tokens_per_device: t, the number of tokens on each device.
-        axis: axis name or tuple of names, the ring's.
-        order: of the tokens, as `ring_attention` takes it.
+        axis: axis name or tuple of names of the ring.
+        order: the order of the tokens, as for `ring_attention`.
         ulysses: the axis that splits the tokens further, as in `ulysses_attention(..., ring=axis)`.
 
     Returns:
-        int32 [t], varying over those of the axes that have several devices.
+        int32 [t], varying over all these axes with more than one device.
 
     Raises:
         ValueError: an unbound axis, axes in another order than the plan's, an unknown order, or an odd number of tokens

@@ -106,30 +106,6 @@ def local_shape_of(where: str, shape: Sequence[int], spec: PartitionSpec, mesh: 
 
 
 @typed
-def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh | None = None) -> tuple[int, ...]:
-    """Returns the shape of a global array from the shape of one device's shard; the inverse of `local_shape`.
-
-    Args:
-        shape: shape of the shard.
-        spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
-        mesh: the mesh; by default the mesh of `jax.set_mesh`.
-
-    Raises:
-        ValueError: an axis the mesh does not have or that is used twice, or a spec longer than the shape.
-
-    Example:
-        >>> sk.global_shape((4, 128), P("data", "model"), mesh)
-        (8, 512)
-    """
-    mesh = mesh_in_context("global_shape", mesh)
-    _check_shape("global_shape", shape)
-    check_spec("global_shape", spec, mesh, len(shape))
-    counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
-    counts += [1] * (len(shape) - len(counts))
-    return tuple(size * count for size, count in zip(shape, counts, strict=True))
-
-
-@typed
 def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
     """Splits the arrays of a pytree over the devices of a mesh.
 

@@ -30,6 +30,7 @@ import numpy as np
 
 from shardkit import cost
 from shardkit._arguments.checks import sized
+from shardkit.cost.hardware import chip_of
 
 _BETWEEN, _TORUS, _INSIDE = range(3)  # the order in which a gather takes dimensions
 _CORE_LINK = 600e9  # bytes/s, one direction, between the two devices of a tpu7x chip, six times a link: its page
@@ -85,7 +86,7 @@ def find_network(devices: Sequence[Any]) -> tuple[Network, Coordinates] | None:
     Raises:
         ValueError: the devices fill no box.
     """
-    chip = cost.chip_of(devices[0].device_kind)
+    chip = chip_of(devices[0].device_kind)
     if chip is None:
         return None
     if chip.torus:

@@ -130,10 +130,10 @@ def attention(
     """Causal self-attention with rotary positions; each group of H/G heads shares one key/value head.
 
     Example:
-        >>> from shardkit.models import transformer
+        >>> from shardkit.models import blocks, transformer
         >>> config = transformer.Config(layers=1, dim=16, heads=2)
         >>> layer = jax.tree.map(lambda x: np.asarray(x)[0], transformer.init(jax.random.key(0), config)["layers"])
-        >>> jax.jit(transformer.attention, static_argnums=2)(layer, np.ones((1, 4, 16), "f"), config).shape
+        >>> jax.jit(blocks.attention, static_argnums=2)(layer, np.ones((1, 4, 16), "f"), config).shape
         (1, 4, 16)
     """
     shapes("attention", x_btD=(x_btD, "btD"))
@@ -172,9 +172,9 @@ def mlp(weights: Mapping[str, Any], x_btD: jax.Array, axes: Axes = ONE_DEVICE) -
     """SwiGLU: silu(x W_gate) * (x W_up), then W_down.
 
     Example:
-        >>> from shardkit.models import transformer
+        >>> from shardkit.models import blocks
         >>> weights = {"gate": np.ones((16, 32), "f"), "up": np.ones((16, 32), "f"), "down": np.ones((32, 16), "f")}
-        >>> jax.jit(transformer.mlp)(weights, np.ones((1, 4, 16), "f")).shape
+        >>> jax.jit(blocks.mlp)(weights, np.ones((1, 4, 16), "f")).shape
         (1, 4, 16)
     """
     gate_bTf, up_bTf = column_linear(
@@ -195,10 +195,10 @@ def experts(
     """A mixture of SwiGLU experts: the output, the two losses of the router, and the dropped and all choices.
 
     Example:
-        >>> from shardkit.models import transformer
+        >>> from shardkit.models import blocks, transformer
         >>> config = transformer.Config(layers=1, dim=16, heads=2, experts=4)
         >>> layer = jax.tree.map(lambda x: np.asarray(x)[0], transformer.init(jax.random.key(0), config)["layers"])
-        >>> y, losses, dropped = jax.jit(transformer.experts, static_argnums=2)(layer, np.ones((1, 4, 16), "f"), config)
+        >>> y, losses, dropped = jax.jit(blocks.experts, static_argnums=2)(layer, np.ones((1, 4, 16), "f"), config)
         >>> dropped.tolist()
         [0.0, 8.0]
     """
@@ -231,8 +231,8 @@ def rms_norm(x_bTD: jax.Array, gain_D: jax.Array, epsilon: float = 1e-6) -> jax.
     """x / sqrt(mean(x^2) + epsilon) times a gain, with float32 statistics.
 
     Example:
-        >>> from shardkit.models import transformer
-        >>> transformer.rms_norm(jnp.array([[[3.0, -3.0]]]), jnp.ones(2)).round(3).tolist()
+        >>> from shardkit.models import blocks
+        >>> blocks.rms_norm(jnp.array([[[3.0, -3.0]]]), jnp.ones(2)).round(3).tolist()
         [[[1.0, -1.0]]]
     """
     at_least_zero("rms_norm", epsilon=epsilon)
@@ -247,9 +247,9 @@ def rotate(x_bTHK: jax.Array, positions_T: jax.Array, theta: float = 10_000.0) -
     """Rotary positions (Su et al., 2021): pairs of features rotate by an angle proportional to the position.
 
     Example:
-        >>> from shardkit.models import transformer
+        >>> from shardkit.models import blocks
         >>> x = jnp.ones((1, 4, 2, 8))
-        >>> (transformer.rotate(x, jnp.arange(4)) == x).all(axis=(0, 2, 3)).tolist()
+        >>> (blocks.rotate(x, jnp.arange(4)) == x).all(axis=(0, 2, 3)).tolist()
         [True, False, False, False]
     """
     positive("rotate", theta=theta)

@@ -199,8 +199,8 @@ def muon_dims(config: Config) -> Any:
     All heads of a layer are one matrix. Embedding, head, router and norms are left to `adam`.
 
     Example:
-        >>> from shardkit.models import transformer
-        >>> transformer.muon_dims(transformer.Config())["layers"]["query"]
+        >>> from shardkit.models import parameters
+        >>> parameters.muon_dims(parameters.Config())["layers"]["query"]
         MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3))
     """
     from optax.contrib import MuonDimensionNumbers

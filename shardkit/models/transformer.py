@@ -34,10 +34,9 @@ from shardkit.models.blocks import (
     experts,
     mlp,
     rms_norm,
-    rotate,
     token_positions,
 )
-from shardkit.models.parameters import Config, init, logical_axes, muon_dims, tensor_rules
+from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
 from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import Staged
 from shardkit.remat.layers import gathered, scan_layers
@@ -45,18 +44,11 @@ from shardkit.remat.layers import gathered, scan_layers
 __all__ = [
     "Axes",
     "Config",
-    "apply",
-    "attention",
-    "experts",
     "in_order",
     "init",
     "logical_axes",
     "loss_fn",
-    "mlp",
-    "muon_dims",
     "pieces",
-    "rms_norm",
-    "rotate",
     "tensor_rules",
 ]
 

@@ -66,7 +66,8 @@ def device_put_pipeline(
 
     Example:
         >>> meshes = sk.submeshes(mesh, "data")
-        >>> forward = sk.device_put_pipeline([lambda w, x: x * w, lambda w, x: x + w], meshes)
+        >>> from shardkit.pipelines.device_put import device_put_pipeline
+        >>> forward = device_put_pipeline([lambda w, x: x * w, lambda w, x: x + w], meshes)
         >>> params = [sk.shard(jnp.float32(w), part, P()) for w, part in zip((3, 1), meshes)]
         >>> [y.tolist() for y in forward(params, np.arange(4, dtype=np.float32), microbatches=2)]
         [[1.0, 4.0], [7.0, 10.0]]

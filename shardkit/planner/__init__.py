@@ -1,7 +1,7 @@
-"""The planner: the layouts of a model that fit a machine, the fastest first, and what runs them.
+"""The planner finds the layouts of a model that fit a machine, the fastest first, and writes the code to run them.
 
-Start with `search.py`; `estimate.py` states the model of memory and time. `share.py` says what one device has of a
-step, `traffic.py` what it sends, `habits.py` the little that is known of compilers. Imports all up to models.
+Start with `search.py`; `estimate.py` states the model of memory and time. `share.py` has one device's part of a step,
+`traffic.py` the bytes that it sends, `habits.py` the little that is known of compilers. Imports all up to models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from shardkit.planner.layout import Layout
 from shardkit.planner.model import Model
 from shardkit.planner.reasons import explain
 from shardkit.planner.search import kinds, search
-from shardkit.planner.source import source_of
 from shardkit.planner.tables import table
 
 __all__ = [
@@ -25,6 +24,5 @@ __all__ = [
     "explain",
     "kinds",
     "search",
-    "source_of",
     "table",
 ]

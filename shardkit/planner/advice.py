@@ -76,11 +76,11 @@ def advise(
     efficiency: float = 1.0,
     links: cost.Links | None = None,
 ) -> Advice:
-    """Changes that make a layout fit, each with its estimate, and the batch that fills about 80% of the memory.
+    """Lists changes that make a layout fit, each with its estimate, and the batch that fills about 80% of the memory.
 
     Args:
         model, layout, chip, batch, sequence, memory_share, efficiency: as for `estimate`.
-        links: as measured; see `estimate`.
+        links: measured links; see `estimate`.
 
     Returns:
         Advice.

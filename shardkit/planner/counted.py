@@ -115,18 +115,18 @@ def counted(
     layerwise: tuple[str, ...] = ("layers",),
     iterations: int | None = None,
 ) -> Counted:
-    """Counts any model, from the trace of its loss: parameters, FLOPs, and what the backward pass keeps.
+    """Counts any model, from the trace of its loss: parameters, FLOPs, and the memory of the backward pass.
 
     Args:
         loss_fn: as for `value_and_grad`, without carried state: `loss_fn(params, batch, keys)`, of one device.
         params: the parameters, or their shapes.
-        batch: a batch, or its shapes, of any number of examples; what is counted is divided by that number.
-        compute: the dtype of parameters and batch in the loss; it is bfloat16 with `precision="bf16"`.
-        layerwise: stacks of layers, as for `fsdp`; they are left whole where the loss does not gather them one by one.
-        iterations: how often each while loop with matmuls runs.
+        batch: a batch, or its shapes, with any number of examples; the counts are divided by this number.
+        compute: the dtype of parameters and batch in the loss; pass bfloat16 if you train with `precision="bf16"`.
+        layerwise: stacks of layers, as for `fsdp`. They stay whole if your loss does not gather them one by one.
+        iterations: the number of iterations of each while loop with matmuls.
 
     Returns:
-        What `search` takes.
+        A model for `search`.
 
     Raises:
         ValueError: arrays of the batch with different numbers of examples; a while loop with matmuls, and no

@@ -44,7 +44,7 @@ def estimate(
     efficiency: float = 1.0,
     links: cost.Links | None = None,
 ) -> Candidate:
-    """The memory and the step time of one layout.
+    """Estimates the memory and the step time of one layout.
 
     Args:
         model: the sizes.
@@ -54,13 +54,13 @@ def estimate(
         sequence: tokens per sequence.
         memory_share: usable share of the chip's memory; the compiler and the allocator need the rest.
         efficiency: share of the peak that matmuls reach.
-        links: as measured (`bench.links`), of the axes of `Layout` by name; None: as published for the chip.
+        links: measured links (`bench.links`), with the axes of `Layout` by name; None: the published links of the chip.
 
     Returns:
         Candidate, in bytes and seconds.
 
     Raises:
-        TypeError: a model that is no Model, or a layout that is no Layout.
+        TypeError: a model that is not a Model, or a layout that is not a Layout.
         ValueError: a size below 1, a batch that does not divide over the layout, tensor ways that do not divide the
             model or cross GPU hosts, an unknown chip or remat, or a share outside 0 to 1.
 

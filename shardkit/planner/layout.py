@@ -17,15 +17,16 @@ class Layout(NamedTuple):
 
     Attributes:
         data: data-parallel ways, which replicate the state.
-        fsdp: ways over which parameters, gradients and optimizer state are sharded, layer by layer.
+        fsdp: ways that shard parameters, gradients and optimizer state, layer by layer.
         tensor: tensor-parallel ways, with sequence parallelism.
         accumulate: microbatches per step.
-        remat: what the backward recomputes: "none", "selective" (the attention scores) or "full" (each layer).
-        context: ways over which each sequence is split, with ring attention in zigzag order.
-        expert: ways over which the experts are split; they split the batch too.
-        stage: stages of a pipeline, which runs 1F1B and recomputes each stage from its input.
+        remat: the values that the backward recomputes: "none", "selective" (the attention scores) or "full" (each
+            layer).
+        context: ways that split each sequence, with ring attention in zigzag order.
+        expert: ways that split the experts; they split the batch too.
+        stage: stages of a pipeline. It runs 1F1B and recomputes each stage from its input.
         chunks: chunks of layers on each stage, which the pipeline interleaves.
-        microbatches: microbatches of the pipeline, of each of the `accumulate` ones.
+        microbatches: microbatches of the pipeline, in each of the `accumulate` parts.
     """
 
     data: int = 1
@@ -46,13 +47,14 @@ class Layout(NamedTuple):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the mesh axes, without those of size 1 (but one axis at least); the last has the nearest chips."""
+        """Sizes of the mesh axes, without axes of size 1 (but at least one axis); the last axis has the nearest
+        chips."""
         sizes = {name: size for name, size in self._mesh_sizes().items() if size > 1}
         return sizes or {"data": 1}
 
     @property
     def parts(self) -> int:
-        """Into how many parts the examples of a step are split: over devices, and one after the other."""
+        """The number of parts of a step's examples: over devices, and one after the other."""
         return self.data * self.fsdp * self.expert * self.accumulate * self.microbatches
 
     @property

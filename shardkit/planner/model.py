@@ -48,12 +48,12 @@ class Model(NamedTuple):
         head_size: size of a head, the mean of queries' and values' if they differ; None: hidden / heads.
         experts: experts of a layer, in place of its feed-forward layer; 0: none.
         top_k: experts per token.
-        capacity: places in the experts over those that balanced tokens need, as of `layers.Capacity`; None: `Dropless`,
-            whose buffers on several devices have room for the worst case.
+        capacity: places in the experts, relative to balanced tokens, as in `layers.Capacity`. None: `Dropless`, with
+            buffers for the worst case if there are several devices.
         expert_ffn: width of an expert; None: ffn.
-        shared: experts beside these, which every token uses.
-        dense: the first layers that have a feed-forward layer all the same.
-        attention: weights of one layer's attention; None: those of queries, keys, values and output.
+        shared: further experts that every token uses.
+        dense: the number of first layers that still have a feed-forward layer.
+        attention: weights of one layer's attention. None: queries, keys, values and output.
         extra: further parameters of one layer, such as biases, and norms beyond two.
     """
 
@@ -77,17 +77,17 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, source: transformer.Config | Mapping[str, Any] | str | os.PathLike[str]) -> Model:
-        """The sizes that a configuration says.
+        """Reads the sizes from a configuration.
 
         Args:
             source: a `models.transformer.Config`; or a config.json of Hugging Face, as a mapping or as the path of a
-                file, which must not be a link: of Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 to 3 (text), or
-                DeepSeek-V2 and V3, whose layers that predict further tokens are left out.
+                file that is not a link. It reads Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 to 3 (text), and
+                DeepSeek-V2 and V3 without the layers that predict further tokens.
 
         Raises:
             TypeError: a source of another kind.
-            ValueError: a file that is no JSON object of at most 1 MB; another model type; an entry that is missing, of
-                another type, or does not fit the others.
+            ValueError: a file that is not a JSON object of at most 1 MB; another model type; an entry that is missing,
+                has another type, or does not fit the others.
 
         Example:
             >>> entries = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
@@ -134,7 +134,7 @@ class Model(NamedTuple):
         return self.width if self.expert_ffn is None else self.expert_ffn
 
     def layer(self, number: int = -1) -> tuple[int, int]:
-        """The parameters of a layer, by number: those that every token uses, and those of all other experts.
+        """Two numbers of parameters of a layer: the ones that every token uses, and the ones of all other experts.
 
         Raises:
             ValueError: sizes below 1, or that do not divide; top_k above experts, or dense above layers.
@@ -166,7 +166,7 @@ class Model(NamedTuple):
         return stack + tables * model.vocabulary * model.hidden + last_norm
 
     def active(self) -> int:
-        """The parameters that one token uses: all but the experts to which it is not routed."""
+        """The number of parameters that one token uses: all except the experts that it does not choose."""
         model = _check(self)
         layers_with_experts = model.layers - model.dense
         _, experts = model.layer()
@@ -176,7 +176,8 @@ class Model(NamedTuple):
         """FLOPs of the forward pass for one token.
 
         Args:
-            sequence: tokens per sequence, with all of which attention compares each; 0: without attention's scores.
+            sequence: tokens per sequence; attention compares each token with all of them. 0: without attention's
+                scores.
 
         Example:
             >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
@@ -188,12 +189,12 @@ class Model(NamedTuple):
         return _count_flops(model, sequence)
 
     def rows(self, tokens: int, sequence: int, ways: int = 1) -> int:
-        """The rows that the experts of one device compute in a layer, places that stay empty among them.
+        """The number of rows that the experts of one device compute in a layer, with the places that stay empty.
 
         Args:
             tokens: tokens on a device.
-            sequence: tokens there that share places, those of one sequence.
-            ways: devices over which the experts are split.
+            sequence: tokens of one sequence on the device; they share places.
+            ways: devices that split the experts.
 
         Raises:
             ValueError: a size below 1, or ways that do not divide the experts.

@@ -14,11 +14,12 @@ _PASSES = (1, 2, 4, 8, 16, 32)  # microbatches that are tried with a usual layou
 
 
 def explain(best: Candidate, judge: Judge) -> str:
-    """Why this layout: what binds it, what one change would buy, and how the usual layouts compare.
+    """Explains a layout: its bottleneck, the gain from each single change, and the usual layouts beside it.
 
     Args:
         best: a candidate of `search`.
-        judge: `estimate` with every argument but the layout, as `partial(estimate, model, chip=...)` with `layout=`.
+        judge: `estimate` with all other arguments bound: it is called with `layout=`, as `partial(estimate, model,
+            chip=...)`.
 
     Returns:
         Text of a few lines; its times are predictions.

@@ -42,15 +42,15 @@ def search(
     efficiency: float = 1.0,
     links: cost.Links | None = None,
 ) -> list[Candidate]:
-    """Every layout that fits, the fastest first; of pipelines those of up to 8 microbatches a stage, and 4 chunks.
+    """Finds every layout that fits, the fastest first; pipelines with up to 8 microbatches a stage, and 4 chunks.
 
     Args:
-        model: the sizes of a transformer; or any model, as `counted` returns it, whose layouts are dp, zero1 and fsdp.
-        chip, batch, memory_share, efficiency: as for `estimate`; of a counted model `batch` is examples per step.
-        sequence: tokens per sequence of a transformer; None: of a counted model.
+        model: the sizes of a transformer; or any model, from `counted`: its layouts are dp, zero1 and fsdp.
+        chip, batch, memory_share, efficiency: as for `estimate`. For a counted model `batch` is examples per step.
+        sequence: tokens per sequence of a transformer; None for a counted model.
         chips: number of chips, all used.
-        axes: the axes of `Layout` that may have more than one way; leave out what your model cannot do.
-        links: as measured; see `estimate`.
+        axes: the axes of `Layout` that may have more than one way; leave out axes that your model cannot use.
+        links: measured links; see `estimate`.
 
     Returns:
         Candidates; empty if none fits (see `advise`). `table` prints them.
@@ -92,10 +92,10 @@ def search(
 
 
 def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """A candidate of each kind, the fastest first; those of one kind use the same axes, but for "data" beside "fsdp".
+    """Picks a candidate of each kind, the fastest first. A kind is a set of axes; "data" beside "fsdp" does not count.
 
-    Of those that take at most 1% longer than the fastest of its kind, it is the one that sends for the shortest time:
-    the estimate is no better than that, and what compute hides here a compiler may not.
+    Among the candidates at most 1% slower than the fastest of its kind, it picks the one that sends for the shortest
+    time. The estimate is not more exact than this, and a compiler may not hide what the estimate hides.
 
     Example:
         >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)

@@ -18,27 +18,29 @@ def source_of(
     sequence: int = 0,
     options: Mapping[str, bool | int | float | str] | None = None,
 ) -> str:
-    """Python source of the layout: mesh, configuration, schedule, plan, and the train step that they make.
+    """Writes the Python source of a layout: mesh, configuration, schedule, plan and train step.
 
     Args:
-        candidate: of `search` or `estimate`: of a counted model, or of one that `models.transformer` runs.
+        candidate: a candidate of `search` or `estimate`, of a counted model or of a model that `models.transformer`
+            runs.
         batch: sequences per step of a transformer, over all devices.
         sequence: tokens per sequence of a transformer.
-        options: of the compiler, such as those that `aot.tune` found, which the module names.
+        options: compiler options, such as the result of `aot.tune`; the source contains them.
 
     Returns:
-        The source of a module. Of a transformer, `train_step(optimizer, mesh=None)` returns what `make_train_step`
-        does, and `make()` the step with the shapes of its arguments, as `shardkit aot`, `audit` and `report` read them.
-        Of a counted model, it is `train_step(loss_fn, optimizer, mesh=None)`.
+        The source of a module. For a transformer it has `train_step(optimizer, mesh=None)`, which returns a TrainStep,
+            and `make()`, which returns the step with the shapes of its arguments for `shardkit aot`, `audit` and
+            `report`. For a counted model it has `train_step(loss_fn, optimizer, mesh=None)`.
 
     Raises:
-        TypeError: options that are no mapping of names to plain values.
-        ValueError: the sizes of a model that `models.transformer` is not.
+        TypeError: options that are not a mapping of names to plain values.
+        ValueError: sizes that `models.transformer` cannot run.
 
     Example:
         >>> model = sk.planner.Model(layers=4, hidden=64, heads=4, vocabulary=256)
         >>> best = sk.planner.search(model, chip="v5e", chips=8, batch=16, sequence=128)[0]
-        >>> print(sk.planner.source_of(best, batch=16, sequence=128))
+        >>> from shardkit.planner.source import source_of
+        >>> print(source_of(best, batch=16, sequence=128))
         \"\"\"data=...
     """
     [candidate] = list_candidates([candidate])

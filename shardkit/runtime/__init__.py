@@ -1,8 +1,8 @@
-"""What a training script calls around its steps: processes that join, checkpoints, weights, data, checks.
+"""Functions for your training script, around its steps: join processes, save checkpoints, load weights and data, check.
 
 Start with `cluster/join.py`; each of `channel/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
-Imports steps. What surrounds processes is in `jobs/`: its `launch` and `guard` are reached from here too, and
-imported when somebody asks for them, as is the law that it adds to those of testing.
+Imports steps. The launcher and the guard are in `jobs/`; you can call `guard` from here too. It is imported at first
+use, like the law that this folder adds to testing.
 """
 
 from __future__ import annotations
@@ -10,45 +10,36 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
-from shardkit.runtime.checkpoint.reading import DamagedError
+from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from shardkit.runtime.cluster.barrier import barrier, health_check
-from shardkit.runtime.cluster.gpu_flags import gpu_flags
 from shardkit.runtime.cluster.join import finish, initialize, is_main, leave, log
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
-from shardkit.runtime.data.arrays import from_full, from_process_local, from_rows, from_single_device, local_rows
+from shardkit.runtime.data.arrays import from_full, from_process_local, from_single_device, local_rows
 from shardkit.runtime.data.loader import loader, prefetch_to_device
-from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate, to_numpy
-from shardkit.runtime.drift import DriftError, assert_no_drift, replica_drift
+from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate
+from shardkit.runtime.drift import assert_no_drift, replica_drift
 from shardkit.runtime.triage import nonfinite, triage
 from shardkit.runtime.weights.load import load_params
 
 if TYPE_CHECKING:
-    from shardkit.jobs.launch import launch
     from shardkit.jobs.monitor.guard import Deadlines, guard
     from shardkit.runtime.checkpoint.laws import restores_elsewhere
 
 __all__ = [
     "PREEMPTED",
     "Checkpoints",
-    "DamagedError",
     "Deadlines",
-    "DriftError",
     "assert_no_drift",
     "barrier",
     "fetch",
     "finish",
     "from_full",
     "from_process_local",
-    "from_rows",
     "from_single_device",
-    "gpu_flags",
     "guard",
     "health_check",
     "initialize",
     "is_main",
-    "latest_step",
-    "launch",
     "leave",
     "load_params",
     "loader",
@@ -62,14 +53,12 @@ __all__ = [
     "replica_drift",
     "replicate",
     "restores_elsewhere",
-    "to_numpy",
     "triage",
     "watch_preemption",
 ]
 
 _LATER = {
     **dict.fromkeys(("Deadlines", "guard"), "shardkit.jobs.monitor.guard"),
-    "launch": "shardkit.jobs.launch",
     "restores_elsewhere": "shardkit.runtime.checkpoint.laws",
 }
 

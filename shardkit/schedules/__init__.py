@@ -27,13 +27,11 @@ from shardkit.schedules.interleaved import interleaved
 from shardkit.schedules.lockstep import lockstep
 from shardkit.schedules.one_f_one_b import one_f_one_b
 from shardkit.schedules.search import search
-from shardkit.schedules.simulate import Timeline
 from shardkit.schedules.zero_bubble_h1 import zero_bubble_h1
 from shardkit.schedules.zero_bubble_v import zero_bubble_v
 
 __all__ = [
     "Schedule",
-    "Timeline",
     "breadth_first",
     "dualpipe_v",
     "gpipe",

@@ -23,10 +23,10 @@ F = TypeVar("F", bound=Callable[..., "Schedule"])
 
 
 class Schedule(Grid):
-    """When each device runs which piece of which microbatch.
+    """A table of work: the piece and the microbatch that each device runs in each tick.
 
     Attributes:
-        rows: for each device, for each tick, the actions of that tick: none, one, or a forward and then a backward.
+        rows: for each device, for each tick, its actions: none, one, or a forward and then a backward.
         placement: "loop" puts stage s on device s % p; "v" reverses the order for every other chunk, so that with
             two chunks the first and the last stage share device 0.
         name: the name in errors and drawings.
@@ -45,7 +45,7 @@ class Schedule(Grid):
         return order
 
     def check(self) -> None:
-        """Refuses a table that does not run every action once, on the right device and after its inputs.
+        """Raises an error unless every action runs once, on the right device and after its inputs.
 
         Raises:
             ValueError: an action that is missing or repeated, on another device, two actions in a tick, B before F, W
@@ -60,9 +60,9 @@ class Schedule(Grid):
 
     @staticmethod
     def from_csv(text: str) -> Schedule:
-        """The schedule in a text in the notation of `to_csv`.
+        """Reads a schedule from a text in the notation of `to_csv`.
 
-        A cell keeps its column, or moves right until its inputs are there: a file without idle ticks is an order.
+        A cell keeps its column, or moves right until its inputs are there. So a file may leave out idle ticks.
 
         Args:
             text: one line per device; the columns are ticks, an empty cell is an idle tick. A byte-order mark and blank
@@ -72,7 +72,7 @@ class Schedule(Grid):
             A checked schedule, with the placement that fits most of its actions.
 
         Raises:
-            ValueError: a cell that is no action, or as `check`.
+            ValueError: a cell that is not an action, or as `check`.
         """
         if not isinstance(text, str):
             raise TypeError(f"from_csv: text must be a string; got a {type(text).__name__}. Pass what to_csv returned.")
@@ -95,19 +95,19 @@ class Schedule(Grid):
         overlapped: float | None = None,
         synchronous: bool = False,
     ) -> Timeline:
-        """How long a step takes, how long devices idle and how many microbatches they have in flight.
+        """Simulates a step: its time, the idle time of devices, and the microbatches in flight.
 
         Args:
-            forward: time of one microbatch's forward through all chunks of a device, in any unit; or a sequence with
-                the time of each stage alone, p v numbers, where stages differ. So may the next three.
+            forward: time of one microbatch's forward through all chunks of a device, in any unit; or, if stages differ,
+                a sequence of p v numbers, one for each stage alone. The next three may be sequences too.
             backward: time of its whole backward.
             input_grad: time of the part I; None: half of `backward`, or `backward - weight_grad`.
             weight_grad: time of the part W; None: `backward - input_grad`.
             communication: time from the end of an action until its result is on another device.
             overlapped: time of a forward and a backward that share a cell and run together; None: one after the other.
-            synchronous: False: each device begins an action as soon as the device is free and the inputs are there.
-                True: as one program for all devices runs it, where the sends at the end of a tick synchronize the
-                devices: a tick lasts as long as its longest cell, plus `communication`.
+            synchronous: False: each device begins an action as soon as it is free and the inputs are there. True: all
+                devices run one program, and the sends at the end of a tick synchronize them: a tick lasts as long as
+                its longest cell, plus `communication`.
 
         Returns:
             A Timeline.
@@ -127,18 +127,19 @@ class Schedule(Grid):
         *,
         memory: float | None = None,
     ) -> float:
-        """What no schedule of as many devices, microbatches and chunks goes below, in a loop or along a V.
+        """A lower bound of the makespan, for every schedule of these devices, microbatches and chunks, in a loop or a
+        V.
 
         The largest of three: the work of a device, after the first microbatch has come through the stages before it;
-        one microbatch through all stages and back; and, with a memory cap, the time for which microbatches are in
-        flight on a device, over how many may be there at once.
+        one microbatch through all stages and back; and, with a memory cap, the sum of all times in flight on a device,
+        divided by the number of microbatches that may be there at once.
 
         Args:
             forward, backward, input_grad, weight_grad, communication: costs, as for `simulate`.
-            memory: the most microbatches in flight on a device, where a chunk counts 1/v; None: any number.
+            memory: the most microbatches in flight on a device; a chunk counts 1/v. None: any number.
 
         Raises:
-            ValueError: costs as `simulate` refuses them, or a memory that is not positive.
+            ValueError: costs as for `simulate`, or a memory that is not positive.
 
         Example:
             >>> schedule = sk.schedules.zero_bubble_v(8, 32)
@@ -153,7 +154,8 @@ class Schedule(Grid):
         return find_least_makespan(p, self.microbatches, v, costs, memory)
 
     def forward(self) -> Schedule:
-        """The forwards alone, on each device in the same order and as early as possible: a step of evaluation."""
+        """The schedule of an evaluation step: the forwards alone, on each device in the same order and as early as
+        possible."""
         orders = []
         for row in self.rows:
             order: list[Cell] = []
@@ -163,7 +165,7 @@ class Schedule(Grid):
         return build_schedule(self.name, orders, self.microbatches, self.placement)
 
     def slots(self, saved: bool = False) -> Slots:
-        """The number of buffers that a device needs for stage inputs, residuals and cotangents, and who uses which.
+        """Counts the buffers that a device needs for stage inputs, residuals and cotangents, and assigns them.
 
         Args:
             saved: F saves the residuals of B; False: B recomputes them from the stage input.
@@ -173,7 +175,7 @@ class Schedule(Grid):
     def table(self, saved: bool = False, spread: bool = False) -> Table:
         """The int32 table that one program for all devices scans over; `saved` as for `slots`.
 
-        With `spread` its segments differ too in what all devices run together, embedding and head.
+        With `spread` its segments also differ in the embedding and the head, which all devices run together.
         """
         return lower_schedule(self, saved, spread)
 

@@ -8,7 +8,7 @@ from shardkit.schedules.base import Schedule, build_schedule, builder, check_siz
 
 @builder
 def breadth_first(devices: int, microbatches: int, chunks: int) -> Schedule:
-    """All forwards chunk by chunk, then all backwards chunk by chunk: a chunk's weights are needed once each way.
+    """All forwards chunk by chunk, then all backwards chunk by chunk: you need a chunk's weights once each way.
 
     Args:
         devices: number p of pipeline devices.

@@ -10,8 +10,8 @@ from shardkit.schedules.words import parse_v_order
 def dualpipe_v(devices: int, microbatches: int) -> Schedule:
     """Two chunks on each device, placed as a V; most cells are a forward of one and a backward of the other chunk.
 
-    The backward is split only where that fills a gap. With fewer than 2p microbatches it is the order for 2p without
-    the others.
+    It splits the backward only to fill a gap. With fewer than 2p microbatches it is the order for 2p, without the
+    missing ones.
 
     Args:
         devices: number p of pipeline devices.

@@ -10,7 +10,7 @@ from shardkit.schedules.base import Schedule, build_schedule, builder, check_siz
 def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over chunks: p microbatches go through chunk after chunk, with a warm-up of (v-1) p + 2 (p-1-d) forwards.
 
-    If p does not divide m, the last round has fewer microbatches, and what follows moves up.
+    If p does not divide m, the last round has fewer microbatches, and later actions move up.
 
     Args:
         devices: number p of pipeline devices.

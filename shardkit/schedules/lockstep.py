@@ -8,10 +8,10 @@ from shardkit.schedules.base import Schedule, builder, check_sizes
 
 @builder
 def lockstep(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Every tick has one forward and one backward, which all devices run together.
+    """In every tick, all devices run one forward and one backward together.
 
-    Microbatch i = g p + r goes through stage s = c p + d forward at tick g v p + c p + r + d and backward at tick
-    (v p - 1) + g v p + (v-1-c) p + r + (p-1-d). What is sent at the end of a tick is used in the next.
+    Microbatch i = g p + r goes through stage s = c p + d forward at tick g v p + c p + r + d and backward at tick (v p
+    - 1) + g v p + (v-1-c) p + r + (p-1-d). Devices send at the end of a tick, and use the values in the next.
 
     Args:
         devices: number p of pipeline devices.

@@ -35,27 +35,27 @@ def search(
     weight_grad: StageCost | None = None,
     communication: float = 0,
 ) -> Schedule:
-    """The schedule of the least makespan among those that are tried, with a backward in two halves or whole.
+    """Tries many schedules, with the backward in two halves or whole, and returns the one with the least makespan.
 
-    Each device begins what is ready, by one of nine rules: input gradients first, or forwards in turn with them; of the
-    oldest microbatch, or of the last chunk; weight gradients where nothing else is ready, or as soon as some wait. Two
-    chunks are also tried in orders that repeat every six actions, as V-Min and V-Half do; and ZB-H1 and ZB-V. In the
-    fastest, actions move into idle time. Up to 16 pieces (p m v), no order of the two halves is faster. Of whole
-    backward passes, which may take less time than their halves, 1F1B and interleaved are tried.
+    Each device begins an action that is ready, by one of nine rules: input gradients first, or in turn with forwards;
+    of the oldest microbatch, or of the last chunk; weight gradients if nothing else is ready, or as soon as some wait.
+    For two chunks it also tries orders that repeat every six actions, as in V-Min and V-Half, and ZB-H1 and ZB-V. In
+    the fastest schedule it moves actions into idle time. Up to 16 pieces (p m v), no order of the two halves is faster.
+    A whole backward may take less time than its halves, so it also tries 1F1B and interleaved.
 
     Args:
         devices: number p of pipeline devices.
         microbatches: microbatches m per step.
         chunks: model stages v per device.
-        memory: the most microbatches in flight on a device, from F to the end of W, where a chunk counts 1/v; None: p,
-            as many as 1F1B has.
+        memory: the most microbatches in flight on a device, from F to the end of W; a chunk counts 1/v. None: p, as in
+            1F1B.
         forward, backward, input_grad, weight_grad, communication: costs, as for `Schedule.simulate`.
 
     Returns:
-        A Schedule. Its `least_makespan` says how much faster another could be at most.
+        A Schedule. Its `least_makespan` tells you how much faster another schedule could be at most.
 
     Raises:
-        ValueError: a size below 1, a memory below 1, or costs as `simulate` refuses them.
+        ValueError: a size below 1, a memory below 1, or costs as for `simulate`.
 
     Cost: a second for 8 devices, 32 microbatches and two chunks; in proportion to their product.
 

@@ -14,16 +14,16 @@ from shardkit.schedules.grid import Grid
 
 
 class Timeline(NamedTuple):
-    """A simulated step. Of the three bubbles a zero-bubble schedule has only the last at zero.
+    """A simulated step. For a zero-bubble schedule only the last of the three bubbles is zero.
 
     Attributes:
         makespan: from the first action to the end of the last, in the unit of the costs.
-        bubble: idle time over work, (makespan - work) / work, where work is the compute time of the busiest device:
+        bubble: idle time over work, (makespan - work) / work. Work is the compute time of the busiest device. This is
             Megatron's convention, `cost.bubble(of="ideal")`.
-        bubble_of_total: the share of the makespan in which that device idles, 1 - work / makespan: GPipe's convention,
-            `cost.bubble(of="total")`.
-        bubble_of_span: the most that a device idles between its first action and its last, over work: the bubble if the
-            optimizer does not wait for all devices.
+        bubble_of_total: the share of the makespan in which this device idles, 1 - work / makespan. This is GPipe's
+            convention, `cost.bubble(of="total")`.
+        bubble_of_span: the longest idle time of a device between its first action and its last, over work. This is the
+            bubble if the optimizer does not wait for all devices.
         peak_in_flight: for each device, the most microbatches between the begin of F and the end of B or W; a chunk
             counts as 1/v.
         spans: for each action, its begin and its end.

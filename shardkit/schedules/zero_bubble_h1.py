@@ -8,7 +8,7 @@ from shardkit.schedules.base import Schedule, build_schedule, builder, check_siz
 
 @builder
 def zero_bubble_h1(devices: int, microbatches: int) -> Schedule:
-    """1F1B with a split backward: device d delays weight gradients by d input gradients, so that all have p in flight.
+    """1F1B with a split backward: device d delays weight gradients by d input gradients, so all have p in flight.
 
     Args:
         devices: number p of pipeline devices.

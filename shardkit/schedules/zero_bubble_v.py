@@ -8,9 +8,9 @@ from shardkit.schedules.words import parse_v_order
 
 @builder
 def zero_bubble_v(devices: int, microbatches: int) -> Schedule:
-    """Two chunks on each device, placed as a V: the loss is on device 0, whose backward begins at once.
+    """Two chunks on each device, placed as a V: device 0 computes the loss, and begins the backward at once.
 
-    With fewer than 2p - 1 microbatches it is the order for 2p - 1 without the others.
+    With fewer than 2p - 1 microbatches it is the order for 2p - 1, without the missing ones.
 
     Args:
         devices: number p of pipeline devices.
@@ -22,7 +22,7 @@ def zero_bubble_v(devices: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a size below 1.
 
-    Cost: where F = I = W and m is at least 2p - 1, no device idles between its first action and its last, and p
+    Cost: if F = I = W and m is at least 2p - 1, no device idles between its first action and its last, and p
         microbatches are in flight.
 
     Example:

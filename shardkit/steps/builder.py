@@ -132,7 +132,7 @@ def make_train_step(
         TypeError: from `step`, for a state that is not a TrainState, and for an optax optimizer that needs more
             arguments, as line searches do, or returns updates that do not look like the gradients. If you wrote the
             optimizer, you see its errors unchanged.
-        NonFiniteError: from `step`, under `nonfinite="stop"`.
+        FloatingPointError: from `step`, under `nonfinite="stop"`: a NonFiniteError, with `state` and `metrics`.
 
     Cost: the cost of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean (for each element, if
         it is an array), and collectives that the compiler adds for a `carry` that mixes shards. With `deterministic`

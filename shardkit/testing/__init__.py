@@ -1,4 +1,4 @@
-"""The proof kit: what kernels mean, and tools that prove your own kernels and training steps.
+"""The proof kit: references for kernels, and tools to prove your kernels and training steps.
 
 Start with `prove.py`. Imports everything up to analysis. `hypothesis` is imported on first use of the strategies; the
 pytest plugin is `shardkit_pytest`, which pytest loads automatically.
@@ -17,18 +17,15 @@ from shardkit.testing.certify import certify_gradients
 from shardkit.testing.emulate import emulate
 from shardkit.testing.exact import assert_equal_for_all_inputs, small
 from shardkit.testing.laws import LAWS
-from shardkit.testing.one_device import Reference, one_device
-from shardkit.testing.program import Program, recording
+from shardkit.testing.one_device import one_device
 from shardkit.testing.prove import assert_same_training, prove
 from shardkit.testing.rows import Row, covering
 from shardkit.testing.wire import wire
 
-_STRATEGIES = ("meshes", "programs", "sharded_arrays", "specs")
+_STRATEGIES = ("meshes", "programs", "sharded_arrays")
 
 __all__ = [
     "LAWS",
-    "Program",
-    "Reference",
     "Row",
     "assert_equal_for_all_inputs",
     "assert_matches_reference",
@@ -41,17 +38,15 @@ __all__ = [
     "one_device",
     "programs",
     "prove",
-    "recording",
     "reference",
     "sharded_arrays",
     "small",
-    "specs",
     "wire",
 ]
 
 
 if TYPE_CHECKING:
-    from shardkit.testing.strategies import meshes, programs, sharded_arrays, specs
+    from shardkit.testing.strategies import meshes, programs, sharded_arrays
 else:  # a checker that sees __getattr__ accepts every name
 
     def __getattr__(name: str) -> _Any:

@@ -60,7 +60,8 @@ def recording(optimizer: Optimizer) -> Any:
             the plan's update.
 
     Example:
-        >>> optimizer = sk.testing.recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+        >>> from shardkit.testing.program import recording
+        >>> optimizer = recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
         >>> _, state = optimizer.update(jnp.float32(5), optimizer.init(jnp.float32(0)))
         >>> float(state.grads)
         5.0
@@ -247,7 +248,7 @@ class Program:
     @cached_property
     def ran(self) -> RunResult:
         """A step for each batch."""
-        # The first step donates the first state, of which these two need the layouts.
+        # The first step donates the first state. These two need its layouts, and are computed before.
         _ = self.shapes
         _ = self.compiled
         state = self.start

@@ -114,7 +114,8 @@ def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> Partit
 
     Example:
         >>> from hypothesis import given
-        >>> @given(sk.testing.specs((4, 6), {"data": 2, "model": 2}))
+        >>> from shardkit.testing.strategies import specs
+        >>> @given(specs((4, 6), {"data": 2, "model": 2}))
         ... def test_spec(spec):
         ...     sk.local_shape((4, 6), spec, sk.abstract_mesh(data=2, model=2))
         >>> test_spec()

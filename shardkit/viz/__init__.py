@@ -4,7 +4,7 @@ Start with `style.py`, the one look of all. Imports what the pictures are of: me
 """
 
 from shardkit.viz.places import array
-from shardkit.viz.schedule import draw, facts, figure, title
+from shardkit.viz.schedule import draw, figure
 from shardkit.viz.tables import table
 
-__all__ = ["array", "draw", "facts", "figure", "table", "title"]
+__all__ = ["array", "draw", "figure", "table"]

@@ -34,10 +34,10 @@ _SMALLEST_TEXT = 4.0  # points
 
 @partial(typed, where="viz.array")
 def array(x: jax.Array, output: str | Path | None = None, *, after: jax.Array | None = None) -> Any:
-    """The picture of an array: which device holds which piece of it, and beside it `after` a resharding.
+    """Draws the places of an array: each piece, with the devices that hold it. `after` shows a resharding beside it.
 
-    Each piece is a cell, in which every device that holds it has a part of its own with its id: a cell of several
-    parts is replicated. A device has one color, also in `after`. Rows and columns are the last two dims that are split.
+    Each piece is a cell. Every device that holds the piece has a part of the cell, with its id, so a cell with several
+    parts is replicated. A device has one color, also in `after`. Rows and columns are the last two split dims.
 
     Args:
         x: an array on devices, or its ShapeDtypeStruct with a sharding.
@@ -45,10 +45,10 @@ def array(x: jax.Array, output: str | Path | None = None, *, after: jax.Array | 
         after: an array to draw beside it.
 
     Returns:
-        A matplotlib figure, which notebooks show. The gid of a part is the label of its piece and its device.
+        A matplotlib figure; a notebook shows it. The gid of a part is the label of its piece and its device.
 
     Raises:
-        TypeError: an array on no devices, as one of NumPy or over an AbstractMesh.
+        TypeError: an array without devices, from NumPy or over an AbstractMesh.
         ValueError: another kind of file.
         RuntimeError: matplotlib is not installed.
 

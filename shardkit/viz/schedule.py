@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import typed
-from shardkit.schedules import Schedule, Timeline
+from shardkit.schedules import Schedule
 from shardkit.schedules.action import Action
+from shardkit.schedules.simulate import Timeline
 from shardkit.viz.style import (
     AREA,
     GREY,
@@ -86,10 +87,11 @@ def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple
 
 
 def title(schedule: Schedule) -> str:
-    """The title of a picture: the name and the sizes of a schedule.
+    """Writes the title of a picture: the name and the sizes of a schedule.
 
     Example:
-        >>> sk.viz.title(sk.schedules.lockstep(4, 8, chunks=2))
+        >>> from shardkit.viz.schedule import title
+        >>> title(sk.schedules.lockstep(4, 8, chunks=2))
         'lockstep: 4 devices x 2 chunks, 8 microbatches'
     """
     devices = counted(schedule.devices, "device")
@@ -99,10 +101,11 @@ def title(schedule: Schedule) -> str:
 
 
 def facts(timeline: Timeline) -> str:
-    """The subtitle of a picture: the makespan, and the bubble in both conventions.
+    """Writes the subtitle of a picture: the makespan, and the bubble in both conventions.
 
     Example:
-        >>> sk.viz.facts(sk.schedules.gpipe(2, 4).simulate())
+        >>> from shardkit.viz.schedule import facts
+        >>> facts(sk.schedules.gpipe(2, 4).simulate())
         "makespan 15, bubble 25.0% of the work (Megatron's convention), 20.0% of the makespan (GPipe's)"
     """
     return (
@@ -132,11 +135,11 @@ _MARGIN = 0.06  # of a row
 
 
 def figure(schedule: Schedule, timeline: Timeline) -> Figure:
-    """The picture of a schedule as a matplotlib figure, to show in a notebook or to modify.
+    """Draws a schedule as a matplotlib figure, to show in a notebook or to modify.
 
     Args:
         schedule: the schedule.
-        timeline: what `schedule.simulate` returned.
+        timeline: the result of `schedule.simulate`.
 
     Returns:
         A figure with two plots over the same time: the actions of the devices, and their microbatches in flight. The
@@ -168,7 +171,7 @@ def draw(schedule: Schedule, output: str | Path, **costs: Any) -> None:
             synchronous.
 
     Raises:
-        ValueError: another kind of file; a cost that `Schedule.simulate` refuses.
+        ValueError: another kind of file; costs as for `Schedule.simulate`.
         RuntimeError: matplotlib is not installed.
 
     Example:

@@ -29,8 +29,8 @@ _TALLEST = 20.0
 def table(table: SendTable, output: str | Path | None = None) -> Any:
     """Draws the messages of a table: a row for each device, a column for each step.
 
-    An arrow's color is its chunk's, from dark for the first to light for the last; it is dashed where the receiver adds
-    what it brings.
+    The color of an arrow is its chunk, from dark for the first to light for the last. An arrow is dashed if the
+    receiver adds its chunk.
 
     Args:
         table: the table.
@@ -40,7 +40,7 @@ def table(table: SendTable, output: str | Path | None = None) -> Any:
         A matplotlib figure; the gid of an arrow is its step and message, as in "0: 1>2 3".
 
     Raises:
-        ValueError: a table that is refused by its `check`, or another kind of file.
+        ValueError: a table that fails its `check`, or another kind of file.
         RuntimeError: matplotlib is not installed.
 
     Example:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardkit import bench
-from shardkit.bench.records import FORMAT
+from shardkit.bench.records import FORMAT, write, write_csv
 from shardkit.cli.bench.compare import Options, compare
 from support.refusals import refused
 
@@ -80,10 +80,10 @@ def test_a_wrong_element_is_a_regression_and_a_threshold_is_positive():
 
 def test_what_is_written_is_read(tmp_path):
     file = tmp_path / "there" / "out.jsonl"
-    bench.write(run(), file)
-    bench.write(run(seed=1), file)
+    write(run(), file)
+    write(run(seed=1), file)
     assert bench.read(file) == run() + run(seed=1)
-    bench.write_csv(bench.read(file), tmp_path / "out.csv")
+    write_csv(bench.read(file), tmp_path / "out.csv")
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [row["case"] for row in rows] == ["base", "other"] * 2
     assert rows[0]["environment_platform"] == "cpu" and "samples" not in rows[0]
@@ -120,7 +120,7 @@ def test_what_never_ends_is_no_file_of_results(tmp_path):
 
 def test_the_command_compares_and_ends_with_the_verdict(tmp_path, capsys):
     for name, records in (("old", run()), ("new", run(1.2, seed=1))):
-        bench.write(records, tmp_path / name)
+        write(records, tmp_path / name)
     assert compare(Options(tmp_path / "old", tmp_path / "new")) == 1
     assert "test: a row (inside)  other  cpu, base" in capsys.readouterr().out
     assert compare(Options(tmp_path / "old", tmp_path / "old")) == 0

@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit import bench, cost
-from shardkit.bench.fit import _faster_from
+from shardkit import bench
+from shardkit.bench.fit import alpha_beta
 from support.refusals import refused
 
 pytestmark = pytest.mark.check
@@ -33,7 +32,7 @@ def rows(latency, bandwidth, noise=0.0, hops=14, **fields):
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(1e-6, 45e9), (5e-5, 1e9), (0.0, 1e9)])
 def test_the_figures_that_went_in_come_out(latency, bandwidth):
-    found = bench.alpha_beta(rows(latency, bandwidth))
+    found = alpha_beta(rows(latency, bandwidth))
     np.testing.assert_allclose(found[:2], (latency, bandwidth), rtol=1e-9, atol=1e-15)
     assert found.residual < 1e-9
     assert found.seconds(14, 4096) == pytest.approx(14 * latency + 4096 / bandwidth)
@@ -41,21 +40,21 @@ def test_the_figures_that_went_in_come_out(latency, bandwidth):
 
 def test_small_sizes_count_as_much_as_large_ones_and_no_figure_is_negative():
     """Absolute errors would let the noise of 64 MiB hide the latency of 1 KiB."""
-    found = bench.alpha_beta(rows(1e-6, 45e9, noise=0.05))
+    found = alpha_beta(rows(1e-6, 45e9, noise=0.05))
     np.testing.assert_allclose(found[:2], (1e-6, 45e9), rtol=0.1)
     assert 0.01 < found.residual < 0.1
     # Times that shrink with the size have no bandwidth, and times that grow faster than it no latency.
     shrinking = [row | {"wall_us_median": 100 - k} for k, row in enumerate(rows(1, 1))]
-    assert bench.alpha_beta(shrinking).bandwidth == float("inf")
-    assert bench.alpha_beta(shrinking).seconds(14, 1e9) == pytest.approx(96e-6, rel=0.01)
+    assert alpha_beta(shrinking).bandwidth == float("inf")
+    assert alpha_beta(shrinking).seconds(14, 1e9) == pytest.approx(96e-6, rel=0.01)
     growing = [row | {"wall_us_median": row["written_bytes"] ** 1.2} for row in rows(1, 1)]
-    assert bench.alpha_beta(growing).latency == 0 < bench.alpha_beta(growing).bandwidth < float("inf")
+    assert alpha_beta(growing).latency == 0 < alpha_beta(growing).bandwidth < float("inf")
 
 
 @pytest.mark.parametrize("power", [1.2, -0.1])
 def test_the_figure_that_is_left_has_the_least_relative_error(power):
     records = [row | {"wall_us_median": row["written_bytes"] ** power} for row in rows(1, 1)]
-    found = bench.alpha_beta(records)
+    found = alpha_beta(records)
 
     def error(fit):
         times = [(r["wall_us_median"] / 1e6, fit.seconds(r["hops"], r["written_bytes"])) for r in records]
@@ -70,20 +69,20 @@ def test_the_figure_that_is_left_has_the_least_relative_error(power):
 
 def test_wrong_and_untimed_rows_are_left_out():
     good = rows(1e-6, 1e9)
-    assert bench.alpha_beta([*good, *rows(1, 1, wrong=3), {"hops": None}, {}]) == bench.alpha_beta(good)
+    assert alpha_beta([*good, *rows(1, 1, wrong=3), {"hops": None}, {}]) == alpha_beta(good)
 
 
 @pytest.mark.parametrize(
     ("given", "said"), [([], "0 usable records of 0 sizes"), (rows(1e-6, 1e9)[:1] * 3, "3 usable records of 1 size")]
 )
 def test_one_size_is_refused(given, said):
-    assert refused(lambda: bench.alpha_beta(given)) == (
+    assert refused(lambda: alpha_beta(given)) == (
         f"alpha_beta: records must be of at least two sizes to tell latency from bandwidth; got {said}. Measure "
         "more sizes."
     )
 
 
-# ---- links and crossovers
+# ---- links
 
 HERE = {"date": "2026-11-23T12:00:00+00:00", "device_kind": "TPU v5 lite"}
 LARGE = [2**k for k in range(10, 27, 4)]
@@ -123,31 +122,6 @@ def test_each_axis_has_the_link_that_was_measured_over_it():
     assert close(bench.links(measured(1e-6, 45e9)).of("another"), 1e-6, 45e9)  # the only one there is
     unknown = measured(1e-6, 1e9, kind="cpu")
     assert bench.links(unknown).flops is None and bench.links(unknown, flops=1e12).flops == 1e12
-
-
-@given(ways=st.tuples(LATENCY, BANDWIDTH, LATENCY, BANDWIDTH))
-def test_the_second_of_two_fitted_ways_is_faster_from_there_on(ways):
-    a, b, c, d = ways
-    found = _faster_from(cost.Link(a, b), cost.Link(c, d))
-
-    def gained(size):
-        return a + size / b - c - size / d
-
-    if found and not math.isinf(found):
-        assert gained(found * 0.9) < 0 < gained(found * 1.1) or math.isclose(b, d)
-    else:  # bandwidths that differ in the last bit: their times are equal but for rounding
-        rounding = 1e-12 * 1e18 / min(b, d)
-        assert gained(1e18) <= rounding if found else gained(1e18) >= -rounding and gained(0) >= 0
-
-
-def test_a_crossover_is_where_the_fitted_times_meet():
-    rows = measured(1e-6, 1e9) + measured(2e-6, 4e9, impl="two_step") + measured(2e-6, 0.5e9, impl="ring")
-    found = {each.impl: each for each in bench.crossovers(rows)}
-    # 14 us and 1.75 bytes/ns against 28 us and 0.4375
-    assert found["two_step"] == ("all_reduce", "data", "two_step", pytest.approx(14e-6 / (1.75e-9 - 0.4375e-9)))
-    assert found["ring"].size == math.inf
-    assert bench.crossovers(measured(1e-6, 1e9, impl="ring")) == []  # nothing to compare with
-    assert bench.crossovers(measured(1e-6, 1e9)[:1] + measured(1e-6, 1e9, impl="ring")) == []  # a single size
 
 
 REFUSED = {

@@ -10,8 +10,8 @@ import pytest
 
 import shardkit as sk
 from shardkit import bench
-from shardkit.bench import Case, Sample
-from shardkit.bench.measure import MODES, difference
+from shardkit.bench import Case
+from shardkit.bench.measure import MODES, Sample, difference, interleaved, summarise
 from support.refusals import refused
 
 STATISTICS = [
@@ -81,7 +81,7 @@ def test_report_prints_a_table_and_appends_json_lines(records, tmp_path, capsys)
 def test_every_round_starts_one_case_further_on():
     order = []
     runs = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
-    results = list(bench.interleaved(runs, 4))
+    results = list(interleaved(runs, 4))
     assert "".join(order) == "abcbcacababc"
     assert results[1] == {"b": 4, "c": 5, "a": 6}
     assert [list(each) for each in results] == [list("abc")] * 4
@@ -91,7 +91,7 @@ def test_ratios_are_taken_within_a_round():  # proves F81
     # The machine is ten times slower in the third round; the ratio of the medians would be 30 / 11.
     rounds = [(10, 20), (11, 33), (100, 300), (9, 18), (12, 30)]
     samples = [{"base": Sample(a, 2 * a), "other": Sample(b, a)} for a, b in rounds]
-    out = bench.summarise(samples, "base")
+    out = summarise(samples, "base")
     assert [out["base"][f"wall_us_{q}"] for q in ("median", "p10", "p90")] == [11, 9.4, 64.8]
     assert [out["other"][f"wall_us_{q}"] for q in ("median", "p10", "p90")] == [30, 18.8, 193.2]
     assert [out["other"][f"wall_ratio_{q}"] for q in ("median", "p10", "p90")] == [2.5, 2, 3]

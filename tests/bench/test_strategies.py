@@ -11,6 +11,7 @@ import pytest
 
 import shardkit as sk
 from shardkit import bench
+from shardkit.bench.strategies import reference
 from shardkit.models import transformer
 
 strategies = import_module("shardkit.bench.strategies")  # the package has a function of this name
@@ -86,7 +87,7 @@ def test_the_tolerance_is_of_the_order_of_one_devices_sums():
 def test_explicit_fsdp_sends_less_than_the_automatic_partitioner(data8, optimizer):
     config = transformer.Config(vocabulary=64, layers=2, dim=64, heads=2)
     with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
-        work, how = bench.reference(config, 16, 32), {"only": ["jit: fsdp", "fsdp"], "calls": 1, "rounds": 1}
+        work, how = reference(config, 16, 32), {"only": ["jit: fsdp", "fsdp"], "calls": 1, "rounds": 1}
         _, theirs, ours = bench.strategies(work, mesh=data8, optimizer=optimizer, **how)
     assert not theirs["wrong"] and not ours["wrong"]
     assert ours["wire_bytes"] == ours["written_bytes"] < theirs["wire_bytes"]

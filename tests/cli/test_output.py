@@ -6,7 +6,7 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from shardkit import bench
+from shardkit.bench.records import write, write_csv
 from shardkit.cli import doctor, output, self_test
 from shardkit.jobs.launch import launch
 from shardkit.viz import style
@@ -35,8 +35,8 @@ def test_a_bare_json_is_standard_output(words, found):
 WRITERS = {
     "a.json": lambda file: output.write_json(file, "audit", []),
     "more.json": lambda file: output.open_output(file, append=True).__enter__(),
-    "a.jsonl": lambda file: bench.write([{}], file),
-    "a.csv": lambda file: bench.write_csv([{"environment": {}}], file),
+    "a.jsonl": lambda file: write([{}], file),
+    "a.csv": lambda file: write_csv([{"environment": {}}], file),
     "a.svg": lambda file: style.save(Figure(), file),
     "a.png": lambda file: style.save(Figure(), file),
     "0.out": lambda file: launch(["true"], processes=1, output=file.parent),

@@ -11,13 +11,14 @@ import pytest
 
 import shardkit as sk
 from shardkit import planner
-from shardkit.analysis import Census
 from shardkit.analysis.hlo.compute import Work
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
+from shardkit.analysis.jaxpr.census import Census
 from shardkit.cli.plan import Options, plan
 from shardkit.models import transformer
 from shardkit.planner import Layout, Model
+from shardkit.planner.source import source_of
 from shardkit.testing import Row
 from shardkit.testing.exact.law import equal_for_all_inputs
 from shardkit.testing.one_device import Reference, Training
@@ -54,8 +55,8 @@ def large(tmp_path_factory):
 def test_the_module_that_is_written_trains_as_one_device(layout):
     found = planner.estimate(SMALL, layout, chip="v5e", batch=16, sequence=8)
     module = {}
-    exec(planner.source_of(found, batch=16, sequence=8), module)
-    assert "._" not in planner.source_of(found, batch=16, sequence=8)  # it imports what is public
+    exec(source_of(found, batch=16, sequence=8), module)
+    assert "._" not in source_of(found, batch=16, sequence=8)  # it imports what is public
     assert module["MESH"] == layout.axes and str(module["PLAN"]) == str(found.plan())
     row = Row(module["MESH"], module["PLAN"], accumulate=module["ACCUMULATE"])
     params = transformer.init(jax.random.key(0), module["CONFIG"])

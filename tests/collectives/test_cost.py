@@ -126,7 +126,6 @@ FORMULAS = {
     reduce_scatter_uneven: "P (n-1)/n bytes in n-1 hops, P being the padded array: n max(sizes) rows.",
     all_reduce_tree: "2 B (n-1)/n bytes in 2 (n-1) hops per bucket, B being all its leaves, padded to a multiple of n "
     "elements where it is scattered.",
-    compressed.init_residual: "none.",
     compressed.all_gather: "Q (n-1) bytes in n-1 hops, Q = cost.quantized_bytes of one shard's elements.",
     compressed.reduce_scatter: "Q (n-1) bytes to n-1 other devices, Q = cost.quantized_bytes of 1/n of the elements.",
     compressed.reduce_scatter_two_level: "inner Q (I-1) bytes, Q = cost.quantized_bytes of 1/I of the elements, or of "
@@ -169,7 +168,7 @@ def refused(kernel, n=4):
 
 SMALL = "'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'"
 RESIDUAL = "residual must be a pytree like x of float32 arrays of the same shapes; got"
-CREATE = "Create it with init_residual(x)."
+CREATE = "Begin with zeros: jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)."
 SIZED = "sizes must be one size of at least 0 for each device of axis 'a'; got"
 ERRORS = refusals(
     {

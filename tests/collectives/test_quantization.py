@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 
 from shardkit import cost
-from shardkit.collectives.compressed import _decode, _encode
+from shardkit.collectives.quantization import decode, encode
 from shardkit.cost.quantization import FORMATS
 from support.refusals import value_error
 
@@ -19,7 +19,7 @@ ROWS, SIZE, BLOCK = 32, 300, 64  # the last block of a row is padded
 
 @cache
 def sent(dtype, size=SIZE, block=BLOCK):
-    return jax.jit(lambda x: _decode(_encode(x, dtype, block), (size,), dtype, block))
+    return jax.jit(lambda x: decode(encode(x, dtype, block), (size,), dtype, block))
 
 
 def blocks_of(x, block=BLOCK):
@@ -82,7 +82,7 @@ def test_the_bound_in_known_numbers():
 def test_the_bytes_of_a_message_are_the_closed_form(dtype):
     for size, block in ((1, 256), (7, 256), (256, 256), (257, 256), (300, 7), (5, 1), (1024, 64)):
         x = jax.ShapeDtypeStruct((3, size), np.float32)
-        message = jax.eval_shape(partial(_encode, dtype=dtype, block=block), x)
+        message = jax.eval_shape(partial(encode, dtype=dtype, block=block), x)
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(message))
         assert held == 3 * cost.quantized_bytes(size, dtype, block=block), (size, block)
         assert all(jnp.issubdtype(leaf.dtype, jnp.unsignedinteger) for leaf in jax.tree.leaves(message))

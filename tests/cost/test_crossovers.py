@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit import cost
+from shardkit.cost import hardware
+from shardkit.cost.crossovers import ring_from
 
 pytestmark = pytest.mark.check
 
@@ -17,7 +19,7 @@ BANDWIDTH = st.floats(1e6, 1e12)
 @given(latency=LATENCY, bandwidth=BANDWIDTH, columns=st.integers(1, 10**6), ways=st.integers(1, 2))
 def test_a_matmul_hides_its_message_from_there_on(latency, bandwidth, columns, ways):
     link, flops = cost.Link(latency, bandwidth), 1e14
-    found = cost.ring_from(link, columns, flops=flops, ways=ways, value_bytes=4)
+    found = ring_from(link, columns, flops=flops, ways=ways, value_bytes=4)
 
     def hidden(size):
         return ways * 2 * size / 4 * columns / flops - (latency + size / bandwidth)
@@ -57,8 +59,8 @@ def test_figures_by_hand_of_which_the_slowest_axis_counts():
     v5e, h100 = cost.links("v5e"), cost.links(cost.chips["h100"])
     assert v5e == (cost.Link(1e-6, 45e9, "chip v5e"), 197e12, ()) and h100.link == (3.4e-6, 450e9, "chip h100")
     # 5000 columns: a byte's matmul takes 25.38 ps, its hop 22.22 ps: 1 us is made up for by 317 kB
-    assert cost.ring_from(v5e.link, 5000, flops=197e12) == pytest.approx(1e-6 / (5000 / 197e12 - 1 / 45e9))
-    assert cost.ring_from(v5e.link, 4377, flops=197e12) == math.inf
+    assert ring_from(v5e.link, 5000, flops=197e12) == pytest.approx(1e-6 / (5000 / 197e12 - 1 / 45e9))
+    assert ring_from(v5e.link, 4377, flops=197e12) == math.inf
     # eight devices: 14 messages of an eighth against 3 whole ones, so 11 latencies against 1.25 operands
     assert cost.scatter_from(v5e.link, 8) == pytest.approx(11 * 45e3 / 1.25)
     # 14 us of 140, in which 1.75 buckets are sent
@@ -73,7 +75,7 @@ def test_figures_by_hand_of_which_the_slowest_axis_counts():
 def test_chips_by_what_jax_calls_them():
     names = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
     names |= {"TPU7x": "tpu7x", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA B200": "b200"}
-    assert {kind: cost.chip_of(kind).name for kind in names} == names
-    assert [cost.chip_of(kind) for kind in ("cpu", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "TPU v9", "", None)] == [
+    assert {kind: hardware.chip_of(kind).name for kind in names} == names
+    assert [hardware.chip_of(kind) for kind in ("cpu", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "TPU v9", "", None)] == [
         None
     ] * 6

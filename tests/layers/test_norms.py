@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.models import transformer
+from shardkit.layers.norms import sharded_moments
+from shardkit.models import blocks
 from shardkit.testing import assert_matches_reference
 from support.tiers import covered
 
@@ -51,7 +52,7 @@ def test_norms_over_split_features_are_those_over_whole_ones(mesh, dtype, width,
     x, gain, bias = arguments(24 * width, dtype, 0, seed)
     rows = P("data" if "data" in sizes else None, None, axis)
     for kernel, reference, args in [
-        (sk.layers.sharded_rms_norm, transformer.rms_norm, (x, gain)),
+        (sk.layers.sharded_rms_norm, blocks.rms_norm, (x, gain)),
         (sk.layers.sharded_layer_norm, layer_norm, (x, gain, bias)),
     ]:
         options = {"mesh": mesh, "in_specs": (rows, *[P(axis)] * (len(args) - 1)), "out_specs": rows, "args": args}
@@ -95,7 +96,7 @@ def test_moments_of_a_batch_that_is_split():  # proves F28
         return jnp.mean(x, axis=0, keepdims=True), jnp.var(x, axis=0, keepdims=True)
 
     assert_matches_reference(
-        lambda x: sk.layers.sharded_moments(x, "data", dims=0),
+        lambda x: sharded_moments(x, "data", dims=0),
         reference,
         mesh=mesh,
         in_specs=P("data", "model"),

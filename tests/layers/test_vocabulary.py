@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
+from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits
 from shardkit.testing import assert_matches_reference, covering
 from support.layouts import MODEL_MESHES as MESHES
 from support.layouts import mesh_of
@@ -77,7 +78,7 @@ def test_the_cross_entropy_is_that_of_whole_logits(mesh, dtype, sequence, width,
     sizes, axis = mesh
     args = drawn(width, dtype, seed)
     assert_matches_reference(
-        lambda *args: sk.layers.vocab_cross_entropy_and_hits(*args, axis, sequence=sequence, **options),
+        lambda *args: vocab_cross_entropy_and_hits(*args, axis, sequence=sequence, **options),
         jax.jit(lambda *args: cross_entropy(*args, **options)),
         mesh=mesh_of(**sizes),
         in_specs=(P(rows(sizes), axis if sequence else None), P(None, axis), P(rows(sizes))),
@@ -91,7 +92,7 @@ def test_the_cross_entropy_is_that_of_whole_logits(mesh, dtype, sequence, width,
 def whole(*args):
     """Values, hits and values alone, of a vocabulary that is not split."""
     options = {"z_loss": 0.1, "label_smoothing": 0.3}
-    both = sk.layers.vocab_cross_entropy_and_hits(*args, None, **options)
+    both = vocab_cross_entropy_and_hits(*args, None, **options)
     return both, sk.layers.vocab_cross_entropy(*args, None, **options), cross_entropy(*args, **options)
 
 
@@ -136,7 +137,7 @@ def test_large_logits_do_not_overflow_unknown_targets_show_and_the_first_of_equa
     assert np.isnan(nats[0, 0]) and np.all(np.isfinite(np.asarray(nats).ravel()[1:]))
     x, head, _ = drawn(1, "float32", 3)
     targets = np.tile(np.arange(T, dtype=np.int32), (B, 1))
-    hits = on_four(sk.layers.vocab_cross_entropy_and_hits)(x, np.zeros_like(head), targets)[1]
+    hits = on_four(vocab_cross_entropy_and_hits)(x, np.zeros_like(head), targets)[1]
     np.testing.assert_array_equal(hits, targets == 0)
 
 
@@ -192,7 +193,7 @@ def shapes(jaxpr):
 def test_no_device_ever_holds_whole_logits_and_keeps_its_own_once():  # proves F27
     def gradients(x, head, targets):
         loss = lambda x, head: jnp.sum(  # noqa: E731
-            sk.layers.vocab_cross_entropy_and_hits(x, head, targets, "model", label_smoothing=0.1, z_loss=0.1)[0]
+            vocab_cross_entropy_and_hits(x, head, targets, "model", label_smoothing=0.1, z_loss=0.1)[0]
         )
         return jax.grad(loss, (0, 1))(x, head)
 
@@ -234,7 +235,7 @@ def test_targets_of_part_of_the_tokens_are_refused():
         "vocab_cross_entropy_and_hits: there must be one target for each token; got targets of shape (4, 120) for "
         "tokens of shape (4, 30). Pass the targets of all tokens, and sequence=True where x holds a part of them."
     ):
-        sk.layers.vocab_cross_entropy_and_hits(x[:, :30], head, targets, None)
+        vocab_cross_entropy_and_hits(x[:, :30], head, targets, None)
 
 
 # Columns of padding, which a split needs, were classes: each of logit 0 or, once it is trained, of any other.
@@ -246,14 +247,14 @@ def test_columns_of_padding_are_no_classes():
         np.arange(120) < 109, head, np.float32(50)
     )  # the largest of all logits, in the last of four devices' columns
     split = jax.shard_map(
-        partial(sk.layers.vocab_cross_entropy_and_hits, axis="model", sequence=True, vocabulary=109, **options),
+        partial(vocab_cross_entropy_and_hits, axis="model", sequence=True, vocabulary=109, **options),
         mesh=sk.make_mesh(data=2, model=4),
         in_specs=(P("data", "model"), P(None, "model"), P("data")),
         out_specs=P("data"),
     )
     forms = {
         "split": split,
-        "one device": partial(sk.layers.vocab_cross_entropy_and_hits, axis=None, vocabulary=109, **options),
+        "one device": partial(vocab_cross_entropy_and_hits, axis=None, vocabulary=109, **options),
         "without padding": lambda x, head, targets: cross_entropy(x, head[:, :109], targets, **options),
     }
 

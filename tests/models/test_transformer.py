@@ -8,7 +8,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.meshes.rng import fold_keys
-from shardkit.models import transformer
+from shardkit.models import blocks, transformer
 from support.conformance import weights
 from support.refusals import value_error
 
@@ -60,7 +60,7 @@ def test_a_token_sees_only_what_came_before():
 
 def test_rotary_scores_depend_on_the_distance_alone():
     q, k = np.asarray(jax.random.normal(KEY, (2, 8)))
-    rotate = jax.jit(transformer.rotate)
+    rotate = jax.jit(blocks.rotate)
     at = lambda x: np.asarray(rotate(np.tile(x, (1, 10, 1, 1)), np.arange(10)))[0, :, 0]  # noqa: E731
     scores = at(q) @ at(k).T
     for distance in range(-5, 6):
@@ -74,11 +74,11 @@ def test_grouped_heads_equal_repeated_ones_and_rms_norm_keeps_its_statistics_in_
     x = jax.random.normal(jax.random.key(2), (2, 6, 32))
     repeated = params | {name: jnp.repeat(params[name], 2, axis=1) for name in ("key", "value")}
     full = transformer.Config(vocabulary=40, layers=2, dim=32, heads=4, hidden=48)
-    attention = jax.jit(transformer.attention, static_argnums=2)
+    attention = jax.jit(blocks.attention, static_argnums=2)
     np.testing.assert_allclose(attention(params, x, CONFIG), attention(repeated, x, full), rtol=1e-5, atol=1e-7)
     # proves F28 on one device
     x = 300 * jax.random.normal(KEY, (1, 4, 64)).astype(jnp.float16)  # squares overflow float16
-    y = transformer.rms_norm(x, jnp.ones(64, jnp.float16))
+    y = blocks.rms_norm(x, jnp.ones(64, jnp.float16))
     assert y.dtype == jnp.float16
     np.testing.assert_allclose(np.mean(np.asarray(y, np.float32) ** 2, -1), np.ones((1, 4)), rtol=1e-2)
 

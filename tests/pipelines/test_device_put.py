@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.pipelines import stage_programs
-from shardkit.pipelines.device_put import build_stations
+from shardkit.pipelines.device_put import build_stations, device_put_pipeline
 from support.counting import Compiles
 from support.refusals import value_error
 
@@ -87,7 +87,7 @@ def test_what_the_first_half_makes_is_put_on_the_second():
         return x @ w
 
     stages = [lambda w, x: jnp.tanh(x @ w), second]
-    (y,) = sk.device_put_pipeline(stages, [left, right], specs=P("data"))(params, x, microbatches=1)
+    (y,) = device_put_pipeline(stages, [left, right], specs=P("data"))(params, x, microbatches=1)
     assert y.devices() == set(right.devices.flat) and set(seen) == {(2, 16)}
     np.testing.assert_allclose(y, np.tanh(x @ w) @ v, rtol=1e-5, atol=1e-6)
 
@@ -95,7 +95,7 @@ def test_what_the_first_half_makes_is_put_on_the_second():
 def test_four_devices_and_twelve_microbatches():  # proves S84, S76, S77: widths 784-512-512-256-10, outputs in order
     meshes = sk.submeshes(sk.make_mesh(jax.devices()[:4], stage=4), "stage")
     params, (x, _) = layers(WIDTHS), inputs(48, 784)
-    outputs = sk.device_put_pipeline(stages_of(params), meshes)(placed(params, meshes), x, microbatches=12)
+    outputs = device_put_pipeline(stages_of(params), meshes)(placed(params, meshes), x, microbatches=12)
     assert [y.shape for y in outputs] == [(4, 10)] * 12
     close(np.concatenate(outputs), sequential(params, x))
 
@@ -105,7 +105,7 @@ def test_four_devices_and_twelve_microbatches():  # proves S84, S76, S77: widths
 def test_microbatches_do_not_change_the_output(microbatches):
     meshes = sk.submeshes(sk.make_mesh(stage=4, data=2), "stage")
     params, (x, _) = layers((6, 8, 5, 7, 10)), inputs(16, 6)
-    forward = sk.device_put_pipeline(stages_of(params), meshes, specs=P("data"))
+    forward = device_put_pipeline(stages_of(params), meshes, specs=P("data"))
     close(np.concatenate(forward(placed(params, meshes), x, microbatches=microbatches)), sequential(params, x))
 
 
@@ -118,7 +118,7 @@ def heavy(p, x):
 def test_nothing_waits_for_what_was_started():  # proves S84: overlap by asynchronous dispatch
     meshes = sk.submeshes(sk.make_mesh(stage=2, data=4), "stage")
     params, x = placed([jnp.eye(512)] * 2, meshes), np.ones((1024, 512), "f")
-    forward = sk.device_put_pipeline([heavy] * 2, meshes, specs=P("data"))
+    forward = device_put_pipeline([heavy] * 2, meshes, specs=P("data"))
     step = sk.device_put_value_and_grad([heavy] * 2, lambda y, t: jnp.mean((y - t) ** 2), meshes, specs=P("data"))
     for _ in range(2):  # the second time everything is compiled
         outputs = forward(params, x, microbatches=4)
@@ -219,9 +219,7 @@ def test_bfloat16_stays_and_gradients_add_up_in_float32():
     meshes = sk.submeshes(sk.make_mesh(stage=2, data=4), "stage")
     params, (x, labels) = layers((12, 16, 10), jnp.bfloat16), inputs(16, 12)
     x = x.astype(jnp.bfloat16)
-    outputs = sk.device_put_pipeline([dense, logits], meshes, specs=P("data"))(
-        placed(params, meshes), x, microbatches=4
-    )
+    outputs = device_put_pipeline([dense, logits], meshes, specs=P("data"))(placed(params, meshes), x, microbatches=4)
     assert all(y.dtype == jnp.bfloat16 for y in outputs)
     step = sk.device_put_value_and_grad([dense, logits], cross_entropy, meshes, specs=P("data"))
     loss, _, grads = step(placed(params, meshes), x, labels, microbatches=4)
@@ -242,7 +240,7 @@ def test_a_second_call_compiles_nothing():
         return lambda p, x: traces.append(x.shape) or stage(p, x)
 
     stages = [counted(stage) for stage in stages_of(params)]
-    forward = sk.device_put_pipeline(stages, meshes, specs=P("data"))
+    forward = device_put_pipeline(stages, meshes, specs=P("data"))
     step = sk.device_put_value_and_grad(stages, cross_entropy, meshes, specs=P("data"))
     weights = placed(params, meshes)
 
@@ -261,7 +259,7 @@ def test_what_is_moved_between_meshes(monkeypatch):
     meshes = sk.submeshes(sk.make_mesh(stage=4, data=2), "stage")
     params, (x, labels) = layers((6, 8, 5, 7, 10)), inputs(24, 6)
     weights = placed(params, meshes)
-    forward = sk.device_put_pipeline(stages_of(params), meshes, specs=P("data"))
+    forward = device_put_pipeline(stages_of(params), meshes, specs=P("data"))
     step = sk.device_put_value_and_grad(stages_of(params), cross_entropy, meshes, specs=P("data"))
     moved = []
     put = jax.device_put
@@ -369,7 +367,7 @@ def test_what_does_not_fit_is_refused(given, message):  # proves S77, S85
     stages, meshes, options = given()
     x, microbatches = options.pop("x", inputs(8, 12)[0]), options.pop("microbatches", 1)
     with value_error(f"device_put_pipeline: {message}"):
-        sk.device_put_pipeline(stages, meshes, **options)(placed(PAIR, meshes), x, microbatches=microbatches)
+        device_put_pipeline(stages, meshes, **options)(placed(PAIR, meshes), x, microbatches=microbatches)
 
 
 def test_the_gradients_refuse_in_their_own_name():

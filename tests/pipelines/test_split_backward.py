@@ -14,7 +14,7 @@ import shardkit as sk
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
 from shardkit.layers.linear import column_linear, row_linear
-from shardkit.models import transformer
+from shardkit.models import blocks, transformer
 from shardkit.on_device.handles import Handle
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.plans.splits import Cut
@@ -43,8 +43,8 @@ def normed(w, x):  # the layers share a gain that the function closes over
 
 
 def block(w, x):
-    x = x + transformer.attention(w, transformer.rms_norm(x, w["attention_norm"]), CONFIG)
-    return x + transformer.mlp(w, transformer.rms_norm(x, w["mlp_norm"]))
+    x = x + blocks.attention(w, blocks.rms_norm(x, w["attention_norm"]), CONFIG)
+    return x + blocks.mlp(w, blocks.rms_norm(x, w["mlp_norm"]))
 
 
 MLP = {"up": draw(LAYERS, WIDTH, HIDDEN), "bias": draw(LAYERS, HIDDEN), "down": draw(LAYERS, HIDDEN, WIDTH)}

@@ -12,6 +12,7 @@ import pytest
 import shardkit as sk
 from shardkit import schedules, testing
 from shardkit._jax.jaxprs import walk
+from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits
 from shardkit.testing.exact.law import equal_for_all_inputs
 from shardkit.testing.one_device import Reference, Training
 from shardkit.testing.program import Program
@@ -30,9 +31,7 @@ def embed(shared: Any, batch: Any, keys: Any, axis: str | None = "stage") -> jax
 def head(shared: Any, x: jax.Array, batch: Any, axis: str | None = "stage") -> Any:
     """Tied, after a gain that is whole, with padding in the vocabulary and means that are scalars."""
     x = x * shared["gain"][None, None]
-    nats, hits = sk.layers.vocab_cross_entropy_and_hits(
-        x, shared["embed"].T, batch["targets"], axis, vocabulary=CLASSES
-    )
+    nats, hits = vocab_cross_entropy_and_hits(x, shared["embed"].T, batch["targets"], axis, vocabulary=CLASSES)
     aux = {"accuracy": sk.Mean.of(hits, batch["weights"]), "square": jnp.mean(jnp.square(x.astype(jnp.float32)))}
     return sk.Mean.of(nats, batch["weights"]), aux
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.runtime.data.arrays import from_full
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, observations, triage
+from shardkit.steps.step import NonFiniteError
 from support import pipelines
 from support.commands import deep
 from support.refusals import type_error
@@ -175,7 +176,7 @@ def test_after_a_step_that_stopped(data8):
     batch = make_batch()
     batch["y"][11] = -1
     before = run(state, batch)
-    with pytest.raises(sk.NonFiniteError) as error:
+    with pytest.raises(NonFiniteError) as error:
         step(state, batch)
     stopped = error.value.state
     assert run(stopped._replace(step=stopped.step - 1), batch).rows == before.rows

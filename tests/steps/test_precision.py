@@ -12,6 +12,7 @@ import shardkit as sk
 from shardkit.analysis import census
 from shardkit.on_device.precision import BFLOAT16, FLOAT16, LossScale, next_loss_scale, precision_of
 from shardkit.steps.state import check_trainable
+from shardkit.steps.step import NonFiniteError
 from support.refusals import type_error, value_error
 
 KEY = jax.random.key(0)
@@ -131,7 +132,7 @@ def test_stopping_leaves_the_dynamic_scale_its_overflows(data8):
     assert not bool(metrics["finite"]) and float(state.loss_scale.scale) == 2.0**14
     broken = batch()
     broken["x"][0] = np.nan
-    with pytest.raises(sk.NonFiniteError):
+    with pytest.raises(NonFiniteError):
         step(state, broken)
 
 
@@ -274,7 +275,7 @@ def test_a_gradient_that_is_infinite_on_one_device_is_seen_by_all(nonfinite, dat
     )
     state, batch = init({"w": np.arange(16, dtype=np.float32)}, KEY), np.ones(8, np.float32)
     if nonfinite == "stop":
-        with pytest.raises(sk.NonFiniteError):
+        with pytest.raises(NonFiniteError):
             step(state, batch)
         return
     state, metrics = step(state, batch)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis import census
 from shardkit.models import transformer
+from shardkit.steps.step import NonFiniteError
 from support.counting import Compiles
 from support.refusals import type_error, value_error
 
@@ -264,7 +265,7 @@ def test_a_nonfinite_step_can_stop_the_run(data8):
     before = jax.device_get(state.params)
     bad = make_batch(1)
     bad["y"][0, 0] = np.inf
-    with pytest.raises(sk.NonFiniteError) as error:
+    with pytest.raises(NonFiniteError) as error:
         step(state, bad)
     assert str(error.value) == (
         "step 2: the loss (inf) or a gradient is not finite. The parameters are as before the step; lower the "

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import cost
-from shardkit.models import transformer
+from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits
+from shardkit.models import blocks, transformer
 from shardkit.testing import assert_matches_reference, covering
 from support.conformance import weights
 from support.layouts import MODEL_MESHES as MESHES
@@ -156,11 +157,11 @@ def block(w, x, axis, sequence=False, keep=False):
 
     sizes = {"heads": CONFIG.heads, "kv_heads": CONFIG.groups, "dim": 1}
     key, value = (sk.layers.local_groups(w[name], axis, **sizes) for name in ("key", "value"))
-    q, k, v = columns(transformer.rms_norm(x, w["attention_norm"]), (w["query"], key, value))
+    q, k, v = columns(blocks.rms_norm(x, w["attention_norm"]), (w["query"], key, value))
     k, v = (jnp.repeat(each, q.shape[2] // each.shape[2], axis=2) for each in (k, v))
     s = jax.nn.softmax(jnp.einsum("bTHK,bSHK->bHTS", q, k), axis=-1)
     x = x + sk.layers.row_linear(jnp.einsum("bHTS,bSHK->bTHK", s, v), w["attention_out"], axis, sequence=sequence)
-    gate, up = columns(transformer.rms_norm(x, w["mlp_norm"]), (w["gate"], w["up"]))
+    gate, up = columns(blocks.rms_norm(x, w["mlp_norm"]), (w["gate"], w["up"]))
     return x + sk.layers.row_linear(jax.nn.silu(gate) * up, w["down"], axis, sequence=sequence)
 
 
@@ -223,7 +224,7 @@ def test_gradients_of_gains_are_summed_once_a_step(accumulate):  # proves F25
         x = sk.layers.vocab_embed(batch["tokens"], params["embed"], "model", sequence=True)
         layer = sk.gathered(lambda w, x: block(w, x, "model", True))
         x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["layers"])
-        x = transformer.rms_norm(x, params["final_norm"])
+        x = blocks.rms_norm(x, params["final_norm"])
         return sk.Mean.of(sk.layers.vocab_cross_entropy(x, params["head"], batch["targets"], "model", sequence=True))
 
     mesh, batch = sk.abstract_mesh(data=2, model=2), dict.fromkeys(["tokens", "targets"], np.zeros((8, 12), np.int32))
@@ -355,7 +356,7 @@ def test_weights_that_are_summed_over_an_axis_must_be_split_over_it():
     calls = {
         "row_linear: w": lambda h, w, t: sk.layers.row_linear(sk.vary(h, "model"), w, "model"),
         "vocab_cross_entropy: head": lambda h, w, t: sk.layers.vocab_cross_entropy(h, w, t, "model"),
-        "vocab_cross_entropy_and_hits: head": lambda h, w, t: sk.layers.vocab_cross_entropy_and_hits(h, w, t, "model"),
+        "vocab_cross_entropy_and_hits: head": lambda h, w, t: vocab_cross_entropy_and_hits(h, w, t, "model"),
     }
     for name, call in calls.items():
         kernel = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))

@@ -12,8 +12,7 @@ import numpy as np
 
 import shardkit as sk
 from shardkit.cost import quantization_error
-from shardkit.testing import Reference
-from shardkit.testing.one_device import Wanted
+from shardkit.testing.one_device import Reference, Wanted
 from support.conformance import BATCH, MODELS, ModelRow, PlanRow, padding, toy_tp
 from support.training import KEY, expected
 

@@ -13,8 +13,9 @@ import optax
 
 import shardkit as sk
 from shardkit import schedules
-from shardkit.models import transformer
-from shardkit.testing import Program, Row, covering, one_device, prove
+from shardkit.models import parameters, transformer
+from shardkit.testing import Row, covering, one_device, prove
+from shardkit.testing.program import Program
 from shardkit.testing.prove import choose_relative
 from support.conformance import weights
 from support.pipelines import pipelined_grad
@@ -170,7 +171,7 @@ def optimizer_of(name: str, config: transformer.Config, mesh: Any = None, plan: 
     """An optimizer on a mesh, or on one device."""
     if name != "muon":
         return OPTIMIZERS[name]
-    how = {"muon_weight_dimension_numbers": transformer.muon_dims(config)}
+    how = {"muon_weight_dimension_numbers": parameters.muon_dims(config)}
     if mesh is None:
         return lenient(optax.contrib.muon(0.01, **how))
     return lenient(sk.muon(0.01, mesh=sk.abstract_mesh(**mesh), plan=plan, **how))

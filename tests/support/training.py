@@ -8,7 +8,8 @@ import numpy as np
 import optax
 
 import shardkit as sk
-from shardkit.testing import LAWS, Reference, Row, laws, one_device, prove
+from shardkit.testing import LAWS, Row, laws, one_device, prove
+from shardkit.testing.one_device import Reference
 from shardkit.testing.prove import Proof, choose_relative
 from support.conformance import ModelRow, PlanRow
 

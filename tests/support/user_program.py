@@ -8,6 +8,10 @@ import jax.numpy as jnp
 import optax
 
 import shardkit as sk
+from shardkit.analysis.jaxpr.census import Census
+from shardkit.bench.environment import environment
+from shardkit.testing.one_device import Reference
+from shardkit.testing.program import Program
 
 Arrays = dict[str, jax.Array]
 
@@ -27,15 +31,15 @@ assert_type(metrics, dict[str, jax.Array])
 assert_type(sk.describe(mesh), str)
 
 # What is imported on first use has its types too.
-assert_type(sk.census(step, state, batch), sk.analysis.Census)
+assert_type(sk.census(step, state, batch), Census)
 assert_type(sk.lint(step, state, batch), list[sk.Finding])
 assert_type(sk.cost.bubble(4, 8), float)
 assert_type(sk.schedules.lockstep(4, 8), sk.schedules.Schedule)
 assert_type(sk.testing.meshes().example(), dict[str, int])
 assert_type(sk.runtime.is_main(), bool)
-assert_type(sk.bench.environment(), dict[str, Any])
+assert_type(environment(), dict[str, Any])
 assert_type(sk.models.transformer.Config().layers, int)
-assert_type(sk.testing.LAWS[0], Callable[[sk.testing.Program, sk.testing.Reference], str | None])
+assert_type(sk.testing.LAWS[0], Callable[[Program, Reference], str | None])
 
 # Mistakes that a checker finds.
 sk.fsdp("fsdp", layer_wise=())  # type: ignore[call-arg]

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit._jax.jaxprs import PLAN, TOTALS, kind_of, mesh_axes, walk
 from shardkit.plans.storage import Padded
-from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
-from shardkit.testing.program import Recorded, _rescale
+from shardkit.testing import LAWS, Row, laws, one_device, prove
+from shardkit.testing.program import Program, Recorded, _rescale, recording
 from support.refusals import refused, type_error, value_error
 from support.training import lenient
 

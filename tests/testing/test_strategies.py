@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec
 
 import shardkit as sk
 from shardkit.meshes.layout import canonical, local_shape
-from shardkit.testing import meshes, programs, sharded_arrays, specs
+from shardkit.testing import meshes, programs, sharded_arrays
 from shardkit.testing.certify import factorizations
 from shardkit.testing.chains import DTYPES, BlockState, Chain, Op, legal_ops, state_of
+from shardkit.testing.strategies import specs
 from support.refusals import raises, value_error
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)

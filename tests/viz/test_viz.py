@@ -11,6 +11,7 @@ from shardkit import schedules, viz
 from shardkit.collectives import tables
 from shardkit.viz import schedule as schedule_pictures
 from shardkit.viz import style
+from shardkit.viz.schedule import title
 from support.refusals import refused
 
 pytestmark = pytest.mark.check
@@ -147,8 +148,8 @@ def test_text_stays_inside_its_box():
 
 
 def test_titles_count():
-    assert viz.title(schedules.gpipe(1, 1)) == "gpipe: 1 device, 1 microbatch"
-    assert viz.title(schedules.dualpipe_v(2, 4)) == "dualpipe_v: 2 devices x 2 chunks, 4 microbatches"
+    assert title(schedules.gpipe(1, 1)) == "gpipe: 1 device, 1 microbatch"
+    assert title(schedules.dualpipe_v(2, 4)) == "dualpipe_v: 2 devices x 2 chunks, 4 microbatches"
 
 
 # How the three kinds of colour-blindness see linear RGB (Machado et al. 2009, severity 1).

@@ -21,6 +21,7 @@ Axes = tuple[tuple[str, int], ...]  # names and sizes
 
 def copies(program: CompiledProgram) -> Iterator[Finding]:
     """Leaves of which every device holds the same large piece, though a dim could be split."""
+    # The layouts of the compiled program, where they are known: the compiler may have chosen some.
     shardings = program.held
     if not shardings:
         shardings = tuple(leaf.sharding for leaf in program.leaves)

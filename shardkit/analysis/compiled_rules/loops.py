@@ -25,7 +25,7 @@ _LINEAR = {"add", "subtract", "negate", "convert", "broadcast", "pad", "slice", 
 
 
 def loops(program: CompiledProgram) -> Iterator[Finding]:
-    """All-reduces of which a loop adds up the results, and all-gathers of what the loop does not change."""
+    """All-reduces in a loop that only adds up their results, and all-gathers of operands that no iteration changes."""
     groups: dict[_Repeated, list[CompiledRow]] = {}
     loop_of: dict[_Repeated, Loop] = {}
     for row, computation, instruction in program.collectives("all_reduce", "all_gather"):
@@ -111,7 +111,7 @@ def _accumulating_elements(uses: Uses, values: list[Value], passes: Passes) -> s
             state_reads.setdefault(reader.tuple_index, reader)
     for element in elements:
         carried = state_reads.get(element)
-        # What the element held before must go nowhere but into the element.
+        # The old value of the element may only go into the new one.
         if carried is None or _elements_reached(uses, [Value(body, carried)], passes) != {element}:
             return set()
     return elements
@@ -122,9 +122,9 @@ def _elements_reached(uses: Uses, values: list[Value], passes: Passes) -> set[in
     elements = set()
     for value in values:
         for use in uses.find_ends(value, passes):
-            if use.leaves is None:
+            if use.element is None:
                 return set()
-            elements.add(use.leaves)
+            elements.add(use.element)
     return elements
 
 

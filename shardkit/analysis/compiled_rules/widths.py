@@ -55,8 +55,8 @@ def _is_float32(program: CompiledProgram, value: Value) -> bool:
     """Whether a value is float32 and was not widened to it: a backend without 16-bit collectives does that itself."""
     if value.instruction.shape.type != _FLOAT32:
         return False
-    computation, instruction, around = program.uses.find_maker(value)
+    computation, instruction, callers = program.uses.find_maker(value)
     if instruction.opcode != "convert":
         return True
-    operand = Value(computation, computation.instructions[instruction.operands[0]], around)
+    operand = Value(computation, computation.instructions[instruction.operands[0]], callers)
     return program.uses.find_maker(operand).instruction.shape.type not in _SHORT

@@ -265,7 +265,7 @@ def build(
         options = {}
     options = compiler_options("aot.compile", options)
     package = compiler_package(where)
-    backends.leave_out_idle_tpu()
+    backends.leave_out_idle_tpu()  # else the trace would start libtpu, slowly and with errors
 
     started = time.monotonic()
     traced = _trace_for(where, step, args)
@@ -285,9 +285,11 @@ def build(
     }
     if placement is not None:
         request["places"] = placement.places
+    # The other process needs the program alone: no jaxpr, no Python function.
     bytecode = BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(file=bytecode)
     answer, module = _compile_in_child(where, request, bytecode.getvalue(), timeout)
+    # A program that is too large is a result, with the compiler's figure; all else is an error.
     if "error" in answer and not _is_over_memory(answer):
         raise _refusal(where, sizes, answer)
     return Built(traced, sizes, module, answer, lowering_seconds)
@@ -393,9 +395,9 @@ def _compile_in_child(
 
 
 def _make_environment() -> dict[str, str]:
-    """The environment of the compiler's process: that of a machine of CPUs, where this shardkit is imported."""
+    """The environment of the compiler's process: only CPUs, and this copy of shardkit."""
     environment = dict(os.environ)
-    environment.pop("XLA_FLAGS", None)
+    environment.pop("XLA_FLAGS", None)  # simulated devices, and flags that the other compiler may refuse
     environment |= ALONE
     environment["JAX_PLATFORMS"] = "cpu"
     paths = [str(Path(__file__).parents[3])]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from shardkit._jax.primitives import KIND_OF_OPCODE
 from shardkit.analysis.hlo import proto
@@ -72,7 +73,9 @@ class CompiledRow:
     @property
     def times(self) -> int:
         """Executions per call; a loop of unknown length counts once."""
-        return 1 if self.count is None else self.count
+        if self.count is None:
+            return 1
+        return self.count
 
     @property
     def total(self) -> Fraction:
@@ -105,6 +108,16 @@ def total_work(module: proto.Module, clock: Clock = NO_CLOCK) -> Work:
     return ModuleWork(module, clock.compute).of_computation(module.entry)
 
 
+# Worked example. A step on fsdp=4 has these scheduled instructions:
+#
+#     %start = (f32[8,64], f32[32,64]) all-gather-start(%w), replica_groups={{0,1,2,3}},
+#              metadata={op_name="jit(step)/all_gather" stack_frame_id=7}
+#     %y     = f32[32,64] dot(%a, %b), lhs_contracting_dims={1}
+#     %whole = f32[32,64] all-gather-done(%start)
+#
+# They are one row: an all_gather over ("fsdp",), n=4, count=1, bytes_in=2048, bytes_out=8192, sent=3 x 2048. It is
+# asynchronous, %y is between its start and its end: hidden_flops are those of %y, and exposed are its seconds on the
+# wire without those of %y. In the body of a loop of 12 layers it is the same row with count=12.
 class Reader:
     """Reads the scheduled computations of a module, one instruction after the other."""
 
@@ -130,7 +143,9 @@ class Reader:
             if pairing is None:  # an asynchronous collective starts or continues here; its row stands at its end
                 continue
             collective, start = pairing
-            between = None if start is None else slots[start + 1 : position]
+            between = None
+            if start is not None:
+                between = slots[start + 1 : position]
             yield self._row(collective, times, branch, between)
         for collective in unended:  # nothing is known to hide it
             yield self._row(collective, times, branch, None)
@@ -154,9 +169,11 @@ class Reader:
                 yield body, times * length, loop_constants, branch
                 yield condition, times * (length + 1), loop_constants, branch  # once more, to end the loop
         elif instruction.opcode == "conditional":
-            prefix = f"{branch}, " if branch else ""
-            for i, call in enumerate(instruction.calls):
-                yield call, times, {}, f"{prefix}branch {i + 1} of {len(instruction.calls)}"
+            for number, call in enumerate(instruction.calls, 1):
+                inner_branch = f"branch {number} of {len(instruction.calls)}"
+                if branch:  # a conditional in a conditional
+                    inner_branch = f"{branch}, {inner_branch}"
+                yield call, times, {}, inner_branch
         elif instruction.opcode in ("call", "async-start"):
             for call in instruction.calls:
                 yield call, times, {}, branch
@@ -167,43 +184,29 @@ class Reader:
         """The row of a collective; `between` is the compute between its start and its end; None if synchronous."""
         instruction = collective.instruction
         kind = collective.kind
-        operands = _operands(collective)
-        bytes_in = sum(shape.bytes for shape in operands)
-        payload = bytes_in
-        if instruction.opcode.startswith("ragged"):
-            # Operands: the rows, the buffer that receives them, sizes and offsets. Either the rows or the buffer has
-            # the padding of the larger one, so no more than the smaller one is sent.
-            payload = min(shape.bytes for shape in operands[:2])
-            operands = operands[:1]
-            bytes_in = operands[0].bytes
         axes, n = axes_of(kind, collective.groups, tuple(self.sizes.items()))
-        sent = wire(kind, payload, n, instruction.pairs).sent
-
-        # The GPU compiler marks a pair that it does not overlap.
-        synchronous_pair = collective.carrier.config.get("collective_backend_config", {}).get("is_sync")
-        asynchronous = between is not None and not synchronous_pair
+        operands = _measure_operands(collective)
+        sent = wire(kind, operands.payload, n, instruction.pairs).sent
         seconds = self.clock.wire(kind, collective.groups, sent)
         exposed = seconds
         hidden_flops = 0
+        # The GPU compiler marks a pair that it does not overlap.
+        is_synchronous_pair = collective.carrier.config.get("collective_backend_config", {}).get("is_sync")
+        asynchronous = between is not None and not is_synchronous_pair
         if asynchronous and between:
-            links = (axes, kind == "ppermute" and direction(collective.groups) < 0)
-            exposed = _hide(seconds, between, links)
+            # Permutes both ways round a ring use the two directions of the same links.
+            goes_down = kind == "ppermute" and direction(collective.groups) < 0
+            exposed = _hide(seconds, between, (axes, goes_down))
             hidden_flops = sum(slot.work.flops for slot in between)
-
-        bytes_out = bytes_in
-        if kind == "all_gather":
-            bytes_out = bytes_in * n
-        elif kind == "reduce_scatter":
-            bytes_out = bytes_in // n
         return CompiledRow(
             kind=kind,
             name=instruction.name,
             axes=axes,
             n=n,
             count=times,
-            arrays=max(len(operands), 1),
-            bytes_in=bytes_in,
-            bytes_out=bytes_out,
+            arrays=operands.arrays,
+            bytes_in=operands.bytes,
+            bytes_out=_count_result_bytes(kind, operands.bytes, n),
             sent=sent,
             asynchronous=asynchronous,
             hidden_flops=hidden_flops,
@@ -230,7 +233,35 @@ def _hide(seconds: float, between: list[_Slot], links: tuple[tuple[str, ...], bo
     return exposed
 
 
-def _operands(collective: FoundCollective) -> list[proto.Shape]:
+class _Operands(NamedTuple):
+    """The operands of a collective: how many arrays, their bytes, and how many of these can be sent."""
+
+    arrays: int
+    bytes: int
+    payload: int
+
+
+def _measure_operands(collective: FoundCollective) -> _Operands:
+    """The operands as written; those of a ragged all-to-all are the rows, a buffer for results, sizes and offsets."""
+    operands = _list_operands(collective)
+    if collective.instruction.opcode.startswith("ragged"):
+        # Either the rows or the buffer has the padding of the larger one, so no more than the smaller one is sent.
+        rows, buffer, *_ = operands
+        return _Operands(1, rows.bytes, min(rows.bytes, buffer.bytes))
+    size = sum(shape.bytes for shape in operands)
+    return _Operands(max(len(operands), 1), size, size)
+
+
+def _count_result_bytes(kind: str, operand_bytes: int, n: int) -> int:
+    """Bytes of the result, without the compiler's own padding, which the result's shape would have."""
+    if kind == "all_gather":
+        return operand_bytes * n
+    if kind == "reduce_scatter":
+        return operand_bytes // n
+    return operand_bytes
+
+
+def _list_operands(collective: FoundCollective) -> list[proto.Shape]:
     """The shapes of the operands, before the compiler's own padding and without a permute's flags."""
     computation = collective.computation
     shapes = [_shape_before_padding(computation, number) for number in collective.instruction.operands]

@@ -252,7 +252,7 @@ def _read_groups(instruction: Message) -> Groups:
 
 
 def _read_config(data: bytes) -> dict[str, Any]:
-    """What a compiler's backend adds to an instruction, where that is JSON."""
+    """The settings that a compiler's backend attaches to an instruction, if they are JSON."""
     config: dict[str, Any] = {}
     if data.startswith(b"{"):
         with suppress(json.JSONDecodeError):  # a library's custom call may hold MLIR here, which begins alike

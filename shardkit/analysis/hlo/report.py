@@ -168,7 +168,9 @@ class Report:
 
     def _format_figures(self, memory: Memory) -> list[str]:
         """A line for each figure of a program that the compiler has compiled."""
-        fits = "yes" if self.fits else "NO"
+        fits = "NO"
+        if self.fits:
+            fits = "yes"
         compute = f"{self.compute.flops / 1e12:,.3f} TFLOP in matmuls, at least {_format_ms(self.compute.seconds)}"
         if self.compute.kernels:
             compute += f", kernel calls not counted: {self.compute.kernels:,}"
@@ -203,7 +205,7 @@ class Built(NamedTuple):
     traced: Any  # the traced step
     sizes: dict[str, int]  # names and sizes of the mesh axes
     module: bytes | None  # the serialized program; None where it does not fit the chip's memory
-    answer: dict[str, Any]  # of the compiler's process: memory, times, versions, and its log
+    answer: dict[str, Any]  # from the compiler's process: memory, times, versions and its log
     lowering_seconds: float  # time to lower
 
     def report(self, where: Topology) -> Report:

@@ -1,4 +1,4 @@
-"""Who reads a value of a compiled program, followed through fusions and calls."""
+"""The readers of a value in a compiled program, followed through fusions and calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ MOVES = {
 
 
 class Value(NamedTuple):
-    """An instruction, its computation, and the fusions and calls around that, the innermost last."""
+    """The result of an instruction, in its computation.
+
+    Attributes:
+        computation: the computation.
+        instruction: the instruction.
+        callers: the fusions and calls that run the computation, each with its own computation, the innermost last.
+    """
 
     computation: proto.Computation
     instruction: proto.Instruction
-    around: tuple[tuple[proto.Computation, proto.Instruction], ...] = ()
+    callers: tuple[tuple[proto.Computation, proto.Instruction], ...] = ()
 
 
 class CompiledUse(NamedTuple):
@@ -41,13 +47,13 @@ class CompiledUse(NamedTuple):
 
     @property
     def opcode(self) -> str:
-        """What it does."""
+        """The opcode of the instruction."""
         return self.value.instruction.opcode
 
     @property
-    def leaves(self) -> int | None:
+    def element(self) -> int | None:
         """The element of its computation's result that the value becomes; None where it is read inside."""
-        is_inside = self.value.around or self.value.instruction.id != self.value.computation.root
+        is_inside = self.value.callers or self.value.instruction.id != self.value.computation.root
         if self.opcode != "tuple" or is_inside:
             return None
         return self.position
@@ -93,22 +99,22 @@ class Uses:
         waiting = [value]
         while waiting:
             value = waiting.pop()
-            computation, instruction, around = value
-            fusions = [fusion.id for _, fusion in around]
+            computation, instruction, callers = value
+            fusions = [fusion.id for _, fusion in callers]
             key = (computation.id, instruction.id, *fusions)
             if key in visited:
                 continue
             visited.add(key)
             if instruction.id == computation.root:
-                if around:
+                if callers:
                     waiting.append(_leave(value))
                 else:
                     yield CompiledUse(value, -1)
             for reader, position in self.readers(computation, instruction.id):
-                use = CompiledUse(Value(computation, reader, around), position)
+                use = CompiledUse(Value(computation, reader, callers), position)
                 if reader.opcode in ("fusion", "call"):
                     waiting += self._enter(use)
-                elif reader.opcode == "tuple" and reader.id == computation.root and around:
+                elif reader.opcode == "tuple" and reader.id == computation.root and callers:
                     waiting += self._leave_by_element(use)
                 elif reader.opcode in MOVES or passes(use):
                     waiting.append(use.value)
@@ -117,21 +123,21 @@ class Uses:
 
     def _enter(self, use: CompiledUse) -> list[Value]:
         """The parameter that a value is inside the fusion or call that reads it."""
-        computation, fusion, around = use.value
+        computation, fusion, callers = use.value
         inner = self.module.computations[fusion.calls[0]]
         parameter = inner.parameters.get(use.position)
         if parameter is None:
             return []
-        return [Value(inner, parameter, (*around, (computation, fusion)))]
+        return [Value(inner, parameter, (*callers, (computation, fusion)))]
 
     def _leave_by_element(self, use: CompiledUse) -> list[Value]:
-        """Where a value goes that is one of several results of a fusion."""
-        around = use.value.around
-        outer, fusion = around[-1]
+        """The elements that are taken from the tuple of a fusion, in which a value is one."""
+        callers = use.value.callers
+        outer, fusion = callers[-1]
         elements = []
         for reader, _ in self.readers(outer, fusion.id):
             if reader.opcode == "get-tuple-element" and reader.tuple_index == use.position:
-                elements.append(Value(outer, reader, around[:-1]))
+                elements.append(Value(outer, reader, callers[:-1]))
         return elements
 
     def find_sources(self, value: Value) -> Iterator[proto.Instruction]:
@@ -140,40 +146,40 @@ class Uses:
         waiting = [value]
         while waiting:
             value = waiting.pop()
-            computation, instruction, around = value
+            computation, instruction, callers = value
             if (computation.id, instruction.id) in visited:
                 continue
             visited.add((computation.id, instruction.id))
             yield instruction
-            if instruction.opcode == "parameter" and around:
+            if instruction.opcode == "parameter" and callers:
                 waiting.append(_argument(value))
             else:
                 for operand in instruction.operands:
-                    waiting.append(Value(computation, computation.instructions[operand], around))
+                    waiting.append(Value(computation, computation.instructions[operand], callers))
 
     def find_maker(self, value: Value) -> Value:
         """The instruction that computed a value: behind moves, inside the fusion that returns it."""
-        computation, instruction, around = value
+        computation, instruction, callers = value
         if instruction.opcode in MOVES - {"get-tuple-element"} and instruction.operands:
             operand = computation.instructions[instruction.operands[0]]
-            return self.find_maker(Value(computation, operand, around))
+            return self.find_maker(Value(computation, operand, callers))
         if instruction.opcode in ("fusion", "call"):
             inner = self.module.computations[instruction.calls[0]]
             root = inner.instructions[inner.root]
-            return self.find_maker(Value(inner, root, (*around, (computation, instruction))))
-        if instruction.opcode == "parameter" and around:
+            return self.find_maker(Value(inner, root, (*callers, (computation, instruction))))
+        if instruction.opcode == "parameter" and callers:
             return self.find_maker(_argument(value))
         return value
 
 
 def _leave(value: Value) -> Value:
     """The fusion or call that returns a value, in the computation around it."""
-    outer, fusion = value.around[-1]
-    return Value(outer, fusion, value.around[:-1])
+    outer, fusion = value.callers[-1]
+    return Value(outer, fusion, value.callers[:-1])
 
 
 def _argument(parameter: Value) -> Value:
-    """What a fusion or call is passed as this parameter."""
-    outer, fusion = parameter.around[-1]
+    """The operand that a fusion or call passes as this parameter."""
+    outer, fusion = parameter.callers[-1]
     operand = fusion.operands[parameter.instruction.parameter]
-    return Value(outer, outer.instructions[operand], parameter.around[:-1])
+    return Value(outer, outer.instructions[operand], parameter.callers[:-1])

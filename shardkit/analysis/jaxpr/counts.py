@@ -75,7 +75,10 @@ def _count_examples(batch: Any) -> int:
     """The number of examples, along dim 0 of every array of a batch."""
     counts = set()
     for leaf in jax.tree.leaves(batch):
-        counts.add(leaf.shape[0] if leaf.shape else 0)
+        if leaf.shape:
+            counts.add(leaf.shape[0])
+        else:
+            counts.add(0)
     if len(counts) != 1 or 0 in counts:
         raise ValueError(
             "counted: every array of the batch must have the same number of examples along dim 0; got "

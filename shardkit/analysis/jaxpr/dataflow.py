@@ -22,23 +22,33 @@ _NONE: frozenset[Any] = frozenset()
 
 
 class State(NamedTuple):
-    """What is known about a value on the devices of the surrounding shard_maps."""
+    """What is known about a value on the devices of the surrounding shard_maps.
 
-    varies: frozenset[str] = _NONE  # axes over which it may differ
-    reduced: frozenset[str] = _NONE  # axes over which a collective made it equal at some point
-    given: bool = False  # whether it depends on an argument; if not, it is a constant
-    # axes over which it differs although its type says invariant, each with the line of the cause
+    Attributes:
+        varies: axes over which it may differ.
+        reduced: axes over which a collective made it equal at some point.
+        from_argument: whether it depends on an argument; if not, it is a constant.
+        hidden: axes over which it differs although its type says invariant, each with the line of the cause.
+        moved: axes over which pieces were exchanged, so that it may be whole and equal again.
+        drawn: axes over which it is the same random draw, element by element.
+        from_gradient: whether it depends on a gradient.
+        by_forward: whether it depends on an argument in another way than by a gradient.
+    """
+
+    varies: frozenset[str] = _NONE
+    reduced: frozenset[str] = _NONE
+    from_argument: bool = False
     hidden: frozenset[tuple[str, str]] = _NONE
-    moved: frozenset[str] = _NONE  # axes over which pieces were exchanged, so that it may be whole and equal again
-    drawn: frozenset[str] = _NONE  # axes over which it is the same random draw, element by element
-    graded: bool = False  # whether it depends on a gradient
-    passed: bool = False  # whether it depends on an argument in another way than by a gradient
+    moved: frozenset[str] = _NONE
+    drawn: frozenset[str] = _NONE
+    from_gradient: bool = False
+    by_forward: bool = False
 
 
-# What turns random bits into a draw, element by element.
+# Primitives that turn random bits into a draw, element by element.
 _DRAW_KEEPING = {*ELEMENTWISE, "reshape", "squeeze"}
 CONSTANT = State()
-ARGUMENT = State(given=True, passed=True)
+ARGUMENT = State(from_argument=True, by_forward=True)
 
 
 def join(states: Iterable[State]) -> State:
@@ -48,11 +58,11 @@ def join(states: Iterable[State]) -> State:
         joined = State(
             varies=joined.varies | state.varies,
             reduced=joined.reduced | state.reduced,
-            given=joined.given or state.given,
+            from_argument=joined.from_argument or state.from_argument,
             hidden=joined.hidden | state.hidden,
             moved=joined.moved | state.moved,
-            graded=joined.graded or state.graded,
-            passed=joined.passed or state.passed,
+            from_gradient=joined.from_gradient or state.from_gradient,
+            by_forward=joined.by_forward or state.by_forward,
         )
     return joined
 
@@ -86,7 +96,10 @@ class Block(NamedTuple):
 
     def state(self, value: Any) -> State:
         """The state of an operand; literals are constants."""
-        return CONSTANT if hasattr(value, "val") else self.states[value]
+        is_literal = hasattr(value, "val")
+        if is_literal:
+            return CONSTANT
+        return self.states[value]
 
 
 Visit = Callable[[Block], None]
@@ -103,19 +116,23 @@ def enter_call(block: Block, equation: Any) -> Block | None:
     if program is None:
         return None
     blocks: list[Block] = []
-    _StateReader(block.context, blocks.append).call(equation, program, [block.state(v) for v in equation.invars])
-    return blocks[-1]
+    operands = [block.state(operand) for operand in equation.invars]
+    _StateReader(block.context, blocks.append).call(equation, program, operands)
+    return blocks[-1]  # inner ones come first
 
 
 def find_split_axes(equation: Any, context: Context) -> tuple[str, ...]:
     """The axes of a collective that have more than one device."""
-    return tuple(a for a in mesh_axes(equation) if context.sizes.get(a, 1) > 1)
+    return tuple(axis for axis in mesh_axes(equation) if context.sizes.get(axis, 1) > 1)
 
 
 def format_type(variable: Any) -> str:
     """The type of a value as a user writes it: float32[4,8]."""
     aval = variable.aval
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]" if hasattr(aval, "shape") else str(aval)
+    if not hasattr(aval, "shape"):
+        return str(aval)
+    shape = ",".join(str(size) for size in aval.shape)
+    return f"{aval.dtype}[{shape}]"
 
 
 def find_line(equation: Any, context: Context) -> str:
@@ -125,11 +142,11 @@ def find_line(equation: Any, context: Context) -> str:
 
 # Worked example: shard_map over data=2, in which x is split over "data" and w is whole.
 #
-#     x                        varies={"data"}, given
-#     w                        varies={}, given
+#     x                        varies={"data"}, from an argument
+#     w                        varies={}, from an argument
 #     y = x @ w                varies={"data"}
 #     s = psum(y, "data")      varies={}, reduced={"data"}: summing it again would be a mistake
-#     i = axis_index("data")   varies={"data"}, not given: it is computed of no argument
+#     i = axis_index("data")   varies={"data"}, from no argument
 #     cond(i == 0, ...)        its branches have a divergence over "data"; its results vary over "data", hidden where
 #                              their type says that they are invariant
 @dataclass(frozen=True)
@@ -156,28 +173,29 @@ class _StateReader(FactInterpreter[State]):
     def step(self, equation: Any, operands: list[State]) -> Sequence[State]:
         results = super().step(equation, operands)
         if self.context.backward or compat.in_backward(equation):
-            return [state._replace(graded=True, passed=False) for state in results]
+            return [state._replace(from_gradient=True, by_forward=False) for state in results]
         return results
 
     def equation(self, equation: Any, operands: list[State]) -> Sequence[State]:
         name = equation.primitive.name
-        context = self.context
+        sizes = self.context.sizes
         count = len(equation.outvars)
         if kind_of(equation) is not None:
             if len(operands) > count:  # ragged_all_to_all takes offsets and sizes too
                 operands = [join(operands)]
-            return [_send(equation, state, context.sizes) for state in operands]
+            return [_send(equation, state, sizes) for state in operands]
         if name == ASSUMED:
-            return [_make_equal(operands[0], _split(mesh_axes(equation), context.sizes))]
+            [state] = operands
+            return [_make_equal(state, _find_split(mesh_axes(equation), sizes))]
         if name == "axis_index":
-            return [State(_split(mesh_axes(equation), context.sizes))]
+            return [State(_find_split(mesh_axes(equation), sizes))]
         if name == "random_bits":
-            (key,) = operands
-            return [key._replace(drawn=_split(context.sizes, context.sizes) - key.varies)]
+            [key] = operands
+            return [key._replace(drawn=_find_split(sizes, sizes) - key.varies)]
         if registered(name).same:
             return operands
         if name == "io_callback":  # the host may answer each device differently
-            return [ARGUMENT._replace(varies=_split(context.sizes, context.sizes))] * count
+            return [ARGUMENT._replace(varies=_find_split(sizes, sizes))] * count
         state = join(operands)
         drawn = [operand.drawn for operand in operands if operand.drawn]
         if drawn and name in _DRAW_KEEPING:
@@ -195,12 +213,14 @@ class _StateReader(FactInterpreter[State]):
     def shard_map(self, equation: Any, body: Any, operands: list[State]) -> Sequence[State]:
         manual = frozenset(compat.manual_axes(equation))
         mesh_shape = equation.params["mesh"].shape
-        sizes = {**self.context.sizes, **{axis: mesh_shape[axis] for axis in manual}}
+        sizes = dict(self.context.sizes)
+        for axis in manual:
+            sizes[axis] = mesh_shape[axis]
         inner = self._enter(equation)
         inner = replace(inner, context=inner.context._replace(sizes=sizes), owner=equation)
         shards = []
         for state, spec in zip(operands, equation.params["in_specs"], strict=True):
-            split_here = _split(all_axes(spec), sizes) & manual
+            split_here = _find_split(all_axes(spec), sizes) & manual
             shards.append(state._replace(varies=state.varies | split_here))
         arrays = []
         for state in inner.run(body, shards):
@@ -212,31 +232,44 @@ class _StateReader(FactInterpreter[State]):
         consts, carry, rows = scan_operands(equation, operands)
         inner = self._enter(equation)
         silent = replace(inner, visit=None)
-        carry = self.find_carry(equation, carry, lambda carry: silent.run(body, [*consts, *carry, *rows]))
+
+        def run_silently(carry: list[State]) -> list[State]:
+            return silent.run(body, [*consts, *carry, *rows])
+
+        carry = self.find_carry(equation, carry, run_silently)
         return inner.run(body, [*consts, *carry, *rows])
 
     def while_loop(self, equation: Any, test: Any, body: Any, operands: list[State]) -> Sequence[State]:
         consts_of_test, consts_of_body, carry = while_operands(equation, operands)
         inner = self._enter(equation)
         silent = replace(inner, visit=None)
-        carry = self.find_carry(equation, carry, lambda carry: silent.run(body, [*consts_of_body, *carry]))
-        (goes_on,) = silent.run(test, [*consts_of_test, *carry])
+
+        def run_silently(carry: list[State]) -> list[State]:
+            return silent.run(body, [*consts_of_body, *carry])
+
+        carry = self.find_carry(equation, carry, run_silently)
+        [goes_on] = silent.run(test, [*consts_of_test, *carry])
         inner = inner._diverge(equation, goes_on, "while loop whose condition")
         inner.run(test, [*consts_of_test, *carry])
         inner.run(body, [*consts_of_body, *carry])
         arguments = body.jaxpr.invars[len(consts_of_body) :]
         results = []
         for state, out, argument, variable in zip(carry, body.jaxpr.outvars, arguments, equation.outvars, strict=True):
-            # What the body returns unchanged is the same after any number of iterations.
-            results.append(state if out is argument else inner._choose(state, goes_on, variable, equation))
+            # A value that the body returns unchanged is the same after any number of iterations.
+            if out is not argument:
+                state = inner._choose(state, goes_on, variable, equation)
+            results.append(state)
         return results
 
     def cond(self, equation: Any, branches: list[Any], operands: list[State]) -> Sequence[State]:
         index, *arguments = operands
         inner = self._enter(equation)
-        states = inner._diverge(equation, index, "cond whose predicate").join_branches(equation, branches, arguments)
-        variables = equation.outvars
-        return [inner._choose(state, index, v, equation) for state, v in zip(states, variables, strict=True)]
+        in_branches = inner._diverge(equation, index, "cond whose predicate")
+        states = in_branches.join_branches(equation, branches, arguments)
+        results = []
+        for state, variable in zip(states, equation.outvars, strict=True):
+            results.append(inner._choose(state, index, variable, equation))
+        return results
 
     def _enter(self, equation: Any) -> _StateReader:
         """What reads the programs that an equation holds."""
@@ -257,19 +290,26 @@ class _StateReader(FactInterpreter[State]):
 
     def _choose(self, state: State, by: State, variable: Any, equation: Any) -> State:
         """A result that depends on the branch taken: it varies as the predicate does, whatever its type says."""
-        untold = by.varies - compat.varying_axes(variable.aval)
-        hidden = frozenset((axis, find_line(equation, self.context)) for axis in untold)
-        return join([state, State(by.varies, by.reduced, by.given, hidden, passed=by.passed)])
+        untyped_axes = by.varies - compat.varying_axes(variable.aval)
+        line = find_line(equation, self.context)
+        choice = State(
+            varies=by.varies,
+            reduced=by.reduced,
+            from_argument=by.from_argument,
+            hidden=frozenset((axis, line) for axis in untyped_axes),
+            by_forward=by.by_forward,
+        )
+        return join([state, choice])
 
 
-def _split(axes: Iterable[str], sizes: Mapping[str, int]) -> frozenset[str]:
-    """Those of some axes that have several devices here."""
+def _find_split(axes: Iterable[str], sizes: Mapping[str, int]) -> frozenset[str]:
+    """The ones of some axes that have several devices here."""
     return frozenset(axis for axis in axes if sizes.get(axis, 1) > 1)
 
 
 def _send(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
     """The result of a collective."""
-    axes = _split(mesh_axes(equation), sizes)
+    axes = _find_split(mesh_axes(equation), sizes)
     if equation.params.get("axis_index_groups") is not None:
         return _exchange(state, axes)
     if kind_of(equation) == "ppermute":
@@ -291,6 +331,7 @@ def _exchange(state: State, axes: frozenset[str]) -> State:
 def _make_equal(state: State, axes: frozenset[str]) -> State:
     """A value that is the same on all devices of `axes`."""
     hidden = frozenset((axis, line) for axis, line in state.hidden if axis not in axes)
-    # A count, as psum(1), is a constant too.
-    reduced = state.reduced | axes if state.given else state.reduced
+    reduced = state.reduced
+    if state.from_argument:  # not of a constant: psum(1) is a count
+        reduced |= axes
     return state._replace(varies=state.varies - axes, reduced=reduced, hidden=hidden)

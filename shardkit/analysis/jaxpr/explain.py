@@ -132,8 +132,10 @@ def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
         candidates = _find_candidates(forward, key)
         is_paired = len(candidates) == len(group)
         for number, site in enumerate(group):
-            # Transposing runs a program backwards: the last one of a line comes first.
-            origins[id(site)] = [candidates[-1 - number]] if is_paired else candidates
+            origins[id(site)] = candidates
+            if is_paired:
+                # Transposing runs a program backwards: the last one of a line comes first.
+                origins[id(site)] = [candidates[-1 - number]]
     return [(site, origins.get(id(site), [])) for site in backward]
 
 
@@ -200,7 +202,9 @@ def _say_why(site: Site, axes: tuple[str, ...], value: str, origins: Sequence[Si
     row = registered(origin.name)
     if row.why:
         return row.why.format(value=value, over=quoted(axes), along=named(axes))
-    pronoun = "it" if len(axes) == 1 else "them"
+    pronoun = "them"
+    if len(axes) == 1:
+        pronoun = "it"
     operand = _name_other_operand(origin, axes)
     if origin.within(compat.ASKED) or row.asked:
         cause = f"is cast there to vary over {pronoun}"
@@ -253,7 +257,11 @@ def _find_root(value: Any, site: Site) -> tuple[Any, Any]:
 
 def _find_argument(value: Any, site: Site) -> str:
     """The name of the argument that a value is, in the jaxpr of `site` or of those around it; "" if it is none."""
-    place = next((number for number, argument in enumerate(site.jaxpr.invars) if argument is value), None)
+    place = None
+    for number, argument in enumerate(site.jaxpr.invars):
+        if argument is value:
+            place = number
+            break
     if place is None:
         return ""
     names = site.jaxpr.debug_info.arg_names or ()

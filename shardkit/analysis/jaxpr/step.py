@@ -38,7 +38,9 @@ class TracedStep(NamedTuple):
     @property
     def lowered(self) -> jax.stages.Lowered:
         """The program for the compiler of this process."""
-        return self.traced.lower() if self.lower is None else self.lower()
+        if self.lower is None:
+            return self.traced.lower()
+        return self.lower()
 
     @property
     def name(self) -> str:
@@ -94,7 +96,9 @@ def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = Mapping
         lowered = None
         if not is_plain_function:
             lowered = _unwrap_stage(fn.lower(*args, **kwargs), jax.stages.Lowered)
-        return traced.lower() if lowered is None else lowered
+        if lowered is None:
+            return traced.lower()
+        return lowered
 
     return TracedStep(fn, args, traced, lower, kwargs)
 
@@ -183,4 +187,6 @@ def _unwrap_stage(stage: Any, kind: type[T]) -> T | None:
     """An object of jax's stages, or the one that flax's or equinox's object of the same stage holds."""
     if not isinstance(stage, kind):
         stage = getattr(stage, kind.__name__.lower(), None)
-    return stage if isinstance(stage, kind) else None
+    if not isinstance(stage, kind):
+        return None
+    return stage

@@ -18,22 +18,25 @@ def divergence(program: TracedProgram) -> Iterator[Finding]:
         axes = find_split_axes(equation, block.context)
         if kind is None or not axes:
             continue
+        # Of a branch that only devices 0 and 1 of data=2, model=2 take, because its predicate differs along "data", a
+        # psum over "model" is right: all its devices come. One over "data" waits for devices 2 and 3.
         for branching in block.context.divergences:
             shared = sorted(branching.axes & set(axes))
-            around = f"{kind} over {quoted(axes)} is in a {branching.construct}, at {branching.source}, differs along"
+            text = f"{kind} over {quoted(axes)} is in a {branching.construct}, at {branching.source}, differs along"
             if shared:
                 yield Finding(
                     "divergent-collective",
-                    f"{around} {quoted(shared)}, so that only some of its devices call it: a deadlock.",
+                    f"{text} {quoted(shared)}, so that only some of its devices call it: a deadlock.",
                     find_line(equation, block.context),
                     "Call it on every device and select the result with jnp.where, or make the predicate equal first, "
                     f"with all_reduce over {quoted(shared)}.",
                 )
                 break
+            # A ppermute waits for all devices of the mesh, whatever its axis.
             if kind == "ppermute":
                 yield Finding(
                     "ppermute-in-divergent-branch",
-                    f"{around} {quoted(sorted(branching.axes))}; a ppermute needs every device of the mesh, so that it "
+                    f"{text} {quoted(sorted(branching.axes))}; a ppermute needs every device of the mesh, so that it "
                     "deadlocks or returns wrong values.",
                     find_line(equation, block.context),
                     "Call it on every device and select the result with jnp.where.",

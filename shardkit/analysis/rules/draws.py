@@ -14,7 +14,7 @@ from shardkit.analysis.rules.rule import Finding
 
 
 def draws(program: TracedProgram) -> Iterator[Finding]:
-    """Random numbers that are the same on devices whose elements differ, as one dropout mask for all."""
+    """Random numbers that are equal on devices with different elements, as one dropout mask for all of them."""
     for block, equation in program.equations:
         if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):
             continue
@@ -52,6 +52,6 @@ def _find_differing_operand(block: Block, equation: Any) -> _DifferingOperand | 
             state = block.state(array)
             # Pieces that were exchanged may be whole and equal again, as what the ends of a pipeline compute together.
             axes = sorted((state.varies - state.moved) & equal_axes)
-            if state.given and axes and array.aval.shape == draw.aval.shape:
+            if state.from_argument and axes and array.aval.shape == draw.aval.shape:
                 return _DifferingOperand(array, axes)
     return None

@@ -26,7 +26,9 @@ def fitting(program: TracedProgram) -> Iterator[Finding]:
             continue
         collectives = _find_forward_collectives(equation.params["jaxpr"])
         for axis, size in equation.params["mesh"].shape.items():
-            if size == 1 or ("all_reduce", axis) not in collectives or ("ppermute", axis) in collectives:
+            # Tensor parallelism sums activations in the forward pass; a pipeline or a ring passes them on.
+            sums_activations = ("all_reduce", axis) in collectives and ("ppermute", axis) not in collectives
+            if size == 1 or not sums_activations:
                 continue
             weights = _find_weights(equation, axis)
             # The state, and the gradients of the pieces that are split.
@@ -46,7 +48,7 @@ def _find_weights(equation: Any, axis: str) -> list[Any]:
     """The inputs of a shard_map that are split over an axis, if it returns all of them; else none.
 
     A step returns its new weights, in the layout of the old ones, and not its batch. So an axis that splits the batch
-    too has an input that is not returned: its sums are those of data parallelism.
+    too has an input that is not returned: its sums belong to data parallelism.
     """
     returned = set()
     for variable, spec in zip(equation.outvars, equation.params["out_specs"], strict=True):

@@ -23,6 +23,7 @@ def permutations(program: TracedProgram) -> Iterator[Finding]:
         axes = find_split_axes(equation, block.context)
         if kind_of(equation) != "ppermute" or not axes:
             continue
+        # A pair counts devices over all axes together: of sizes 2 and 4, device 5 is (1, 1).
         shape = [block.context.sizes[axis] for axis in axes]
         problem = _find_problem(block.jaxpr, equation, axes, shape)
         if problem is not None:
@@ -48,6 +49,8 @@ def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Seque
     if pairs and all(source == target for source, target in pairs):
         message = f"{subject} sends every device's value to itself."
         return _Problem("identity-permutation", message, "Leave it out, or name other targets.")
+    # jax gives zeros to a device that nobody sends to. They are meant in a shift without wrap, where the edge of a
+    # domain receives nothing, and where a jnp.where puts something else in their place.
     targets = {target for _, target in pairs}
     without_source = [device for device in range(n) if device not in targets]
     if without_source and not _is_open_shift(pairs, shape) and _is_unmasked(jaxpr, equation):
@@ -93,7 +96,7 @@ def _is_open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bo
 
 
 class _Unmasked(Dependence):
-    """Follows what is made of a result of one equation without a choice (jnp.where) that could replace it."""
+    """Follows the results of one equation, up to a choice (jnp.where) that could replace them."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -110,5 +113,5 @@ class _Unmasked(Dependence):
 
 
 def _is_unmasked(jaxpr: Any, equation: Any) -> bool:
-    """Whether results of a jaxpr are made of those of an equation without a choice that could replace them."""
+    """Whether results of a jaxpr depend on an equation's result without a `where` that could replace it."""
     return any(_Unmasked(equation).run(jaxpr, [False] * len(jaxpr.invars)))

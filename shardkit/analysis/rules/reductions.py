@@ -53,7 +53,9 @@ def _check_operand(block: Block, equation: Any, operand: Any, operation: str) ->
             "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
             "where only the type must become equal, gather with replicated=True."
         )
-    elif state.given and not compat.in_jvp(equation):  # a tangent, which looks like its argument, is summed rightly
+    elif state.from_argument and not compat.in_jvp(
+        equation
+    ):  # a tangent, which looks like its argument, is summed rightly
         reason = "comes from replicated arguments"
         remedy = "Leave it out, or split the argument over the axis."
     else:

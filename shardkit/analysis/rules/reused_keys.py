@@ -24,7 +24,7 @@ from shardkit.analysis.rules.rule import Finding
 from shardkit.meshes.layout import all_axes
 
 _DRAWS = {"random_bits", "random_gamma"}
-# Their result is their operand. Not random_clone, whose caller intends another draw each time.
+# Primitives that return their operand. Without random_clone: its caller intends another draw.
 _SAME_KEY = {"random_wrap", "random_unwrap"}
 _REMEDY = (
     "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) declares equal "
@@ -41,7 +41,7 @@ def reused_keys(program: TracedProgram) -> Iterator[Finding]:
 
 
 class NamedValue(NamedTuple):
-    """Values of one name are equal; `loops` are those whose iterations may differ in it."""
+    """A value by its name: values of one name are equal. It may be another one in each iteration of `loops`."""
 
     name: int
     loops: frozenset[int] = frozenset()
@@ -66,7 +66,7 @@ class _Names:
         return self.make(object(), operands)
 
     def make(self, operation: Any, operands: Sequence[NamedValue] = ()) -> NamedValue:
-        """What an operation makes of these operands."""
+        """The value that an operation makes of these operands."""
         key = (operation, *(value.name for value in operands))
         number = self._numbers.setdefault(key, len(self._numbers))
         loops: frozenset[int] = frozenset()
@@ -132,7 +132,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
     def cond(self, equation: Any, branches: list[Any], operands: list[NamedValue]) -> Sequence[NamedValue]:
         _, *arguments = operands
         inner = self._enter(equation)
-        # One branch runs: a draw in one of them does not repeat that of another.
+        # Only one branch runs: a draw in one branch does not repeat a draw in another.
         readers = [replace(inner, drawn=dict(self.drawn)) for _ in branches]
         results = []
         for reader, branch in zip(readers, branches, strict=True):
@@ -179,7 +179,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         return self._make_new(equation, operands)
 
     def _enter(self, equation: Any) -> _KeyReader:
-        """What reads the programs that an equation holds."""
+        """A reader for the programs inside an equation."""
         backward = self.context.backward or _repeats_forward(equation)
         context = self.context._replace(backward=backward, source=find_line(equation, self.context))
         return replace(self, context=context)

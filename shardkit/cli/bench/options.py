@@ -29,21 +29,21 @@ class Output:
 
 def write_records(records: Sequence[Record], output: Output) -> int:
     """Writes the records where the options say; the exit code: 1 if any element was wrong."""
-    from shardkit import bench
+    from shardkit.bench.records import write_csv
 
     if output.json:
         with open_output(output.json, append=True) as out:
             out.writelines(json.dumps(record) + "\n" for record in records)
     if output.csv:
-        bench.write_csv(records, output.csv)
+        write_csv(records, output.csv)
     return 1 if any(record.get("wrong") for record in records) else 0
 
 
 def describe_machine() -> str:
     """Where this runs, in a line, and what simulated devices cannot show."""
-    from shardkit import bench
+    from shardkit.bench.environment import environment
 
-    machine = bench.environment()
+    machine = environment()
     line = (
         f"jax {machine['jax']}, {machine['device_count']} x {machine['device_kind']} ({machine['platform']}), "
         f"{machine['cpu_model']}, {machine['cores']} cores, load {machine['load_average_1min']}, "

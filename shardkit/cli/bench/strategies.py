@@ -61,7 +61,7 @@ def strategies(options: Options) -> int:
     The exit code is 1 if the results of a case differ from one device's by more than rounding.
     """
     from shardkit import bench
-    from shardkit.bench.strategies import cases_of, explain_left_out, text
+    from shardkit.bench.strategies import cases_of, explain_left_out, reference, text
     from shardkit.cli.mesh import make_mesh, read_sizes
     from shardkit.models import transformer
 
@@ -77,7 +77,7 @@ def strategies(options: Options) -> int:
         work = _load_workload(options.model)
     else:
         config = transformer.Config(layers=sizes["layers"], dim=sizes["dim"], heads=sizes["heads"])
-        work = bench.reference(config, sizes["examples"], sizes["tokens"])
+        work = reference(config, sizes["examples"], sizes["tokens"])
     print(describe_machine())
     for reason in explain_left_out(mesh.shape, work):
         print(f"left out: {reason}")

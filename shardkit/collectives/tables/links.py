@@ -38,12 +38,12 @@ class LinkTimes(NamedTuple):
 
 @typed
 def torus_links(sizes: Sequence[int], bandwidth: float = 1.0, *, wrap: bool = True) -> dict[DevicePair, float]:
-    """The links of a torus, or with wrap=False of a grid, in both directions.
+    """Lists the links of a torus, or with wrap=False of a grid, in both directions.
 
     Args:
         sizes: devices along each dim; device numbers count the last dim fastest.
         bandwidth: bytes/s of each link, in each direction.
-        wrap: whether the last device along a dim is linked with the first.
+        wrap: whether the last device along a dim has a link to the first.
 
     Example:
         >>> sorted(sk.tables.torus_links((3,), wrap=False))

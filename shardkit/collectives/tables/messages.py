@@ -14,10 +14,10 @@ class Send(NamedTuple):
     """One chunk on its way.
 
     Attributes:
-        step: when, from 0.
-        source, target: from which device to which.
-        chunk: which chunk of the whole array.
-        reduce: whether it is added to what the target has; else it takes its place.
+        step: the step, from 0.
+        source, target: the device that sends, and the device that receives.
+        chunk: the number of the chunk in the whole array.
+        reduce: whether the target adds it to its chunk; otherwise it replaces the chunk.
     """
 
     step: int

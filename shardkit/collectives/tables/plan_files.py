@@ -37,7 +37,7 @@ _NOP: Json = {"name": "nop"}  # ends when all threads of the block have come to 
 
 @typed
 def to_mscclpp(table: SendTable) -> str:
-    """A table as a JSON plan of MSCCL++, in place, for GPUs that are all linked.
+    """Writes a table as a JSON plan of MSCCL++, in place, for GPUs with links between all of them.
 
     Raises:
         ValueError: as `SendTable.check`, or more peers or steps than its executor has room for.
@@ -217,17 +217,18 @@ def _split_into_blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[li
 
 @typed
 def from_mscclpp(text: str) -> SendTable:
-    """The table of a JSON plan of MSCCL++ that puts, signals, waits, and copies or adds what has arrived.
+    """Reads the table of a JSON plan of MSCCL++ with puts, signals, waits, copies and additions.
 
     Args:
         text: a plan as `to_mscclpp` writes it.
 
     Returns:
-        A checked table of the plan's messages; a step is as early as the plan's signals let it be.
+        A checked table of the plan's messages; a step is as early as the signals allow.
 
     Raises:
-        ValueError: another operation, a wait that no signal ends, a place that is written twice, messages that no order
-            of steps has, or as `SendTable.check`. Races within a device, of thread blocks without `nop`, are not seen.
+        ValueError: another operation, a wait that no signal ends, a place that is written twice, messages without any
+            order of steps, or as `SendTable.check`. It does not see races within a device, between thread blocks
+            without `nop`.
 
     Example:
         >>> table = sk.tables.halving("all_reduce", 4)

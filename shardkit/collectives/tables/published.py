@@ -22,7 +22,7 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
     Args:
         op: "all_gather", "reduce_scatter" or "all_reduce".
         devices: number n of devices.
-        bidirectional: both ways at once, each half of the way round.
+        bidirectional: send both ways at once, each half of the way round.
 
     Cost: n-1 steps, bidirectional n // 2; twice as many for an all_reduce. The bytes of `cost.wire`.
 
@@ -53,7 +53,7 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
 
 @typed
 def halving(op: Op, devices: int) -> SendTable:
-    """Recursive doubling of what is gathered: with the neighbor, with the pair beside, and so on; a sum is halved so.
+    """Recursive doubling: devices exchange with the neighbor, then with the pair beside, and so on; sums go by halves.
 
     Args:
         op: as for `ring`.
@@ -82,7 +82,7 @@ def halving(op: Op, devices: int) -> SendTable:
 
 @typed
 def bruck(op: Op, devices: int) -> SendTable:
-    """Each device passes all that it has to one 1, 2, 4, ... places before it.
+    """Each device passes everything it has to the device 1, 2, 4, ... places before it.
 
     Args:
         op: as for `ring`.
@@ -113,12 +113,12 @@ def bruck(op: Op, devices: int) -> SendTable:
 
 @typed
 def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
-    """Bruck's steps from the farthest to the nearest, with a limit on what one message holds.
+    """Bruck's steps from the farthest to the nearest, with a limit on the size of a message.
 
     Args:
         op: as for `ring`.
         devices: number n of devices, any.
-        aggregate: most chunks of a message, a power of two A below n; None: as many as make the fewest steps.
+        aggregate: most chunks of a message, a power of two A below n; None: the number with the fewest steps.
 
     Cost: log2(A) + P/A - 1 steps, P being n rounded up to a power of two, twice as many for an all_reduce. The bytes of
         `cost.wire`.
@@ -183,7 +183,7 @@ def _walk_binomial_tree(size: int) -> Iterator[int]:
 
 @typed
 def bine(op: Op, devices: int) -> SendTable:
-    """The butterfly of binomial negabinary trees, whose partners are a third nearer than those of `halving`.
+    """The butterfly of binomial negabinary trees: partners are a third nearer than in `halving`.
 
     Step by step a gather exchanges with a device ..., 5, 3, 1, 1 places away, up or down by turns.
 
@@ -229,12 +229,12 @@ def _list_bine_chunks(device: int, level: int, levels: int, devices: int) -> lis
 
 @typed
 def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> SendTable:
-    """Rings along every dim of a torus at once: each dim is the first for one part of the array.
+    """Rings along every dim of a torus at once: each part of the array starts with another dim.
 
     Args:
         op: as for `ring`.
         sizes: devices along each dim; device numbers count the last dim fastest.
-        bidirectional: both ways round each dim at once, each for half of the array.
+        bidirectional: send both ways round each dim at once, each with half of the array.
 
     Cost: for d dims of s devices d (s-1) steps, twice as many for an all_reduce; the bytes of `cost.wire`, over d links
         of each device, bidirectional over 2 d.
@@ -284,15 +284,15 @@ def _list_torus_sends(
 
 @typed
 def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
-    """An all_reduce up and down two binary trees of machines, in which a leaf of one is within the other.
+    """An all_reduce up and down two binary trees of machines: a leaf of one tree is an inner node of the other.
 
-    Inside a machine a chain leads to the device that is in the tree. Each tree has every second chunk, and chunks
-    follow each other: a device sends one in a step and gets one.
+    Inside a machine a chain leads to the device in the tree. Each tree has every second chunk, and chunks follow each
+    other: in a step, a device sends one chunk and gets one.
 
     Args:
         devices: number n of devices.
-        inner: devices of a machine, neighbors in number; 1: each for itself.
-        chunks: pieces of the array; more take more steps of fewer bytes.
+        inner: devices of a machine, with consecutive numbers; 1: each device is a machine.
+        chunks: pieces of the array; with more chunks you get more steps of fewer bytes.
 
     Cost: at most 4 ceil(log2(n / inner)) + 2 inner + 2 chunks steps, each of 1/chunks of the array.
 

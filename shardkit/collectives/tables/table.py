@@ -32,8 +32,8 @@ class SendTable:
     Attributes:
         op: "all_gather", "reduce_scatter" or "all_reduce".
         devices: number n of devices.
-        chunks: pieces of the whole array. But for an all_reduce it is a multiple of n, and device d owns as many from
-            `d * chunks // n` on.
+        chunks: pieces of the whole array. Except for an all_reduce it is a multiple of n, and device d owns chunks / n
+            of them, from `d * chunks // n` on.
         sends: the messages, in the order of their steps.
         name: the name in errors and descriptions.
     """
@@ -46,12 +46,12 @@ class SendTable:
 
     @property
     def steps(self) -> int:
-        """How many steps it takes."""
+        """The number of steps."""
         return self.sends[-1].step + 1 if self.sends else 0
 
     @cached_property
     def by_step(self) -> tuple[tuple[Message, ...], ...]:
-        """For each step the ppermutes that carry it out."""
+        """The ppermutes of each step."""
         steps: list[tuple[Message, ...]] = [()] * self.steps
         for step, sends in groupby(self.sends, key=operator.attrgetter("step")):
             steps[step] = group_sends(list(sends), self.devices, self.chunks)
@@ -63,10 +63,10 @@ class SendTable:
         return self.devices if self.op == "all_gather" else 1
 
     def traffic(self, size: float) -> Traffic:
-        """What one device sends, the busiest in each ppermute, and in how many messages one after the other.
+        """Counts the bytes of the busiest device in each ppermute, and the messages one after the other.
 
         Args:
-            size: bytes of the operand on one device, for an all_gather of its piece.
+            size: bytes of the operand on one device; for an all_gather, its piece.
 
         Example:
             >>> sk.tables.bruck("all_gather", 8).traffic(1024), sk.tables.ring("all_gather", 8).traffic(1024).hops
@@ -81,17 +81,18 @@ class SendTable:
         return Traffic(array_bytes * sent_chunks / self.chunks, self.steps)
 
     def simulate(self, links: Bandwidths, size: float, *, latency: float = 1e-6) -> LinkTimes:
-        """How long it takes on given links, and how busy these are. Steps follow each other.
+        """Times the table on links that you pass, and says how busy they are. Steps follow each other.
 
-        A message between devices that are not linked takes the shortest way; where there are several, equal parts.
+        A message between devices without a link takes the shortest way; if there are several, it is split into equal
+        parts.
 
         Args:
             links: bytes/s from one device to another, `{(source, target): bytes/s}`; see `torus_links`.
-            size: bytes of the operand on one device, for an all_gather of its piece.
-            latency: seconds for every link on the longest way of a step.
+            size: bytes of the operand on one device; for an all_gather, its piece.
+            latency: seconds for each link on the longest way of a step.
 
         Raises:
-            ValueError: links that are not connected, or a bandwidth, size or latency that is none.
+            ValueError: links that are not connected, or an invalid bandwidth, size or latency.
 
         Example:
             >>> links, size = sk.tables.torus_links((8,), bandwidth=1e9), 1e6
@@ -107,10 +108,10 @@ class SendTable:
         return time_steps(self.by_step, links, array_bytes / self.chunks, latency)
 
     def transpose(self) -> SendTable:
-        """The table of the derivative: a reduce_scatter for an all_gather, and the other way round.
+        """Returns the table of the derivative: a reduce_scatter for an all_gather, and the other way round.
 
         Raises:
-            ValueError: of an all_reduce: its result has the same derivative on every device, and nothing is sent.
+            ValueError: for an all_reduce: its result has the same derivative on every device, and nothing is sent.
         """
         if self.op == "all_reduce":
             raise ValueError(
@@ -133,7 +134,7 @@ class SendTable:
         return SendTable(op, self.devices, self.chunks, tuple(sorted(sends)), self.name)
 
     def then(self, gather: SendTable) -> SendTable:
-        """The all_reduce of a reduce_scatter and the all_gather that follows it, of as many devices and chunks."""
+        """Joins a reduce_scatter and an all_gather, with the same devices and chunks, into an all_reduce."""
         ops_fit = self.op == "reduce_scatter" and gather.op == "all_gather"
         sizes_fit = self.devices == gather.devices and self.chunks == gather.chunks
         if not ops_fit or not sizes_fit:
@@ -145,18 +146,19 @@ class SendTable:
         return SendTable("all_reduce", self.devices, self.chunks, self.sends + later, self.name)
 
     def described(self) -> str:
-        """What it does, in a line."""
+        """A description, in a line."""
         return f"{self.op} over {self.devices} devices of {self.chunks} chunks in {self.steps} steps"
 
     def check(self) -> None:
-        """Refuses a table after which a chunk is not what the op says, or in which the order of messages matters.
+        """Raises an error if a chunk is wrong after the last step, or if the order of messages within a step matters.
 
-        Every device's part in every chunk is followed through all steps: in the end each contribution is there exactly
-        once, and all devices have added an all_reduce in one order, so that all have the same bits.
+        It follows every device's part in every chunk through all steps. In the end each contribution must be there
+        exactly once, and all devices must add an all_reduce in the same order, so that all have the same bits.
 
         Raises:
-            ValueError: a message that is none, a chunk that the source does not have, a copy to a place that is
-                written twice in a step, a contribution that counts twice or is missing; the first in order of steps.
+            ValueError: an invalid message, a chunk that the source does not have, a copy to a place that is written
+                twice in a step, a contribution that counts twice or is missing. You see the first one, in the order of
+                steps.
         """
         _ = self._is_checked
 

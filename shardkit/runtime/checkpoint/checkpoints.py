@@ -352,7 +352,8 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
         ValueError: as `Checkpoints`.
 
     Example:
-        >>> sk.runtime.latest_step("no-such-directory") is None
+        >>> from shardkit.runtime.checkpoint.checkpoints import latest_step
+        >>> latest_step("no-such-directory") is None
         True
     """
     return max(list_steps(resolve_directory("latest_step", directory)), default=None)

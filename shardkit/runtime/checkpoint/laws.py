@@ -19,7 +19,8 @@ from shardkit.runtime.data.reading import to_storable
 from shardkit.steps.builder import make_train_step
 from shardkit.steps.state import TrainState
 from shardkit.strategies.data import dp
-from shardkit.testing import Program, Reference
+from shardkit.testing.one_device import Reference
+from shardkit.testing.program import Program
 
 
 def restores_elsewhere(program: Program, reference: Reference) -> str | None:

@@ -35,7 +35,8 @@ def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
         RuntimeError: jax has already started on a machine with GPUs, and would ignore them.
 
     Example:
-        >>> sk.runtime.gpu_flags()  # on CPU devices
+        >>> from shardkit.runtime.cluster.gpu_flags import gpu_flags
+        >>> gpu_flags()  # on CPU devices
         ()
     """
     if backends.cpu_only() or not any(Path("/dev", name).exists() for name in _DEVICES):

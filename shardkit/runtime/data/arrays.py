@@ -120,8 +120,9 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh | None = None,
     """Creates global arrays of `batch` rows from this process's rows in ascending order, without communication.
 
     Example:
+        >>> from shardkit.runtime.data.arrays import from_rows
         >>> rows = sk.runtime.local_rows(8, mesh, P("data"))
-        >>> sk.runtime.from_rows(np.float32(rows), rows, 8, mesh, P("data")).shape
+        >>> from_rows(np.float32(rows), rows, 8, mesh, P("data")).shape
         (8,)
     """
     mesh = mesh_in_context("from_rows", mesh, devices=True)

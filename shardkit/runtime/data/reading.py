@@ -39,37 +39,13 @@ def local_shards(x: jax.Array) -> dict[jax.Device, np.ndarray]:
 
 
 @typed
-def to_numpy(tree: Arrays) -> Any:
-    """Returns the arrays of a tree as NumPy arrays, without communication.
-
-    Raises:
-        ValueError: a leaf that is split over devices of several processes.
-
-    Example:
-        >>> sk.runtime.to_numpy(sk.runtime.from_full(np.arange(4), mesh, P("data")))
-        array([0, 1, 2, 3], dtype=int32)
-    """
-
-    def copy_leaf(path: Any, x: Any) -> np.ndarray:
-        if not _is_whole_here(x):
-            raise ValueError(
-                f"to_numpy: the whole array must be on this process's devices; leaf {path_name(path)} is on "
-                f"{name_processes(processes_of(x.sharding.device_set))}. Call fetch(tree) on every process, or "
-                "local_shards(x) for the shards of this one."
-            )
-        return np.asarray(to_storable(x))
-
-    return jax.tree_util.tree_map_with_path(copy_leaf, tree)
-
-
-@typed
 def fetch(tree: Arrays) -> Any:
     """Returns the whole arrays of a tree as NumPy arrays, on every process; for typed keys, their integers.
 
     Raises:
         ValueError: on a process outside the mesh of a leaf.
 
-    Cost: an all_gather of every leaf that is split over processes.
+    Cost: an all_gather of every leaf that is split over processes; of one that is whole here, nothing.
 
     Example:
         >>> sk.runtime.fetch(sk.runtime.from_full(np.arange(4), mesh, P("data")))

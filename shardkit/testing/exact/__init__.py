@@ -1,12 +1,13 @@
 """Proof for all inputs: programs run with numbers of a finite field in place of floats.
 
-Start with `equality.py`, what users call; `law.py` says the same of a training step. `numbers/` is the arithmetic, with
-one number through the tower of primes as an example; `rules/` what each primitive means in it; `interpreter.py` runs a
-whole program over all devices. `draws.py` says how often both programs run until they are proved equal, by what
-`coverage.py` has seen of their comparisons. `difference.py` is the way from a wrong result to its line: of a run that
-`record.py` keeps, `search.py` tries what `proposals.py` lists, the mistakes that could have been made; and
-`known_values.py` says which values the reference has. `small.py` makes large arguments small. Imports of `testing/`
-what knows no laws, because `laws.py` imports it.
+Start with `equality.py`, what users call: `derivatives.py` traces both programs with their gradients, and `size.py`
+says how long they take. `law.py` is the same for a training step. `numbers/` is the arithmetic, with one number through
+the tower of primes as an example; `rules/` is what each primitive means in it; `interpreter.py` runs a program over all
+devices. `draws.py` says how often both programs run until they are proved equal, by what `coverage.py` has seen of
+their comparisons. `difference.py` is the way from a wrong result to its line: of a run that `record.py` keeps,
+`search.py` tries what `proposals.py` lists, the mistakes that could have been made; and `known_values.py` says which
+values the reference has. `small.py` makes large arguments small. Of `testing/` it imports nothing that knows laws,
+because `laws.py` imports it.
 """
 
 from shardkit.testing.exact.equality import Equality, assert_equal_for_all_inputs

@@ -220,10 +220,20 @@ class _Difference:
             doubt -= 0.5
         if self._is_computed(remedy):
             doubt -= 0.5
+        # A counter that a loop reads is the same on all devices: what a round makes of it is more often wrong.
+        if remedy.behind and remedy.place.primitive == "iota" and self._is_scanned(remedy):
+            doubt += 0.5
         near = remedy.number in self.values.near and not remedy.behind
         if near or (remedy.behind and remedy.place.line in self._sending):
             doubt -= 0.25
         return doubt
+
+    def _is_scanned(self, remedy: Remedy) -> bool:
+        """Whether the rounds of a loop read what an equation gave."""
+        events = self.values.record.events
+        [result] = events[remedy.number].results
+        rounds = [event for event in events if event.place.primitive == "scan"]
+        return any(x is result for event in rounds for x in event.operands)
 
     def _is_computed(self, remedy: Remedy) -> bool:
         """Whether the reference computes what a repaired equation gives."""
@@ -239,15 +249,26 @@ class _Difference:
 
         What is used together travels together: a gradient with its keys, a mask with its block.
         """
+        events = self.values.record.events
+        if remedy.exchange in ("travel", "arrival"):
+            return self._find_route(remedy)
         if remedy.exchange != "shift":
             return ""
-        events = self.values.record.events
         [result] = events[remedy.number].results
         for event in events[remedy.number + 1 :]:
             if kind_of(event.place.equation) == "ppermute":
                 return event.place.line
             if any(x is result for x in event.operands) and event.place.primitive not in PASS:
                 return ""
+        return ""
+
+    def _find_route(self, remedy: Remedy) -> str:
+        """The line on which other values go on in each round, behind the first round or before it."""
+        events = self.values.record.events
+        later = events[remedy.number + 1 :] if remedy.exchange == "travel" else events[: remedy.number][::-1]
+        for event in later:
+            if kind_of(event.place.equation) == "ppermute":
+                return event.place.line
         return ""
 
     def _find_better_reader(self, remedy: Remedy) -> Remedy | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,6 +31,7 @@ from shardkit.testing.exact.repairs import (
     is_integer,
     keep_operands,
     list_subsets,
+    replace_item,
 )
 from shardkit.testing.exact.rules.operands import Operand
 
@@ -40,6 +42,7 @@ _SUMMED = {
     *("select_n", "gather", "dynamic_slice", "psum", "psum_invariant", "shard_map"),
     *("conv_general_dilated", "reduce_window_sum"),
 }
+_REDUCTIONS = ("sum", "maximum", "minimum")
 _EXTREMES = {"reduce_max": "maximum", "max": "maximum", "reduce_min": "minimum", "min": "minimum"}
 
 
@@ -59,6 +62,10 @@ def repair_collective(bench: Bench) -> Iterator[Repair]:
             if set(names) != set(bound):
                 words = f"{call.name} over {quoted(names)} in place of {quoted(bound)}"
                 yield change_operands(Cost.COLLECTIVE, words, _reduce_operand, bench, names, operator)
+        for other in _REDUCTIONS:
+            if other != operator:
+                words = f"the {other} over {quoted(bound)} in place of {call.name}"
+                yield change_operands(Cost.SUM, words, _reduce_operand, bench, bound, other)
     if row.kind == "all_gather":
         for names in itertools.permutations(bound):
             if names != bound:
@@ -82,6 +89,40 @@ def _repair_permutation(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair
         yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
 
 
+@dataclass(frozen=True)
+class Travel:
+    """Reads an operand that goes on with every round of a loop, as a block of keys in a ring.
+
+    Worked example: tokens and their documents in a ring of three devices. The keys travel, and the numbers of their
+    documents stay; in round 0 that is right, in round 1 the numbers should come from one device further back, in
+    round 2 from two. No repair of one round makes the result right.
+
+    Attributes:
+        bench: of the equation that reads the operand.
+        number: that of the operand.
+        names: the axes along which it travels.
+        pairs: from which device to which.
+        steps: how often it has travelled before it is read.
+    """
+
+    bench: Bench
+    number: int
+    names: Sequence[str]
+    pairs: Any
+    steps: int
+
+    def __call__(self, operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        """The results of the equation, of the operand that has travelled."""
+        x = operands[self.number]
+        for _ in range(self.steps):
+            x = self.bench.permute(x, self.pairs, self.names)
+        return self.bench.rerun(replace_item(operands, self.number, x))
+
+    def in_round(self, round_: int) -> Travel:
+        """What it is so many rounds later."""
+        return replace(self, steps=self.steps + round_)
+
+
 def _reduce_operand(operands: Sequence[Operand], bench: Bench, names: Sequence[str], operator: str) -> list[Operand]:
     return [bench.reduce(operands[0], names, operator)]
 
@@ -93,6 +134,30 @@ def _gather_operand(operands: Sequence[Operand], bench: Bench, names: Sequence[s
 
 def _permute_operand(operands: Sequence[Operand], bench: Bench, pairs: Any, names: Sequence[str]) -> list[Operand]:
     return [bench.permute(operands[0], pairs, names)]
+
+
+def repair_broadcast(bench: Bench) -> Iterator[Repair]:
+    """What all devices have, in place of copies of what one has.
+
+    Worked example: of levels of all devices, [2, 3], with a scale of each: `jnp.broadcast_to(scale, (2,))` has twice
+    the scale of this device, and should be gathered.
+    """
+    equation = bench.call.equation
+    [x] = bench.call.operands
+    kept = equation.params["broadcast_dimensions"]
+    shape = bench.shape(bench.result)
+    added = [dim for dim in range(len(shape)) if dim not in kept]
+    if len(added) != 1 or bench.shape(x) != tuple(shape[dim] for dim in kept):
+        return
+    [dim] = added
+    for axis in bench.varying_axes(x):
+        if bench.axes[axis] == shape[dim]:
+            words = f"all_gather over {quoted((axis,))} in place of copies"
+            yield change_operands(Cost.SUM, words, _gather_copies, bench, axis, dim)
+
+
+def _gather_copies(operands: Sequence[Operand], bench: Bench, axis: str, dim: int) -> list[Operand]:
+    return [bench.devices.gather(operands[0], (axis,), dim, False)]
 
 
 def repair_sum(bench: Bench) -> Iterator[Repair]:
@@ -200,6 +265,8 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
     yield change_result(Cost.INDEX, f"{name} plus 1", _offset, 1)
     yield change_result(Cost.INDEX, f"{name} minus 1", _offset, -1)
     yield from _repair_layout(bench)
+    yield from _repair_numbers(bench)
+    yield from _repair_chunk(bench)
     sizes = sorted({1, *bench.sizes})
     for axis, size, sign in itertools.product(bench.axes, sizes, (1, -1)):
         operator = "plus" if sign > 0 else "minus"
@@ -233,6 +300,50 @@ def _repair_layout(bench: Bench) -> Iterator[Repair]:
             if (a == b).all():
                 words = f"{bench.call.name} in {other} along {axis!r} in place of {layout}"
                 yield change_result(Cost.LAYOUT, words, _take_layout, layouts[other])
+
+
+def _repair_numbers(bench: Bench) -> Iterator[Repair]:
+    """The number of a device among those of some axes, with another one of these as the major one.
+
+    Worked example: of node=2, local=3, device (1, 0) has the number 3, and with "local" as the major axis the number 1.
+    """
+    x = bench.result
+    if bench.shape(x):
+        return
+    orders = list(itertools.permutations(bench.varying_axes(x)))
+    numbers = {names: bench.devices.number(names).astype(x.dtype) for names in orders if len(names) > 1}
+    for names, number in numbers.items():
+        if not np.array_equal(number, x):
+            continue
+        for others, other in numbers.items():
+            if others != names:
+                words = f"the number of a device along {quoted(others)} in place of {quoted(names)}"
+                yield change_result(Cost.INDEX, words, _take_layout, other)
+
+
+def _repair_chunk(bench: Bench) -> Iterator[Repair]:
+    """The number of a chunk of a device, among those of all devices: in blocks, or every so many.
+
+    Worked example: device i of n has k chunks. Its chunk c is the number i * k + c in blocks, and c * n + i in strides.
+    """
+    x = bench.result
+    varying = bench.varying_axes(x)
+    if bench.shape(x) or len(varying) != 1:
+        return
+    [axis] = varying
+    n = bench.axes[axis]
+    index = bench.device_index(axis, x)
+    first = x.flat[0]
+    count = x.flat[1] - first
+    words = f"{bench.call.name} in {{}} along {axis!r} in place of {{}}"
+    if count > 1 and 0 <= first < count and np.array_equal(first + count * index, x):
+        yield change_result(Cost.INDEX, words.format("strides", "blocks"), _take_layout, first * n + index)
+    if first >= 0 and first % n == 0 and np.array_equal(first + index, x):
+        chunk = first // n
+        for count in bench.sizes:
+            if count > chunk:
+                many = words.format(f"blocks of {count}", "strides")
+                yield change_result(Cost.INDEX, many, _take_layout, chunk + count * index)
 
 
 def _take_layout(x: Operand, layout: np.ndarray) -> Operand:

@@ -32,6 +32,8 @@ from shardkit.testing.exact.repairs import (
 )
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 
+# What changes nothing in a sum, a product, a maximum or a minimum: an array is filled with one of them.
+_FILLINGS = {"zeros": 0.0, "ones": 1.0, "minus infinities": -math.inf, "infinities": math.inf}
 _MOST_STARTS = 8
 _MOST_VARIABLES = 6
 _FUNCTIONS = (lax.sqrt, lax.rsqrt, lax.exp, lax.log, lax.tanh, lax.square)
@@ -113,6 +115,9 @@ def repair_place(bench: Bench) -> Iterator[Repair]:
     if name in ("cumsum", "cumprod"):
         words = f"{name} in the other direction"
         yield change_operands(Cost.OPERATOR, words, _rerun_with, bench, "reverse", not params["reverse"])
+    if name == "cumsum":
+        words = "cumsum of what is before each element"
+        yield Repair(Cost.INDEX, words, _exclude_operand(bench))
     if name == "transpose" and operands[0].shape == bench.result.shape:
         yield change_operands(Cost.OPERATOR, f"without {name}", keep_operands)
     if name == "dynamic_slice":
@@ -121,6 +126,18 @@ def repair_place(bench: Bench) -> Iterator[Repair]:
             yield change_operands(Cost.SLICE_OF_SUM, words, _sum_first, bench, names)
     if name in ("gather", "scatter", "dynamic_slice", "dynamic_update_slice"):
         yield from _repair_position(bench)
+
+
+def _exclude_operand(bench: Bench) -> Change:
+    """Running sums without the element itself: where the rows of a device begin, in place of where they end."""
+    aval = bench.call.equation.outvars[0].aval
+    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    equation = jax.make_jaxpr(lax.sub)(shape, shape).eqns[0]
+
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        return bench.interpreter.step(equation, [results[0], operands[0]])
+
+    return change
 
 
 def _rerun_with(operands: Sequence[Operand], bench: Bench, param: str, value: Any) -> Sequence[Operand]:
@@ -190,6 +207,28 @@ def _shift_operand(
     if size is not None:
         x = x % size
     return bench.rerun(replace_item(operands, number, x))
+
+
+# Constants
+
+
+def repair_filling(bench: Bench) -> Iterator[Repair]:
+    """Another constant that an array is filled with.
+
+    Worked example: the largest of three neighbours, `jnp.where(i == 0, 0.0, left)` beyond the first place. A zero is
+    larger than negative neighbours; minus infinity is larger than none.
+    """
+    [x] = bench.call.operands
+    # A constant is a known number: what follows from an input is none.
+    if isinstance(x, Exact) or x.dtype.kind != "f" or x.size > 1:
+        return
+    for words, number in _FILLINGS.items():
+        filling = np.full(x.shape, number, x.dtype)
+        yield change_operands(Cost.OPERATOR, f"{words} in place of that constant", _fill, bench, filling)
+
+
+def _fill(operands: Sequence[Operand], bench: Bench, filling: np.ndarray) -> Sequence[Operand]:
+    return bench.rerun([filling])
 
 
 # Operators

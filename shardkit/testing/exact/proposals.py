@@ -7,6 +7,7 @@ from typing import Any
 
 from shardkit.testing._compare import is_float
 from shardkit.testing.exact.exchange_repairs import (
+    repair_broadcast,
     repair_collective,
     repair_device_index,
     repair_integer,
@@ -15,6 +16,7 @@ from shardkit.testing.exact.exchange_repairs import (
 )
 from shardkit.testing.exact.local_repairs import (
     repair_factor,
+    repair_filling,
     repair_function,
     repair_operand,
     repair_operator,
@@ -43,6 +45,9 @@ def propose_repairs(
     result = bench.result
     yield from repair_collective(bench)
     yield from repair_mask(bench, readable)
+    if call.primitive == "broadcast_in_dim":
+        yield from repair_broadcast(bench)
+        yield from repair_filling(bench)
     if call.name == "axis_index":
         yield from repair_device_index(bench)
     elif is_integer(result) and result.dtype.kind == "i":

@@ -42,6 +42,7 @@ class Cost:
     INDEX = 1.0
     SUM = 1.0
     UNREAD = 1.0
+    TRAVEL = 1.0
     UNREAD_FACTOR = 1.5
     OPERATOR = 1.5
     SIZE = 1.5

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit._jax.jaxprs import kind_of
+from shardkit._arguments.checks import quoted
+from shardkit._jax.jaxprs import kind_of, mesh_axes
+from shardkit.testing.exact.exchange_repairs import Travel
 from shardkit.testing.exact.forms import digest_value
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.local_repairs import read_instead
@@ -31,7 +34,7 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.proposals import propose_repairs
-from shardkit.testing.exact.record import Record, assign_variables
+from shardkit.testing.exact.record import Event, Record, assign_variables
 from shardkit.testing.exact.repairs import Bench, Call, Change, Cost, Repair, Values
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 
@@ -65,7 +68,8 @@ class Remedy(NamedTuple):
         cost: how unlikely it is that this was the mistake.
         value: what the repaired equation gives.
         behind: whether it is done to the result of the equation.
-        exchange: "sum" where the result is reduced over devices, "shift" where it goes to another one; else "".
+        exchange: "sum" where the result is reduced over devices, "shift" where it goes to another one, "travel" and
+            "arrival" where an operand does so in each round, behind or before what reads it; else "".
     """
 
     place: Call
@@ -82,16 +86,16 @@ class _Candidate(NamedTuple):
 
     Attributes:
         number: that of the first event of the first equation.
-        group: those of all equations.
-        position: which of the repairs of each equation it is.
-        repairs: one for each equation.
+        calls: all equations.
+        repair: that of the first equation.
+        make_changes: the changes of all equations, in a search with other numbers too.
     """
 
     cost: float
     number: int
-    group: list[int]
-    position: int
-    repairs: tuple[Repair, ...]
+    calls: list[Call]
+    repair: Repair
+    make_changes: Callable[[Search], Mapping[Any, Change]]
 
 
 class _Goal(NamedTuple):
@@ -147,6 +151,7 @@ class _Trial:
         self.goal = goal
         self.reached: list[Operand] = []
         self.changed: Operand = None
+        self._rounds: Counter[Any] = Counter()
 
     def __call__(
         self,
@@ -162,7 +167,7 @@ class _Trial:
             # A change may read what other variables are at this moment.
             assign_variables(self.values, equation, operands, ())
             if key in self.changes:
-                changed = list(self.changes[key](list(operands), list(results), self.values))
+                changed = list(self._find_change(key)(list(operands), list(results), self.values))
                 _check_shapes(results, changed, len(axes))
                 results = changed
                 self.changed = changed[0]
@@ -170,6 +175,14 @@ class _Trial:
         if (*key, len(axes)) == self.goal.key:
             self._reach(results)
         return changed
+
+    def _find_change(self, key: Any) -> Change:
+        """The change of an equation, in this round of a loop."""
+        change = self.changes[key]
+        if isinstance(change, Travel):
+            change = change.in_round(self._rounds[key])
+            self._rounds[key] += 1
+        return change
 
     def _reach(self, results: Sequence[Operand]) -> None:
         self.reached.append(results[self.goal.position or 0])
@@ -246,7 +259,14 @@ class Search:
         self._others: list[Search] | None = None
         self._goal = self._find_devices() if index is None else self._find_result()
         self._behind_index = record.find_followers("axis_index")
-        self._permutes = any(kind_of(event.place.equation) == "ppermute" for event in record.events)
+        self._routes: dict[Any, str] = {}
+        self._events_of: dict[Any, list[Event]] = {}
+        for event in record.events:
+            call = event.place
+            self._events_of.setdefault(call.key, []).append(event)
+            if kind_of(call.equation) == "ppermute":
+                route = mesh_axes(call.equation), tuple(call.equation.params["perm"])
+                self._routes.setdefault(route, call.line)
         self._most = min(MOST_RUNS, _MOST_EQUATIONS // max(len(record.events), 1))
         shapes = [x.shape for event in record.events for x in event.results]
         sizes = {n for shape in shapes for n in shape}
@@ -322,17 +342,14 @@ class Search:
             highest = min([_UNLIKELY, *(remedy.cost + _MARGIN for remedy in remedies)])
             if self.runs >= self._most or candidate.cost > highest:
                 break
-            calls = [suspects[number] for number in candidate.group]
-            if len(calls) == 1 and not previews.add(calls[0], candidate.repairs[0].change):
+            repair = candidate.repair
+            # Alone, an equation of one round tells nothing of what travels.
+            single = len(candidate.calls) == 1 and not isinstance(repair.change, Travel)
+            if single and not previews.add(candidate.calls[0], repair.change):
                 continue
-            changes = {}
-            for call, repair in zip(calls, candidate.repairs, strict=True):
-                changes[call.key] = repair.change
-            value = self.try_changes(changes)
-            again = partial(_change_again, calls=calls, position=candidate.position)
-            if value is not None and self._is_confirmed(again):
-                repair = candidate.repairs[0]
-                place = calls[0], candidate.number, candidate.cost
+            value = self.try_changes(candidate.make_changes(self))
+            if value is not None and self._is_confirmed(candidate.make_changes):
+                place = candidate.calls[0], candidate.number, candidate.cost
                 remedies.append(Remedy(*place, repair.words, value, repair.behind, repair.exchange))
         return remedies
 
@@ -343,7 +360,8 @@ class Search:
         repairs_of = {number: self._propose(call) for number, call in suspects.items()}
         for group in _group_suspects(suspects):
             number = group[0]
-            call = suspects[number]
+            calls = [suspects[member] for member in group]
+            call = calls[0]
             more = 0.25 if call.around else 0.0
             if len(group) > 1:
                 more += 0.25 if len(group) in loops else 1.0
@@ -356,10 +374,32 @@ class Search:
                     break
                 cost = repairs[0].cost + more + doubt(number, repairs[0].behind)
                 # Where something travels, something else may have been left behind.
-                if repairs[0].exchange == "shift" and self._permutes:
+                if repairs[0].exchange == "shift" and self._routes:
                     cost -= 1.5
-                candidates.append(_Candidate(cost, number, group, position, repairs))
+                changes = [repair.change for repair in repairs]
+                make_changes = partial(_make_changes, calls=calls, changes=changes, position=position, first=self)
+                candidates.append(_Candidate(cost, number, calls, repairs[0], make_changes))
+            for repair, travel in self._list_travels(calls):
+                make_travel = partial(_make_travel, calls=calls, travel=travel)
+                candidates.append(_Candidate(repair.cost + more, number, calls, repair, make_travel))
         return sorted(candidates, key=lambda candidate: (candidate.cost, candidate.number))
+
+    def _list_travels(self, calls: Sequence[Call]) -> Iterator[tuple[Repair, Travel]]:
+        """Operands that are the same in each round of a loop, and may have to travel as others do."""
+        runs = [event for call in calls for event in self._events_of.get(call.key, ())]
+        if len(runs) < 2 or not self._routes:
+            return
+        bench = Bench(self.field, calls[0], self._sizes)
+        for number, x in enumerate(runs[0].operands):
+            if not all(event.operands[number] is x for event in runs):
+                continue
+            for (names, pairs), line in self._routes.items():
+                if set(names).isdisjoint(bench.varying_axes(x)) or line == calls[0].line:
+                    continue
+                for steps, exchange in ((0, "travel"), (1, "arrival")):
+                    words = f"an operand of {calls[0].name} that travels along {quoted(names)} in each round"
+                    travel = Travel(bench, number, names, pairs, steps)
+                    yield Repair(Cost.TRAVEL, words, travel, exchange=exchange), travel
 
     def _propose(self, call: Call) -> list[Repair]:
         readable = self.record.readable.get(id(call.equation), ())
@@ -430,9 +470,22 @@ class Search:
         return result
 
 
-def _change_again(search: Search, calls: Sequence[Call], position: int) -> dict[Any, Change]:
-    """The changes by the repairs of this place in the lists of some equations, in a search with other numbers."""
-    return {call.key: search._propose(call)[position].change for call in calls}
+def _make_changes(
+    search: Search, calls: Sequence[Call], changes: Sequence[Change], position: int, first: Search
+) -> dict[Any, Change]:
+    """The changes by the repairs of this place in the lists of some equations, also in a search with other numbers."""
+    if search is not first:
+        changes = [search._propose(call)[position].change for call in calls]
+    return {call.key: change for call, change in zip(calls, changes, strict=True)}
+
+
+def _make_travel(search: Search, calls: Sequence[Call], travel: Travel) -> dict[Any, Change]:
+    """The changes of an operand that travels: in each equation of an unrolled loop it has gone one device further."""
+    changes: dict[Any, Change] = {}
+    for round_, call in enumerate(calls):
+        bench = Bench(search.field, call, search._sizes)
+        changes[call.key] = replace(travel, bench=bench).in_round(round_)
+    return changes
 
 
 def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
@@ -449,11 +502,17 @@ def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
 
 
 def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
-    """Equations that are repaired together: each alone, and what a line has again and again, as an unrolled loop."""
+    """Equations that are repaired together: each alone, and what a line has again and again, as an unrolled loop.
+
+    Rounds have results of the same types: `a[:, None] == b[None]` makes a row and a column in each.
+    """
     alike: dict[Any, list[int]] = {}
     for number, call in suspects.items():
         yield [number]
-        alike.setdefault((call.line, call.name, len(call.operands)), []).append(number)
+        avals = [variable.aval for variable in call.equation.outvars]
+        types = [(getattr(aval, "shape", ()), getattr(aval, "dtype", None)) for aval in avals]
+        kind = call.line, call.name, len(call.operands), *types
+        alike.setdefault(kind, []).append(number)
     for numbers in alike.values():
         for step in (1, 2, 3):
             if len(numbers) % step == 0 and len(numbers) > step:

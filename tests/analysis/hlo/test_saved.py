@@ -19,6 +19,7 @@ from jax.experimental import serialize_executable
 
 import shardkit as sk
 from shardkit.analysis.hlo import saved
+from shardkit.steps.step import NonFiniteError
 from support.commands import environment
 from support.compilers import gpu, tpu
 
@@ -81,7 +82,7 @@ def test_a_loaded_step_stops_as_the_step_does(tmp_path, data8):
     init, step = train_step(data8, optax.sgd(0.1), nonfinite="stop")
     state = init(params(), jax.random.key(0))
     sk.analysis.compiled(step, state, BATCH).save(tmp_path / "step.program")
-    with pytest.raises(sk.NonFiniteError, match="is not finite"):
+    with pytest.raises(NonFiniteError, match="is not finite"):
         sk.aot.load(tmp_path / "step.program")(state, {"x": BATCH["x"] * np.float32(np.inf)})
 
 

@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax import backends, jaxprs
-from shardkit.analysis import RULES, Finding
+from shardkit.analysis import Finding
 from shardkit.analysis.compiled_rules.loops import _is_same_each_time
 from shardkit.analysis.compiled_rules.second_call import _next_arguments
+from shardkit.analysis.jaxpr.census import Census
 from shardkit.analysis.jaxpr.step import first_use, leaves_of, trace_step
-from shardkit.analysis.judge import Audit, OtherFormatError
+from shardkit.analysis.judge import RULES, Audit, OtherFormatError
 from support.compilers import gpu, tpu
 from support.planted import audited
 from support.planted.audited import PLANTED, Planted
@@ -194,7 +195,7 @@ def test_a_trace_is_audited_without_devices_and_compared():
     assert found.sent() == sk.census(*wrong).sent() == clean.sent() == 1024
     assert "on 512 devices as traced (jax " in str(found) and "held" not in str(found)
     assert Audit.from_json(found.to_json()) == found
-    assert clean.compare(replace(found, census=sk.analysis.Census(()))) == [
+    assert clean.compare(replace(found, census=Census(()))) == [
         "sent by ppermute over 'data': 0 B before, 1.00 KiB now"
     ]
     assert [line.partition(": ")[0] for line in found.compare(clean)] == ["new"]

@@ -6,8 +6,7 @@ import sys
 import jax
 import pytest
 
-import shardkit as sk
-from shardkit import bench
+from shardkit.bench.environment import environment
 from shardkit.jobs.monitor.fingerprint import read_flags as compared
 from shardkit.runtime.cluster import gpu_flags
 from support.refusals import refused
@@ -33,30 +32,30 @@ def machine(monkeypatch, tmp_path):
 # proves S35
 def test_a_gpu_gets_them_and_they_are_recorded(machine, capsys):
     machine(gpu=True)
-    assert sk.runtime.gpu_flags() == gpu_flags.GPU_OVERLAP
+    assert gpu_flags.gpu_flags() == gpu_flags.GPU_OVERLAP
     assert capsys.readouterr().err == f"gpu_flags: added to XLA_FLAGS: {' '.join(gpu_flags.GPU_OVERLAP)}\n"
-    recorded = bench.environment()["XLA_FLAGS"]  # of a benchmark
+    recorded = environment()["XLA_FLAGS"]  # of a benchmark
     assert recorded.split() == ["--xla_cpu_enable_fast_math=false", *gpu_flags.GPU_OVERLAP]
     assert set(recorded.split()) == set(compared("XLA_FLAGS").split())  # between processes, before the first step
-    assert sk.runtime.gpu_flags() == () and bench.environment()["XLA_FLAGS"] == recorded
+    assert gpu_flags.gpu_flags() == () and environment()["XLA_FLAGS"] == recorded
 
 
 # proves S35
 def test_nothing_else_gets_them(machine, monkeypatch, capsys):
     machine(gpu=False)
-    assert sk.runtime.gpu_flags() == () and bench.environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert gpu_flags.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
     machine(gpu=True, started=True)
     monkeypatch.setattr(gpu_flags.backends, "cpu_only", lambda: True)  # a GPU that the user leaves out
-    assert sk.runtime.gpu_flags() == () and bench.environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert gpu_flags.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
     assert capsys.readouterr().err == ""
 
 
 def test_what_the_user_set_stays_and_a_call_too_late_is_refused(machine):
     machine(gpu=True, given="--xla_gpu_triton_gemm_any=false")
-    assert sk.runtime.gpu_flags(gpu_flags.GPU_OVERLAP[-2:]) == gpu_flags.GPU_OVERLAP[-2:-1]
-    assert bench.environment()["XLA_FLAGS"].split() == ["--xla_gpu_triton_gemm_any=false", gpu_flags.GPU_OVERLAP[-2]]
+    assert gpu_flags.gpu_flags(gpu_flags.GPU_OVERLAP[-2:]) == gpu_flags.GPU_OVERLAP[-2:-1]
+    assert environment()["XLA_FLAGS"].split() == ["--xla_gpu_triton_gemm_any=false", gpu_flags.GPU_OVERLAP[-2]]
     machine(gpu=True, started=True)
-    assert refused(lambda: sk.runtime.gpu_flags(("--xla_gpu_a=1", "--xla_gpu_b=2")), RuntimeError) == (
+    assert refused(lambda: gpu_flags.gpu_flags(("--xla_gpu_a=1", "--xla_gpu_b=2")), RuntimeError) == (
         "gpu_flags: it must be called before jax starts, which reads XLA_FLAGS once; --xla_gpu_a=1 --xla_gpu_b=2 would "
         "be ignored. Call it before anything uses a device."
     )

@@ -89,15 +89,10 @@ def test_a_batch_that_does_not_divide(seen):
         )
 
 
-# proves S104: jax's own error and ours name the way out
+# proves S104: jax's own error names the way out
 def test_what_one_process_cannot_fetch_alone(seen):
-    size, every = seen
+    _, every = seen
     for each in every:
-        assert each["to_numpy"] == (
-            "to_numpy: the whole array must be on this process's devices; leaf w is on processes "
-            f"{', '.join(map(str, range(size[0])))}. Call fetch(tree) on every process, or local_shards(x) for the "
-            "shards of this one."
-        )
         assert "process_allgather" in each["asarray"] and "addressable_shards" in each["asarray"]
 
 

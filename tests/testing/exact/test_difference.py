@@ -134,7 +134,7 @@ CASES = {
     ),
     "axes in another order": (
         lambda x: lax.all_gather(x, ("b", "a"), tiled=True), lambda x: x, AB, P(),
-        f"{WRONG}, only at 1 to 4 of dim 0. The mistake is at @: with all_gather over 'a', 'b' in place of 'b', "
+        f"{WRONG}, only where 'a', 'b' is 1 to 4. The mistake is at @: with all_gather over 'a', 'b' in place of 'b', "
         "'a', it is right.",
     ),
     "behind a right product of pieces": (
@@ -142,10 +142,47 @@ CASES = {
         f"{WRONG}: it is 5 times a value of the reference. The mistake is at @: without the first operand of mul, "
         f"it is right.",
     ),
+    "devices numbered along the other axis first": (
+        lambda x: jnp.sin(x) * jnp.float32(lax.axis_index("b") * 2 + here()),
+        lambda x: jnp.sin(x) * jnp.arange(6.0)[:, None], AB, AB,
+        f"{WRONG}, only where 'a', 'b' is 1 to 4. The mistake is at @: with the number of a device along 'a', 'b' in "
+        "place of 'b', 'a', it is right.",
+    ),
+    "chunks in blocks": (
+        lambda x: jnp.sin(x) * jnp.float32(here() * 2 + 1),
+        lambda x: jnp.sin(x) * jnp.array([2.0, 2, 2, 3, 3, 3])[:, None], A, A,
+        f"{WRONG}, only where 'a' is 0. The mistake is at @: with add in strides along 'a' in place of blocks, it is "
+        "right.",
+    ),
+    "where rows end, not where they begin": (
+        lambda x: jnp.cumsum(jnp.sin(x), 0), lambda x: jnp.tri(6, 6, -1) @ jnp.sin(x), ROWS, ROWS,
+        f"{WRONG}. The mistake is at @: with cumsum of what is before each element, it is right.",
+    ),
+    "a zero among largest numbers": (
+        lambda x: jnp.maximum(x, jnp.where(here() == 0, 0.0, lax.ppermute(x, "a", [(0, 1)]))),
+        lambda x: jnp.concatenate([x[:3], jnp.maximum(x[:3], x[3:])]), A, A,
+        f"{WRONG}, only where 'a' is 0. The mistake is at @: with minus infinities in place of that constant, it is "
+        "right.",
+    ),
+    "copies of a device's own number": (
+        lambda x: (jnp.broadcast_to(x.sum(0), (2, 4)) * jnp.array([[1.0], [2.0]])).sum(0),
+        lambda x: x[:3].sum(0) + 2 * x[3:].sum(0), A, P(),
+        "a result that is replicated along 'a' differs between devices. The mistake is at @: with all_gather over 'a' "
+        "in place of copies, it is right.",
+    ),
+    "a sum in place of a maximum": (
+        lambda x: jnp.sin(lax.psum(x, "a")), lambda x: jnp.sin(jnp.maximum(x[:3], x[3:])), A, P(),
+        f"{WRONG}. The mistake is at @: with the maximum over 'a' in place of psum_invariant, it is right.",
+    ),
 }  # fmt: skip
 
 
-UNTYPED = ("a missing sum, at the end", "what varies, before what is wrong alike", "axes in another order")
+UNTYPED = (
+    "a missing sum, at the end",
+    "what varies, before what is wrong alike",
+    "axes in another order",
+    "copies of a device's own number",
+)
 
 
 # proves N49
@@ -202,3 +239,38 @@ def test_a_repair_of_a_function_that_is_called_twice_is_tried():
     shapes = [jax.ShapeDtypeStruct((4,), np.float32)] * 3
     message = say_wrong(kernel, lambda x, y, z: right(y, y) + 2 * right(z, x), *shapes)
     assert "with another operand of sin, it is right" in message
+
+
+# In round 0 the tags are right, so that the repair of a round is none of the other.
+def test_what_is_used_together_travels_together():
+    def kernel(x, tags):
+        total = jnp.zeros_like(x)
+        for _ in range(2):
+            total = total + jnp.where(tags[:, None] == tags[None], x[None], 0.0).sum(1)
+            x = sk.shift(x, "a")
+        return total
+
+    def reference(x, tags):
+        return jnp.where(tags[:, None] == tags[None], x[None], 0.0).sum(1)
+
+    line = kernel.__code__.co_firstlineno + 4
+    message = say_wrong(kernel, reference, jax.ShapeDtypeStruct((4,), np.float32), np.array([0, 1, 1, 2]))
+    assert f"The mistake is at test_difference.py:{line} " in message
+    assert "with an operand of broadcast_in_dim that travels along 'a' in each round, it is right" in message
+
+
+# As a repair of the counter, which all devices have, the line of the loop itself would be named first.
+def test_what_a_round_makes_of_the_counter_is_named_before_the_counter():
+    def kernel(x):
+        def tick(total, t):
+            weight = jnp.float32(t + 2)
+            return total + weight * x, None
+
+        return lax.scan(tick, jnp.zeros_like(x), jnp.arange(3))[0]
+
+    def reference(x):
+        return x * jnp.array([9.0, 9.0, 12.0, 12.0])
+
+    line = kernel.__code__.co_firstlineno + 2
+    message = say_wrong(kernel, reference, jax.ShapeDtypeStruct((4,), np.float32))
+    assert f"The mistake is at test_difference.py:{line} " in message

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import collectives, layers
+from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits
 from shardkit.testing import assert_equal_for_all_inputs
 
 x_48 = np.zeros((8, 4), np.float32)
@@ -176,7 +177,7 @@ CASES = {
     ),
     "vocab_cross_entropy_and_hits, each column twice": Case(
         lambda x, head, targets: hits_of(
-            *layers.vocab_cross_entropy_and_hits(x, jnp.concatenate([head, head], 1), targets, axis="a")
+            *vocab_cross_entropy_and_hits(x, jnp.concatenate([head, head], 1), targets, axis="a")
         ),
         lambda x, head, targets: hits_of(
             cross_entropy(x, twice(head), targets), jnp.argmax(x @ twice(head), -1) == targets

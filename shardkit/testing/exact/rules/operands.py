@@ -1,4 +1,8 @@
-"""What a rule is given and gives back: numbers of the field, or arrays that are known."""
+"""The operands and results of rules: numbers of the field, or arrays that are known.
+
+Worked example: `jnp.where(mask, x, 0.0)` of an input x and a closed-over mask. x is an Exact, and so is the result; the
+mask and 0.0 are known arrays. `x > 0` of the same x is known too, but marked as one that follows from floats.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ Move = Callable[[Any, int], Any]
 
 
 def require_known(x: Operand, what: str) -> Known:
-    """An operand that says which elements or which branch; it must not follow from a float."""
+    """An operand that says which elements or which branch; refuses numbers of the field."""
     if isinstance(x, Exact):
         raise UnsupportedError(f"{what} that a float decides")
     return x
@@ -35,14 +39,14 @@ def lift_operand(field: Field, x: Operand) -> Exact:
 
 
 def move_operand(x: Operand, lead: int, move: Move) -> Operand:
-    """An operand with its elements at other places: `move(part, lead)` acts behind so many dims in front."""
+    """An operand with its elements at other places: `move(part, lead)` acts on the dims after the first `lead`."""
     if isinstance(x, Exact):
         return x.move(lambda part: move(part, 1 + lead))
     return move(x, lead)
 
 
 def join_operands(field: Field, operands: Sequence[Operand], dim: int, new: bool = False) -> Operand:
-    """Operands joined along a dim, `new` or their own."""
+    """Operands stacked along a `new` dim, or concatenated along one of theirs."""
     if not any(isinstance(x, Exact) for x in operands):
         return join_arrays(operands, dim, new)
     return join_exact([lift_operand(field, x) for x in operands], dim, new)

@@ -1,8 +1,8 @@
 """Casts, and what makes whole numbers of floats.
 
-Rounding of floats is not modelled: a cast from float32 to bfloat16 changes nothing. What rounds to integers is no
-function of residues. In a draw the result is the integer of the real value, and so a constant of this draw; which
-integer it is hangs on the input as the outcome of a comparison does. In an order it is uninterpreted.
+Rounding of floats is not modelled: a cast from float32 to bfloat16 changes nothing. Rounding to integers is not a
+function of residues. In a draw the result is the integer of the real value, a constant of this draw; which integer
+depends on the input as the outcome of a comparison does. In an order it is an uninterpreted function.
 
 Worked example: `floor(x)` where x was drawn as 3.7 is the constant 3. Both programs have the same 3, if they floor the
 same number; if one floors x and the other x + 1e-9, a draw shows no difference, but an order does.
@@ -61,7 +61,7 @@ def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:
         function = _round_away
     integers = _round_real(scope, x, name, function)
     # It counts as an input: it is another constant in another draw.
-    constant = replace(field.lift(integers).with_sign(0), degree=INPUT)  # its sign is that of this draw
+    constant = replace(field.lift(integers).with_sign(0), degree=INPUT)  # whose sign may be another one in another draw
     return where((x.poison > 0) | x.is_truly_infinite, x, constant)
 
 
@@ -71,7 +71,7 @@ def _round_away(x: np.ndarray) -> np.ndarray:
 
 
 def _round_real(scope: Scope, x: Exact, name: str, function: Callable[..., Any]) -> np.ndarray:
-    """The integers of real values; where one is next to an integer, the field knows whether it is it."""
+    """The integers of real values. Of a value next to an integer the field says whether it is that integer."""
     field = scope.field
     if x.degree.total:
         field.uninterpreted.add(name)

@@ -1,0 +1,145 @@
+"""One message of a compressed collective: float32 values in blocks of a small dtype, each with its scale.
+
+Scales are powers of two, so that what a rounding leaves out is exact: sent + left out equals the value in every bit of
+float32 (above the subnormals). `cost.quantization_error` bounds it, `cost.quantized_bytes` is what is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit._arguments.checks import one_of
+from shardkit.cost.quantization import FORMATS, SMALLEST
+
+# A scale is sent as the exponent field of a float32.
+_BIAS = 127
+_NOT_FINITE = 255
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+# One block on the wire, of int8, whose largest value is 127. The block [3.0, -100.0, 260.0] has the scale 4, the
+# smallest power of two with 260 <= 127 * 4. Sent are the whole numbers round(x / 4) = [1, -25, 65] and the exponent of
+# the scale, 127 + 2. They are restored as [4.0, -100.0, 260.0], and the residual is [-1.0, 0.0, 0.0]: the next step
+# sends 1.0 less.
+
+
+class QuantizedMessage(NamedTuple):
+    """What is sent for float32 [n, ...].
+
+    Bits, as unsigned integers: the compiler cannot move a conversion across the collective, nor send a dtype that the
+    chip lacks as a wider one. Two arrays: flattened into one they take the TPU compiler twenty times as long, and twice
+    the memory traffic.
+    """
+
+    values: jax.Array  # [n, blocks, bytes of a block] in uint8; of bfloat16, [n, ...] in uint16
+    exponents: jax.Array | None  # of the scales, [n, blocks] in uint8; None for bfloat16
+
+
+def encode(x: jax.Array, dtype: str, block: int) -> QuantizedMessage:
+    """Float32 [n, ...] as n messages."""
+    wire_format = FORMATS[dtype]
+    if not wire_format.scaled:
+        return _encode_bfloat16(x)
+    flat = x.reshape(len(x), -1)
+    block = min(block, flat.shape[1])
+    blocks = _pad_last(flat, -flat.shape[1] % block).reshape(len(x), -1, block)
+    exponents = _choose_exponents(jnp.max(jnp.abs(blocks), axis=-1), wire_format.largest)
+    # Products with powers of two, here and in decode, are exact.
+    inverse = lax.bitcast_convert_type((2 * _BIAS - exponents) << 23, jnp.float32)
+    values = blocks * inverse[..., None]
+    if wire_format.mantissa is None:
+        bits = _pack(jnp.round(values).astype(jnp.int32), wire_format.bits)
+    else:
+        rounded = _round_mantissa(values, wire_format.mantissa)
+        bits = lax.bitcast_convert_type(rounded.astype(dtype), jnp.uint8)
+    return _seal_message(QuantizedMessage(bits, exponents.astype(jnp.uint8)))
+
+
+def _encode_bfloat16(x: jax.Array) -> QuantizedMessage:
+    wire_format = FORMATS["bfloat16"]
+    assert wire_format.mantissa is not None
+    rounded = _round_mantissa(x, wire_format.mantissa)
+    # Clipped: an infinity would leave no residual.
+    is_finite = jnp.isfinite(x)
+    values = jnp.where(is_finite, jnp.clip(rounded, -wire_format.largest, wire_format.largest), rounded)
+    return _seal_message(QuantizedMessage(lax.bitcast_convert_type(values.astype("bfloat16"), jnp.uint16), None))
+
+
+def decode(message: QuantizedMessage, shape: tuple[int, ...], dtype: str, block: int) -> jax.Array:
+    """n messages as float32 [n, *shape]; a block that had an element that is not finite is NaN."""
+    wire_format = FORMATS[dtype]
+    if message.exponents is None:
+        return lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
+    size = math.prod(shape)
+    if wire_format.mantissa is None:
+        whole_numbers = _unpack(message.values, wire_format.bits)
+        values = whole_numbers[..., : min(block, size)].astype(jnp.float32)
+    else:
+        values = lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
+    exponents = message.exponents.astype(jnp.int32)
+    scales = lax.bitcast_convert_type(exponents << 23, jnp.float32)
+    scales = jnp.where(exponents == _NOT_FINITE, jnp.nan, scales)[..., None]
+    # Clipped: elements near the largest float32 may have been rounded up.
+    restored = jnp.clip(values * scales, -_LARGEST_FLOAT32, _LARGEST_FLOAT32)
+    flat = restored.reshape(len(restored), -1)
+    return flat[:, :size].reshape(-1, *shape)
+
+
+def _pad_last(x: jax.Array, zeros: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, zeros)])
+
+
+def _choose_exponents(largest: jax.Array, most: float) -> jax.Array:
+    """The biased exponent of the smallest power of two s with `largest` at most s `most`; int32.
+
+    The bits of positive floats are ordered, and 2^23 apart for factors of two, so the difference of two of them,
+    rounded up to a multiple of 2^23, is the exponent: no division, which some chips round in their own way.
+    """
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    most_bits = int(np.float32(most).view(np.int32))
+    rounded_up = bits - most_bits + 2**23 - 1
+    exponents = jnp.maximum(rounded_up >> 23, SMALLEST) + _BIAS
+    return jnp.where(jnp.isfinite(largest), exponents, _NOT_FINITE)
+
+
+def _round_mantissa(x: jax.Array, mantissa: int) -> jax.Array:
+    """`x` to the nearest value with a mantissa of these bits; a cast may round twice, and compilers may elide it."""
+    return lax.reduce_precision(x, 8, mantissa)
+
+
+def _pack(x: jax.Array, bits: int) -> jax.Array:
+    """Whole numbers [..., block] as bytes; of 4 bits, the second half of a block in the upper bits of the first's."""
+    if bits == 4:
+        half = -(-x.shape[-1] // 2)
+        low = x[..., :half] & 15
+        high = _pad_last(x[..., half:], x.shape[-1] % 2) << 4
+        x = low | high
+    return x.astype(jnp.uint8)
+
+
+def _unpack(x: jax.Array, bits: int) -> jax.Array:
+    """The whole numbers of bytes; of an odd number of 4 bits with a zero at the end."""
+    wide = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int32)
+    if bits != 4:
+        return wide
+    # Shifted up and down again, the lower four bits get the sign of their highest.
+    low = wide << 28 >> 28
+    high = wide >> 4
+    return jnp.concatenate([low, high], axis=-1)
+
+
+def _seal_message(message: QuantizedMessage) -> QuantizedMessage:
+    """The message as it is sent: what is computed from it here must not come from the wider values before it."""
+    return lax.optimization_barrier(message)
+
+
+def check_dtype(where: str, argument: str, dtype: Any) -> str:
+    """The name of a dtype that can be sent; refuses any other."""
+    name = jnp.dtype(dtype).name
+    one_of(where, argument, name, tuple(FORMATS))
+    return name
