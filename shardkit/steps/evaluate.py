@@ -123,7 +123,8 @@ def make_eval_step(
 
     Returns:
         An Evaluate. Its metrics are "loss", "weight" and the auxiliary means, float32. Pass `state.carried` if the loss
-            takes carried state.
+            takes carried state. Its first call warns of a loss or a metric that mixes examples, such as the root of
+            their mean, because each device computes it of its own examples.
 
     Raises:
         ValueError: as `make_train_step`. From `evaluate`, for parameters that another plan pads or stores in the order
