@@ -110,7 +110,7 @@ def divide_by_round(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def midmean(values: np.ndarray) -> Any:
-    """The mean of the middle half, along the last dim: of 1, 2, 3, 4, 5, 6, 7, 100 that of 3 to 6, 4.5."""
+    """The mean of the middle half, along the last dim: of 1, 2, 3, 4, 5, 6, 7, 100 it is 4.5, the mean of 3 to 6."""
     ordered = np.sort(values, axis=-1)
     n = ordered.shape[-1]
     return np.mean(ordered[..., n // 4 : n - n // 4], axis=-1)
@@ -260,7 +260,7 @@ def measure(
 
 
 class _Agreement:
-    """Compares the results of each round with what is expected, or where nothing is, with those of the first case."""
+    """Compares the results of each round with the expected ones, or with the first case's if none are given."""
 
     def __init__(self, row: str, cases: Sequence[Case], tolerance: float, refuse: bool):
         self._row = row
@@ -316,6 +316,7 @@ def _loop_inside_jit(case: Case, calls: int, donate: bool) -> Callable[..., tupl
         return case.repeated(calls)
 
     def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
+        # A loop's carry has one type from the start: begin with zeros in place of the value of a call.
         _, shapes = jax.eval_shape(case.step, carry, *args)
         value = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
@@ -351,6 +352,7 @@ def _loop_of_calls(case: Case, calls: int, donate: bool) -> Callable[..., tuple[
 
 
 def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int) -> Callable[[], tuple[Sample, Any]]:
+    # Every round starts from the same carry, which the loop may consume: from a copy in the same layout.
     shardings = jax.tree.map(lambda x: x.sharding, case.carry)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
 
@@ -366,6 +368,7 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
         finally:
             gc.enable()
         sample = Sample(wall * 1e6 / calls, cpu * 1e6 / calls)
+        # Outside the timed part: the comparison moves the results to the host.
         return sample, jax.tree.map(np.asarray, case.checked(carry, value))
 
     return run

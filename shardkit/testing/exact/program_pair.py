@@ -62,6 +62,7 @@ class Evidence(NamedTuple):
         no_number: by result, in how many of its elements both sides are no number, and how many it has.
         alone: by result, in how many of its elements one side alone is outside of the domain of a function, at most,
             and how many it has.
+        alone_at_zeros: the same of inputs that were chosen, as zeros of a divisor.
     """
 
     field: Field
@@ -73,6 +74,7 @@ class Evidence(NamedTuple):
     outside: str
     no_number: dict[str, tuple[int, int]]
     alone: dict[str, tuple[int, int]]
+    alone_at_zeros: dict[str, tuple[int, int]]
 
 
 @dataclass
@@ -92,6 +94,7 @@ class ProgramPair:
         numbers: by result, which elements were numbers on both sides.
         no_number: by result, how many elements were no numbers on both sides, and how many there are.
         alone: by result, how many elements were outside of a domain on one side alone, at most, and how many there are.
+        alone_at_zeros: the same of inputs that were chosen, as zeros of a divisor.
     """
 
     where: str
@@ -112,6 +115,7 @@ class ProgramPair:
     numbers: dict[str, np.ndarray] = attribute(default_factory=dict)
     no_number: dict[str, tuple[int, int]] = attribute(default_factory=dict)
     alone: dict[str, tuple[int, int]] = attribute(default_factory=dict)
+    alone_at_zeros: dict[str, tuple[int, int]] = attribute(default_factory=dict)
     outside: str = ""
     defined: bool = False
 
@@ -165,7 +169,8 @@ class ProgramPair:
         for number, side in enumerate(self.sides):
             field.coverage.side = (ON_MESH, ALONE)[number]
             side(field, None)
-        return crossings.solve(field, moved, before, after)
+        foreign = {key[:3] for key in self.coverage.foreign_keys()}  # but for their number of dims
+        return crossings.solve(field, moved, before, after, foreign)
 
     def _field(
         self,
@@ -195,6 +200,7 @@ class ProgramPair:
             self.outside,
             self.no_number,
             self.alone,
+            self.alone_at_zeros,
         )
 
     def run(self, points: int, order: int | None = None, kind: str = "") -> None:
@@ -347,6 +353,9 @@ class ProgramPair:
         if alone.any() and not field.planted:
             most, _ = self.alone.get(name, (0, 0))
             self.alone[name] = max(most, int(alone.sum())), alone.size
+        elif alone.any():
+            most, _ = self.alone_at_zeros.get(name, (0, 0))
+            self.alone_at_zeros[name] = max(most, int(alone.sum())), alone.size
         return not alone.any()
 
     def _describe(self, field: Field, index: int, got: Exact, wanted: Exact) -> str:

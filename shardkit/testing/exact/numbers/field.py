@@ -45,6 +45,7 @@ from shardkit.testing.exact.numbers.values import (
 # What real inputs are drawn as, draw by draw; in more draws each input is one of them.
 KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
 MIXED = "mixed"  # of which each element is one of the kinds
+SIMILAR = "similar"  # of which rows, columns or all elements are one of the kinds, and differ by little
 # Inputs of which rows, or elements, are equal, or are zero, or where a comparison changes: a division by zero is then
 # the draw's, not the program's, and gradients are not compared, because the derivative of a maximum of equal numbers is
 # a matter of convention.
@@ -63,9 +64,9 @@ class Field:
         residues: the primes and the points, with the arithmetic of residues.
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
-        kind: what the inputs of a draw are, one of KINDS or PLANTED, or MIXED, "narrow"; "" for one of KINDS for each.
-            CROSSED and another kind, as "crossed wide": some elements are put where a comparison changes its answer
-            (a maximum of equal numbers), and the others are of the other kind.
+        kind: what the inputs of a draw are, one of KINDS or PLANTED, or MIXED, SIMILAR, "narrow"; "" for one of KINDS
+            for each. CROSSED and another kind, as "crossed wide": some elements are put where a comparison changes its
+            answer (a maximum of equal numbers), and the others are of the other kind.
         scale: by what normal inputs are multiplied.
         levels: how many primes of the tower are used: the highest ones.
         settings: the arguments it was made of.
@@ -147,6 +148,11 @@ class Field:
     def rounds(self) -> bool:
         """Whether floats were rounded to integers."""
         return bool(self.uninterpreted & ROUNDING)
+
+    @property
+    def divides(self) -> bool:
+        """Whether something was divided by what may be zero for some inputs, or a logarithm was taken of it."""
+        return self._divisions > 0 or self.domains
 
     @property
     def planted(self) -> bool:

@@ -52,6 +52,7 @@ def divide(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     x, y = scope.lift(x, y)
     if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
         return apply_function(scope.field, "div of integers", x, y)
+    scope.divide_by(equation, y)
     return arithmetic.divide(scope.field, x, y)
 
 
@@ -121,6 +122,7 @@ def exp(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def log(scope: Scope, equation: Any, x: Exact) -> Exact:
     """log."""
+    scope.divide_by(equation, x)
     return logarithms.log(scope.field, x)
 
 

@@ -63,6 +63,11 @@ class Scope:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
         return self.field.marks.add(np.asarray(truth), decision=True)
 
+    def divide_by(self, equation: Any, x: Exact) -> None:
+        """Notes what an equation divides by, or takes the logarithm of."""
+        if self.field.coverage is not None:
+            self.field.coverage.note_divisor(self.field, equation, x)
+
     def line(self, equation: Any) -> str:
         """Where an equation stands in the user's program."""
         return source_line(equation, self.around)
