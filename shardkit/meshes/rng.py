@@ -175,8 +175,8 @@ def refuse_unstable(where: str, keys: jax.Array) -> None:
     """Refuses keys whose draws differ under vmap, and so depend on mesh and batch."""
     if _is_typed(keys) and str(jax.random.key_impl(keys)) in ("rbg", "unsafe_rbg"):
         raise ValueError(
-            f"{where}: keys must have an implementation whose draws do not depend on the batch; got "
-            f"{jax.random.key_impl(keys)!r}. Pass jax.random.key(seed, impl='threefry2x32')."
+            f"{where}: keys must draw the same numbers in every batch; got {jax.random.key_impl(keys)!r}. Pass "
+            "jax.random.key(seed, impl='threefry2x32')."
         )
 
 

@@ -114,10 +114,10 @@ def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, bat
     two = "two microbatches" if split.parts > 1 else "two devices"
     losses = f"is {comparison.together:.6g}{when}, and not the mean of theirs, {comparison.apart:.6g}"
     raise WrongProgramError(
-        f"step: the loss must add over its examples, because each device computes that of its own; {loss.met.how}"
-        f"{place}, so the loss of the examples of {two} {losses}. Return sk.Mean(total, weight) of sums over examples, "
-        "send what other examples need, as sk.all_gather does, or pass make_train_step(..., examples='mixed') if each "
-        "device's own examples are meant to meet."
+        "step: the loss must be a sum over examples, because each device computes the loss of its examples alone; "
+        f"{loss.met.how}{place}, so the loss of the examples of {two} {losses}. Return sk.Mean(total, weight) of sums "
+        "over examples, send the values that other examples need, as sk.all_gather does, or pass "
+        "make_train_step(..., examples='mixed') if you mean to mix the examples of each device."
     )
 
 

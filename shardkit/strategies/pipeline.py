@@ -180,7 +180,7 @@ class Pipeline:
         if self.spread is not None and mode == "branch":
             raise ValueError(
                 f"{where}: embedding and head that are spread over {self.axis!r} must run on all its devices; got "
-                "mode='branch', in which each device runs what is its own. Pass mode='masked', or no spread=."
+                "mode='branch', in which each device runs its stage alone. Pass mode='masked', or no spread=."
             )
 
 

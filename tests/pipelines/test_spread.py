@@ -126,7 +126,7 @@ def test_what_is_refused():
     pipe = sk.pipeline(schedules.lockstep(4, 4), "stage", spread=spread)
     with value_error(
         "pipeline.value_and_grad: embedding and head that are spread over 'stage' must run on all its devices; got "
-        "mode='branch', in which each device runs what is its own. Pass mode='masked', or no spread=."
+        "mode='branch', in which each device runs its stage alone. Pass mode='masked', or no spread=."
     ):
         pipe.value_and_grad(embed, stage, head, mode="branch")
 

@@ -70,11 +70,12 @@ def refused(loss, *args, again=True, **options):
 def test_a_loss_that_mixes_examples_in_full():
     message = re.sub(r"py:\d+", "py:N", refused(contrastive))
     assert re.fullmatch(
-        r"step: the loss must add over its examples, because each device computes that of its own; dot_general pairs "
+        r"step: the loss must be a sum over examples, because each device computes the loss of its examples alone; "
+        r"dot_general pairs "
         r"every example with every other at test_first_call.py:N \(contrastive\), so the loss of the examples of two "
         r"devices is [\d.]+, and not the mean of theirs, [\d.]+. Return sk.Mean\(total, weight\) of sums over "
-        r"examples, send what other examples need, as sk.all_gather does, or pass make_train_step\(..., "
-        r"examples='mixed'\) if each device's own examples are meant to meet.",
+        r"examples, send the values that other examples need, as sk.all_gather does, or pass make_train_step\(..., "
+        r"examples='mixed'\) if you mean to mix the examples of each device.",
         message,
     )
 

@@ -15,7 +15,7 @@ from shardkit.analysis.rules.rule import Rule
 
 _ROWS = (
     ("summed-each-iteration", "an all-reduce in a loop that only adds up its results", loops),
-    ("summed-separately", "all-reduces of which only the sum is used", sums),
+    ("summed-separately", "all-reduces although only their sum is used", sums),
     ("gathered-each-iteration", "an all-gather in a loop that does not change its operand", loops),
     ("full-rematerialization", "a value that the partitioner makes whole to reshard it", rematerialized),
     ("replicated-leaf", "a large leaf that several devices hold and could share", copies),

@@ -379,7 +379,7 @@ def _compile_in_child(
         except subprocess.TimeoutExpired:
             raise RuntimeError(
                 f"aot.compile: the compiler for {where} took longer than {timeout:g} s. Pass a longer timeout=, or a "
-                "program whose layers are a scan."
+                "program with its layers in a scan."
             ) from None
         if not (folder / "answer.json").exists():
             raise RuntimeError(

@@ -51,7 +51,7 @@ def save(program: Any, path: str | os.PathLike[str], ends: dict[str, bool] | Non
     except Exception as error:  # jax and pickle have many
         raise ValueError(
             "save: the program must consist of arrays and compiled code alone; jax cannot serialize it: "
-            f"{raised(error)}. Take out what calls Python (jax.debug.print, callbacks), and define the classes of "
+            f"{raised(error)}. Take out calls to Python (jax.debug.print, callbacks), and define the classes of "
             "arguments and results in a module."
         ) from error
     saved = _SavedProgram(
@@ -181,7 +181,7 @@ def writable_by(status: os.stat_result) -> str:
 def _read_private_file(path: Path) -> bytes:
     """The content of a file that its user alone can have written."""
     if not path.is_file():
-        raise ValueError(f"aot.load: path must be a file; got {path}, which is none. Pass the file that save wrote.")
+        raise ValueError(f"aot.load: path must be a file; got {path}. Pass the file that save wrote.")
     with path.open("rb") as file:
         # Of the file that was opened: another one may have been put in its place since.
         writer = writable_by(os.fstat(file.fileno()))
