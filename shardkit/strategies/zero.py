@@ -260,10 +260,9 @@ def _make_plan(
             secondary=secondary,
         )
 
-    algorithm_axes = tuple(axis for axis in options.axes if axis not in secondary)
-    options.gather.check(options.name, "gather", "all_gather", algorithm_axes)
-    options.reduce.check(options.name, "reduce", "reduce_scatter", algorithm_axes)
-    return strategy(
+    _check_algorithm(options, secondary, "gather", "all_gather")
+    _check_algorithm(options, secondary, "reduce", "reduce_scatter")
+    plan = strategy(
         options.name,
         options.axis,
         rank=rank,
@@ -271,9 +270,31 @@ def _make_plan(
         place=place,
         names=options.layerwise,
         rules=options.rules,
-        gather=options.gather,
-        reduce=options.reduce,
     )
+    # Not passed to `strategy`, which would ask them about all axes: they need not run over the secondary ones.
+    (made,) = plan.strategies
+    return Plan((made._replace(gather=options.gather, reduce=options.reduce),))
+
+
+def _check_algorithm(
+    options: _Options, secondary: tuple[str, ...], argument: Literal["gather", "reduce"], kernel: str
+) -> None:
+    """Refuses an algorithm that cannot run over the axes that it is for: those beside the secondary ones.
+
+    Worked example: over the axes "rack", "node" and "gpu" with secondary="gpu", a gather crosses racks and nodes by its
+    algorithm, which may be hierarchical("node"), and the GPUs of a node by the plain one.
+    """
+    algorithm: Algorithm = getattr(options, argument)
+    axes = tuple(axis for axis in options.axes if axis not in secondary)
+    try:
+        algorithm.check(options.name, argument, kernel, axes)
+    except ValueError as error:
+        if not secondary or getattr(algorithm, kernel) is None:
+            raise
+        raise ValueError(
+            f"{options.name}: {argument}= must run over the axes beside secondary={quoted(secondary)}, which are "
+            f"{quoted(axes)}; got {algorithm}. Pass an algorithm for these axes, or leave out secondary=."
+        ) from error
 
 
 def _choose_dim(options: _Options, choose_by_rules: ChooseDim | None, leaf: Leaf) -> int | str:
