@@ -143,8 +143,8 @@ class expects:
             **kwargs: its keyword arguments.
 
         Raises:
-            AssertionError: the compiled program runs other collectives; the message lists every difference, and what
-                the compiler added, merged, dropped or changed.
+            AssertionError: the compiled program runs other collectives; the message lists every difference, and every
+                collective that the compiler added, merged, dropped or changed.
         """
         __tracebackhide__ = True
         self._checked = True

@@ -60,7 +60,7 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
         The same values, typed as varying.
 
     Raises:
-        ValueError: an axis that is not bound here, or named twice.
+        ValueError: an unbound axis, or an axis named twice.
 
     Cost: none.
 

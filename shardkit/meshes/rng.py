@@ -31,7 +31,7 @@ def fold_axis(key: Key, axis: Axis) -> jax.Array:
         A key of the same kind, varying over `axis`.
 
     Raises:
-        ValueError: an axis that is not bound here, or named twice.
+        ValueError: an unbound axis, or an axis named twice.
 
     Example:
         >>> draw = lambda key: jax.random.bits(sk.fold_axis(key, "data"), 1)
@@ -57,7 +57,7 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
         A key of the same kind, varying over `axes`.
 
     Raises:
-        ValueError: an axis that is not bound here, or named twice.
+        ValueError: an unbound axis, or an axis named twice.
 
     Example:
         >>> draw = lambda key: jax.random.bits(sk.fold_axes(key, ("data", "model")), 1)

@@ -1,7 +1,7 @@
 """The rules on a compiled program, one file for each or for a family, and `COMPILED_RULES`, the list of them.
 
-Start with `program.py`, which says what a rule is passed; `host.py` is the shortest. Imports `analysis/hlo`,
-`analysis/jaxpr` and `analysis/rules`.
+Start with `program.py`, the argument of a rule; `host.py` is the shortest. Imports `analysis/hlo`, `analysis/jaxpr` and
+`analysis/rules`.
 """
 
 from shardkit.analysis.compiled_rules.host import host

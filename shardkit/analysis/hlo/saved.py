@@ -94,20 +94,20 @@ def _refuse_cached(platform_name: str) -> None:
 def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
     """Reads a program that `Compiled.save` wrote, and places it on the devices of this process; it compiles nothing.
 
-    The program is machine code, and jax keeps part of it as a pickle: whoever writes the file runs code in your
-    process. So the file must be yours alone, and a file that a stranger sent must not be made yours.
+    The program is machine code, and jax keeps part of it as a pickle: anyone who writes the file runs code in your
+    process. So the file must belong to you alone. Never take over a file from a stranger.
 
     Args:
         path: the file.
 
     Returns:
-        The function or train step that was compiled, to call with arguments laid out alike. It has the same bits.
+        The compiled function or train step. Call it with arguments in the same layout; it gives the same bits.
 
     Raises:
-        ValueError: a file that others can write to or own; one that is damaged, or none of these; one of another
+        ValueError: a file that others can write or own; a damaged file, or another kind of file; a program of another
             version of jax, or for other devices.
 
-    Cost: reading the file; the executable is checked and placed, not compiled.
+    Cost: the time to read the file, and to check and place the executable; nothing is compiled.
 
     Example:
         sk.analysis.compiled(step, state, batch).save("step.program")  # in one process

@@ -1,8 +1,8 @@
 """The rules on a trace, one file for each or for a family, and `TRACE_RULES`, the list of them.
 
-A new rule is a file with a function `check(program)` and a row here. Start with `rule.py`, which says what a rule is,
-then `program.py`, which says what it is passed; `replicated.py` is the shortest. Imports `analysis/jaxpr`. Rules on a
-compiled program are in `analysis/compiled_rules/`.
+A new rule is a file with a function `check(program)` and a row here. Start with `rule.py`, the rule itself, then
+`program.py`, its argument; `replicated.py` is the shortest rule. Imports `analysis/jaxpr`. Rules on a compiled program
+are in `analysis/compiled_rules/`.
 """
 
 from shardkit.analysis.rules.divergence import divergence
