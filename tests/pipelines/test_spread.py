@@ -157,6 +157,6 @@ def test_what_is_refused():
     ):
         traced(pipe, head, pipelines.make_params(4))
     with pytest.raises(
-        ValueError, match=r"the stages of its schedule, 4 devices, embedding and head spread; got those"
+        ValueError, match=r"the stages of its schedule, 4 devices, embedding and head spread; got the"
     ):
         traced(pipe, head, make_params(4), sk.pipeline(pipe.schedule, "stage").plan)
