@@ -156,7 +156,5 @@ def test_what_is_refused():
         ValueError, match=r"^pipeline: dim 0 of leaf embed must be divisible by axis 'stage'; got size 7"
     ):
         traced(pipe, head, pipelines.make_params(4))
-    with pytest.raises(
-        ValueError, match=r"the stages of its schedule, 4 devices, embedding and head spread; got the"
-    ):
+    with pytest.raises(ValueError, match=r"the stages of its schedule, 4 devices, embedding and head spread; got the"):
         traced(pipe, head, make_params(4), sk.pipeline(pipe.schedule, "stage").plan)
