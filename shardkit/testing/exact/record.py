@@ -44,6 +44,7 @@ class Record:
         values: what each variable was last.
         readable: of an equation, by its id, the variables that it could read.
         unread: the variables of the kernel that no equation reads.
+        definitions: of a variable of the kernel, the equation that it is a result of.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class Record:
         self.values: dict[Any, Operand] = {}
         self.readable: dict[int, list[Any]] = {}
         self.unread: set[Any] = set()
+        self.definitions: dict[Any, Any] = {}
         self._calls: dict[Any, Call] = {}
         self._inputs: dict[int, Iterator[Any]] = {}
 
@@ -95,6 +97,7 @@ class Record:
             for equation in jaxpr.eqns:
                 self.readable[id(equation)] = list(readable)
                 readable += equation.outvars
+                self.definitions.update(dict.fromkeys(equation.outvars, equation))
                 read.update(filter(_is_variable, equation.invars))
             self.unread.update(variable for variable in readable if variable not in read)
 

@@ -403,7 +403,8 @@ class Search:
 
     def _propose(self, call: Call) -> list[Repair]:
         readable = self.record.readable.get(id(call.equation), ())
-        return list(propose_repairs(self.field, call, readable, self._sizes, self.record.unread))
+        record = self.record
+        return list(propose_repairs(self.field, call, readable, self._sizes, record.unread, record.definitions))
 
     def _is_confirmed(self, make_changes: Callable[[Search], Mapping[Any, Change]]) -> bool:
         """Whether changes are right with other numbers too, of which some are larger."""
@@ -504,14 +505,15 @@ def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
 def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
     """Equations that are repaired together: each alone, and what a line has again and again, as an unrolled loop.
 
-    Rounds have results of the same types: `a[:, None] == b[None]` makes a row and a column in each.
+    Rounds have results of the same types: `a[:, None] == b[None]` makes a row and a column in each. What a function
+    computes that the line calls, as the remainder of `(i + 1) % n`, is apart.
     """
     alike: dict[Any, list[int]] = {}
     for number, call in suspects.items():
         yield [number]
         avals = [variable.aval for variable in call.equation.outvars]
         types = [(getattr(aval, "shape", ()), getattr(aval, "dtype", None)) for aval in avals]
-        kind = call.line, call.name, len(call.operands), *types
+        kind = call.line, call.around, call.name, len(call.operands), *types
         alike.setdefault(kind, []).append(number)
     for numbers in alike.values():
         for step in (1, 2, 3):
