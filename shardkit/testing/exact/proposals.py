@@ -21,6 +21,7 @@ from shardkit.testing.exact.local_repairs import (
     repair_operand,
     repair_operator,
     repair_place,
+    repair_round,
     repair_term,
 )
 from shardkit.testing.exact.numbers.field import Field
@@ -40,11 +41,12 @@ def propose_repairs(
     sizes: Sequence[int],
     unread: Set[Any],
     definitions: Mapping[Any, Any],
+    rounds: Mapping[Any, Sequence[Any]],
 ) -> Iterator[Repair]:
     """What may be tried for an equation that could read some variables, in a program with dims of some sizes.
 
     Variables that nothing reads are likely to be what should have been read. `definitions` has the equation of each
-    variable.
+    variable, and `rounds` those that other rounds of a loop make.
     """
     if len(call.results) != 1 or not all(_is_array(x) for x in (*call.operands, *call.results)):
         return
@@ -69,6 +71,7 @@ def propose_repairs(
     yield from repair_place(bench)
     yield from repair_operator(bench)
     yield from repair_operand(bench, readable, unread)
+    yield from repair_round(bench, readable, rounds)
     if isinstance(result, Exact) and is_float(call.equation.outvars[0].aval):
         yield from repair_function(bench)
         yield from repair_term(bench, readable)

@@ -404,7 +404,8 @@ class Search:
     def _propose(self, call: Call) -> list[Repair]:
         readable = self.record.readable.get(id(call.equation), ())
         record = self.record
-        return list(propose_repairs(self.field, call, readable, self._sizes, record.unread, record.definitions))
+        variables = readable, self._sizes, record.unread, record.definitions, record.rounds
+        return list(propose_repairs(self.field, call, *variables))
 
     def _is_confirmed(self, make_changes: Callable[[Search], Mapping[Any, Change]]) -> bool:
         """Whether changes are right with other numbers too, of which some are larger."""
