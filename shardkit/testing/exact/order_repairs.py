@@ -70,10 +70,12 @@ def repair_order(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repai
 
 def _find_definition(atom: Any, definitions: Mapping[Any, Any]) -> Any | None:
     """The equation of a variable, behind casts of what all devices have to what may differ; None for a literal."""
-    equation = None if hasattr(atom, "val") else definitions.get(atom)
-    while equation is not None and equation.primitive.name in _VARYING:
-        equation = definitions.get(equation.invars[0])
-    return equation
+    while not hasattr(atom, "val"):
+        equation = definitions.get(atom)
+        if equation is None or equation.primitive.name not in _VARYING:
+            return equation
+        atom = equation.invars[0]
+    return None
 
 
 def _find_reduction(bench: Bench, equation: Any, definitions: Mapping[Any, Any]) -> _Reduction | None:
