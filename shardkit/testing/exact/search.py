@@ -369,15 +369,14 @@ class Search:
             if number in self._behind_index and not isinstance(call.results[0], Exact):
                 more -= 0.5
             lists = [repairs_of[member] for member in group]
-            for position, repairs in enumerate(zip(*lists, strict=False)):
-                if len({repair.words for repair in repairs}) > 1:
-                    break
+            for positions in _align(lists):
+                repairs = [repairs[position] for repairs, position in zip(lists, positions, strict=True)]
                 cost = repairs[0].cost + more + doubt(number, repairs[0].behind)
                 # Where something travels, something else may have been left behind.
                 if repairs[0].exchange == "shift" and self._routes:
                     cost -= 1.5
                 changes = [repair.change for repair in repairs]
-                make_changes = partial(_make_changes, calls=calls, changes=changes, position=position, first=self)
+                make_changes = partial(_make_changes, calls=calls, changes=changes, positions=positions, first=self)
                 candidates.append(_Candidate(cost, number, calls, repairs[0], make_changes))
             for repair, travel in self._list_travels(calls):
                 make_travel = partial(_make_travel, calls=calls, travel=travel)
@@ -473,11 +472,12 @@ class Search:
 
 
 def _make_changes(
-    search: Search, calls: Sequence[Call], changes: Sequence[Change], position: int, first: Search
+    search: Search, calls: Sequence[Call], changes: Sequence[Change], positions: Sequence[int], first: Search
 ) -> dict[Any, Change]:
-    """The changes by the repairs of this place in the lists of some equations, also in a search with other numbers."""
+    """The changes by repairs at these places in the lists of some equations, also in a search with other numbers."""
     if search is not first:
-        changes = [search._propose(call)[position].change for call in calls]
+        repairs = [search._propose(call)[position] for call, position in zip(calls, positions, strict=True)]
+        changes = [repair.change for repair in repairs]
     return {call.key: change for call, change in zip(calls, changes, strict=True)}
 
 
@@ -488,6 +488,24 @@ def _make_travel(search: Search, calls: Sequence[Call], travel: Travel) -> dict[
         bench = Bench(search.field, call, search._sizes)
         changes[call.key] = replace(travel, bench=bench).in_round(round_)
     return changes
+
+
+def _align(lists: Sequence[Sequence[Repair]]) -> list[tuple[int, ...]]:
+    """The places of repairs that several equations have, one place in the list of each.
+
+    Repairs are alike by their words, the first of some words with the first. A round may have some that others have
+    not: `i + 0` is in strides as it is in blocks, and `i + 1` is not.
+    """
+    columns: list[dict[Any, int]] = []
+    for repairs in lists:
+        counts: Counter[str] = Counter()
+        places: dict[Any, int] = {}
+        for position, repair in enumerate(repairs):
+            places[repair.words, counts[repair.words]] = position
+            counts[repair.words] += 1
+        columns.append(places)
+    common = [key for key in columns[0] if all(key in places for places in columns)]
+    return [tuple(places[key] for places in columns) for key in common]
 
 
 def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
